@@ -32,7 +32,7 @@ SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/pa
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
-train: $(VENV)/.core ## set up and run the main job (RECIPE=..., ARGS="--set steps=20")
+train: $(VENV)/.core ## set up and run the main job (RECIPE=..., ARGS="--steps 20 --name short")
 	$(BIN)/meshpar train $(RECIPE) $(ARGS)
 
 test: $(VENV)/.dev ## set up and run the tests (PYTHON=python3.12, ARGS="-k mesh")

@@ -69,7 +69,7 @@ def digits() -> dict[str, np.ndarray]:
 def loss(model, batch, key):
     logits = model(batch["pixels"])
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["digit"])
-    return nats.mean(), {"accuracy": (logits.argmax(-1) == batch["digit"]).mean()}
+    return mp.MeanLoss(nats.sum(), nats.size), {"accuracy": (logits.argmax(-1) == batch["digit"]).mean()}
 
 
 def recipe(devices: int = 8) -> mp.Recipe:

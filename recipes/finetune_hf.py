@@ -5,11 +5,12 @@
 
 or adapters alone, over matrices that stay as they are:
 
-    meshpar train recipes/finetune_hf.py --from-hf Llama-3.1-8B --set lora.rank=16 --set optimizer.lr=1e-4
-    meshpar convert to-peft runs/finetune_hf adapter --base meta-llama/Llama-3.1-8B
+    meshpar train recipes/finetune_hf.py --from-hf Llama-3.1-8B --set lora.rank=16 --set optimizer.lr=1e-4 --name lora
+    meshpar convert to-peft runs/lora adapter --base meta-llama/Llama-3.1-8B
 
-The folder gives the model's sizes, its weights and its tokenizer; the recipe says how it lies, is computed and is
-trained. Without a folder, `meshpar train recipes/finetune_hf.py` trains a small Llama over bytes from random weights.
+The folder gives the model's sizes, its weights and its tokenizer; the recipe says how the model is sharded, computed
+and trained. Without a folder, `meshpar train recipes/finetune_hf.py --name small` trains a small Llama over bytes from
+random weights.
 
 Hardware: any; eight GPUs hold a model of 8 billion parameters in float32 with its moments. The small one takes two CPU
 cores, as 8 host devices.

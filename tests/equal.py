@@ -12,6 +12,7 @@ import optax
 import meshpar as mp
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.losses import scalar
 from meshpar.training.state import TrainState, make_setup
 
 VOCAB = 32
@@ -61,7 +62,7 @@ def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[d
 def mean_loss(model: Any, batch: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the mean of `next_token_loss` as a scalar, and its metrics."""
     loss, metrics = next_token_loss(model, batch, jax.random.key(0))
-    return loss.total / loss.weight, metrics
+    return scalar(loss), metrics
 
 
 def train(

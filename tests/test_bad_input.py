@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.commands import launch
+from meshpar.commands import cli, launch
 from meshpar.compiled.budget import Budget
 from meshpar.data import text
 from meshpar.data.tokens import load_tokenizer
@@ -329,6 +329,67 @@ def test_launcher_variables_that_are_no_numbers_are_told(env: dict[str, str]) ->
 
 def test_a_long_list_of_tasks_is_read_without_writing_it_out() -> None:
     assert launch._tasks_on_node("4(x999999999),2", 999999999) == 2
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "writers=((((", "writers=(tensorboard", "writers=[]]", "strategy=tensor_parallel(sequence=3)",
+        "model.qk_norm=3", "model.norm_eps=1e12", "max_skipped=0", "checkpoint_retries=-1",
+    ],
+)  # fmt: skip
+def test_a_value_that_means_nothing_is_refused(meshpar, place, monkeypatch, field) -> None:
+    monkeypatch.chdir(place.folder)
+    code, _, err = meshpar("shard", "recipe.py", "--set", field)
+    assert (code, wrong_with(code, err)) == (2, None)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("train", "recipe.py", "--devices", 2, "--out", "gs://bucket/runs"),
+        ("train", "recipe.py", "--devices", 2, "--set", "data.cache=s3://bucket/tokens"),
+        ("explain", "recipe.py", "--html", "gs://bucket/report.html"),
+        ("plan", "recipe.py", "--cluster", "h100:1x8", "--save", "gs://bucket/plan.json"),
+        ("convert", "from-hf", "folder.json", "gs://bucket/run"),
+        ("bench", "gpu", "--trace", "gs://bucket/trace"),
+    ],
+    ids=lambda args: " ".join(map(str, args)),
+)
+def test_a_url_is_refused_where_a_local_file_is_written(meshpar, place, monkeypatch, args) -> None:
+    monkeypatch.chdir(place.folder)
+    before = set(place.folder.iterdir())
+    code, _, err = meshpar(*args)
+    assert code == 2
+    assert "it is a URL, and only local files can be read and written. To fix it: " in err
+    assert set(place.folder.iterdir()) == before
+
+
+VALUES = [
+    (command, name)
+    for command in ("train", "explain", "plan", "shard", "generate", "verify", "trace", "doctor", "cost", "schedule")
+    for option in cli.cli.get_command(None, command).params
+    for name in option.opts
+    if name.startswith("--") and not option.is_flag
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["{} ", "{}="], ids=["--name ''", "--name="])
+def test_an_empty_value_of_any_option_is_refused(meshpar, place, monkeypatch, form) -> None:
+    """`--budget "$UNSET"` in CI must not pass."""
+    monkeypatch.chdir(place.folder)
+    for command, name in VALUES:
+        code, out, err = meshpar(command, "recipe.py", *form.format(name).split(" "))
+        assert (code, out) == (2, ""), (command, name)
+        assert f"meshpar: `{name}" in err
+        assert "its value is empty" in err
+    assert {("explain", "--budget"), ("explain", "--against"), ("train", "--out"), ("plan", "--plot")} <= set(VALUES)
+
+
+def test_an_empty_argument_is_refused(meshpar) -> None:
+    code, _, err = meshpar("shard", "")
+    assert code == 2
+    assert "an argument: asked to use it, but its value is empty" in err
 
 
 @pytest.mark.parametrize("assignment", ["model.vocab_size=4000000000", "data.prefetch=100000000"])

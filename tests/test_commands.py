@@ -1,7 +1,8 @@
-"""Every command that README.md, a recipe's docstring or a notebook's text prints is run as it stands there.
+"""Every example command in README, CONTRIBUTING, Makefile, docstrings, `--help` and notebooks is run.
 
-Commands are found by reading those places, so a new one is run without being listed here. Quick ones run in this
-process; compilation for pods, training and measurements run in a process of their own, and are marked `matrix`.
+The commands are found by reading those places, so a new one is run without being listed here. Quick ones run in this
+process. Compilation for pods, training and measurements run in a process of their own and are marked `matrix`. They
+get smaller sizes; a quick test checks that a recipe accepts the sizes that are printed.
 """
 
 from __future__ import annotations
@@ -15,15 +16,23 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import pytest
 
 from meshpar.commands import cli
-from meshpar.commands.recipe import load_recipe
+from meshpar.commands.explain import _read_shapes
+from meshpar.commands.recipe import breaks_resuming, build_model, build_optimizer, changes, load_recipe
 from meshpar.models.config import TransformerConfig
+from meshpar.parallel import parse_strategy
+from meshpar.planner.hardware import Link, Links, parse_cluster
+from meshpar.planner.units import parse_bytes
+from meshpar.sharding.mesh import MeshSpec
+from meshpar.training.profile import parse_steps
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 1800
@@ -47,10 +56,42 @@ class Printed(NamedTuple):
 
     @property
     def is_quick(self) -> bool:
-        return self.words[1] in ("shard", "schedule", "cost") or len(self.words) == 2
+        return self.words[1] in ("shard", "schedule", "cost")
+
+    @property
+    def is_example(self) -> bool:
+        """Whether it can be run. Sentences also name commands without arguments, or with placeholders as RECIPE."""
+        command, rest = found(self.words)
+        if isinstance(command, click.Group) or self.words[1:] == ["explain"]:
+            return False
+        if any(word == "..." or re.fullmatch("[A-Z]+", word) for word in rest):
+            return False
+        try:
+            given, _, _ = command.make_parser(click.Context(command)).parse_args(list(rest))
+        except click.BadOptionUsage:  # an option that is named without its value
+            return False
+        needed = [one.name for one in command.params if isinstance(one, click.Argument) and one.required]
+        return all(isinstance(given[name], str | tuple | list) and given[name] for name in needed)
 
     def __str__(self) -> str:
         return f"{self.where}: {' '.join(self.words)}"
+
+
+def _cut(words: list[str]) -> tuple[list[str], list[str], list[str]]:
+    """The words before a pipe, the pipe, and the words after it."""
+    at = words.index("|") if "|" in words else len(words)
+    return words[:at], words[at : at + 1], words[at + 1 :]
+
+
+def found(words: list[str]) -> tuple[click.Command, list[str]]:
+    """The command that the words of a line name, and its arguments."""
+    command: click.Command = cli.cli
+    rest, _, _ = _cut(words[1:])
+    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+        inner = command.get_command(click.Context(command), rest[0])
+        assert inner is not None, f"`{rest[0]}` is none of {command.list_commands(click.Context(command))}"
+        command, rest = inner, rest[1:]
+    return command, rest
 
 
 def in_blocks(text: str) -> list[str]:
@@ -60,8 +101,9 @@ def in_blocks(text: str) -> list[str]:
 
 
 def in_docstring(text: str) -> list[str]:
-    """Lines set off by an indent that begin with the command."""
-    return re.findall(r"^ {4,}((?:\$ )?(?:meshpar|make|pip) .*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
+    """Lines that an indent sets off and that begin with the command; a comment may follow after spaces."""
+    lines = re.findall(r"^ {4,}((?:\$ )?(?:meshpar|make|pip) .*)$", re.sub(r"\\\n\s*", " ", text), flags=re.MULTILINE)
+    return [re.split(r" {3,}(?!-)", line)[0] for line in lines]
 
 
 def in_backticks(text: str) -> list[str]:
@@ -70,10 +112,30 @@ def in_backticks(text: str) -> list[str]:
     return [" ".join(found.split()) for found in re.findall(r"`((?:meshpar|make|pip)\s[^`]+)`", prose)]
 
 
+def in_makefile() -> list[Printed]:
+    """The values of ARGS that the list of targets gives as examples, and the target itself."""
+    text = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(r"^RECIPE = (.*)$", text, flags=re.MULTILINE)
+    lines = []
+    for target, comment in re.findall(r"^([a-z-]+):.*## (.*)$", text, flags=re.MULTILINE):
+        for args in ("", *re.findall(r'ARGS="([^"]*)"', comment)):
+            lines.append(f"meshpar train {recipe} {args}" if target == "train" else f'make {target} ARGS="{args}"')
+    return [Printed("Makefile", line) for line in lines]
+
+
+def docstrings(path: Path) -> Iterator[str]:
+    """Of a module, its classes and functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node, clean=False) or ""
+
+
 def printed() -> list[Printed]:
     """Each once, in the order in which a reader meets them."""
-    text = (ROOT / "README.md").read_text()
-    found = [Printed("README", line) for find in (in_blocks, in_backticks) for line in find(text)]
+    found = in_makefile()
+    for name in ("README", "CONTRIBUTING"):
+        text = (ROOT / f"{name}.md").read_text()
+        found += [Printed(name, line) for find in (in_blocks, in_backticks) for line in find(text)]
     for path in sorted((ROOT / "recipes").glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
         found += [Printed(path.stem, line) for find in (in_docstring, in_backticks) for line in find(text)]
@@ -81,11 +143,21 @@ def printed() -> list[Printed]:
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "markdown"]
         text = "\n\n".join("".join(cell["source"]) for cell in cells)
         found += [Printed(path.stem, line) for find in (in_blocks, in_backticks) for line in find(text)]
-    return list({tuple(one.words): one for one in reversed(found) if one.words}.values())[::-1]
+    for path in sorted((ROOT / "meshpar").rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        for text in docstrings(path):
+            lines = [line for find in (in_docstring, in_backticks) for line in find(text)]
+            found += [Printed(name, line) for line in lines if line.startswith("meshpar ")]
+    first: dict[tuple[str, ...], Printed] = {}
+    for one in found:
+        if one.words:
+            first.setdefault(tuple(one.words), one)
+    return list(first.values())
 
 
 PRINTED = printed()
 OURS = [one for one in PRINTED if one.words[0] == "meshpar"]
+EXAMPLES = [one for one in OURS if one.is_example]
 
 
 def test_commands_are_found_in_each_of_the_places() -> None:
@@ -97,12 +169,17 @@ def test_commands_are_found_in_each_of_the_places() -> None:
         "meshpar shard recipes/llama3_405b.py --mesh fsdp=512,tensor=8",
         "meshpar shard recipes/llama3_405b.py --json | python -m json.tool",
         "meshpar schedule zb-v --stages 8 --microbatches 32 --png zb-v.png",
+        "meshpar train recipes/gpt_stdlib.py --steps 20 --name short",
+        "make test ARGS=-k mesh",
+        "make test ARGS=tests/sharding/test_mistakes.py -k typo",
+        "meshpar cost all-gather --cluster my.json --axis data",
+        "meshpar convert from-hf Llama-3.1-8B runs/llama --mesh fsdp=8",
     ):
         assert expected in lines
     broken = [one.words for one in PRINTED if "strategy=fsdp() | tensor_parallel()" in one.words]
     assert [words[:3] for words in broken] == [["meshpar", "train", "recipes/gpt_pipeline.py"]]
     for recipe in (ROOT / "recipes").glob("*.py"):
-        assert any(f"recipes/{recipe.name}" in one.words for one in OURS), recipe.name
+        assert any(f"recipes/{recipe.name}" in one.words for one in EXAMPLES), recipe.name
     assert {one.words[0] for one in PRINTED} == {"meshpar", "make", "pip"}
 
 
@@ -112,6 +189,33 @@ def test_a_make_target_exists(one: Printed) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     asked = {word for word in one.words[1:] if "=" not in word and not word.startswith("-")}
     assert asked <= targets
+
+
+SELECTIONS = [
+    (one, word.removeprefix("ARGS="))
+    for one in PRINTED if one.words[:2] == ["make", "test"]
+    for word in one.words[2:] if word.startswith("ARGS=") and word != "ARGS="
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "args"),
+    [pytest.param(*each, marks=() if "tests/" in each[1] else pytest.mark.matrix) for each in SELECTIONS],
+    ids=str,
+)
+def test_an_example_of_make_test_selects_tests(one: Printed, args: str, child_env) -> None:
+    (quick,) = re.findall(r'^QUICK := "(.*)"$', (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", quick, *shlex.split(args)]
+    done = subprocess.run(command, cwd=ROOT, env=child_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-600:]
+    assert "::test_" in done.stdout
+
+
+def test_modules_and_scripts_that_contributing_names_exist() -> None:
+    named = re.findall(r"`python (?:-m )?(tests[\w./]+)", (ROOT / "CONTRIBUTING.md").read_text())
+    assert named
+    for name in named:
+        assert (ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")).is_file(), name
 
 
 @pytest.mark.parametrize("one", [one for one in PRINTED if one.words[0] == "pip"], ids=str)
@@ -127,14 +231,14 @@ def test_what_pip_installs_is_declared(one: Printed) -> None:
 # Run
 # ---------------------------------------------------------------------------------------------------------------------
 
-FEW_STEPS = ("steps=2", "data.valid_fraction=0.2", "data.valid_batches=1", "optimizer.warmup_steps=1")
+FEW_STEPS = ("steps=2", "data.valid_fraction=0.2", "data.valid_batches=1")
 SHORT_TEXT = (*FEW_STEPS, "data.max_bytes=600000", "data.seq_len=64", "sample.num_tokens=4")
 SMALL = (
     *FEW_STEPS, "data.seq_len=16", "batch_size=16", "accumulate=1", "model.num_layers=2", "model.embed_dim=16",
     "model.num_heads=8", "model.num_kv_heads=8", "model.mlp_dim=32", "model.attention=xla",
 )  # fmt: skip
 SMALLER = {
-    "digits_linen": ("steps=2", "optimizer.warmup_steps=1", "validate_every=none"),
+    "digits_linen": ("steps=2", "validate_every=none"),
     "llama3_8b": (*SMALL, "model.head_dim=2"),
     "llama3_70b": (*SMALL, "model.head_dim=2"),
     "mixtral_8x7b": (*SMALL, "model.head_dim=2", "model.moe.mlp_dim=32"),
@@ -154,21 +258,20 @@ FEWER = {
     ),
     "watch": ("--pairs", "1", "--steps", "10"),
     "moe": ("--experts", "8", "--tokens", "64", "--repeats", "1"),
+    "gpu": ("--size", "64", "--repeats", "1", "--steps", "1"),
 }  # fmt: skip
 """Options of a measurement."""
+ABSENT = {"/data": "data", "/mnt/disk": "."}
+"""Folders that examples name, and what stands for them."""
 
 
 def within_budget(words: list[str]) -> list[str]:
     """The arguments of `meshpar`, with less to do where that changes nothing of what they show."""
     _, command, *rest = words
-    if command in ("train", "shard", "explain") and not rest:
-        return [command, "--help"]  # a sentence that only names the command
-    if command == "trace":
-        return [command, "--help"]
-    if command == "checkpoint":
-        return [command, rest[0], "--help"]  # of a run that is not there
     if command == "bench":
         return [command, *rest, *FEWER[rest[0]]]
+    if command == "verify":
+        return [command, *rest, "--cases", "1"]
     if command == "train":
         own = {rest[at + 1].partition("=")[0] for at, word in enumerate(rest) if word == "--set"} - {"steps"}
         rest = [*rest[: rest.index("--steps")], *rest[rest.index("--steps") + 2 :]] if "--steps" in rest else rest
@@ -187,6 +290,7 @@ def folder(path: Path) -> Path:
         (path / "notes" / f"{number}.txt").write_text(TEXT + str(number))
         (path / "data" / "corpus" / f"{number}.txt").write_text(TEXT * 4 + str(number))
         (path / "logs" / "one" / f"{number}.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    Links(devices="cpu", axes={"data": Link(alpha_s=3e-3, bytes_per_s=1e9)}).save(path / "my.json")
     return path
 
 
@@ -224,21 +328,101 @@ def files_written(words: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("one", OURS, ids=str)
 def test_a_command_exists_with_its_options(one: Printed) -> None:
-    command: click.Command = cli.cli
-    context = click.Context(command)
-    rest = one.words[1 : one.words.index("|")] if "|" in one.words else one.words[1:]
-    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
-        found = command.get_command(context, rest[0])
-        assert found is not None, f"`{rest[0]}` is none of {command.list_commands(context)}"
-        command, rest = found, rest[1:]
+    command, rest = found(one.words)
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     asked = {word.split("=")[0] for word in rest if word.startswith("--")}
     assert asked <= known | {"--help"}
 
 
+def layouts() -> dict[tuple[str, ...], Printed]:
+    """Examples by their recipe and by the fields and layouts that they give it."""
+    each = {}
+    for one in EXAMPLES:
+        command, rest = found(one.words)
+        given = command.make_context(command.name, rest, resilient_parsing=True).params
+        path = given["recipes"][0] if given.get("recipes") else given.get("recipe")
+        if path is None:
+            continue
+        shorthands = (f"{name}={given[name]}" for name in ("mesh", "strategy", "steps", "name") if given.get(name))
+        each.setdefault((path, given.get("devices") or 8, *shorthands, *given["assignments"]), one)
+    return each
+
+
+@pytest.mark.parametrize(("words", "one"), layouts().items(), ids=lambda one: str(one)[:80])
+def test_a_recipe_accepts_the_fields_of_an_example(words: tuple[Any, ...], one: Printed, tmp_path, monkeypatch) -> None:
+    """With the sizes that are printed, which the runs below make smaller."""
+    monkeypatch.chdir(folder(tmp_path))
+    path, devices, *assignments = words
+    if path == "recipes/llama3_8b.py" and one.words[1] != "train":
+        devices = 64
+    recipe = load_recipe(path, devices=devices).override(*assignments)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*the warm-up is longer than the run")
+        build_optimizer(recipe, build_model(recipe), recipe.mesh.abstract())
+
+
+def test_no_example_of_train_is_refused_or_idle_after_another(tmp_path, monkeypatch) -> None:
+    """A reader who follows the documents from top to bottom has the runs of all examples in one folder."""
+    monkeypatch.chdir(folder(tmp_path))
+    wrong, runs = [], dict[str, tuple[Printed, dict[str, Any]]]()
+    for one in (one for one in EXAMPLES if one.words[1] == "train"):
+        command, rest = found(one.words)
+        given = command.make_context("train", rest).params
+        recipe = load_recipe(given["recipe"], devices=given["devices"] or 8).override(*given["assignments"])
+        recipe = recipe.replace(steps=given["steps"] or recipe.steps, name=given["name"] or recipe.name)
+        begun = {name: str(given[name]) for name in ("text", "tokenizer", "from_hf")}
+        if recipe.name in runs:
+            before, fields = runs[recipe.name]
+            changed = changes(fields, {**recipe.to_json(), **begun})
+            breaking = [field for field in changed if breaks_resuming(field)]
+            if breaking:
+                wrong.append(f"`{one}` is refused after `{before}` for {breaking}: give it a --name")
+            elif recipe.steps <= fields["steps"] and one.where != before.where:  # a recipe's docstring says "goes on"
+                wrong.append(f"`{one}` has nothing to train after `{before}`: give it a --name")
+        runs.setdefault(recipe.name, (one, {**recipe.to_json(), **begun}))
+    assert not wrong, "\n".join(wrong)
+
+
+READERS = {
+    "--mesh": MeshSpec.parse,
+    "--strategy": lambda text: parse_strategy(text.strip("'")),
+    "--cluster": lambda text: text == "my.json" or parse_cluster(text),
+    "--batch": lambda text: _read_shapes(text.strip("'")),
+    "--why-not": MeshSpec.parse,
+    "--bytes": parse_bytes,
+    "--profile": parse_steps,
+    "--set": lambda text: load_recipe(ROOT / "recipes" / "gpt_stdlib.py").override(text),
+    "--xla": lambda text: load_recipe(ROOT / "recipes" / "gpt_stdlib.py").override(f"xla.{text}"),
+}
+"""What reads the values of the options whose help gives examples."""
+
+
+def options_of(command: click.Command) -> Iterator[click.Option]:
+    """All options of a command and of those below it."""
+    yield from (one for one in command.params if isinstance(one, click.Option))
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            yield from options_of(command.get_command(click.Context(command), name))
+
+
+def test_the_values_that_help_gives_as_examples_are_read() -> None:
+    read = set()
+    for option in options_of(cli.cli):
+        text = option.help or ""
+        for example in re.findall(r"(?:, as|: | or a profile's) ?('[^']+'|[\w.:=,]*\d[\w.:=,]*|my\.json)", text):
+            if (reader := READERS.get(option.opts[0])) is not None:
+                reader(example.rstrip(",."))
+                read.add(option.opts[0])
+    assert read == set(READERS)
+
+
 @pytest.mark.parametrize(
     "one",
-    [pytest.param(one, marks=() if one.where == "README" else pytest.mark.matrix) for one in OURS if one.is_quick],
+    [
+        pytest.param(one, marks=() if one.where.startswith(("README", "meshpar/")) else pytest.mark.matrix)
+        for one in EXAMPLES
+        if one.is_quick
+    ],
     ids=str,
 )
 def test_a_quick_command_runs(one: Printed, tmp_path, monkeypatch, capsys) -> None:
@@ -258,33 +442,40 @@ def test_a_quick_command_runs(one: Printed, tmp_path, monkeypatch, capsys) -> No
         subprocess.run([sys.executable, *piped[1:]], input=out, text=True, capture_output=True, check=True)
 
 
-def _cut(words: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """What stands before a pipe, and behind it."""
-    at = words.index("|") if "|" in words else len(words)
-    return words[:at], words[at : at + 1], words[at + 1 :]
+def prepare(here: Path, words: list[str], run: Callable[..., Any]) -> None:
+    """Make the folders and runs that an example takes to be there."""
+    tokenizer(here / "data" / "tokenizer.json")
+    for name in {"Llama-3.2-1B", "Llama-3.1-8B"} & set(words):
+        pretrained(here / name)
+    fields = [word for field in SHORT_TEXT for word in ("--set", field)]
+    if "runs/gpt_stdlib" in words:
+        run("train", "recipes/gpt_stdlib.py", "--profile", "1:2", *fields)
+    if "runs/finetune_hf" in words:
+        run("convert", "from-hf", str(pretrained(here / "source")), "runs/finetune_hf")
+    if "runs/lora" in words:
+        lora = ("--from-hf", str(pretrained(here / "source")), "--set", "lora.rank=4", "--name", "lora")
+        run("train", "recipes/finetune_hf.py", *lora, *fields)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("one", [one for one in OURS if not one.is_quick], ids=str)
+@pytest.mark.parametrize("one", [one for one in EXAMPLES if not one.is_quick], ids=str)
 def test_a_long_command_runs(one: Printed, tmp_path, child_env) -> None:
     here = folder(tmp_path)
-    tokenizer(here / "data" / "tokenizer.json")
-    if "Llama-3.2-1B" in one.words:
-        pretrained(here / "Llama-3.2-1B")
-    if "runs/finetune_hf" in one.words:
-        source = pretrained(here / "source")
-        make = ["convert", "from-hf", str(source), "runs/finetune_hf"]
-        subprocess.run([sys.executable, "-m", "meshpar.commands.cli", *make], cwd=here, env=child_env, check=True)
+
+    def run(*args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "meshpar.commands.cli", *args]
+        return subprocess.run(
+            command, cwd=here, env=child_env, capture_output=True, text=True, timeout=LIMIT_S, check=check
+        )
+
+    prepare(here, one.words, run)
     words = one.words
     if words[:2] == ["meshpar", "train"] and "--plan" in words:  # one that fits here
         words = [re.sub("llama3_8b", "gpt_stdlib", word) for word in words]
-        make = ["plan", words[2], "--cluster", "h100:1x8", "--save", words[words.index("--plan") + 1]]
-        subprocess.run([sys.executable, "-m", "meshpar.commands.cli", *make], cwd=here, env=child_env, check=True)
-    args = [re.sub(r"^/data\b", str(here / "data"), word) for word in within_budget(words)]
-    done = subprocess.run(
-        [sys.executable, "-m", "meshpar.commands.cli", *args],
-        cwd=here, env=child_env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
+        run("plan", words[2], "--cluster", "h100:1x8", "--save", words[words.index("--plan") + 1])
+    absent = re.compile("|".join(rf"^{name}\b" for name in ABSENT))
+    args = [absent.sub(lambda name: str(here / ABSENT[name[0]]), word) for word in within_budget(words)]
+    done = run(*args, check=False)
     assert done.stdout.strip(), done.stderr
     if args[:2] == ["bench", "collectives"] and "no α and β explain the times" in done.stderr:
         return  # said in place of saving a profile, on a machine that was busy while it measured

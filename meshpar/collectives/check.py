@@ -66,12 +66,12 @@ def _size_of(kernel: str, name: str) -> int:
     raise problem(kernel, asked, f"the `shard_map` around it is manual over {shown}", near(name, manual))
 
 
-def check_choice(kernel: str, what: str, asked: object, options: Iterable[str]) -> None:
-    """Raises `ValueError` when a string is not among the options."""
+def check_choice(kernel: str, what: str, asked: object, options: Iterable[object]) -> None:
+    """Raises `ValueError` when a value is not among the options."""
     known = tuple(options)
     if asked not in known:
         shown = ", ".join(f"`{one}`" for one in known)
-        fix = near_or(str(asked), known, "use one of them")
+        fix = near_or(str(asked), map(str, known), "use one of them")
         raise problem(kernel, f"use {what}={asked!r}", f"there are {shown}", fix)
 
 

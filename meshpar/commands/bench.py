@@ -23,6 +23,7 @@ from meshpar.commands.cli import (
     writing,
 )
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host import check_local
 
 
 @click.group()
@@ -156,6 +157,8 @@ def gpu(
         import jax
 
         profile_of(jax.devices()[0].device_kind, save)  # what cannot be kept is not measured
+    if trace:
+        check_local(trace, f"--trace {trace}", "name a local folder")
     if dtype != "bfloat16" and (save or has_step):
         exists, fix = "steps, profiles and plans are of bfloat16", "leave out --dtype, or --save and give --no-step"
         raise problem(f"--dtype {dtype}", "keep its products, or hold steps to them", exists, fix)

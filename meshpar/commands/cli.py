@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import click
 
 from meshpar.sharding.errors import MeshparError, problem
-from meshpar.sharding.host import unexpected
+from meshpar.sharding.host import check_local, unexpected
 from meshpar.training import interrupts
 
 if TYPE_CHECKING:
@@ -271,6 +272,13 @@ hf_option = click.option(
 recipe_options = options(click.argument("recipe", type=click.Path()), field_options)
 
 
+COMPARED_LATER = (
+    "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
+    "as_json",
+)  # fmt: skip
+"""Options of `train` that processes do not compare at once: the first row as fields of the recipe, the second never."""
+
+
 @cli.command()
 @recipe_options
 @devices_option
@@ -358,7 +366,8 @@ def train(
 
     is_local = PARENT in os.environ
     launch.join(alone=is_local, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_local else launch.JOIN_S))
-    command = {f"--{name.replace('_', '-')}": given[name] for name in ("out", "fresh", "from_hf")}
+    command = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in COMPARED_LATER}
+    command["--stall-limit"] = stall_limit
     with together.pod(stall_s=stall_limit, command=command):
         _train(devices=devices, **given)
 
@@ -500,7 +509,8 @@ def check_file(path: str, suffixes: tuple[str, ...]) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Raises `ValueError` where a file cannot be written: before minutes of work, not after."""
+    """Raise `ValueError` where a file cannot be written: before minutes of work, not after."""
+    check_local(path, path, "name a local file")
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise problem(path, "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
@@ -531,12 +541,19 @@ def main(args: Sequence[str] | None = None) -> None:
     Exits 0, 2 for a mistake of the user's, 128 and the signal's number (130 for Ctrl-C) when it was interrupted.
     """
     _open_what_is_closed()
+    format_before, warnings.formatwarning = warnings.formatwarning, _one_line
     watch = interrupts.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
     try:
         _run(sys.argv[1:] if args is None else list(args))
     finally:
+        warnings.formatwarning = format_before
         if watch is not None and args is not None:  # else the process ends here, and is watched to its end
             watch.close()
+
+
+def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
+    """Format a warning for a person: its text, without the Python line that it comes from."""
+    return f"meshpar: warning: {' '.join(str(message).split())}\n"
 
 
 def _open_what_is_closed() -> None:
@@ -548,8 +565,20 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - for as long as the process
 
 
+def _check_values(args: Sequence[str]) -> None:
+    """Raise `ValueError` for an empty argument or option value, which a script's unset variable leaves."""
+    for at, word in enumerate(args):
+        before = args[at - 1] if at else ""
+        name = before if before.startswith("--") and "=" not in before else "an argument"
+        if word == "" or re.fullmatch(r"--[^=]+=", word):
+            where = f"`{word or name}`" if word or name != "an argument" else name
+            exists = "its value is empty, as that of an unset variable is"
+            raise problem(where, "use it", exists, "give it a value, or leave it out")
+
+
 def _run(args: Sequence[str]) -> None:
     try:
+        _check_values(args)
         code = cli.main(args, prog_name="meshpar", standalone_mode=False, obj=list(args))
     except click.ClickException as error:
         _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)

@@ -69,10 +69,10 @@ def from_folder(
     from meshpar.interop.files import whole_folder
     from meshpar.interop.hf import config_of, from_hf
     from meshpar.interop.peft import load_peft, lora_of_peft
-    from meshpar.interop.runs import CHECKPOINTS, keep_beside, merged
+    from meshpar.interop.runs import CHECKPOINTS, RUN_MODE, keep_beside, merged
     from meshpar.training.checkpoint import Checkpoints
 
-    with whole_folder(out) as folder:
+    with whole_folder(out, mode=RUN_MODE) as folder:
         lora = None if adapter is None else lora_of_peft(adapter, config_of(source), like=source)
         config, state = from_hf(source, mesh=layout[0], strategy=layout[1], dtype=dtype, lora=lora)
         if adapter is not None:
@@ -119,7 +119,7 @@ def to_adapter(
 ) -> None:  # fmt: skip
     """The adapters that the run RUN trained, and nothing else, as the folder DIR, which PEFT reads.
 
-    As in `meshpar convert to-peft runs/finetune_hf adapter --base meta-llama/Llama-3.2-1B`.
+    As in `meshpar convert to-peft runs/lora adapter --base meta-llama/Llama-3.1-8B`.
     """
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import new_folder

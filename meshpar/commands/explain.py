@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from meshpar.commands.cli import (
     check_folder,
@@ -100,6 +101,7 @@ def explain(
         os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
     prepare_devices(None)
     if table:
+        _check_alone()
         from meshpar.compiled.reference import strategy_table
 
         rows = strategy_table(cluster)
@@ -132,6 +134,20 @@ def explain(
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)
     return 1 if reasons else 0
+
+
+def _check_alone() -> None:
+    """Raise `ValueError` for options that --table would not look at."""
+    context = click.get_current_context()
+    ignored = [
+        option.opts[0] if isinstance(option, click.Option) else str(option.name).upper()
+        for option in context.command.params
+        if option.name not in ("table", "cluster", "as_json")
+        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+    ]
+    if ignored:
+        asked, fix = f"use {', '.join(ignored)} with it", "leave one of them out"
+        raise problem("--table", asked, "it takes --cluster and --json only: it compiles its own decoder", fix)
 
 
 def _check_written(html: str | None, save_budget: str | None) -> None:

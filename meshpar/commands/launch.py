@@ -8,11 +8,13 @@ when the environment says half of what is needed, and one line about what was fo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import logging
 import os
 import re
+import socket
 import sys
 import threading
 import zlib
@@ -187,10 +189,11 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
         return launch
     method = _detection_method(launch, env)
     logger.info("joining: %s", launch)
+    bind = _bind_address(launch, env)
     if launch.coordinator is not None and launch.process_id is not None and launch.num_processes is not None:
         try:
             place = {"process_id": launch.process_id, "num_processes": launch.num_processes}
-            roll.call(launch.coordinator, **place, timeout_s=timeout_s)
+            roll.call(launch.coordinator, **place, timeout_s=timeout_s, token=_value(env, roll.TOKEN), bind=bind)
         except roll.RollError as error:
             _leave(error)
     _keep_stdout()
@@ -203,6 +206,7 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
     try:
         jax.distributed.initialize(
             coordinator_address=launch.coordinator,
+            coordinator_bind_address=bind,
             num_processes=launch.num_processes,
             process_id=launch.process_id,
             local_device_ids=launch.local_device_ids,
@@ -212,6 +216,31 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
     finally:
         alarm.cancel()
     return launch
+
+
+def _bind_address(launch: Launch, env: Env) -> str | None:
+    """Return the `host:port` where process 0 listens: the coordinator's address; None for the other processes.
+
+    All interfaces are used, and reported, if the coordinator's name does not lead to an interface of this machine: a
+    port that is forwarded, say, or a name that is loopback on its own host only.
+    """
+    if launch.process_id != 0 or launch.coordinator is None:
+        return None
+    if chosen := _value(env, "JAX_COORDINATOR_BIND_ADDRESS"):
+        return _with_port(chosen, launch.coordinator.rpartition(":")[2])
+    name, _, port = launch.coordinator.rpartition(":")
+    name = name.strip("[]")
+    is_loopback = name == "localhost" or name == "::1" or re.fullmatch(r"127(\.[0-9]+){3}", name) is not None
+    with contextlib.suppress(OSError):
+        for family, *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+            host = str(address[0])
+            if is_loopback or not (host == "::1" or host.startswith("127.")):
+                with contextlib.suppress(OSError), socket.socket(family) as probe:
+                    probe.bind(address)
+                    return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+    text = f"{name} is no address of this machine: process 0 listens on all interfaces, at port {port}"
+    print(f"meshpar: {text}; JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT chooses one", file=sys.stderr, flush=True)
+    return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
 
 
 def _give_up(launch: Launch, timeout_s: int) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from meshpar.sharding.host import open_no_link
 from meshpar.sharding.types import problem
 
 WAIT_S = 5.0
@@ -32,12 +33,14 @@ def held(folder: Path, *, tell: Callable[[str], None], wait_s: float = WAIT_S) -
     Raises:
       ValueError: another process holds it; its host and number are told.
     """
+    if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
+        exists, fix = "it is a link that another user made", "remove it, or name another folder by --out"
+        raise problem(f"run {folder}", "write to it", exists, fix)
     path = folder.with_name(f".{folder.name}.lock")
     deadline, mine = time.monotonic() + wait_s, set[int]()
     with contextlib.ExitStack() as until_end:
 
-        def take(path: Path, flags: int) -> int:
-            number = os.open(path, flags, 0o666)
+        def take(path: Path, number: int) -> int:
             until_end.callback(os.close, number)
             if not _locked(number, deadline):
                 raise _taken(folder, path)
@@ -47,11 +50,11 @@ def held(folder: Path, *, tell: Callable[[str], None], wait_s: float = WAIT_S) -
         def take_folder() -> None:
             with contextlib.suppress(OSError):  # not there yet; or of a file system that locks files alone
                 if folder.stat().st_ino not in mine:
-                    take(folder, os.O_RDONLY | os.O_DIRECTORY)
+                    take(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            number = take(path, os.O_RDWR | os.O_CREAT)
+            number = take(path, open_no_link(path, os.O_RDWR))
         except OSError as error:
             if error.errno not in _NONE_HERE:
                 why, fix = f"that failed ({error.strerror})", "name another folder by --out"

@@ -143,6 +143,7 @@ def plans_for(
         top=top,
         verify=verify,
         loss=recipe.loss,
+        loss_is=recipe.loss_is,
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
         precision=recipe.precision,
         xla=recipe.xla,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from meshpar.commands import roll
 from meshpar.sharding.errors import problem
 from meshpar.training import interrupts
 
@@ -55,8 +57,11 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
         watch.hold(lambda: True)
     began_with = processes
     while True:
-        port = _free_port()
-        envs = [_environment(n, processes, port=port, began_with=began_with, shrink=shrink) for n in range(processes)]
+        port, token = _free_port(), {roll.TOKEN: secrets.token_hex(16)}
+        envs = [
+            _environment(number, processes, port=port, began_with=began_with, shrink=shrink) | token
+            for number in range(processes)
+        ]
         code = _start(args, envs, watch, grace_s=RESTART_GRACE_S if restarts else GRACE_S)
         is_lost = code < 0 or (code == _GIVEN_UP and processes > 1)  # one alone has no watchdog: an error of its own
         if not is_lost or not restarts or (watch is not None and watch.received is not None):

@@ -19,6 +19,7 @@ import os
 import sys
 import types
 import typing
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -115,27 +116,30 @@ class AdamW:
         for name in ("lr", "eps", "clip_norm", "schedule_steps"):
             value = getattr(self, name)
             _check(f"{who}.{name}", value, value is None or value > 0, "it is above 0")
+        length = self.schedule_steps
+        if length is not None and self.schedule != "constant" and self.warmup_steps >= length:
+            asked, fix = f"warm up within a schedule of {length} steps", f"set optimizer.warmup_steps below {length}"
+            raise problem(f"{who}.warmup_steps ({self.warmup_steps})", asked, "no step is left for the decay", fix)
         _check(f"{who}.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
         _check(f"{who}.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
         _check(f"{who}.ema", self.ema, self.ema is None or 0 <= self.ema < 1, "a decay is from 0 up to 1, 1 excluded")
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
-        """The learning rate by step, of a run of this many steps.
+        """Return the learning rate by step for a run of this many steps.
 
-        Raises:
-          ValueError: a warm-up that is no shorter than the schedule.
+        A run that is shorter than the warm-up ends within it, with a warning: a longer one begins in the same way.
         """
-        steps = self.schedule_steps or steps
-        if self.schedule != "constant" and self.warmup_steps >= steps:
-            where = f"{type(self).__name__}.warmup_steps ({self.warmup_steps})"
-            fix = f"set optimizer.warmup_steps below {steps}, or run more steps"
-            raise problem(where, f"warm up within a schedule of {steps} steps", "nothing would be left of it", fix)
+        if self.warmup_steps > steps:
+            who = f"{type(self).__name__}(warmup_steps={self.warmup_steps})"
+            reached = f"the learning rate reaches {steps / self.warmup_steps:.0%} of {self.lr:g}"
+            warnings.warn(f"{who}: the warm-up is longer than the run of {steps} steps; {reached}", stacklevel=2)
         end = self.lr * self.final_lr
+        decay_steps = max((self.schedule_steps or steps) - self.warmup_steps, 1)
         after: Any
         if self.schedule == "cosine":
-            after = optax.cosine_decay_schedule(self.lr, steps - self.warmup_steps, alpha=self.final_lr)
+            after = optax.cosine_decay_schedule(self.lr, decay_steps, alpha=self.final_lr)
         elif self.schedule == "linear":
-            after = optax.linear_schedule(self.lr, end, steps - self.warmup_steps)
+            after = optax.linear_schedule(self.lr, end, decay_steps)
         else:
             after = optax.constant_schedule(self.lr)
         if not self.warmup_steps:
@@ -296,6 +300,8 @@ class Recipe:
     """Slices of each device's rows that layers run beside each other, as in `train_step`."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     """What to do when loss or gradients are not finite."""
+    max_skipped: int = 100
+    """With nonfinite="skip": the run stops at this many skipped updates in a row."""
     xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
     """XLA's compile options, names without dashes; they join and override those for GPUs."""
     latency_rounds: int = 0
@@ -306,6 +312,8 @@ class Recipe:
     """Steps between validations; None validates at the end only."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end and when interrupted."""
+    checkpoint_retries: int = 3
+    """How many failed saves in a row are tried again at the next interval; one more stops the run."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints stay."""
     sample: Sample | None = None
@@ -320,10 +328,12 @@ class Recipe:
         _check_kind("lora", Lora() if self.lora is None else self.lora, Lora, "mp.lora(rank=8)")
         for field, wants in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
             _check_offers(field, getattr(self, field), wants)
-        for field in ("steps", "batch_size", "validate_every", "checkpoint_every", "keep_checkpoints"):
+        for field in ("steps", "batch_size", "max_skipped", "validate_every", "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
             _check(f"Recipe.{field}", value, optional or is_whole(value, 1), "it is a positive integer")
+        retries = self.checkpoint_retries
+        _check("Recipe.checkpoint_retries", retries, is_whole(retries, 0), "it is an integer of at least 0")
         _check(
             "Recipe.seed", self.seed, is_whole(self.seed, -(2**63)) and self.seed < 2**63, "it is an integer of 64 bits"
         )
@@ -528,8 +538,8 @@ def _plain(value: Any) -> Any:
 
 
 RESUMABLE = (
-    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "xla", "latency_rounds", "validate_every",
-    "checkpoint_every", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
+    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "max_skipped", "xla", "latency_rounds", "validate_every",
+    "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
 
@@ -817,7 +827,10 @@ def _items(text: str) -> list[str]:
         try:
             return [item if isinstance(item, str) else repr(item) for item in ast.literal_eval(text)]
         except (ValueError, SyntaxError, TypeError):
-            text = text.strip("()[]")
+            inner = text[1:-1]
+            if not inner.strip() or text[-1] != {"(": ")", "[": "]"}[text[0]] or set(inner) & set("()[]"):
+                raise _Unreadable("write it like a,b") from None
+            text = inner  # words without quotes
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

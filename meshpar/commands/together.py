@@ -70,7 +70,7 @@ def environment(env: Mapping[str, str]) -> dict[str, Any]:
     variables = {
         name: value
         for name, value in sorted(env.items())
-        if name.startswith(("JAX_", "NCCL_", "LIBTPU_INIT_ARGS"))
+        if name.startswith(("JAX_", "NCCL_", "LIBTPU_INIT_ARGS", "MESHPAR_CLUSTER"))
         and not any(own in name for own in _OWN)
         and name not in _OF_A_HOST
     }

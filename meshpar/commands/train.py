@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
@@ -31,14 +32,15 @@ from meshpar.commands.recipe import (
     changes,
     defaults_of,
 )
+from meshpar.data.arrays import ArraySource
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.interop.hf import check_weights, config_of, load_hf
-from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
+from meshpar.interop.runs import BESIDE_RUN, RUN_MODE, check_source, keep_beside
 from meshpar.moe.metrics import Loads
 from meshpar.planner.hardware import peak_flops_per_s
 from meshpar.sharding.context import use
-from meshpar.sharding.host import check_memory, read_json
+from meshpar.sharding.host import check_local, check_memory, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
@@ -108,14 +110,14 @@ def train(
       devices: default: all there are.
       fresh: begin anew; what an earlier run of this name wrote is moved aside.
       fit_vocab: give the model the vocabulary of the data's tokenizer.
-      from_hf: begin with the model and the weights of this folder of Hugging Face's; of the recipe's model stays how it
-        is computed, and the dtype of its parameters.
+      from_hf: a Hugging Face folder to take the model and its weights from; the recipe keeps the fields in `KEPT`.
       profile: the first and the last step of a trace that is written to `profile/` of the run.
       stream: where progress and report are shown; standard output by default.
 
     Raises:
       ValueError: a recipe that does not fit its devices or data; or one that is not that of the run to be resumed.
     """
+    check_local(out, f"--out {out}", "name a local folder, or the folder where the bucket is mounted")
     screen, folder, began_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
     check_writers(recipe.writers)
 
@@ -126,6 +128,7 @@ def train(
     mesh = recipe.mesh.build(devices)
     source = _opened(recipe, screen)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
+    check_ids(recipe, source)
     _check_sample(recipe, source)
     setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as until_end:
@@ -146,7 +149,7 @@ def train(
             hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, step)
             worth: dict[str, Any] = _worth_of_a_step(recipe, batches, setup)
             worth["hooks"] = hooks + _profile(profile, folder, program)
-            result = fit(step, state, batches, steps=recipe.steps, **worth)
+            result = fit(step, state, batches, steps=recipe.steps, max_skipped=recipe.max_skipped, **worth)
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
 
@@ -264,7 +267,7 @@ def _hooks(
         *writers(recipe.writers, folder, config=_finite(recipe.to_json()), also=also),
         ProgressBar(stream=screen.stream, also=expert_load.words),
         Validator(validation, source.valid(setup.batch_sharding), every=recipe.validate_every or recipe.steps, of=of),
-        Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps),
+        Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps, retries=recipe.checkpoint_retries),
         Preemption(),
     ]
 
@@ -328,6 +331,31 @@ def _with_vocab(recipe: Recipe, source: Source, fit_vocab: bool, from_hf: str | 
     return recipe
 
 
+def check_ids(recipe: Recipe, source: Source) -> None:
+    """Check that token ids in arrays are in the model's vocabulary. Ids of a tokenizer are checked by its size."""
+    from meshpar.models.loss import IGNORE_TARGET
+
+    known = getattr(recipe.model, "vocab_size", None)
+    if known is None or not isinstance(source, ArraySource):
+        return
+    for rows in (source.train_rows, source.valid_rows):
+        examples = rows.read(np.arange(len(rows)))
+        for name in {"inputs", "targets"} & examples.keys():
+            ids = examples[name]
+            is_wrong = (ids < 0) | (ids >= known)
+            if name == "targets":
+                is_wrong &= ids != IGNORE_TARGET
+            if np.issubdtype(ids.dtype, np.integer) and is_wrong.any():
+                example = int(np.argwhere(is_wrong)[0][0])
+                ignored = f"; targets to be ignored are {IGNORE_TARGET}" * (name == "targets")
+                raise problem(
+                    f"data array `{name}`, example {example}",
+                    f"train on the token id {int(ids[is_wrong][0])}",
+                    f"the model knows the ids 0 to {known - 1}{ignored}",
+                    f"correct the data, or set model.vocab_size to {int(ids.max()) + 1} or more",
+                )
+
+
 def _check_sample(recipe: Recipe, source: Source) -> None:
     from meshpar.models.config import TransformerConfig
 
@@ -364,11 +392,11 @@ def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen
         if jax.process_index() == 0:
             if fresh and folder.exists():
                 screen.line(f"the earlier run is moved to {_move_aside(folder)}")
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
             made()
             _write(folder / "recipe.json", recipe.to_json())
             _write(folder / "sharding.json", setup.table.to_json())
-            (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
+            replace_file(folder / "sharding.txt", f"{setup.table}\n")
         barrier("meshpar: folder prepared")
         yield
 
@@ -419,9 +447,7 @@ def _move_aside(folder: Path) -> Path:
 
 
 def _write(path: Path, document: Any) -> None:
-    fresh = path.with_name(path.name + ".new")  # half a recipe.json would keep the run from going on
-    fresh.write_text(json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    replace_file(path, json.dumps(_finite(document), indent=2, ensure_ascii=False) + "\n")
 
 
 def _finite(value: Any) -> Any:
@@ -461,6 +487,9 @@ def _data_line(facts: Mapping[str, Any]) -> str:
         sides.append(
             f"{parts:,} conversations in parts, as their template writes earlier turns otherwise in later ones"
         )
+    if unused := facts.get("unused_fields"):
+        counts = ", ".join(f"{name} ({count:,} records)" for name, count in unused.items())
+        sides.append(f"nothing reads the fields {counts}")
     return ", ".join(sides)
 
 
@@ -511,6 +540,8 @@ def _report(
     }
     if loads is not None:
         summary["experts"] = experts.worst_layer(loads)
+    if unused := source.describe().get("unused_fields"):
+        summary["unused_fields"] = unused
     if done:
         summary |= _against_baseline(source, valid)
         if recipe.sample is not None:
@@ -594,7 +625,13 @@ def _plot(
         title=recipe.name,
         unit="bits per byte" if bits else "loss",
     )
-    figure.savefig(path)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:])
+    replace_file(path, picture.getvalue())
 
 
 def _plot_loads(path: Path, recipe: Recipe, loads: Loads) -> None:
@@ -602,7 +639,7 @@ def _plot_loads(path: Path, recipe: Recipe, loads: Loads) -> None:
 
     num_ranks = loads.ranks.tokens.shape[-1]
     title = f"{recipe.name}: load of experts, last steps"
-    plots.expert_load(loads.experts.tokens, num_ranks=num_ranks, title=title).savefig(path)
+    _save(plots.expert_load(loads.experts.tokens, num_ranks=num_ranks, title=title), path)
 
 
 def _show(screen: Screen, recipe: Recipe, summary: Mapping[str, Any], folder: Path) -> None:

@@ -73,8 +73,8 @@ def verify(
         _check_small(model, small)
         found = run(
             model, small.loss, batch_of(small, seed), cases=cases, seed=seed, time_s=time_s, case=case, dtype=dtype,
-            loss_is=small.loss_is, tx=build_optimizer(small, model, MeshSpec().abstract(1)), first=_own(small, devices),
-            tell=tell, devices=jax.devices()[:devices],
+            loss_is=small.loss_is, tx=build_optimizer(small, model, MeshSpec().abstract(1)),
+            first=_own(small, devices), tell=tell, devices=jax.devices()[:devices],
         )  # fmt: skip
     print_report(found, as_json=as_json)
     if found.smallest is not None and not as_json:

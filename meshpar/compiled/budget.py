@@ -1,8 +1,8 @@
-"""Budget: a saved account of what a step sends and holds, to which a later program is compared.
+"""Budget: a saved account of a step's collectives and memory, to which a later program is compared.
 
-A step is over its budget when it sends more over some axes by some kind of collective, or when its peak of memory is
-higher: by more than the tolerance, and more than `SLACK_BYTES`, for a new metric is no regression. How many collectives
-carry the bytes is told, and left to the compiler.
+A step is over its budget when some kind of collective over some axes sends more bytes or runs more often, or when the
+peak of memory is higher. Growth within the tolerance passes, and so does growth below `SLACK_BYTES` or `SLACK_COUNT`,
+because a new metric is no regression.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import problem
 
 TOLERANCE = 0.01
-"""Growth that is let pass."""
+"""Relative growth that passes."""
 SLACK_BYTES = 4096
-"""Growth below this many bytes is let pass, whatever it was before."""
+"""Growth by at most this many bytes passes, whatever the size was before."""
+SLACK_COUNT = 2
+"""Growth by at most this many collectives a step passes, whatever the count was before."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,13 +109,16 @@ class Budget(Plain):
         for axes, kind in {**saved, **now}:
             before, after = (totals.get((axes, kind), _NOTHING) for totals in (saved, now))
             old, new = before["bytes_sent_per_device"], after["bytes_sent_per_device"]
-            counts = f"{before['count_per_step']:,} → {after['count_per_step']:,} a step"
+            counts = before["count_per_step"], after["count_per_step"]
+            is_more = self._is_over(*counts, slack=SLACK_COUNT)
+            times = f"{counts[0]:,} → {counts[1]:,} a step"
             if self._is_over(old, new) or self._is_over(new, old):
                 grew = "sends more" if new > old else "sends less"
-                text = f"{kind} over {axes} {grew}: {human_bytes(old)} → {human_bytes(new)} by each device ({counts})"
-                yield Difference(text=text, is_over=new > old)
-            elif before["count_per_step"] != after["count_per_step"]:
-                yield Difference(text=f"{kind} over {axes}: {counts}, of {human_bytes(new)} as before", is_over=False)
+                text = f"{kind} over {axes} {grew}: {human_bytes(old)} → {human_bytes(new)} by each device ({times})"
+                yield Difference(text=text, is_over=new > old or is_more)
+            elif counts[0] != counts[1]:
+                often = f"{kind} over {axes} runs {'more' if counts[1] > counts[0] else 'less'} often"
+                yield Difference(text=f"{often}: {times}, of {human_bytes(new)} as before", is_over=is_more)
 
     def _held(self, report: Report) -> Iterator[Difference]:
         old, new = self.peak_bytes, report.memory.peak_bytes
@@ -128,8 +133,8 @@ class Budget(Plain):
             if old != new:
                 yield Difference(text=f"{what} was {old} and is {new}", is_over=False)
 
-    def _is_over(self, limit: float, value: float) -> bool:
-        return value > limit * (1 + self.tolerance) and value - limit > SLACK_BYTES
+    def _is_over(self, limit: float, value: float, slack: float = SLACK_BYTES) -> bool:
+        return value > limit * (1 + self.tolerance) and value - limit > slack
 
 
 _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0.0}

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from meshpar.compiled import pairs
 from meshpar.compiled.cells import Cells
 from meshpar.compiled.census import Collective, on_stage
 from meshpar.compiled.clock.prediction import compute, overlap, why_not_timed
@@ -38,7 +40,7 @@ from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_
 from meshpar.parallel.promise import Uses
 from meshpar.planner.hardware import Cluster, cluster_here, parse_cluster
 from meshpar.sharding.context import apart
-from meshpar.sharding.types import PyTree, axis_sizes, problem
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
 from meshpar.training.batch import as_rows, shape_of
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import cast_back_fix, wide_work
@@ -145,7 +147,11 @@ def _explain(
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options, rounds),
-        notes=(*_notes(program, collectives, account.host_bytes), *_grouped_note(program, step.options)),
+        notes=(
+            *_notes(program, collectives, account.host_bytes),
+            *_grouped_note(program, step.options),
+            *_repeated_reductions_note(setup, step.options),
+        ),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
         rounds=scheduled if rounds else None,
         timeline=times,
@@ -201,6 +207,10 @@ def held_to(
         promises = promised(
             setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
         )
+        if jaxpr is not None:
+            facts = facts_of(setup, options, batch, on_cpu=on_cpu)
+            rows = facts.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
+            promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, facts))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
         limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).untold_axes
         limits["scopes_above"] = scopes_above(setup)
@@ -299,6 +309,21 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
         if has_kernels() and not has_tokamax():
             why += "; where it is (the extras cuda12 and cuda13), another program runs than this one"
     yield f"experts' matmuls are the blocked form: {why}"
+
+
+def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
+    """Say that the micro-steps of HSDP reduce their gradients across groups, one after the other."""
+    if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
+        return
+    for decision in setup.table.params:
+        axes = set(axes_of_spec(decision.spec, setup.sizes)) & set(setup.batch_axes)
+        if axes and (others := set(setup.batch_axes) - axes):
+            over = ", ".join(f"`{axis}`" for axis in setup.batch_axes if axis in others)
+            yield (
+                f"gradient shards are all-reduced over {over} in each of {options.accumulate} micro-steps; "
+                'accumulate_mode="once" reduces them once, and keeps unsharded gradients until then'
+            )
+            return
 
 
 # ---- Where to --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from meshpar.sharding.context import tracing
 from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.types import PyTree
 from meshpar.training.batch import as_given, is_whole
+from meshpar.training.losses import scalar
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
@@ -182,7 +183,7 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
     def loss(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> jax.Array:
         with tracing(one, setup.strategy), numerics(options.precision, None):
             model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
-            return step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
+            return scalar(step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0])
 
     micro = jax.tree.map(
         lambda x: x if is_whole(x) else jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype),

@@ -23,6 +23,7 @@ from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards,
 from meshpar.training.batch import as_given
 from meshpar.training.engines.staged import reads_of_layers
 from meshpar.training.layers import Layer, running, scanned, with_aux
+from meshpar.training.losses import scalar
 from meshpar.training.precision import cast_floating, numerics
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
@@ -69,7 +70,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
     def ends(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
         with tracing(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):
             model = setup.model.bind(cast_floating(params, step.options.precision.compute), extra)
-            loss = step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0]
+            loss = scalar(step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0])
         return (found[0], loss), ()
 
     params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))

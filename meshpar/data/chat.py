@@ -7,6 +7,7 @@ Templates are programs: they are run by jinja2's sandbox, which lets them reach 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -15,6 +16,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +36,12 @@ from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
 from meshpar.sharding.host import read_json
 from meshpar.sharding.types import problem
 
+logger = logging.getLogger(__name__)
+
+EXTRAS = ("tools", "documents")
+"""Fields of a record that a template may read, besides the messages."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Field names for the reasoning of an assistant's message."""
 OPEN_ROWS = 64
 """Rows that a conversation may still go into: few are left half empty, and packing stays quick."""
 DATE = "2024-07-26"
@@ -59,9 +67,13 @@ class ChatData:
     """
 
     files: tuple[str, ...]
-    """.jsonl and .parquet files, globs or folders of them; a line or row is a conversation."""
+    """.jsonl and .parquet files, globs or folders of them; a line or row is a conversation.
+
+    Where the template reads them, a record's `tools` (a list of JSON schemas, or a string with one) and `documents` are
+    rendered, too. Fields that nothing reads are logged once and counted in `describe()`."""
     field: str = "messages"
-    """Which field holds a list of `{"role": ..., "content": ...}`."""
+    """Which field holds a list of `{"role": ..., "content": ...}`. Reasoning may be called `reasoning_content`,
+    `thinking` or `reasoning`: the template finds it under each of these names."""
     tokenizer: str
     """A folder with `tokenizer.json`, or the file; `bytes`."""
     template: str | None = None
@@ -101,12 +113,18 @@ class ChatData:
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
         template = Template.of(self.tokenizer, self.template, date=self.date)
-        found = (
-            [_tokens(tokenizer, *one) for one in template.render(where, messages)]
-            for _, where, messages in records(find(self.files, (".jsonl", ".parquet")), self.field)
-        )
+        unused: collections.Counter[str] = collections.Counter()
+
+        def found() -> Iterator[list[Conversation]]:
+            extras = [name for name in EXTRAS if name in template.reads and name != self.field]
+            for record in records(find(self.files, (".jsonl", ".parquet")), self.field, extras):
+                unused.update(record.others)
+                fields = dict(record.fields)
+                texts = template.render(record.where, fields.pop(self.field), **fields)
+                yield [_tokens(tokenizer, *one) for one in texts]
+
         try:
-            return ChatSource(self, tokenizer, found, batch_size=batch_size, seed=seed)
+            return ChatSource(self, tokenizer, found(), unused, batch_size=batch_size, seed=seed)
         except OSError as error:
             exists, fix = f"that failed ({error.strerror})", "free some room, or set TMPDIR to a folder that has room"
             raise problem("`ChatData.files`", "write tokens to a temporary file", exists, fix) from error
@@ -161,9 +179,10 @@ class ChatSource(RowSource):
     """Opened conversations. Made by `ChatData.open`."""
 
     def __init__(
-        self, data: ChatData, tokenizer: Tokenizer, found: Iterable[list[Conversation]], *, batch_size: int, seed: int
-    ) -> None:
-        self.tokenizer, self._data, self._found = tokenizer, data, 0
+        self, data: ChatData, tokenizer: Tokenizer, found: Iterable[list[Conversation]], unused: Mapping[str, int],
+        *, batch_size: int, seed: int,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self._data, self._found, self._unused = tokenizer, data, 0, unused
         starts = [0]
 
         def learnt() -> Iterator[Conversation]:
@@ -175,6 +194,9 @@ class ChatSource(RowSource):
                 starts.extend([starts[-1] + len(kept)] if kept else [])
 
         kept, num = Conversations.of(learnt(), tokenizer.vocab_size), len(starts) - 1
+        if unused:
+            counts = ", ".join(f"`{name}` ({count:,} records)" for name, count in sorted(unused.items()))
+            logger.warning("ChatData: nothing reads these fields of the records: %s", counts)
         if num < 2:
             exists = f"of {self._found} conversations, {num} have a word of the assistant's within seq_len"
             raise problem("`ChatData.files`", "train on some and hold out others", exists, "give more, or longer rows")
@@ -214,7 +236,7 @@ class ChatSource(RowSource):
         """Conversations, rows and tokens of both sets; JSON values only.
 
         `in_parts` are conversations of which a turn is rendered more than once (`Template.render`), `left_out` those of
-        which nothing is learnt.
+        which nothing is learnt. `unused_fields` counts the records that have a field which nothing reads.
         """
         sides = {
             name: {"conversations": count, "rows": len(rows["inputs"]),
@@ -224,6 +246,7 @@ class ChatSource(RowSource):
         about = {"files": list(self._data.files), "tokenizer": self.tokenizer.name, "vocab_size": self.vocab_size}
         left_out = self._found - sum(self._sides)
         about |= {"seq_len": self._data.seq_len, "left_out": left_out, "in_parts": self._in_parts}
+        about["unused_fields"] = dict(sorted(self._unused.items()))
         return {**about, "fingerprint": self.fingerprint, **sides}
 
 
@@ -275,8 +298,11 @@ class Template:
       ValueError: jinja2 is not installed; no template of jinja's.
     """
 
-    def __init__(self, source: str, named: Mapping[str, str], *, where: str, date: str = DATE) -> None:
+    def __init__(
+        self, source: str, named: Mapping[str, str], *, where: str, date: str = DATE, tool_use: str | None = None
+    ) -> None:
         self.where, self._named = where, dict(named)
+        self._of_tools = None if tool_use is None else Template(tool_use, named, where=where, date=date)
         if importlib.util.find_spec("jinja2") is None:
             exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
             raise problem("meshpar.data.ChatData", "render a chat template", exists, fix)
@@ -285,10 +311,14 @@ class Template:
         env.globals["raise_exception"] = _refused
         env.globals["strftime_now"] = _day(date).strftime
         try:
-            self._template = env.from_string(_counting(env.parse(source)))
+            parsed = env.parse(source)
+            self.reads = _names_in(parsed) & {*EXTRAS}
+            self._template = env.from_string(_counting(parsed))
             self._marks_answers = env.marks_answers
         except Exception as error:  # a program of others fails in any way: SyntaxError, MemoryError, AssertionError
             raise problem(where, "read it as a chat template", _told(error), "take the file of the release") from error
+        if self._of_tools is not None:
+            self.reads |= self._of_tools.reads | {"tools"}
 
     @staticmethod
     def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
@@ -300,22 +330,27 @@ class Template:
         contents = {name: x.get("content") if isinstance(x, dict) else x for name, x in tokens.items()}
         named = {name: x for name, x in contents.items() if isinstance(x, str)}
         file = folder / "chat_template.jinja" if template is None else Path(template).expanduser()
+        more = folder / "additional_chat_templates" / "tool_use.jinja"
         try:
             if template is not None or (tokenizer != "bytes" and file.is_file()):
-                return Template(file.read_text(encoding="utf-8"), named, where=str(file), date=date)
+                with_tools = more.read_text(encoding="utf-8") if template is None and more.is_file() else None
+                text = file.read_text(encoding="utf-8")
+                return Template(text, named, where=str(file), date=date, tool_use=with_tools)
         except (OSError, UnicodeError) as error:
             fix = "name a file with a template"
             raise problem("`ChatData.template`", f"read {file}", f"that fails ({error})"[:160], fix) from error
-        source = config.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            by_name = {one.get("name"): one.get("template") for one in source if isinstance(one, dict)}
-            source = by_name.get("default")
+        given = config.get("chat_template")
+        by_name: dict[Any, Any] = {"default": given}
+        if isinstance(given, list):  # several, by name
+            by_name = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+        source, tool_use = by_name.get("default"), by_name.get("tool_use")
         if not isinstance(source, str):
             exists = "neither chat_template.jinja nor tokenizer_config.json has one"
             raise problem(f"folder `{folder}`", "find a chat template", exists, "name a file: ChatData(template=...)")
-        return Template(source, named, where=str(folder / "tokenizer_config.json"), date=date)
+        tool_use = tool_use if isinstance(tool_use, str) else None
+        return Template(source, named, where=str(folder / "tokenizer_config.json"), date=date, tool_use=tool_use)
 
-    def render(self, where: str, messages: Any) -> list[Rendered]:
+    def render(self, where: str, messages: Any, *, tools: Any = None, documents: Any = None) -> list[Rendered]:
         """The texts of a conversation, each with from where to where the assistant writes what is learnt of it.
 
         One text with all answers, where the template writes each message alike whatever follows. Where it writes
@@ -325,24 +360,30 @@ class Template:
         An answer is what the messages up to it add to the messages before it with the prompt for an answer; where the
         template marks answers itself (`{% generation %}`), it is what it marks, in the one text of the conversation.
 
+        With `tools` it is the release's template of that name, `tool_use`, where it has one.
+
         Raises:
-          ValueError: no list of messages; the template refuses them, or writes the messages before an answer otherwise
-            once that is there.
+          ValueError: no list of messages, tools or documents; the template refuses them, or writes the messages before
+            an answer otherwise once that is there.
         """
+        extras = {"tools": _objects(where, "tools", tools), "documents": _objects(where, "documents", documents)}
+        if self._of_tools is not None and extras["tools"] is not None:
+            return self._of_tools.render(where, messages, **extras)
         messages = [_message(where, one) for one in messages] if isinstance(messages, list) else None
         if not messages:
             raise problem(
                 where, "take a conversation", "it is no list of messages", 'write [{"role": ..., "content": ...}]'
             )
-        whole = self._text(where, messages, prompts=False)
+        text = functools.partial(self._text, where, extras)
+        whole = text(messages, prompts=False)
         if self._marks_answers:
             return [whole]
         found: list[Rendered] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(where, messages[:number], prompts=True).text
-            upto = self._text(where, messages[: number + 1], prompts=False).text
+            before = text(messages[:number], prompts=True).text
+            upto = text(messages[: number + 1], prompts=False).text
             if not upto.startswith(before):
                 exists = f"{self.where} writes the messages before it in another way once it is there"
                 fix = "use a template that writes them alike, or marks what the assistant writes by {% generation %}"
@@ -362,11 +403,13 @@ class Template:
         if self._steps > MOST_STEPS:
             raise ValueError(f"it takes more than {MOST_STEPS:,} steps")
 
-    def _text(self, where: str, messages: list[dict[str, Any]], *, prompts: bool) -> Rendered:
+    def _text(
+        self, where: str, extras: Mapping[str, Any], messages: list[dict[str, Any]], *, prompts: bool
+    ) -> Rendered:
         """A text, and of it what the template marks."""
         self._steps = self._marks = 0
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=prompts, **self._named)
+            text = self._template.render(messages=messages, add_generation_prompt=prompts, **extras, **self._named)
             found, spans = text, []
             if self._marks:
                 parts = re.split(f"[{BEGINS}{ENDS}]", text)
@@ -379,6 +422,13 @@ class Template:
         except Exception as error:
             fix = "correct the conversation, or name another template"
             raise problem(where, f"render it by {self.where}", _told(error), fix) from error
+
+
+def _names_in(template: Any) -> set[str]:
+    """The variables that a parsed template reads."""
+    from jinja2 import nodes
+
+    return {node.name for node in template.find_all(nodes.Name) if node.ctx == "load"}
 
 
 def _counting(template: Any) -> Any:
@@ -550,14 +600,32 @@ def _joined(parts: Iterable[Any]) -> str:
     return "".join(found)
 
 
+def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
+    """Return the tools or documents of a record, parsed if they are a JSON string; `None` if it has none."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value is None or (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+        return value
+    exists = "it is neither a list of objects nor a string with one in JSON"
+    raise problem(where, f"render its `{field}`", exists, f'write "{field}": [{{...}}], or leave it out')
+
+
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """A message without what it leaves empty, as parquet's rows have all fields of all."""
+    """Return a message without its empty fields, with its reasoning under all names.
+
+    Rows of a parquet file have the fields of all rows, so most may be empty. Transformers 5.24 fills only
+    `reasoning_content` and `thinking`, and drops the reasoning if the template reads `reasoning`.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise problem(where, "take a message", "it has no `role`", 'write {"role": "user", "content": "..."}')
     told = {name: x for name, x in message.items() if x is not None}
     if not told.keys() & {"content", "tool_calls"}:  # jinja2 would write nothing for it
         exists = f"it has {', '.join(map(str, told))}, and neither `content` nor `tool_calls`"[:200]
         raise problem(where, "take a message", exists, 'write {"role": "user", "content": "..."}')
+    reasoning = next((told[name] for name in REASONING if name in told), None)
+    if reasoning is not None:
+        told = {"thinking": reasoning, "reasoning": reasoning, **told, "reasoning_content": reasoning}
     return told
 
 

@@ -27,7 +27,7 @@ from jaxtyping import UInt
 from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.tokens import Tokenizer, token_dtype
-from meshpar.sharding.host import check_name, read_json
+from meshpar.sharding.host import check_name, open_no_link, read_json
 from meshpar.sharding.types import is_whole, problem
 
 SIDES = ("train", "valid")
@@ -255,7 +255,7 @@ def _alone(path: Path) -> Iterator[bool]:
     """Waits until no other process holds the file, and holds it; False where the file system has no locks."""
     import fcntl
 
-    with path.open("ab") as file:
+    with open(open_no_link(path, os.O_WRONLY), "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:

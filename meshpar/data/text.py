@@ -26,7 +26,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshpar.sharding.host import check_file, check_name
 from meshpar.sharding.types import near, problem
@@ -208,7 +208,8 @@ def _documents(files: Iterable[File], text_field: str, skipped: list[str]) -> It
         if file.path.suffix not in (".jsonl", ".parquet"):
             yield from _plain(file, skipped)
             continue
-        for name, where, text in records([file], text_field):
+        for record in records([file], text_field):
+            name, where, text = record.name, record.where, record.fields[text_field]
             if not isinstance(text, str):
                 fix = "set `text_field` to a field of strings, or correct the file"
                 asked, exists = f"take the text from field `{text_field}`", f"the field holds a {type(text).__name__}"
@@ -296,28 +297,47 @@ def _json_row(where: str, line: bytes) -> dict[str, Any]:
     return row
 
 
-def records(files: Iterable[File], field: str) -> Iterator[tuple[str, str, Any]]:
-    """What a field holds in each line of .jsonl files and each row of .parquet files: (name, where, value).
+class DataRecord(NamedTuple):
+    """A line of a .jsonl file or a row of a .parquet file."""
+
+    name: str
+    where: str
+    """File and number, for errors."""
+    fields: dict[str, Any]
+    """The requested fields that it has."""
+    others: tuple[str, ...]
+    """Names of its other fields; for a table, all other columns."""
+
+
+def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> Iterator[DataRecord]:
+    """Read one required and some optional fields from each line of .jsonl files and each row of .parquet files.
 
     Raises:
       ValueError: a file of another kind, one that is damaged, a line that is no JSON object, a row without that field.
     """
+    asked = (field, *optional)
     for file in files:
         if file.path.suffix == ".parquet":
             with _table(file) as table:
                 names = table.schema_arrow.names
-                if names.count(field) != 1:
-                    exists = f"it has {names.count(field) or 'no'} column{'s' * (field in names)} of that name"
-                    fix = f"name another ({near(field, names)})" + ", or write it again with one" * (field in names)
-                    raise problem(f"{file.path}", f"take column `{field}`", exists, fix)
-                for number, value in enumerate(_values(file, table, field), start=1):
-                    yield f"{file.name}:{number}", f"{file.path}, row {number}", value
+                columns = [name for name in asked if name == field or name in names]
+                for column in columns:
+                    if names.count(column) != 1:
+                        exists = f"it has {names.count(column) or 'no'} column{'s' * (column in names)} of that name"
+                        again = ", or write it again with one" * (column in names)
+                        fix = f"name another ({near(column, names)})" + again
+                        raise problem(f"{file.path}", f"take column `{column}`", exists, fix)
+                others = tuple(name for name in names if name not in columns)
+                for number, row in enumerate(_rows(file, table, columns), start=1):
+                    yield DataRecord(f"{file.name}:{number}", f"{file.path}, row {number}", row, others)
         elif file.path.suffix == ".jsonl":
             for name, where, row in _json_rows(file):
                 if field not in row:
                     fix = f"name another ({near(field, row)})"
                     raise problem(where, f"take field `{field}`", "it has no such field", fix)
-                yield name, where, row[field]
+                fields = {name: row[name] for name in asked if name in row}
+                others = tuple(name for name, value in row.items() if name not in fields and value is not None)
+                yield DataRecord(name, where, fields, others)
         else:
             raise problem(f"{file.path}", "read its rows", "it is neither .jsonl nor .parquet", "name one of these")
 
@@ -334,22 +354,29 @@ def _table(file: File) -> Any:
         raise problem(f"{file.path}", "read it as parquet", f"it is not ({error})", fix) from error
 
 
-def _values(file: File, table: Any, column: str) -> Iterator[Any]:
-    """What a column holds, row by row."""
+def _rows(file: File, table: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each row. Null fields of structs are left out: a struct has the fields of all rows."""
     import pyarrow
 
     try:
         about = table.metadata
         num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
         rows = _BYTES_AT_ONCE * about.num_rows // max(num_bytes, 1)
-        for batch in table.iter_batches(batch_size=min(max(rows, 1), 1024), columns=[column]):
-            yield from batch.column(0).to_pylist()
+        for batch in table.iter_batches(batch_size=min(max(rows, 1), 1024), columns=columns):
+            for row in batch.to_pylist():
+                yield {name: _without_nulls(value) for name, value in row.items()}
     except UnicodeError as error:
-        raise _not_utf8(f"{file.path}, column `{column}`", error) from error
+        raise _not_utf8(f"{file.path}, column{'s' * (len(columns) > 1)} `{', '.join(columns)}`", error) from error
     except (pyarrow.ArrowException, OSError) as error:
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         fix = "bring the file back from a copy, or leave it out"
         raise problem(f"{file.path}", "read its rows", f"the file is damaged ({said})", fix) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 @contextlib.contextmanager

@@ -94,6 +94,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+        _check_ids(file, vocab)
         self.name = f"tokenizer.json:{hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest()}"
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.separator_id = _separator_id(file, vocab, separator)
@@ -152,6 +153,19 @@ def _load(file: Path) -> Any:
     except Exception as error:  # the library raises bare Exception
         fix = "name a file that the `tokenizers` library wrote"
         raise problem("`tokenizer`", f"load {file}", f"it is not a tokenizer ({error})", fix) from error
+
+
+def _check_ids(file: Path, vocab: dict[str, int]) -> None:
+    """Raise `ValueError` for a vocabulary without tokens, or with two tokens of one id, which no text survives."""
+    by_id = {number: token for token, number in vocab.items()}
+    if len(by_id) < len(vocab) or not vocab:
+        twice = next((token for token, number in vocab.items() if by_id[number] != token), None)
+        exists = (
+            "its vocabulary is empty"
+            if twice is None
+            else f"the tokens {twice!r:.40} and {by_id[vocab[twice]]!r:.40} have the same id {vocab[twice]}"
+        )
+        raise problem("`tokenizer`", f"load {file}", exists, "take the tokenizer.json of the release")
 
 
 def _separator_id(file: Path, vocab: dict[str, int], separator: str | None) -> int | None:

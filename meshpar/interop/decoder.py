@@ -10,7 +10,7 @@ from meshpar.interop.blocks import CONFIG_FIELD
 from meshpar.interop.fields import Field, typed
 from meshpar.interop.table import FileTensor
 from meshpar.models.config import TransformerConfig
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.types import near_or, problem
 
 HARMLESS = frozenset({
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
@@ -18,6 +18,10 @@ HARMLESS = frozenset({
     "use_cache",
 })  # fmt: skip
 """Fields that change nothing of the forward pass."""
+FIXED = {"partial_rotary_factor": 1.0}
+"""Fields of any family that our decoders know with one value only."""
+TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
+"""What `torch_dtype` may say."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,7 @@ class Family:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields that our decoders know in one way only, with that value; a missing one is that."""
     ignored: frozenset[str] = frozenset()
-    """Fields beside `HARMLESS` that change nothing."""
+    """Other fields that are known: `read_more` reads them, or they do not change the forward pass."""
     aliases: tuple[str, ...] = ()
     """Other names of the same in config.json."""
     read_more: Callable[[str, Mapping[str, Any], dict[str, Any]], None] = lambda where, document, values: None
@@ -76,24 +80,61 @@ def _head_dim(document: Mapping[str, Any]) -> int:
     return width // max(typed("config.json, `num_attention_heads`", document.get("num_attention_heads"), int), 1)
 
 
+ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
+"""The fields that `read_router_loss` reads."""
+
+
+def read_router_loss(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Set the weight of the auxiliary loss of the routers from transformers' coefficient.
+
+    Transformers pools the tokens of all layers, so its loss is `coefficient * top_k` when experts are balanced. Ours is
+    `auxiliary_weight` in each layer, and layers add up: `auxiliary_weight = coefficient * top_k / layers`. Both give
+    the same loss when all layers send the same shares to the experts. Otherwise imbalances of different layers cancel
+    in the pooled loss, and ours is larger. Without `output_router_logits` transformers adds no such loss.
+    """
+    coefficient = document.get("router_aux_loss_coef")
+    coefficient = typed(f"{where}, `router_aux_loss_coef`", 0.001 if coefficient is None else coefficient, float)
+    is_on = typed(f"{where}, `output_router_logits`", document.get("output_router_logits") or False, bool)
+    in_layer = coefficient * values["moe.routing.top_k"] / max(values["num_layers"], 1)
+    values["moe.auxiliary_weight"] = in_layer if is_on else 0.0
+
+
+def write_router_loss(cfg: TransformerConfig) -> dict[str, Any]:
+    """Return the fields that `read_router_loss` reads; without a loss the coefficient is left out."""
+    assert cfg.moe is not None
+    weight = cfg.moe.auxiliary_weight
+    coefficient = float(f"{weight * cfg.num_moe_layers / cfg.moe.routing.top_k:.12g}")
+    return {"output_router_logits": weight > 0} | ({"router_aux_loss_coef": coefficient} if weight else {})
+
+
 def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exception:
     """The error for a field whose value our decoders do not know."""
     shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
     return problem(f"{where}, `{field}`", f"be {shown}", exists, fix)
 
 
+def _ids(value: Any) -> Sequence[Any]:
+    return () if value is None else value if isinstance(value, list) else (value,)
+
+
 def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
     """Raises `ValueError` for a field that is unknown, or that says what our decoders do not do."""
-    known = {field.theirs for field in family.fields} | HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD}
-    known |= set(family.fixed)
+    known = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
+    known |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = document.get(name)
+        if not all(isinstance(one, int) and not isinstance(one, bool) for one in _ids(value)):
+            raise refuse(where, name, value, "it is a token id, a list of ids, or null", "take that of the release")
+    for name in ("dtype", "torch_dtype"):
+        if document.get(name) not in (None, *TORCH_DTYPES):
+            exists = f"it is one of {', '.join(TORCH_DTYPES)}"
+            raise refuse(where, name, document[name], exists, "take the config.json of the release")
     for name, value in document.items():
-        if name not in known:
-            name = str(name)[:60]
+        if name not in known | FIXED.keys():
             exists = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
-            raise problem(
-                f"{where}, `{name}`", "read it", exists, f"if it does not, leave it out ({near(name, known)})"
-            )
-        only = family.fixed.get(name)
+            fix = "add it to the table in meshpar/interop/families; remove it only if the model's code does not read it"
+            raise problem(f"{where}, `{name[:60]}`", "read it", exists, near_or(name, known, fix))
+        only = family.fixed.get(name, FIXED.get(name))
         is_other = value != only or isinstance(value, bool) != isinstance(only, bool)
         if only is not None and value is not None and is_other:
             fix = "take another checkpoint, or add a field to TransformerConfig"
@@ -114,14 +155,17 @@ def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
     return sizes
 
 
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
 def ends(cfg: TransformerConfig) -> list[FileTensor]:
     """The embedding table, the last norm, and the output layer where it is no table."""
     sizes = sizes_of(cfg)
     found = [
-        FileTensor("model.embed_tokens.weight", "embed/embedding", "V E -> V E", sizes),
+        FileTensor(TABLE, "embed/embedding", "V E -> V E", sizes),
         FileTensor("model.norm.weight", "final_norm/scale", "E -> E", sizes),
     ]
-    head = FileTensor("lm_head.weight", "head/kernel", "V E -> E V", sizes)
+    head = FileTensor(HEAD, "head/kernel", "V E -> E V", sizes)
     return found if cfg.tied_embeddings else [*found, head]
 
 

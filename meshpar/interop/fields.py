@@ -30,10 +30,16 @@ class Field:
     """Of its value: int, float or bool."""
     default: Any = _REQUIRED
     """Where it is missing or null: a value, or a function of the document."""
+    also: str | None = None
+    """Another name of the field that transformers reads or writes."""
 
     def read(self, where: str, document: Mapping[str, Any]) -> Any:
         """Its value, checked."""
-        value = document.get(self.theirs)
+        value, other = document.get(self.theirs), document.get(self.also or self.theirs)
+        if value is not None and other is not None and value != other:
+            exists, fix = f"`{self.also}` is {other!r}"[:80], "take the config.json of the release"
+            raise problem(f"{where}, `{self.theirs}`", f"be {value!r}"[:80], exists, fix)
+        value = other if value is None else value
         if value is None:
             if self.default is _REQUIRED:
                 raise problem(f"{where}, `{self.theirs}`", "read it", "it is missing", "take the whole config.json")
@@ -80,6 +86,8 @@ ROPES: dict[str, set[str]] = {
              "attention_factor"},
 }  # fmt: skip
 """What `rope_scaling` may say, by its type."""
+ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "truncate": True}
+"""Fields of `rope_scaling` that change the frequencies unless they have this value."""
 
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
@@ -93,10 +101,14 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
     if not isinstance(kind, str) or kind not in ROPES:
         exists, fix = f"the decoders rotate by {', '.join(ROPES)}", "train without, or add it to models/layers.py"
         raise problem(f"{where}, `rope_scaling.rope_type`", f"rotate by {str(kind)[:60]!r}", exists, fix)
-    unknown = sorted(str(name) for name in given.keys() - ROPES[kind] - {"rope_type", "type"})
-    if unknown:
-        exists = f'rope type "{kind}" has {", ".join(sorted(ROPES[kind])) or "no fields"}'
-        raise problem(f"{where}, `rope_scaling.{unknown[0][:60]}`", "rotate by it", exists, "leave it out")
+    unknown = given.keys() - ROPES[kind] - {"rope_type", "type"}
+    for name in sorted(name for name in unknown if given[name] is not None):
+        value, only = given[name], ROPE_DEFAULTS.get(name)
+        if only is None or value != only or isinstance(value, bool) != isinstance(only, bool):
+            exists = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
+            exists = exists if only is None else f"the decoders support {only!r} only"
+            fix = "take another checkpoint, or implement it in models/layers.py; removing it may change the frequencies"
+            raise problem(f"{where}, `rope_scaling.{name[:60]}`", f"be {value!r}"[:80], exists, fix)
 
     def number(name: str, default: Any = None) -> float:
         if given.get(name) is None and default is not None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -41,6 +42,7 @@ DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
 }  # fmt: skip
 """The dtypes of weights, as safetensors names them."""
+_COMPARED_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     """As numpy names it; of 8-bit floats what they stand for."""
+    stored_as: str | None = None
+    """Its name in the file; `None` if it was not renamed."""
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +127,7 @@ class Folder:
         What 8-bit floats stand for comes as float32, and of their factors those of the part are read.
         """
         entry = self.entries[name]
+        name = entry.stored_as or name
         try:
             if name not in self._eight_bits:
                 return self._files[entry.file].get_slice(name)[tuple(slices)]
@@ -136,6 +141,20 @@ class Folder:
         """All of a tensor."""
         entry = self.entries[name]
         return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
+
+    def rename(self, name: str, to: str) -> None:
+        """Give a tensor another name."""
+        self.entries[to] = dataclasses.replace(self.entries.pop(name), stored_as=name)
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return whether two tensors hold the same numbers. Reads some rows of each at a time."""
+        shape = self.entries[name].shape
+        if self.entries[other].shape != shape or not shape:
+            return False
+        rows = max(_COMPARED_BYTES // max(4 * math.prod(shape[1:]), 1), 1)
+        rest = [slice(0, size) for size in shape[1:]]
+        parts = ([slice(at, min(at + rows, shape[0])), *rest] for at in range(0, shape[0], rows))
+        return all(np.array_equal(self.read(name, part), self.read(other, part)) for part in parts)
 
     @property
     def is_scaled(self) -> bool:
@@ -260,7 +279,11 @@ def write(
     save_file = library().numpy.save_file
     for file in dict.fromkeys(files.values()):
         held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}
-        save_file(held, str(folder / file), metadata={"format": "pt"})
+        path = folder / file
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(held, str(path), metadata={"format": "pt"})
+        path.chmod(mode)  # the library makes files that only their owner may read, whatever the umask
     if index and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / INDEX, document)
@@ -272,21 +295,21 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to fill, that is at `path` when all of it is written and nowhere before.
+def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
+    """A folder to fill, that is at `path` when all of it is written and nowhere before; its mode is less the umask.
 
     Raises:
       ValueError: something is there already, or nothing can be.
     """
     to = new_folder(path)
     try:
-        fresh = Path(tempfile.mkdtemp(prefix=f".{to.name}.", dir=to.parent))
+        fresh = to.parent / f".{to.name}.{secrets.token_hex(8)}"
+        fresh.mkdir(mode)
     except OSError as error:
         raise _not_made(path, error) from error
     scratch.add(fresh)  # a command ends at Ctrl-C, without what follows below
     try:
         yield fresh
-        fresh.chmod(0o755)
         fresh.replace(to)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -299,6 +322,7 @@ def new_folder(path: str | Path) -> Path:
     Raises:
       ValueError: something is there already, or nothing can be.
     """
+    host.check_local(path, f"folder `{path}`", "name a local folder, and copy it to the bucket afterwards")
     to = Path(os.path.realpath(path))  # a folder can take the place of an empty one, but not of a link to it
     try:
         if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(".")):

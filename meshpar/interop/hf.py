@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +25,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.interop.blocks import CONFIG_FIELD, Block, read_block
-from meshpar.interop.decoder import Family, check_known
+from meshpar.interop.decoder import HEAD, TABLE, Family, check_known
 from meshpar.interop.families import BY_TYPE, LACKING
 from meshpar.interop.fields import built, read_rope, write_rope
 from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, in_order, read_json, whole_folder, write, write_json
@@ -32,6 +33,7 @@ from meshpar.interop.table import FileTensor
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
+from meshpar.sharding.host import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
@@ -42,8 +44,8 @@ CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
 """A file of weights is no larger."""
 BESIDE = (
-    "chat_template.*", "generation_config.json", "merges.txt", "special_tokens_map.json", "tokenizer.*",
-    "tokenizer_config.json", "vocab.*",
+    "additional_chat_templates/*", "chat_template.*", "generation_config.json", "merges.txt",
+    "special_tokens_map.json", "tokenizer.*", "tokenizer_config.json", "vocab.*",
 )  # fmt: skip
 """What goes along from folder to folder as it is."""
 
@@ -100,7 +102,7 @@ def from_hf(
       >>> cfg, state = from_hf("Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5))
     """
     described = describe(Path(folder))
-    with Folder(folder, block=described.block) as files:
+    with open_files(folder, described) as files:
         _check(files, described)
         param_dtype = dtype or widest(files, described)
         check_dtype("from_hf(dtype=...)", param_dtype)
@@ -118,20 +120,22 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
       ValueError: as `from_hf`; or a setup of another model.
     """
     described = describe(Path(folder))
-    with Folder(folder, block=described.block) as files:
+    with open_files(folder, described) as files:
         _check(files, described)
         tell_rounded(f"load_hf, `{folder}`", files, setup.abstract.params)
         return _load(files, described, setup, key)
 
 
 def check_weights(folder: str | Path) -> None:
-    """Look whether a folder's files hold the tensors that its `config.json` says; numbers are not read.
+    """Check that a folder's files hold the tensors that its `config.json` describes.
+
+    Numbers are not read, except to compare the head of a tied model with its embedding table.
 
     Raises:
       ValueError: as `from_hf`.
     """
     described = describe(Path(folder))
-    with Folder(folder, block=described.block) as files:
+    with open_files(folder, described) as files:
         _check(files, described)
 
 
@@ -239,6 +243,33 @@ def family_of(config: TransformerConfig) -> Family:
 
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
+INV_FREQ = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+"""Buffers of rotary frequencies. They follow from config.json, and transformers ignores them."""
+
+
+def open_files(folder: str | Path, described: Described) -> Folder:
+    """Open a folder's files, drop rotary buffers, and keep one copy of a tied embedding table.
+
+    Raises:
+      ValueError: as `Folder`; a tied model whose head differs from its embedding table.
+    """
+    files = Folder(folder, block=described.block)
+    with contextlib.ExitStack() as until_checked:
+        until_checked.enter_context(files)
+        for name in [name for name in files.entries if INV_FREQ.fullmatch(name)]:
+            del files.entries[name]
+        if described.config.tied_embeddings and HEAD in files.entries:
+            if TABLE not in files.entries:
+                files.rename(HEAD, TABLE)
+            elif files.are_equal(HEAD, TABLE):
+                del files.entries[HEAD]
+            else:
+                exists = f"config.json says that it is `{TABLE}` (tie_word_embeddings), which holds other numbers"
+                fix = "take the config.json of these files"
+                raise problem(f"{files.path}, `{HEAD}`", "read it", exists, fix)
+        until_checked.pop_all()
+    return files
+
 
 def widest(files: Folder, described: Described) -> str:
     """The widest dtype that the files have of parameters, in which none of them is rounded."""
@@ -281,7 +312,7 @@ def _check(files: Folder, described: Described) -> None:
     for name, entry in there.items():
         if name not in expected:
             exists = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
-            fix = "take the config.json of these files, or write them anew without it"
+            fix = "take the config.json of these files; remove the tensor only if the model's code does not read it"
             raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
         if entry.shape != expected[name]:
             exists = f"by config.json it is {list(expected[name])}"
@@ -351,11 +382,14 @@ def born(files: Folder, tensor: FileTensor, like: jax.ShapeDtypeStruct) -> jax.A
 
 
 def _reader(files: Folder, dtype: Any) -> Any:
-    """Reads parts of tensors, and sees that none of their numbers is too large for the dtype."""
+    """Return a function that reads parts of tensors and checks that their numbers are finite, also in the dtype."""
     reaches = float(jnp.finfo(dtype).max)
 
     def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
         part = files.read(name, slices)
+        if not np.isfinite(part).all():
+            exists = f"{np.count_nonzero(~np.isfinite(part)):,} of its numbers are nan or infinite"
+            raise problem(f"{files.path}, `{name}`", "use it as weights", exists, "take the files of the release again")
         if float(jnp.finfo(part.dtype).max) > reaches and part.size and float(np.abs(part).max()) > reaches:
             exists = (
                 f"its numbers go up to {float(np.abs(part).max()):.3g}, which {jnp.dtype(dtype).name} does not hold"
@@ -410,11 +444,10 @@ def to_hf(
         check_dtype("to_hf(dtype=...)", dtype)
     with contextlib.ExitStack() as stack:
         source = None if like is None else describe(Path(like))
-        block = None if source is None else source.block
         family = family_of(config) if source is None else source.family
         document = _document(written(config, family), source, dtype)
         has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
-        files = stack.enter_context(Folder(like, block=block)) if like is not None and has_files else None
+        files = stack.enter_context(open_files(like, source)) if like and source and has_files else None
         made = Made(family.tensors(config), params, extra, files, dtype, together=True)
         kept = [] if source is None else kept_names(source)
         made.kept = tuple(name for name in kept if files is not None and name in files.entries)
@@ -477,7 +510,10 @@ def copy_beside(like: str | Path | None, folder: Path) -> None:
     for pattern in BESIDE if like is not None else ():
         for path in Path(like or "").glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                check_inside(path, Path(like or ""))
+                to = folder / path.relative_to(like or "")
+                to.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, to)
 
 
 def _document(ours: dict[str, Any], source: Described | None, dtype: str | None) -> dict[str, Any]:
@@ -487,8 +523,10 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     theirs = dict(source.document)
     if theirs.pop(CONFIG_FIELD, None) is not None:
         warnings.warn(f"to_hf: weights are written plain, and config.json without `{CONFIG_FIELD}`", stacklevel=3)
-    if _meaning(source.config) != _meaning(described(ours).config):
+    if source.config != described(ours).config:
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
+        for field in source.family.fields:
+            theirs.pop(field.also or "", None)
         theirs |= {name: value for name, value in ours.items() if name not in drop}
     if dtype is not None:
         theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype

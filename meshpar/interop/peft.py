@@ -42,13 +42,31 @@ PLAIN = {
     "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "modules_to_save": None, "use_dora": False,
     "use_rslora": False, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
-"""Fields of adapter_config.json by which adapters do more than ours, and what they are where they do not."""
+"""Fields of adapter_config.json that change what an adapter computes, with the value of plain LoRA."""
+NEWER = {
+    "alora_invocation_tokens": None, "arrow_config": None, "enable_lora": None, "kasa_config": None,
+    "megatron_config": None, "monteclora_config": None, "use_bdlora": None, "use_qalora": False, "velora_config": None,
+}  # fmt: skip
+"""More such fields. They are not written, because not all versions of PEFT have them."""
+READ = frozenset({
+    "alpha_pattern", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "target_parameters",
+})  # fmt: skip
+"""Fields that are read."""
+HARMLESS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
+    "inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
+    "merge_weights", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
+})  # fmt: skip
+"""Fields that do not change what a trained adapter computes, or only together with one of `PLAIN`, `NEWER` or `READ`.
+The names of the tensors say which modules have a pair."""
 
 STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 """The parameter of transformers 5 that each matrix of experts is in."""
 
-CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq")
-"""Values of `init_lora_weights` with which PEFT takes what the pair begins with out of the matrix."""
+MERGE = "merge the adapter into its model with PEFT, and read the merged model"
+"""The fix for adapters that cannot be expressed here."""
+KEEP_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of `init_lora_weights` that leave the model's matrices as they are; the others subtract the first product."""
 
 
 def to_peft(
@@ -108,27 +126,50 @@ def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | P
     Raises:
       ValueError: a file that is not sound, or says what our adapters do not do.
     """
-    document, path = read_json(Path(folder) / CONFIG), Path(folder) / CONFIG
-    if document.get("peft_type") != "LORA":
-        shown = repr(document.get("peft_type"))[:60]
-        raise problem(f"{path}, `peft_type`", f"read {shown}", "adapters are LORA here", "merge it by PEFT first")
-    for field, value in PLAIN.items():
-        found = document.get(field, value)
-        if found != value and (found or value):
-            exists = f"adapters here have {value!r}"
-            raise problem(f"{path}, `{field}`", f"be {found!r}"[:80], exists, "merge it by PEFT first")
-    start = document.get("init_lora_weights")
-    if str(start).startswith(CHANGE_THE_BASE):
-        exists = "such adapters belong to a model whose matrices were changed as training began"
-        raise problem(f"{path}, `init_lora_weights`", f"be {start!r}"[:80], exists, "merge it by PEFT first")
-    rank, alpha = document.get("r"), document.get("lora_alpha")
+    path = Path(folder) / CONFIG
+    document = _document(path)
+    lora = _plain_lora(document, path)
     with Folder(folder, single=WEIGHTS) as files:
-        modules = _modules(files, _rows(config, like, document, path))
-    _check_patterns(document, path)
+        modules = _modules(files, _rows(config, like, document, path), lora.rank, path)
+    return dataclasses.replace(lora, modules="|".join(map(re.escape, modules)))
+
+
+def _plain_lora(document: Mapping[str, Any], path: Path) -> Lora:
+    """Return the rank and scale of an adapter_config.json. Raises `ValueError`: modules differ in their scale."""
+    rank, alpha = document.get("r"), document.get("lora_alpha")
     try:
-        return Lora(rank=rank, alpha=alpha, modules="|".join(map(re.escape, modules)))  # type: ignore[arg-type]
+        lora = Lora(rank=rank, alpha=alpha)  # type: ignore[arg-type]
     except ValueError as error:
         raise problem(str(path), "read it", str(error).rstrip("."), "take the file that PEFT wrote") from error
+    _check_patterns(document, path)
+    return lora
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Read an adapter_config.json that has known fields only, with the values of plain LoRA.
+
+    Raises:
+      ValueError: an unknown field, or a value by which PEFT computes something else.
+    """
+    document, plain = read_json(path), {**PLAIN, **NEWER}
+    if document.get("peft_type") != "LORA":
+        shown = repr(document.get("peft_type"))[:60]
+        raise problem(f"{path}, `peft_type`", f"read {shown}", "adapters are LORA here", MERGE)
+    for field, found in document.items():
+        if field not in READ | HARMLESS | plain.keys():
+            exists = "this field is unknown, and it may change what the adapter computes"
+            raise problem(f"{path}, `{field[:60]}`", "read it", exists, MERGE)
+        value = plain.get(field)
+        if field in plain and found != value and (found or value):
+            if field == "alora_invocation_tokens":  # which PEFT cannot merge either
+                exists = "adapters act on all tokens here, not only after an invocation"
+                raise problem(f"{path}, `{field}`", f"be {found!r}"[:80], exists, "take an adapter without it")
+            raise problem(f"{path}, `{field}`", f"be {found!r}"[:80], f"adapters here have {value!r}", MERGE)
+    start = document.get("init_lora_weights")
+    if start not in KEEP_THE_BASE:
+        exists = "PEFT changed the model's matrices when it made such an adapter, or the value is unknown"
+        raise problem(f"{path}, `init_lora_weights`", f"be {start!r}"[:80], exists, MERGE)
+    return document
 
 
 @apart()
@@ -142,11 +183,18 @@ def load_peft(
       config, folder, like: as for `lora_of_peft`.
 
     Raises:
-      ValueError: tensors that are missing, surplus or of another shape.
+      ValueError: as `lora_of_peft`; the model's adapters have another scale; tensors that are missing, surplus or of
+        another shape.
     """
     lora, path = _lora_of(state, "load_peft"), Path(folder) / CONFIG
+    document = _document(path)
+    scale = _plain_lora(document, path).scale
+    if not math.isclose(scale, lora.scale):
+        exists = f"the model's adapters have alpha / rank {lora.scale:g}"
+        asked, fix = f"have lora_alpha / r {scale:g}", "make the model with lora_of_peft(...)"
+        raise problem(f"load_peft, {path}", asked, exists, fix)
     leaves = dict(tree_leaves_with_paths(state.setup.abstract.params))
-    rows = _rows(config, like, read_json(path), path)
+    rows = _rows(config, like, document, path)
     with Folder(folder, single=WEIGHTS) as files:
         tensors = _tensors(rows, {path: leaves[path] for path in leaves if of_pair(path)}, lora.rank, files)
         shapes = {name: one.their_shape for one in tensors for name, _ in one.names()}
@@ -185,7 +233,7 @@ def _rows(
     stacked -= {"weight"}  # of a linear layer, whose pair is the layer's
     if stacked - {*STACKED.values()}:
         exists = f"of parameters {' and '.join(dict.fromkeys(STACKED.values()))} of experts have adapters here"
-        raise problem(f"{path}, `target_parameters`", f"be {given!r}"[:80], exists, "merge it by PEFT first")
+        raise problem(f"{path}, `target_parameters`", f"be {given!r}"[:80], exists, MERGE)
     rows = []
     for one in family.tensors(config):
         name = one.ours.rpartition("/")[2]
@@ -250,7 +298,7 @@ def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
         if not is_number or not math.isclose(numbers[0] * numbers[1], numbers[2] * numbers[3]):
             exists = "rank and alpha are one pair of numbers here, or as many times both for a matrix that is several"
             where = f"{path}, `{'rank' if name in ranks else 'alpha'}_pattern`"
-            raise problem(where, f"be {dict(ranks or alphas)!r}"[:80], exists, "merge it by PEFT first")
+            raise problem(where, f"be {dict(ranks or alphas)!r}"[:80], exists, MERGE)
 
 
 def _check_blocks(files: Folder, tensors: list[FileTensor]) -> None:
@@ -267,7 +315,7 @@ def _check_blocks(files: Folder, tensors: list[FileTensor]) -> None:
             one.write(np.zeros(shape, rest.dtype), rest)
         if rest.any():
             exists = "the release's matrix is several of ours, and these are not the pairs of each, side by side"
-            raise problem(f"{files.path}, `{name[:100]}`", "take it apart", exists, "merge it by PEFT first")
+            raise problem(f"{files.path}, `{name[:100]}`", "take it apart", exists, MERGE)
 
 
 def _module_of(name: str) -> str:
@@ -298,18 +346,42 @@ def _ends(chosen: set[str], known: set[str]) -> list[str]:
     raise AssertionError
 
 
-def _modules(files: Folder, rows: list[FileTensor]) -> list[str]:
-    """Paths of our layers whose adapters a folder of PEFT's has."""
-    of_name: dict[str, set[str]] = {}
+def _modules(files: Folder, rows: list[FileTensor], rank: int, path: Path) -> list[str]:
+    """Return the paths of our layers that have a pair in a PEFT folder.
+
+    Raises:
+      ValueError: a tensor that is not a pair of the family; a pair of another rank; a matrix with pairs in some layers
+        only.
+    """
+    of_module: dict[str, list[FileTensor]] = {}
     for one in rows:
-        for name in dict.fromkeys(name for name, _ in one.names()):
-            of_name.setdefault(ROOT + name.removesuffix(".weight"), set()).add(one.ours.removesuffix("/kernel"))
-    found: set[str] = set()
-    for name in files.entries:
-        known = of_name.get(_module_of(name)) if re.fullmatch(r".*\.lora_[AB]\.weight", name) else None
-        if known is None:
+        for module in _modules_of(one):
+            of_module.setdefault(module, []).append(one)
+    found: dict[str, FileTensor] = {}
+    for name, entry in files.entries.items():
+        module, side = _module_of(name), re.fullmatch(r".*\.lora_([AB])\.weight", name)
+        matrices = of_module.get(module) if side else None
+        if side is None or matrices is None:
             exists = "the family has no linear layer of that name, or it is no adapter"
-            fix = "merge it by PEFT first: routers, tables and other tensors have no adapters here"
+            fix = f"{MERGE}: routers, tables and other tensors have no adapters here"
             raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
-        found |= known
-    return sorted(found)
+        # The experts of a layer may be stacked in one pair, and a matrix that is several of ours may have a block each.
+        stacked = 1 if "{X}" in matrices[0].theirs else matrices[0].sizes["X"] if "X" in matrices[0].letters else 1
+        width = dict(zip("AB", (entry.shape[:1], entry.shape[1:2]), strict=True))[side[1]]
+        if width and width[0] not in (rank * stacked, rank * stacked * len(matrices)):
+            asked = f"give `{module[:100]}` rank {width[0] / stacked:g}"
+            exists = f"all pairs must have the same rank, and `r` is {rank}"
+            raise problem(f"{path}, `rank_pattern`", asked, exists, MERGE)
+        found |= {one.ours: one for one in matrices}
+    for one in found.values():
+        for module in _modules_of(one):
+            if f"{module}.lora_A.weight" not in files.entries:
+                where = f"{files.path}, `{module}.lora_A.weight`"
+                exists = "it is missing, and stacked layers need a pair in every layer or in none"
+                raise problem(where, "read it", exists, MERGE)
+    return sorted(ours.removesuffix("/kernel") for ours in found)
+
+
+def _modules_of(one: FileTensor) -> list[str]:
+    """Return PEFT's names of the modules that a table row covers."""
+    return list(dict.fromkeys(ROOT + name.removesuffix(".weight") for name, _ in one.names()))

@@ -15,12 +15,13 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from meshpar.interop.files import SINGLE, Folder, read_json, write, write_json
-from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names
+from meshpar.interop.files import SINGLE, read_json, write, write_json
+from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names, open_files
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.parallel import Strategy
+from meshpar.sharding.host import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import problem
 from meshpar.training.checkpoint import Checkpoints
@@ -30,6 +31,8 @@ from meshpar.training.state import TrainState, make_setup
 BESIDE_RUN = "hf"
 """Folder of a run that `to_hf` goes by."""
 CHECKPOINTS = "checkpoints"
+RUN_MODE = 0o700
+"""Mode of a new run folder, less the umask: only its owner reads it, and nobody else can put links into it."""
 SOURCE = "source.json"
 """In it, which folder that was."""
 _LOOKED_AT = 2**20
@@ -46,12 +49,13 @@ def keep_beside(source: str | Path, run: Path) -> Path:
       that folder of the run.
     """
     to = run / BESIDE_RUN
+    check_inside(Path(source) / CONFIG, Path(source))
     shutil.rmtree(to, ignore_errors=True)
     to.mkdir(parents=True)
     shutil.copyfile(Path(source) / CONFIG, to / CONFIG)
     copy_beside(source, to)
     described = describe(Path(source))
-    with Folder(source, block=described.block) as files:
+    with open_files(source, described) as files:
         kept = [name for name in kept_names(described) if name in files.entries]
         if kept:
             total = sum(files.entries[name].nbytes for name in kept)

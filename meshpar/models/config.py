@@ -190,6 +190,11 @@ class TransformerConfig:
         self._check_experts()
         for field in ("rope_theta", "norm_eps"):
             check_positive("TransformerConfig", field, getattr(self, field), "1e-5, say")
+        if self.norm_eps > 1:
+            exists = "it is added to a mean square, which is about 1"
+            raise problem("TransformerConfig(norm_eps=...)", f"be {self.norm_eps:g}", exists, "use 1e-5")
+        for field in ("tied_embeddings", "qk_norm"):
+            check_choice("TransformerConfig", field, getattr(self, field), (True, False))
         check_choice("TransformerConfig", "param_dtype", self.param_dtype, PARAM_DTYPES)
         check_choice("TransformerConfig", "attention", self.attention, get_args(Attention))
         check_choice("TransformerConfig", "tensor_matmul", self.tensor_matmul, get_args(TensorMatmul))

@@ -192,7 +192,7 @@ def _by_yarn(frequencies_F: Float[np.ndarray, " F"], theta: float, scaling: Yarn
     at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
     # Both ends as in the paper's own code, which cuts at twice the pairs.
     low, high = max(np.floor(at[0]), 0), min(np.ceil(at[1]), 2 * pairs - 1)
-    stretched_F = np.clip((np.arange(pairs) - low) / max(high - low, 0.001), 0, 1)
+    stretched_F = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
     return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
 
 

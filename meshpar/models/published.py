@@ -43,7 +43,11 @@ def _llama3(*, changes: dict[str, Any], **sizes: int) -> TransformerConfig:
 
 
 def mixtral_8x7b(**changes: Any) -> TransformerConfig:
-    """Mixtral 8x7B: 46,702,792,704 parameters, 12,879,925,248 of them active. Any field can be changed."""
+    """Mixtral 8x7B: 46,702,792,704 parameters, 12,879,925,248 of them active. Any field can be changed.
+
+    The weight of the auxiliary loss is the release's `router_aux_loss_coef` of 0.02 for all layers together. The
+    release's `config.json` leaves the loss off (`output_router_logits`).
+    """
     sizes: dict[str, Any] = {
         "vocab_size": 32_000,
         "num_layers": 32,
@@ -53,7 +57,7 @@ def mixtral_8x7b(**changes: Any) -> TransformerConfig:
         "head_dim": 128,
         "mlp_dim": 14_336,
         "rope_theta": 1_000_000.0,
-        "moe": MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.02),
+        "moe": MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.02 * 2 / 32),
     }
     return TransformerConfig(**{**sizes, **changes})
 
@@ -89,13 +93,17 @@ def qwen3_8b(**changes: Any) -> TransformerConfig:
 
 
 def qwen3_235b(**changes: Any) -> TransformerConfig:
-    """Qwen3 235B-A22B: 235,093,634,560 parameters, 22,190,763,520 of them active. Any field can be changed."""
+    """Qwen3 235B-A22B: 235,093,634,560 parameters, 22,190,763,520 of them active. Any field can be changed.
+
+    The weight of the auxiliary loss is the release's `router_aux_loss_coef` of 0.001 for all layers together. The
+    release's `config.json` leaves the loss off (`output_router_logits`).
+    """
     sizes: dict[str, Any] = {
         "num_layers": 94,
         "num_heads": 64,
         "num_kv_heads": 4,
         "mlp_dim": 1536,
-        "moe": MoEConfig(routing=Routing(num_experts=128, top_k=8), mlp_dim=1536, auxiliary_weight=0.001),
+        "moe": MoEConfig(routing=Routing(num_experts=128, top_k=8), mlp_dim=1536, auxiliary_weight=0.001 * 8 / 94),
     }
     return TransformerConfig(**{**_QWEN3, **sizes, **changes})
 

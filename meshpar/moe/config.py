@@ -18,7 +18,7 @@ from meshpar.sharding.types import problem
 class MoEConfig:
     """An MoE layer of SwiGLU experts.
 
-    Mixtral's is `MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.02)`;
+    Mixtral's is `MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.00125)`;
     DeepSeek-V3's is `MoEConfig(routing=Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8,
     top_groups=4), mlp_dim=2048, shared_experts=1, bias_rate=1e-3)`.
     """
@@ -30,7 +30,9 @@ class MoEConfig:
     shared_experts: int = 0
     """Experts that every token visits besides; they are computed as one, of `shared_experts · mlp_dim` hidden width."""
     auxiliary_weight: float = 0.0
-    """Of the auxiliary loss (`balance.auxiliary_loss`) of every layer, in the loss of training."""
+    """Weight of the auxiliary loss (`balance.auxiliary_loss`) of each layer; the layers' losses are added to the loss.
+    With balanced experts a model with L MoE layers adds `L * auxiliary_weight`. Transformers' `router_aux_loss_coef` c
+    adds `c * top_k` for all layers together: c is `auxiliary_weight * L / top_k`."""
     z_weight: float = 0.0
     """Of the router z-loss (`balance.z_loss`), likewise."""
     bias_rate: float = 0.0

@@ -9,6 +9,7 @@ from meshpar.parallel.part import Part, RuleSets, Trial, activations, axes_of, s
 from meshpar.parallel.promise import Facts, Promised
 from meshpar.parallel.split_matmuls import contracted
 from meshpar.parallel.strategy import Strategy, preset
+from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -23,6 +24,9 @@ class Tensor(Part):
 
     def __post_init__(self) -> None:
         axes_of(self.name, self.axis)
+        if not isinstance(self.sequence, bool):
+            where, exists = f"tensor_parallel(sequence={self.sequence!r})", "it is True or False"
+            raise problem(where, "split the sequence between blocks", exists, "write sequence=True, or leave it out")
 
     def rules(self) -> RuleSets:
         rules = split(self.name, dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), self.axis))

@@ -202,7 +202,9 @@ def hsdp(
 ) -> Strategy:
     """Hybrid sharding: ZeRO-3 inside a group of `axis`, replicated over `data`.
 
-    Gathers and scatters stay in the group; only 1/size of the gradients is all-reduced across groups.
+    Gathers and scatters stay in the group; only 1/size of the gradients is all-reduced across groups. With
+    `train_step(accumulate=n)`, this all-reduce is sent in each of the n micro-steps; `accumulate_mode="once"` sends it
+    once, and keeps unsharded gradients between the micro-steps.
 
     Arguments are those of `fsdp`; with `quantize` the all-reduce across groups is quantized too.
 

@@ -204,7 +204,7 @@ def checked_loss(found: Any) -> tuple[Any, Mapping[str, Any]]:
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
         asked = f"take the loss and the metrics from its result, a {type(found).__name__}"
         raise problem("loss_fn", asked, "it gives (loss, metrics), a loss and a dict", "return loss, {}")
-    loss = getattr(found[0], "total", found[0])
+    loss: Any = getattr(found[0], "total", found[0])
     if np.shape(loss):
         asked, fix = f"differentiate a loss of shape {np.shape(loss)}", "return loss.mean(), {...}"
         raise problem("loss_fn", asked, "a loss is a scalar, the mean over the microbatch's rows", fix)

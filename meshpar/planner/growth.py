@@ -90,7 +90,7 @@ def _by_cluster(sizes: Sequence[Size]) -> dict[tuple[Scaling, int], list[Size]]:
 
 
 def _cell(one: Size | None, most: float) -> str:
-    return "" if one is None else f"{one.tokens_per_s:,.0f}" + " *" * (one.tokens_per_s == most)
+    return "" if one is None else f"{one.tokens_per_s:,.0f}" + (" *" if one.tokens_per_s == most else "")
 
 
 def _words(growth: Growth, scaling: Scaling, kind: str) -> str:

@@ -22,6 +22,9 @@ from meshpar.planner.catalogue import GPUS, Gpu, gpu_from
 from meshpar.sharding.host import read_json, write_json
 from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
 
+MOST_SECONDS, MOST_FIGURE, MOST_NODES = 1e9, 1e24, 999_999
+"""Upper limits of what a user may give, so that no product overflows: latencies, rates and sizes, numbers of GPUs."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
@@ -36,8 +39,8 @@ class Link:
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise problem("a cluster's link", f"set {field} to {value!r}", "it is a number", "write 2e-6, say")
-        if not 0 <= self.alpha_s < math.inf or not 0 < self.bytes_per_s < math.inf:
-            exists = "a latency is at least 0, a bandwidth is above 0, and both are finite"
+        if not 0 <= self.alpha_s <= MOST_SECONDS or not 1 / MOST_FIGURE <= self.bytes_per_s <= MOST_FIGURE:
+            exists = f"a latency is from 0 to {MOST_SECONDS:g} s, a bandwidth above 0 and at most {MOST_FIGURE:g} B/s"
             raise problem("a cluster's link", f"use {self}", exists, "write alpha_s=2e-6, bytes_per_s=4.5e11, say")
 
     @property
@@ -179,10 +182,11 @@ class Cluster(_Measured):
     cores, so that nothing hides them, and who waits leaves its cores to others."""
 
     def __post_init__(self) -> None:
-        if self.nodes < 1 or self.gpus_per_node < 1:
-            raise problem(
-                f"cluster `{self.name}`", "have no GPUs", "a cluster has at least one", "write it as `h100:8x8`"
-            )
+        for field in ("nodes", "gpus_per_node"):
+            if not 1 <= (count := getattr(self, field)) <= MOST_NODES:
+                asked = f"have {count if abs(count) < 1e18 else 'more than 1e18'} {field}"
+                exists = f"it is a whole number from 1 to {MOST_NODES:,}"
+                raise problem(f"a cluster of {self.gpu.name}", asked, exists, "write it as `h100:8x8`")
 
     @property
     def name(self) -> str:
@@ -466,9 +470,9 @@ def _gpu_from_json(data: Mapping[str, Any]) -> Gpu:
 def _check_figure(field: str, value: Any, *, is_whole: bool) -> None:
     is_number = isinstance(value, int if is_whole else int | float) and not isinstance(value, bool)
     kind = "a whole number above 0" if is_whole else "a number above 0"
-    _check(field, value, is_number and 0 < value < math.inf, kind)
+    _check(field, value, is_number and 0 < value <= MOST_FIGURE, f"{kind} and at most {MOST_FIGURE:g}")
 
 
 def _check(field: str, value: Any, holds: bool, kind: str) -> None:
     if not holds:
-        raise problem("a cluster's profile", f"set `{field}` to {value!r}", f"it is {kind}", "correct the file")
+        raise problem("a cluster's profile", f"set `{field}` to {value!r:.60}", f"it is {kind}", "correct the file")

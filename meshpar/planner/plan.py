@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import jax
 import optax
@@ -245,6 +245,7 @@ def plan(
     cluster: str | Cluster,
     *,
     top: int = 5, verify: int = 0, loss: Callable[..., Any] = next_token_loss,
+    loss_is: Literal["mean_over_examples"] | None = None,
     tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
@@ -262,6 +263,7 @@ def plan(
       verify: so many of the best, `top` at the most, are compiled for the pod (needs the `aot` extra), and told by the
         compiler.
       loss: (model, batch, key) -> (loss, metrics).
+      loss_is: as for `train_step`. Without it, plans for a scalar loss have neither micro-steps nor stages.
       tx: the optimizer; None: AdamW.
       precision: of the step; None: bfloat16 compute on float32 parameters.
       bound_factor, nodes_visited, row_bytes: of MoE layers, as `MoEConfig` has them, where the model's config does not
@@ -275,13 +277,16 @@ def plan(
     cluster = parse_cluster(cluster)
     _check_asked(model, loss, tx, top, verify)
     precision = Precision(compute="bfloat16") if precision is None else as_precision(precision, "plan")
-    how = StepOptions(precision=precision, xla={} if xla is None else xla, latency_rounds=latency_rounds)
+    how = StepOptions(
+        precision=precision, loss_is=loss_is, xla={} if xla is None else xla, latency_rounds=latency_rounds
+    )
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
         loss,
         tx=optax.adamw(3e-4) if tx is None else tx,
         precision=precision,
+        loss_is=loss_is,
         cluster=cluster,
         **_of_experts(model, bound_factor, nodes_visited, row_bytes),
     )

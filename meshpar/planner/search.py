@@ -343,14 +343,16 @@ class Search:
         return self._filled(dict.fromkeys(sizes, 1), sizes, self.cluster.num_devices)
 
     def strategies(self, sizes: Mapping[str, int]) -> Iterator[Strategy]:
-        """What parts try on a mesh."""
-        return tried(self._trial(sizes))
+        """Yield the strategies of a mesh under which the loss can be evaluated."""
+        for strategy in tried(self._trial(sizes)):
+            if self.workload.is_divisible or (strategy.pipeline is None and strategy.quantize is None):
+                yield strategy
 
     def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Found]:
         """The layouts of a strategy on a mesh that fit: by remat policy, in the fewest micro-steps that do; in slices
         of the rows, too, where a step without its messages were quicker than that."""
         rows, pipelined = self.workload.rows // placed.batch_ways, placed.strategy.pipeline
-        counts = [1] if pipelined is not None else _divisors(rows)
+        counts = [1] if pipelined is not None or not self.workload.is_divisible else _divisors(rows)
         spec = _spec(placed.sizes)
         for remat in self.policies:
             for count in counts:
@@ -395,7 +397,8 @@ class Search:
         for strategy in self.strategies(sizes):
             try:
                 placed = self.placer.place(sizes, strategy)
-                most = 1 if strategy.pipeline is not None else max(1, self.workload.rows // placed.batch_ways)
+                is_whole = strategy.pipeline is not None or not self.workload.is_divisible
+                most = 1 if is_whole else max(1, self.workload.rows // placed.batch_ways)
                 cuts = [(remat, count) for remat in self.policies for count in {1, most}]
                 layout = Layout(mesh=_spec(sizes), strategy=strategy)
                 found += [self.estimate(dataclasses.replace(layout, remat=cut[0], accumulate=cut[1])) for cut in cuts]

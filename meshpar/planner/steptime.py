@@ -168,7 +168,7 @@ def rhythm(pipelined: Pipeline, recomputed: float, head: float, num_layers: int)
         more = traffic(longer)
         hops += (count - most) * (sum((*more.up, *more.down)) - hops) // stages
         ticks += (count - most) * (longer.ticks - ticks) // stages
-    stretch = span / (count * (costs.sum() + head))
+    stretch = float(span / (count * (costs.sum() + head)))  # a NumPy number would turn every time it meets into one
     return Rhythm(stretch, ticks, hops, stages=stages, chunks=table.chunks, rounds=lanes.rounds)
 
 

@@ -35,14 +35,16 @@ def parse_bytes(text: str, *, least: float = -math.inf) -> float:
         if found is None:
             raise ValueError
         value = float(found.group(1)) * _LARGE[found.group(2)]
-        if not least <= value < math.inf:
+        if not least <= value <= MOST_BYTES:
             raise ValueError
         return value
     except ValueError:
-        exists = "it is no number of bytes" + f", {least:g} or more" * math.isfinite(least)
+        exists = f"it is no number of bytes up to {MOST_BYTES:g}" + f", {least:g} or more" * math.isfinite(least)
         raise problem(f"`{text}`", "be read as bytes", exists, "write 14e9, 14GB or 256kB (SI: 1 kB is 1e3)") from None
 
 
+MOST_BYTES = 1e24
+"""The largest payload that is taken."""
 MOST = 10**18
 """The largest count that is taken: products of several stay finite."""
 

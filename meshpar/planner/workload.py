@@ -37,6 +37,7 @@ from meshpar.sharding.table import optimizer_decisions
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
 from meshpar.training.batch import shape_of
 from meshpar.training.layers import REMAT_POLICIES, running, scanned
+from meshpar.training.losses import LossTerms, ScalarLoss
 from meshpar.training.precision import Precision, cast_floating, numerics, products
 from meshpar.training.reports import checked
 
@@ -89,6 +90,8 @@ class Workload:
     precision: Precision
     batch: PyTree
     """Shapes of the global batch."""
+    is_divisible: bool
+    """Whether the loss can be evaluated on parts of the batch, as micro-steps and stages do."""
     rows: int
     tokens: int | None
     """Of the global batch; None when it holds none."""
@@ -165,6 +168,7 @@ def describe(
     *,
     tx: optax.GradientTransformation,
     precision: Precision,
+    loss_is: str | None = None,
     cluster: Cluster | None = None,
     bound_factor: float | None = None,
     nodes_visited: Callable[[int], int] | None = None,
@@ -178,6 +182,7 @@ def describe(
       loss: (model, batch, key) -> (loss, metrics).
       tx: the optimizer.
       precision: of the step.
+      loss_is: as for `train_step`.
       cluster: for whose GPUs cuDNN's attention is traced.
       bound_factor, nodes_visited, row_bytes: of the MoE layers.
     """
@@ -196,6 +201,7 @@ def describe(
     how = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
     # Experts' matmuls as the form that counts rows there are, whatever kernel the pod takes for them.
     with traced_for(cluster), compiled_for("cpu"), tracing(one, ddp()):
+        terms = jax.eval_shape(terms_of(known, loss, precision, None), *arrays)
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
@@ -209,7 +215,8 @@ def describe(
     least = 3 * forward + again - flops[None]
     flops = {remat: least + count + visited * (remat is not None) for remat, count in flops.items()}
     return Workload(
-        model=known, leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
+        model=known, is_divisible=loss_is is not None or not isinstance(terms.loss, ScalarLoss),
+        leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
         narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(alone)) / marker, held=held,
         runs_layers=runs_layers, looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
@@ -301,12 +308,23 @@ def value_of(
 ) -> Callable[..., jax.Array]:
     """The loss as a function of parameters, what else the model keeps, rows and a key."""
 
-    def value(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
-        with numerics(precision, remat, interleave):
-            bound = model.bind(cast_floating(params, precision.compute), extra)
-            return checked(loss(bound, batch, jax.random.wrap_key_data(key)), loss)[0]
+    def value(*args: Any) -> jax.Array:
+        return terms_of(model, loss, precision, remat, interleave)(*args).normalized()[0]
 
     return value
+
+
+def terms_of(
+    model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, interleave: int = 1
+) -> Callable[..., LossTerms]:
+    """Return the terms of the loss as a function of parameters, variables, batch and key."""
+
+    def terms(params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> LossTerms:
+        with numerics(precision, remat, interleave):
+            bound = model.bind(cast_floating(params, precision.compute), extra)
+            return LossTerms.of(*checked(loss(bound, batch, jax.random.wrap_key_data(key)), loss))
+
+    return terms
 
 
 def _kept(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tuple[int, int, int], list[Any]]:

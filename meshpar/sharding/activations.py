@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,8 +170,9 @@ def check_made_again(path: str, out: PyTree) -> None:
 def in_reduced_dtype(module: Any) -> None:
     """Of a layer of Flax's that multiplies by `lax.dot_general`: its weight's gradient leaves as the step sums it."""
     product = None if (boundaries := current().boundaries) is None else boundaries.product
-    is_plain = getattr(module, "dot_general", False) in (None, jax.lax.dot_general)
-    if product is not None and is_plain and getattr(module, "dot_general_cls", None) is None:
+    # Static, because a module may have a `__getattr__` of its own.
+    is_plain = inspect.getattr_static(module, "dot_general", False) in (None, jax.lax.dot_general)
+    if product is not None and is_plain and inspect.getattr_static(module, "dot_general_cls", None) is None:
         object.__setattr__(module, "dot_general", product)  # of this one call's copy
 
 

@@ -63,8 +63,11 @@ class Model:
     """From that, after the forward pass, to the new `extra`."""
     names: Callable[[], Mapping[str, Names]]
     """Logical names by the path of the parameter; a leaf that is missing carries none. Call it after `init`."""
-    random_keys: Callable[[], frozenset[str]] = frozenset
-    """Paths in `extra` of raw random keys, from which the model draws by itself (NNX's `Rngs`)."""
+    random_keys: Callable[[], Mapping[str, str]] = dict
+    """Random keys from which the model draws by itself (NNX's `Rngs`): their implementation by their path in `extra`,
+    which holds their raw words."""
+    batch_stats: Callable[[PyTree], frozenset[str]] = lambda extra: frozenset()
+    """Paths in `extra` of statistics of the global batch: `nnx.BatchStat`, and Linen's collection `batch_stats`."""
     is_explicit: bool = False
     """Whether the model and the loss say themselves how every array lies: `explicit`."""
     after_update: Callable[[PyTree], PyTree] = lambda extra: extra
@@ -117,6 +120,55 @@ def key_data_like() -> jax.ShapeDtypeStruct:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
 
 
+def is_key(x: Any) -> bool:
+    """Whether an array, concrete or abstract, holds typed random keys."""
+    return hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def key_impls(tree: PyTree) -> PyTree:
+    """Return the implementation of each typed random key of a pytree, traced or concrete; "" for other leaves."""
+    return jax.tree.map(lambda x: jax.random.key_impl(x) if is_key(x) else "", tree)
+
+
+def without_key_types(tree: PyTree) -> PyTree:
+    """Replace typed random keys by their raw words, which can be donated, sharded and saved as any array."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def with_key_types(tree: PyTree, impls: PyTree) -> PyTree:
+    """Undo `without_key_types`, with what `key_impls` returned for the pytree of typed keys."""
+    return jax.tree.map(lambda impl, x: jax.random.wrap_key_data(x, impl=impl) if impl else x, impls, tree)
+
+
+def _with_raw_keys(model: Model) -> Model:
+    """Let `extra` hold raw words outside of the model wherever the model itself keeps typed random keys."""
+    traced: list[PyTree] = []
+
+    def init(key: jax.Array) -> Variables:
+        params, extra = model.init(key)
+        for path, x in tree_leaves_with_paths(params):
+            if is_key(x):
+                exists = "it holds typed random keys, which have no gradient"
+                fix = "keep keys in the state: from_functions(keeps_state=True), a Linen collection, an nnx.Variable"
+                raise problem(f"parameter `{path}`", "train it", exists, fix)
+        traced[:] = [key_impls(extra)]
+        return Variables(params, without_key_types(extra))
+
+    def impls() -> PyTree:
+        if not traced:
+            jax.eval_shape(init, key_data_like())
+        return traced[0]
+
+    return dataclasses.replace(
+        model,
+        init=init,
+        bind=lambda params, extra: model.bind(params, with_key_types(extra, impls())),
+        collect=lambda bound: without_key_types(model.collect(bound)),
+        after_update=lambda extra: without_key_types(model.after_update(with_key_types(extra, impls()))),
+        random_keys=lambda: {path: impl for path, impl in tree_leaves_with_paths(impls()) if impl},
+    )
+
+
 def key_of(data: jax.Array) -> jax.Array:
     """A typed key from raw key data; state holds raw data, which every checkpoint format knows."""
     return jax.random.wrap_key_data(data) if data.dtype == jnp.uint32 else data
@@ -130,7 +182,8 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
 
     Args:
       build: makes the module from an `nnx.Rngs`: `lambda rngs: Transformer(cfg, rngs=rngs)`. It is called while
-        tracing, so nothing is allocated before the shardings are known.
+        tracing, so nothing is allocated before the shardings are known. An argument named `rngs` is passed by name,
+        so a module class that needs no other argument will do.
 
     Names come from `nnx.with_partitioning`; in a model without any, what modules give with the batch's rows is split as
     the batch is, unless `Rules(activations=...)` says otherwise. The loss function is given the module itself; what the
@@ -145,18 +198,39 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         fix = "give a function that makes it: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
         raise problem("from_nnx", asked, "its arrays are on one device already", fix)
 
-    check_takes("from_nnx", build, ("an nnx.Rngs",), "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))")
-    module = _Nnx(build)
-    return Model(
+    with_signature, fix = _with_signature(build), "mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
+    by_name = _takes_rngs_by_name(with_signature)
+    check_takes(
+        "from_nnx", with_signature, () if by_name else ("an nnx.Rngs",), fix, keywords=["rngs"] * by_name,
+        name=getattr(build, "__name__", ""),
+    )  # fmt: skip
+    module = _Nnx((lambda rngs: build(rngs=rngs)) if by_name else build)  # type: ignore[call-arg]
+    model = Model(
         kind="nnx",
         init=module.init,
         bind=module.bind,
         collect=lambda bound: _split(bound).extra,
         names=module.names,
-        random_keys=module.random_keys,
+        batch_stats=module.batch_stats,
         after_update=module.after_update,
         build=build,
     )
+    return _with_raw_keys(model)
+
+
+def _with_signature(build: Any) -> Any:
+    """Return a function with the signature of `build`, which NNX's metaclass hides if it is a module class."""
+    if isinstance(build, functools.partial):
+        return functools.partial(_with_signature(build.func), *build.args, **build.keywords)
+    return functools.partial(build.__init__, None) if isinstance(build, type) else build  # type: ignore[misc]
+
+
+def _takes_rngs_by_name(build: Any) -> bool:
+    try:
+        parameter = inspect.signature(build).parameters.get("rngs")
+    except (TypeError, ValueError):  # not callable, or a function of C, which has no signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 class _Nnx:
@@ -170,9 +244,16 @@ class _Nnx:
 
         # NNX would place annotated arrays on the mesh of the context; here the mesh is not known yet.
         with nnx.use_eager_sharding(False):
-            made = self._build(nnx.Rngs(rngs))
-        if made is None:
-            raise problem("from_nnx", "train what the function makes", "it gives None", "return the module from it")
+            try:
+                made = self._build(nnx.Rngs(rngs))
+            except TypeError as error:
+                if "'rngs'" not in str(error):
+                    raise
+                fix = "pass it on: mp.from_nnx(lambda rngs: Transformer(cfg, rngs=rngs))"
+                raise problem("from_nnx", "make the module", f"a module gets no `rngs`: {error}", fix) from error
+        if made is None or isinstance(made, type):
+            exists = f"it gives {'None' if made is None else f'the class {made.__name__}'}"
+            raise problem("from_nnx", "train what the function makes", exists, "return the module from it")
         return made
 
     @functools.cached_property
@@ -208,8 +289,10 @@ class _Nnx:
             if names and hasattr(_value_of(x), "ndim")
         }
 
-    def random_keys(self) -> frozenset[str]:
-        return frozenset(path for path, x in _by_path(self._structure[2]) if _is_key(_value_of(x)))
+    def batch_stats(self, extra: PyTree) -> frozenset[str]:
+        from flax import nnx
+
+        return frozenset(path for path, x in _by_path(self._structure[2]) if isinstance(x, nnx.BatchStat))
 
     def after_update(self, extra: PyTree) -> PyTree:
         from flax import nnx
@@ -219,9 +302,9 @@ class _Nnx:
             return extra
         module = nnx.merge(graph, params_like, _filled(extra_like, extra))
         for _, part in nnx.iter_modules(module):
-            update = getattr(part, "after_update", None)
+            update = getattr(type(part), "after_update", None)
             if update is not None:
-                update()
+                update(part)
         return _split(module).extra
 
 
@@ -326,7 +409,7 @@ def _split(module: Any) -> Variables:
     from flax import nnx
 
     parts: Any = nnx.split(module, nnx.Param, ...)
-    return Variables(*(jax.tree.map(_raw, _plain(part)) for part in parts[1:]))
+    return Variables(*(jax.tree.map(_as_array, _plain(part)) for part in parts[1:]))
 
 
 def _by_path(state: Any) -> Iterator[tuple[str, Any]]:
@@ -356,7 +439,6 @@ def _filled(like: Any, values: PyTree) -> Any:
     for path, one in nnx.to_flat_state(like):
         value = functools.reduce(lambda node, part: node[str(part)], path, values)
         # A variable holds an array, or a tree of them, or nothing; what stands outside of variables is bare.
-        value = jax.tree.map(lambda like, x: key_of(x) if _is_key(like) else x, _value_of(one), value)
         filled.append((path, one.replace(value) if isinstance(one, nnx.Variable) else value))
     return nnx.from_flat_state(filled)
 
@@ -368,14 +450,8 @@ def _value_of(x: Any) -> Any:
     return x.get_value() if isinstance(x, nnx.Variable) else x
 
 
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _raw(x: Any) -> Any:
-    """An array of the state: random keys as their words, Python's numbers as arrays of jax's width."""
-    if _is_key(x):
-        return jax.random.key_data(x)
+def _as_array(x: Any) -> Any:
+    """An array of the state as it is, a Python number as an array of jax's width."""
     return x if hasattr(x, "dtype") else jnp.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
 
 
@@ -390,6 +466,17 @@ OVERWRITTEN = "_overwrite_with_gradient"
 """Flax's name of the collection whose next values are what its gradient says: scales and histories of 8-bit matmuls."""
 
 
+class LinenInfo(NamedTuple):
+    """What one initialization shows of a Linen module."""
+
+    names: Mapping[str, Names]
+    """Logical names by the path of the parameter."""
+    sown: frozenset[Path]
+    """Paths of the variables that the module sows, with the collection first."""
+    shapes: PyTree
+    """Parameters as `jax.ShapeDtypeStruct`s."""
+
+
 class BoundLinen:
     """A Linen module together with its variables, called like the module.
 
@@ -397,14 +484,22 @@ class BoundLinen:
     is that of its last call alone.
     """
 
-    def __init__(self, module: Any, sown: frozenset[Path], params: PyTree, extra: PyTree) -> None:
-        self.module, self.sown, self.params, self.extra = module, sown, params, extra
+    def __init__(self, module: Any, info: LinenInfo, params: PyTree, extra: PyTree) -> None:
+        self.module, self.info, self.params, self.extra = module, info, params, extra
 
-    def __call__(self, *args: Any, rngs: Any = None, method: Any = None, **kwargs: Any) -> Any:
-        """`module.apply` on the bound variables; `rngs` as in Linen."""
-        variables = {"params": self.params, **_without(self.extra, self.sown)}
+    def __call__(self, *args: Any, rngs: Any = None, method: Any = None, mutable: Any = None, **kwargs: Any) -> Any:
+        """`module.apply` on the bound variables; `rngs` and `method` as in Linen.
+
+        Raises:
+          ValueError: `mutable` is given.
+        """
+        if mutable is not None:
+            exists = "all collections except `params` are mutable, and the step carries them to the next call"
+            fix = "leave out mutable=; the call then returns the module's output alone"
+            raise problem(f"model(..., mutable={mutable!r})", "choose what the call may change", exists, fix)
+        variables = {"params": self.params, **_without(self.extra, self.info.sown)}
         mutable = list(self.extra)
-        with _linen_modules(), _bare_boxes():
+        with _linen_modules(self.info.shapes), _bare_boxes():
             out = self.module.apply(variables, *args, rngs=rngs, method=method, mutable=mutable or False, **kwargs)
         if mutable:
             out, changed = out
@@ -434,15 +529,24 @@ def from_linen(module: Any, *example_args: Any, **example_kwargs: Any) -> Model:
     if not isinstance(module, nn.Module):
         fix = "use from_nnx or from_functions"
         raise problem("from_linen", f"take {type(module).__name__}", "it is no flax.linen.Module", fix)
+    if "__call__" in dir(type(module)):
+        call = functools.partial(type(module).__call__, module)
+        fix = "mp.from_linen(module, example_batch), with every argument that the module needs"
+        examples = ("an example",) * len(example_args)
+        check_takes("from_linen", call, examples, fix, keywords=example_kwargs, name=type(module).__name__)
     linen = _Linen(module, example_args, example_kwargs)
-    return Model(
+    model = Model(
         kind="linen",
         init=linen.init,
-        bind=lambda params, extra: BoundLinen(module, linen.about[1], params, extra),
+        bind=lambda params, extra: BoundLinen(module, linen.info, params, extra),
         collect=lambda bound: bound.extra,
-        names=lambda: linen.about[0],
-        after_update=getattr(module, "after_update", lambda extra: extra),
+        names=lambda: linen.info.names,
+        batch_stats=lambda extra: frozenset(
+            path for path, _ in tree_leaves_with_paths(extra) if path.startswith("batch_stats/")
+        ),
+        after_update=module.after_update if hasattr(type(module), "after_update") else lambda extra: extra,
     )
+    return _with_raw_keys(model)
 
 
 class _Linen:
@@ -459,10 +563,7 @@ class _Linen:
         return Variables(variables.pop("params"), variables)
 
     @functools.cached_property
-    def about(self) -> tuple[Mapping[str, Names], frozenset[Path]]:
-        """Names by the path of the parameter, and the paths of what the module sows, collection first."""
-        from flax import linen as nn
-
+    def info(self) -> LinenInfo:
         sown: set[Path] = set()
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -476,11 +577,12 @@ class _Linen:
             object.__setattr__(module, "sow", seen)  # of this one call's copy, which Linen does not let be set
             return call(*args, **kwargs)
 
-        with nn.intercept_methods(watch):
+        with linen_methods(watch):
             variables = jax.eval_shape(self._boxed, key_data_like())
         leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
         named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and getattr(leaf, "names", None))
-        return {path: _for_each_dim(leaf.names, leaf.value.ndim) for path, leaf in named}, frozenset(sown)
+        names = {path: _for_each_dim(leaf.names, leaf.value.ndim) for path, leaf in named}
+        return LinenInfo(names, frozenset(sown), jax.tree.map(_unboxed, variables["params"], is_leaf=_is_box))
 
     def _boxed(self, key: jax.Array) -> Any:
         args, kwargs = jax.tree.map(_array, (self._args, self._kwargs))
@@ -494,6 +596,22 @@ class _Linen:
             if "requires a non-empty mesh" not in str(error):
                 raise
         return init()  # the module lays activations out by axes of the mesh
+
+
+def linen_methods(intercept: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Intercept methods as `nn.intercept_methods` does, except for Python's own such as `__getattr__`.
+
+    An interceptor that reads an attribute of such a module would otherwise call itself.
+    """
+    from flax import linen as nn
+
+    def own(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        name = context.method_name
+        if name.startswith("__") and name != "__call__":
+            return call(*args, **kwargs)
+        return intercept(call, args, kwargs, context)
+
+    return nn.intercept_methods(own)
 
 
 @contextlib.contextmanager
@@ -535,10 +653,13 @@ _UNBOXING = threading.Lock()
 
 
 @contextlib.contextmanager
-def _linen_modules() -> Iterator[None]:
+def _linen_modules(shapes: PyTree) -> Iterator[None]:
     """Around a Linen module that is applied: what its modules give is held, and `nn.with_logical_constraint` honoured.
 
     A name of the latter goes by `nn.logical_axis_rules`, where the user has put it in force, else by activation rules.
+
+    Args:
+      shapes: of the full parameters.
 
     Raises:
       ValueError: from the model, where it uses a name that neither knows; Flax would replicate that dim.
@@ -552,6 +673,7 @@ def _linen_modules() -> Iterator[None]:
 
     def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         in_reduced_dtype(context.module)
+        _accept_shards(context.module, _at(shapes, (*boundaries.at, *context.module.path)))
         path = "/".join((*boundaries.at, *context.module.path))
         again = None if context.method_name == "setup" else recomputing(path)
         with called(path):
@@ -562,8 +684,36 @@ def _linen_modules() -> Iterator[None]:
     known = {name for name, _ in theirs}
     ours = [(name, axes) for name, axes in _axes_by_name(here) if name not in known]
     strict = (_Strict({*known, *here.rules.names}), None)
-    with nn.logical_axis_rules([*theirs, *ours, strict]), nn.intercept_methods(hold):
+    with nn.logical_axis_rules([*theirs, *ours, strict]), linen_methods(hold):
         yield
+
+
+def _accept_shards(module: Any, shapes: PyTree) -> None:
+    """Let `module.param` return the shards of a parameter: some layers of a stack under stages, or a shard to gather.
+
+    Flax compares the shape of a parameter with what its initializer makes, which is the full shape.
+    """
+
+    def param(name: str, init: Callable[..., Any], *args: Any, unbox: bool = True, **kwargs: Any) -> Any:
+        full, held = _at(shapes, (name,)), module.variables.get("params", {}).get(name)
+
+        def expected(*given: Any, **more: Any) -> Any:
+            made = init(*given, **more)
+            return held if _shapes(made) == _shapes(full) else made
+
+        is_sharded = held is not None and full is not None and _shapes(held) != _shapes(full)
+        return type(module).param(module, name, expected if is_sharded else init, *args, unbox=unbox, **kwargs)
+
+    object.__setattr__(module, "param", param)  # only on the copy that Linen made for this call
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
+    return [jnp.shape(x) for x in jax.tree.leaves(tree)]
+
+
+def _at(tree: PyTree, path: Path) -> Any:
+    """What nested dicts have at a path, or None."""
+    return functools.reduce(lambda node, key: node.get(key) if isinstance(node, Mapping) else None, path, tree)
 
 
 def _linen_again(path: str, context: Any, policy: Any, within: Any, args: Any, kwargs: Any) -> Any:
@@ -643,7 +793,7 @@ def _joined(tree: PyTree, changed: PyTree) -> PyTree:
 
 def _on_host(x: Any) -> Any:
     """An example array as NumPy's, to be part of any program."""
-    if not isinstance(x, jax.Array) or _is_key(x) or isinstance(x, jax.core.Tracer):
+    if not isinstance(x, jax.Array) or is_key(x) or isinstance(x, jax.core.Tracer):
         return x
     if not (x.is_fully_addressable or x.is_fully_replicated):
         exists = "its shards are on several processes, and each makes the same program"
@@ -722,7 +872,7 @@ def from_functions(
             )
         return Variables(params, extra)
 
-    return Model(
+    model = Model(
         kind="functions",
         init=make,
         bind=functools.partial(_WithState, apply)
@@ -731,6 +881,7 @@ def from_functions(
         collect=lambda bound: bound.extra if keeps_state else {},
         names=lambda: given,
     )
+    return _with_raw_keys(model)
 
 
 class _WithState:

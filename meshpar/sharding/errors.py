@@ -58,12 +58,15 @@ def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
     return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
 
 
-def check_takes(where: str, f: Any, arguments: tuple[str, ...], fix: str) -> None:
-    """Raises `ValueError` for a function that does not take so many arguments, as its signature says."""
+def check_takes(
+    where: str, f: Any, arguments: tuple[str, ...], fix: str, *, keywords: Iterable[str] = (), name: str = ""
+) -> None:
+    """Raises `ValueError` for a function that does not take these arguments, as its signature says."""
     try:
-        inspect.signature(f).bind(*arguments)
+        inspect.signature(f).bind(*arguments, **dict.fromkeys(keywords))
     except ValueError:  # a function of C has none
         return
     except TypeError as error:
-        asked = f"call {getattr(f, '__name__', f)} with {', '.join(arguments)}"
+        names = *arguments, *(f"{name}=..." for name in keywords)
+        asked = f"call {name or getattr(f, '__name__', f)} with {', '.join(names) or 'no arguments'}"
         raise problem(where, asked, f"that does not go: {error}", f"write {fix}") from None

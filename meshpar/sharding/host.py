@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,15 @@ def check_file(
     return file
 
 
+def check_local(path: str | os.PathLike[str], where: str, fix: str) -> None:
+    """Raise `ValueError` for a URL, which the file system would take for a folder called `gs:`."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # `Path` makes one slash of two
+        raise problem(where[:200], "use it", "it is a URL, and only local files can be read and written", fix)
+
+
 def check_name(path: str | os.PathLike[str], where: str, fix: str) -> None:
-    """Raises `ValueError` for a name that the system does not take, too long or a link to itself; it may be missing."""
+    """Raise `ValueError` for a URL, a name that is too long, or a link to itself. The file may be missing."""
+    check_local(path, where, fix)
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -92,6 +100,52 @@ def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:
 def write_json(path: str | os.PathLike[str], data: Any, where: str) -> None:
     """Writes plain data as `read_json` reads it; errors as in `write_text`."""
     write_text(path, json.dumps(data, indent=2) + "\n", where)
+
+
+def open_no_link(path: Path, flags: int) -> int:
+    """Open a file of a name that others can guess, and make it if it is missing; return the number of the open file.
+
+    Raises:
+      ValueError: a link, which may lead to any file of the user, or something that is no file.
+      OSError: the system does not open it.
+    """
+    try:
+        number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if not path.is_symlink():
+            raise
+        exists = f"it is a link to {os.readlink(path)[:200]}"
+        raise problem(str(path), "write to it", exists, "remove the link") from error
+    if not stat.S_ISREG(kind := os.fstat(number).st_mode):
+        os.close(number)
+        exists = f"it is {_KINDS.get(stat.S_IFMT(kind), 'no file')}"
+        raise problem(str(path), "write to it", exists, "move it away")
+    return number
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file of a run under another name and rename it: a reader sees all of it or none, and no link is followed.
+
+    Raises:
+      OSError: the system does not let it be written.
+    """
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.unlink(missing_ok=True)  # of a process that was killed, or a link
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    fresh.replace(path)
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise `ValueError` for a link that leads out of a folder, so that nobody publishes what it points to.
+
+    The folders of the Hugging Face hub's cache link to `blobs`, beside their `snapshots`.
+    """
+    real, base = path.resolve(), folder.resolve()
+    hub = base.parent.parent / "blobs" if base.parent.name == "snapshots" else base
+    if not real.is_relative_to(base) and not real.is_relative_to(hub):
+        exists = f"it is a link to {real}, outside of the folder"
+        raise problem(str(path), "copy it", exists, "remove the link, or put a copy of the file there")
 
 
 def free_memory_bytes() -> int | None:

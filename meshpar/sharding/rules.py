@@ -25,6 +25,8 @@ REFINES = {"norm_seq": "seq", "attn_seq": "seq", "attn_heads": "act_heads", "att
 """A name whose dim is split as another's, and then further over the axes of its own rule: the sequence of the residual
 stream is that of its layer, cut finer where sequence parallelism cuts it. Names with `attn` are of attention itself,
 between queries, keys and values and the heads' output: there a rule may keep whole what is split around it."""
+ACTIVATIONS_OF = {"vocab": "act_vocab", "heads": "act_heads", "kv_heads": "act_kv_heads", "mlp": "act_mlp"}
+"""Names of parameters, and of the activations that presets shard over the same axis."""
 BATCH_AXES = ("data", "fsdp", "expert")
 """The axes over which the presets split the batch: every one that does not split a layer's own work."""
 
@@ -708,10 +710,14 @@ def _place(
     size = leaf.shape[dim]
     if size % count:
         over = " × ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
-        what = (leaf.names or ())[dim : dim + 1]
-        keep = f"map `{what[0]}` to None" if what and what[0] else "leave this dim unsplit (None)"
+        name = leaf.names[dim] if leaf.names else None
+        keep = f"map `{name}` to None" if name else "leave this dim unsplit (None)"
         fewer = filter(None, [fewer_devices(size, {axis: sizes[axis] for axis in axes})])
         fallback = f"or write the fallback first({value!r}, None)"
+        rule = rules.name_rule(name or "")
+        if name in ACTIVATIONS_OF and rule is not None and rule.origin != USER:
+            keep = f"map `{name}` and `{ACTIVATIONS_OF[name]}` to None"
+            fallback += " for both"
         where, fix = _dim_of(leaf, dim), ", ".join((f"pad it to {-(-size // count) * count}", keep, *fewer, fallback))
         raise problem(where, f"split over mesh axis {over} ({label})", f"{size} is not a multiple of {count}", fix)
     return None if not axes else axes[0] if len(axes) == 1 else axes

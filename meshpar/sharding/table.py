@@ -497,6 +497,9 @@ def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, me
     where = f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})"
     exists = f"it would be replicated on every device, and nothing says that is meant ({why})"
     fix = f"{_advice(leaf)}, or allow bigger ones: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})"
+    if idle and (sizes := {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}).get("data"):
+        moved = ", ".join(f"{axis}={size}" for axis, size in {idle[0]: sizes.pop("data"), **sizes}.items())
+        fix = f"give `{idle[0]}` the devices of `data`, MeshSpec({moved}); or {fix}"
     raise problem(where, f"lie on a mesh with axes {axes}", exists, fix)
 
 

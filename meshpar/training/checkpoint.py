@@ -107,6 +107,13 @@ class Checkpoints:
 
         return sorted(found.step for found in ocp_path.step.standard_name_format().find_all(self.folder))
 
+    def _misplaced(self) -> list[int]:
+        """Steps of files in the local folder that stand where a checkpoint would."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(str(self.folder)) as found:
+            names = [one.name for one in found if one.name.isdecimal() and not one.is_dir()]
+            return sorted(int(name) for name in names if name == str(int(name)))
+        return []
+
     @apart()
     def save(self, state: TrainState, *, data_state: Mapping[str, Any] | None = None, wait: bool = False) -> bool:
         """Write a checkpoint of the state's step, in the background.
@@ -130,7 +137,8 @@ class Checkpoints:
         new = step != self._current
         if new:
             self.wait()
-            self._set_aside([later for later in _as_process_0_sees(self.steps()) if later >= step])
+            later = sorted({*self.steps(), *self._misplaced()})
+            self._set_aside([one for one in _as_process_0_sees(later) if one >= step])
             self._write(step, state, data_state)
             self._current = step
         if wait:
@@ -168,6 +176,9 @@ class Checkpoints:
             where = f"checkpoints in {self.folder}"
             raise problem(where, f"restore step {step}", f"there are steps {steps}", "ask for one of them")
         damaged: dict[int, str] = {}
+        if step is None:
+            newer = [one for one in _as_process_0_sees(self._misplaced()) if one > max(steps, default=-1)]
+            damaged = dict.fromkeys(newer, "it is a file, and a checkpoint is a folder")
         for candidate in [step] if step is not None else reversed(steps):
             try:
                 restored = self._read(candidate, setup, weights_only)
@@ -197,7 +208,7 @@ class Checkpoints:
           ValueError: what was saved last could not be written.
         """
         if self._manager is not None:
-            with self._explained("finish the last save"):
+            with self._explained(f"finish the save of step {self._current}"):
                 self._manager.wait_until_finished()
                 self._remove_old(self.keep)
 
@@ -205,7 +216,7 @@ class Checkpoints:
         """Wait, and end the background work; errors as in `wait`. Closing again does nothing."""
         manager, self._manager = self._manager, None
         if manager is not None:
-            with self._explained("finish the last save"):
+            with self._explained(f"finish the save of step {self._current}"):
                 manager.close()
                 self._remove_old(self.keep)
 
@@ -280,7 +291,8 @@ class Checkpoints:
             if jax.process_index() == 0:  # orbax would meet it in a background thread, and take minutes to give up
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probe = self.folder / "writable"
-                probe.touch()
+                probe.unlink(missing_ok=True)
+                probe.touch(exist_ok=False)  # follows no link
                 probe.unlink()
             # Called when another is written and about to get its name; one whole one is there at any moment.
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from meshpar.sharding.host import read_json
+from meshpar.sharding.host import read_json, replace_file
 from meshpar.sharding.types import MeshparError
 from meshpar.training.loop import Hook, Record, Run, Validation, read_lines
 
@@ -113,10 +113,8 @@ class Goodput(Hook):
             "seen_s": round(self._written_s, 3),
             "reason": reason,
         }
-        fresh = self._path.with_name(self._path.name + ".new")
         with contextlib.suppress(OSError):  # a full disk, of which metrics.jsonl tells
-            fresh.write_text(json.dumps(account) + "\n", encoding="utf-8")
-            fresh.replace(self._path)
+            replace_file(self._path, json.dumps(account) + "\n")
 
 
 def words(seconds: Mapping[str, float]) -> str:

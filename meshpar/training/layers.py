@@ -468,12 +468,12 @@ def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_
       ValueError: a path that no parameter has, or several that are split in different ways.
     """
     # NNX keeps an array as the `value` of a variable.
-    wanted = f"/{at}/{path.removesuffix('/value')}"
+    wanted = f"/{at}/{path.removesuffix('/value')}".rstrip("/")
     found = [leaf for name, leaf in leaves.items() if f"/{name}".endswith(wanted)]
     if len({layout(leaf) for leaf in found}) == 1:
         return found[0]
     raise problem(
-        f"scan_layers(at={at!r}), parameter `{path}`",
+        f"scan_layers(at={at!r})" + f", parameter `{path}`" * bool(path),
         "gather it for one layer",
         f"{len(found) or 'no'} parameters have paths that end in `{wanted[1:]}`"
         + ", and they are not split alike" * bool(found),

@@ -28,7 +28,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from meshpar.sharding.host import check_file
+from meshpar.sharding.host import check_file, open_no_link, replace_file
 from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints, NoRoomError
@@ -141,6 +141,8 @@ class Run:
     flops_per_step: float | None
     peak_flops_per_s: float | None
     raise_nonfinite: bool
+    max_skipped: int
+    """Skipped updates in a row at which the run fails."""
     last: Record | None = None
     validation: Validation | None = None
     training_s: float = 0.0
@@ -159,6 +161,7 @@ class Run:
         """Steps dispatched since step 0, and where this run started."""
         self.skipped = int(self.state.skipped)
         """Skipped updates, as far as records have come."""
+        self._skipped_in_a_row = 0
         self.iterator = iter(self.batches)
         self.batches = self.iterator if hasattr(self.iterator, "get_state") else self.batches
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
@@ -282,12 +285,19 @@ class Run:
         self.training_s += 0.0 if self.last is None else record.seconds
         self.last = record
         self.skipped += not finite
+        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
         for hook in self.hooks:
             hook.on_record(self, record)
         if not finite and self.raise_nonfinite:
             self.reason = "nonfinite"
             exists = f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was skipped"
             fix = "look at the batch, lower the learning rate or clip gradients; or train with nonfinite='skip'"
+            raise problem(f"step {record.step}", "update the parameters", exists, fix)
+        in_a_row, is_last = self._skipped_in_a_row, record.step == self.steps
+        if in_a_row >= self.max_skipped or (is_last and in_a_row == record.step - self.first_step):
+            self.reason = "nonfinite"
+            exists = f"it was skipped as {in_a_row} in a row were: the loss is {record.loss}"
+            fix = "look at the data, lower the learning rate or clip gradients; a larger max_skipped waits longer"
             raise problem(f"step {record.step}", "update the parameters", exists, fix)
 
 
@@ -301,6 +311,7 @@ def fit(
     tokens_per_step: float | None = None,
     flops_per_step: float | None = None,
     peak_flops_per_s: float | None = None,
+    max_skipped: int = 100,
 ) -> FitResult:
     """Train until `state.step` is `steps`; a restored state simply goes on.
 
@@ -313,10 +324,11 @@ def fit(
       tokens_per_step: tokens in a global batch, for tokens per second.
       flops_per_step: FLOPs the model needs for a global batch, for the utilisation.
       peak_flops_per_s: what all devices of the mesh can do together at their best, for the utilisation.
+      max_skipped: how many updates in a row may be skipped by a step with nonfinite="skip".
 
     Raises:
       ValueError: batches that end too early (hooks have saved by then); a loss or gradients that are not finite, when
-        the step was made with nonfinite="raise".
+        the step was made with nonfinite="raise"; with "skip", `max_skipped` updates in a row, or all, were skipped.
       KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
     """
     options = getattr(step, "options", None)
@@ -329,6 +341,7 @@ def fit(
         flops_per_step=flops_per_step,
         peak_flops_per_s=peak_flops_per_s,
         raise_nonfinite=getattr(options, "nonfinite", None) == "raise",
+        max_skipped=max_skipped,
     )
     del state  # its buffers are the run's: a reference kept here would be one to deleted arrays
     with _hooks_called(run):
@@ -432,19 +445,21 @@ class Checkpointer(Hook):
     """Saves every so many steps and at the end, unless the run fails.
 
     All numbers up to the step that is saved are handed out first: what a checkpoint knows, metrics.jsonl holds too.
-    Where a save on the way fails, for a disk that is full say, a warning tells it, the run goes on, and the last whole
-    checkpoint stays; at the end it is an error. In a pod that holds where it is seen before the save that there is no
-    room; a write that fails ends all, for the others wait for this one's part.
+    A save that fails before the end, on a full disk for example, is a warning, and the next interval tries again. One
+    failure more than `retries` in a row stops the run with an error, and so does a failure at the end. In a pod only a
+    full disk is a warning: any other failed write stops all processes, because they wait for each other's part.
 
     Args:
       checkpoints: where to; stays open.
       every: steps between two saves; None saves at the end only.
+      retries: failed saves in a row after which the run goes on.
     """
 
     order = 1
 
-    def __init__(self, checkpoints: Checkpoints, *, every: int | None) -> None:
+    def __init__(self, checkpoints: Checkpoints, *, every: int | None, retries: int = 3) -> None:
         self._checkpoints, self._every = checkpoints, _positive("Checkpointer", every)
+        self._retries, self._failures, self._newest = retries, 0, -1
 
     def on_dispatched(self, run: Run) -> None:
         if self._every is not None and run.step % self._every == 0:
@@ -455,9 +470,16 @@ class Checkpointer(Hook):
     def _save(self, run: Run) -> None:
         try:
             self._checkpoints.save(run.state, data_state=run.data_state())
-        except MeshparError as error:  # what went wrong with the save before is told now, too
+        except MeshparError as error:  # of this save, or of the one before, which was written in the background
             whole = self._checkpoints.steps()
             if jax.process_count() > 1 and not isinstance(error, NoRoomError):
+                raise
+            # A save that returned may fail later: only a new checkpoint ends the row of failures.
+            newest = max(whole, default=-1)
+            self._failures = self._failures + 1 if newest == self._newest else 1
+            self._newest = newest
+            if self._failures > self._retries:
+                error.add_note(f"the run stops: {self._failures} saves in a row failed")
                 raise
             kept = f"step {whole[-1]} is the last whole checkpoint" if whole else "there is no whole checkpoint yet"
             warnings.warn(f"{error} The run goes on; {kept}.", stacklevel=2)
@@ -565,7 +587,8 @@ class JsonlWriter(Hook):
         if self._path.exists():
             check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
             _keep_lines(self._path, last_step=run.first_step)
-        self._file = self._path.open("ab", buffering=0)  # the kernel has a line at once: a killed process loses none
+        number = open_no_link(self._path, os.O_WRONLY | os.O_APPEND)
+        self._file = open(number, "ab", buffering=0)  # noqa: SIM115 - the kernel has a line at once: a killed process loses none
 
     def on_record(self, run: Run, record: Record) -> None:
         self._write(
@@ -634,9 +657,7 @@ def _keep_lines(path: Path, *, last_step: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if _is_up_to(line, last_step)]
     if kept != lines:
-        fresh = path.with_name(path.name + ".new")
-        fresh.write_text("".join(kept), encoding="utf-8")
-        fresh.replace(path)
+        replace_file(path, "".join(kept))
 
 
 def _is_up_to(line: str, last_step: int) -> bool:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of
+from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of, linen_methods
 from meshpar.sharding.context import ambient, apart, spec_of, tracing
 from meshpar.sharding.regions import outer_axes, weight_axes
 from meshpar.sharding.types import (
@@ -477,8 +477,6 @@ class _LinenAdapters:
         self._chosen: dict[str, _Layer] = {}
 
     def init(self, key: jax.Array) -> Variables:
-        from flax import linen as nn
-
         seen: dict[str, tuple[int, int]] = {}
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -489,7 +487,7 @@ class _LinenAdapters:
             seen.update({_below(path, name): (1, 1) for name in getattr(context.module, "adapted", ())})
             return call(*args, **kwargs)
 
-        with nn.intercept_methods(watch):
+        with linen_methods(watch):
             params, extra = self._model.init(key)
         shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
         layers = {path: dims for path, dims in seen.items() if {path, _below(path, "kernel")} & set(shapes)}
@@ -512,7 +510,7 @@ class _LinenAdapters:
 
     def bind(self, params: PyTree, extra: PyTree) -> BoundLinen:
         plain = self._model.bind(params, extra)
-        return _BoundWithPairs(self._lora, self._chosen, plain.module, plain.sown, params, extra)
+        return _BoundWithPairs(self._lora, self._chosen, plain.module, plain.info, params, plain.extra)
 
 
 class _BoundWithPairs(BoundLinen):
@@ -523,8 +521,6 @@ class _BoundWithPairs(BoundLinen):
         self._lora, self._layers = lora, layers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from flax import linen as nn
-
         def add(call: Any, inputs: Any, more: Any, context: Any) -> Any:
             y, module = call(*inputs, **more), context.module
             if context.method_name == "weight" and hasattr(module, "adapted"):
@@ -542,7 +538,7 @@ class _BoundWithPairs(BoundLinen):
             layer = next(layer for whole, layer in self._layers.items() if f"/{whole}".endswith(f"/{path}"))
             return _added(self._lora, path, layer, y, x, pair[INWARD], pair[OUTWARD])
 
-        with nn.intercept_methods(add):
+        with linen_methods(add):
             return super().__call__(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ MEAN_OVER_EXAMPLES = "mean_over_examples"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MeanLoss:
-    """A loss that is a weighted mean: the sum of `total` over the global batch, divided by the sum of `weight`.
+    """A weighted mean: the sum of `total` over the global batch, divided by the sum of `weight`.
 
     Return it from a loss function in place of a scalar. Then micro-steps, pipeline stages, quantized gradients and
     devices add totals and weights, and the result does not depend on how the batch is divided.
@@ -51,7 +51,7 @@ class MeanLoss:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SumLoss:
-    """A loss that is a sum over the global batch, never divided.
+    """A sum over the global batch.
 
     >>> def loss_fn(model, batch, key):
     ...     return mp.SumLoss(((model(batch["x"]) - batch["y"]) ** 2).sum()), {}
@@ -64,17 +64,17 @@ class SumLoss:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EqualMean:
-    """A mean over parts that all have the same weight, known when the loss is traced."""
+    """A mean over parts of equal weight. The weight is known when the loss is traced."""
 
     value: jax.Array
     weight: float | None = dataclasses.field(metadata={"static": True})
-    """Weight of one part; None if the loss function returned a scalar."""
+    """Weight of a part; None if the loss function returned a scalar."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScalarLoss:
-    """A scalar of the given part of the batch. Nothing says how those of several parts combine."""
+    """A scalar loss. It is undefined how the losses of different parts of a batch combine."""
 
     value: jax.Array
 
@@ -85,7 +85,7 @@ class Normalizer:
 
     num_parts: int = 1
     total_weight: jax.Array | None = None
-    """Sum of the weights of all parts; None if they are equal, or if there is one part."""
+    """Sum of the weights of all parts; None for equal weights or a single part."""
 
 
 ONE_PART = Normalizer()
@@ -94,7 +94,7 @@ ONE_PART = Normalizer()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """The result of a loss function on one part of the batch."""
+    """The result of a loss function on a part of the batch."""
 
     loss: MeanLoss | SumLoss | EqualMean | ScalarLoss
     added: jax.Array | float = 0.0
@@ -106,7 +106,7 @@ class LossTerms:
 
     @staticmethod
     def of(loss: Any, metrics: Mapping[str, Any], loss_is: str | None = None, **others: Any) -> LossTerms:
-        """Sort what a loss function returned; `loss_is` is the option of `train_step`."""
+        """Convert the result of a loss function; `loss_is` is the option of `train_step`."""
         if isinstance(loss, MeanLoss):
             weight = loss.weight
             if not isinstance(weight, jax.Array) and weight > 0:
@@ -118,7 +118,7 @@ class LossTerms:
         else:
             loss = EqualMean(_wide(loss), None) if loss_is == MEAN_OVER_EXAMPLES else ScalarLoss(_wide(loss))
         if LOSS_WEIGHT in metrics and isinstance(loss, MeanLoss | EqualMean):
-            exists, fix = "MeanLoss adds a metric of that name", "give the metric another name"
+            exists, fix = "MeanLoss adds a metric of that name", "rename the metric"
             raise problem(f"metric `{LOSS_WEIGHT}`", "return it from the loss function", exists, fix)
         others = {"reported": {}, **others}
         return LossTerms(loss=loss, metrics={name: jnp.asarray(x) for name, x in metrics.items()}, **others)
@@ -136,7 +136,7 @@ class LossTerms:
             divisor = jnp.where(everywhere > 0, everywhere, 1).astype(loss.total.dtype)
             value = jnp.where(everywhere > 0, loss.total * num_parts / divisor, 0)
             share = weight.astype(divisor.dtype) * num_parts / divisor
-            # A part or a batch without weight may have 0 / 0 as its mean.
+            # The mean over a part or a batch without weight may be 0 / 0.
             metrics = {name: x if is_counted(x) else jnp.where(weight > 0, x * share, 0) for name, x in metrics.items()}
         elif isinstance(loss, SumLoss):
             value = loss.total * num_parts
@@ -152,6 +152,11 @@ class LossTerms:
             name: x.astype(jnp.promote_types(x.dtype, jnp.int32)) if is_counted(x) else _wide(x)
             for name, x in metrics.items()
         }
+
+
+def scalar(loss: MeanLoss | SumLoss | jax.Array) -> jax.Array:
+    """Return the value of a loss function's loss on the batch that it was given."""
+    return LossTerms.of(loss, {}).normalized()[0]
 
 
 def _wide(x: Any) -> jax.Array:
@@ -193,12 +198,12 @@ class Loss:
         """Return the loss with the normalizer of all parts of a batch.
 
         Args:
-          where: names the options that divide the batch, for errors.
-          call: `(terms, args, rows, key) -> (LossTerms, extra)`, calls `terms` as the engine does on one part.
-          args: parameters and everything else that no weight may follow from.
-          rows: `[part, ...]`, the parts of this device or, outside a `shard_map`, of all devices.
+          where: the options that divide the batch, for error messages.
+          call: `(terms, args, rows, key) -> (LossTerms, extra)`, calls `terms` on a part as the engine does.
+          args: parameters and other values that weights must not depend on.
+          rows: `[part, ...]`, the local parts inside a `shard_map`, and otherwise all parts.
           keys: `[part]`.
-          axes: mesh axes and their sizes over whose devices parts differ, inside a `shard_map`.
+          axes: inside a `shard_map`, names and sizes of the mesh axes over which parts differ.
         """
 
         def terms(args: PyTree, rows: PyTree, key: jax.Array) -> LossTerms:
@@ -216,10 +221,9 @@ def normalizer_of(
     *,
     axes: Mapping[str, int],
 ) -> Normalizer:
-    """Sum the weights of all parts of a batch; arguments are those of `Loss.over_parts`.
+    """Sum the weights of all parts of a batch. `Loss.over_parts` documents the arguments.
 
-    Only the weight is computed: the loss function is traced on one part, and equations that the weight does not need
-    are left out.
+    The loss function is traced on the first part. Only the equations that the weight needs are evaluated.
 
     Raises:
       ValueError: a scalar loss; a weight that depends on `args`.
@@ -238,7 +242,7 @@ def normalizer_of(
         raise problem(
             where,
             f"evaluate the loss function on {num_parts} parts of the batch",
-            "it returns a scalar, which does not say how the losses of several parts combine",
+            "it returns a scalar, and the mean of the means of unequal parts is not the mean of the batch",
             "return `mp.MeanLoss((losses * weights).sum(), weights.sum()), metrics` (or mp.SumLoss(losses.sum())); or, "
             f'for a mean over examples that count the same, write `train_step(..., loss_is="{MEAN_OVER_EXAMPLES}")`',
         )
@@ -251,7 +255,7 @@ def normalizer_of(
             f"MeanLoss.weight, under {where}",
             "sum the weights of all parts before their losses are computed",
             "it depends on the model's parameters, variables or outputs",
-            "compute it from the batch and the key alone, or put it into the batch",
+            "compute it from the batch and the key only, or add it to the batch",
         )
 
     def weight_of(rows: PyTree, key: jax.Array) -> jax.Array:
@@ -262,10 +266,10 @@ def normalizer_of(
 
 
 def _first_output(closed: ClosedJaxpr) -> tuple[Callable[..., jax.Array], list[bool]]:
-    """Return a function that computes only the first output of a traced program, and which inputs it reads.
+    """Return a function that computes the first output of a traced program, and a flag for each input that it reads.
 
-    Inputs that it does not read may be None. `dce_jaxpr` looks into calls and loops, and keeps equations with effects,
-    such as `jax.debug.print`. The loop removes those at the top level.
+    The caller may pass None for other inputs. `dce_jaxpr` handles calls and loops, but keeps equations with effects,
+    such as `jax.debug.print`. The loop removes these at the top level.
     """
     outputs = [at == 0 for at in range(len(closed.jaxpr.outvars))]
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, outputs, instantiate=True)

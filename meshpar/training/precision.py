@@ -79,6 +79,8 @@ class Precision:
         return next((pattern for pattern, _ in said if pattern not in matched), None)
 
     def reduce_dtype(self, compute: Any) -> jnp.dtype:
+        if jnp.issubdtype(compute, jnp.complexfloating):  # in no real dtype, which would drop the imaginary part
+            return jnp.dtype(compute)
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
 
 
@@ -251,7 +253,11 @@ def check_wide(where: str, what: str, fix: str) -> None:
 
 
 def check_narrow(word: str, dtype: Any) -> None:
-    """Raise where what stands around 8-bit matmuls cannot hold their sums."""
+    """Raise `ValueError` for dtypes that 8-bit matmuls do not support."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        exists = "8-bit floats have no imaginary part"
+        fix = "leave matmul out, or set it by modules: matmul={pattern: word}"
+        raise problem(f"Precision(matmul={word!r})", f"multiply by a weight in {jnp.dtype(dtype).name}", exists, fix)
     if dtype == jnp.float16:
         exists = "sums of products of 8-bit floats exceed what float16 holds"
         raise problem(f"Precision(matmul={word!r})", "compute in float16 around it", exists, 'use compute="bfloat16"')
@@ -292,7 +298,7 @@ def dot_general(
     context = current().numerics
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
     if context is not None and narrow and (word := matmul_here()) is not None:
-        check_narrow(word, rhs.dtype)
+        check_narrow(word, jnp.result_type(lhs, rhs) if jnp.iscomplexobj(lhs) else rhs.dtype)
         reduce = context.precision.reduce_dtype(rhs.dtype)
         return _NARROW[word](contracting, batch, reduce, _split_of(rhs, names), lhs.astype(rhs.dtype), rhs)
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshpar.sharding.host import replace_file
 from meshpar.sharding.types import problem
 from meshpar.training.loop import Hook, Run
 
@@ -32,12 +33,14 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def check_steps(first: int, last: int, *, done: int, steps: int) -> None:
-    """See that a run that has `done` of its `steps` takes one from `first` to `last`.
+    """Check that a run that has `done` of its `steps` takes those from `first` to `last`.
+
+    A resumed run may have taken the first of them before.
 
     Raises:
-      ValueError: it takes none of them.
+      ValueError: the last one is not among the steps that it still takes.
     """
-    if first > steps or last <= done:
+    if not done < last <= steps:
         exists, fix = f"this run takes steps {done + 1} to {steps}", "name steps among these"
         if done >= steps:
             exists, fix = f"the run has taken all its {steps}", "leave --profile out, or give it more --steps"
@@ -93,7 +96,7 @@ class Profile(Hook):
             self._tried(self._bring_together)
         if jax.process_index() == 0:
             about = {**self._about, "first_step": self._from, "last_step": run.step}
-            self._tried(lambda: (self._folder / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8"))
+            self._tried(lambda: replace_file(self._folder / ABOUT, json.dumps(about) + "\n"))
 
     @property
     def _own(self) -> Path:

@@ -15,7 +15,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.adapters import OVERWRITTEN, Model, calling, key_data_like
+from meshpar.sharding.adapters import (
+    OVERWRITTEN,
+    Model,
+    calling,
+    is_key,
+    key_data_like,
+    key_impls,
+    with_key_types,
+    without_key_types,
+)
 from meshpar.sharding.context import apart, in_place_of_others, tracing
 from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
@@ -258,33 +267,71 @@ class TrainState:
         Where jax's own context holds a mesh, it is called on Auto axes of the state's. What it gives has the types of
         the mesh as given, if that is the context's and has any, and lies as the batch where its rows divide.
         """
+        check_state("state.bound()", self)
         bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
         return bound if jax.sharding.get_abstract_mesh().empty else calling(bound, self.setup.called)
+
+
+def check_state(where: str, state: Any) -> None:
+    """Check that `state` is a `TrainState` whose buffers no earlier step has taken.
+
+    Raises:
+      ValueError: it is not, or an array in it is deleted.
+    """
+    if not isinstance(state, TrainState):
+        exists = f"its first argument is a {type(state).__name__}"
+        fix = "pass the TrainState that mp.init_state(model, tx, mesh=..., strategy=..., key=...) returns first"
+        raise problem(where, "use the training state", exists, fix)
+    arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
+    if any(x.is_deleted() for x in arrays):
+        exists = "its buffers were deleted or donated: a training step reuses those of the state that it is given"
+        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) keeps an old one"
+        raise problem(where, "use this state", exists, fix)
 
 
 def make_setup(
     model: Model,
     tx: optax.GradientTransformation,
-    *,
     mesh: AnyMesh,
     strategy: Strategy | Rules,
+    *,
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> Setup:
     """Resolve every leaf of a state without making it; errors as in `shardings`."""
     strategy, precision = as_strategy(strategy), as_precision(precision, "init_state")
     layout = lay_out(model, with_auto_axes("mesh", mesh), strategy, tx, precision, trainable)
+    if any(map(is_key, jax.tree.leaves(layout.opt_state))):
+        params = only([one.leaf.is_trained for one in layout.table.params], *[layout.variables.params] * 2)
+        tx = _with_raw_keys(tx, params)
+        layout = dataclasses.replace(layout, opt_state=jax.eval_shape(tx.init, params))
     return Setup(
         model=model, tx=tx, given_mesh=mesh, strategy=strategy, precision=precision, layout=layout, trainable=trainable
     )
 
 
+def _with_raw_keys(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
+    """Let the optimizer's state hold raw words where the optimizer itself keeps typed random keys."""
+    traced: list[PyTree] = []
+    jax.eval_shape(lambda params: traced.append(key_impls(tx.init(params))), params)
+
+    @functools.wraps(tx.update)
+    def update(grads: PyTree, state: PyTree, *args: Any, **kwargs: Any) -> tuple[PyTree, PyTree]:
+        updates, new = tx.update(grads, with_key_types(state, traced[0]), *args, **kwargs)
+        return updates, without_key_types(new)
+
+    make = optax.GradientTransformation
+    if isinstance(tx, optax.GradientTransformationExtraArgs):
+        make = optax.GradientTransformationExtraArgs
+    return make(lambda params: without_key_types(tx.init(params)), update)
+
+
 def abstract_state(
     model: Model,
     tx: optax.GradientTransformation,
-    *,
     mesh: AnyMesh,
     strategy: Strategy | Rules,
+    *,
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> TrainState:
@@ -295,9 +342,9 @@ def abstract_state(
 def init_state(
     model: Model,
     tx: optax.GradientTransformation,
-    *,
     mesh: Mesh,
     strategy: Strategy | Rules,
+    *,
     key: jax.Array | int,
     precision: Precision | None = None,
     trainable: Trainable = None,
@@ -345,9 +392,7 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
     Example:
       >>> state = load_params(state, {**state.params, "head": new_head})  # the others as they are
     """
-    if not isinstance(state, TrainState):
-        exists = f"its first argument is a {type(state).__name__}"
-        raise problem("load_params", "put weights in", exists, "give it the state of mp.init_state(...)")
+    check_state("load_params", state)
     setup = state.setup
     _check_devices("load_params", setup.given_mesh)
     params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params
@@ -375,14 +420,15 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
 
 def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
     x = x if isinstance(x, jax.Array) else np.asarray(x)
-    kinds = [jnp.issubdtype(dtype, jnp.floating) for dtype in (x.dtype, leaf.dtype)]
+    kinds = [_kind(dtype) for dtype in (x.dtype, leaf.dtype)]
     if x.shape != leaf.shape or kinds[0] != kinds[1]:
         asked, fix = f"take {x.dtype.name}{list(x.shape)}", "transpose, reshape or cast it first"
         raise problem(f"load_params, `{path}`", asked, f"the model has {leaf.dtype.name}{list(leaf.shape)}", fix)
-    if not kinds[0]:
+    if kinds[0] == "exact":
         _check_kept(path, x, leaf.dtype, bool(np.all(x.astype(leaf.dtype) == x)))
         return x.astype(leaf.dtype)
-    if not bool(jnp.isfinite(x).all() if isinstance(x, jax.Array) else np.isfinite(x.astype(np.float64)).all()):
+    wide = x if isinstance(x, jax.Array) or kinds[0] == "complex" else x.astype(np.float64)  # NumPy's bfloat16
+    if not bool((jnp if isinstance(x, jax.Array) else np).isfinite(wide).all()):
         where, exists = f"load_params, `{path}`", "some are infinite or not a number"
         raise problem(
             where, "train from these weights", exists, "look at where they come from: no step makes them finite again"
@@ -391,6 +437,12 @@ def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
         cast = x.astype(leaf.dtype)
     _check_kept(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))
     return cast
+
+
+def _kind(dtype: Any) -> str:
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return "complex"
+    return "real" if jnp.issubdtype(dtype, jnp.floating) else "exact"
 
 
 def _check_kept(path: str, x: Any, dtype: np.dtype, is_kept: bool) -> None:

@@ -3,6 +3,7 @@
 Where the gradients of several micro-steps are reduced is the caller's choice. With `accumulate_mode="each"` XLA reduces
 the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
 gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
+Gradients of complex parameters are conjugated before the update, so that optimizers go downhill.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from meshpar.training.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, Mean
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.training.reports import checked, collecting, is_counted
-from meshpar.training.state import Setup, TrainState
+from meshpar.training.state import Setup, TrainState, check_state
 from meshpar.training.sums import Sums, compute_params, constrained, wide
 from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
 
@@ -94,6 +95,7 @@ class _Program:
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         program = self.jitted(state, batch)
         if state.setup not in self._told:
@@ -111,6 +113,7 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).trace, state, batch)
 
@@ -118,6 +121,7 @@ class _Program:
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract. Compiled by `.compile()` it is
         compiled once, without rounds of latencies."""
+        check_state("step(state, batch)", state)
         batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
         return _traced(self.jitted(state, batch).lower, state, batch)
 
@@ -175,8 +179,10 @@ class TrainStep(_Program):
         check_prefetch(setup.strategy, self.options)
         _check_explicit(setup, self.options)
         _check_overwritten(setup, self.options)
+        _check_batch_stats(setup, self.options)
         _check_whole(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
+        _check_complex(setup)
         for rule in setup.strategy.activations.remat:
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
@@ -394,6 +400,21 @@ def _check_overwritten(setup: Setup, options: StepOptions) -> None:
         )
 
 
+def _check_batch_stats(setup: Setup, options: StepOptions) -> None:
+    """Check that an engine that sees only local rows gets no model with batch statistics."""
+    engine = engine_of(setup, options).__name__.rpartition(".")[2]
+    sees_local_rows = engine == "staged" or (engine == "by_device" and setup.batch_axes)
+    stats = sorted(setup.model.batch_stats(setup.layout.variables.extra)) if sees_local_rows else ()
+    if stats:
+        raise problem(
+            f"`{stats[0]}` of the model, and {setup.strategy.label}" + ONCE * options.is_once,
+            "compute batch statistics over the global batch",
+            'stages, quantize and accumulate_mode="once" run the model on the local rows of each device',
+            'use accumulate_mode="each" and a strategy without stages and quantize, or normalize without batch '
+            "statistics (LayerNorm, GroupNorm)",
+        )
+
+
 def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
     """What is whole of the batch is so where the compiler sees all rows."""
     engine = engine_of(setup, options).__name__.rpartition(".")[2]
@@ -421,6 +442,18 @@ def _check_wider(setup: Setup, precision: Precision) -> None:
         if strategy.quantize is not None:
             exists = f"{strategy.label} sends all weights by kernels, in the compute dtype"
             raise problem(where, asked, exists, "leave quantize out, or the rule")
+
+
+def _check_complex(setup: Setup) -> None:
+    """Raise `ValueError` for complex parameters that a strategy would quantize."""
+    for leaf in (decision.leaf for decision in setup.table.params if setup.strategy.quantize is not None):
+        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise problem(
+                f"parameter `{leaf.path}` under {setup.strategy.label}",
+                f"send {leaf.dtype.name} quantized",
+                "the kernels quantize real numbers and would drop the imaginary part",
+                "leave quantize out, or hold the real and the imaginary part as two parameters",
+            )
 
 
 def _check_state(state: TrainState) -> None:
@@ -677,7 +710,8 @@ def _update(
     # Where parameters are whole and optimizer state is not (ZeRO-1 and 2), each device updates its shard, and pinning
     # the new parameters makes one gather each.
     old = constrained(setup.trained(state.params), shards)
-    grads = jax.tree.map(lambda g, p: mean(g).astype(p.dtype), constrained(sums.grads, shards), old)
+    # The gradient that jax gives for a complex parameter is the conjugate of the direction of steepest ascent.
+    grads = jax.tree.map(lambda g, p: jnp.conj(mean(g)).astype(p.dtype), constrained(sums.grads, shards), old)
     grads, before_update = setup.for_update(grads, state.opt_state)
     asked = {"value": loss, "grad": grads, "value_fn": value_fn, "obj_fn": value_fn}
     updates, opt_state = _updated(setup, grads, before_update, old, **asked)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from meshpar.sharding.host import replace_file
 from meshpar.sharding.types import near, problem
 from meshpar.training.loop import Hook, Record, Run, Validation
 
@@ -119,7 +120,7 @@ class WandB(Writer):
 
         kept = self._folder / "wandb.id"
         if not kept.exists():
-            kept.write_text(secrets.token_hex(8), encoding="ascii")
+            replace_file(kept, secrets.token_hex(8))
         library = wandb.init(
             id=kept.read_text(encoding="ascii").strip(),
             name=self._folder.name,

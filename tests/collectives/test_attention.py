@@ -37,6 +37,7 @@ CASES = {
     "all to all, small tiles": {"causal": False, "order": "contiguous", "tile": 3},
     "zigzag, a window": {"window": 4, "tile": 1},
     "zigzag, a window of a rank and more": {"window": 8, "cap": 0.5},
+    "zigzag, a window of several ranks": {"window": 14, "tile": 3},
     "contiguous, a window": {"order": "contiguous", "window": 5, "tile": 2},
     "zigzag, packed": {"packed": True, "tile": 1},
     "contiguous, packed": {"packed": True, "order": "contiguous", "tile": 2, "window": 9},
@@ -113,6 +114,33 @@ def test_values_and_gradients_are_those_of_attention_over_the_whole_sequence(ran
     cases = CASES if count == 5 else few
     with jax.enable_x64(True):
         close(*both(ranks(count), cases, "float64"), 1e-12)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+def test_a_window_reaches_back_as_far_as_it_says(ranks, order):
+    """Over four ranks, from within a tile to all positions before: which values each query has a weight for."""
+    row, (qkv, _) = ranks(4), arrays(4, B=1, t=4, H=1, K=1, D=16, dtype="float32")
+    positions = jnp.arange(16)
+    if order == "zigzag":
+        positions = mc.zigzag(positions[None], 4)[0]
+    # The value of a position is its own unit vector, so that a query's output is its weights.
+    values = jax.nn.one_hot(positions, 16).reshape(4, 1, 4, 1, 16)
+    options = [
+        {"order": order, "window": window, "tile": tile} for window in (1, 2, 3, 5, 7, 12, 13, 16) for tile in (1, 2)
+    ]
+
+    def outputs(qkv):
+        return [row.view(kernel(row.axis, **one))(qkv) for one in options]
+
+    behind = np.asarray(positions)[:, None] - np.arange(16)
+    for one, o in zip(options, jax.jit(outputs)((*qkv[:2], values)), strict=True):
+        expected = (behind >= 0) & (behind < one["window"])
+        np.testing.assert_array_equal(np.asarray(o).reshape(16, 16) > 0, expected, err_msg=str(one))
+
+
+def test_gradients_of_a_window_over_four_ranks(ranks):
+    """With fewer ranks, the backward pass has no step between the first and the last."""
+    close(*both(ranks(4), ["zigzag, a window of several ranks"], "float32", B=1, H=2, K=1, D=2), 1e-5)
 
 
 @pytest.mark.parametrize("options", [{"window": 4}, {"packed": True}])

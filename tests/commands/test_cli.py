@@ -100,6 +100,54 @@ def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
     assert "--name" in error
 
 
+def test_a_run_follows_no_link_that_has_a_name_of_its_own_files(meshpar, tmp_path):
+    recipe, run, victim = write_recipe(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "victim"
+    victim.write_text('{"step": 0}\n')
+    args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")
+    run.mkdir(parents=True)
+    wrote = ("recipe.json", "sharding.json", "sharding.txt", "goodput.json", "summary.json", "loss.png")
+    for name in wrote:
+        (run / f"{name}.new").symlink_to(victim)
+    (run / "metrics.jsonl").symlink_to(victim)
+    code, _, error = meshpar(*args)
+    assert code == 2
+    assert f"{run / 'metrics.jsonl'}: asked to write to it, but it is a link to {victim}" in error
+    (run / "metrics.jsonl").unlink()
+    assert meshpar(*args)[0] == 0
+    assert victim.read_text() == '{"step": 0}\n'
+    assert all((run / name).is_file() and not (run / name).is_symlink() for name in wrote)
+    assert not list(run.glob("*.new"))
+
+
+def test_a_new_run_is_its_owners_alone(meshpar, tmp_path):
+    recipe, umask = write_recipe(tmp_path), os.umask(0o022)
+    try:
+        args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none", "--steps", 1)
+        assert meshpar(*args)[0] == 0
+    finally:
+        os.umask(umask)
+    run = tmp_path / "runs" / "tiny"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run, *run.iterdir())}
+    assert modes["tiny"] == 0o700
+    assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
+
+
+def test_saves_that_keep_failing_stop_the_run_in_one_line_each(child_env, tmp_path):
+    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "checkpoints").touch()  # a file where a folder should be: every save fails
+    fields = ["steps=6", "checkpoint_every=1", "checkpoint_retries=1", "sample=none"]
+    command = ["train", str(recipe), *(word for field in fields for word in ("--set", field))]
+    python = [sys.executable, "-m", "meshpar.commands.cli", *command]
+    done = subprocess.run(python, cwd=tmp_path, env=child_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith("meshpar: warning: checkpoints in ")
+    assert "asked to save step 1" in first
+    assert second.startswith("meshpar: checkpoints in ")
+    assert second.endswith("(the run stops: 2 saves in a row failed)")
+
+
 @pytest.mark.matrix
 @pytest.mark.call_stacks
 def test_a_trace_beside_its_recipe_knows_axes_bytes_and_phases(meshpar, tmp_path):

@@ -368,3 +368,8 @@ def test_the_table_of_strategies(explain, monkeypatch):
     code, out, _ = explain("--table", "--json", "--cluster", "a100-80:1x8")
     assert json.loads(out) == {"cluster": "h100:1x8", "rows": []}
     assert asked == [None, "a100-80:1x8"]
+    for more in (("--html", "/nosuch/x"), ("--budget", "b.json"), ("--check",), ("recipe.py",)):
+        code, _, error = explain("--table", *more)
+        assert code == 2
+        assert f"--table: asked to use {more[0] if more[0] != 'recipe.py' else 'RECIPE'} with it" in error
+    assert len(asked) == 2

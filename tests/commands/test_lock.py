@@ -62,6 +62,32 @@ def test_a_run_lets_go_at_its_end_and_at_an_error(tmp_path: Path) -> None:
             raise ZeroDivisionError
 
 
+@pytest.mark.parametrize("to", ["victim", "nowhere"])
+def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path, to: str) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / ".run.lock").symlink_to(tmp_path / to)
+    with pytest.raises(MeshparError, match="it is a link to"), held(tmp_path / "run", tell=silent, wait_s=0.0):
+        pass
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_lock_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".run.lock")
+    with pytest.raises(MeshparError, match="it is a pipe"), held(tmp_path / "run", tell=silent, wait_s=0.0):
+        pass
+
+
+def test_a_run_folder_that_another_user_links_is_refused(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "mine")
+    with held(tmp_path / "run", tell=silent, wait_s=0.0):  # a link of one's own is fine
+        pass
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(MeshparError, match="another user made"), held(tmp_path / "run", tell=silent, wait_s=0.0):
+        pass
+
+
 def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch) -> None:
     def none(number: int, how: int) -> None:
         raise OSError(errno.ENOTSUP, "not supported")

@@ -395,7 +395,18 @@ def test_a_schedule_of_its_own_length_does_not_change_with_the_run():
 
 def test_a_warm_up_must_fit_into_the_schedule():
     with pytest.raises(mp.MeshparError, match="warm up within a schedule of 5 steps"):
-        AdamW(warmup_steps=5).learning_rate(5)
+        AdamW(warmup_steps=5, schedule_steps=5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_run_that_is_shorter_than_the_warm_up_begins_as_a_longer_one(schedule):
+    optimizer = AdamW(lr=1.0, warmup_steps=50, schedule=schedule)
+    with pytest.warns(UserWarning, match="longer than the run of 20 steps; the learning rate reaches 40% of 1"):
+        short = optimizer.learning_rate(20)
+    long, equal = optimizer.learning_rate(1000), optimizer.learning_rate(50)
+    for step in (0, 7, 19):
+        assert float(short(step)) == float(long(step)) == float(equal(step)) == pytest.approx((step + 1) / 50)
+    assert np.isfinite(float(short(60)))
 
 
 def test_weights_are_decayed_and_norms_are_not():

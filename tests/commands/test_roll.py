@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -67,7 +70,9 @@ def test_processes_that_do_not_belong_together_are_told(address: str, places, sa
     assert told == [told[0]] * len(places)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", b"meshpar 1 of 2\n"], ids=["nothing", "http", "dies"])
+@pytest.mark.parametrize(
+    "said", [b"", b"GET / HTTP/1.1\r\n\r\n", roll._signed("meshpar 1 of 2", b"")], ids=["nothing", "http", "dies"]
+)
 def test_who_says_nothing_of_use_or_dies_has_not_come(address: str, said: bytes) -> None:
     def knock() -> None:
         for _ in range(100):
@@ -108,6 +113,85 @@ def test_an_address_at_which_nobody_listens_is_told(address: str) -> None:
         roll.call(address, process_id=1, num_processes=2, timeout_s=0.1)
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[" * 4096, b'["no"]', b'["go", 1]', b"3", b'"go"', b"\xff"])
-def test_what_is_no_answer_is_none(line: bytes) -> None:
-    assert roll._read(line) is None
+@pytest.mark.parametrize("text", [None, "", "{", "[" * 4096, '["no"]', '["go", 1]', "3", '"go"'])
+def test_a_text_that_is_no_answer_reads_as_none(text: str | None) -> None:
+    assert roll._read(text) is None
+
+
+STRANGERS = {
+    "unsigned": [b"meshpar 99999 of 2\n"],
+    "unsigned, a real number": [b"meshpar 1 of 2\n"],
+    "another token": [roll._signed("meshpar 99999 of 2", b"another")],
+    "no token": [roll._signed("meshpar 1 of 2", b"")],
+    "a signature of another line": [roll._signed("meshpar 1 of 2", b"token").replace(b"1 of", b"9 of")],
+    "binary": [b"\xff\x00" * 100],
+    "very long": [b"meshpar " * 20_000],
+    "silent, more than fit": [b""] * (roll._MOST_UNHEARD + 20),
+}
+
+
+@pytest.mark.parametrize("lines", STRANGERS.values(), ids=STRANGERS)
+def test_lines_without_the_token_of_the_run_are_ignored(address: str, lines: list[bytes]) -> None:
+    said = ["", ""]
+
+    def call(number: int) -> None:
+        try:
+            roll.call(address, process_id=number, num_processes=2, timeout_s=60, token="token")
+        except MeshparError as error:
+            said[number] = str(error)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in (0, 1)]
+    threads[0].start()
+    with contextlib.ExitStack() as until_end:
+        for line in lines:
+            connection = until_end.enter_context(connected(address))
+            with contextlib.suppress(OSError):  # closed by process 0 before all is sent
+                connection.sendall(line)
+            if line:
+                connection.settimeout(60)
+                with contextlib.suppress(ConnectionResetError):
+                    assert connection.recv(1) == b""
+        threads[1].start()
+        for thread in threads:
+            thread.join()
+    assert said == ["", ""]
+
+
+def connected(address: str) -> socket.socket:
+    """Connect as soon as somebody listens."""
+    for _ in range(1000):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(port_of(address))
+        time.sleep(0.01)
+    raise AssertionError(address)
+
+
+def test_an_answer_without_the_token_of_the_run_is_ignored(address: str) -> None:
+    """A stranger that listens there first, and then the real process 0."""
+    refusal = json.dumps(["no", "process 1 of 2", "join", "it may not", "go away"]).encode() + b"\n"
+    with socket.create_server(port_of(address)) as stranger:
+        process_1 = threading.Thread(
+            target=roll.call,
+            args=(address,),
+            kwargs={"process_id": 1, "num_processes": 2, "timeout_s": 60, "token": "token"},
+        )
+        process_1.start()
+        connection, _ = stranger.accept()
+        with connection:
+            connection.sendall(refusal)
+            assert b"token" not in connection.recv(4096)
+    roll.call(address, process_id=0, num_processes=2, timeout_s=60, token="token")
+    process_1.join()
+
+
+def test_ignored_lines_are_reported_if_a_process_did_not_come(address: str) -> None:
+    def knock() -> None:
+        with connected(address) as connection:
+            connection.sendall(roll._signed("meshpar 1 of 2", b"another"))
+            connection.recv(1)
+
+    knocks = threading.Thread(target=knock)
+    knocks.start()
+    with pytest.raises(MeshparError, match=r"MESHPAR_TOKEN\) came from 127.0.0.1 and were ignored"):
+        roll.call(address, process_id=0, num_processes=2, timeout_s=1, token="token")
+    knocks.join()

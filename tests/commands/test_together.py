@@ -155,12 +155,15 @@ ODD = {
         {"XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_enable_fast_math=true"}, (),
         "XLA_FLAGS.--xla_cpu_enable_fast_math is 'true' there and (absent) in process 0",
     ),
+    "profile": ({}, ("--profile", "3:5"), "command.--profile is '3:5' there and None in process 0"),
+    "stall limit": ({}, ("--stall-limit", "60"), "command.--stall-limit is 60 there and 40 in process 0"),
+    "links": ({"MESHPAR_CLUSTER": "h100:1x2"}, (), "environment.MESHPAR_CLUSTER is 'h100:1x2' there and (absent)"),
     "folder": ({}, ("--out", "elsewhere"), "command.--out is 'elsewhere' there and 'runs' in process 0"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=() if what == "loss" else pytest.mark.matrix) for what in ODD]
+    "what", [pytest.param(what, marks=() if what in ("loss", "profile") else pytest.mark.matrix) for what in ODD]
 )
 def test_processes_that_differ_are_told_apart_before_step_0(pair: Pair, what: str) -> None:
     env, args, words = ODD[what]

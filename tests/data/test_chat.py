@@ -235,6 +235,93 @@ def test_templates_write_json_and_the_day_as_transformers_does():
     assert text == '[{"content":"<é>","role":"user"}]26 Jul 2024'
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "description": "Sum <a> & é", "parameters": {
+        "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}}}
+]  # fmt: skip
+WITH_TOOLS = (
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}{{ tools | tojson }}\n"
+    "{% endif %}{% for d in documents or [] %}[{{ d.title }}|{{ d['text'] }}]{% endfor %}" + TEMPLATE
+)
+SAID = "<user>q<assistant>y$\n"
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "y"}]
+
+
+def test_tools_and_documents_are_rendered_as_transformers_does():
+    """The texts are those of `apply_chat_template(tools=..., documents=...)` of transformers 5.24."""
+    template, documents = Template(WITH_TOOLS, {}, where="template"), [{"title": "T", "text": "x é"}]
+    schema = (
+        '[{"type": "function", "function": {"name": "add", "description": "Sum <a> & é", "parameters": {"type": '
+        '"object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}}}]\n'
+    )
+    for given, before in (
+        ({}, ""), ({"tools": TOOLS}, schema), ({"tools": json.dumps(TOOLS)}, schema), ({"tools": []}, "[]\n"),
+        ({"documents": documents}, "[T|x é]"), ({"tools": TOOLS, "documents": documents}, schema + "[T|x é]"),
+    ):  # fmt: skip
+        ((text, spans),) = template.render("line 1", CHAT, **given)
+        assert text == before + SAID
+        assert [text[slice(*span)] for span in spans] == ["y$\n"]
+    for wrong in ("add", 3, [3], {"name": "add"}, '{"name": "add"}', "[" * 10_000):
+        with pytest.raises(mp.MeshparError, match="line 1: asked to render its `tools`"):
+            template.render("line 1", CHAT, tools=wrong)
+
+
+@pytest.mark.parametrize("kind", ["config", "files"])
+def test_a_release_may_have_a_template_of_its_own_for_tools(kind, tmp_path):
+    named = {"default": TEMPLATE, "tool_use": "T{{ tools | length }}" + TEMPLATE}
+    config = {"chat_template": [{"name": name, "template": one} for name, one in named.items()]}
+    if kind == "config":
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        (tmp_path / "chat_template.jinja").write_text(named["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    template = Template.of(str(tmp_path), None)
+    assert template.render("line 1", CHAT)[0].text == SAID
+    assert template.render("line 1", CHAT, tools=TOOLS)[0].text == "T1" + SAID
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_records_give_their_tools_and_other_fields_are_counted(kind, tmp_path, caplog):
+    records = [{"messages": chat, "tools": TOOLS, "id": number} for number, chat in enumerate(CHATS)]
+    records[0]["source"], name = "web", f"records.{kind}"
+    if kind == "parquet":  # whose structs have all fields of all, null where a record has none
+        pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        other = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "strict": True}}}]
+        records[1]["tools"] = other
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / name)
+    else:
+        (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = chats(tmp_path, files=(str(tmp_path / name),), seq_len=512)
+    (tmp_path / "template.jinja").write_text(WITH_TOOLS)
+    with caplog.at_level("WARNING"):
+        facts = data.open(batch_size=1, seed=0)
+    # Columns of a table are fields of all its rows.
+    assert facts.describe()["unused_fields"] == {"id": 40, "source": 1 if kind == "jsonl" else 40}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "nothing reads these fields of the records: `id` (40 records)" in line
+    assert "nothing reads the fields id (40 records)" in _data_line(facts.describe())
+    rows = facts._packed[0]
+    text = facts.decode(rows["inputs"][0][rows["segments"][0] == 1])
+    assert text.startswith(json.dumps(TOOLS, ensure_ascii=False) + "\n<user>q")
+    (tmp_path / "template.jinja").write_text(TEMPLATE)  # which reads no tools
+    assert data.open(batch_size=1, seed=0).describe()["unused_fields"]["tools"] == 40
+
+
+def test_reasoning_is_found_under_each_of_its_names():
+    fields = ("reasoning_content", "thinking", "reasoning")
+    for read in fields:
+        source = f"{{% for m in messages %}}{{{{ m.{read} }}}}{{{{ m.content }}}}{{% endfor %}}"
+        template = Template(source, {}, where="template")
+        for given in fields:
+            answer = {"role": "assistant", "content": "y", given: "why "}
+            assert template.render("line 1", [CHAT[0], answer])[-1].text == "qwhy y"
+    # Of two that differ each template reads its own, but `reasoning_content` is always the first there is.
+    answer = {"role": "assistant", "content": "y", "reasoning": "b", "thinking": "a", "reasoning_content": None}
+    source = "{% for m in messages %}{{ m.thinking }}{{ m.reasoning }}{{ m.reasoning_content }}{% endfor %}"
+    assert Template(source, {}, where="template").render("line 1", [answer])[-1].text == "aba"
+
+
 def test_broken_conversations_are_an_error_in_four_parts_or_fine():
     rng, template, fine = random.Random(0), Template(TEMPLATE, {}, where="template"), 0
     strange = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import tokenizers
@@ -98,6 +100,16 @@ def test_a_tokenizer_that_is_not_there_or_is_none(tmp_path):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(MeshparError, match="not a tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("vocab", "says"), [({}, "its vocabulary is empty"), ({"a": 0, "b": 0, "</s>": 1}, "have the same id 0")]
+)
+def test_a_vocabulary_that_loses_every_text_is_refused(vocab, says, tmp_path):
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    with pytest.raises(MeshparError, match=says):
         load_tokenizer(str(tmp_path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,35 @@ def folder_of(kind: str, path: Path, *, files: int = 1) -> Path:
     total = sum(x.nbytes for x in weights.values())
     index = {"metadata": {"total_size": total}, "weight_map": spread}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return path
+
+
+ROUTER_CASES = [(kind, layers) for kind in ("mixtral", "qwen3_moe") for layers in (2, 6, 32)]
+"""Families and depths of `router_loss.json`."""
+
+
+def router_tokens() -> np.ndarray:
+    """The tokens that the losses of `router_loss.json` are of."""
+    return np.random.default_rng(0).integers(0, 24, (4, 16))
+
+
+def router_folder(kind: str, layers: int, path: Path, **fields: Any) -> Path:
+    """A model whose weights follow from their names, with fields of config.json changed."""
+    from safetensors.numpy import save_file
+
+    from meshpar.interop.hf import described
+
+    config, *_ = golden(kind)
+    config |= {"num_hidden_layers": layers, "output_router_logits": True, "router_aux_loss_coef": 0.02, **fields}
+    at = described(config)
+    shapes = {name: one.their_shape for one in at.family.tensors(at.config) for name, _ in one.names()}
+    weights = {
+        name: (0.1 * np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)).astype(np.float32)
+        for name, shape in shapes.items()
+    }
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    save_file(weights, str(path / "model.safetensors"), metadata={"format": "pt"})
     return path
 
 

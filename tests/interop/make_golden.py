@@ -1,12 +1,14 @@
 """Writes small random models of each family and their logits by transformers: `python -m tests.interop.make_golden`.
 
 Needs torch and transformers (4.57), which the tests do not. A file holds a model's config.json, its weights as bfloat16
-and the logits that transformers computes of them in float32.
+and the logits that transformers computes of them in float32. `router_loss.json` (transformers 5.24) holds the auxiliary
+losses of routers. `python -m tests.interop.make_golden router_loss` writes that file only.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -83,11 +85,36 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(tokens)).logits.numpy()
 
 
+def router_losses() -> dict[str, list[float]]:
+    """Auxiliary losses of routers, times the coefficient: of all layers pooled, and the mean over single layers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    from tests.interop.folders import ROUTER_CASES, router_folder, router_tokens
+
+    losses = {}
+    for kind, layers in ROUTER_CASES:
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            model = AutoModelForCausalLM.from_pretrained(router_folder(kind, layers, Path(folder) / "model"))
+            tokens = torch.from_numpy(router_tokens())
+            on, off = (model(tokens, labels=tokens, output_router_logits=is_on) for is_on in (True, False))
+        config = model.config
+        count, chosen = config.num_experts, config.num_experts_per_tok
+        alone = [load_balancing_loss_func((logits,), count, chosen) for logits in on.router_logits]
+        per_layer = config.router_aux_loss_coef * float(sum(alone)) / layers
+        losses[f"{kind} {layers}"] = [round(float(on.loss - off.loss), 7), round(per_layer, 7)]
+    return losses
+
+
 def main() -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
     GOLDEN.mkdir(exist_ok=True)
+    (GOLDEN / "router_loss.json").write_text(json.dumps(router_losses(), indent=2) + "\n")
+    if sys.argv[1:] == ["router_loss"]:
+        return
     tokens = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, NUM_TOKENS))
     for kind in MODELS:
         with tempfile.TemporaryDirectory() as folder:

@@ -11,18 +11,19 @@ import numpy as np
 import optax
 import pytest
 from flax import traverse_util
+from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
 from meshpar.interop import config_of, from_hf, load_hf, to_hf
 from meshpar.interop.files import Folder
-from meshpar.interop.hf import Made, described, family_of, written
+from meshpar.interop.hf import Made, copy_beside, described, family_of, written
 from meshpar.models import next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import make_setup
 from tests.data.test_batches import run_processes
 from tests.equal import mesh_of, model_of, token_batches
 from tests.grid import cases
-from tests.interop.folders import KINDS, folder_of, golden
+from tests.interop.folders import GOLDEN, KINDS, ROUTER_CASES, folder_of, golden, router_folder, router_tokens
 
 TOLERANCE = 1e-4
 """Of float32 logits, all below 20: the two libraries sum in other orders."""
@@ -227,6 +228,7 @@ def test_written_in_another_dtype_over_several_files(tmp_path, mesh8):
     index = json.loads((back / "model.safetensors.index.json").read_text())
     sizes = [(back / file).stat().st_size for file in set(index["weight_map"].values())]
     assert len(sizes) > 1
+    assert len({path.stat().st_mode for path in back.iterdir()}) == 1  # weights are as readable as config.json
     assert sum(sizes) > 2 * (source / "model.safetensors").stat().st_size * 0.8
     again, other = from_hf(back, mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
     assert again == dataclasses.replace(config, param_dtype="float32")
@@ -246,6 +248,10 @@ def test_a_config_says_the_same_in_both_directions(kind):
     # As transformers 5 writes it.
     newer = {name: value for name, value in document.items() if name not in ("rope_theta", "rope_scaling")}
     newer["rope_parameters"] = {"rope_theta": document.get("rope_theta", 1e4), **(document.get("rope_scaling") or {})}
+    if kind == "qwen3_moe":
+        newer["num_local_experts"] = newer.pop("num_experts")
+    if config.moe is not None:
+        newer["output_router_logits"] = False
     assert described(newer).config == config
 
 
@@ -262,3 +268,122 @@ def test_a_model_that_no_family_is(tmp_path, mesh8):
     assert not (tmp_path / "back").exists()
     with pytest.raises(ValueError, match="something is there already"):
         to_hf(state, config, source)
+
+
+def changed(source: Path, change) -> Path:
+    """The folder, with the tensors of its only file changed."""
+    tensors = dict(load_file(source / "model.safetensors"))
+    change(tensors)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    return source
+
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("head", ["identical", "alone"])
+def test_a_tied_model_whose_files_hold_its_head(head, tmp_path, monkeypatch):
+    monkeypatch.setattr("meshpar.interop.files._COMPARED_BYTES", 1000)  # of tables in several parts
+    source = folder_of("qwen3", tmp_path / "source")
+    plain = (source / "model.safetensors").read_bytes()
+    if head == "identical":
+        changed(source, lambda tensors: tensors.update({HEAD: tensors[TABLE]}))
+    else:
+        changed(source, lambda tensors: tensors.update({HEAD: tensors.pop(TABLE)}))
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32", attention="xla")
+    _, _, tokens, logits = golden("qwen3")
+    np.testing.assert_allclose(logits_of(state, tokens), logits, atol=TOLERANCE)
+    assert config.tied_embeddings
+    back = to_hf(state, config, tmp_path / "back", like=source)
+    assert (back / "model.safetensors").read_bytes() == plain
+    if head == "identical":
+
+        def other(tensors):
+            tensors[HEAD] = tensors[HEAD].copy()
+            tensors[HEAD][-1, -1] += 1
+
+        with pytest.raises(ValueError, match=r"`lm_head.weight`.*tie_word_embeddings.*which holds other numbers"):
+            from_hf(changed(source, other), mesh=mesh, strategy=mp.ddp())
+
+
+def test_buffers_of_rotary_frequencies_are_left_out(tmp_path):
+    source, frequencies = folder_of("llama", tmp_path / "source"), np.ones(2, np.float32)
+    plain = (source / "model.safetensors").read_bytes()
+    names = ["model.rotary_emb.inv_freq", *(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(2))]
+    changed(source, lambda tensors: tensors.update(dict.fromkeys(names, frequencies)))
+    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+    assert config.param_dtype == "bfloat16"
+    assert (to_hf(state, config, tmp_path / "back", like=source) / "model.safetensors").read_bytes() == plain
+    changed(source, lambda tensors: tensors.update({"model.layers.0.mlp.inv_freq": frequencies}))
+    with pytest.raises(ValueError, match=r"mlp.inv_freq.*has no such tensor"):
+        from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+
+
+def test_tokenizers_and_all_templates_are_copied(tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    names = ("tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    (source / "additional_chat_templates").mkdir()
+    for name in names:
+        (source / name).write_text(name)
+    (tmp_path / "back").mkdir()
+    copy_beside(source, tmp_path / "back")
+    assert [(tmp_path / "back" / name).read_text() for name in names] == list(names)
+
+
+def test_two_names_of_a_field_say_the_same(tmp_path):
+    source = folder_of("qwen3_moe", tmp_path / "source")
+    document = json.loads((source / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"`num_experts`: asked to be 4, but `num_local_experts` is 5"):
+        described({**document, "num_local_experts": 5})
+    document["num_local_experts"] = document.pop("num_experts")
+    (source / "config.json").write_text(json.dumps(document))
+    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+    config = dataclasses.replace(config, rope_theta=500.0)
+    back = json.loads((to_hf(state, config, tmp_path / "back", like=source) / "config.json").read_text())
+    assert back["num_experts"] == 4
+    assert "num_local_experts" not in back
+
+
+ROUTER_LOSSES = json.loads((GOLDEN / "router_loss.json").read_text())
+"""Of each family and depth, by transformers: coefficient times loss, of all layers pooled and as mean of the layers."""
+
+
+def router_loss_of(source: Path) -> float:
+    """What the auxiliary losses of a model's routers add to the loss of a step."""
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    _, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32", attention="xla")
+    tokens = router_tokens().astype(np.int32)
+    _, metrics = mp.train_step(next_token_loss)(state, {"inputs": tokens, "targets": tokens})
+    return float(metrics["moe/aux_loss"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers"), cases(("mixtral", 2), ("mixtral", 6), ("qwen3_moe", 6), ("mixtral", 32), grid=ROUTER_CASES)
+)
+def test_router_losses_are_those_of_transformers(kind, layers, tmp_path):
+    pooled, mean = ROUTER_LOSSES[f"{kind} {layers}"]
+    found = router_loss_of(router_folder(kind, layers, tmp_path / "source"))
+    np.testing.assert_allclose(found, mean, rtol=2e-5)  # of float32, over up to 32 layers
+    np.testing.assert_allclose(found, pooled, rtol=2e-3)  # experts are nearly balanced, to which the coefficient refers
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_router_losses_are_switched_and_written_as_transformers_has_them(kind, tmp_path):
+    document, *_ = golden(kind)
+    document |= {"num_hidden_layers": 6, "router_aux_loss_coef": 0.02}
+    for switch, weight in (({"output_router_logits": True}, 0.02 * 2 / 6), ({"output_router_logits": False}, 0.0)):
+        config, family, *_ = described({**document, **switch})
+        assert config.moe.auxiliary_weight == weight
+        again = written(config, family)
+        assert again["output_router_logits"] == switch["output_router_logits"]
+        assert again.get("router_aux_loss_coef") == (0.02 if weight else None)
+    assert described({name: x for name, x in document.items() if "router" not in name}).config.moe.auxiliary_weight == 0
+    # A weight that was changed after reading is written, and nothing else of the release's config.json changes.
+    source = folder_of(kind, tmp_path / "source")
+    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, auxiliary_weight=0.03))
+    to_hf(state, config, tmp_path / "back", like=source)
+    after = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (after["output_router_logits"], after["router_aux_loss_coef"]) == (True, 0.03)
+    assert described(after).config == config_of(source, moe=config.moe)

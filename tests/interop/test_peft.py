@@ -76,6 +76,34 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
         np.testing.assert_array_equal(x, y, err_msg=path)
 
 
+def test_a_wide_pair_is_written_with_the_alpha_of_its_rank(tmp_path):
+    """A matrix that is two of ours has a pair of twice the rank, which counts as often as the others."""
+    source, lora = (
+        folder_of("deepseek_v3", tmp_path / "source"),
+        mp.lora(rank=2, alpha=10, modules=CHOSEN["deepseek_v3"]),
+    )
+    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), lora=lora)
+    to_peft(state, config, tmp_path / "adapter", like=source)
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): len(x)
+             for name, x in tensors.items() if name.endswith("lora_A.weight")}  # fmt: skip
+    wide = {name for name, rank in ranks.items() if rank == 4}
+    assert {name.rpartition(".")[2] for name in wide} == {"kv_b_proj", "kv_a_proj_with_mqa"}
+    assert said["rank_pattern"] == dict.fromkeys(wide, 4)
+    assert said["alpha_pattern"] == dict.fromkeys(wide, 20.0)
+    assert (said["r"], said["lora_alpha"]) == (2, 10)
+    again = load_peft(state, config, tmp_path / "adapter", like=source)
+    for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, again.params)), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=path)
+    read = lora_of_peft(tmp_path / "adapter", config, like=source)
+    assert (read.rank, read.alpha) == (2, 10)
+    pairs = {path.rpartition("/")[0] for path, _ in tree_leaves_with_paths(state.params) if path.endswith("lora_a")}
+    assert {path.replace("\\", "") for path in read.modules.split("|")} == {
+        path.removesuffix("_pair") for path in pairs
+    }
+
+
 def stacked(adapter: Path) -> None:
     """Make adapters of experts those of transformers 5, as PEFT stacks them."""
     path, of = adapter / "adapter_model.safetensors", {}
@@ -102,8 +130,7 @@ def stacked(adapter: Path) -> None:
     edited(adapter / "adapter_config.json", lambda said: said.update(target_parameters=PARAMETERS))
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("kind", cases("qwen3_moe", grid=["deepseek_v3", "mixtral", "qwen3_moe"]))
 def test_stacked_pairs_of_experts_are_read(kind, tmp_path):
     source, adapter = folder_of(kind, tmp_path / "source"), tmp_path / "adapter"
     mesh, strategy = mp.MeshSpec(fsdp=2, expert=4).build(), mp.fsdp() | mp.expert_parallel()
@@ -203,15 +230,63 @@ def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
         ({"use_dora": True}, "use_dora.*be True"), ({"peft_type": "IA3"}, "read 'IA3'"), ({"r": 0}, "rank=0"),
         ({"lora_alpha": "x"}, "alpha='x'"), ({"bias": "all"}, "bias.*be 'all'"), ({"rank_pattern": {"q": 3}}, "rank_"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
+        ({"init_lora_weights": "lora_ga"}, "changed the model's matrices"), ({"r": 3}, "k_proj` rank 2.*`r` is 3"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens.*take an adapter without it"),
+        ({"use_qalora": True}, "`use_qalora`.*be True"), ({"kasa_config": {"beta": 1}}, "`kasa_config`"),
+        ({"next_years_variant": False}, "`next_years_variant`.*this field is unknown"),
     ):  # fmt: skip
         path.write_text(json.dumps(good | change))
         with pytest.raises(mp.MeshparError, match=match):
             lora_of_peft(tmp_path / "adapter", config)
-    path.write_text(json.dumps(good | {"r": 3}))
-    _, other = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=lora_of_peft(tmp_path / "adapter", config))
-    with pytest.raises(mp.MeshparError, match="the model's adapters have"):
-        load_peft(other, config, tmp_path / "adapter")
+        with pytest.raises(mp.MeshparError):
+            load_peft(state, config, tmp_path / "adapter")
+    path.write_text(json.dumps(good | {"lora_alpha": 5}))
+    with pytest.raises(mp.MeshparError, match=r"lora_alpha / r 2\.5, but the model.s adapters have alpha / rank 8"):
+        load_peft(state, config, tmp_path / "adapter")
     assert not (tmp_path / "none").exists()
+
+
+def test_all_fields_that_peft_writes_are_known(tmp_path):
+    """Those of PEFT 0.21.2 with their defaults, and two of its first versions."""
+    source = folder_of("llama", tmp_path / "source")
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
+    to_peft(state, config, tmp_path / "adapter")
+    plain = dict.fromkeys(
+        ("alora_invocation_tokens", "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config",
+         "enable_lora", "eva_config", "exclude_modules", "kasa_config", "layer_replication", "layers_pattern",
+         "layers_to_transform", "lora_ga_config", "megatron_config", "modules_to_save", "monteclora_config",
+         "revision", "target_parameters", "trainable_token_indices", "use_bdlora", "velora_config"),
+    ) | {
+        "alpha_pattern": {}, "bias": "none", "ensure_weight_tying": False, "fan_in_fan_out": False,
+        "inference_mode": True, "init_lora_weights": True, "loftq_config": {}, "lora_alpha": 8, "lora_bias": False,
+        "lora_dropout": 0.1, "megatron_core": "megatron.core", "merge_weights": False, "peft_type": "LORA",
+        "peft_version": "0.21.2", "qalora_group_size": 16, "r": 2, "rank_pattern": {},
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "task_type": "CAUSAL_LM", "use_dora": False,
+        "use_qalora": False, "use_rslora": False,
+    }  # fmt: skip
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(plain))
+    assert lora_of_peft(tmp_path / "adapter", config).scale == 4
+
+
+def test_pairs_in_some_layers_or_of_several_ranks_are_refused_before_a_model_is_made(tmp_path):
+    source = folder_of("llama", tmp_path / "source")
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2, alpha=4))
+    adapter = to_peft(state, config, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    pair = [f"{module}.lora_{side}.weight" for side in "AB"]
+    wide = {name: np.concatenate([tensors[name]] * 2, axis) for axis, name in enumerate(pair)}
+    save_file(tensors | wide, adapter / "adapter_model.safetensors")
+    of_layer = {"rank_pattern": {"layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"layers.0.self_attn.q_proj": 8}}
+    edited(adapter / "adapter_config.json", lambda said: said.update(of_layer))
+    with pytest.raises(mp.MeshparError, match=r"rank_pattern.*layers.0.self_attn.q_proj` rank 4.*merge the adapter"):
+        lora_of_peft(adapter, config)
+    save_file({name: x for name, x in tensors.items() if name not in pair}, adapter / "adapter_model.safetensors")
+    edited(adapter / "adapter_config.json", lambda said: said.update(rank_pattern={}, alpha_pattern={}))
+    with pytest.raises(mp.MeshparError, match=r"layers.0.self_attn.q_proj.lora_A.weight.*need a pair in every layer"):
+        lora_of_peft(adapter, config)
 
 
 @pytest.mark.parametrize("num", cases(20, grid=[20, 1000]))

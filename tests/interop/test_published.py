@@ -86,6 +86,8 @@ def test_a_config_is_the_decoder_of_that_name(name):
     if config.moe is not None:
         assert config.moe.routing == ours.moe.routing
         same["moe"] = ours.moe
+        if "router_aux_loss_coef" in PUBLISHED[name]:
+            assert described({**PUBLISHED[name], "output_router_logits": True}).config.moe == ours.moe
     assert dataclasses.replace(config, **same) == dataclasses.replace(ours, **same)
     assert described(written(config, family)).config.num_params == ours.num_params
     assert family_of(config) is family

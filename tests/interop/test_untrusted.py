@@ -13,6 +13,7 @@ import pytest
 import meshpar as mp
 from meshpar.interop import from_hf, to_hf
 from meshpar.interop.hf import check_weights, described
+from meshpar.interop.runs import keep_beside
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
@@ -35,6 +36,9 @@ FIRST = "model-00001-of-00002.safetensors"
 NAME = "model.embed_tokens.weight"
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
 def moved(to: str) -> Any:
     return lambda document: document["weight_map"].update({NAME: to})
 
@@ -51,7 +55,10 @@ def moved(to: str) -> Any:
         (CONFIG, lambda d: d.update(model_type="gemma3"), "the families are llama, .*no layer_types, rope_local"),
         (CONFIG, lambda d: d.update(attention_bias=True), "`attention_bias`.*our decoders have False only"),
         (CONFIG, lambda d: d.update(quantization_config={"quant_method": "awq"}), "dequantize it"),
-        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*no such field"),
+        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*have 1.0 only.*take another"),
+        (CONFIG, lambda d: d.update(num_local_experts=4), "`num_local_experts`.*no such field.*remove it only if"),
+        (CONFIG, lambda d: d["rope_scaling"].update(partial_rotary_factor=0.5), "0.5.*support 1.0 only.*take another"),
+        (CONFIG, lambda d: d.update(rope_scaling={**YARN, "truncate": False}), "truncate`.*support True only"),
         (CONFIG, lambda d: d.update(rope_scaling={"rope_type": "longrope"}), "the decoders rotate by"),
         (CONFIG, lambda d: d.update(hidden_size=32), r"take \[24, 16\].*by config.json it is \[24, 32\]"),
         (CONFIG, lambda d: d.update(hidden_size="16"), "`hidden_size`.*it is a whole number"),
@@ -60,7 +67,12 @@ def moved(to: str) -> Any:
         (CONFIG, lambda d: d.update(num_hidden_layers=10**6), "by config.json there are 1,000,000"),
         (CONFIG, lambda d: d.update(num_hidden_layers=1), "has no such tensor"),
         (CONFIG, lambda d: d.update(num_attention_heads=3), "not a multiple"),
-        (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*has no such tensor"),
+        (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*which holds other numbers"),
+        (CONFIG, lambda d: d.update(eos_token_id="x"), "`eos_token_id`: asked to be 'x', but it is a token id"),
+        (CONFIG, lambda d: d.update(bos_token_id=[1, True]), "`bos_token_id`"),
+        (CONFIG, lambda d: d.update(torch_dtype="float3"), "`torch_dtype`: asked to be 'float3'"),
+        (CONFIG, lambda d: d.update(dtype=32), "`dtype`: asked to be 32"),
+        (CONFIG, lambda d: d.update(rms_norm_eps=1e12), "norm_eps=.*added to a mean square"),
     ],
 )  # fmt: skip
 def test_an_index_or_config_that_lies(file, change, says, tmp_path):
@@ -69,6 +81,14 @@ def test_an_index_or_config_that_lies(file, change, says, tmp_path):
     edited(folder / file, change)
     with pytest.raises(MeshparError, match=says):
         looked_at(folder)
+
+
+def test_fields_of_rotary_embeddings_with_their_default_are_read(tmp_path):
+    document, *_ = golden("llama")
+    expected = described(document | {"rope_scaling": YARN}).config
+    more = {"partial_rotary_factor": 1.0, "truncate": True, "mscale": None, "short_factor": None}
+    assert described(document | {"rope_scaling": YARN | more, "partial_rotary_factor": 1.0}).config == expected
+    assert described(document | {"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 1}}).config
 
 
 def offsets_past_the_end(header: dict[str, Any]) -> None:
@@ -116,6 +136,36 @@ def test_too_large_for_the_dtype(tmp_path):
     with_header(folder / "model.safetensors", header, large)
     with pytest.raises(MeshparError, match="float16 does not hold"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), dtype="float16")
+
+
+@pytest.mark.parametrize("wrong", [b"\xc0\x7f", b"\x80\xff"], ids=["nan", "-inf"])
+def test_weights_that_are_not_finite(wrong, tmp_path):
+    folder = folder_of("llama", tmp_path / "source")
+    header, rest = header_of(folder / "model.safetensors")
+    begin, _ = header[NAME]["data_offsets"]
+    with_header(folder / "model.safetensors", header, rest[:begin] + wrong + rest[begin + 2 :])
+    with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its numbers are nan or infinite"):
+        from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "config.json"])
+def test_a_link_out_of_the_folder_is_not_copied(name, tmp_path):
+    folder, secret = folder_of("llama", tmp_path / "source"), tmp_path / "secret"
+    secret.write_text((folder / name).read_text() if (folder / name).exists() else "{}")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(secret)
+    with pytest.raises(MeshparError, match=f"{name}: asked to copy it, but it is a link to {secret}, outside"):
+        keep_beside(folder, tmp_path / "run")
+
+
+def test_the_links_of_the_hub_s_cache_are_followed(tmp_path):
+    blobs, folder = tmp_path / "blobs", folder_of("llama", tmp_path / "snapshots" / "abc")
+    blobs.mkdir()
+    for path in list(folder.iterdir()):
+        (folder / path.name).replace(blobs / path.name)
+        (folder / path.name).symlink_to(Path("..", "..", "blobs", path.name))
+    kept = keep_beside(folder, tmp_path / "run")
+    assert {path.name for path in kept.iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 def test_nothing_half_written(tmp_path, monkeypatch):

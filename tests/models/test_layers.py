@@ -9,7 +9,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.models import layers
-from meshpar.models.config import RopeScaling
+from meshpar.models.config import RopeScaling, YarnScaling
 from tests.grid import cases
 
 
@@ -76,6 +76,27 @@ def test_llama_scaling_stretches_long_wavelengths_only():
     assert ratios[0] == 1
     assert ratios[-1] == 1 / 8
     assert ((ratios > 1 / 8) & (ratios < 1)).any()
+
+
+YARN = [
+    ((16, 1e4, 40.0, 4096, 32.0, 1.0), [1, 0.316228, 0.1, 0.0239147, 0.005125, 0.000849862, 2.5e-05, 7.90569e-06]),
+    # The ramp begins before the first pair.
+    ((8, 500.0, 4.0, 16, 32.0, 1.0), [1, 0.0528686, 0.0111803, 0.00236435]),
+    # It ends behind twice the pairs, where it is cut.
+    ((12, 100.0, 8.0, 131_072, 1e4, 1.0), [1, 0.427237, 0.181168, 0.0761364, 0.0316472, 0.0129756]),
+    # It begins and ends at the first pair.
+    ((12, 1e4, 8.0, 6, 32.0, 1.0), [1, 0.0269304, 0.00580199, 0.00125, 0.000269304, 5.80199e-05]),
+    # It ends before the first pair.
+    ((12, 1e4, 8.0, 2, 32.0, 2.0), [1, 0.215443, 0.0464159, 0.01, 0.00215443, 0.000464159]),
+]
+"""(head_dim, theta, factor, original_seq_len, beta_fast, beta_slow), and the frequencies by transformers 5.24."""
+
+
+@pytest.mark.parametrize(("given", "frequencies"), YARN)
+def test_yarn_stretches_by_the_ramp_of_transformers(given, frequencies):
+    head_dim, theta, factor, length, fast, slow = given
+    scaling = YarnScaling(factor=factor, original_seq_len=length, beta_fast=fast, beta_slow=slow)
+    np.testing.assert_allclose(layers.rope_frequencies(head_dim, theta, scaling), frequencies, rtol=1e-5)  # six digits
 
 
 def test_angles_are_float32_for_bfloat16_and_keep_the_dtype_of_x():

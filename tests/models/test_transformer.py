@@ -203,6 +203,22 @@ def test_every_leaf_has_its_names(one_device, framework):
     assert {leaf.path: leaf.names for leaf in model.leaves()} == NAMES
 
 
+def test_an_error_names_all_rules_to_change_where_one_key_head_is_split_over_four_devices():
+    cfg = CONFIG(num_kv_heads=1, vocab_size=32)
+    mesh, strategy = mp.MeshSpec(data=2, tensor=4).build(), mp.ddp() | mp.tensor_parallel()
+
+    def init(strategy):
+        return mp.init_state(cfg.build(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+
+    with pytest.raises(mp.MeshparError, match=r"map `kv_heads` and `act_kv_heads` to None, .* for both"):
+        init(strategy)
+    for value in (None, mp.first("tensor", None)):
+        changed = strategy | mp.Rules(kv_heads=value, act_kv_heads=value)
+        with mp.use(mesh, changed):
+            logits = jax.eval_shape(init(changed).bound(), TOKENS)
+        assert logits.shape == (2, 7, 32)
+
+
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 def test_a_tied_model_has_no_head(one_device, framework):
     cfg = CONFIG(tied_embeddings=True)

@@ -164,12 +164,12 @@ def test_bytes_as_people_write_them(text, value):
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "x", "4KiB", "1.2.3", "GB", "1e", "1e400"])
+@pytest.mark.parametrize("text", ["", "x", "4KiB", "1.2.3", "GB", "1e", "1e400", "1e308"])
 def test_what_is_no_number_of_bytes(text):
     with pytest.raises(MeshparError, match="no number of bytes"):
         parse_bytes(text)
 
 
 def test_bytes_that_are_too_few():
-    with pytest.raises(MeshparError, match="`0`: asked to be read as bytes, but it is no number of bytes, 1 or more"):
+    with pytest.raises(MeshparError, match=r"`0`: .*no number of bytes up to 1e\+24, 1 or more"):
         parse_bytes("0", least=1)

@@ -67,8 +67,24 @@ def test_a_layout_pays_while_a_gpu_does_half_of_what_it_did():
         assert text in shown
 
 
+def test_times_of_stages_are_plain_numbers(work):
+    search = Search(work, CLUSTER)
+    strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.ddp()
+    found = search.of(search.placer.place(mp.MeshSpec(data=4, stage=2), strategy))
+    times = [time for one in found for time in (one.time.step_s, one.time.bubble_s)]
+    assert times
+    assert {type(time) for time in times} == {float}
+
+
+def test_sizes_with_numpy_numbers_are_printed():
+    found = Growth(gpu="h100", rates="", sizes=(size(8, np.float64(100.0)), size(8, np.float64(90.0), "ddp")))
+    assert "100 *" in str(found)
+    assert "90 *" not in str(found)
+
+
 @pytest.mark.matrix
 def test_a_picture_has_a_line_for_each_kind(grown):
+    assert "tokens/s a GPU" in str(grown)
     figure = plots.growth(grown)
     strong, weak = figure.axes
     assert [panel.get_title().partition(":")[0] for panel in (strong, weak)] == ["strong scaling", "weak scaling"]

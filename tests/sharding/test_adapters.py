@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 
 import jax
@@ -333,6 +334,32 @@ def test_params_and_extras_are_plain_dicts():
         assert not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+class Mini(nnx.Module):
+    def __init__(self, width: int = 4, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("build", [Mini, functools.partial(Mini, 8), lambda streams: Mini(rngs=streams)])
+def test_from_nnx_passes_random_streams_by_name_or_first(build, mesh):
+    width = 8 if isinstance(build, functools.partial) else 4
+    assert mp.from_nnx(build).abstract().params["linear"]["kernel"].shape == (4, width)
+
+
+def test_the_mesh_and_the_strategy_may_be_positional(mesh):
+    tx = optax.sgd(0.1)
+    for make, options in ((mp.init_state, {"key": 0}), (mp.abstract_state, {})):
+        states = (
+            make(mp.from_nnx(Mini), tx, mesh, mp.ddp(), **options),
+            make(mp.from_nnx(Mini), tx, mesh=mesh, strategy=mp.ddp(), **options),
+        )
+        assert str(states[0].table) == str(states[1].table)
+    with pytest.raises(mp.MeshparError):
+        mp.init_state(mp.from_nnx(Mini), tx, mp.ddp(), mesh, key=0)
+
+
 def test_an_nnx_module_comes_back_as_itself():
     key = jax.random.key(3)
     model = cnn()
@@ -445,6 +472,9 @@ class Odd(nnx.Module):
         return self.normed(self.linear(x) + self.bare[1] + self.table)
 
 
+X_4 = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+
+
 def _square(model, batch, key):
     return (model(batch) ** 2).mean(), {}
 
@@ -517,6 +547,69 @@ def test_another_default_implementation_of_random_keys(mesh):
         assert np.isfinite(metrics["loss"])
 
 
+def keyed_functions(impl):
+    def init(key):
+        return {"w": jax.random.normal(key, (4, 4))}, {"key": jax.random.key(3, impl=impl)}
+
+    def apply(params, state, x):
+        key, here = jax.random.split(state["key"])
+        x = mp.constrain(x, "batch", None)
+        return (x * jax.random.bernoulli(here, 0.5, x.shape)) @ params["w"], {"key": key}
+
+    return mp.from_functions(init, apply, keeps_state=True)
+
+
+class KeyedLinen(nn.Module):
+    impl: str
+
+    @nn.compact
+    def __call__(self, x):
+        key = self.variable("random", "key", lambda: jax.random.key(3, impl=self.impl))
+        here, after = jax.random.split(key.value)
+        if not self.is_initializing():
+            key.value = after
+        return nn.Dense(4)(x * jax.random.bernoulli(here, 0.5, x.shape))
+
+
+class KeyedNnx(nnx.Module):
+    def __init__(self, rngs, impl):
+        self.linear, self.key = nnx.Linear(4, 4, rngs=rngs), nnx.Variable(jax.random.key(3, impl=impl))
+
+    def __call__(self, x):
+        here, self.key[...] = jax.random.split(self.key[...])
+        return self.linear(x * jax.random.bernoulli(here, 0.5, x.shape))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("kind", ["functions", "linen", "nnx"])
+def test_typed_keys_in_the_state_of_a_model_train_and_are_restored(kind, impl, mesh, tmp_path):
+    model = {
+        "functions": lambda: keyed_functions(impl),
+        "linen": lambda: mp.from_linen(KeyedLinen(impl), np.ones((8, 4), np.float32)),
+        "nnx": lambda: mp.from_nnx(lambda rngs: KeyedNnx(rngs, impl)),
+    }[kind]()
+    tx, x = optax.sgd(0.1), np.ones((16, 4), np.float32)
+    arguments = {"mesh": mesh, "strategy": mp.ddp()}
+    state = mp.init_state(model, tx, key=0, **arguments)
+    step = mp.train_step(_square, accumulate=2, accumulate_mode="once")
+    (words,) = [np.asarray(leaf) for leaf in jax.tree.leaves(state.extra) if leaf.dtype == np.uint32]
+    np.testing.assert_array_equal(words, jax.random.key_data(jax.random.key(3, impl=impl)))
+    state, first = step(state, x)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        restored = checkpoints.restore(mp.abstract_state(model, tx, **arguments)).state
+    (state, second), (restored, again) = step(state, x), step(restored, x)
+    assert first["loss"] != second["loss"] == again["loss"]
+    jax.tree.map(np.testing.assert_array_equal, restored.extra, state.extra)
+    assert list(model.random_keys().values()) == [impl]
+
+
+def test_a_typed_key_among_parameters_is_refused():
+    model = mp.from_functions(lambda key: {"w": jnp.ones(4), "noise": key}, lambda params, x: x * params["w"])
+    with pytest.raises(mp.MeshparError, match="parameter `noise`.*typed random keys.*keeps_state=True"):
+        model.abstract()
+
+
 def test_a_batch_norm_over_an_axis_of_pmap_is_told_that_it_is_global_already(mesh):
     class PerDevice(nn.Module):
         @nn.compact
@@ -545,6 +638,68 @@ def test_a_linen_module_takes_its_methods_and_arguments():
     x = jnp.ones((2, 3))
     np.testing.assert_allclose(bound(x, double=True), bound(x) * 2)
     np.testing.assert_allclose(bound(x, method="half") * 2, bound(x))
+
+
+class Forwards(nn.Module):
+    def __getattr__(self, name):
+        return super().__getattr__(name)
+
+
+class Delegates(nn.Module):
+    def __getattr__(self, name):
+        return getattr(self.__dict__["inner"], name) if "inner" in self.__dict__ else super().__getattr__(name)
+
+
+@pytest.mark.parametrize("base", [Forwards, Delegates])
+def test_a_linen_module_may_define_getattr(base, mesh):
+    """Linen intercepts `__getattr__` as any method, so an interceptor that reads an attribute would call itself."""
+
+    def model_of(parent):
+        class Wraps(parent):
+            inner: nn.Module
+
+            @nn.compact
+            def __call__(self, x):
+                self.sow("seen", "mean", x.mean())
+                return self.inner(x)
+
+        return mp.from_linen(Wraps(Wraps(nn.Dense(4))), X_4)
+
+    def trained(model):
+        strategy = mp.fsdp(min_bytes=0) | mp.Rules(remat={r"inner": "full"})
+        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+        state, metrics = mp.train_step(_square)(state, X_4)
+        return float(metrics["loss"]), jax.device_get(state.params)
+
+    for adapted in (lambda model: model, mp.lora(rank=2, modules=r".*")):
+        found, expected = trained(adapted(model_of(base))), trained(adapted(model_of(nn.Module)))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_an_nnx_module_that_delegates_attributes_is_updated_once(mesh):
+    class Counts(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.updates = nnx.Linear(4, 4, rngs=rngs), nnx.Variable(jnp.zeros((), jnp.int32))
+
+        def __call__(self, x):
+            return self.linear(x)
+
+        def after_update(self):
+            self.updates.set_value(self.updates.get_value() + 1)
+
+    class Wraps(nnx.Module):
+        def __init__(self, rngs):
+            self.inner = Counts(rngs)
+
+        def __call__(self, x):
+            return self.inner(x)
+
+        def __getattr__(self, name):
+            return getattr(self.__dict__["inner"], name)
+
+    state = mp.init_state(mp.from_nnx(Wraps), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+    state, _ = mp.train_step(_square)(state, X_4)
+    assert int(state.extra["inner"]["updates"]) == 1
 
 
 def test_boxes_that_other_threads_open_meanwhile_are_constrained_as_ever():

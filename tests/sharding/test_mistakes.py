@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,10 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.parallel import parse_strategy
+
+if __name__ == "__main__":  # under pytest, conftest has asked for the devices
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # read with the first device
 
 MESH = mp.MeshSpec(fsdp=4, tensor=2).abstract()
 TEXTS = Path(__file__).with_name("mistakes.txt")
@@ -53,6 +61,11 @@ class TypoNNX(nnx.Module):
     def __init__(self, rngs):
         init = nnx.with_partitioning(nnx.initializers.zeros, ("embed", "mpl"))
         self.up = nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
+
+
+class Wide(nnx.Module):
+    def __init__(self, width, *, rngs):
+        self.up = nnx.Linear(8, width, rngs=rngs)
 
 
 class TypoLinen(nn.Module):
@@ -179,6 +192,13 @@ KINDS: dict[str, Callable[[], Any]] = {
     "a function that takes no random streams": lambda: mp.from_nnx(lambda: LINEAR),
     "a loss that takes no key": lambda: mp.train_step(lambda model, batch: (0.0, {})),
     "a function that makes no module": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: None)),
+    "a module class with another argument": lambda: mp.from_nnx(Wide),
+    "a module made without its random streams": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide(8))),
+    "a function that gives a class": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide)),
+    "a Linen module without an example": lambda: mp.from_linen(nn.Dense(8)),
+    "a Linen call told what may change": lambda: mp.from_linen(nn.Dense(8), np.zeros((1, 8))).bind({}, {})(
+        np.zeros((1, 8)), mutable=["batch_stats"]
+    ),
     "an NNX module for Linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
     "names for a path that does not exist": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),
     "one string of names": lambda: model({"up/kernel": "embed"}, **MLP),
@@ -239,6 +259,8 @@ STEPS: dict[str, Callable[[], Any]] = {
     "a batch that does not divide": batches({"tokens": np.zeros((6, 3))}),
     "a batch that does not divide into micro-steps": stepped({"tokens": np.zeros((12, 3))}, accumulate=2),
     "rows that differ": batches({"tokens": np.zeros((8, 3)), "weights": np.zeros(4)}),
+    "an nnx.State instead of a state": lambda: mp.train_step(never)(nnx.state(LINEAR), {"x": np.zeros((8, 2))}),
+    "parameters instead of a state": lambda: mp.eval_step(never)({"w": np.zeros(8)}, {"x": np.zeros((8, 2))}),
     "an empty batch": stepped({}),
     "words in the batch": stepped({"tokens": np.zeros((8, 3)), "text": np.array(["a"] * 8)}),
     "objects in the batch": stepped({"tokens": np.zeros((8, 3)), "any": np.array([None] * 8)}),
@@ -287,6 +309,14 @@ def test_a_mistake_is_an_early_error_in_four_parts(name, compiled):
 def test_every_text_has_its_mistake():
     assert list(written()) == list(MISTAKES)
     assert len(MISTAKES) > 100
+
+
+def test_this_file_run_as_a_script_writes_the_same_texts(tmp_path, child_env):
+    script = shutil.copy(__file__, tmp_path)
+    env = {name: value for name, value in child_env.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / TEXTS.name).read_text(encoding="utf-8") == TEXTS.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

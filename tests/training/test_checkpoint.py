@@ -379,6 +379,7 @@ DAMAGES = {
     "a pipe in place of the index": lambda step: in_place_of(step / "run/metadata", os.mkfifo),
     "a folder in place of a file": lambda step: in_place_of(step / "state/_METADATA", os.mkdir),
     "a link to itself": lambda step: in_place_of(data_files(step)[-1], lambda path: os.symlink(path, path)),
+    "a file in its place": lambda step: (shutil.rmtree(step), step.write_text("")),
     "all files deleted": lambda step: [path.unlink() for path in files(step)],
     "folder emptied": lambda step: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in step.iterdir()],
 }
@@ -386,7 +387,7 @@ DAMAGES = {
 
 QUICK = (
     "data files deleted", "bits flipped", "run truncated", "run of the step before", "arrays of the step before",
-    "a pipe in place of the index", "a link to itself",
+    "a pipe in place of the index", "a link to itself", "a file in its place",
 )  # fmt: skip
 
 
@@ -400,6 +401,23 @@ def test_a_damaged_newest_is_reported_and_the_one_before_it_used(setup, two_step
     assert list(restored.damaged) == [2]
     assert_same(restored.state, two_steps[1][1])
     assert capfd.readouterr() == ("", "")  # the warning says it; orbax's own complaints are kept back
+
+
+def test_a_file_in_place_of_the_only_checkpoint_does_not_begin_anew(setup, tmp_path):
+    (tmp_path / "3").touch()
+    with pytest.raises(mp.MeshparError, match="step 3 is damaged .it is a file, and a checkpoint is a folder"):
+        Checkpoints(tmp_path).restore(setup)
+
+
+def test_a_run_that_comes_to_a_step_where_a_file_is_moves_it_away(setup, folder):
+    DAMAGES["a file in its place"](folder / "2")
+    with Checkpoints(folder) as checkpoints:
+        with pytest.warns(UserWarning, match="2 is damaged and skipped: it is a file"):
+            checkpoints.restore(setup)
+        with pytest.warns(UserWarning, match="the checkpoints of steps 2 are moved"):
+            checkpoints.save(trained(setup, 2), wait=True)
+    assert Checkpoints(folder).restore(setup).step == 2
+    assert (folder / SET_ASIDE / "2").is_file()
 
 
 def test_a_file_that_may_not_be_read_is_damage_and_named(setup, two_steps, folder, monkeypatch):

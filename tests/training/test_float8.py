@@ -102,6 +102,21 @@ def test_values_and_gradients_are_those_of_rounded_operands(product, word):
     assert np.linalg.norm(out - jax.lax.dot_general(lhs, rhs, dims)) < np.linalg.norm(out) / 16
 
 
+@pytest.mark.parametrize("word", [None, *EMULATED])
+@pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
+def test_a_weights_gradient_leaves_its_matmul_in_the_reduction_dtype(word, reduce):
+    """XLA sums it over devices in the dtype of the matmul. All other products are in the compute dtype."""
+    rows, weight, g = (jnp.ones(shape, "bfloat16") for shape in ((8, 3), (3, 5), (8, 5)))
+
+    def multiply(x, w):
+        return dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    with numerics(mp.Precision(compute="bfloat16", reduce=reduce, matmul=word), None):
+        closed = jax.make_jaxpr(lambda g, *given: jax.vjp(multiply, *given)[1](g))(g, rows, weight)
+    found = {eqn.outvars[0].aval.size: eqn.outvars[0].aval.dtype for _, eqn in products(closed.jaxpr)}
+    assert found == {8 * 5: jnp.bfloat16, 8 * 3: jnp.bfloat16, 3 * 5: jnp.dtype(reduce or "float32")}
+
+
 def test_a_scale_a_row_leaves_small_rows_their_bits():
     """One row 2^20 times the others: over one scale these are zeros, over their own they lose a sixteenth."""
     rng = np.random.default_rng(0)

@@ -35,7 +35,7 @@ from meshpar.training.loop import (
     json_line,
     restore_or_init,
 )
-from meshpar.training.profile import Profile
+from meshpar.training.profile import Profile, check_steps
 from meshpar.training.state import make_setup
 from tests.training_process import Sender
 
@@ -235,6 +235,32 @@ def test_a_step_that_is_not_finite_is_counted_when_it_may_be_left_out(nonfinite)
     assert (result.reason, result.skipped) == ("done", 6)
 
 
+@pytest.mark.parametrize(
+    ("bad", "steps", "fails_at"),
+    [
+        (range(3, 20), 20, 6),  # four in a row
+        ([1, 2, 3, 5, 6, 7, 9, 10], 10, None),  # never more than three
+        ([1, 2], 2, 2),  # every one of a short run
+        ([2], 2, None),
+    ],
+)
+def test_a_run_that_skips_too_many_updates_in_a_row_fails(bad, steps, fails_at):
+    log, step = Log(), FakeStep(bad=bad, nonfinite="skip")
+    expected = contextlib.nullcontext()
+    if fails_at is not None:
+        expected = pytest.raises(MeshparError, match=f"step {fails_at}: .*in a row were: the loss is nan")
+    with expected:
+        assert run(steps, hooks=[log], step=step, max_skipped=4).skipped == len(bad)
+    assert log.log[-1] == ("end done" if fails_at is None else "end nonfinite")
+
+
+@pytest.mark.parametrize(("first", "last", "done"), [(1, 99_999, 0), (4, 5, 0), (1, 2, 2), (2, 4, 0)])
+def test_a_profile_of_steps_that_the_run_does_not_take_is_refused(first, last, done):
+    with pytest.raises(MeshparError, match=f"this run takes steps {done + 1} to 3"):
+        check_steps(first, last, done=done, steps=3)
+    check_steps(1, 3, done=1, steps=3)  # a resumed run has taken the first before
+
+
 def test_every_hook_is_ended_when_one_fails():
     class Fails(Hook):
         def on_record(self, run, record):
@@ -384,6 +410,44 @@ def test_a_run_goes_on_when_a_save_on_the_way_fails_and_says_which_checkpoint_st
         result = run(5, hooks=[Checkpointer(disk, every=2)])
     assert result.reason == "done"
     assert disk.saved == [2, 5]
+
+
+class NoDisk(FullDisk):
+    """Checkpoints of which every save fails, half of them late: in the background, as orbax reports it."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def save(self, state, *, data_state=None, wait=False):
+        self.calls += 1
+        if self.calls % 2 == 0:
+            raise MeshparError("checkpoints", "save", "writing failed", "make room")
+
+
+@pytest.mark.parametrize("retries", [0, 2])
+def test_a_run_stops_when_more_saves_in_a_row_fail_than_are_retried(retries):
+    disk = NoDisk()
+    warned = pytest.warns(UserWarning, match="no whole checkpoint yet") if retries else contextlib.nullcontext()
+    with pytest.raises(MeshparError, match="writing failed") as caught, warned:
+        run(20, hooks=[Checkpointer(disk, every=1, retries=retries)])
+    assert disk.calls == 2 * (retries + 1)
+    assert f"the run stops: {retries + 1} saves in a row failed" in caught.value.__notes__
+
+
+def test_a_whole_checkpoint_ends_a_row_of_failed_saves():
+    disk = FullDisk()
+
+    def save(state, *, data_state=None, wait=False):
+        if state.step % 3:
+            raise MeshparError("checkpoints", "save", "writing failed", "make room")
+        disk.saved.append(state.step)
+
+    disk.save = save
+    with pytest.warns(UserWarning, match="The run goes on") as warned:
+        assert run(9, hooks=[Checkpointer(disk, every=1, retries=2)]).reason == "done"
+    assert len(warned) == 6
+    assert "step 6 is the last whole checkpoint" in str(warned[-1].message)
 
 
 def test_a_profile_without_room_ends_no_run(tmp_path, monkeypatch):

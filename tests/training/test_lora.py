@@ -214,6 +214,28 @@ def test_any_model_by_path_rules_and_a_base_in_another_dtype():
         np.testing.assert_allclose(bound(x), plain(x), atol=1e-2)  # the matrix is bfloat16 in one
 
 
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_product_of_a_pair_is_made_in_float32_and_rounded_once(kind):
+    """In bfloat16 compute with float32 pairs: `y + bfloat16(scale * x A B)`, and x A is not rounded."""
+    plain = mp.from_nnx(lambda rngs: nnx.Linear(64, 32, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs))
+    if kind == "linen":
+        module = linen.Dense(32, use_bias=False, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
+        plain = mp.from_linen(module, np.ones((4, 64), np.float32))
+    lora = mp.lora(rank=3, alpha=10, modules="")
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    state = moved(mp.init_state(lora(plain), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0))
+    kernel, a, b = (np.asarray(state.params[name], np.float32) for name in ("kernel", "lora_a", "lora_b"))
+    x = jax.random.normal(jax.random.key(1), (256, 64)).astype(jnp.bfloat16)
+    y = jnp.dot(x, state.params["kernel"])
+    more = (10 / 3 * (np.asarray(x, np.float32) @ a @ b)).astype(jnp.bfloat16)
+    found = state.bound()(x)
+    assert (found.dtype, merged_params(state)["kernel"].dtype) == (jnp.bfloat16, jnp.bfloat16)
+    # Sums in another order may round to the other neighbour in a few places; a factor in bfloat16 does in a third.
+    assert (found == y + more).mean() > 0.97
+    merged = np.asarray(merged_params(state)["kernel"], np.float32)
+    assert (merged == (kernel + 10 / 3 * a @ b).astype(jnp.bfloat16).astype(np.float32)).mean() > 0.97
+
+
 def test_what_has_no_adapters_is_an_error():
     moe = mp.moe.MoEConfig(routing=mp.moe.Routing(num_experts=2, top_k=1, normalize=False), mlp_dim=16)
     experts = dataclasses.replace(CONFIG, moe=moe)

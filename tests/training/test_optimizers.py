@@ -156,6 +156,23 @@ def test_every_one_of_optax(name):
     assert name in UNLIKE or not whole
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_typed_keys_of_an_optimizer_are_restored(impl, tmp_path):
+    tx = mp.ema(optax.chain(adam(), optax.add_noise(0.01, 0.5, jax.random.key(7, impl=impl))), 0.9)
+    arguments = {"mesh": MESH.build(), "strategy": STRATEGY}
+    state, step = mp.init_state(MODEL, tx, key=0, **arguments), mp.train_step(loss)
+    state, _ = step(state, BATCH)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        restored = checkpoints.restore(mp.abstract_state(MODEL, tx, **arguments)).state
+    before = jax.device_get(state.opt_state.inner[1].rng_key)
+    (state, _), (restored, _) = step(state, BATCH), step(restored, BATCH)
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, restored.opt_state, state.opt_state)
+    assert (np.asarray(state.opt_state.inner[1].rng_key) != before).any()
+    assert mp.load_params(state, state.params).opt_state.inner[1].rng_key.dtype == np.uint32
+
+
 @pytest.mark.parametrize("name", ["lbfgs", "sophia", "multi_transform", "sam"])
 def test_it_is_given_what_it_asks_for(name):
     assert all(one.shards == 8 for one in traced(name).table.optimizer if one.leaf.size >= 16)

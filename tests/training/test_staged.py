@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -234,6 +235,52 @@ def test_unequal_parts_of_any_model(num_layers, stages, asked, x64):
     assert state.table["layers/w"].shards == stages
     assert state.table["layers/odd"].shards == 1
     assert "replicated over the stages" in state.table["layers/odd"].rule
+
+
+class ParamStack(nn.Module):
+    """Stacked layers made with `self.param`: one array, and a tree of two."""
+
+    depth: int
+
+    @nn.compact
+    def __call__(self, x):
+        def normal(key, *shape):
+            return nn.with_logical_partitioning(nn.initializers.normal(0.5), ("layers", "embed", None))(key, shape)
+
+        def biases(key):
+            return {"in": normal(key, self.depth, 1, 8), "out": normal(key, self.depth, 1, 8)}
+
+        stack = self.param("stack", normal, self.depth, 8, 8), self.param("biases", biases)
+        return mp.scan_layers(lambda x, one: jnp.tanh((x + one[1]["in"]) @ one[0]) + one[1]["out"], x, stack)
+
+
+class AroundParamStack(nn.Module):
+    depth: int
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, param_dtype="float64", name="out")(ParamStack(self.depth, name="layers")(x))
+
+
+@pytest.mark.parametrize(
+    ("depth", "stages", "schedule"),
+    cases((3, 2, "zb-h1"), grid=[(4, 2, "1f1b"), (3, 2, "zb-h1"), (4, 2, "zb-v")]),
+)
+def test_a_linen_stack_made_with_param(depth, stages, schedule, x64):
+    """Flax compares a parameter's shape with its initializer's, and a stage has only some of the layers."""
+    x = {"x": np.random.default_rng(0).normal(size=(8, 8))}
+    model = mp.from_linen(AroundParamStack(depth), x["x"])
+
+    def loss(model, batch, key):
+        return (model(batch["x"]) ** 2).mean(), {}
+
+    wanted = train(model, [x], mp.MeshSpec(), mp.ddp(), loss=loss)
+    strategy = mp.pipeline_parallel(stages=stages, microbatches=4, schedule=schedule)
+    found = train(model, [x], mp.MeshSpec(stage=stages), strategy, loss=loss, start=wanted.start)
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-12)
+    assert_same(found.params, wanted.params, atol=1e-12)
+    with pytest.raises(flax.errors.ScopeParamShapeError):
+        model.bind(jax.tree.map(lambda leaf: leaf[..., :4], wanted.start.params), {})(x["x"])
 
 
 @pytest.mark.parametrize("fewer", [(0, -1), (1,), [0, 1], (0, 0.5), 1])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import meshpar as mp
 from meshpar.compiled import census, hlo
@@ -147,8 +147,9 @@ def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
     """Times a number of tokens, a gradient is beyond float16; alone it is not."""
 
     def weighed(model, batch, key):
-        tokens = 1_000_000 * (1 + batch["x"][:, 0, 0] ** 2).sum()
-        return mp.MeanLoss(loss_fn(model, batch, key)[0].total * tokens, tokens), {}
+        tokens = 1_000_000 * (1 + batch["x"][:, 0, 0] ** 2)
+        errors = ((model(batch["x"]) - batch["y"]) ** 2).mean((1, 2))
+        return mp.MeanLoss((100 * errors * tokens).sum(), tokens.sum()), {}
 
     def trained(**options):
         state = make_state(mp.MeshSpec(fsdp=8), mp.zero1(), optax.sgd(1e-3))
@@ -248,7 +249,7 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
     model = mp.from_nnx(Dropping)
     assert model.random_keys() >= {"dropout/rngs/key", "moving"}
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
-    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode)
+    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode, loss_is="mean_over_examples")
     masks, noises = set(), set()
     for _ in range(2):
         before = jax.device_get((state.params, state.extra))
@@ -263,6 +264,121 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
         assert own[1]["count"] == own[0]["count"] + 2  # one for each micro-step
         assert not np.array_equal(before[1]["moving"], extra["moving"])
     assert len(masks) == len(noises) == 2 * ROWS
+
+
+class Normed(nnx.Module):
+    """A stack of layers after a batch norm, and a running mean that the model keeps by itself."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        kernel = jax.random.normal(rngs.params(), (2, EMBED, EMBED)) / 4
+        self.layers = nnx.Dict(kernel=nnx.Param(kernel, out_sharding=("layers", "embed", None)))
+        self.seen = nnx.Variable(jnp.zeros(EMBED))
+        self.norm, self.dropout = nnx.BatchNorm(EMBED, momentum=0.0, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        self.seen.set_value(x.mean(0))
+        layers = {"kernel": self.layers.kernel[...]}
+        return self.dropout(mp.scan_layers(lambda x, layer: jnp.tanh(x @ layer["kernel"]), self.norm(x), layers))
+
+
+class WithoutNorm(Normed):
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.norm = nnx.LayerNorm(EMBED, rngs=rngs)
+
+
+class LinenNormed(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        init = linen.with_logical_partitioning(linen.initializers.normal(), ("layers", "embed", None))
+        kernel = self.param("kernel", init, (2, EMBED, EMBED))
+        x = linen.BatchNorm(use_running_average=False, momentum=0.0)(x)
+        return mp.scan_layers(lambda x, kernel: jnp.tanh(x @ kernel), x, kernel)
+
+
+INPUTS = (np.random.default_rng(0).normal(size=(ROWS, EMBED)) + np.arange(ROWS)[:, None]).astype(np.float32)
+LOCAL_ROWS = {
+    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "quantize": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0, quantize="int8"), {}),
+    "stages": (mp.MeshSpec(stage=2), mp.pipeline_parallel(stages=2, microbatches=2), {}),
+}
+
+
+@pytest.mark.parametrize("engine", LOCAL_ROWS)
+@pytest.mark.parametrize("model", [mp.from_nnx(Normed), mp.from_linen(LinenNormed(), INPUTS)], ids=["nnx", "linen"])
+def test_engines_that_see_only_local_rows_refuse_batch_statistics(model, engine):
+    """The running variance would be the mean of the devices' variances."""
+
+    def never(model, batch, key):
+        raise AssertionError("the loss was traced")
+
+    spec, strategy, options = LOCAL_ROWS[engine]
+    mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
+    state = mp.abstract_state(model, ADAM, mesh=mesh, strategy=strategy)
+    with pytest.raises(mp.MeshparError, match=r"/mean` of the model, and .*over the global batch.*LayerNorm"):
+        mp.train_step(never, **options).trace(state, INPUTS)
+
+
+@pytest.mark.parametrize("model", [mp.from_nnx(Normed), mp.from_linen(LinenNormed(), INPUTS)], ids=["nnx", "linen"])
+def test_batch_statistics_are_those_of_the_global_batch(model):
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), model=model)
+    state, _ = mp.train_step(lambda model, x, key: (model(x).mean(), {}))(state, INPUTS)
+    stats = {path.rpartition("/")[2]: x for path, x in tree_leaves_with_paths(state.extra)}
+    np.testing.assert_allclose(stats["mean"], INPUTS.mean(0), rtol=1e-5)
+    np.testing.assert_allclose(stats["var"], INPUTS.var(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["once", "quantize"])
+def test_other_state_of_a_model_is_averaged_over_devices(engine):
+    """Without batch statistics, a model with variables and random streams of its own trains with these engines."""
+    spec, strategy, options = LOCAL_ROWS[engine]
+    state = make_state(spec, strategy, model=mp.from_nnx(WithoutNorm))
+    state, _ = mp.train_step(lambda model, x, key: (model(x).mean(), {}), **options)(state, INPUTS)
+    by_micro_step = INPUTS.reshape(8, options.get("accumulate", 1), -1, EMBED)  # every device keeps its own rows
+    np.testing.assert_allclose(state.extra["seen"], by_micro_step[:, -1].mean((0, 1)), rtol=1e-5)
+
+
+def masked_stack() -> mp.Model:
+    """Two layers that keep their input, then a matrix by which the gradient of a row is the row's mask."""
+
+    def apply(params, x):
+        x = mp.scan_layers(lambda x, one: x * one["kernel"], x, params["layers"])
+        return x @ params["out"]
+
+    def ones(key):
+        return {"layers": {"kernel": jnp.ones((2, ROWS))}, "out": jnp.zeros((ROWS, 32))}
+
+    return mp.from_functions(ones, apply, names={"layers/kernel": ("layers", "embed"), "out": ("embed", None)})
+
+
+BY_ENGINE = {
+    "plain": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2}),
+    "once": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "quantize": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0, quantize="int8"), {"accumulate": 2}),
+    "stages": (
+        mp.MeshSpec(stage=2, data=2, fsdp=2),
+        mp.pipeline_parallel(stages=2, microbatches=2) | mp.fsdp(min_bytes=0),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", BY_ENGINE)
+def test_the_random_key_of_the_loss_differs_by_micro_step_and_by_device(engine):
+    """Each row of the batch is one-hot, so that the gradient of a row of the matrix is the row's dropout mask."""
+
+    def dropped(model, batch, key):
+        y = model(batch["row"])
+        return (y * jax.random.bernoulli(key, 0.5, y.shape)).sum(), {}
+
+    spec, strategy, options = BY_ENGINE[engine]
+    state = make_state(spec, strategy, tx=optax.sgd(1.0), model=masked_stack())
+    state, _ = mp.train_step(dropped, **options)(state, {"row": np.eye(ROWS, dtype=np.float32)})
+    grads = -np.asarray(state.params["out"])
+    masks = grads > grads.max() / 2
+    np.testing.assert_allclose(grads, masks * grads.max(), atol=grads.max() / 64)  # int8 rounds by 1/254 of a block
+    assert 0.3 < masks.mean() < 0.7
+    assert len({row.tobytes() for row in masks}) == ROWS
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,6 +438,22 @@ def test_the_state_given_is_donated():
     state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
     mp.train_step(loss_fn)(state, make_batch(0))
     assert state.params["up"].is_deleted()
+
+
+@pytest.mark.parametrize("again", ["step", "evaluate", "bound", "load_params"])
+def test_a_donated_state_cannot_be_used_again(again):
+    """jax's CPU client ends the process for it."""
+    used, new = make_state(mp.MeshSpec(fsdp=8), mp.fsdp()), make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    used.params["up"].delete()
+    calls = {
+        "step": lambda state: mp.train_step(loss_fn)(state, make_batch(0)),
+        "evaluate": lambda state: mp.eval_step(loss_fn)(state, make_batch(0)),
+        "bound": lambda state: state.bound(),
+        "load_params": lambda state: mp.load_params(state, new.params),
+    }
+    for state in (used, new.replace(params=used.params)):  # also one that shares some of the buffers
+        with pytest.raises(mp.MeshparError, match=r"deleted or donated.*`state, metrics = step\(state, batch\)`"):
+            calls[again](state)
 
 
 def test_one_step_serves_two_setups_and_two_batch_sizes():
@@ -391,7 +523,8 @@ def test_scalars_and_keys_of_a_batch_are_for_all_rows(options):
     def loss_fn(model, batch, key):
         assert batch["scale"].shape == batch["key"].shape == ()
         noise = jax.random.normal(batch["key"], (4,))
-        return (model(batch["x"] + noise) ** 2).mean() * batch["scale"], {}
+        error = model(batch["x"] + noise) ** 2 * batch["scale"]
+        return mp.MeanLoss(error.sum(), error.size), {}
 
     x = np.random.default_rng(0).normal(size=(32, 4)).astype(np.float32)
     batch = {"x": x, "scale": np.float32(3), "key": jax.random.key(5)}
@@ -429,7 +562,8 @@ def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(opti
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
     def loss_fn(model, batch, key):
-        return ((model(batch) - 1) ** 2).mean(), {}
+        error = (model(batch) - 1) ** 2
+        return mp.MeanLoss(error.sum(), error.size), {}
 
     step, first = mp.train_step(loss_fn, **options), None
     for trainable in (r"lora/.*", lambda path: path.startswith("lora")):
@@ -447,7 +581,8 @@ def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(opti
         assert first["grad_norm"] == metrics["grad_norm"]
 
     def alone(lora):
-        return loss_fn(lambda x: x @ before["base"] + x @ lora["a"] @ lora["b"], x, None)[0]
+        loss, _ = loss_fn(lambda x: x @ before["base"] + x @ lora["a"] @ lora["b"], x, None)
+        return loss.total / loss.weight
 
     grads = jax.grad(alone)(before["lora"])
     updates, _ = tx.update(grads, tx.init(before["lora"]), before["lora"])

@@ -151,7 +151,7 @@ def plant(monkeypatch):
         assert source.count(fault.old) == 1, fault.old
         changed = {**vars(module)}
         exec(compile(source.replace(fault.old, fault.new), module.__file__, "exec"), changed)
-        for other in [one for name, one in sys.modules.items() if name.startswith("meshpar.")]:
+        for other in [one for name, one in sys.modules.items() if name.partition(".")[0] == "meshpar"]:
             for name, value in list(vars(other).items()):
                 if callable(value) and getattr(value, "__module__", None) == module.__name__ and name in changed:
                     monkeypatch.setattr(other, name, changed[name])

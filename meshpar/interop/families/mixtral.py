@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.interop.decoder import ATTENTION, GROUPED, NORMS, Family, ends, experts, fields, layers
+from meshpar.interop.decoder import (
+    ATTENTION,
+    GROUPED,
+    NORMS,
+    ROUTER_LOSS,
+    Family,
+    ends,
+    experts,
+    fields,
+    layers,
+    read_router_loss,
+    write_router_loss,
+)
 from meshpar.interop.families.mistral import WINDOW
 from meshpar.interop.fields import Field
 
 
 def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
     values["mlp_dim"] = values["moe.mlp_dim"]  # of dense layers, of which there are none
+    read_router_loss(where, document, values)
 
 
 FAMILY = Family(
@@ -21,12 +34,12 @@ FAMILY = Family(
         *GROUPED,
         WINDOW,
         Field("intermediate_size", "moe.mlp_dim"),
-        Field("num_local_experts", "moe.routing.num_experts", int, 8),
+        Field("num_local_experts", "moe.routing.num_experts", int, 8, also="num_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k", int, 2),
-        Field("router_aux_loss_coef", "moe.auxiliary_weight", float, 0.001),
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
-    ignored=frozenset({"output_router_logits"}),
+    ignored=ROUTER_LOSS,
     tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2"))],
     read_more=_more,
+    write_more=write_router_loss,
 )

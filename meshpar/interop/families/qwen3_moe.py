@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.interop.decoder import ATTENTION, GROUPED, NORMS, QK_NORMS, Family, ends, experts, fields, layers
+from meshpar.interop.decoder import (
+    ATTENTION,
+    GROUPED,
+    NORMS,
+    QK_NORMS,
+    ROUTER_LOSS,
+    Family,
+    ends,
+    experts,
+    fields,
+    layers,
+    read_router_loss,
+    write_router_loss,
+)
 from meshpar.interop.families import qwen3
 from meshpar.interop.fields import Field
 from meshpar.models.config import TransformerConfig
@@ -14,10 +27,12 @@ from meshpar.models.config import TransformerConfig
 def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
     qwen3.normed(where, document, values)
     values["mlp_dim"] = values["moe.mlp_dim"]  # of dense layers, of which there are none
+    read_router_loss(where, document, values)
 
 
 def _written(cfg: TransformerConfig) -> dict[str, Any]:
-    return {**qwen3.written(cfg), "decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": cfg.mlp_dim}
+    rest = {"decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": cfg.mlp_dim}
+    return {**qwen3.written(cfg), **rest, **write_router_loss(cfg)}
 
 
 FAMILY = Family(
@@ -26,13 +41,12 @@ FAMILY = Family(
     fields=fields(
         *GROUPED,
         Field("moe_intermediate_size", "moe.mlp_dim"),
-        Field("num_experts", "moe.routing.num_experts"),
+        Field("num_experts", "moe.routing.num_experts", also="num_local_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k"),
         Field("norm_topk_prob", "moe.routing.normalize", bool, False),
-        Field("router_aux_loss_coef", "moe.auxiliary_weight", float, 0.001),
     ),
     fixed={**qwen3.FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
-    ignored=qwen3.IGNORED | {"intermediate_size", "output_router_logits", "layer_types"},
+    ignored=qwen3.IGNORED | ROUTER_LOSS | {"intermediate_size", "layer_types"},
     tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *experts("mlp"))],
     read_more=_more,
     write_more=_written,

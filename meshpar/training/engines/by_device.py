@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
 from meshpar.training.engines.unshard import Unshard, make_unshard
 from meshpar.training.layers import gathering
-from meshpar.training.losses import Evaluate, Loss
+from meshpar.training.losses import Loss
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics
 from meshpar.training.state import Setup, TrainState
@@ -70,7 +70,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
     params = constrained(params, setup.named(whole))
 
     def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Sums:
-        def call(terms: Evaluate, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
             return terms(params, extra, rows, key)
 
         def step(loss: Loss) -> MicroStep:
@@ -109,7 +109,7 @@ def _quantized(
         if options.is_once:
             params = unshard.whole(params, noise)
 
-        def call(terms: Evaluate, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
             if options.is_once:
                 return terms(params, extra, rows, key)
             return _gathering(setup, unshard, noise, terms, params, extra, rows, key)
@@ -234,13 +234,13 @@ def _local_sums(
     return sums.replace(extra=extra)
 
 
-def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]) -> PyTree:
+def _own_keys(extra: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]) -> PyTree:
     """The model's own random keys, another on every device: with the same, all would drop the same units."""
 
     def own(path: Any, x: jax.Array) -> jax.Array:
         if not axes or path_str(path) not in random_keys:
             return x
-        keys = jax.random.wrap_key_data(x).reshape(-1)
+        keys = jax.random.wrap_key_data(x, impl=random_keys[path_str(path)]).reshape(-1)
         folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, lax.axis_index(axes))
         return jax.random.key_data(folded).reshape(x.shape)
 
@@ -248,7 +248,7 @@ def _own_keys(extra: PyTree, random_keys: frozenset[str], axes: tuple[str, ...])
 
 
 def _common_keys(
-    before: PyTree, own: PyTree, after: PyTree, random_keys: frozenset[str], axes: tuple[str, ...]
+    before: PyTree, own: PyTree, after: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]
 ) -> PyTree:
     """The model's extras with the keys that all devices keep: as they were, or the first device's where they moved.
 
