@@ -180,7 +180,8 @@ def layers(strategy, *, rows=16, real=False, **axes):
 
 
 def squares(model, batch, key):
-    return (model(batch["x"]) ** 2).mean(), {}
+    squares = model(batch["x"]) ** 2
+    return mp.MeanLoss(squares.sum(), squares.size), {}
 
 
 class Compiler:
@@ -309,6 +310,9 @@ def test_what_cannot_be_done_keeps_its_reason(planted):
     step = mp.train_step(lambda model, batch, key: (model(batch["x"]).mean(), {}))
     found = {one.change: one for one in remedies(step, state.setup, batch, Compiler(10**12), 10**11)}
     assert "8 rows are not a positive multiple of 16" in found["accumulate=2"].reason
+    rows = {"x": jax.ShapeDtypeStruct((16, 64), np.float32)}
+    of_scalar = {one.change: one for one in remedies(step, state.setup, rows, Compiler(10**12), 10**11)}
+    assert "it returns a scalar" in of_scalar["accumulate=2"].reason
     assert "the model marks no layer" in found["remat=full"].reason
     assert not any(one.fits or one.peak_bytes for one in found.values() if one.reason)
     assert not any(" + " in change for change in found)  # of parts that cannot be done

@@ -411,7 +411,8 @@ def small_step(*, factor=None, remat=None, accumulate=1, **moe):
     state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.expert_parallel())
 
     def squares(model, batch, key):
-        return (model(batch["x"]) ** 2).mean(), {}
+        squares = model(batch["x"]) ** 2
+        return mp.MeanLoss(squares.sum(), squares.size), {}
 
     step = mp.train_step(squares, remat=remat, accumulate=accumulate)
     return step, state, {"x": jax.ShapeDtypeStruct((8 * accumulate, T, D), np.float32)}

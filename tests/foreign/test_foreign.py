@@ -68,10 +68,16 @@ def setup_of(case: zoo.Case, spec: mp.MeshSpec, strategy, *, by_path: bool = Fal
     return make_setup(case.model, optax.adam(1e-3, eps=1e-6), mesh=mesh_of(spec), strategy=strategy | rules)
 
 
+def step_of(case: zoo.Case, accumulate: int) -> Any:
+    return mp.train_step(
+        lambda model, batch, key: (case.loss(model, batch), {}), accumulate=accumulate, loss_is="mean_over_examples"
+    )
+
+
 def losses_of(case: zoo.Case, setup, start, accumulate: int) -> list[float]:
     """On one device rows come in the order in which micro-steps of eight devices have them."""
     state, found = jax.device_put(start.replace(setup=setup), setup.shardings), []
-    step = mp.train_step(lambda model, batch, key: (case.loss(model, batch), {}), accumulate=accumulate)
+    step = step_of(case, accumulate)
     for batch in batches(case):
         if accumulate == 2 and setup.mesh.size == 1:
             batch = jax.tree.map(_as_eight_devices, batch)
@@ -115,7 +121,7 @@ def test_explain_raises_no_false_alarm(name, strategy):
     needs(PACKAGES[name])
     case, (spec, parts, accumulate) = case_of(name), STRATEGIES[strategy]
     setup = setup_of(case, spec, parts, by_path="path" in strategy)
-    step = mp.train_step(lambda model, batch, key: (case.loss(model, batch), {}), accumulate=accumulate)
+    step = step_of(case, accumulate)
     report = mp.explain(step, setup.abstract, batches(case)[0])
     assert not [one for one in report.promise.unexpected if not re.fullmatch(case.costly, one.module)], str(report)
     assert not report.promise.missing, str(report)
