@@ -60,17 +60,67 @@ FAULTS = (
     ),
     Fault(
         "a dropped psum of loss and metrics", "training/engines/by_device.py",
-        "lax.psum((sums.loss, sums.metrics, sums.weight), axes)", "(sums.loss, sums.metrics, sums.weight)",
+        "lax.psum((sums.loss, sums.metrics), axes)", "(sums.loss, sums.metrics)",
         "training/test_step.py training/test_unshard.py",
     ),
     Fault(
         "the same random key for every micro-step", "training/sums.py",
-        "jax.random.fold_in(key, index)", "key", "training/test_step.py -k random_keys",
+        "jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))", "jnp.broadcast_to(key, (count,))",
+        "training/test_step.py training/test_losses.py -k random_keys or drawn",
+    ),
+    # Losses and metrics of the parts of a batch.
+    Fault(
+        "a part without weight spoils the metrics of the others", "training/losses.py",
+        "jnp.where(weight > 0, x * share, 0)", "x * share", "training/test_losses.py -k combine and mean",
     ),
     Fault(
-        "a micro-step of weight zero spoils the others", "training/sums.py",
-        "jnp.where(weight > 0, x * weight.astype(x.dtype), 0)", "x * weight.astype(x.dtype)",
-        "training/test_step.py -k weighed",
+        "a metric of a part counts without its weight", "training/losses.py",
+        "jnp.where(weight > 0, x * share, 0)", "jnp.where(weight > 0, x * (share / share), 0)",
+        "training/test_losses.py -k combine and mean",
+    ),
+    Fault(
+        "weights are not summed over micro-steps", "training/losses.py",
+        "total = jax.vmap(weight_of)(rows, keys).sum()", "total = weight_of(part, keys[0]) * len(keys)",
+        "training/test_losses.py -k combine and micro",
+    ),
+    Fault(
+        "weights are not summed over devices", "training/losses.py",
+        "lax.psum(total, tuple(axes)) if axes else total", "total * (num_parts // len(keys))",
+        "training/test_unshard.py -k not_rounded",
+    ),
+    Fault(
+        "weights are not summed over microbatches", "pipeline/executor.py",
+        ".normalized(self.functions.normalizer)", ".normalized()", "pipeline/test_executor.py -k weight",
+    ),
+    Fault(
+        "a sum is divided by the number of parts", "training/losses.py",
+        "value = loss.total * num_parts\n", "value = loss.total\n", "training/test_losses.py -k combine and sum",
+    ),
+    Fault(
+        "a scalar is taken for parts", "training/losses.py",
+        "if isinstance(out.loss, ScalarLoss):", "if False:", "training/test_losses.py -k scalar",
+    ),
+    Fault(
+        "a weight of the model's outputs is taken for parts", "training/losses.py",
+        "if any(reads[:num_args]):", "if False:", "training/test_losses.py -k outputs",
+    ),
+    Fault(
+        "an update without weight is taken", "training/step.py",
+        "conditions = [metrics[LOSS_WEIGHT] > 0] if LOSS_WEIGHT in metrics else []", "conditions = []",
+        "training/test_losses.py -k leaves_the_state",
+    ),
+    Fault(
+        "validation averages batches without their weights", "training/loop.py",
+        "weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in found]", "weights = [1.0 for _ in found]",
+        "training/test_loop.py -k weights",
+    ),
+    Fault(
+        "targets of -100 count", "models/loss.py",
+        'batch["targets"] != IGNORE_TARGET', 'batch["targets"] >= IGNORE_TARGET', "models/test_loss.py",
+    ),
+    Fault(
+        "a target outside the vocabulary has a finite loss", "models/unembed.py",
+        "jnp.where(in_vocab_BT, self.nats_BT, jnp.nan)", "self.nats_BT", "models/test_loss.py models/test_unembed.py",
     ),
     Fault(
         "the same random key in every step", "training/step.py",
@@ -79,7 +129,7 @@ FAULTS = (
     ),
     Fault(
         "an update that is not finite is taken", "training/step.py",
-        "lambda new, before: jnp.where(finite, new, before)", "lambda new, before: new", "training/test_step.py",
+        "conditions.append(finite)", "conditions += []", "training/test_step.py",
     ),
     Fault(
         "rows of other devices in a micro-step", "training/batch.py",
