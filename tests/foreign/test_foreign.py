@@ -10,6 +10,7 @@ import functools
 import importlib
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
