@@ -127,7 +127,7 @@ def key_of(data: jax.Array) -> jax.Array:
 # ---- NNX -------------------------------------------------------------------------------------------------------------
 
 
-def from_nnx(build: Callable[[Any], Any]) -> Model:
+def from_nnx(build: Callable[..., Any]) -> Model:
     """See a Flax NNX module as a `Model`.
 
     Args:
@@ -172,7 +172,7 @@ def _with_signature(build: Any) -> Any:
     """Return a function with the signature of `build`, which NNX's metaclass hides if it is a module class."""
     if isinstance(build, functools.partial):
         return functools.partial(_with_signature(build.func), *build.args, **build.keywords)
-    return functools.partial(build.__init__, None) if isinstance(build, type) else build
+    return functools.partial(getattr(build, "__init__"), None) if isinstance(build, type) else build  # noqa: B009
 
 
 def _takes_rngs_by_name(build: Any) -> bool:
