@@ -184,10 +184,6 @@ class Setup:
 
         return jax.tree.map(typed, out) if is_typed_here else out
 
-    def begun(self, trained: PyTree) -> PyTree:
-        """The optimizer's state for these parameters, in copies: jax returns the very array where `init` keeps one."""
-        return jax.tree.map(jnp.copy, self.tx.init(trained))
-
     @apart()
     def init(self, key: jax.Array | int) -> TrainState:
         """Make the state; every array is born in its shards."""
@@ -199,7 +195,7 @@ class Setup:
 
         def rest(key_data: jax.Array, trained: PyTree) -> tuple[PyTree, jax.Array]:
             _, step_key = jax.random.split(jax.random.wrap_key_data(key_data))  # as in `init`
-            return self.begun(trained), jax.random.key_data(step_key)
+            return self.tx.init(trained), jax.random.key_data(step_key)
 
         lie = self.shardings
         made = self.jit(rest, (lie.opt_state, lie.key))
@@ -407,7 +403,7 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         for path, decision in known.items()
     ]
     new = jax.tree.unflatten(jax.tree.structure(state.params), _without_aliases(loaded, jax.tree.leaves(state.extra)))
-    begin = setup.jit(setup.begun, setup.shardings.opt_state)
+    begin = setup.jit(setup.tx.init, setup.shardings.opt_state)
     return state.replace(params=new, opt_state=begin(setup.trained(new)))
 
 

@@ -212,11 +212,3 @@ def test_a_frozen_reference_is_loaded_as_a_copy_of_the_trained_weights(again):
     assert float(metrics["loss"]) == 1  # both compute the same
     np.testing.assert_array_equal(loaded.params["ref"]["w"], before["policy"]["w"])
     assert (np.asarray(loaded.params["policy"]["w"]) != before["policy"]["w"]).any()
-
-
-def test_an_optimizer_that_keeps_its_parameters_begins_with_copies_of_loaded_weights():
-    model = mp.from_functions(lambda key: {"w": jnp.ones((8, 8))}, lambda params, x: x @ params["w"])
-    tx = optax.contrib.schedule_free(optax.sgd(0.1), 0.1)
-    state = mp.init_state(model, tx, mesh=mp.MeshSpec(data=8).build(), strategy=mp.ddp(), key=0)
-    step = mp.train_step(lambda model, batch, key: ((model(batch) ** 2).mean(), {}))
-    step(mp.load_params(state, state.params), np.ones((8, 8), np.float32))
