@@ -331,6 +331,9 @@ def fit(
         the step was made with nonfinite="raise"; with "skip", `max_skipped` updates in a row, or all, were skipped.
       KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
     """
+    if isinstance(step, TrainState) or not callable(step) or not hasattr(state, "step"):
+        exists = f"its first argument is a {type(step).__name__}, and the second a {type(state).__name__}"
+        raise problem("fit", "take steps from a state", exists, "write mp.fit(step, state, batches, steps=...)")
     options = getattr(step, "options", None)
     run = Run(
         state=state,

@@ -247,7 +247,7 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
         return dropped.sum() + noisy.sum(), {}
 
     model = mp.from_nnx(Dropping)
-    assert model.random_keys() >= {"dropout/rngs/key", "moving"}
+    assert model.random_keys().keys() >= {"dropout/rngs/key", "moving"}
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
     step = mp.train_step(linear, accumulate=2, accumulate_mode=mode, loss_is="mean_over_examples")
     masks, noises = set(), set()
