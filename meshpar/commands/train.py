@@ -322,7 +322,9 @@ class StepProgram:
 
     def of(self, recipe: Recipe) -> StepProgram:
         """The program of another recipe, on the same mesh and batches."""
-        return StepProgram(recipe, _setup(recipe, self.setup.mesh), self._batches, build_step(recipe))
+        mesh = self.setup.mesh
+        assert isinstance(mesh, jax.sharding.Mesh)
+        return StepProgram(recipe, _setup(recipe, mesh), self._batches, build_step(recipe))
 
 
 def _where_it_starts(step: int, steps: int) -> str:
