@@ -48,7 +48,7 @@ from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
 from meshpar.training import watchdog
 from meshpar.training.checkpoint import Checkpoints, barrier
-from meshpar.training.coordination import Pod, this_pod
+from meshpar.training.coordination import Pod, check_shared, this_pod
 from meshpar.training.ema import averaged, averages_of
 from meshpar.training.goodput import Goodput
 from meshpar.training.goodput import words as goodput_words
@@ -411,15 +411,18 @@ def _check_fits_host(setup: Setup) -> None:
 @contextlib.contextmanager
 def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
     """The run's folder, with what it is about; held against other runs."""
-    recipe, setup = program.recipe, program.setup
+    recipe, setup, pod = program.recipe, program.setup, this_pod()
     with contextlib.ExitStack() as until_end:
+        existed = folder.exists()
+        if pod is not None:
+            check_shared(pod, folder)
         if jax.process_index() == 0:
             made = until_end.enter_context(held(folder, tell=screen.line))
         if not fresh:
             _check_same_run(folder, program, accept=accept, screen=screen)
         barrier("meshpar: folder checked")  # no process writes before all have looked
         if jax.process_index() == 0:
-            if fresh and folder.exists():
+            if fresh and existed:
                 screen.line(f"the earlier run is moved to {_move_aside(folder)}")
             folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
             made()

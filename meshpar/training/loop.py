@@ -32,7 +32,7 @@ from meshpar.sharding.host import check_file, open_no_link, replace_file
 from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints, NoRoomError
-from meshpar.training.coordination import Pod, StopAgreement, this_pod
+from meshpar.training.coordination import Pod, StopAgreement, check_shared, this_pod
 from meshpar.training.losses import LOSS_WEIGHT
 from meshpar.training.reports import is_counted
 from meshpar.training.state import Setup, TrainState
@@ -463,6 +463,11 @@ class Checkpointer(Hook):
     def __init__(self, checkpoints: Checkpoints, *, every: int | None, retries: int = 3) -> None:
         self._checkpoints, self._every = checkpoints, _positive("Checkpointer", every)
         self._retries, self._failures, self._newest = retries, 0, -1
+
+    def on_start(self, run: Run) -> None:
+        pod = this_pod()
+        if pod is not None and "://" not in str(self._checkpoints.folder):
+            check_shared(pod, Path(self._checkpoints.folder))
 
     def on_dispatched(self, run: Run) -> None:
         if self._every is not None and run.step % self._every == 0:
