@@ -298,21 +298,25 @@ def _profile(steps: tuple[int, int] | None, folder: Path, program: str) -> list[
     return [Profile(folder / "profile", first=steps[0], last=steps[1], about={"program": program})]
 
 
+def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
+    """The fingerprint of what is about to run, and the options it is compiled by; `meshpar explain` has the same."""
+    options = step.compile_options(setup)
+    words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
+    if rounds := step.options.latency_rounds:
+        why = why_no_rounds(setup.mesh)
+        words.append(f"latency_rounds={rounds}" + f" (left out: {why})" * bool(why))
+    found = fingerprint(step.lower(setup.abstract, batches.spec), options, rounds)
+    return f"program {found}" + f" with {' '.join(words)}" * bool(words)
+
+
 class StepProgram:
-    """The lowered training step of a run, by its fingerprint and the options that it is compiled with."""
+    """The lowered training step of a run; its text is the fingerprint and the compile options."""
 
     def __init__(self, recipe: Recipe, setup: Setup, batches: Batches, step: TrainStep) -> None:
         self.recipe, self.setup, self._batches = recipe, setup, batches
-        options = step.compile_options(setup)
-        words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-        if rounds := step.options.latency_rounds:
-            why = why_no_rounds(setup.mesh)
-            words.append(f"latency_rounds={rounds}" + f" (left out: {why})" * bool(why))
-        found = fingerprint(step.lower(setup.abstract, batches.spec), options, rounds)
-        self._text = f"program {found}" + f" with {' '.join(words)}" * bool(words)
+        self._text = _program(step, setup, batches)
 
     def __str__(self) -> str:
-        """As `meshpar explain` prints it, too."""
         return self._text
 
     def to_json(self) -> dict[str, str | int]:

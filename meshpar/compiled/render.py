@@ -133,8 +133,7 @@ def sections(report: Report) -> tuple[Section, ...]:
 
 
 INVALIDATING = ("wide-compute",)
-"""Rules of findings that the headline repeats: while they hold, its time and utilisation are not those of the step as
-the user asked for it."""
+"""Lint rules that the headline repeats, because its time and utilisation are wrong for the requested precision."""
 
 
 def headline(report: Report) -> tuple[Cell, ...]:
@@ -155,10 +154,10 @@ def _speed(report: Report) -> tuple[Cell, ...]:
     assert compute.predicted_step_s is not None
     said = [f"a step takes {human_time(compute.predicted_step_s)} at best", f"bound by {compute.bound}"]
     if compute.bracket is not None:
-        # The simulated schedule is no best case: at the lower end of the range every message is hidden.
+        # The lower end assumes that all communication is hidden, so the simulated schedule is not the best case.
         low_s, high_s = compute.bracket.low_s, compute.bracket.high_s
         said[0] = f"a step takes {human_time(low_s)} to {human_time(high_s)}"
-        if low_s <= compute.predicted_step_s <= high_s:  # else the range is of measured rates and the schedule is not
+        if low_s <= compute.predicted_step_s <= high_s:  # measured rates can move the range past it
             said.insert(1, f"{human_time(compute.predicted_step_s)} in the simulated schedule")
     if compute.utilisation is not None:
         said.append(f"{compute.utilisation:.0%} model FLOP utilisation")
@@ -167,7 +166,7 @@ def _speed(report: Report) -> tuple[Cell, ...]:
     wrong = [one for one in report.findings if one.rule in INVALIDATING]
     return (
         Cell(", ".join(said), "warn" if wrong else ""),
-        *(Cell(f"✘ time and utilisation are not those of the precision asked for: {one.what}", "bad") for one in wrong),
+        *(Cell(f"✘ time and utilisation are not for the requested precision: {one.what}", "bad") for one in wrong),
     )
 
 

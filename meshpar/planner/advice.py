@@ -16,9 +16,9 @@ SLOW = 4
 
 
 def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...]:
-    """Return the simplest strategy that fits, and which parallelism to add to it, by rules of thumb.
+    """Return the simplest strategy that fits and the parallelism to add, by rules of thumb.
 
-    The plans themselves are ranked by estimated time. Fits on one device: data parallelism. Only the optimizer's state
+    Plans are ranked by estimated time instead. Fits on one device: data parallelism. Only the optimizer's state
     does not: ZeRO-1. Else ZeRO-3; with slow links between nodes HSDP; a layer too large or a batch too small: tensor
     parallelism inside a node; links too slow even for that: a pipeline of at least four times as many microbatches as
     stages.

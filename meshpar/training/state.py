@@ -274,10 +274,10 @@ class TrainState:
 
 
 def check_state(where: str, state: Any) -> None:
-    """Check that `state` is a `TrainState` whose buffers no earlier step has taken.
+    """Check that `state` is a `TrainState` with live buffers.
 
     Raises:
-      ValueError: it is not, or an array in it is deleted.
+      ValueError: another type, or deleted arrays.
     """
     if not isinstance(state, TrainState):
         exists = f"its first argument is a {type(state).__name__}"
@@ -285,8 +285,8 @@ def check_state(where: str, state: Any) -> None:
         raise problem(where, "use the training state", exists, fix)
     arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
     if any(x.is_deleted() for x in arrays):
-        exists = "its buffers were deleted or donated: a training step reuses those of the state that it is given"
-        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) keeps an old one"
+        exists = "its buffers were deleted or donated: a training step donates the buffers of its input state"
+        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) makes a copy"
         raise problem(where, "use this state", exists, fix)
 
 
