@@ -261,6 +261,30 @@ FAULTS = (
         "a batch of the step before", "data/batches.py",
         "first = step * self._batch_size", "first = max(step - 1, 0) * self._batch_size", "data/test_batches.py",
     ),
+    Fault(
+        "a window one position short", "collectives/attention.py",
+        "(ahead >= 0) & (ahead < ring.window)", "(ahead >= 0) & (ahead < ring.window - 1)",
+        "collectives/test_attention.py -k reaches_back",
+    ),
+    Fault(
+        "fp8 weight gradients summed in the compute dtype", "training/products.py",
+        "x.scale * dy.scale, reduce, None)", "x.scale * dy.scale, rhs.dtype, None)",
+        "training/test_float8.py -k leaves_its_matmul",
+    ),
+    Fault(
+        "the same random key on all devices of a stage", "pipeline/gradients.py",
+        "key = jax.random.fold_in(key, lax.axis_index(self.batch_axes))", "pass",
+        "training/test_step.py -k random_key_of",
+    ),
+    Fault(
+        "batch statistics of local rows", "training/step.py",
+        'engine == "staged" or (engine == "by_device" and setup.batch_axes)', 'engine == "staged"',
+        "training/test_step.py -k statistics",
+    ),
+    Fault(
+        "state of the model left to one device", "training/engines/by_device.py",
+        "return lax.pmean(x, axes) if", "return x if", "training/test_step.py -k other_state",
+    ),
     # What came after the list above.
     Fault(
         "8-bit products keep one of two scales", "training/products.py",

@@ -287,6 +287,10 @@ COMPARED_LATER = (
 @click.option("--out", metavar="OUT", default="runs", show_default=True, help="Folder of all runs.")
 @click.option("--fresh", is_flag=True, help="Begin anew; an earlier run of this name is moved aside.")
 @click.option(
+    "--accept-changes", is_flag=True,
+    help="Go on with a run although its code has changed since it began, or its recipe.json is lost.",
+)  # fmt: skip
+@click.option(
     "--text", metavar="PATH", multiple=True,
     help="Train on your own text: files, globs or folders of .txt .py .md .jsonl .parquet; may be repeated.",
 )  # fmt: skip
@@ -383,6 +387,7 @@ def _train(
     name: str | None,
     out: str,
     fresh: bool,
+    accept_changes: bool,
     text: tuple[str, ...],
     tokenizer: str | None,
     from_hf: str | None,
@@ -416,6 +421,7 @@ def _train(
     )
     stream = sys.stderr if as_json else sys.stdout
     more: dict[str, Any] = {"fit_vocab": fit_vocab, "from_hf": from_hf, "profile": steps_traced}
+    more["accept_changes"] = accept_changes
     outcome = run(found, out=out, devices=here, fresh=fresh, stream=stream, **more)
     if as_json and jax.process_index() == 0:
         _print_json({"folder": str(outcome.folder), **outcome.summary})

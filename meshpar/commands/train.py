@@ -32,6 +32,7 @@ from meshpar.commands.recipe import (
     changes,
     defaults_of,
 )
+from meshpar.commands.together import version_of
 from meshpar.data.arrays import ArraySource
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
@@ -47,7 +48,7 @@ from meshpar.sharding.types import problem
 from meshpar.training import expert_load as experts
 from meshpar.training import watchdog
 from meshpar.training.checkpoint import Checkpoints, barrier
-from meshpar.training.coordination import Pod, this_pod
+from meshpar.training.coordination import Pod, check_shared, this_pod
 from meshpar.training.ema import averaged, averages_of
 from meshpar.training.goodput import Goodput
 from meshpar.training.goodput import words as goodput_words
@@ -75,6 +76,13 @@ from meshpar.training.xla import fingerprint, why_no_rounds
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Fields of a recipe's model that stay where it begins with a folder of Hugging Face's."""
+REPLAYED = ("steps", "remat", "nonfinite", "latency_rounds")
+"""Fields that may change when a run goes on, with which the earlier program is lowered again to compare it."""
+NO_PROGRAM = (
+    "name", "max_skipped", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
+    "writers", "data.prefetch", "data.cache",
+)  # fmt: skip
+"""Fields that may change when a run goes on, and that are not in its program."""
 VOCAB_MULTIPLE = 128
 """A vocabulary that follows a tokenizer is rounded up to this: any usual mesh divides it, and matmuls like it."""
 
@@ -100,6 +108,7 @@ def train(
     fit_vocab: bool = False,
     from_hf: str | Path | None = None,
     profile: tuple[int, int] | None = None,
+    accept_changes: bool = False,
     stream: IO[str] | None = None,
 ) -> RunOutcome:
     """Train a recipe, or go on with a run of the same name, and report.
@@ -112,15 +121,15 @@ def train(
       fit_vocab: give the model the vocabulary of the data's tokenizer.
       from_hf: a Hugging Face folder to take the model and its weights from; the recipe keeps the fields in `KEPT`.
       profile: the first and the last step of a trace that is written to `profile/` of the run.
+      accept_changes: go on with a run whose program was another one, or whose recipe.json is lost.
       stream: where progress and report are shown; standard output by default.
 
     Raises:
-      ValueError: a recipe that does not fit its devices or data; or one that is not that of the run to be resumed.
+      ValueError: a recipe that does not fit its devices or data, or that is not the recipe of the run to be resumed.
     """
     check_local(out, f"--out {out}", "name a local folder, or the folder where the bucket is mounted")
     screen, folder, began_s = Screen(stream or sys.stdout), Path(out) / recipe.name, time.time()
     check_writers(recipe.writers)
-
     recipe = recipe if from_hf is None else _begun_with(recipe, from_hf, folder, fresh)
     pod = this_pod()
     if pod is not None:
@@ -134,22 +143,21 @@ def train(
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as until_end:
         step = build_step(recipe)
         with screen.doing("traces and lowers the training step"):
-            program = _program(step, setup, batches)
+            program = StepProgram(recipe, setup, batches, step)
         if pod is not None:
-            _agree(pod, setup, source, batches, program)
-        until_end.enter_context(_prepared(folder, recipe, setup, fresh=fresh, screen=screen))
+            _agree(pod, setup, source, batches, str(program))
+        until_end.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
         screen.facts("meshpar train", _facts(recipe, setup, source, folder))
         with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
             with screen.doing("restores the state, or makes it"), _undone(folder, checkpoints):
                 state = _state(recipe, setup, checkpoints, batches, folder, from_hf)
             before = int(state.step)
             screen.line(_where_it_starts(before, recipe.steps))
-            screen.line(program)
+            screen.line(str(program))
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=began_s)
             hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, step)
-            worth: dict[str, Any] = _worth_of_a_step(recipe, batches, setup)
-            worth["hooks"] = hooks + _profile(profile, folder, program)
-            result = fit(step, state, batches, steps=recipe.steps, max_skipped=recipe.max_skipped, **worth)
+            hooks += _profile(profile, folder, str(program))
+            result = fit(step, state, batches, hooks=hooks, **_fit_options(recipe, batches, setup))
             del state
     return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
 
@@ -301,6 +309,30 @@ def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
     return f"program {found}" + f" with {' '.join(words)}" * bool(words)
 
 
+class StepProgram:
+    """The lowered training step of a run; its text is the fingerprint and the compile options."""
+
+    def __init__(self, recipe: Recipe, setup: Setup, batches: Batches, step: TrainStep) -> None:
+        self.recipe, self.setup, self._batches = recipe, setup, batches
+        self._text = _program(step, setup, batches)
+
+    def __str__(self) -> str:
+        return self._text
+
+    def to_json(self) -> dict[str, str | int]:
+        """The fingerprint, and what it depends on besides the recipe and the code that it calls."""
+        devices = self.setup.mesh.devices
+        versions = {f"{name} version": version_of(name) for name in ("meshpar", "jax", "flax", "optax")}
+        of = {"devices": f"{devices.size} × {devices.flat[0].device_kind}", "processes": jax.process_count()}
+        return {"fingerprint": self._text, **of, **versions}
+
+    def of(self, recipe: Recipe) -> StepProgram:
+        """The program of another recipe, on the same mesh and batches."""
+        mesh = self.setup.mesh
+        assert isinstance(mesh, jax.sharding.Mesh)
+        return StepProgram(recipe, _setup(recipe, mesh), self._batches, build_step(recipe))
+
+
 def _where_it_starts(step: int, steps: int) -> str:
     if step >= steps:
         return f"step {step} of {steps} is done already: nothing to train"
@@ -381,20 +413,24 @@ def _check_fits_host(setup: Setup) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen: Screen) -> Iterator[None]:
+def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
     """The run's folder, with what it is about; held against other runs."""
+    recipe, setup, pod = program.recipe, program.setup, this_pod()
     with contextlib.ExitStack() as until_end:
+        existed = folder.exists()
+        if pod is not None:
+            check_shared(pod, folder)
         if jax.process_index() == 0:
             made = until_end.enter_context(held(folder, tell=screen.line))
         if not fresh:
-            _check_same_recipe(folder, recipe, screen)
+            _check_same_run(folder, program, accept=accept, screen=screen)
         barrier("meshpar: folder checked")  # no process writes before all have looked
         if jax.process_index() == 0:
-            if fresh and folder.exists():
+            if fresh and existed:
                 screen.line(f"the earlier run is moved to {_move_aside(folder)}")
             folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
             made()
-            _write(folder / "recipe.json", recipe.to_json())
+            _write(folder / "recipe.json", {**recipe.to_json(), "program": program.to_json()})
             _write(folder / "sharding.json", setup.table.to_json())
             replace_file(folder / "sharding.txt", f"{setup.table}\n")
         barrier("meshpar: folder prepared")
@@ -414,14 +450,21 @@ def _undone(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
         raise
 
 
-def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
-    path = folder / "recipe.json"
+def _check_same_run(folder: Path, program: StepProgram, *, accept: bool, screen: Screen) -> None:
+    """Check that a run in this folder was begun with the same recipe and the same program."""
+    path, recipe = folder / "recipe.json", program.recipe
     if not path.exists():
+        saved = [step for step in Checkpoints(folder / "checkpoints").steps() if step]
+        if saved and not accept:  # step 0 is that of `meshpar convert from-hf`, which writes no recipe
+            exists = f"recipe.json is missing, so that nothing says how its {saved[-1]} steps were trained"
+            fix = "bring it back from a copy; or --accept-changes to go on with this recipe, or --name for a new run"
+            raise problem(f"run {folder}", "go on with it", exists, fix)
         return
     fix = f"bring it back from a copy; or use --name for a new run, or --fresh to begin anew ({folder} is moved aside)"
     written = read_json(path, f"run {folder}: {path.name}", fix)
     if not isinstance(written, dict):
         raise problem(f"run {folder}: {path.name}", "read it", f"it holds a {type(written).__name__}", fix)
+    before = written.pop("program", None)
     changed = changes(written, _finite(recipe.to_json()), _finite(defaults_of(recipe)))
     breaking = {name: values for name, values in changed.items() if breaks_resuming(name)}
     if breaking:
@@ -433,6 +476,40 @@ def _check_same_recipe(folder: Path, recipe: Recipe, screen: Screen) -> None:
         )
     if changed:
         screen.line("changed since the run began: " + _listed(changed))
+    if isinstance(before, dict):
+        _check_same_program(folder, program, before, changed, accept=accept, screen=screen)
+
+
+def _check_same_program(
+    folder: Path,
+    program: StepProgram,
+    before: Mapping[str, Any],
+    changed: Mapping[str, tuple[Any, Any]],
+    *,
+    accept: bool,
+    screen: Screen,
+) -> None:
+    """Compare the program that a run was trained with, under the fields that its recipe had.
+
+    Functions are only names in recipe.json: that the body of a loss has changed shows in the program alone.
+    """
+    now, fields = program.to_json(), set(changed) - set(NO_PROGRAM)
+    others = [name for name in now if name != "fingerprint" and before.get(name) != now[name]]
+    if others or not fields <= set(REPLAYED):
+        reasons = ", ".join([*others, *sorted(fields - set(REPLAYED))])
+        screen.line(f"its program cannot be compared with the one that the run began with: {reasons} changed")
+        return
+    if fields:
+        now = program.of(program.recipe.replace(**{name: changed[name][0] for name in fields})).to_json()
+    if before["fingerprint"] == now["fingerprint"]:
+        return
+    exists = f"it was trained with {before['fingerprint']}, and its fields now give {now['fingerprint']}"
+    if accept:
+        screen.line(f"the code changed since the run began: {exists}")
+        return
+    where = "the code of the loss, the model, the optimizer or of a library has changed"
+    fix = "bring the old code back; or --accept-changes to go on with the new one, or --name for a new run"
+    raise problem(f"run {folder}", "go on with it", f"{where}: {exists}", fix)
 
 
 def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
@@ -493,8 +570,8 @@ def _data_line(facts: Mapping[str, Any]) -> str:
     return ", ".join(sides)
 
 
-def _worth_of_a_step(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str, float | None]:
-    """Tokens and FLOPs of a step, and what all devices can do together, for `fit`; None where that is not known."""
+def _fit_options(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str, Any]:
+    """Arguments of `fit`; tokens and FLOPs of a step, and the peak of all devices, are None where they are unknown."""
     inputs, precision = batches.spec.get("inputs"), recipe.precision
     tokens = flops = None
     if inputs is not None and len(inputs.shape) == 2 and np.issubdtype(inputs.dtype, np.integer):
@@ -503,7 +580,8 @@ def _worth_of_a_step(recipe: Recipe, batches: Batches, setup: Setup) -> dict[str
     dtype = precision.compute or precision.params or "float32"
     peak = peak_flops_per_s(setup.mesh.devices.flat[0].device_kind, dtype)
     peak = None if peak is None else peak * setup.mesh.size
-    return {"tokens_per_step": tokens, "flops_per_step": flops, "peak_flops_per_s": peak}
+    worth = {"tokens_per_step": tokens, "flops_per_step": flops, "peak_flops_per_s": peak}
+    return {"steps": recipe.steps, "max_skipped": recipe.max_skipped, **worth}
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------

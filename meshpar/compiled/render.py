@@ -132,29 +132,42 @@ def sections(report: Report) -> tuple[Section, ...]:
     return tuple(section for part in parts if (section := part(report)) is not None)
 
 
+INVALIDATING = ("wide-compute",)
+"""Lint rules that the headline repeats, because its time and utilisation are wrong for the requested precision."""
+
+
 def headline(report: Report) -> tuple[Cell, ...]:
     """What was compiled for what, and the verdicts in one line each."""
     devices = f"{report.devices:,} device" + "s" * (report.devices != 1)
+    speed = () if report.compute.predicted_step_s is None else _speed(report)
     return (
         Cell(f"{report.strategy} on {human_mesh(report.mesh)} · {report.target} · {devices}", "strong"),
         _promise_verdict(report.promise),
         *((_memory_verdict(report.memory),) if report.memory.fits is not None else ()),
-        *((Cell(_speed(report)),) if report.compute.predicted_step_s is not None else ()),
+        *speed,
     )
 
 
-def _speed(report: Report) -> str:
+def _speed(report: Report) -> tuple[Cell, ...]:
+    """The predicted time in one line, then the findings that invalidate it."""
     compute, hidden = report.compute, report.overlap.hidden_fraction
     assert compute.predicted_step_s is not None
     said = [f"a step takes {human_time(compute.predicted_step_s)} at best", f"bound by {compute.bound}"]
     if compute.bracket is not None:
-        low, high = human_time(compute.bracket.low_s), human_time(compute.bracket.high_s)
-        said.insert(1, f"between {low} and {high} as things go")
+        # The lower end assumes that all communication is hidden, so the simulated schedule is not the best case.
+        low_s, high_s = compute.bracket.low_s, compute.bracket.high_s
+        said[0] = f"a step takes {human_time(low_s)} to {human_time(high_s)}"
+        if low_s <= compute.predicted_step_s <= high_s:  # measured rates can move the range past it
+            said.insert(1, f"{human_time(compute.predicted_step_s)} in the simulated schedule")
     if compute.utilisation is not None:
         said.append(f"{compute.utilisation:.0%} model FLOP utilisation")
     if hidden is not None:
         said.append(f"{_percent(hidden)} of communication hidden")
-    return ", ".join(said)
+    wrong = [one for one in report.findings if one.rule in INVALIDATING]
+    return (
+        Cell(", ".join(said), "warn" if wrong else ""),
+        *(Cell(f"✘ time and utilisation are not for the requested precision: {one.what}", "bad") for one in wrong),
+    )
 
 
 def _memory_verdict(memory: Memory) -> Cell:

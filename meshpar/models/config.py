@@ -194,7 +194,9 @@ class TransformerConfig:
             exists = "it is added to a mean square, which is about 1"
             raise problem("TransformerConfig(norm_eps=...)", f"be {self.norm_eps:g}", exists, "use 1e-5")
         for field in ("tied_embeddings", "qk_norm"):
-            check_choice("TransformerConfig", field, getattr(self, field), (True, False))
+            if not isinstance(value := getattr(self, field), bool):
+                where, fix = f"TransformerConfig({field}=...)", f"write {field}=True, or False"
+                raise problem(where, f"be {value!r}", "it is True or False", fix)
         check_choice("TransformerConfig", "param_dtype", self.param_dtype, PARAM_DTYPES)
         check_choice("TransformerConfig", "attention", self.attention, get_args(Attention))
         check_choice("TransformerConfig", "tensor_matmul", self.tensor_matmul, get_args(TensorMatmul))

@@ -1,4 +1,4 @@
-"""The decision guide, with a model's own numbers: what fits, so which parallelism is worth its messages."""
+"""The decision guide with a model's own numbers: which parallelism its memory and its messages ask for."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ SLOW = 4
 
 
 def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...]:
-    """Which parallelism to begin with, and which to add.
+    """Return the simplest strategy that fits and the parallelism to add, by rules of thumb.
 
-    Fits on one device: data parallelism. Only the optimizer's state does not: ZeRO-1. Else ZeRO-3; with slow links
-    between nodes HSDP; a layer too large or a batch too small: tensor parallelism inside a node; links too slow even
-    for that: a pipeline of at least four times as many microbatches as stages.
+    Plans are ranked by estimated time instead. Fits on one device: data parallelism. Only the optimizer's state
+    does not: ZeRO-1. Else ZeRO-3; with slow links between nodes HSDP; a layer too large or a batch too small: tensor
+    parallelism inside a node; links too slow even for that: a pipeline of at least four times as many microbatches as
+    stages.
 
     Args:
       work: what a step asks of devices.
@@ -34,16 +35,16 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
     whole, first = params + optimizer + gradients, params + gradients + optimizer // devices
     limit = human_bytes(limit_bytes)
     if whole <= limit_bytes:
-        lines = [f"state and gradients, {human_bytes(whole)}, fit a GPU ({limit}): begin with ddp()"]
+        lines = [f"state and gradients, {human_bytes(whole)}, fit a GPU ({limit}): ddp() is the simplest strategy"]
     elif first <= limit_bytes:
         lines = [
             f"state and gradients, {human_bytes(whole)}, do not fit a GPU ({limit}), but without the optimizer's share "
-            f"of {devices} GPUs they do ({human_bytes(first)}): begin with zero1()"
+            f"of {devices} GPUs they do ({human_bytes(first)}): zero1() is the simplest strategy"
         ]
     else:
         lines = [
-            f"parameters and gradients alone take {human_bytes(params + gradients)} of {limit}: begin with fsdp(), "
-            f"{human_bytes(whole / devices)} a GPU"
+            f"parameters and gradients alone take {human_bytes(params + gradients)} of {limit}: fsdp() is the simplest "
+            f"strategy, with {human_bytes(whole / devices)} a GPU"
         ]
         ratio = cluster.inside.bytes_per_s / cluster.across.bytes_per_s
         group = next(

@@ -118,6 +118,7 @@ class Plans(Printed):
     """Which figures the times are made of, and how far off they were found to be."""
     plans: tuple[Plan, ...]
     advice: tuple[str, ...]
+    """Rules of thumb, warnings, and in the last line the plan to start with."""
     left_out: tuple[str, ...] = ()
     """What was estimated to fit, and compiled does not."""
     search: Search | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -300,7 +301,7 @@ def plan(
         considered=search.considered,
         rates=search.rates,
         plans=tuple(plans),
-        advice=(*advice(work, cluster, search.limit_bytes), *told),
+        advice=(*advice(work, cluster, search.limit_bytes), *told, f"start with plan 1: {plans[0].layout.label}"),
         left_out=tuple(left_out),
         search=search,
     )

@@ -467,7 +467,7 @@ OVERWRITTEN = "_overwrite_with_gradient"
 
 
 class LinenInfo(NamedTuple):
-    """What one initialization shows of a Linen module."""
+    """Facts about a Linen module, collected in one abstract initialization."""
 
     names: Mapping[str, Names]
     """Logical names by the path of the parameter."""
@@ -496,7 +496,7 @@ class BoundLinen:
         if mutable is not None:
             exists = "all collections except `params` are mutable, and the step carries them to the next call"
             fix = "leave out mutable=; the call then returns the module's output alone"
-            raise problem(f"model(..., mutable={mutable!r})", "choose what the call may change", exists, fix)
+            raise problem(f"model(..., mutable={mutable!r})", "select mutable collections", exists, fix)
         variables = {"params": self.params, **_without(self.extra, self.info.sown)}
         mutable = list(self.extra)
         with _linen_modules(self.info.shapes), _bare_boxes():
@@ -689,7 +689,7 @@ def _linen_modules(shapes: PyTree) -> Iterator[None]:
 
 
 def _accept_shards(module: Any, shapes: PyTree) -> None:
-    """Let `module.param` return the shards of a parameter: some layers of a stack under stages, or a shard to gather.
+    """Let `module.param` return shards: a stage has some layers of a stack, and quantized layers are gathered later.
 
     Flax compares the shape of a parameter with what its initializer makes, which is the full shape.
     """

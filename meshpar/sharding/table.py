@@ -228,6 +228,7 @@ def lay_out(
     by_stage = ByStage.of(strategy, mesh)
     decided = {rules: [by_stage.resolve(leaf, rules) for leaf in leaves] for rules in dict.fromkeys(parts)}
     params, grads, updates = (decided[rules] for rules in parts)
+    _check_twins(params, updates)
     _check_rules_used(leaves, extra_leaves, [*params, *grads, *updates], strategy)
     opt_state = None if tx is None else jax.eval_shape(tx.init, only(trained, variables.params, variables.params))
     optimizer = [] if tx is None else optimizer_decisions(tx, opt_state, updates, mesh)
@@ -433,6 +434,18 @@ def _check_kinds(model: Any, tx: Any) -> None:
     if tx is not None and not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         exists = "it has no init and update, as an optax optimizer does"
         raise problem("optimizer", f"train with {getattr(tx, '__name__', repr(tx))}", exists, "write optax.adamw(3e-4)")
+
+
+def _check_twins(*decided: Sequence[Decision]) -> None:
+    """Raise `ValueError` for two parameters of one path, as keys `a/b` and `a: {b}` make, that are sharded unlike."""
+    for decisions in decided:
+        seen: dict[str, Decision] = {}
+        for one in decisions:
+            other = seen.setdefault(one.path, one)
+            if (other.leaf, other.spec) != (one.leaf, one.spec):
+                exists = " and ".join(f"one is {list(x.leaf.shape)} sharded as {x.spec}" for x in (other, one))
+                fix = "rename one: a key `a/b` next to a key `a` that holds `b` makes the same path"
+                raise problem(f"two parameters of path `{one.path}`", "be sharded by their path", exists, fix)
 
 
 def _check_rules_used(

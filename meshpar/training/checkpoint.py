@@ -237,7 +237,7 @@ class Checkpoints:
         from orbax.checkpoint import args
 
         leaves = _leaves(state)
-        stored = {"leaves": _nested(_small_ones_whole(leaves))}
+        stored = {"leaves": _nested(_small_ones_whole({path: x for path, x in leaves.items() if x.size}))}
         run = _sealed(_document(step, state, leaves, data_state))
         if self._failed:
             self._clear_failed()
@@ -352,8 +352,7 @@ class Checkpoints:
         dtypes = [x.dtype for x in like.values()]
         if weights_only == "averaged" and run.get("averages"):
             like = _of_averages(like, run)
-        stored = _agreed(lambda: _read_arrays(self.folder / str(step), {"leaves": _nested(like)}))
-        values = _flat(stored["leaves"], like)
+        values = _agreed(lambda: _read_arrays(self.folder / str(step), like))
         written = [run["leaves"][path]["fingerprint"] for path in like]
         wrong = [path for path, a, b in zip(like, _fingerprints(values, setup), written, strict=True) if a != b]
         if wrong:
@@ -464,8 +463,7 @@ def _read_here(folder: Any, run: Mapping[str, Any], paths: Iterable[str]) -> dic
     whole, leaves = NamedSharding(mesh, PartitionSpec()), run["leaves"]
     like = {one: jax.ShapeDtypeStruct(leaves[one]["shape"], leaves[one]["dtype"], sharding=whole) for one in paths}
     step = Checkpoints(folder).folder / str(run["step"])
-    stored = _agreed(lambda: _read_arrays(step, {"leaves": _nested(like)}))
-    values = _flat(stored["leaves"], like)
+    values = _agreed(lambda: _read_arrays(step, like))
     found = np.asarray(_fingerprint_program(mesh)(list(values.values()))).tolist()
     wrong = [path for path, is_now in zip(like, found, strict=True) if leaves[path]["fingerprint"] != is_now]
     if wrong:
@@ -503,11 +501,21 @@ def _check_files(folder: Any) -> None:
                 raise _DamagedError(f"{os.path.relpath(path, folder)} may not be read")
 
 
-def _read_arrays(folder: Any, target: PyTree) -> PyTree:
+def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Read arrays by path; those without elements are made, because orbax does not store them."""
+    empty = {path: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for path, x in like.items() if not x.size}
+    stored = _stored_arrays(folder, {path: x for path, x in like.items() if x.size})
+    return {path: empty[path] if path in empty else stored[path] for path in like}
+
+
+def _stored_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
     # The handler and not the manager: reading needs no barrier between processes, so one that meets a damaged file
     # leaves no other waiting.
     import orbax.checkpoint as ocp
 
+    if not like:
+        return {}
+    target = {"leaves": _nested(like)}
     handler = ocp.PyTreeCheckpointHandler()
     how = ocp.checkpoint_utils.construct_restore_args(target)
     try:
@@ -518,7 +526,7 @@ def _read_arrays(folder: Any, target: PyTree) -> PyTree:
     # Of what its index does not name, orbax gives back what was asked for.
     if missing := [x for x in jax.tree.leaves(found, is_leaf=lambda x: x is None) if not isinstance(x, jax.Array)]:
         raise _DamagedError(f"the index of arrays lacks {len(missing)} of them")
-    return found
+    return _flat(found["leaves"], like)
 
 
 # ---- What is stored --------------------------------------------------------------------------------------------------

@@ -14,10 +14,13 @@ import collections
 import contextlib
 import hashlib
 import json
+import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -33,6 +36,9 @@ _TURN_S = 0.05
 POLL_S = 1.0
 """Seconds between two questions whether one has received a signal."""
 _PREFIX = "meshpar"
+_PROBE = ".meshpar-probe"
+_SEEN_S = 10.0
+"""Seconds for a new file to be seen by all hosts: network file systems cache what a folder holds."""
 _ABSENT = "(absent)"
 
 
@@ -121,6 +127,21 @@ class Pod:
             time.sleep(_TURN_S)
         return max(mine, *found.values())
 
+    def gather(self, about: str, mine: Any, *, timeout_s: float = WAIT_S) -> dict[int, Any]:
+        """Return the JSON value that each process passes, by process, once all have come.
+
+        Raises:
+          ValueError: a process did not come.
+        """
+        key = self.another(f"gather/{about}")
+        self.put(f"{key}/{self.process_id}", mine)
+        deadline = time.monotonic() + timeout_s
+        while len(found := self.below(key)) < self.num_processes:
+            if time.monotonic() > deadline:
+                raise self._absent(about, [number for number in range(self.num_processes) if str(number) not in found])
+            time.sleep(_TURN_S)
+        return {int(number): found[number] for number in sorted(found, key=int)}
+
     def of_first(self, about: str, mine: Any, *, first: int = 0, timeout_s: float = WAIT_S) -> Any:
         """What one process has to say, in every process that asks.
 
@@ -177,6 +198,71 @@ class Pod:
         who = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
         asked, fix = f"compare its {about} with the others'", "look at its own log, and start all processes again"
         return problem(f"process {who} of {self.num_processes}", asked, "it did not come in time", fix)
+
+
+def check_shared(pod: Pod, folder: Path) -> None:
+    """Check that every process reads and writes the same folder, which is made if it is not there.
+
+        process 0   writes a probe ── all: read it, write one of their own ── removes the probe
+                                      one cannot: it is named in all processes, and folders made here are removed
+
+    Raises:
+      ValueError: in every process: the first one that cannot.
+    """
+    name, made, why = f"{_PROBE}-{secrets.token_hex(8)}", list[Path](), ""
+    if pod.process_id == 0:
+        try:
+            made = _make(folder)
+            (folder / name).write_text(name)
+        except OSError as error:
+            why = f"that failed ({error.strerror or error})"
+    name = pod.of_first("probe", name)
+    try:
+        whys = pod.gather("probe", [socket.gethostname(), why or _why_not_shared(folder, name, pod.process_id)])
+        failed = [(number, host, why) for number, (host, why) in whys.items() if why]
+        if failed:
+            number, host, why = failed[0]
+            raise problem(
+                f"process {number} of {pod.num_processes} (on {host})",
+                f"share the folder {folder} with process 0",
+                why,
+                "name a folder (--out) on a disk that every host has mounted at the same path, and may write to",
+            )
+        made = []
+    finally:
+        if pod.process_id == 0:
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
+            for path in reversed(made):
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+def _make(folder: Path) -> list[Path]:
+    """Make a folder, and return the folders that were not there before, outermost first."""
+    missing = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _why_not_shared(folder: Path, name: str, process_id: int) -> str:
+    """Return why this process does not share the folder; empty if it does."""
+    deadline, mine = time.monotonic() + _SEEN_S, folder / f"{name}.{process_id}"
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(folder.parent)  # makes a network file system look again
+        try:
+            if (folder / name).read_text() != name:
+                return f"the file that process 0 wrote there ({name}) reads otherwise"
+            mine.touch()
+            mine.unlink()
+            return ""
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                return "the file that process 0 wrote there is missing on this host"
+        except OSError as error:
+            return f"that failed ({error.strerror or error})"
+        time.sleep(_TURN_S)
 
 
 class StopAgreement:

@@ -32,7 +32,7 @@ from meshpar.sharding.host import check_file, open_no_link, replace_file
 from meshpar.sharding.types import MeshparError, PyTree, check_count, problem
 from meshpar.training import interrupts, watchdog
 from meshpar.training.checkpoint import Checkpoints, NoRoomError
-from meshpar.training.coordination import Pod, StopAgreement, this_pod
+from meshpar.training.coordination import Pod, StopAgreement, check_shared, this_pod
 from meshpar.training.losses import LOSS_WEIGHT
 from meshpar.training.reports import is_counted
 from meshpar.training.state import Setup, TrainState
@@ -331,6 +331,9 @@ def fit(
         the step was made with nonfinite="raise"; with "skip", `max_skipped` updates in a row, or all, were skipped.
       KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
     """
+    if isinstance(step, TrainState) or not callable(step) or not hasattr(state, "step"):
+        exists = f"its first argument is a {type(step).__name__}, and the second a {type(state).__name__}"
+        raise problem("fit", "take steps from a state", exists, "write mp.fit(step, state, batches, steps=...)")
     options = getattr(step, "options", None)
     run = Run(
         state=state,
@@ -460,6 +463,11 @@ class Checkpointer(Hook):
     def __init__(self, checkpoints: Checkpoints, *, every: int | None, retries: int = 3) -> None:
         self._checkpoints, self._every = checkpoints, _positive("Checkpointer", every)
         self._retries, self._failures, self._newest = retries, 0, -1
+
+    def on_start(self, run: Run) -> None:
+        pod = this_pod()
+        if pod is not None and "://" not in str(self._checkpoints.folder):
+            check_shared(pod, Path(self._checkpoints.folder))
 
     def on_dispatched(self, run: Run) -> None:
         if self._every is not None and run.step % self._every == 0:

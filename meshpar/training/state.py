@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -273,10 +274,10 @@ class TrainState:
 
 
 def check_state(where: str, state: Any) -> None:
-    """Check that `state` is a `TrainState` whose buffers no earlier step has taken.
+    """Check that `state` is a `TrainState` with live buffers.
 
     Raises:
-      ValueError: it is not, or an array in it is deleted.
+      ValueError: another type, or deleted arrays.
     """
     if not isinstance(state, TrainState):
         exists = f"its first argument is a {type(state).__name__}"
@@ -284,8 +285,8 @@ def check_state(where: str, state: Any) -> None:
         raise problem(where, "use the training state", exists, fix)
     arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
     if any(x.is_deleted() for x in arrays):
-        exists = "its buffers were deleted or donated: a training step reuses those of the state that it is given"
-        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) keeps an old one"
+        exists = "its buffers were deleted or donated: a training step donates the buffers of its input state"
+        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) makes a copy"
         raise problem(where, "use this state", exists, fix)
 
 
@@ -380,6 +381,8 @@ def _check_devices(where: str, mesh: AnyMesh) -> None:
 def load_params(state: TrainState, params: PyTree) -> TrainState:
     """Put pretrained weights into a state; go on with the one returned, which shares arrays with it.
 
+    An array that is given for several parameters is copied.
+
     Args:
       state: from `init_state`. Its optimizer begins anew with the weights; all else stays.
       params: as `state.params`: nested dicts (or what has their paths, an `nnx.State` too) of arrays, NumPy's or jax's,
@@ -396,8 +399,10 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
     setup = state.setup
     _check_devices("load_params", setup.given_mesh)
     params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params
-    given = {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
-    known = {decision.path: decision for decision in setup.table.params}
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(setup.layout.variables.params)]
+    name = _names_of(paths)
+    given = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
+    known = dict(zip(map(name, paths), setup.table.params, strict=True))
     keep = "take it from the state: {**state.params, ...}"
     if known and not given:
         exists = f"none are given; the model has {len(known)}, from `{next(iter(known))}` on"
@@ -413,9 +418,29 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
         jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.given_mesh, decision.spec))
         for path, decision in known.items()
     ]
-    new = jax.tree.unflatten(jax.tree.structure(state.params), loaded)
+    new = jax.tree.unflatten(jax.tree.structure(state.params), _without_aliases(loaded, jax.tree.leaves(state.extra)))
     begin = setup.jit(setup.tx.init, setup.shardings.opt_state)
     return state.replace(params=new, opt_state=begin(setup.trained(new)))
+
+
+def _without_aliases(arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
+    """Copy each array that shares a buffer with one before it or with `others`: a step donates all of them."""
+
+    def buffers(x: jax.Array) -> set[tuple[int, int]]:
+        return {(s.device.id, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards if s.data.size}
+
+    taken = set[tuple[int, int]]().union(*map(buffers, others))
+    own = []
+    for x in arrays:
+        own.append(jax.jit(jnp.copy, out_shardings=x.sharding)(x) if taken & buffers(x) else x)
+        taken |= buffers(own[-1])
+    return own
+
+
+def _names_of(paths: Sequence[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]], str]:
+    """Return a function from key paths to names; with keys `a/b` and `a: {b}` two paths are the same string."""
+    counts = collections.Counter(map(path_str, paths))
+    return lambda path: path_str(path) if counts[path_str(path)] < 2 else jax.tree_util.keystr(path)
 
 
 def _fitting(path: str, x: Any, leaf: Leaf) -> Any:

@@ -125,9 +125,8 @@ def test_a_window_reaches_back_as_far_as_it_says(ranks, order):
         positions = mc.zigzag(positions[None], 4)[0]
     # The value of a position is its own unit vector, so that a query's output is its weights.
     values = jax.nn.one_hot(positions, 16).reshape(4, 1, 4, 1, 16)
-    options = [
-        {"order": order, "window": window, "tile": tile} for window in (1, 2, 3, 5, 7, 12, 13, 16) for tile in (1, 2)
-    ]
+    windows = (1, 2), (2, 2), (5, 1), (6, 2), (12, 2), (13, 2)
+    options = [{"order": order, "window": window, "tile": tile} for window, tile in windows]
 
     def outputs(qkv):
         return [row.view(kernel(row.axis, **one))(qkv) for one in options]

@@ -100,6 +100,77 @@ def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
     assert "--name" in error
 
 
+BODIES = """
+from __future__ import annotations
+from pathlib import Path
+import numpy as np
+import jax.numpy as jnp
+import optax
+import meshpar as mp
+from meshpar.data import ArrayData
+
+def arrays():
+    return {"x": np.ones((200, 4), np.float32)}
+
+def loss(model, batch, key):
+    return 1.0 * jnp.mean((model(batch["x"]) - 1.0) ** 2), {}
+
+def recipe() -> mp.Recipe:
+    return mp.Recipe(
+        name="bodies", mesh=mp.MeshSpec(data=2), strategy=mp.ddp(), steps=2, batch_size=8, loss=loss,
+        model=mp.from_functions(lambda key: {"w": jnp.ones((4, 8))}, lambda p, x: x @ p["w"]),
+        data=ArrayData(arrays=arrays), optimizer=mp.Optax(make=lambda steps: optax.sgd(1e-3)),
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_other"),
+    [
+        ("optax.sgd(1e-3)", "optax.sgd(9e-1)", True),
+        ("return 1.0 * jnp", "return 2.0 * jnp", True),
+        ("import optax", "import optax  # a comment\n\n", False),
+    ],
+    ids=["optimizer", "loss", "comment"],
+)
+@pytest.mark.parametrize("fields", [(), ("--steps", 4)], ids=["same fields", "more steps"])
+def test_a_run_whose_code_has_changed_needs_a_word_to_go_on(meshpar, tmp_path, old, new, is_other, fields):
+    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
+    recipe.write_text(BODIES)
+    assert meshpar(*train)[0] == 0
+    recipe.write_text(BODIES.replace(old, new))
+    code, _, error = meshpar(*train, *fields)
+    assert code == (2 if is_other else 0)
+    if is_other:
+        assert "the loss, the model, the optimizer or of a library has changed: it was trained with program" in error
+        code, text, _ = meshpar(*train, *fields, "--accept-changes")
+        assert code == 0
+        assert "the code changed since the run began" in text
+        assert meshpar(*train, *fields)[0] == 0  # and is that of the run from now on
+
+
+def test_a_program_is_compared_with_the_fields_that_the_run_had(meshpar, tmp_path):
+    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
+    recipe.write_text(BODIES.replace("lambda steps: optax.sgd(1e-3)", "lambda steps: optax.sgd(1 / steps)"))
+    assert meshpar(*train)[0] == 0
+    assert meshpar(*train, "--steps", 4)[0] == 0  # another program, which follows from the steps
+    code, text, _ = meshpar(*train, "--steps", 4, "--set", "mesh.fsdp=2", "--set", "mesh.data=1")
+    assert code == 0
+    assert "its program cannot be compared with the one that the run began with: mesh.data, mesh.fsdp changed" in text
+
+
+def test_a_run_that_lost_its_recipe_json_needs_a_word_to_go_on(meshpar, tmp_path):
+    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
+    recipe.write_text(BODIES)
+    assert meshpar(*train)[0] == 0
+    (tmp_path / "bodies" / "recipe.json").unlink()
+    code, _, error = meshpar(*train)
+    assert code == 2
+    assert "recipe.json is missing, so that nothing says how its 2 steps were trained" in error
+    assert meshpar(*train, "--accept-changes")[0] == 0
+    assert (tmp_path / "bodies" / "recipe.json").exists()
+
+
 def test_a_run_follows_no_link_that_has_a_name_of_its_own_files(meshpar, tmp_path):
     recipe, run, victim = write_recipe(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "victim"
     victim.write_text('{"step": 0}\n')

@@ -63,8 +63,14 @@ class Pair:
             self.port = free.getsockname()[1]
         self.processes: list[subprocess.Popen] = []
 
-    def start(self, *args: str, odd: dict[str, str] | None = None, odd_args: tuple[str, ...] = ()) -> None:
-        """Both; process 1 with variables and arguments of its own."""
+    def start(
+        self,
+        *args: str,
+        odd: dict[str, str] | None = None,
+        odd_args: tuple[str, ...] = (),
+        odd_folder: Path | None = None,
+    ) -> None:
+        """Start both; process 1 with variables, arguments and a working directory of its own."""
         self.close()
         for number in (0, 1):
             env = {
@@ -81,7 +87,11 @@ class Pair:
             with (self.folder / f"log{number}").open("w") as log:
                 self.processes.append(
                     subprocess.Popen(
-                        [*command, *(odd_args if number else ())], cwd=self.folder, env=env, stdout=log, stderr=log
+                        [*command, *(odd_args if number else ())],
+                        cwd=(odd_folder or self.folder) if number else self.folder,
+                        env=env,
+                        stdout=log,
+                        stderr=log,
                     )
                 )
 
@@ -175,6 +185,32 @@ def test_processes_that_differ_are_told_apart_before_step_0(pair: Pair, what: st
         assert words in log
         assert "Traceback" not in log
     assert not (pair.folder / "runs").exists()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("before", ["nothing", "a folder", "a run there"])
+def test_a_process_without_the_disk_of_the_others_is_named_before_step_0(
+    pair: Pair, tmp_path_factory, before: str
+) -> None:
+    """Another working directory is what another host's own disk is: the same path, and other files."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "recipe.py").write_text(RECIPE)
+    if before != "nothing":
+        (other / "runs" / "pod").mkdir(parents=True)
+    if before == "a run there":
+        pair.start("--steps", "3")
+        assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
+    left = sorted(pair.folder.rglob("*"))
+    pair.start("--fresh", odd_folder=other)
+    for number in (0, 1):
+        assert pair.exit_of(number) == 2, pair.log(number)
+        assert "meshpar: process 1 of 2 (on " in pair.log(number)
+        assert "the file that process 0 wrote there is missing on this host" in pair.log(number)
+        assert "Traceback" not in pair.log(number)
+    assert [path for path in sorted(pair.folder.rglob("*")) if not path.name.startswith(("reading", "log"))] == [
+        path for path in left if not path.name.startswith(("reading", "log"))
+    ]
+    assert not [path for path in other.rglob("*") if path.is_file() and path.name not in ("recipe.py", "reading1")]
 
 
 @pytest.mark.matrix

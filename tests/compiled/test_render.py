@@ -10,6 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.compiled import render
+from meshpar.compiled.clock.bracket import Bracket
 from meshpar.compiled.clock.prediction import Compute, Overlap
 from meshpar.compiled.holding import Promise
 from meshpar.compiled.lint import Finding
@@ -127,6 +128,47 @@ def test_lines_fit_the_width_and_numbers_stay_whole(reports, name, columns):
     for total in reports[name].totals.values():
         for one in total.values():
             assert render.human_bytes(one.bytes_sent_per_device) in text
+
+
+def timed(report, step_s, low_s, high_s, **changes):
+    """The report with a predicted step, its range and other changes."""
+    bracket = Bracket(low_s=low_s, high_s=high_s, sources=("data sheets",))
+    compute = dataclasses.replace(
+        report.compute, predicted_step_s=step_s, bracket=bracket, bound="compute", utilisation=0.87
+    )
+    return dataclasses.replace(report, compute=compute, **changes)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "low_s", "says"),
+    [
+        (
+            0.0388,
+            0.0382,
+            "a step takes 38.2 ms to 57.8 ms, 38.8 ms in the simulated schedule, bound by compute, 87% model",
+        ),
+        (0.0300, 0.0382, "a step takes 38.2 ms to 57.8 ms, bound by compute"),
+        (0.0600, 0.0382, "a step takes 38.2 ms to 57.8 ms, bound by compute"),
+    ],
+)
+def test_the_headline_gives_one_range_and_no_time_outside_it(report, step_s, low_s, says):
+    speed = render.headline(timed(report, step_s, low_s, 0.0578))[-1]
+    assert speed.text.startswith(says)
+    assert "at best" not in speed.text
+    assert speed.style == ""
+
+
+def test_a_finding_that_invalidates_the_headline_stands_in_it(report):
+    wide = Finding(
+        rule="wide-compute", module="", source="model.py:3", nbytes=0, fix="give the embedding a dtype",
+        what="100% of the matmul FLOPs are in float32",
+    )  # fmt: skip
+    other = dataclasses.replace(wide, rule="slow-axis", what="a slow axis")
+    *_, speed, finding = render.headline(timed(report, 0.0388, 0.0382, 0.0578, findings=(other, wide)))
+    assert speed.style == "warn"
+    assert finding.style == "bad"
+    assert "100% of the matmul FLOPs are in float32" in finding.text
+    assert "100% of the matmul FLOPs" not in " ".join(cell.text for cell in render.headline(report))
 
 
 def test_unexpected_collectives_come_first_with_their_line_and_fix(reports):

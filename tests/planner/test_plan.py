@@ -677,8 +677,10 @@ def test_plans_are_values(plans, tmp_path):
     changed = dataclasses.replace(again, plans=again.plans[1:])
     assert changed.diff(again)[0] == f"only there: {plans[0].layout.label}"
     shown = str(plans)
-    for text in ("the best 3 layouts of", "an assumed 65% of the data sheet's peak", "begin with ddp()"):
+    for text in ("the best 3 layouts of", "an assumed 65% of the data sheet's peak", "ddp() is the simplest"):
         assert text in shown
+    assert plans.advice[-1] == f"start with plan 1: {plans[0].layout.label}", "the table and the advice agree"
+    assert "begin with" not in shown
     with pytest.raises(mp.MeshparError, match="it remembers no model"):
         again.why_not(mesh="fsdp=8")
     with pytest.raises(mp.MeshparError, match="`nope`, but there is no such preset"):

@@ -826,3 +826,30 @@ def test_one_fingerprint_a_leaf(setup):
     found = checkpoint._fingerprints(checkpoint._leaves(state), setup)
     assert len(found) == len(jax.tree.leaves(state))
     assert all(type(fingerprint) is int and 0 <= fingerprint < 2**32 for fingerprint in found)
+
+
+@pytest.mark.parametrize("dtype", [None, "int8"])
+def test_parameters_without_elements_are_saved_and_restored(dtype, tmp_path):
+    def init(key):
+        return {"w": jax.random.normal(key, (8, 8)), "none": jnp.zeros((0, 8)), "thin": jnp.zeros((8, 0), jnp.bfloat16)}
+
+    def apply(params, x):
+        return mp.constrain(x, "batch", None) @ params["w"] + params["none"].sum() + params["thin"].sum()
+
+    model, tx = mp.from_functions(init, apply), optax.adam(1e-2)
+    tx = tx if dtype is None else mp.moments_in(tx, dtype)
+    arguments = {"mesh": mp.MeshSpec(fsdp=8).build(), "strategy": mp.fsdp(min_bytes=0)}
+    step = mp.train_step(lambda model, batch, key: ((model(batch) ** 2).mean(), {}))
+    state, _ = step(mp.init_state(model, tx, key=0, **arguments), np.ones((8, 8), np.float32))
+    like = mp.abstract_state(model, tx, **arguments)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        restored = checkpoints.restore(like).state
+        weights = checkpoints.restore(like, weights_only=True).state.params
+    jax.tree.map(np.testing.assert_array_equal, restored.params, state.params)
+    jax.tree.map(np.testing.assert_array_equal, restored.opt_state, state.opt_state)
+    jax.tree.map(np.testing.assert_array_equal, weights, state.params)
+    jax.tree.map(lambda x, y: x.sharding == y.sharding or pytest.fail(str(x)), restored.params, state.params)
+    assert checkpoint.damage_of(tmp_path, 1) is None
+    assert checkpoint.read_leaf(tmp_path, checkpoint.read_index(tmp_path, 1), "params/none").shape == (0, 8)
+    step(restored, np.ones((8, 8), np.float32))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import pytest
 
 from meshpar.sharding.types import MeshparError
-from meshpar.training.coordination import Pod, StopAgreement, flatten, this_pod
+from meshpar.training import coordination
+from meshpar.training.coordination import Pod, StopAgreement, check_shared, flatten, this_pod
 
 
 class Store:
@@ -159,3 +162,62 @@ def test_when_it_is_closed_no_thread_is_inside_the_client(monkeypatch):
     assert asked.wait(60)
     agreement.close()
     assert not agreement._thread.is_alive()
+
+
+def shared(*folders: Path) -> list[str | None]:
+    """Return each process's error of `check_shared`, None without one; each has a folder of its own."""
+    store = Store()
+
+    def process(number: int) -> str | None:
+        try:
+            check_shared(Pod(store, process_id=number, num_processes=len(folders)), folders[number])
+        except MeshparError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(folders)) as pool:
+        return list(pool.map(process, range(len(folders))))
+
+
+def test_a_folder_that_all_see_is_made_and_holds_nothing_afterwards(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "pod"
+    assert shared(folder, folder, folder) == [None] * 3
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs", folder]
+
+
+@pytest.mark.parametrize("other", ["missing", "a folder", "a file", "a broken link", "no way to write"])
+def test_a_process_that_does_not_share_the_folder_is_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    monkeypatch.setattr(coordination, "_SEEN_S", 0.2)
+    folder, odd = tmp_path / "runs" / "pod", tmp_path / "odd"
+    if other == "a folder":
+        odd.mkdir()
+    if other == "a file":
+        odd.touch()
+    if other == "a broken link":
+        odd.symlink_to("nowhere")
+    if other == "no way to write":
+        odd = folder
+        touch = Path.touch
+
+        def of_process_1(path: Path, *args: object) -> None:
+            if path.suffix == ".1":
+                raise OSError(30, "Read-only file system")
+            touch(path)
+
+        monkeypatch.setattr(Path, "touch", of_process_1)
+    before = sorted(tmp_path.rglob("*"))
+    said = shared(folder, odd, folder)
+    assert said[0].startswith(f"process 1 of 3 (on {os.uname().nodename}): asked to share the folder ")
+    assert ("Read-only" if other == "no way to write" else "directory" if other == "a file" else "missing") in said[0]
+    assert {text.partition(", but")[2] for text in said} == {said[0].partition(", but")[2]}
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_process_0_cannot_make_is_reported_by_all(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    said = shared(*[tmp_path / "runs" / "pod"] * 2)
+    assert said[0] == said[1]
+    assert said[0].startswith("process 0 of 2")
+    assert "Not a directory" in said[0]

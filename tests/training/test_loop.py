@@ -107,6 +107,12 @@ def run(steps=5, *, hooks=(), step=None, state=None, batches=None, **options):
     return fit(step or FakeStep(), state or State(), batches or forever(), steps=steps, hooks=hooks, **options)
 
 
+@pytest.mark.parametrize("wrong", [(State(), FakeStep()), (None, State()), (FakeStep(), FakeStep()), (5, None)])
+def test_swapped_arguments_of_fit_are_refused(wrong):
+    with pytest.raises(MeshparError, match=r"fit: .*first argument is a .*mp.fit\(step, state, batches, steps=...\)"):
+        fit(*wrong, [], steps=1)
+
+
 def test_a_step_is_read_when_two_more_are_dispatched():
     assert STEPS_IN_FLIGHT == 2
     step = FakeStep()

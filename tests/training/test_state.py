@@ -168,3 +168,47 @@ def test_a_state_is_a_pytree_whose_setup_is_not_a_leaf():
     assert len(jax.tree.leaves(state)) == 3 + (3 + 3 + 1) + 3
     assert jax.tree.map(lambda x: x, state).setup is state.setup
     assert state.num_params == NUM_PARAMS
+
+
+def test_weights_are_loaded_where_two_paths_are_the_same_string():
+    params = {"a/b": np.full((8, 8), 2, np.float32), "a": {"b": np.full((8, 8), 3, np.float32)}}
+    model = mp.from_functions(
+        lambda key: jax.tree.map(jnp.ones_like, params), lambda params, x: x @ params["a/b"] @ params["a"]["b"]
+    )
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(data=8).build(), strategy=mp.ddp(), key=0)
+    jax.tree.map(np.testing.assert_array_equal, mp.load_params(state, params).params, params)
+    with pytest.raises(mp.MeshparError, match=r"load_params, `\['a'\]\['b'\]`.*find weights for it"):
+        mp.load_params(state, {"a/b": params["a/b"]})
+
+
+def test_two_parameters_of_one_path_that_are_sharded_unlike_are_refused():
+    params = {"a/b": jnp.ones((8, 8)), "a": {"b": jnp.ones((16, 3))}}
+    model = mp.from_functions(lambda key: params, lambda params, x: x)
+    with pytest.raises(mp.MeshparError, match="two parameters of path `a/b`.*rename one"):
+        mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=0))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_frozen_reference_is_loaded_as_a_copy_of_the_trained_weights(again):
+    def init(key):
+        return {name: {"w": jax.random.normal(key, (8, 8))} for name in ("policy", "ref")}
+
+    def apply(params, x):
+        x = mp.constrain(x, "batch", None)
+        return x @ params["policy"]["w"] - x @ params["ref"]["w"] + 1
+
+    state = mp.init_state(
+        mp.from_functions(init, apply), optax.adam(0.1), mesh=mp.MeshSpec(fsdp=8).build(),
+        strategy=mp.fsdp(min_bytes=0), key=0, trainable="policy/.*",
+    )  # fmt: skip
+    step = mp.train_step(lambda model, batch, key: ((model(batch) ** 2).mean(), {}))
+    batch = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    state, _ = step(state, batch)
+    loaded = mp.load_params(state, {**state.params, "ref": state.params["policy"]})
+    if again:  # the arrays of the loaded state are its own
+        loaded = mp.load_params(loaded, {**loaded.params, "ref": loaded.params["policy"]})
+    before = jax.device_get(loaded.params)
+    loaded, metrics = step(loaded, batch)
+    assert float(metrics["loss"]) == 1  # both compute the same
+    np.testing.assert_array_equal(loaded.params["ref"]["w"], before["policy"]["w"])
+    assert (np.asarray(loaded.params["policy"]["w"]) != before["policy"]["w"]).any()

@@ -247,7 +247,7 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
         return dropped.sum() + noisy.sum(), {}
 
     model = mp.from_nnx(Dropping)
-    assert model.random_keys() >= {"dropout/rngs/key", "moving"}
+    assert model.random_keys().keys() >= {"dropout/rngs/key", "moving"}
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
     step = mp.train_step(linear, accumulate=2, accumulate_mode=mode, loss_is="mean_over_examples")
     masks, noises = set(), set()
@@ -330,7 +330,7 @@ def test_batch_statistics_are_those_of_the_global_batch(model):
 
 @pytest.mark.parametrize("engine", ["once", "quantize"])
 def test_other_state_of_a_model_is_averaged_over_devices(engine):
-    """Without batch statistics, a model with variables and random streams of its own trains with these engines."""
+    """Models with variables and random streams, but no batch statistics, train with these engines."""
     spec, strategy, options = LOCAL_ROWS[engine]
     state = make_state(spec, strategy, model=mp.from_nnx(WithoutNorm))
     state, _ = mp.train_step(lambda model, x, key: (model(x).mean(), {}), **options)(state, INPUTS)
@@ -339,7 +339,7 @@ def test_other_state_of_a_model_is_averaged_over_devices(engine):
 
 
 def masked_stack() -> mp.Model:
-    """Two layers that keep their input, then a matrix by which the gradient of a row is the row's mask."""
+    """Two identity layers, then a matrix."""
 
     def apply(params, x):
         x = mp.scan_layers(lambda x, one: x * one["kernel"], x, params["layers"])
@@ -365,7 +365,7 @@ BY_ENGINE = {
 
 @pytest.mark.parametrize("engine", BY_ENGINE)
 def test_the_random_key_of_the_loss_differs_by_micro_step_and_by_device(engine):
-    """Each row of the batch is one-hot, so that the gradient of a row of the matrix is the row's dropout mask."""
+    """The batch is one-hot, so the gradient of a matrix row is the dropout mask of an example."""
 
     def dropped(model, batch, key):
         y = model(batch["row"])
@@ -451,7 +451,7 @@ def test_a_donated_state_cannot_be_used_again(again):
         "bound": lambda state: state.bound(),
         "load_params": lambda state: mp.load_params(state, new.params),
     }
-    for state in (used, new.replace(params=used.params)):  # also one that shares some of the buffers
+    for state in (used, new.replace(params=used.params)):  # the second shares only the parameters
         with pytest.raises(mp.MeshparError, match=r"deleted or donated.*`state, metrics = step\(state, batch\)`"):
             calls[again](state)
 
