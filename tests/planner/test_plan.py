@@ -790,7 +790,7 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
     with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* take about \d+ nodes"):
         mp.plan(CONFIG, tokens(16, 64), cluster)
-    for named, text in (("h1000:1x8", "h100"), ("h100:0x8", "a cluster has at least one")):
+    for named, text in (("h1000:1x8", "h100"), ("h100:0x8", "0 nodes, but it is a whole number from 1")):
         with pytest.raises(mp.MeshparError, match=text):
             mp.plan(CONFIG, tokens(16, 64), named)
     with pytest.raises(mp.MeshparError, match="it is a whole number from 1 on"):
@@ -919,7 +919,7 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--set=accumulate=2")
     assert code == 2
     assert "plan with your own `accumulate`" in error
-    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", "")
+    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", " ")
     assert code == 2
     assert "it names the axes of one" in error
     code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
