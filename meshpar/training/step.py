@@ -42,7 +42,7 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.batch import as_given, as_rows, check_batch, lying, without_whole
+from meshpar.training.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
 from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
 from meshpar.training.options import StepOptions
 from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
@@ -92,10 +92,16 @@ class _Program:
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         raise AssertionError("a program says how it is jitted")
 
+    def _taking(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
+        """The jitted function, and the batch as it takes it."""
+        sharding = state.setup.batch_sharding
+        batch = with_auto_types(as_rows(batch, sharding, state.setup.strategy.activations))
+        program = self.jitted(state, batch)  # which checks the batch
+        return program, resharded(batch, sharding)
+
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
-        program = self.jitted(state, batch)
+        program, batch = self._taking(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
             self._tell(state.setup, _traced(program.trace, state, batch))
@@ -111,15 +117,15 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
-        return _traced(self.jitted(state, batch).trace, state, batch)
+        program, batch = self._taking(state, batch)
+        return _traced(program.trace, state, batch)
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract. Compiled by `.compile()` it is
         compiled once, without rounds of latencies."""
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
-        return _traced(self.jitted(state, batch).lower, state, batch)
+        program, batch = self._taking(state, batch)
+        return _traced(program.lower, state, batch)
 
 
 def _traced(trace: Callable[[TrainState, PyTree], Any], state: TrainState, batch: PyTree) -> Any:
