@@ -401,6 +401,8 @@ def _prepared(folder: Path, recipe: Recipe, setup: Setup, *, fresh: bool, screen
             _write(folder / "sharding.json", setup.table.to_json())
             (folder / "sharding.txt").write_text(f"{setup.table}\n", encoding="utf-8")
         barrier("meshpar: folder prepared")
+        if (watch := watchdog.current()) is not None:
+            watch.log = folder / f"process-{jax.process_index()}.log"
         yield
 
 
