@@ -865,7 +865,9 @@ def _patient_orbax() -> None:
             return await work
         except Exception as error:
             if threading.current_thread() is not threading.main_thread():  # where what is restored is read
-                write_failed(_problem_of("write a checkpoint in the background", error))
+                late = _problem_of("write a checkpoint in the background", error)
+                late.__cause__ = error
+                write_failed(late)
             raise
         finally:
             while others := asyncio.all_tasks() - before:
