@@ -44,8 +44,10 @@ class MeanLoss:
     total: jax.Array
     """Scalar: the weighted sum of the losses of examples or tokens."""
     weight: jax.Array | float
-    """Scalar, at least 0: the sum of the weights. It follows from the batch and the random key, not from parameters,
-    and has no gradient. A step whose global weight is 0 has loss 0 and leaves the state as it is."""
+    """Scalar, at least 0: the sum of the weights of the examples in `total`. It follows from the batch and the random
+    key, not from parameters, and has no gradient. For a constant divisor, use `SumLoss(total / constant)`. If the global
+    weight is 0, the loss is 0 (apart from losses that the model reports), and the state does not change. A negative or
+    infinite weight gives nan."""
 
 
 @jax.tree_util.register_dataclass
@@ -133,8 +135,9 @@ class LossTerms:
         if isinstance(loss, MeanLoss):
             weight = loss.weight
             everywhere = weight if normalizer.total_weight is None else normalizer.total_weight
-            divisor = jnp.where(everywhere > 0, everywhere, 1).astype(loss.total.dtype)
-            value = jnp.where(everywhere > 0, loss.total * num_parts / divisor, 0)
+            is_valid = (everywhere > 0) & jnp.isfinite(everywhere)
+            divisor = jnp.where(is_valid, everywhere, 1).astype(loss.total.dtype)
+            value = jnp.where(is_valid, loss.total * num_parts / divisor, jnp.where(everywhere == 0, 0, jnp.nan))
             share = weight.astype(divisor.dtype) * num_parts / divisor
             # The mean over a part or a batch without weight may be 0 / 0.
             metrics = {name: x if is_counted(x) else jnp.where(weight > 0, x * share, 0) for name, x in metrics.items()}
@@ -247,6 +250,7 @@ def normalizer_of(
             f'for a mean over examples that count the same, write `train_step(..., loss_is="{MEAN_OVER_EXAMPLES}")`',
         )
     if not isinstance(out.loss, MeanLoss):
+        _check_constant(where, getattr(out.loss, "weight", None), num_parts, part)
         return Normalizer(num_parts)
     weight, reads = _first_output(closed)
     num_args = len(jax.tree.leaves(args))
@@ -263,6 +267,18 @@ def normalizer_of(
 
     total = jax.vmap(weight_of)(rows, keys).sum()
     return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)
+
+
+def _check_constant(where: str, weight: float | None, num_parts: int, part: PyTree) -> None:
+    """Check that a weight that is a Python number grows with the examples, so that those of parts add up."""
+    num_examples = max((np.shape(x)[0] for x in jax.tree.leaves(part) if np.ndim(x)), default=1)
+    if weight is not None and weight % num_examples:
+        raise problem(
+            f"MeanLoss(weight={weight}), under {where}",
+            f"add up the weights of {num_parts} parts of {num_examples} examples",
+            "a constant is counted once for each part",
+            f"return mp.SumLoss(total / {weight}) for a constant divisor, or a weight that sums over examples",
+        )
 
 
 def _first_output(closed: ClosedJaxpr) -> tuple[Callable[..., jax.Array], list[bool]]:
