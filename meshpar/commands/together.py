@@ -34,12 +34,14 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     if here is None or watch is None:
         yield
         return
+    watch.keep_native_text()
     if (signals := interrupts.current()) is not None:
         signals.farewell = watch.interrupted
     code = 0
 
     def failed(error: MeshparError) -> None:
-        watch.say(str(error))
+        if watchdog.is_own(error):
+            watch.say(str(error))
         watch.failed(error)
 
     checkpoint.told_of_failed_writes.append(failed)
@@ -91,13 +93,24 @@ def version_of(package: str) -> str:
 
 
 def _end(watch: watchdog.Watchdog, error: Exception) -> None:
-    """Say what went wrong, tell the others, and end: what jax does at exit would wait for them for minutes."""
+    """Say what went wrong, tell the others, and end: what jax does at exit would wait for them for minutes.
+
+    If a message to another process failed, that process may be gone. Then the verdict, which names it, comes first.
+    """
+    own = watchdog.is_own(error)
+    if own:
+        _say(watch, error)
+    watch.failed(error)
+    watch.wait_to_leave()
+    if not own:
+        _say(watch, error)
+    os._exit(watchdog.MISTAKE_CODE if own and isinstance(error, MeshparError) else watchdog.EXIT_CODE)
+
+
+def _say(watch: watchdog.Watchdog, error: Exception) -> None:
+    watch.show_native_text()
     if "--traceback" in sys.argv:
         traceback.print_exception(error)
     else:
         shown = error if isinstance(error, MeshparError) else unexpected(error, command="meshpar train")
         print(f"meshpar: {shown}", file=sys.stderr, flush=True)
-    watch.failed(error)
-    watch.wait_to_leave()
-    own = isinstance(error, MeshparError) and watchdog.is_own(error)
-    os._exit(watchdog.MISTAKE_CODE if own else watchdog.EXIT_CODE)

@@ -434,6 +434,8 @@ def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, 
             _write(folder / "sharding.json", setup.table.to_json())
             replace_file(folder / "sharding.txt", f"{setup.table}\n")
         barrier("meshpar: folder prepared")
+        if (watch := watchdog.current()) is not None:
+            watch.log = folder / f"process-{jax.process_index()}.log"
         yield
 
 

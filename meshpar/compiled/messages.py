@@ -97,7 +97,12 @@ def _heir(reading: int) -> subprocess.Popen[bytes] | None:
     """The shell; None where there is none, or no process may be started: then what is caught ends with this one."""
     try:
         # In a group of its own: a terminal's Ctrl-C is not for it.
-        how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": 2, "stderr": reading, "process_group": 0}
+        how: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": interrupts.standard_error(),
+            "stderr": reading,
+            "process_group": 0,
+        }
         heir = subprocess.Popen(["sh", "-c", _TOLD_AT_ITS_END], **how)
     except OSError:
         return None

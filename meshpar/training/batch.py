@@ -99,6 +99,22 @@ def lying(batch: PyTree, sharding: NamedSharding) -> PyTree:
     return jax.tree.map(lambda x: whole if is_whole(x) else sharding, batch, is_leaf=is_whole)
 
 
+def resharded(batch: PyTree, sharding: NamedSharding) -> PyTree:
+    """Put arrays that are on devices in another layout into the one in which a step takes them."""
+
+    def put(x: Any, to: NamedSharding) -> Any:
+        laid = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        # An array that is not committed to its devices goes where the step wants it by itself.
+        if laid is None or not getattr(x, "committed", True) or laid.is_equivalent_to(to, np.ndim(x)):
+            return x
+        return (
+            jax.device_put(x, to) if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+        )
+
+    layout = lying(batch, sharding)
+    return jax.tree.map(lambda x: put(x, layout), batch) if layout is sharding else jax.tree.map(put, batch, layout)
+
+
 def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules = Rules()) -> PyTree:  # noqa: B008
     """The batch, its scalars and keys as `ForAllRows`, and as `Whole` what rules say; what a step is traced with."""
     if rules.inputs:

@@ -503,9 +503,13 @@ def _check_files(folder: Any) -> None:
 
 def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Read arrays by path; those without elements are made, because orbax does not store them."""
-    empty = {path: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for path, x in like.items() if not x.size}
+    empty = {path: _zeros(x) for path, x in like.items() if not x.size}
     stored = _stored_arrays(folder, {path: x for path, x in like.items() if x.size})
     return {path: empty[path] if path in empty else stored[path] for path in like}
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda at: np.zeros(like.shape, like.dtype)[at])
 
 
 def _stored_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -861,7 +865,9 @@ def _patient_orbax() -> None:
             return await work
         except Exception as error:
             if threading.current_thread() is not threading.main_thread():  # where what is restored is read
-                write_failed(_problem_of("write a checkpoint in the background", error))
+                late = _problem_of("write a checkpoint in the background", error)
+                late.__cause__ = error
+                write_failed(late)
             raise
         finally:
             while others := asyncio.all_tasks() - before:

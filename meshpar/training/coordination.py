@@ -31,6 +31,7 @@ WAIT_S = 86_400.0
 """Seconds for which a process waits for another that lives: one may read text for long. The dead and the stuck are the
 watchdog's."""
 _ASK_S = 5.0
+_CONNECT_S = 2.0
 _ANSWER_S = 60.0
 _TURN_S = 0.05
 POLL_S = 1.0
@@ -53,10 +54,22 @@ class Client(Protocol):
 class Pod:
     """This process among those of a pod, and the store they share."""
 
-    def __init__(self, client: Client, *, process_id: int, num_processes: int) -> None:
-        self._client = client
+    def __init__(self, client: Client, *, process_id: int, num_processes: int, coordinator: str | None = None) -> None:
+        self._client, self.coordinator = client, coordinator
         self.process_id, self.num_processes = process_id, num_processes
         self._times: collections.Counter[str] = collections.Counter()
+
+    def is_coordinator_gone(self) -> bool:
+        """Return whether nothing listens at the coordinator's address any more. A stopped process still does."""
+        host, _, port = (self.coordinator or "").rpartition(":")
+        try:
+            if host:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return False
 
     def put(self, key: str, value: Any) -> None:
         """Set a key to a JSON value, whatever it was before."""
@@ -357,7 +370,8 @@ def this_pod() -> Pod | None:
     if client is None or number is None or number < 2:
         return None
     if _pod is None or _pod[0] is not client:
-        _pod = (client, Pod(client, process_id=global_state.process_id, num_processes=number))
+        place = {"process_id": global_state.process_id, "num_processes": number}
+        _pod = (client, Pod(client, **place, coordinator=global_state.coordinator_address))
     return _pod[1]
 
 

@@ -132,6 +132,12 @@ def current() -> Watch | None:
     return owner if isinstance(owner, Watch) else None
 
 
+def standard_error() -> int:
+    """Return the file number of the standard error that a command began with; 2 elsewhere."""
+    watch = current()
+    return 2 if watch is None else watch._stderr
+
+
 def exit_code() -> int:
     """Of a command that a signal has ended, its own or another process's of the pod: 128 and the signal's number."""
     watch = current()

@@ -265,12 +265,14 @@ class TrainState:
     def bound(self) -> Any:
         """The model with these parameters, as a loss function is given it.
 
-        Where jax's own context holds a mesh, it is called on Auto axes of the state's. What it gives has the types of
-        the mesh as given, if that is the context's and has any, and lies as the batch where its rows divide.
+        If the mesh has Explicit axes, or jax's own context holds a mesh, the model is called on Auto axes of the
+        state's mesh. If the context holds the mesh as given, outputs have its types and the layout of the batch where
+        their first dim divides.
         """
         check_state("state.bound()", self)
         bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
-        return bound if jax.sharding.get_abstract_mesh().empty else calling(bound, self.setup.called)
+        is_plain = jax.sharding.get_abstract_mesh().empty and not is_typed(self.setup.given_mesh)
+        return bound if is_plain else calling(bound, self.setup.called)
 
 
 def check_state(where: str, state: Any) -> None:

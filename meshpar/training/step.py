@@ -42,7 +42,7 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.batch import as_given, as_rows, check_batch, lying, without_whole
+from meshpar.training.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
 from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
 from meshpar.training.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, SumLoss
 from meshpar.training.options import StepOptions
@@ -93,11 +93,17 @@ class _Program:
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         raise AssertionError("a program says how it is jitted")
 
+    def _taking(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
+        """Return the jitted function, and the batch in the layout that it takes."""
+        check_state("step(state, batch)", state)
+        sharding = state.setup.batch_sharding
+        batch = with_auto_types(as_rows(batch, sharding, state.setup.strategy.activations))
+        program = self.jitted(state, batch)  # which checks the batch
+        return program, resharded(batch, sharding)
+
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        check_state("step(state, batch)", state)
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
-        program = self.jitted(state, batch)
+        program, batch = self._taking(state, batch)
         if state.setup not in self._told:
             self._told.add(state.setup)
             self._tell(state.setup, _traced(program.trace, state, batch))
@@ -113,17 +119,15 @@ class _Program:
     @apart()
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """The traced program, as `jax.jit(...).trace` gives it; arrays may be abstract, and the mesh too."""
-        check_state("step(state, batch)", state)
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
-        return _traced(self.jitted(state, batch).trace, state, batch)
+        program, batch = self._taking(state, batch)
+        return _traced(program.trace, state, batch)
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract. Compiled by `.compile()` it is
         compiled once, without rounds of latencies."""
-        check_state("step(state, batch)", state)
-        batch = with_auto_types(as_rows(batch, state.setup.batch_sharding, state.setup.strategy.activations))
-        return _traced(self.jitted(state, batch).lower, state, batch)
+        program, batch = self._taking(state, batch)
+        return _traced(program.lower, state, batch)
 
 
 def _traced(trace: Callable[[TrainState, PyTree], Any], state: TrainState, batch: PyTree) -> Any:

@@ -3,6 +3,7 @@
     main thread   entered(step), busy("saves")          two assignments a step, no message
     talker        every two seconds: put(beat), read the verdict; process 0 reads all beats and gives the verdict
     guard         ends this process when process 0, where the service lives, does not answer any more
+    on SIGABRT    the service's client aborts this process when process 0 is gone: name process 0 first, then end
 
 A process is lost when its beats stop (it died, or was stopped by a signal), or when they go on while it stays behind
 the others in a step for too long. What may take long and is no stall says so: `busy`.
@@ -11,14 +12,17 @@ the others in a step for too long. What may take long and is no stall says so: `
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -127,8 +131,11 @@ class Watchdog:
     Args:
       pod: whose processes watch each other.
       stall_s: seconds after which a process is lost.
-      leave: how this process ends; by default stacks are dumped on standard error and it exits.
+      leave: how this process ends; by default it says why, dumps stacks into `log` and exits.
     """
+
+    log: Path | None = None
+    """The file for stacks, in the run folder; standard error before there is one."""
 
     def __init__(self, pod: Pod, *, stall_s: float = STALL_S, leave: Callable[[str], None] | None = None) -> None:
         self._pod, self.stall_s, self._leave = pod, stall_s, leave or self._dump_and_exit
@@ -143,6 +150,10 @@ class Watchdog:
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._answers = True
+        self._leaving = threading.Lock()
+        self._native: int | None = None
+        self._native_seen = self._native_shown = 0
+        self._on_abort: Any = None
 
     def start(self) -> None:
         """Begin to tell and to watch, in threads of their own."""
@@ -151,6 +162,39 @@ class Watchdog:
         for run in (self._talk, *(() if self._judge else (self._guard,))):
             self._threads.append(threading.Thread(target=run, name="meshpar-watchdog", daemon=True))
             self._threads[-1].start()
+
+    def keep_native_text(self) -> None:
+        """Show what C++ writes on standard error a few seconds late: an abort can be explained before its stack.
+
+        Python's own text is not delayed.
+        """
+        sys.stderr.flush()
+        with tempfile.TemporaryFile() as file:
+            self._native = os.dup(file.fileno())
+        os.dup2(self._native, 2)
+        shown = os.dup(self._stderr)
+        sys.stderr = open(shown, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115
+        # A handler of Python's would run after the abort.
+        self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborts)
+        ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
+
+    def _aborts(self, number: int) -> None:
+        deadline = time.monotonic() + BEAT_S  # a process that dies closes its sockets one after another
+        while self._judge is None and time.monotonic() < deadline:
+            if self._pod.is_coordinator_gone():
+                self._go_without_coordinator()
+            time.sleep(BEAT_S / 10)
+        self.show_native_text()
+        faulthandler.dump_traceback(file=self._stderr, all_threads=True)
+
+    def show_native_text(self, *, late: bool = False) -> None:
+        """Show what C++ has written; `late`: only what it had written at the call before."""
+        if self._native is not None:
+            size = os.fstat(self._native).st_size
+            end = self._native_seen if late else size
+            with contextlib.suppress(OSError):
+                os.write(self._stderr, os.pread(self._native, end - self._native_shown, self._native_shown))
+            self._native_seen, self._native_shown = size, end
 
     def entered(self, step: int) -> None:
         """The main thread has dispatched so many steps."""
@@ -235,6 +279,7 @@ class Watchdog:
 
     def _talk(self) -> None:
         while not self._ended.wait(BEAT_S):
+            self.show_native_text(late=True)
             try:
                 self._beat()
                 for who, number in self._pod.below("interrupted").items():
@@ -243,6 +288,9 @@ class Watchdog:
                 self._heard_at = time.monotonic()
             except Exception:
                 if self._place[1] == "done":
+                    return
+                if self._judge is None and self._pod.is_coordinator_gone():
+                    self._go_without_coordinator()
                     return
                 continue  # the guard counts the seconds
             if verdict is not None:
@@ -289,7 +337,15 @@ class Watchdog:
         if self._judge is not None:
             self._wait_for_the_others()
 
+    def _go_without_coordinator(self) -> None:
+        self._answers = False
+        name = f"process 0 of {self._pod.num_processes}, the coordinator at {self._pod.coordinator},"
+        self._go(f"{name} is gone: it died, or it was killed")
+
     def _go(self, verdict: str) -> None:
+        if not self._leaving.acquire(blocking=False):
+            self._ended.wait()  # another thread ends this process
+            return
         self._leave(f"{verdict}. All processes end; what was saved is whole, and the same command goes on from there.")
         self._ended.set()
 
@@ -309,10 +365,28 @@ class Watchdog:
             with contextlib.suppress(OSError):
                 self.say(text)
                 if code != MISTAKE_CODE:  # which is told, and in none of this process's stacks
-                    faulthandler.dump_traceback(file=self._stderr, all_threads=True)
+                    self._write_stacks()
         if self._answers:
             self._see_all_leave()  # when all is said: the client of one that is still here aborts it without process 0
         self._exit(code)
+
+    def _write_stacks(self) -> None:
+        """Write the error met here, the stacks of all threads, and what C++ has written last."""
+        to = self._stderr
+        with contextlib.suppress(OSError):
+            if self.log is not None:
+                to = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        if self._failed is not None:
+            os.write(to, f"{self._failed['text']}\n\n".encode())
+        faulthandler.dump_traceback(file=to, all_threads=True)
+        if self._native is not None:
+            size = os.fstat(self._native).st_size - self._native_shown
+            os.write(to, os.pread(self._native, size, self._native_shown))
+        if to != self._stderr:
+            os.close(to)
+            os.write(
+                self._stderr, f"meshpar: the stacks of process {self._pod.process_id} are in {self.log}\n".encode()
+            )
 
     def _exit(self, code: int) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import threading
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -639,6 +640,13 @@ def test_a_linen_module_takes_its_methods_and_arguments():
     x = jnp.ones((2, 3))
     np.testing.assert_allclose(bound(x, double=True), bound(x) * 2)
     np.testing.assert_allclose(bound(x, method="half") * 2, bound(x))
+
+
+def test_a_linen_parameter_of_another_shape_is_still_an_error_in_a_step(mesh):
+    """Only shards of the full shape pass flax's check."""
+    state = mp.init_state(mp.from_linen(nn.Dense(4), X_4), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
+    with pytest.raises(flax.errors.ScopeParamShapeError):
+        mp.train_step(_square)(state, X_4[:, :2])
 
 
 class Forwards(nn.Module):

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from tests.equal import mesh_of
@@ -119,3 +121,54 @@ def test_explain_counts_what_is_whole_on_every_device():
     rest = report.memory.batch_bytes - cut // 8
     table = batch()["table"].nbytes
     assert table <= rest < table + 64, "the scalar and the key once for each graph"
+
+
+MODEL = mp.from_functions(
+    lambda key: {"w": jax.random.normal(key, (4, 4)), "rows": jax.random.normal(key, (16, 4))},
+    lambda params, x: x @ params["w"] + params["rows"].sum(),
+)
+
+
+def with_bias(model, batch, key):
+    return ((model(mp.constrain(batch["x"], "batch", None)) + batch["bias"].sum()) ** 2).mean(), {}
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_arrays_on_devices_in_another_layout_are_resharded(explicit):
+    mesh = mp.MeshSpec(fsdp=8).build()
+    if explicit:
+        kinds = (jax.sharding.AxisType.Explicit,) * len(mesh.axis_names)
+        mesh = jax.sharding.Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+    strategy = mp.fsdp(min_bytes=0) | mp.Rules(inputs={"bias": mp.replicated})
+    state = mp.init_state(MODEL, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
+    evaluate, step = mp.eval_step(with_bias), mp.train_step(with_bias)
+    rng = np.random.default_rng(0)
+    x, bias = rng.normal(size=(16, 4)).astype(np.float32), rng.normal(size=8).astype(np.float32)
+    expected = float(evaluate(state, {"x": x, "bias": bias})["loss"])
+    out = state.bound()(x)
+    half = jax.make_mesh((4,), ("half",), devices=jax.devices()[4:])
+    for sharding in (
+        NamedSharding(mesh, P()),
+        NamedSharding(mesh, P(None, "data")),
+        NamedSharding(mp.MeshSpec(data=8).build(), P("data")),
+        NamedSharding(half, P("half")),
+        jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+    ):
+        there = jax.device_put(x, sharding)
+        for batch in (
+            {"x": there, "bias": bias},
+            {"x": x, "bias": jax.device_put(bias, NamedSharding(mesh, P("fsdp")))},
+        ):
+            assert float(evaluate(state, batch)["loss"]) == pytest.approx(expected, rel=1e-6)
+        if sharding.device_set == set(jax.devices()) and sharding.mesh.axis_names == mesh.axis_names:
+            np.testing.assert_allclose(state.bound()(there), out, rtol=1e-6)
+    for kept in (out, state.params["rows"], jax.device_put(state.params["rows"], NamedSharding(mesh, P()))):
+        expected = float(evaluate(state, {"x": np.asarray(kept), "bias": bias})["loss"])
+        assert float(evaluate(state, {"x": kept, "bias": bias})["loss"]) == pytest.approx(expected, rel=1e-6)
+    replicated = {"x": jax.device_put(x, NamedSharding(mesh, P())), "bias": bias}
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)), replicated
+    )
+    step.lower(state, like)
+    _, metrics = step(state, replicated)
+    assert float(metrics["loss"]) > 0
