@@ -369,7 +369,7 @@ def test_the_random_key_of_the_loss_differs_by_micro_step_and_by_device(engine):
 
     def dropped(model, batch, key):
         y = model(batch["row"])
-        return (y * jax.random.bernoulli(key, 0.5, y.shape)).sum(), {}
+        return mp.SumLoss((y * jax.random.bernoulli(key, 0.5, y.shape)).sum()), {}
 
     spec, strategy, options = BY_ENGINE[engine]
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=masked_stack())
