@@ -47,7 +47,9 @@ def trained(recipe: Recipe) -> dict[str, Any]:
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
         if count % recipe.validate_every == 0:
-            held_out[count] = float(np.mean([evaluate(state, each)["loss"] for each in data.valid()]))
+            found = [evaluate(state, each) for each in data.valid()]
+            weights = [one["loss_weight"] for one in found]
+            held_out[count] = float(np.average([one["loss"] for one in found], weights=weights))
     means = np.mean(np.reshape(losses, (-1, EVERY)), axis=1)
     took_s = time.process_time() - began_s
     return {"losses": [round(float(x), 4) for x in means], "held_out": held_out, "processor_s": round(took_s)}

@@ -1,4 +1,4 @@
-"""Losses of parts of a batch combine to the loss of one device, whichever engine makes the parts."""
+"""Each engine that evaluates the loss on parts of a batch computes the loss of a single device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.grid import cases
 
 LAYERS, WIDTH, ROWS = 4, 8, 16
 EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
-"""Send by the kernels of strategies that quantize, and round nothing."""
+"""Use the kernels of quantizing strategies without rounding."""
 
 
 class Engine(NamedTuple):
@@ -52,12 +52,12 @@ ENGINES = {
     "prefetched": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0, prefetch=1), {"accumulate": 2}),
 }
 WHOLE = {"sharded": Engine({"data": 2, "fsdp": 4}, mp.hsdp(min_bytes=0))}
-"""XLA sees all examples at once."""
+"""Engines in which XLA sees the global batch."""
 QUICK = ("micro-steps", "1f1b")
 
 
 def model() -> mp.Model:
-    """A residual MLP, its layers in a scan."""
+    """Return a residual MLP with scanned layers."""
 
     def init(key):
         keys = jax.random.split(key)
@@ -80,7 +80,7 @@ def batch_of(weights: Any) -> dict[str, np.ndarray]:
     return {name: draw((ROWS, WIDTH)).astype(np.float32) for name in "xy"} | {"w": np.asarray(weights)}
 
 
-# A part of the batch has no weight in every engine: a device, a microbatch and a micro-step.
+# In each engine, some part of the batch (a device, a microbatch or a micro-step) has weight 0.
 WEIGHTS = np.where(np.isin(np.arange(ROWS), [0, 1, 2, 3, 4, 8, 12]), 0, np.arange(ROWS) % 4 + 1).astype(np.int32)
 
 
@@ -89,7 +89,7 @@ def errors_of(model, batch):
 
 
 def weighted(model, batch, key):
-    """A weighted mean; the metric `mean` of a part without weight is 0 / 0."""
+    """Return a weighted mean. The metric `mean` is 0 / 0 for a part without weight."""
     errors, weights = errors_of(model, batch), batch["w"]
     total, weight = (errors * weights).sum(), weights.sum()
     return mp.MeanLoss(total, weight), {
@@ -112,12 +112,12 @@ def scalar(model, batch, key):
 class Step(NamedTuple):
     metrics: dict[str, np.ndarray]
     before: Any
-    """Parameters, optimizer state and the count of left out updates, on the host."""
+    """Host copies of parameters, optimizer state and the number of skipped updates."""
     after: Any
 
     @property
     def grads(self) -> list[np.ndarray]:
-        """Gradients, after a step of plain descent at rate 1."""
+        """Return the gradients, after an update by `optax.sgd(1.0)`."""
         return jax.tree.map(np.subtract, jax.tree.leaves(self.before[0]), jax.tree.leaves(self.after[0]))
 
 
@@ -137,7 +137,7 @@ def one_step(engine: Engine, loss: Any, batch: Any, tx: Any = None, built: mp.Mo
 
 
 def assert_equal(found: Step, wanted: Step) -> None:
-    """Metrics and gradients are the same but for the order of float32 sums."""
+    """Check that metrics and gradients agree up to the order of float32 sums."""
     assert found.metrics.keys() == wanted.metrics.keys()
     for name, x in wanted.metrics.items():
         assert found.metrics[name].dtype == x.dtype, name
@@ -152,7 +152,7 @@ def on_one_device(loss: Any, weights: str = "int32") -> Step:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Parts and the whole
+# Equality with a single device
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOSSES = {"mean": weighted, "sum": summed}
@@ -199,7 +199,7 @@ def test_constant_weights_are_summed(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# No weight at all
+# Batches of weight 0
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +221,7 @@ def test_an_update_with_weight_changes_the_state(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What does not say how parts combine
+# Losses that are refused for parts
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +240,7 @@ def test_a_mean_over_examples_may_be_stated(name):
     wanted = on_one_device(scalar)
     assert found.metrics["rows"] == ROWS
     assert "loss_weight" not in found.metrics
-    # The largest errors of parts are averaged: they are no mean.
+    # The metric averages the largest error of each part, so it differs from the largest error of the batch.
     found, wanted = (one._replace(metrics={**one.metrics, "largest": np.float32(0)}) for one in (found, wanted))
     assert_equal(found, wanted)
 
@@ -272,18 +272,18 @@ def test_the_name_of_the_weights_metric_is_taken():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Weights that are drawn
+# Random weights
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def masked(model, batch, key):
-    """Half of the examples, drawn."""
+    """Draw about half of the examples."""
     drawn = jax.random.bernoulli(key, 0.5, batch["w"].shape)
     return mp.MeanLoss((errors_of(model, batch) * drawn).sum(), drawn.sum()), {}
 
 
 def parts_of(name: str, key: jax.Array):
-    """(rows, key) of every part of the batch, as the engine evaluates the loss on it."""
+    """Yield example indices and the random key for each part of the batch."""
     rows, fold = np.arange(ROWS), jax.random.fold_in
     if name == "micro-steps":
         yield from ((rows.reshape(4, 4, -1)[:, i].ravel(), fold(key, i)) for i in range(4))
@@ -309,12 +309,12 @@ def test_weights_may_be_drawn_by_the_key(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Losses that are no mean over examples
+# Contrastive losses
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def towers() -> mp.Model:
-    """Two linear towers, as CLIP has them."""
+    """Return two linear towers, as in CLIP."""
     return mp.from_functions(
         lambda key: {name: jax.random.normal(jax.random.fold_in(key, ord(name)), (WIDTH, WIDTH)) for name in "xy"},
         lambda params, batch: [mp.constrain(batch[name] @ params[name], "batch", None) for name in "xy"],
@@ -362,7 +362,7 @@ CONFIG = TransformerConfig(
 
 
 def tokens(counted: Any, rows: int = ROWS) -> dict[str, np.ndarray]:
-    """Tokens of which so many targets are counted, from the last one on; the others are -100."""
+    """Draw tokens with `counted` counted targets at the end. Earlier targets are -100."""
     draw = np.random.default_rng(1).integers(0, VOCAB, (rows, SEQ + 1), dtype=np.int32)
     is_counted = np.arange(rows * SEQ).reshape(rows, SEQ) >= rows * SEQ - counted
     return {"inputs": draw[:, :-1], "targets": np.where(is_counted, draw[:, 1:], -100)}
@@ -415,7 +415,7 @@ def test_a_target_outside_the_vocabulary_is_not_finite(logits, target):
 
 
 def test_experts_under_stages_add_the_mean_of_their_losses_to_the_mean_over_tokens():
-    """Routers see microbatches, so the reference is one device that sees the same ones."""
+    """Routers see microbatches, so the reference runs the same microbatches on a single device."""
     moe = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.1)
     config, batch = dataclasses.replace(CONFIG, moe=moe, mlp_dim=16), token_batches(ROWS, SEQ, 1, VOCAB)[0]
     staged = Engine({"stage": 2}, mp.pipeline_parallel(stages=2, microbatches=4) | mp.ddp())

@@ -333,7 +333,7 @@ def test_other_state_of_a_model_is_averaged_over_devices(engine):
     """Models with variables and random streams, but no batch statistics, train with these engines."""
     spec, strategy, options = LOCAL_ROWS[engine]
     state = make_state(spec, strategy, model=mp.from_nnx(WithoutNorm))
-    state, _ = mp.train_step(lambda model, x, key: (model(x).mean(), {}), **options)(state, INPUTS)
+    state, _ = mp.train_step(lambda model, x, key: (mp.SumLoss(model(x).sum()), {}), **options)(state, INPUTS)
     by_micro_step = INPUTS.reshape(8, options.get("accumulate", 1), -1, EMBED)  # every device keeps its own rows
     np.testing.assert_allclose(state.extra["seen"], by_micro_step[:, -1].mean((0, 1)), rtol=1e-5)
 
@@ -369,7 +369,7 @@ def test_the_random_key_of_the_loss_differs_by_micro_step_and_by_device(engine):
 
     def dropped(model, batch, key):
         y = model(batch["row"])
-        return (y * jax.random.bernoulli(key, 0.5, y.shape)).sum(), {}
+        return mp.SumLoss((y * jax.random.bernoulli(key, 0.5, y.shape)).sum()), {}
 
     spec, strategy, options = BY_ENGINE[engine]
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=masked_stack())

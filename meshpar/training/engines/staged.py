@@ -40,7 +40,7 @@ from meshpar.sharding.types import (
 )
 from meshpar.training.batch import check_rows
 from meshpar.training.layers import Aux, Layer, Run, offloads, running, scanned, with_aux
-from meshpar.training.losses import Loss, LossTerms
+from meshpar.training.losses import Loss, LossTerms, ScalarLoss
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.sums import Sums, compute_params, grad_specs
@@ -359,7 +359,10 @@ class _Behind:
         def traced(extra: PyTree, aux: Aux | None, others: tuple[PyTree, ...]) -> tuple[Any, ...]:
             params, y, rows, data = others
             with running(lambda layer, x, params: y if aux is None else (y, aux), in_part=True):
-                value, (metrics, after) = loss(params, extra, rows, jax.random.wrap_key_data(data))
+                terms, after = loss.terms(params, extra, rows, jax.random.wrap_key_data(data))
+            value, _ = terms.normalized()
+            # Metrics of the Aux are not weighted: they would depend on the examples.
+            _, metrics = dataclasses.replace(terms, loss=ScalarLoss(value)).normalized()
             return value, metrics, after
 
         given = (extra, aux, (params, y, batch, jax.random.key_data(key)))
