@@ -296,7 +296,8 @@ class Run:
         in_a_row, is_last = self._skipped_in_a_row, record.step == self.steps
         if in_a_row >= self.max_skipped or (is_last and in_a_row == record.step - self.first_step):
             self.reason = "nonfinite"
-            exists = f"it was skipped as {in_a_row} in a row were: the loss is {record.loss}"
+            norm = record.metrics.get("grad_norm")
+            exists = f"{in_a_row} updates in a row were skipped: its loss is {record.loss}, its gradient norm {norm}"
             fix = "look at the data, lower the learning rate or clip gradients; a larger max_skipped waits longer"
             raise problem(f"step {record.step}", "update the parameters", exists, fix)
 
