@@ -15,7 +15,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -63,6 +64,7 @@ from meshpar.training.loop import (
     Run,
     Validator,
     fit,
+    missing_steps,
     read_lines,
     restore_or_init,
 )
@@ -146,20 +148,26 @@ def train(
             program = StepProgram(recipe, setup, batches, step)
         if pod is not None:
             _agree(pod, setup, source, batches, str(program))
-        until_end.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
+        write = until_end.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
         screen.facts("meshpar train", _facts(recipe, setup, source, folder))
         with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
             with screen.doing("restores the state, or makes it"), _undone(folder, checkpoints):
                 state = _state(recipe, setup, checkpoints, batches, folder, from_hf)
             before = int(state.step)
-            screen.line(_where_it_starts(before, recipe.steps))
+            screen.line(_where_it_starts(before, recipe.steps) + _what_is_lost(folder, before))
             screen.line(str(program))
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=began_s)
             hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, step)
-            hooks += _profile(profile, folder, str(program))
+            hooks = [_RunFolder(folder, write), *hooks, *_profile(profile, folder, str(program))]
             result = fit(step, state, batches, hooks=hooks, **_fit_options(recipe, batches, setup))
             del state
-    return _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
+    outcome = _report(recipe, result, source, folder, screen, steps_taken=result.step - before, goodput=goodput)
+    if outcome.reason == "done" and "missing_steps" in outcome.summary and jax.process_index() == 0:
+        ranges = ", ".join(f"{first} to {last}" for first, last in outcome.summary["missing_steps"][:4])
+        where, exists = f"run {folder}: metrics.jsonl", f"those of steps {ranges} are lost"
+        fix = "bring the file back from a copy and run the same command again; the checkpoints are whole"
+        raise problem(where, "hold the numbers of all steps", exists, fix)
+    return outcome
 
 
 def _opened(recipe: Recipe, screen: Screen) -> Source:
@@ -280,6 +288,44 @@ def _hooks(
     ]
 
 
+class _RunFolder(Hook):
+    """Check after each step that the run's folder is there, and make it again if it was removed or renamed.
+
+    Args:
+      write: makes the folder, and writes what it says about the run. Called in process 0.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[], None]) -> None:
+        self._folder, self._write = folder, write
+        self._made: os.stat_result | None = None
+
+    def on_start(self, run: Run) -> None:
+        self._made = self._folder.stat() if jax.process_index() == 0 else None
+
+    def on_dispatched(self, run: Run) -> None:
+        self._check()
+
+    def on_end(self, run: Run, reason: str) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self._made is None:
+            return
+        with contextlib.suppress(OSError):
+            if os.path.samestat(self._made, self._folder.stat()) and (self._folder / "recipe.json").exists():
+                return
+        try:
+            self._write()
+            self._made = self._folder.stat()
+        except OSError as error:
+            asked, exists = "go on writing to it", f"it was removed or renamed ({error.strerror or error})"
+            raise problem(
+                f"run {self._folder}", asked, exists, "move it back, and run the same command again"
+            ) from error
+        text = "was removed, renamed or emptied while the run goes on: it is made again, without earlier checkpoints"
+        warnings.warn(f"run {self._folder} {text}", stacklevel=2)
+
+
 class _Rounds(Hook):
     """Says once what rounds of latencies gave, behind the first step, in whose call they are made."""
 
@@ -337,6 +383,12 @@ def _where_it_starts(step: int, steps: int) -> str:
     if step >= steps:
         return f"step {step} of {steps} is done already: nothing to train"
     return f"resuming at step {step} of {steps}" if step else f"training {steps} steps"
+
+
+def _what_is_lost(folder: Path, step: int) -> str:
+    """Return what to add if the run has numbers of earlier steps and no checkpoint."""
+    reached = 0 if step else max((line["step"] for line in read_lines(folder / "metrics.jsonl")), default=0)
+    return f" (an earlier run reached step {reached}, and there is no checkpoint of it)" * bool(reached)
 
 
 # ---- Before the run --------------------------------------------------------------------------------------------------
@@ -413,9 +465,19 @@ def _check_fits_host(setup: Setup) -> None:
 
 
 @contextlib.contextmanager
-def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
-    """The run's folder, with what it is about; held against other runs."""
+def _prepared(
+    folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen
+) -> Iterator[Callable[[], None]]:
+    """Prepare the run's folder, held against other runs; yields what makes it and writes its descriptions again."""
     recipe, setup, pod = program.recipe, program.setup, this_pod()
+
+    def write() -> None:
+        folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
+        made()
+        _write(folder / "recipe.json", {**recipe.to_json(), "program": program.to_json()})
+        _write(folder / "sharding.json", setup.table.to_json())
+        replace_file(folder / "sharding.txt", f"{setup.table}\n")
+
     with contextlib.ExitStack() as until_end:
         existed = folder.exists()
         if pod is not None:
@@ -428,15 +490,11 @@ def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, 
         if jax.process_index() == 0:
             if fresh and existed:
                 screen.line(f"the earlier run is moved to {_move_aside(folder)}")
-            folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
-            made()
-            _write(folder / "recipe.json", {**recipe.to_json(), "program": program.to_json()})
-            _write(folder / "sharding.json", setup.table.to_json())
-            replace_file(folder / "sharding.txt", f"{setup.table}\n")
+            write()
         barrier("meshpar: folder prepared")
         if (watch := watchdog.current()) is not None:
             watch.log = folder / f"process-{jax.process_index()}.log"
-        yield
+        yield write
 
 
 @contextlib.contextmanager
@@ -618,6 +676,8 @@ def _report(
         "goodput": goodput.share,
         "wall_s": {name: round(seconds, 3) for name, seconds in goodput.seconds.items()},
     }
+    if missing := missing_steps(curves, result.step):
+        summary["missing_steps"] = missing
     if loads is not None:
         summary["experts"] = experts.worst_layer(loads)
     if unused := source.describe().get("unused_fields"):

@@ -49,6 +49,8 @@ PHASES = {
 }
 """What `fit` does beside steps, by the name it has in goodput and in profiles."""
 
+MOST_KEPT_BYTES = 16 << 20
+"""Bytes of metrics.jsonl that are kept in memory, for the case that the file is cut."""
 _RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu", "goodput")
 
 
@@ -577,6 +579,9 @@ class JsonlWriter(Hook):
     `val_` before it, `seconds`. JSON knows no NaN: such a number is null, and `nonfinite` says by name what it was.
     When a run starts at a step, the lines of later steps, which it will write again, are dropped. Process 0 writes.
 
+    If the file was removed, renamed, replaced or cut, it is written again with the next line, from memory and from what
+    is still open, with a warning. Steps whose lines are lost are recorded in a line `step, missing_from`.
+
     Args:
       path: the file; its folder is made when it is not there.
       also: record -> more for the line of a step, by name: numbers, or lists and dicts of them.
@@ -588,16 +593,22 @@ class JsonlWriter(Hook):
         self._path, self._also = Path(path), also
         self._file: IO[bytes] | None = None
         self._waiting: list[bytes] = []
+        self._kept: collections.deque[bytes] = collections.deque()
+        self._size = self._kept_bytes = 0
+        self._is_lost = False
 
     def on_start(self, run: Run) -> None:
         if jax.process_index() != 0:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        content = b""
         if self._path.exists():
             check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
-            _keep_lines(self._path, last_step=run.first_step)
-        number = open_no_link(self._path, os.O_WRONLY | os.O_APPEND)
-        self._file = open(number, "ab", buffering=0)  # noqa: SIM115 - the kernel has a line at once: a killed process loses none
+            content = self._path.read_bytes()
+        lines, missing = _with_gaps(_own_lines(content, last_step=run.first_step), run.first_step)
+        self._open(lines, is_changed=b"".join(lines) != content)
+        if missing:
+            warnings.warn(f"{self._path}: {_missing_words(missing)}, which the run has taken", stacklevel=2)
 
     def on_record(self, run: Run, record: Record) -> None:
         self._write(
@@ -618,17 +629,70 @@ class JsonlWriter(Hook):
 
     def on_end(self, run: Run, reason: str) -> None:
         if self._file is not None:
+            self._check()
             self._file.close()
             self._file = None
         if self._waiting:
             warnings.warn(f"{self._path}: the last {len(self._waiting)} lines could not be written", stacklevel=2)
             self._waiting = []
 
+    def _open(self, lines: Iterable[bytes], *, is_changed: bool) -> None:
+        """Open the file to add lines to these, which it holds or is to hold."""
+        lines = list(lines)
+        if is_changed:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, b"".join(lines))
+        number = open_no_link(self._path, os.O_RDWR | os.O_APPEND)
+        file = open(number, "a+b", buffering=0)  # noqa: SIM115 - the kernel has a line at once: a killed process loses none
+        if self._file is not None:
+            self._file.close()
+        self._file, self._size = file, os.fstat(file.fileno()).st_size
+        self._kept.clear()
+        self._kept_bytes = 0
+        for line in lines:
+            self._keep(line)
+
+    def _keep(self, line: bytes) -> None:
+        self._kept.append(line)
+        self._kept_bytes += len(line)
+        while self._kept_bytes > MOST_KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft())
+
+    def _check(self) -> None:
+        """Write the file again if it is no longer the one that was written."""
+        assert self._file is not None
+        mine, there = os.fstat(self._file.fileno()), None
+        with contextlib.suppress(OSError):
+            there = os.lstat(self._path)
+        is_cut = mine.st_size < self._size
+        if there is not None and os.path.samestat(mine, there) and not is_cut:
+            return
+        content = os.pread(self._file.fileno(), mine.st_size, 0)
+        if is_cut:  # memory has the end: all of it, where it is not longer than `MOST_KEPT_BYTES`
+            content = content[: self._size - self._kept_bytes]
+            content = content[: content.rfind(b"\n") + 1] + b"".join(self._kept)
+        own = _own_lines(content)
+        lines, missing = _with_gaps(own, max((json.loads(line)["step"] for line in own), default=0))
+        what = "was removed or renamed" if there is None else "was cut" if is_cut else "was replaced"
+        try:
+            self._open(lines, is_changed=True)
+        except OSError as error:
+            again = f"it cannot be written again ({error.strerror or error})"
+            if self._is_lost:
+                return  # said before
+            self._is_lost = True
+        else:
+            again, self._is_lost = "it is written again", False
+        lost = f"; {_missing_words(missing)}" if missing else ""
+        warnings.warn(f"{self._path} {what} while the run goes on: {again}{lost}", stacklevel=2)
+
     def _write(self, values: Mapping[str, Any]) -> None:
         if self._file is not None:
+            self._check()
             self._waiting.append(json_line(values).encode())
             while self._waiting and self._written(self._file, self._waiting[0]):
-                del self._waiting[0]
+                self._keep(self._waiting.pop(0))
+            self._size = os.fstat(self._file.fileno()).st_size
 
     def _written(self, file: IO[bytes], line: bytes) -> bool:
         """Whether the disk had room for a line; what it took of one is taken back, and the line waits."""
@@ -657,23 +721,52 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(found := json.loads(line), dict) and "step" in found:
+                if isinstance(found := json.loads(line), dict) and isinstance(found.get("step"), int):
                     yield found
 
 
-def _keep_lines(path: Path, *, last_step: int) -> None:
-    """Drop the lines of later steps, and a last line that was cut off."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _is_up_to(line, last_step)]
-    if kept != lines:
-        replace_file(path, "".join(kept))
+def missing_steps(lines: Iterable[Mapping[str, Any]], last_step: int) -> list[tuple[int, int]]:
+    """Return the ranges of steps, first and last, from 1 to `last_step` that have no line with a loss."""
+    found = {line["step"] for line in lines if "loss" in line}
+    missing: list[tuple[int, int]] = []
+    for step in range(1, last_step + 1):
+        if step in found:
+            continue
+        if missing and missing[-1][1] == step - 1:
+            missing[-1] = (missing[-1][0], step)
+        else:
+            missing.append((step, step))
+    return missing
 
 
-def _is_up_to(line: str, last_step: int) -> bool:
+def _missing_words(missing: Sequence[tuple[int, int]], most: int = 4) -> str:
+    shown = ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in missing[:most])
+    return f"it lacks steps {shown}" + (", …" if len(missing) > most else "")
+
+
+def _own_lines(content: bytes, *, last_step: float = math.inf) -> list[bytes]:
+    """Return the lines of steps and validations up to a step, without recorded gaps."""
+    return [line for line in content.splitlines(keepends=True) if _is_up_to(line, last_step)]
+
+
+def _is_up_to(line: bytes, last_step: float) -> bool:
     try:
-        return line.endswith("\n") and json.loads(line)["step"] <= last_step
+        found = json.loads(line)
+        return line.endswith(b"\n") and found["step"] <= last_step and "missing_from" not in found
     except (ValueError, TypeError, KeyError, RecursionError):
         return False
+
+
+def _with_gaps(lines: Sequence[bytes], last_step: int) -> tuple[list[bytes], list[tuple[int, int]]]:
+    """Return the lines with one more for each range of missing steps, and these ranges."""
+    found = [(json.loads(line), line) for line in lines]
+    missing = missing_steps((values for values, _ in found), last_step)
+    gaps = [json_line({"step": last, "missing_from": first}).encode() for first, last in missing]
+    if not gaps:
+        return list(lines), []
+    of_gaps = [(first, gap) for (first, _), gap in zip(missing, gaps, strict=True)]
+    in_order = sorted([*of_gaps, *((values["step"], line) for values, line in found)], key=lambda one: one[0])
+    return [line for _, line in in_order], missing
 
 
 # ---- Progress --------------------------------------------------------------------------------------------------------

@@ -45,9 +45,9 @@ class MeanLoss:
     """Scalar: the weighted sum of the losses of examples or tokens."""
     weight: jax.Array | float
     """Scalar, at least 0: the sum of the weights of the examples in `total`. It follows from the batch and the random
-    key, not from parameters, and has no gradient. For a constant divisor, use `SumLoss(total / constant)`. If the global
-    weight is 0, the loss is 0 (apart from losses that the model reports), and the state does not change. A negative or
-    infinite weight gives nan."""
+    key, not from parameters, and has no gradient. For a constant divisor, use `SumLoss(total / constant)`. If the
+    global weight is 0, the loss is 0 (apart from losses that the model reports), and the state does not change. A
+    negative or infinite weight gives nan."""
 
 
 @jax.tree_util.register_dataclass

@@ -9,10 +9,12 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import threading
 import types
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,6 +23,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.sharding.types import MeshparError
+from meshpar.training import loop
 from meshpar.training.checkpoint import Checkpoints
 from meshpar.training.loop import (
     STEPS_IN_FLIGHT,
@@ -531,6 +534,99 @@ def test_what_is_no_line_of_ours_is_dropped(tmp_path, junk):
     (tmp_path / "m").write_text(json_line({"step": 1, "loss": 1.0}) + junk)
     run(3, hooks=[JsonlWriter(tmp_path / "m")], state=State(1))
     assert [line["step"] for line in lines(tmp_path / "m")] == [1, 2, 3]
+
+
+def damaged(path, how):
+    """Damage a file as somebody else would."""
+    if how == "removed":
+        path.unlink()
+    elif how == "renamed":
+        path.rename(path.with_name("old"))
+    elif how == "its folder renamed":
+        path.parent.rename(path.parent.with_name("old"))
+    elif how == "its folder removed":
+        shutil.rmtree(path.parent)
+    elif how == "cut":
+        os.truncate(path, 10)
+    elif how == "emptied":
+        os.truncate(path, 0)
+    elif how == "replaced":
+        path.with_name("other").write_text("somebody else's")
+        path.with_name("other").replace(path)
+    elif how == "a link":
+        path.unlink()
+        path.symlink_to("elsewhere")
+
+
+HOW = ["removed", "renamed", "its folder renamed", "its folder removed", "cut", "emptied", "replaced", "a link"]
+
+
+class Damages(Hook):
+    """Damages the file after the record of a step."""
+
+    def __init__(self, path, how, at):
+        self.path, self.how, self.at = path, how, at
+
+    def on_record(self, run, record):
+        if record.step == self.at:
+            damaged(self.path, self.how)
+
+
+@pytest.mark.parametrize("at", [3, 6], ids=["on the way", "at the end"])
+@pytest.mark.parametrize("how", HOW)
+def test_a_file_that_is_damaged_while_the_run_goes_on_is_written_again(tmp_path, how, at):
+    path = tmp_path / "run" / "m"
+    run(2, hooks=[JsonlWriter(path)])
+    with pytest.warns(
+        UserWarning, match=r"m was (removed or renamed|cut|replaced) while the run goes on: it is written"
+    ):
+        run(6, hooks=[JsonlWriter(path), Damages(path, how, at)], state=State(2))
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5, 6]
+    assert not path.is_symlink()
+    assert not (path.parent / "elsewhere").exists()
+
+
+def test_lines_that_memory_no_longer_has_are_recorded_as_a_gap(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "MOST_KEPT_BYTES", 300)
+    path = tmp_path / "m"
+    with pytest.warns(
+        UserWarning, match=r"m was cut while the run goes on: it is written again; it lacks steps 1 to \d"
+    ):
+        run(9, hooks=[JsonlWriter(path), Damages(path, "emptied", 7)])
+    first, *others = lines(path)
+    assert first == {"step": others[0]["step"] - 1, "missing_from": 1}
+    assert [line["step"] for line in others] == list(range(others[0]["step"], 10))
+    assert loop.missing_steps(loop.read_lines(path), 9) == [(1, first["step"])]
+
+
+def test_a_file_that_cannot_be_written_again_is_reported_once(tmp_path, monkeypatch):
+    path = tmp_path / "run" / "m"
+
+    def broken(path, content):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", broken)
+    with pytest.warns(UserWarning, match="it cannot be written again") as warned:
+        run(9, hooks=[JsonlWriter(path), Damages(path, "removed", 3)])
+    assert len(warned) == 1
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("kept", "missing"),
+    [([], [(1, 6)]), ([1, 2, 3], [(4, 6)]), ([4, 5, 6], [(1, 3)]), ([1, 4, 6], [(2, 3), (5, 5)])],
+)
+def test_steps_whose_lines_are_missing_before_a_run_goes_on_are_recorded(tmp_path, kept, missing):
+    path = tmp_path / "m"
+    path.write_text("".join(json_line({"step": step, "loss": 1.0}) for step in kept))
+    for _ in range(2):  # once recorded, a gap stays one line
+        with pytest.warns(UserWarning, match="m: it lacks steps"):
+            run(8, hooks=[JsonlWriter(path)], state=State(6))
+        found = lines(path)
+        assert [(line["missing_from"], line["step"]) for line in found if "missing_from" in line] == missing
+        assert [line["step"] for line in found if "loss" in line] == [*kept, 7, 8]
+        assert [line["step"] for line in found] == sorted(line["step"] for line in found)
+        assert loop.missing_steps(loop.read_lines(path), 8) == missing
 
 
 # ---------------------------------------------------------------------------------------------------------------------
