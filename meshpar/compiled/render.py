@@ -146,12 +146,11 @@ def headline(report: Report) -> tuple[Cell, ...]:
 def _speed(report: Report) -> str:
     compute, hidden = report.compute, report.overlap.hidden_fraction
     assert compute.predicted_step_s is not None
-    said = [f"a step takes {human_time(compute.predicted_step_s)} at best", f"bound by {compute.bound}"]
+    said = [f"a step takes {human_time(compute.predicted_step_s)}", f"bound by {compute.bound}"]
     if compute.bracket is not None:
-        low, high = human_time(compute.bracket.low_s), human_time(compute.bracket.high_s)
-        said.insert(1, f"between {low} and {high} as things go")
+        said[0] += f" ({human_time(compute.bracket.low_s)} to {human_time(compute.bracket.high_s)})"
     if compute.utilisation is not None:
-        said.append(f"{compute.utilisation:.0%} model FLOP utilisation")
+        said.append(f"{compute.utilisation:.0%} model FLOP utilisation with {compute.rates}")
     if hidden is not None:
         said.append(f"{_percent(hidden)} of communication hidden")
     return ", ".join(said)
@@ -492,7 +491,8 @@ def _compute(report: Report) -> Section:
         parts.append(_step_time(report))
     if compute.bracket is not None:
         whose = "; ".join(compute.bracket.sources)
-        parts.append(Cell(f"· the least: all messages hidden; the most: none. {whose}", "faint"))
+        low, high = human_time(compute.bracket.low_s), human_time(compute.bracket.high_s)
+        parts.append(Cell(f"· {low} with every message hidden, {high} with none. {whose}", "faint"))
     return Section(title="Compute", parts=tuple(parts))
 
 
