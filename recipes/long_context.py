@@ -4,8 +4,8 @@
     meshpar train recipes/long_context.py --set data.seq_len=4096 --set batch_size=2 --name longer
     meshpar explain recipes/long_context.py --check     # each device sends 12.6 MB a step, half of it round the ring
 
-Llama 3.1 8B at 131,072 tokens on 64 GPUs, where the ring's tiles are cuDNN's kernel: 4.2 s a step at best, bound by
-compute, in 13 GB a device.
+Llama 3.1 8B at 131,072 tokens on 64 GPUs, where the ring's tiles are cuDNN's kernel: 7.0 s a step, bound by compute, in
+13 GB a device.
 
     meshpar explain recipes/llama3_8b.py --cluster h100:8x8 --mesh fsdp=8,context=8 \
         --strategy "fsdp(axis=('fsdp','context')) | context_parallel()" --set data.seq_len=131072 \

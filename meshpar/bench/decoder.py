@@ -25,7 +25,7 @@ import optax
 from meshpar.bench import plain
 from meshpar.bench.report import quartiles, seconds_of
 from meshpar.compiled import trace
-from meshpar.compiled.clock.bracket import bracket
+from meshpar.compiled.clock.timeline import timeline
 from meshpar.compiled.clock.work import matmuls
 from meshpar.compiled.explain import explain
 from meshpar.compiled.hlo import Module
@@ -278,10 +278,10 @@ def timed(
 
 
 def predicted_s(report: Report, cluster: Cluster | None) -> float | None:
-    """The step simulated, products at the rates that the cluster has of their sizes; None without a timeline."""
+    """Simulate the step at the rates that the cluster has measured; None without a timeline."""
     if report.timeline is None or report.program is None or cluster is None:
         return None
-    return bracket(report.program.module, report.timeline, cluster).high_s
+    return timeline(report.program.module, (), cluster).step_s  # one device sends nothing
 
 
 def kernels_of(found: trace.Trace, module: Module | None) -> tuple[KernelTime, ...]:

@@ -1,4 +1,4 @@
-"""`algorithm="auto"`: the quickest algorithm by the alpha-beta model, decided while the program is traced.
+"""`algorithm="auto"`: XLA's own collective or a quicker algorithm by a measured profile, decided during tracing.
 
 The links are those of `cluster=`, else of the profile or cluster that the environment variable MESHPAR_CLUSTER names,
 else, on GPUs that the catalogue knows, those of its data sheets, and on CPU host devices a measured default. Anything
@@ -11,11 +11,11 @@ from __future__ import annotations
 import jax
 
 from meshpar.collectives.check import Axis
-from meshpar.planner.choice import Choice, choose
+from meshpar.planner.choice import XLA, Choice, choose
 from meshpar.planner.hardware import Profile
 from meshpar.sharding.types import axis_sizes, problem
 
-__all__ = ["AUTO", "Choice", "choose", "picked"]
+__all__ = ["AUTO", "XLA", "Choice", "choose", "picked"]
 
 AUTO = "auto"
 
@@ -23,7 +23,7 @@ AUTO = "auto"
 def picked(
     kernel: str, algorithm: str, payload_bytes: float, axis: Axis, num_ranks: int, cluster: str | Profile | None
 ) -> str:
-    """The algorithm to run: the one given, or the quickest.
+    """Return the algorithm to run: the one given, or that of `choose`.
 
     Raises:
       ValueError: nothing says what the links are, or a cluster is given to an algorithm that was named.

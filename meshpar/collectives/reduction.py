@@ -9,14 +9,14 @@ import jax
 from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, picked
+from meshpar.collectives.auto import AUTO, XLA, picked
 from meshpar.collectives.check import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
 from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
-from meshpar.collectives.wire import Combine, reduced, varying
+from meshpar.collectives.wire import Combine, reduced, varying, xla_reduced
 from meshpar.planner.hardware import Profile
 
-ALGORITHMS = (*RINGS, *tree.ALGORITHMS)
+ALGORITHMS = (*RINGS, *tree.ALGORITHMS, XLA)
 """What `all_reduce` knows."""
 
 
@@ -36,14 +36,16 @@ def all_reduce(
 
         algorithm           steps         bytes sent per rank (n the array, N ranks)
         ring                2(N-1)        2(N-1)/N n    bandwidth-optimal; a reduce-scatter, then an all-gather
-        bidirectional       2(N-1)        2(N-1)/N n    half of it each way round, at the same time
+        bidirectional       2(N-1)        2(N-1)/N n    two messages a step: half of it each way round
         recursive_doubling  log2 N        n log2 N      latency-optimal
         halving_doubling    2 log2 N      2(N-1)/N n
         tree                2 log2 N      n log2 N each way along the longest path
         root                2(N-1)        (N-1) n in and out of rank 0; for comparison only
         parameter_server    2(N-1)        (N-1) n/S in and out of each of S servers; for comparison only
-        auto                              the quickest of them by the alpha-beta model, see `choose`; over several
-                                          axes also in two levels, the last axis inside: `hierarchical_all_reduce`
+        xla                               XLA's own collective
+        auto                              XLA's own, unless a measured profile shows another to be quicker, see
+                                          `choose`; over several axes also in two levels, the last axis inside:
+                                          `hierarchical_all_reduce`
 
     When N is no power of two, recursive doubling and halving-doubling take two whole messages more, and log2 N is
     rounded down; the tree's is rounded up. All ranks get the same bits. Sums are taken in the array's own dtype.
@@ -70,6 +72,8 @@ def all_reduce(
     x = varying(x, axis)
     check_op("all_reduce", op, x.dtype)
     algorithm = picked("all_reduce", algorithm, x.nbytes, axis, num_ranks, cluster)
+    if algorithm == XLA:
+        return reduced(lambda x, combine: xla_reduced(x, axis, combine), x, op, num_ranks)
     if algorithm == "hierarchical":
         return hierarchical_all_reduce(x, inner=axis[-1], outer=tuple(axis[:-1]), op=op)
     if algorithm in RINGS:

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, picked
+from meshpar.collectives.auto import AUTO, XLA, picked
 from meshpar.collectives.check import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.wire import (
     Combine,
@@ -35,13 +35,14 @@ from meshpar.collectives.wire import (
     take,
     unflat,
     varying,
+    xla_reduced,
 )
 from meshpar.planner.hardware import Profile
 from meshpar.sharding.types import problem
 
 RINGS = ("ring", "bidirectional")
-GATHERS = (*RINGS, "recursive_doubling")
-SCATTERS = (*RINGS, "recursive_halving")
+GATHERS = (*RINGS, "recursive_doubling", XLA)
+SCATTERS = (*RINGS, "recursive_halving", XLA)
 
 
 def all_gather(
@@ -65,7 +66,7 @@ def all_gather(
       dim: where the parts stand in the result, in the order of their ranks.
       tiled: whether they are laid end to end; if not, they are stacked along a new dim.
       algorithm: `ring`; `bidirectional`: half goes round one way and half the other, at the same time;
-        `recursive_doubling`, for a power of two of ranks; or `auto`, the quickest by `choose`.
+        `recursive_doubling`, for a power of two of ranks; `xla`, XLA's own collective; or `auto`, that of `choose`.
       channels: so many rings at once (pairs of rings when bidirectional), over different links where N allows.
       cluster: for `auto`: what the ranks are linked by, as `h100:8x8` or a profile's file (see `auto.py`).
 
@@ -105,7 +106,8 @@ def reduce_scatter(
       tiled: whether parts are runs of the dim; if not, the dim has one entry for each rank and goes away.
       op: `sum`, `mean`, `max` or `min`.
       axis, channels, cluster: as for `all_gather`.
-      algorithm: likewise, with `recursive_halving` for a power of two of ranks.
+      algorithm: likewise, with `recursive_halving` for a power of two of ranks. XLA's own has no form for `max` and
+        `min`, which it reduces at all ranks.
 
     Raises:
       ValueError: no such axis here, dim, op or algorithm; a dim that does not divide by N; an op the dtype has not; an
@@ -127,6 +129,8 @@ def reduce_scatter(
 
 
 def _gather_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array], jax.Array]:
+    if algorithm == XLA:
+        return functools.partial(lax.all_gather, axis_name=axis)
     if algorithm == "recursive_doubling":
         _check_power_of_two("all_gather", algorithm, num_ranks)
         return functools.partial(tree.doubled, axis=axis, num_ranks=num_ranks)
@@ -135,11 +139,20 @@ def _gather_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Cal
 
 
 def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array, Combine], jax.Array]:
+    if algorithm == XLA:
+        return functools.partial(_xla_scattered, axis=axis)
     if algorithm == "recursive_halving":
         _check_power_of_two("reduce_scatter", algorithm, num_ranks)
         return lambda parts, combine: tree.halved(parts, axis, combine)
     strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
     return lambda parts, combine: scattered(parts, axis, combine, strides)
+
+
+def _xla_scattered(parts: jax.Array, combine: Combine, *, axis: Axis) -> jax.Array:
+    """`[N, c] -> [c]`: XLA's own reduce-scatter of a sum. It has none of an extremum, which is reduced at all ranks."""
+    if combine is lax.add:
+        return lax.psum_scatter(parts, axis)
+    return take(xla_reduced(parts, axis, combine), lax.axis_index(axis))
 
 
 def _check_power_of_two(kernel: str, algorithm: str, num_ranks: int) -> None:

@@ -110,6 +110,12 @@ def unflat(parts: jax.Array, like: jax.Array) -> jax.Array:
 # ---- Reductions ------------------------------------------------------------------------------------------------------
 
 
+def xla_reduced(x: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+    """XLA's own all-reduce, with a result that varies over the axis as those of the kernels do."""
+    reductions: dict[Any, Any] = {lax.add: lax.psum, lax.max: lax.pmax, lax.min: lax.pmin}
+    return varying(reductions[combine](x, axis), axis)
+
+
 def reduced(
     kernel: Callable[[jax.Array, Combine], jax.Array],
     x: jax.Array,

@@ -148,5 +148,6 @@ def plans_for(
         precision=recipe.precision,
         xla=recipe.xla,
         latency_rounds=recipe.latency_rounds,
+        remat=recipe.remat,
         **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _OF_MOE},
     )

@@ -148,7 +148,7 @@ def _explain(
         compile_options=options,
         fingerprint=fingerprint(lowered, options, rounds),
         notes=(
-            *_notes(program, collectives, account.host_bytes),
+            *_notes(program, collectives, account.host_bytes, is_for_pod=compiler is not compile_here),
             *_grouped_note(program, step.options),
             *_repeated_reductions_note(setup, step.options),
         ),
@@ -282,13 +282,18 @@ def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding
         yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
 
 
-def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int) -> list[str]:
+def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int, *, is_for_pod: bool) -> list[str]:
     notes = []
     if host_bytes:
         notes.append("the link to the host is not simulated: what is offloaded crosses it twice a step")
     if program.target == "cpu":
         notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
         notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
+    elif is_for_pod:
+        notes.append(
+            "compiled without a GPU, so XLA has not autotuned it: on the pod it measures kernels, and may pick others "
+            "and other tile sizes for matmuls"
+        )
     if any(not one.count_known for one in collectives):
         notes.append("a loop of unknown length counts once")
     if any(one.count_by_stage for one in collectives):

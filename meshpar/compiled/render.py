@@ -152,7 +152,7 @@ def _speed(report: Report) -> tuple[Cell, ...]:
     """The predicted time in one line, then the findings that invalidate it."""
     compute, hidden = report.compute, report.overlap.hidden_fraction
     assert compute.predicted_step_s is not None
-    said = [f"a step takes {human_time(compute.predicted_step_s)} at best", f"bound by {compute.bound}"]
+    said = [f"a step takes {human_time(compute.predicted_step_s)}", f"bound by {compute.bound}"]
     if compute.bracket is not None:
         # The lower end assumes that all communication is hidden, so the simulated schedule is not the best case.
         low_s, high_s = compute.bracket.low_s, compute.bracket.high_s
@@ -160,7 +160,7 @@ def _speed(report: Report) -> tuple[Cell, ...]:
         if low_s <= compute.predicted_step_s <= high_s:  # measured rates can move the range past it
             said.insert(1, f"{human_time(compute.predicted_step_s)} in the simulated schedule")
     if compute.utilisation is not None:
-        said.append(f"{compute.utilisation:.0%} model FLOP utilisation")
+        said.append(f"{compute.utilisation:.0%} model FLOP utilisation with {compute.rates}")
     if hidden is not None:
         said.append(f"{_percent(hidden)} of communication hidden")
     wrong = [one for one in report.findings if one.rule in INVALIDATING]
@@ -505,7 +505,8 @@ def _compute(report: Report) -> Section:
         parts.append(_step_time(report))
     if compute.bracket is not None:
         whose = "; ".join(compute.bracket.sources)
-        parts.append(Cell(f"· the least: all messages hidden; the most: none. {whose}", "faint"))
+        low, high = human_time(compute.bracket.low_s), human_time(compute.bracket.high_s)
+        parts.append(Cell(f"· {low} with every message hidden, {high} with none. {whose}", "faint"))
     return Section(title="Compute", parts=tuple(parts))
 
 

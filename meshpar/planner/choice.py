@@ -1,7 +1,8 @@
-"""Which algorithm of `meshpar.collectives` is quickest for a message, by the alpha-beta model, and why.
+"""Which algorithm `meshpar.collectives` should run for a message, XLA's own collective included, and why.
 
-Its kernels send single messages, with one port a rank: they are priced over that link, measured along the mesh axis
-where the profile has it.
+The kernels send single messages, with one port a rank. They are priced over the link that a profile measured for single
+messages, and XLA's own collective over the link measured for that. Data sheets do not tell the two apart, so without
+such a profile XLA's own is taken.
 """
 
 from __future__ import annotations
@@ -22,25 +23,30 @@ from meshpar.sharding.types import MeshLike, is_whole, near, problem
 VARIABLE = "MESHPAR_CLUSTER"
 """The environment variable that names a cluster, or a profile's file."""
 
-# The kernel's name for it, and the account's. Ties go to the first.
+XLA = "xla"
+"""XLA's own collective."""
+
+# The kernel's name for it, and the account's. Ties go to the first. XLA's own is priced as NCCL's ring, by which
+# `meshpar bench collectives` fits its link.
 KERNELS: Mapping[str, Mapping[str, str]] = {
     "all_reduce": {
+        XLA: "ring",
         "ring": "ring",
         "recursive_doubling": "recursive-doubling",
         "halving_doubling": "halving-doubling",
         "tree": "tree",
     },
-    "all_gather": {"ring": "all-gather", "recursive_doubling": "doubling-all-gather"},
-    "reduce_scatter": {"ring": "reduce-scatter", "recursive_halving": "halving-reduce-scatter"},
+    "all_gather": {XLA: "all-gather", "ring": "all-gather", "recursive_doubling": "doubling-all-gather"},
+    "reduce_scatter": {XLA: "reduce-scatter", "ring": "reduce-scatter", "recursive_halving": "halving-reduce-scatter"},
 }
-"""What is chosen from, by kernel. Rings both ways cost what a ring costs; root and server are never quickest."""
+"""Algorithms to choose from, by kernel. Bidirectional rings, root and server are never quickest by the model."""
 POWERS_OF_TWO = ("doubling-all-gather", "halving-reduce-scatter")
 """What runs on a power of two of ranks only."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice(Printed, Plain):
-    """The quickest algorithm for a message, and what the others would take. Prints as a table."""
+    """The algorithm to run for a message, and the times of all. Prints as a table."""
 
     kernel: str
     algorithm: str
@@ -65,7 +71,10 @@ def choose(
     axes: Sequence[str] = (),
     mesh: MeshLike | None = None,
 ) -> Choice:
-    """The algorithm that `algorithm="auto"` takes.
+    """Return the algorithm that `algorithm="auto"` takes.
+
+    If a profile has measured both XLA's own collectives and single messages along the axes (`meshpar bench collectives
+    --save`), that is the quickest by the alpha-beta model. Otherwise it is XLA's own.
 
         print(choose("all_reduce", 25e6, 8, cluster="h100:1x8"))
 
@@ -95,14 +104,18 @@ def choose(
         names = {name: priced for name, priced in names.items() if priced not in POWERS_OF_TWO}
     if kernel == "all_reduce" and len(axes) > 1 and mesh is not None:
         names["hierarchical"] = "hierarchical"
-    how: dict[str, Any] = {"axes": axes, "mesh": mesh, "by_messages": True}
-    accounts = {name: account(priced, payload_bytes, num_ranks, over, **how) for name, priced in names.items()}
+    how: dict[str, Any] = {"axes": axes, "mesh": mesh}
+    accounts = {
+        name: _named(name, account(priced, payload_bytes, num_ranks, over, by_messages=name != XLA, **how))
+        for name, priced in names.items()
+    }
     ranked = dict(sorted(accounts.items(), key=lambda item: item[1].time_s))
-    (first, best), *rest = ranked.items()
-    why = _why(first, best, rest)
+    is_measured = not isinstance(over, Link) and over.compares(axes or ("ranks",))
+    first = next(iter(ranked)) if is_measured else XLA
+    why = _why(first, ranked[first], [item for item in ranked.items() if item[0] != first], is_measured=is_measured)
     if cluster is None and not isinstance(over, Link):
         why += f"; links: {over.source or f'{over.name}, {over.links_from}'}"
-    return Choice(kernel=kernel, algorithm=first, time_s=best.time_s, alternatives=ranked, why=why)
+    return Choice(kernel=kernel, algorithm=first, time_s=ranked[first].time_s, alternatives=ranked, why=why)
 
 
 def links_here(kernel: str) -> Profile:
@@ -138,11 +151,21 @@ def links_here(kernel: str) -> Profile:
     )
 
 
-def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]]) -> str:
+def _named(name: str, found: Account) -> Account:
+    """The account of XLA's own collective under that name; others keep theirs."""
+    if name != XLA:
+        return found
+    return dataclasses.replace(found, algorithm=dataclasses.replace(found.algorithm, name=XLA))
+
+
+def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]], *, is_measured: bool) -> str:
     shown = f"{first}: {si(best.time_s, 's')}, {best.steps} steps, {si(best.bytes_sent, 'B')} sent per rank"
-    if not rest:
-        return f"{shown}; there is no other for {best.num_ranks} ranks"
     second, other = rest[0]
+    if not is_measured:
+        return (
+            f"{shown}; XLA's own is taken, for no profile has measured both it and single messages here (meshpar bench "
+            f"collectives --save). The model's quickest kernel: {second}, {si(other.time_s, 's')}"
+        )
     if best.time_s == other.time_s:
         return f"{shown}; {second} takes as long"
     mostly = "latency" if best.latency_s > best.bandwidth_s else "bandwidth"

@@ -5,6 +5,7 @@ receives at once, over one link.
 
     algorithm                                steps            bytes sent per rank
     ring all-reduce                          2(N-1)           2(N-1)/N n
+    bidirectional ring all-reduce            4(N-1)           2(N-1)/N n
     ring all-gather, ring reduce-scatter     N-1              (N-1)/N n
     doubling all-gather, halving r.-scatter  log2 N           (N-1)/N n
     tree all-reduce (recursive doubling)     log2 N           n log2 N
@@ -142,6 +143,14 @@ def ring_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
     """A ring reduce-scatter, then a ring all-gather: `2(N-1) alpha + 2(N-1)/N n beta`. Bandwidth-optimal."""
     sent = all_reduce_lower_bound_bytes(payload_bytes, num_ranks)
     return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent)
+
+
+def both_ways(ring: Cost) -> Cost:
+    """Cost of a bidirectional ring, from that of the ring: each step sends two messages of half the size.
+
+    A rank has one port, so the two messages leave one after the other: twice the latency, and the same bytes.
+    """
+    return dataclasses.replace(ring, steps=2 * ring.steps)
 
 
 def tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
@@ -524,18 +533,6 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
     """FLOPs of `[rows, inner] @ [inner, columns]`: a multiply and an add each."""
     return 2 * rows * inner * columns
-
-
-def roofline_s(flops: float, moved_bytes: float, *, flops_per_s: float, bytes_per_s: float) -> float:
-    """Time of a kernel that computes and moves data at once: `max(flops / peak, bytes / bandwidth)`.
-
-    Williams, Waterman, Patterson 2009, "Roofline: An Insightful Visual Performance Model for Multicore Architectures".
-    """
-    if flops < 0 or moved_bytes < 0 or not flops_per_s > 0 or not bytes_per_s > 0:
-        asked = f"time {flops} FLOPs at {flops_per_s} FLOP/s and {moved_bytes} bytes at {bytes_per_s} bytes/s"
-        exists = "work is at least 0 and rates are above 0"
-        raise problem("roofline", asked, exists, "give them in FLOPs, bytes and seconds")
-    return max(flops / flops_per_s, moved_bytes / bytes_per_s)
 
 
 # ---- Parts -----------------------------------------------------------------------------------------------------------

@@ -61,6 +61,58 @@ protocol (NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, version 2.23, 2024). Measur
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Rates:
+    """FLOP/s of a GPU's kernels: matrix products by the width of their operands and by size, and attention."""
+
+    gpu: Gpu
+    efficiency: float
+    """Share of the data sheet's peak that matrix products reach where none were measured."""
+    products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
+    """Measured FLOP/s of bfloat16 products of n × n matrices, by n; empty: none were measured."""
+    source: str = ""
+    """Where the measured rates come from."""
+
+    def peak_flops_per_s(self, bits: int) -> float:
+        """Data sheet's peak of products whose wider operand has elements of this many bits."""
+        if bits <= 8:
+            return self.gpu.fp8_flops_per_s
+        return self.gpu.bf16_flops_per_s if bits <= 16 else self.gpu.fp32_flops_per_s
+
+    def share_of_peak(self, flops: float) -> float:
+        """Share of the peak that a product with this many FLOPs reaches: that of a square product of the same size."""
+        if not self.products:
+            return self.efficiency
+        sizes = sorted(self.products)
+        n = max(flops / 2, 1.0) ** (1 / 3)  # n × n × n multiply-adds are 2 n³ FLOPs
+        rate = np.interp(math.log(n), [math.log(size) for size in sizes], [self.products[size] for size in sizes])
+        return float(rate) / self.gpu.bf16_flops_per_s
+
+    def product_flops_per_s(self, bits: int, flops: float) -> float:
+        """Rate of a product with this many FLOPs, whose wider operand has elements of this many bits."""
+        return self.peak_flops_per_s(bits) * self.share_of_peak(flops)
+
+    @property
+    def attention_flops_per_s(self) -> tuple[float, float]:
+        """Rate of a fused attention kernel, forward and backward."""
+        return self.gpu.attention_flops_per_s
+
+    def __str__(self) -> str:
+        forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.attention_flops_per_s)
+        measured = "" if self.gpu.attention_rates else " (assumed: an H100's share of the peak)"
+        return f"{self.of_products}, attention at {forward} TFLOP/s forward and {backward} backward{measured}"
+
+    @property
+    def of_products(self) -> str:
+        """The rates of matrix products in words."""
+        if self.products:
+            sizes = f"{min(self.products):,} to {max(self.products):,}"
+            return f"matmuls at the rates measured for sizes {sizes} ({self.source})"
+        if self.efficiency == 1.0:
+            return f"matmuls at {self.gpu.name}'s data sheet peak"
+        return f"matmuls at an assumed {self.efficiency:.0%} of the data sheet's peak"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Measured:
     """Links as they were measured by mesh axis."""
 
@@ -93,6 +145,11 @@ class _Measured:
             return whole
         each = [part for part in parts if part is not None]
         return Link(alpha_s=max(one.alpha_s for one in each), bytes_per_s=min(one.bytes_per_s for one in each))
+
+    def compares(self, axes: Sequence[str]) -> bool:
+        """Whether XLA's own collectives and single messages were both measured along these mesh axes."""
+        both = (self.axes, self.permutes)
+        return all("*".join(axes) in by or all(axis in by or ANY in by for axis in axes) for by in both)
 
     def to_json(self) -> dict[str, Any]:
         """The profile as plain data; `from_json` reads it back."""
@@ -208,11 +265,15 @@ class Cluster(_Measured):
         """GPUs in all."""
         return self.nodes * self.gpus_per_node
 
-    def product_flops_per_s(self, n: float) -> float:
-        """Rate of a product of n × n matrices, between the sizes that were measured; some were."""
-        sizes = sorted(self.products)
-        rates = [self.products[size] for size in sizes]
-        return float(np.interp(math.log(max(n, 1.0)), [math.log(size) for size in sizes], rates))
+    @property
+    def rates(self) -> Rates:
+        """The rates that a step is expected to reach: measured ones where there are any, else assumed ones."""
+        return Rates(gpu=self.gpu, efficiency=MATMUL_EFFICIENCY, products=self.products, source=self.source)
+
+    @property
+    def best_rates(self) -> Rates:
+        """The fastest rates that the catalogue or the profile supports."""
+        return dataclasses.replace(self.rates, efficiency=1.0)
 
     def link(self, *, crosses_node: bool) -> Link:
         """The link that messages inside a node or between nodes use."""

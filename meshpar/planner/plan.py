@@ -22,7 +22,6 @@ import optax
 
 from meshpar.compiled.explain import explain
 from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.report import Report
 from meshpar.compiled.target import traced_for
 from meshpar.models.loss import next_token_loss
 from meshpar.moe.dispatch_combine import check_bound
@@ -54,7 +53,7 @@ BYTES_ERROR = 0.02
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled(Plain):
-    """What the compiled program says of a plan. Its time counts products at the efficiency that the estimate has."""
+    """The compiled program's figures for a plan. Its time assumes the same rates as the estimate."""
 
     peak_bytes: int
     sent_bytes: Mapping[str, float]
@@ -250,7 +249,7 @@ def plan(
     tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
-    latency_rounds: int = 0,
+    latency_rounds: int = 0, remat: str | None = None,
 ) -> Plans:  # fmt: skip
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps, slices.
 
@@ -270,6 +269,7 @@ def plan(
       bound_factor, nodes_visited, row_bytes: of MoE layers, as `MoEConfig` has them, where the model's config does not
         say them.
       xla, latency_rounds: as of `train_step`, for what is compiled.
+      remat: a policy to consider in addition to `full`, `dots`, `minimal` and the like, as `save:query,attention_out`.
 
     Raises:
       ValueError: nothing fits, with what is short and by how much, by estimate or as compiled; no such cluster; an
@@ -289,6 +289,7 @@ def plan(
         precision=precision,
         loss_is=loss_is,
         cluster=cluster,
+        remat=remat,
         **_of_experts(model, bound_factor, nodes_visited, row_bytes),
     )
     search = Search(work, cluster)
@@ -443,7 +444,8 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
     sent: dict[str, float] = {}
     for label, kinds in report.to_json()["totals"].items():
         sent[label] = sum(one["bytes_sent_per_device"] for one in kinds.values())
-    step_s, exposed = _step_s(search, found, report), dict(report.compute.exposed_s)
+    step_s, exposed = report.compute.predicted_step_s, dict(report.compute.exposed_s)
+    assert step_s is not None
     peak = report.memory.peak_bytes
     return Compiled(
         peak_bytes=peak,
@@ -454,15 +456,6 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
         fits=bool(report.memory.fits),
         notes=tuple(_notes(found, peak, sent, step_s)),
     )
-
-
-def _step_s(search: Search, found: Found, report: Report) -> float:
-    """The simulated step, with products at the share of the peak that the estimate has."""
-    compute = report.compute
-    efficiency = search.clock.at_peak_s(search.workload, found.layout.remat) / found.time.compute_s
-    assert compute.predicted_step_s is not None
-    assert compute.compute_s is not None
-    return compute.predicted_step_s + compute.compute_s * (1 / efficiency - 1)
 
 
 def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:

@@ -46,7 +46,7 @@ from meshpar.planner.steptime import (
     rhythm,
     routed_bytes,
 )
-from meshpar.planner.workload import POLICIES, Remat, Workload
+from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.table import human_bytes, lay_out
@@ -132,7 +132,7 @@ class Search:
         self.smallest: Found | None = None
         """Of what did not fit, what misses the limit by least."""
         seen: dict[tuple[Remat, ...], Remat] = {}
-        for remat in POLICIES:  # policies that keep the same of this model are one
+        for remat in workload.policies:  # policies that keep the same of this model are one
             seen.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
         self.policies = tuple(seen.values())
 
@@ -140,7 +140,7 @@ class Search:
     def rates(self) -> str:
         """Which figures the times are made of, and how far off they were found to be."""
         return (
-            f"estimates: products at {self.clock.source}, {self.cluster.links_from}; of most compiled programs they "
+            f"estimates: {self.clock.rates}, {self.cluster.links_from}; of most compiled programs they "
             f"missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
         )
 
@@ -437,8 +437,8 @@ class Search:
 
     def _check_layers(self, layout: Layout) -> None:
         """Raises `ValueError` for a policy that no estimate was made for, and for what only `scan_layers` does."""
-        if layout.remat not in POLICIES:
-            exists = f"estimates are made for {', '.join(map(str, POLICIES))}"
+        if layout.remat not in self.workload.policies:
+            exists = f"estimates are made for {', '.join(map(str, self.workload.policies))}"
             raise problem(f"remat={layout.remat!r}", "tell what layers keep by it", exists, "take one of these")
         if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
             asked = f"run layers by remat={layout.remat!r}, interleave={layout.interleave}"

@@ -38,7 +38,7 @@ from meshpar.pipeline.schedules import Schedule
 from meshpar.pipeline.schedules.ops import B
 from meshpar.pipeline.traffic import makespan, traffic
 from meshpar.planner import cost
-from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
+from meshpar.planner.hardware import Cluster, Rates
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.memory import MemoryEstimate, gather_axes, holds, residual_row_bytes
 from meshpar.planner.update import Update, update_of
@@ -62,12 +62,13 @@ SHARED_RUN = 0.5
 COPIES = 1.0
 """How often a tick of a pipeline moves what its stage holds: sums of gradients and slots of buffers."""
 HIDDEN: Mapping[str, float] = {
-    WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.8, "context": 0.15, "exchange": 0.3, "other": 0.15,
-    "interleaved": 0.65,
+    WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.9, "context": 0.15, "exchange": 0.3, "other": 0.15,
+    "interleaved": 0.85,
 }  # fmt: skip
 """Share of messages' time that compute hides: gathers and scatters of weights, gathers a layer ahead, both where the
 sequence is split, rows of experts, and all else, which the next product needs, unless it is another slice's: about the
-medians over the programs of `tests/planner/compiled.json`."""
+medians over the programs of `tests/planner/compiled.json`. Those of prefetched weights and of slices are from programs
+simulated at the expected rates of kernels, which hide more than kernels at the peak."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass for each forward, as its published rates count them: scores are made again."""
 NARROW_BYTES = 6
@@ -175,56 +176,36 @@ def rhythm(pipelined: Pipeline, recomputed: float, head: float, num_layers: int)
 class Clock:
     """Times of layouts on a cluster."""
 
-    def __init__(self, cluster: Cluster, *, efficiency: float | None = None) -> None:
-        self.cluster, self.efficiency = cluster, efficiency or MATMUL_EFFICIENCY
-        self.products = {} if efficiency else dict(sorted(cluster.products.items()))
-        self.attention = None if efficiency else cluster.gpu.attention_flops_per_s
+    def __init__(self, cluster: Cluster, *, rates: Rates | None = None) -> None:
+        """Price layouts on a cluster, at its expected rates unless others are given."""
+        self.cluster, self.rates = cluster, rates or cluster.rates
         self._prices: dict[tuple[str, tuple[str, ...], tuple[int, ...]], _Price] = {}
 
-    @property
-    def source(self) -> str:
-        """At which rate products are told, and who says so."""
-        if self.products:
-            sizes = f"{min(self.products):,} to {max(self.products):,}"
-            return f"the rates measured of matrices of {sizes} ({self.cluster.source})"
-        return f"an assumed {self.efficiency:.0%} of the data sheet's peak"
-
     def floor_s(self, placed: Placed, layout: Layout) -> float:
-        """A time that no layout of these takes less than: the products, without bubble or messages."""
-        work = placed.workload
-        most = max(self.products.values(), default=self.peak_flops_per_s(work) * self.efficiency)
-        return self._products_s(work, layout.remat, most)
+        """Return a lower bound of the time of all layouts like this one: its products, without bubble or messages."""
+        fastest = max(self.rates.products.values(), default=None)
+        share = self.rates.efficiency if fastest is None else fastest / self.cluster.gpu.bf16_flops_per_s
+        return self._products_s(placed.workload, layout.remat, share)
 
-    def peak_flops_per_s(self, work: Workload) -> float:
-        """Of products in the dtype that layers compute in, by the data sheet."""
-        gpu = self.cluster.gpu
-        return gpu.bf16_flops_per_s if work.compute_itemsize <= 2 else gpu.fp32_flops_per_s
-
-    def _wide_flops(self, work: Workload, remat: Remat) -> float:
-        """Of all products of a row; those in 8 bits as many as take as long in 16."""
-        gpu, flops = self.cluster.gpu, work.flops[remat]
-        return flops - work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
-
-    def at_peak_s(self, work: Workload, remat: Remat) -> float:
-        """Of all products of a step, were they at the peak of the data sheet."""
-        return self._wide_flops(work, remat) * work.rows / self.cluster.num_devices / self.peak_flops_per_s(work)
-
-    def _products_s(self, work: Workload, remat: Remat, flops_per_s: float) -> float:
-        """Of all products of a step, those outside of attention at a rate."""
-        flops, forward = self._wide_flops(work, remat), work.attention[remat]
+    def _products_s(self, work: Workload, remat: Remat, share: float) -> float:
+        """Time of all products of a step, those outside of attention at a share of the data sheet's peak."""
+        gpu, flops, forward = self.cluster.gpu, work.flops[remat], work.attention[remat]
+        # Products in 8 bits count as the FLOPs that take as long in 16.
+        flops -= work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
         # The backward pass of attention has five products for the two forward.
         backward = ATTENTION_BACKWARD * work.attention[None]
-        forward_rate, backward_rate = self.attention or (flops_per_s, flops_per_s)
-        outside = (flops - forward - 2 * work.attention[None]) / flops_per_s
+        forward_rate, backward_rate = self.rates.attention_flops_per_s
+        rate = share * self.rates.peak_flops_per_s(8 * work.compute_itemsize)
+        outside = (flops - forward - 2 * work.attention[None]) / rate
         time_s = outside + forward / forward_rate + backward / backward_rate
         return time_s * work.rows / self.cluster.num_devices
 
     def _compute_s(self, placed: Placed, layout: Layout) -> float:
-        """Of all products of a step, at the rate that was measured of matrices as large as those of the layers."""
-        if not self.products:
+        """Time of all products of a step, at the rate of matrices as large as those of the layers."""
+        if not self.rates.products:
             return self.floor_s(placed, layout)
-        rate = self.cluster.product_flops_per_s(product_size(placed, layout))
-        return self._products_s(placed.workload, layout.remat, rate)
+        share = self.rates.share_of_peak(2 * product_size(placed, layout) ** 3)
+        return self._products_s(placed.workload, layout.remat, share)
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Whether a step holds so much that XLA's scheduler starts messages late, to hold no more."""
@@ -282,7 +263,7 @@ class Clock:
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
         updating_s += update.wide_flops / self.cluster.gpu.fp32_flops_per_s
         return TimeEstimate(
-            compute_s=compute_s + updating_s / self.efficiency,
+            compute_s=compute_s + updating_s / self.rates.efficiency,
             memory_s=memory_s,
             copied_s=copied / self.cluster.gpu.memory_bytes_per_s,
             network_s=dict(network),

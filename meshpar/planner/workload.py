@@ -123,6 +123,11 @@ class Workload:
     """Tokens of the vocabulary on one rank whose logits are made at a time; None: of all."""
 
     @property
+    def policies(self) -> tuple[Remat, ...]:
+        """Recomputation policies that the step was traced with."""
+        return tuple(self.flops)
+
+    @property
     def seq_len(self) -> int | None:
         """Tokens of a row."""
         return None if self.tokens is None else self.tokens // self.rows
@@ -173,6 +178,7 @@ def describe(
     bound_factor: float | None = None,
     nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None,
+    remat: Remat = None,
 ) -> Workload:
     """Trace a training step; errors are those of the model and the loss.
 
@@ -185,6 +191,7 @@ def describe(
       loss_is: as for `train_step`.
       cluster: for whose GPUs cuDNN's attention is traced.
       bound_factor, nodes_visited, row_bytes: of the MoE layers.
+      remat: a policy to consider in addition to `POLICIES`, as `save:query,attention_out`.
     """
     batch = _shapes_of(batch)
     rows, tokens = rows_and_tokens(batch, 1)
@@ -206,7 +213,9 @@ def describe(
         choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
-        counted, held, runs_layers = _by_policy(functools.partial(value_of, known, loss, precision), arrays, how)
+        counted, held, runs_layers = _by_policy(
+            functools.partial(value_of, known, loss, precision), arrays, how, tuple(dict.fromkeys((*POLICIES, remat)))
+        )
     flops, attention = ({remat: each[at] / marker for remat, each in counted.items()} for at in (0, 1))
     narrow_share = {remat: narrow / (every or 1) for remat, (every, _, narrow) in counted.items()}
     own = attention_flops(alone) / marker
@@ -249,7 +258,10 @@ def batch_of(batch: PyTree, rows: int) -> PyTree:
 
 
 def _by_policy(
-    value: Callable[[Remat], Any], arrays: PyTree, labelled: Callable[..., Iterator[Held]]
+    value: Callable[[Remat], Any],
+    arrays: PyTree,
+    labelled: Callable[..., Iterator[Held]],
+    policies: Sequence[Remat],
 ) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
     """FLOPs of both passes, all, attention's and those in 8 bits, and what is kept between them, by policy; that by
     stages, too; and whether there are layers to do so with."""
@@ -261,7 +273,7 @@ def _by_policy(
 
     counted: dict[Remat, tuple[int, int, int]] = {}
     held: dict[Remat | Literal["stages"], tuple[Held, ...]] = {}
-    for remat in POLICIES:
+    for remat in policies:
         counted[remat], kept = _kept(value(remat), arrays)
         held[remat] = tuple(labelled(kept, is_all=remat is None))
     with running(run):

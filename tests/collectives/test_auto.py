@@ -14,17 +14,30 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
+from meshpar.bench.kernels import COLLECTIVES
 from meshpar.collectives import reference
 from meshpar.planner import choice, cost
 from meshpar.planner.hardware import Link, Links, parse_cluster
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 
-SLOW_START = Links(devices="cpu", axes={"x": Link(alpha_s=1.0, bytes_per_s=1e12)})
-SLOW_BYTES = Links(devices="cpu", axes={"x": Link(alpha_s=1e-12, bytes_per_s=1.0)})
-GROUPS = Links(
-    devices="cpu",
-    axes={"outer": Link(alpha_s=1e-6, bytes_per_s=1e3), "inner": Link(alpha_s=1e-9, bytes_per_s=1e12)},
+SLOWEST = Link(alpha_s=1e3, bytes_per_s=1e-3)
+"""Of XLA's own collectives, where the choice is to be among ours."""
+
+
+def measured(**permutes):
+    """A profile by which XLA's own collectives are slower than single messages over these links."""
+    return Links(devices="cpu", axes=dict.fromkeys(permutes, SLOWEST), permutes=permutes)
+
+
+SLOW_START = measured(x=Link(alpha_s=1.0, bytes_per_s=1e12))
+SLOW_BYTES = measured(x=Link(alpha_s=1e-12, bytes_per_s=1.0))
+XLA = Links(devices="cpu", axes={"x": Link(alpha_s=1e-6, bytes_per_s=1e9)})
+NAMED = {"slow start": SLOW_START, "slow bytes": SLOW_BYTES, "xla": XLA}
+GROUPS = measured(outer=Link(alpha_s=1e-6, bytes_per_s=1e3), inner=Link(alpha_s=1e-9, bytes_per_s=1e12))
+H100 = parse_cluster("h100:1x8")
+BOTH_MEASURED = dataclasses.replace(
+    H100, axes={"*": SLOWEST}, permutes={"*": Link(alpha_s=1.9e-6, bytes_per_s=450e9)}, source="measured here"
 )
 
 
@@ -47,8 +60,9 @@ def _no_cluster_named(monkeypatch):
 def test_short_messages_take_few_steps_and_long_ones_few_bytes():
     link = Link(alpha_s=1e-6, bytes_per_s=1e11)
     crossover = cost.ring_tree_crossover_bytes(6, link)
-    short = mc.choose("all_reduce", crossover * 0.5, 6, cluster=link)
-    long = mc.choose("all_reduce", crossover * 100, 6, cluster=link)
+    how = {"cluster": measured(x=link), "axes": ("x",), "mesh": {"x": 6}}
+    short = mc.choose("all_reduce", crossover * 0.5, 6, **how)
+    long = mc.choose("all_reduce", crossover * 100, 6, **how)
     assert (short.algorithm, long.algorithm) == ("recursive_doubling", "ring")
     for found in (short, long):
         times = [one.time_s for one in found.alternatives.values()]
@@ -57,15 +71,57 @@ def test_short_messages_take_few_steps_and_long_ones_few_bytes():
 
 
 def test_with_a_power_of_two_of_ranks_halving_has_the_rings_bytes_in_fewer_steps():
-    assert mc.choose("all_reduce", 1e9, 8, cluster="h100:1x8").algorithm == "halving_doubling"
-    assert mc.choose("all_gather", 1e9, 8, cluster="h100:1x8").algorithm == "recursive_doubling"
-    assert mc.choose("reduce_scatter", 1e9, 8, cluster="h100:1x8").algorithm == "recursive_halving"
-    assert mc.choose("all_gather", 1e9, 6, cluster="h100:1x8").algorithm == "ring"
+    assert mc.choose("all_reduce", 1e9, 8, cluster=BOTH_MEASURED).algorithm == "halving_doubling"
+    assert mc.choose("all_gather", 1e9, 8, cluster=BOTH_MEASURED).algorithm == "recursive_doubling"
+    assert mc.choose("reduce_scatter", 1e9, 8, cluster=BOTH_MEASURED).algorithm == "recursive_halving"
+    assert mc.choose("all_gather", 1e9, 6, cluster=BOTH_MEASURED).algorithm == "ring"
+
+
+FAST = Link(alpha_s=1e-9, bytes_per_s=1e12)
+SLOW = Link(alpha_s=1e-3, bytes_per_s=1e6)
+
+
+@pytest.mark.parametrize("kernel", ["all_reduce", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize(
+    ("cluster", "is_xla"),
+    [
+        ("h100:1x8", True),
+        ("h100:2x4", True),
+        (Link(alpha_s=1e-6, bytes_per_s=1e11), True),
+        (dataclasses.replace(H100, permutes={"x": FAST}), True),  # XLA's own was not measured
+        (dataclasses.replace(H100, axes={"x": SLOW}), True),  # single messages were not measured
+        (dataclasses.replace(H100, axes={"x": SLOW}, permutes={"x": FAST}), False),
+        (dataclasses.replace(H100, axes={"x": FAST}, permutes={"x": SLOW}), True),
+        (dataclasses.replace(H100, axes={"*": SLOW}, permutes={"x": FAST}), False),
+    ],
+)
+def test_xlas_own_is_taken_unless_a_measured_profile_says_otherwise(kernel, cluster, is_xla):
+    for num_bytes in (100, 1e9):
+        found = mc.choose(kernel, num_bytes, 8, cluster=cluster, axes=("x",), mesh={"x": 8})
+        assert (found.algorithm == "xla") == is_xla
+        assert "xla" in found.alternatives
+        assert found.time_s == found.alternatives[found.algorithm].time_s
+        is_measured = not isinstance(cluster, str | Link) and bool(cluster.axes and cluster.permutes)
+        assert ("no profile has measured both" in found.why) == (not is_measured)
+
+
+def test_a_bidirectional_ring_sends_twice_the_messages_of_a_ring(ranks):
+    """Both directions share one port, so the model charges the latency of each message."""
+    kernels = {
+        "all_reduce": cost.ring_all_reduce,
+        "all_gather": cost.ring_all_gather,
+        "reduce_scatter": cost.ring_reduce_scatter,
+    }
+    for name, ring in kernels.items():
+        form = COLLECTIVES[name].algorithms["bidirectional"](24e3, 8)
+        sent = ranks(8).sent(functools.partial(getattr(mc, name), axis="x", algorithm="bidirectional"), (24,))
+        assert form.steps == sum(one.count_per_step for one in sent) == 2 * ring(24e3, 8).steps
+        assert form.bytes_in_turn == ring(24e3, 8).bytes_in_turn
 
 
 def test_a_tie_goes_to_the_first():
-    free = Link(alpha_s=0, bytes_per_s=1e9)
-    found = mc.choose("all_gather", 1e6, 8, cluster=free)
+    free = measured(x=Link(alpha_s=0, bytes_per_s=1e9))
+    found = mc.choose("all_gather", 1e6, 8, cluster=free, axes=("x",), mesh={"x": 8})
     assert found.algorithm == "ring"
     assert "recursive_doubling takes as long" in found.why
 
@@ -73,7 +129,10 @@ def test_a_tie_goes_to_the_first():
 def test_messages_go_by_one_port_between_nodes():
     cluster = parse_cluster("h100:2x8")
     found = mc.choose("all_gather", 16e6, 16, cluster=cluster)
-    assert {leg.link for one in found.alternatives.values() for leg in one.legs} == {cluster.across}
+    ours = [one for name, one in found.alternatives.items() if name != "xla"]
+    assert {leg.link for one in ours for leg in one.legs} == {cluster.across}
+    (own,) = found.alternatives["xla"].legs
+    assert own.link.bytes_per_s == 8 * cluster.across.bytes_per_s
     inside = mc.choose("all_gather", 16e6, 4, cluster=cluster, axes=("b",), mesh={"a": 4, "b": 4})
     assert inside.alternatives["ring"].legs[0].link == cluster.inside
 
@@ -81,14 +140,15 @@ def test_messages_go_by_one_port_between_nodes():
 def test_over_several_axes_two_levels_are_looked_at():
     mesh = {"data": 2, "tensor": 8}
     found = mc.choose("all_reduce", 1e9, 16, cluster="h100:2x8", axes=("data", "tensor"), mesh=mesh)
-    assert found.algorithm == "hierarchical"
+    assert found.algorithm == "xla"
+    assert next(name for name in found.alternatives if name != "xla") == "hierarchical"
     inside, across = found.alternatives["hierarchical"].legs
     cluster = parse_cluster("h100:2x8")
     assert (inside.link, across.link) == (cluster.inside, cluster.across)
 
 
 def test_a_choice_says_why_and_prints_all_it_looked_at():
-    found = mc.choose("all_reduce", 25e6, 8, cluster="h100:1x8")
+    found = mc.choose("all_reduce", 25e6, 8, cluster=BOTH_MEASURED)
     assert found.why.startswith("halving_doubling: ")
     assert "mostly bandwidth; next ring: 1.14 times that" in found.why
     for word in (*(name.replace("_", "-") for name in found.alternatives), "h100:1x8", "1.14 times"):
@@ -96,6 +156,10 @@ def test_a_choice_says_why_and_prints_all_it_looked_at():
     data = found.to_json()
     assert data["algorithm"] == "halving_doubling"
     assert list(data["alternatives"]) == list(found.alternatives)
+    assert data["alternatives"]["xla"]["algorithm"] == "xla"
+    unmeasured = mc.choose("all_reduce", 25e6, 8, cluster="h100:1x8")
+    assert unmeasured.why.startswith("xla: ")
+    assert "The model's quickest kernel: halving_doubling" in unmeasured.why
 
 
 def test_choices_that_cannot_be_made():
@@ -131,8 +195,13 @@ def test_what_was_chosen_is_what_runs(ranks, name, links, steps):
 
 @pytest.mark.parametrize(
     ("count", "links"),
-    cases((3, SLOW_START), (4, SLOW_BYTES), grid=itertools.product([1, 2, 3, 4, 8], [SLOW_START, SLOW_BYTES])),
-    ids=lambda one: str(one) if isinstance(one, int) else "slow start" if one is SLOW_START else "slow bytes",
+    cases(
+        (3, SLOW_START),
+        (4, SLOW_BYTES),
+        (3, XLA),
+        grid=itertools.product([1, 2, 3, 4, 8], [SLOW_START, SLOW_BYTES, XLA]),
+    ),
+    ids=lambda one: next((name for name, links in NAMED.items() if one is links), str(one)),
 )
 def test_value_and_gradient_are_the_references(ranks, count, links):
     def everything(make):
@@ -178,8 +247,8 @@ def test_two_levels_over_two_axes(ranks):
 
 
 def test_each_bucket_has_its_own_choice(ranks):
-    links = Links(devices="cpu", axes={"x": Link(alpha_s=1e-6, bytes_per_s=1e9)})
-    assert cost.ring_tree_crossover_bytes(3, links.axes["x"]) < 4000
+    links = measured(x=Link(alpha_s=1e-6, bytes_per_s=1e9))
+    assert cost.ring_tree_crossover_bytes(3, links.permutes["x"]) < 4000
     tree = {"a": rows(3, 4), "b": rows(3, 3000)}
     kernel = functools.partial(mc.bucketed_all_reduce, axis="x", algorithm="auto", cluster=links, bucket_bytes=1000)
     found = jax.jit(ranks(3).view(kernel))(tree)
@@ -201,14 +270,15 @@ def test_host_devices_take_the_measured_default_and_the_choice_says_so(ranks):
     """`.why` names what was measured, where and when; what runs is what `choose` says."""
     num_bytes = {"short": 96, "long": 4_000_000}
     found = {name: mc.choose("all_reduce", n, 6, axes=("x",), mesh={"x": 6}) for name, n in num_bytes.items()}
-    assert (found["short"].algorithm, found["long"].algorithm) == ("recursive_doubling", "ring")
-    for one in found.values():
+    for name, quickest in (("short", "recursive_doubling"), ("long", "ring")):
+        one = found[name]
+        assert (one.algorithm, next(ours for ours in one.alternatives if ours != "xla")) == ("xla", quickest)
         assert "links: default for CPU host devices: meshpar bench collectives" in one.why
         assert "-core" in one.why
         assert one.alternatives["ring"].legs[0].where == "measured, for any axis"
     assert "default for CPU" not in mc.choose("all_reduce", 96, 6, cluster="h100:1x8").why
     kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
-    assert steps_of(ranks, 6, kernel) == found["short"].alternatives["recursive_doubling"].steps
+    assert "psum" in str(jax.make_jaxpr(ranks(6).view(kernel))(rows(6)))
     both = functools.partial(mc.all_reduce, axis=("outer", "inner"), algorithm="auto")
     parts = rows(6)
     found = jax.jit(ranks(outer=2, inner=3).view(both))(parts)

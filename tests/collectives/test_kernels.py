@@ -78,6 +78,11 @@ CASES = {
     **{f"all_reduce {algorithm}": case("all_reduce", whole, algorithm=algorithm) for algorithm in ALGORITHMS},
     "all_reduce recursive doubling max": case("all_reduce", whole, algorithm="recursive_doubling", op="max"),
     "all_reduce tree min": case("all_reduce", whole, algorithm="tree", op="min"),
+    "all_reduce xla max": case("all_reduce", whole, algorithm="xla", op="max"),
+    "all_gather xla": case("all_gather", whole, dim=-1, algorithm="xla"),
+    "all_gather xla stacked": case("all_gather", whole, dim=1, tiled=False, algorithm="xla"),
+    "reduce_scatter xla mean": case("reduce_scatter", divisible, dim=1, op="mean", algorithm="xla"),
+    "reduce_scatter xla max": case("reduce_scatter", divisible, dim=-1, op="max", algorithm="xla"),
     "all_reduce, servers": case("all_reduce", whole, algorithm="parameter_server", num_servers=1),
 }
 POWER_OF_TWO = {

@@ -42,6 +42,13 @@ class Compiled:
         return self.program
 
 
+def test_a_program_compiled_without_a_gpu_says_that_it_is_not_autotuned(report):
+    for_pod, _, _ = report("fsdp_tensor", "pod", "h100:1x8")
+    assert any("has not autotuned it" in note for note in for_pod.notes)
+    here, _, _ = report("fsdp_tensor")
+    assert not any("autotuned" in note for note in here.notes)
+
+
 def test_without_a_cluster_it_compiles_for_the_devices_at_hand():
     """The whole way, once."""
     mesh = mp.MeshSpec(fsdp=8).build()

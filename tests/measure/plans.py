@@ -21,14 +21,15 @@ B8, B70 = "llama3_8b", "llama3_70b"
 CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
     (recipe, cluster, tuple(fields.split()))
     for recipe, cluster, fields in (
-        (B8, "h100:8x8", "strategy=fsdp()"),
-        (B8, "h100:8x8", ""),
+        (B8, "h100:8x8", "strategy=fsdp() remat=dots accumulate=4"),
+        (B8, "h100:8x8", "latency_rounds=1"),
         (B70, "h100:64x8", "remat=dots accumulate=4"),
         ("mixtral_8x7b", "h100:8x8", "strategy=fsdp()|expert_parallel() accumulate=4"),
         ("llama3_405b", "h100:512x8", "accumulate=2"),
-        (B8, "h100:1x8", "strategy=fsdp() remat=full"),
-        (B8, "h100:8x8", "strategy=fsdp()|tensor_parallel() mesh=fsdp=16,tensor=4 remat=dots batch_size=64"),
-        (B8, "h100:4x8", "strategy=zero1() mesh=fsdp=32 remat=full model.num_layers=8"),
+        (B8, "h100:1x8", "strategy=fsdp() remat=full accumulate=4"),
+        (B8, "h100:8x8",
+         "strategy=fsdp()|tensor_parallel() mesh=fsdp=16,tensor=4 remat=dots batch_size=64 accumulate=4"),
+        (B8, "h100:4x8", "strategy=zero1() mesh=fsdp=32 remat=full model.num_layers=8 accumulate=4"),
         (B8, "h100:4x8", "strategy=ddp() mesh=data=32 remat=none model.num_layers=4 accumulate=2"),
         (B8, "h100:4x8",
          "strategy=pipeline_parallel(stages=4,microbatches=8)|fsdp() mesh=stage=4,fsdp=8 remat=full"
@@ -85,7 +86,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
         (B8, "h100:1x8", "strategy=fsdp() remat=full model.vocab_chunk=16032 batch_size=8 accumulate=1"),
         (B8, "h100:8x8",
          "strategy=fsdp()|tensor_parallel() mesh=fsdp=16,tensor=4 remat=dots batch_size=64"
-         " model.vocab_chunk=8016"),
+         " model.vocab_chunk=8016 accumulate=4"),
         (B8, "h100:2x8",
          "strategy=fsdp(prefetch=1) mesh=fsdp=16 remat=full model.vocab_chunk=16032 batch_size=16 accumulate=1"),
         (B8, "h100:8x8",
@@ -114,6 +115,9 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
          " mesh=stage=8,fsdp=4,tensor=8 remat=full accumulate=1 batch_size=64"),
         ("mixtral_8x7b", "h100:16x8",
          "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=4 batch_size=128 accumulate=1"),
+        (B70, "h100:64x8", "interleave=4 latency_rounds=1"),
+        ("mixtral_8x7b", "h100:8x8", "latency_rounds=1"),
+        ("llama3_405b", "h100:512x8", "interleave=2"),
         ("llama3_405b", "h100:64x8",
          "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=64,tensor=8 remat=full batch_size=128"
          " accumulate=2"),
@@ -133,15 +137,15 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
          " model.num_layers=16 batch_size=16 accumulate=1 interleave=2"),
     )
 )  # fmt: skip
-"""A recipe, a cluster, and fields of the recipe; rows are whole unless these interleave them."""
+"""A recipe, a cluster, and fields of the recipe; `interleave` and `latency_rounds` are off unless set here."""
 
 
 def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]
     from meshpar.commands.explain import Subject
     from meshpar.compiled.explain import explain
 
-    path = str(RECIPES / f"{recipe}.py")
-    subject = Subject.of(path, cluster, layout=(), assignments=("interleave=1", *fields), shapes=None)
+    path, fields_set = str(RECIPES / f"{recipe}.py"), ("interleave=1", "latency_rounds=0", *fields)
+    subject = Subject.of(path, cluster, layout=(), assignments=fields_set, shapes=None)
     report = explain(*subject.step_and_state(), dict(subject.batch), subject.cluster, pod=pod, advise=False)
     totals = report.to_json()["totals"].items()
     return {
@@ -152,7 +156,9 @@ def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  
         "argument_bytes": report.memory.state_bytes + report.memory.batch_bytes,
         "peak_bytes": report.memory.peak_bytes,
         "sent_bytes": {label: sum(one["bytes_sent_per_device"] for one in kinds.values()) for label, kinds in totals},
+        "rates": "expected",
         "step_s": report.compute.predicted_step_s,
+        "compute_s": report.compute.compute_s,
         "exposed_s": dict(report.compute.exposed_s),
     }
 

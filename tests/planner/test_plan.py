@@ -33,7 +33,7 @@ from meshpar.parallel.tried import _strategy, kinds
 from meshpar.planner import memory
 from meshpar.planner.advice import advice
 from meshpar.planner.growth import with_rows
-from meshpar.planner.hardware import parse_cluster
+from meshpar.planner.hardware import Rates, parse_cluster
 from meshpar.planner.layout import Layout, Placer, look
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
 from meshpar.planner.search import TIME_ERROR, Search
@@ -123,7 +123,8 @@ def test_muon_is_told_by_what_it_exchanges_and_multiplies(strategy, mesh, ranks,
         work = describe(model, rows, lambda model, batch, key: (model(batch["x"]).mean(), {}), tx=tx, precision=BF16)
         placed, layout = Placer(work).place(mesh, strategy), Layout(mesh=mp.MeshSpec(**mesh), strategy=strategy)
         held = memory.estimate(placed, layout)
-        found[name] = held, Clock(cluster, efficiency=1.0).estimate(placed, layout, held)
+        rates = dataclasses.replace(cluster.rates, efficiency=1.0)
+        found[name] = held, Clock(cluster, rates=rates).estimate(placed, layout, held)
     (adam_held, adam), (muon_held, muon) = found["adam"], found["muon"]
     sent = sum(muon.sent_bytes.values()) - sum(adam.sent_bytes.values())
     assert sent == pytest.approx(4 * 64 * 128 * exchange(8, ranks=ranks, replicas=replicas)[1])
@@ -138,17 +139,28 @@ def test_muon_is_told_by_what_it_exchanges_and_multiplies(strategy, mesh, ranks,
 _DESCRIBED: dict[str, object] = {}
 
 
+def rates_of(case):
+    """The rates that a compiled case was simulated at: the expected ones, or all at the data sheet's peak."""
+    cluster = parse_cluster(case["cluster"])
+    if case["rates"] == "expected":
+        return cluster.rates
+    peak = cluster.gpu.bf16_flops_per_s
+    return Rates(gpu=dataclasses.replace(cluster.gpu, attention_rates=(peak, peak)), efficiency=1.0)
+
+
 def estimated(case):
-    """What the planner tells of a compiled case, products at the peak as the simulated timeline has them."""
+    """Estimate memory and time of a compiled case, at the rates that it was simulated at."""
     cluster = parse_cluster(case["cluster"])
     recipe = load_recipe(ROOT / "recipes" / f"{case['recipe']}.py", devices=cluster.num_devices)
     recipe = recipe.override("interleave=1", *case["fields"])
-    batch, key = recipe.data.batch_shapes(recipe.batch_size), repr(recipe.model)
+    batch, remat = recipe.data.batch_shapes(recipe.batch_size), None if recipe.remat in POLICIES else recipe.remat
+    key = f"{recipe.model} {remat} {batch['inputs'].shape[1]}"
     if key not in _DESCRIBED:
         model = build_model(recipe)
         tx = build_optimizer(recipe, model, mp.MeshSpec().abstract(1))
         moe = getattr(recipe.model, "moe", None)
         how = {"tx": tx, "precision": recipe.precision, "cluster": cluster, "bound_factor": moe and moe.bound_factor}
+        how |= {name: getattr(moe, name, None) for name in ("nodes_visited", "row_bytes")} | {"remat": remat}
         _DESCRIBED[key] = describe(model, batch, recipe.loss, **how)
     rows = recipe.batch_size
     work = dataclasses.replace(_DESCRIBED[key], batch=batch, rows=rows, tokens=rows * batch["inputs"].shape[1])
@@ -158,7 +170,7 @@ def estimated(case):
     layout = Layout(mesh=recipe.mesh, strategy=recipe.strategy, **cut)
     placed = Placer(work).place(sizes, recipe.strategy)
     held = memory.estimate(placed, layout)
-    return held, Clock(cluster, efficiency=1.0).estimate(placed, layout, held)
+    return held, Clock(cluster, rates=rates_of(case)).estimate(placed, layout, held)
 
 
 QUICK = [at for at, one in enumerate(COMPILED) if one["recipe"] == "llama3_8b" and "model." not in str(one["fields"])]
@@ -170,6 +182,11 @@ def check(case):
     # Peaks never more than a fifth below: what would not fit must not be taken for what does.
     assert held.state_bytes + held.batch_bytes == case["argument_bytes"]
     assert 0.8 <= held.peak_bytes / case["peak_bytes"] <= 1.2
+    if case["rates"] == "expected":
+        assert time.step_s == pytest.approx(case["step_s"], rel=0.1)
+        # In the program, products that their bytes bound count as memory.
+        assert time.compute_s == pytest.approx(case["compute_s"], rel=0.1)
+        return held, time
     # jax 0.10 copies more between stages than is counted: within what plans say of themselves, others are nearer.
     most_off = TIME_ERROR if "stage=" in str(case["fields"]) else 0.15
     assert time.step_s == pytest.approx(case["step_s"], rel=most_off)
@@ -205,9 +222,6 @@ def test_attention_and_operands_made_narrow_take_times_of_their_own():
         outside = work.flops[None] * (1 - work.narrow_share[None] / 2) - 3 * forward
         expected = outside / 0.65 / gpu.bf16_flops_per_s + forward / 529e12 + 2.5 * forward / 518e12
         assert times[matmul].compute_s == pytest.approx(expected)
-        # By which a compiled program's products are told: those in 8 bits are no quicker than they count.
-        share = Clock(how["cluster"]).at_peak_s(work, None) / times[matmul].compute_s
-        assert share == pytest.approx(0.65, rel=0.05)  # attention has rates of its own
     # A layer narrows what its seven products take in and the gradients of what they give.
     embed, heads, kv, mlp = config.embed_dim, 64 * config.num_heads, 64 * config.num_kv_heads, config.mlp_dim
     elements = 2 * 128 * (5 * embed + heads + mlp + heads + 2 * kv + 2 * embed + 2 * mlp)
@@ -259,14 +273,16 @@ TABLE = Path(__file__).parent / "compiled.txt"
 
 def written():
     """Every case with what was told of it, what the compiler said, and by how much they differ."""
-    lines, offs = ["    peak compiled   off      step simulated   off"], []
+    lines, offs = ["    peak compiled   off      step simulated   off  rates"], []
     for one in COMPILED:
         held, time = estimated(one)
         peaks, steps = (held.peak_bytes / 1e9, one["peak_bytes"] / 1e9), (time.step_s, one["step_s"])
         offs.append((peaks[0] / peaks[1] - 1, abs(steps[0] / steps[1] - 1)))
         figures = f"{peaks[0]:5.1f} GB {peaks[1]:5.1f} GB {peaks[0] / peaks[1] - 1:+5.0%} "
         figures += f"{steps[0]:7.2f} s {steps[1]:7.2f} s {steps[0] / steps[1] - 1:+5.0%}"
-        lines.append(f"{figures}  {one['recipe']} {one['cluster']} {' '.join(one['fields'])}".rstrip())
+        lines.append(
+            f"{figures}  {one['rates']:8}  {one['recipe']} {one['cluster']} {' '.join(one['fields'])}".rstrip()
+        )
     return "\n".join([*lines, "", summary(offs), ""])
 
 
@@ -942,7 +958,7 @@ def test_looking_closely_at_more_finds_nothing_better(at, monkeypatch):
     """The coarse order, by which most strategies are passed over, passes over none of the best."""
     estimated(COMPILED[at])
     recipe = load_recipe(ROOT / "recipes" / f"{COMPILED[at]['recipe']}.py")
-    work = _DESCRIBED[repr(recipe.model)]
+    work = _DESCRIBED[f"{recipe.model} None {recipe.data.seq_len}"]
     cluster = parse_cluster(COMPILED[at]["cluster"])
     best = Search(work, cluster).best(1)[0].time.step_s
     monkeypatch.setattr("meshpar.planner.search.MOST_PLACED", 1000)
@@ -967,3 +983,44 @@ def test_planning_for_thousands_starts_no_device_and_holds_little(child_env):
     """jax's plugins, CUDA's above all, are loaded with the first device: 300 MB."""
     done = subprocess.run([sys.executable, "-c", PLANS], env=child_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+# ---- Recipes ---------------------------------------------------------------------------------------------------------
+
+RECIPES = (
+    ("llama3_8b", "h100:8x8"),
+    ("llama3_70b", "h100:64x8"),
+    ("llama3_405b", "h100:512x8"),
+    ("mixtral_8x7b", "h100:8x8"),
+)
+"""Not DeepSeek-V3's: it needs memory that XLA gives it by an option, which the planner does not know."""
+
+
+@pytest.mark.pod  # tracing them asks for cuDNN
+@pytest.mark.parametrize(("name", "cluster"), cases(RECIPES[0], grid=RECIPES))
+def test_recipes_take_the_planners_best_layout_that_leaves_a_tenth_of_the_memory(name, cluster):
+    cluster = parse_cluster(cluster)
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.py", devices=cluster.num_devices)
+    model, moe = build_model(recipe), getattr(recipe.model, "moe", None)
+    how = {one: getattr(moe, one, None) for one in ("bound_factor", "nodes_visited", "row_bytes")}
+    how |= {"tx": build_optimizer(recipe, model, mp.MeshSpec().abstract(1)), "precision": recipe.precision}
+    work = describe(
+        model, recipe.data.batch_shapes(recipe.batch_size), recipe.loss, cluster=cluster, remat=recipe.remat, **how
+    )
+    search = Search(work, cluster)
+    assert search.limit_bytes == 0.9 * cluster.gpu.memory_bytes
+    cut = {"remat": recipe.remat, "accumulate": recipe.accumulate, "interleave": recipe.interleave}
+    taken = search.estimate(Layout(mesh=recipe.mesh, strategy=recipe.strategy, **cut))
+    best = search.best(1)[0]
+    assert taken.memory.peak_bytes <= search.limit_bytes
+    if name == "llama3_8b":
+        assert taken.layout == best.layout
+    # Estimates are within a tenth of compiled programs: layouts that are nearer to each other are as good.
+    assert taken.time.step_s <= 1.1 * best.time.step_s
+    # With the same mesh and strategy, no other policy or number of micro-steps is faster.
+    others = itertools.product(work.policies, (1, 2, 4, 8))
+    for remat, count in others:
+        with contextlib.suppress(mp.MeshparError):
+            other = search.estimate(dataclasses.replace(taken.layout, remat=remat, accumulate=count))
+            fits = other.memory.peak_bytes <= search.limit_bytes
+            assert not fits or taken.time.step_s <= other.time.step_s, other.layout.label

@@ -80,6 +80,8 @@ class Compute(Plain):
     """Between which times the step is expected, and by whose figures; None without a cluster."""
     bubble_s: float | None = None
     """Waiting for other stages, of the mean stage; None without stages or a timeline."""
+    rates: str = ""
+    """Rates of kernels that the predicted step, and so the utilisation, assumes; empty without a prediction."""
     library_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """How often a step the program calls each kernel of a library, as `__cudnn$fmhaSoftmax`."""
     notes: tuple[str, ...] = ()
@@ -145,8 +147,9 @@ def compute(
         model_flops_per_device=asked,
         ratio=flops / asked if asked else None,
         predicted_step_s=timeline.step_s if timeline is not None else None,
-        bracket=bracket(module, timeline, cluster) if timeline is not None and cluster is not None else None,
+        bracket=bracket(module, timeline, cluster, cells) if timeline is not None and cluster is not None else None,
         utilisation=_utilisation(asked, timeline),
+        rates=timeline.rates if timeline is not None else "",
         bound=timeline.bound if timeline is not None else None,
         compute_s=timeline.compute_s if timeline is not None else None,
         memory_s=timeline.memory_s if timeline is not None else None,

@@ -1,11 +1,11 @@
-"""How long each kernel of a program takes at best: FLOPs against the GPU's peak, bytes against its memory, or a launch.
+"""How long each kernel takes: FLOPs at the rate of their kind, bytes at the memory's bandwidth, or a launch.
 
 A kernel is one instruction that the GPU runs: a fusion, a library call, a copy. Its FLOPs are those of the matrix
-products in it, at the peak of their operands' type: tensor cores for 16 bits and fewer, the float32 units for wider
-ones (TF32 is not assumed). Its bytes are those it has to read and write once: an operand of which a fusion only slices
-a part counts with that part, and a buffer that is updated in place with what is written. Where a profile has what a
-launch takes (`meshpar bench gpu`), no kernel is shorter. Caches and the arithmetic of element-wise work are left out:
-small kernels take longer than their time here.
+products in it. Their rate (`planner.hardware.Rates`) depends on the type of their operands: tensor cores for 16 bits
+and fewer, the float32 units for wider ones (TF32 is not assumed). Fused attention has rates of its own. Its bytes are
+those it has to read and write once: an operand of which a fusion only slices a part counts with that part, and a buffer
+that is updated in place with what is written. Where a profile has what a launch takes (`meshpar bench gpu`), no kernel
+is shorter. Caches and the arithmetic of element-wise work are left out: small kernels take longer than their time here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from meshpar.compiled.clock import work
 from meshpar.compiled.hlo import ArrayShape, Computation, Instruction, Module
 from meshpar.compiled.shapes import Shape, dtype_bits
 from meshpar.compiled.walk import runs
-from meshpar.planner.catalogue import Gpu
-from meshpar.planner.cost import roofline_s
+from meshpar.planner.hardware import Rates
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
@@ -47,18 +46,18 @@ class Kernel:
 class Roofline:
     """Times of a program's kernels on one GPU."""
 
-    def __init__(self, module: Module, gpu: Gpu, launch_s: float = 0.0) -> None:
-        self._module, self._gpu, self._launch_s = module, gpu, launch_s
-        self._matmuls = {(one.computation, one.name): one.flops for one in work.matmuls(module)}
+    def __init__(self, module: Module, rates: Rates, launch_s: float = 0.0) -> None:
+        self._module, self._rates, self._launch_s = module, rates, launch_s
+        self._matmuls = {(one.computation, one.name): one for one in work.matmuls(module)}
         self._reads: dict[tuple[str, int], int] = {}
 
     @property
     def main_peak_flops_per_s(self) -> float:
         """The peak of the type that most FLOPs of the program are in; bfloat16's for 8 bits, too, as is the custom."""
-        flops: dict[float, int] = {self._gpu.bf16_flops_per_s: 0}
+        flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
         for one in work.matmuls(self._module):
             computation = self._module.computations[one.computation]
-            peak = self._peak(max(_widest(computation, computation[one.name]), 16))
+            peak = self._rates.peak_flops_per_s(max(_widest(computation, computation[one.name]), 16))
             flops[peak] = flops.get(peak, 0) + one.flops_per_step
         return max(flops, key=lambda peak: flops[peak])
 
@@ -66,12 +65,11 @@ class Roofline:
         """What an instruction costs, once; None when it is no kernel (a view, a tuple, the end of a pair)."""
         if ins.opcode in _FREE or ins.opcode.endswith(("-done", "-update")):
             return None
-        dots = list(self._dots(computation, ins, _MAX_HOPS))
-        flops = sum(flops for flops, _ in dots)
-        peak = min((self._peak(bits) for _, bits in dots), default=self._gpu.bf16_flops_per_s)
+        products = list(self._products(computation, ins, _MAX_HOPS))
+        flops, computes_s = sum(flops for flops, _ in products), sum(time_s for _, time_s in products)
         moved = sum(self._operands(computation, ins)) + self._written(computation, ins)
-        bandwidth = self._gpu.memory_bytes_per_s
-        works_s = roofline_s(flops, moved, flops_per_s=peak, bytes_per_s=bandwidth)
+        moves_s = moved / self._rates.gpu.memory_bytes_per_s
+        works_s = max(computes_s, moves_s)
         # What has neither FLOPs nor bytes is none that is launched.
         launch_s = max(self._launch_s - works_s, 0.0) if works_s else 0.0
         return Kernel(
@@ -79,23 +77,24 @@ class Roofline:
             moved_bytes=moved,
             time_s=works_s + launch_s,
             launch_s=launch_s,
-            is_compute_bound=flops / peak > moved / bandwidth,
+            is_compute_bound=computes_s > moves_s,
         )
 
-    def _peak(self, bits: int) -> float:
-        if bits <= 8:
-            return self._gpu.fp8_flops_per_s
-        return self._gpu.bf16_flops_per_s if bits <= 16 else self._gpu.fp32_flops_per_s
-
-    def _dots(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[tuple[int, int]]:
-        """(FLOPs, bits of an operand's element) of the matrix products in an instruction."""
-        flops = self._matmuls.get((computation.name, ins.name))
-        if flops is not None:
-            yield flops, _widest(computation, ins)
+    def _products(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[tuple[int, float]]:
+        """(FLOPs, seconds) of each matrix product or attention kernel in an instruction."""
+        product = self._matmuls.get((computation.name, ins.name))
+        if product is not None:
+            yield product.flops, product.flops / self._rate(computation, ins, product)
         for callee in runs(ins) if hops else ():
             inner = self._module.computations[callee]
             for one in inner:
-                yield from self._dots(inner, one, hops - 1)
+                yield from self._products(inner, one, hops - 1)
+
+    def _rate(self, computation: Computation, ins: Instruction, product: work.Matmul) -> float:
+        if product.attention:
+            forward, backward = self._rates.attention_flops_per_s
+            return forward if product.attention == "forward" else backward
+        return self._rates.product_flops_per_s(_widest(computation, ins), product.flops)
 
     # Bytes
 

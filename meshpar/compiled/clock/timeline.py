@@ -20,8 +20,8 @@ bubble.
 Assumed, and so the limits: devices are alike and start together; kernels and collectives do not slow each other down
 (on a GPU they share memory bandwidth and some cores); one collective at a time on a link; asynchronous copies and
 fusions take their time on the compute stream, for they use the same memory; launches cost nothing, unless the cluster's
-profile has what one takes. The prediction is what the schedule can reach at best. It is made from the text alone and
-comes out the same on every machine.
+profile has what one takes. Kernels run at the rates that the planner assumes (`Cluster.rates`), unless others are
+given. The prediction is made from the text alone and comes out the same on every machine.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from meshpar.compiled.groups import Groups
 from meshpar.compiled.hlo import Computation, Instruction, Module
 from meshpar.compiled.walk import branches, runs, trip_count
 from meshpar.planner.cost import KINDS, collective_link, collective_time_s
-from meshpar.planner.hardware import Cluster
+from meshpar.planner.hardware import Cluster, Rates
 from meshpar.sharding.types import problem
 
 Stream = Literal["compute", "communication"]
 Cover = Literal["matmul", "kernels", "nothing"]
 
 MARGIN = 2.0
-"""What XLA's scheduler is told a collective takes, over what the clock says: it then starts messages earlier. Llama 3.1
-8B on 64 H100 takes 2.17 s a step, 98 % hidden (told the time itself 2.20 s and 95 %); Mixtral 8x7B 11.365 s and 80.5 %
-(11.354 s and 78.3 %). Compiled with jax 0.12."""
+"""Latency of a collective that XLA's scheduler is told, over the simulated one: it then starts messages earlier. With
+kernels at the data sheet's peak, a step of Llama 3.1 8B on 64 H100 took 2.17 s and hid 98 % (with a margin of 1: 2.20 s
+and 95 %), and one of Mixtral 8x7B 11.365 s and 80.5 % (11.354 s and 78.3 %). Compiled with jax 0.12."""
 
 _MAX_HOPS = 64
 
@@ -149,6 +149,8 @@ class Timeline:
     """Of kernels shorter than a launch, what it takes beyond them; 0 where nobody measured launches."""
     bubble_s: float = 0.0
     """Stages waiting for each other, on the mean one."""
+    rates: str = ""
+    """Rates that kernels were simulated at."""
     notes: tuple[str, ...] = ()
     """What the times leave out."""
 
@@ -190,6 +192,7 @@ def timeline(
     cells: Cells | None = None,
     *,
     overlap_limit: int = 1,
+    rates: Rates | None = None,
 ) -> Timeline:
     """Simulates a scheduled program.
 
@@ -199,16 +202,19 @@ def timeline(
       cluster: the one it was compiled for; device i stands in node `i // gpus_per_node`.
       cells: of a pipelined program, to run its ticks as the table says.
       overlap_limit: collectives that XLA was let run at a time (`training.xla.overlap_limit`).
+      rates: of the GPU's kernels; None: the cluster's expected ones, `cluster.rates`.
 
     Raises:
       ValueError: the program is not scheduled, or has more devices than the cluster.
     """
     _check(module, cluster)
-    simulation = _Simulation(module, collectives, cluster, cells, overlap_limit)
+    rates = rates or cluster.rates
+    simulation = _Simulation(module, collectives, cluster, cells, overlap_limit, rates)
     block = simulation.block(module.entry)
     return Timeline(
         cluster=cluster.name,
         peak_flops_per_s=simulation.roofline.main_peak_flops_per_s,
+        rates=str(rates),
         step_s=block.duration_s,
         compute_s=block.compute_s,
         memory_s=block.memory_s,
@@ -312,11 +318,12 @@ class _Simulation:
         cluster: Cluster,
         cells: Cells | None,
         overlap_limit: int,
+        rates: Rates,
     ) -> None:
         self._module, self._cluster, self.cells, self._overlap_limit = module, cluster, cells, overlap_limit
         self._choice: dict[str, int] = {}
         """What conditionals pick in the tick that is simulated; of others the longest branch is taken."""
-        self.roofline = Roofline(module, cluster.gpu, cluster.launch_s)
+        self.roofline = Roofline(module, rates, cluster.launch_s)
         self._collectives = {(one.computation, one.name): one for one in collectives}
         self._blocks: dict[str, _ComputationRun] = {}
         self._runs: dict[tuple[str, str], _Run] = {}

@@ -7,6 +7,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from meshpar.collectives import flash
 from meshpar.compiled import scopes
@@ -42,6 +43,8 @@ class Matmul:
     is_backward: bool
     name: str
     computation: str
+    attention: Literal["", "forward", "backward"] = ""
+    """Pass of a fused attention kernel; empty for any other product."""
 
     @property
     def flops_per_step(self) -> int:
@@ -76,6 +79,7 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
             is_backward=scopes.is_backward(ins.metadata.op_name),
             name=ins.name,
             computation=visit.computation.name,
+            attention=_attention_pass(visit.computation, ins),
         )
         for visit in executed(module)
         for ins in visit.computation
@@ -273,11 +277,26 @@ def _flops(computation: Computation, ins: Instruction) -> int:
     if _GEMM.match(target):
         numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
         return _product_flops(computation, ins, _dims(str(numbers.get("lhs_contracting_dimensions", ""))))
-    if target.endswith((".triton", "mosaic_gpu_v2")) and (product := flash.product_flops(ins.metadata.op_name)):
+    if product := _flash_flops(target, ins):
         return product * _flash_products(computation, ins)
     if target.startswith("mosaic_gpu") and (rows := _GROUPED.search(ins.metadata.op_name)):
         return 2 * int(rows[1]) * _weight_size(computation, ins)
     return 0
+
+
+def _attention_pass(computation: Computation, ins: Instruction) -> Literal["", "forward", "backward"]:
+    """Which pass of attention a fused kernel, cuDNN's or tokamax's, computes; empty for other kernels."""
+    target = ins.attributes.get("custom_call_target", "").strip('"') if ins.opcode == "custom-call" else ""
+    if found := _ATTENTION.match(target):
+        return "backward" if found[1] else "forward"
+    if _flash_flops(target, ins):
+        return "backward" if _flash_products(computation, ins) > 2 else "forward"
+    return ""
+
+
+def _flash_flops(target: str, ins: Instruction) -> int:
+    """FLOPs of one product of tokamax's attention; 0 for other kernels."""
+    return (target.endswith((".triton", "mosaic_gpu_v2")) and flash.product_flops(ins.metadata.op_name)) or 0
 
 
 def _flash_products(computation: Computation, ins: Instruction) -> int:

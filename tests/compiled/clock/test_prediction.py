@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from meshpar.compiled import hlo, render
 from meshpar.compiled.census import census
 from meshpar.compiled.clock import prediction, work
 from meshpar.compiled.clock.bracket import bracket
 from meshpar.compiled.clock.timeline import timeline
 from meshpar.compiled.model_flops import ModelFlops
-from meshpar.planner.hardware import MATMUL_EFFICIENCY, Link, parse_cluster
+from meshpar.planner.hardware import Link, parse_cluster
 
 CLUSTER = parse_cluster("h100:1x8")
+BOUND_BY_FLOPS = dataclasses.replace(CLUSTER, gpu=dataclasses.replace(CLUSTER.gpu, memory_bytes_per_s=1e18))
+"""The saved programs are so small that their bytes would bound every kernel."""
 ASKED = ModelFlops(forward=8000, step=24000, notes=("a note of the model",))
 
 
@@ -101,17 +105,35 @@ def test_both_are_plain_data(scan, timed):
     assert hidden["exposed"][0]["time_s"] > 0
 
 
-def test_the_error_bar_holds_the_step_and_names_its_sources(scan, timed):
-    """By hand: low is kernels alone, high kernels with products at 65 % and every message waited for."""
-    found = prediction.compute(scan[0], num_devices=8, timeline=timed, cluster=CLUSTER).bracket
-    kernels_s = timed.compute_s + timed.memory_s + timed.bubble_s
-    assert found.low_s == pytest.approx(kernels_s)
+def test_the_error_bar_holds_the_step_and_names_its_rates(scan):
+    """Low has every message hidden and products at the data sheet's peak, high has every message waited for."""
+    timed = timeline(scan[0], census(*scan), BOUND_BY_FLOPS)
+    found = prediction.compute(scan[0], num_devices=8, timeline=timed, cluster=BOUND_BY_FLOPS).bracket
+    assert timed.compute_s == pytest.approx(work.flops_per_step(scan[0]) / (0.65 * 989.4e12))
+    assert found.low_s == pytest.approx(0.65 * timed.compute_s + timed.memory_s, rel=1e-3)
     assert found.low_s <= timed.step_s <= found.high_s
-    more_s = timed.compute_s * (1 / MATMUL_EFFICIENCY - 1) + sum(timed.network_s.values())
-    assert found.high_s == pytest.approx(kernels_s + more_s)
-    assert "data sheet" in found.sources[0]
-    assert "by data sheets" in found.sources[1]
+    kernels_s = timed.compute_s + timed.memory_s + timed.bubble_s
+    assert found.high_s == pytest.approx(kernels_s + sum(timed.network_s.values()))
+    assert found.sources[0] == (
+        "matmuls at an assumed 65% of the data sheet's peak, attention at 529 TFLOP/s forward and 518 backward; "
+        "at best, matmuls at h100's data sheet peak"
+    )
     assert prediction.compute(scan[0], num_devices=8, timeline=timed).bracket is None
+
+
+def test_attention_has_the_same_rate_in_the_step_and_at_the_lower_end_of_its_error_bar():
+    """The catalogue has no faster attention, so the best case has none either."""
+    scores = '"intermediate_tensor_shape": {"dimensions": ["2", "32", "8192", "8192"]}'
+    module = hlo.parse(f"""HloModule m, is_scheduled=true, num_partitions=8
+ENTRY e {{
+  q = bf16[2,8192,32,128] parameter(0)
+  ROOT k = (bf16[2,32,8192,128], f32[2,32,8192]) custom-call(q, q, q), custom_call_target="__cudnn$fmhaSoftmax", backend_config={{"cudnn_fmha_backend_config": {{{scores}, "mask_type": "CAUSAL"}}}}
+}}
+""")  # noqa: E501
+    times = timeline(module, (), CLUSTER)
+    flops = 2 * 2 * (2 * 32) * 8192**2 * 128 / 2
+    assert times.step_s == pytest.approx(flops / 529e12)
+    assert bracket(module, times, CLUSTER).low_s == times.step_s
 
 
 def test_a_measured_launch_is_in_the_step_its_error_bar_and_the_table(scan):
@@ -119,8 +141,9 @@ def test_a_measured_launch_is_in_the_step_its_error_bar_and_the_table(scan):
     found = timeline(scan[0], census(*scan), slow)
     computed = prediction.compute(scan[0], num_devices=8, timeline=found, cluster=slow)
     assert computed.launch_s == found.launch_s > 0
-    rest_s = found.memory_s + found.launch_s + found.bubble_s
-    assert computed.bracket.low_s == pytest.approx(found.compute_s + rest_s)
+    best = timeline(scan[0], (), slow, rates=slow.best_rates)
+    assert computed.bracket.low_s == pytest.approx(best.compute_s + best.memory_s + best.launch_s)
+    assert best.launch_s > 0
     assert "launches of 10.0 µs, measured (measured here)" in computed.bracket.sources
     assert computed.to_json()["launch_s"] == found.launch_s
 
@@ -130,8 +153,19 @@ def test_measured_products_and_links_take_the_place_of_what_is_assumed(scan, tim
     rates = {1: 0.5 * peak, 1 << 20: 0.5 * peak}
     link = Link(alpha_s=1e-6, bytes_per_s=1e11)
     axes = dict.fromkeys(timed.network_s, link)
-    measured = dataclasses.replace(CLUSTER, products=rates, axes=axes, source="measured here")
-    found = bracket(scan[0], timed, measured)
-    assert found.low_s == pytest.approx(2 * timed.compute_s + timed.memory_s + timed.bubble_s)
-    assert found.high_s == pytest.approx(found.low_s + sum(timed.network_s.values()))
+    measured = dataclasses.replace(BOUND_BY_FLOPS, products=rates, axes=axes, source="measured here")
+    times = timeline(scan[0], census(*scan), measured)
+    assert times.compute_s == pytest.approx(work.flops_per_step(scan[0]) / (0.5 * peak))
+    found = bracket(scan[0], times, measured)
+    assert found.low_s == pytest.approx(times.compute_s + times.memory_s + times.bubble_s)
+    assert found.high_s == pytest.approx(found.low_s + sum(times.network_s.values()))
     assert all("measured here" in source for source in found.sources)
+
+
+def test_the_headline_names_the_rates_that_the_utilisation_assumes(scan, timed):
+    computed = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed, cluster=CLUSTER)
+    assert computed.rates == str(CLUSTER.rates)
+    report = SimpleNamespace(compute=computed, overlap=prediction.overlap(timed))
+    said = render._speed(report)
+    assert f"model FLOP utilisation with {CLUSTER.rates}" in said
+    assert "at best" not in said

@@ -11,14 +11,19 @@ from meshpar.compiled.clock import work
 from meshpar.compiled.clock.roofline import Roofline
 from meshpar.compiled.walk import executed
 from meshpar.planner.catalogue import GPUS
+from meshpar.planner.hardware import Rates
 
-GPU = dataclasses.replace(GPUS["h100"], bf16_flops_per_s=1e9, fp32_flops_per_s=1e8, memory_bytes_per_s=1e6)
+GPU = dataclasses.replace(
+    GPUS["h100"], bf16_flops_per_s=1e9, fp32_flops_per_s=1e8, memory_bytes_per_s=1e6, attention_rates=(5e8, 4e8)
+)
 """Slow and round: a megabyte takes a second."""
+PEAK = Rates(gpu=GPU, efficiency=1.0)
+FAST_MEMORY = dataclasses.replace(PEAK, gpu=dataclasses.replace(GPU, memory_bytes_per_s=1e12))
 
 
-def kernel(body: str, name: str, before: str = ""):
+def kernel(body: str, name: str, before: str = "", rates: Rates = PEAK):
     module = hlo.parse(f"HloModule m, is_scheduled=true\n{before}\nENTRY e {{\n{body}\n}}\n")
-    return Roofline(module, GPU).kernel(module.entry, module.entry[name])
+    return Roofline(module, rates).kernel(module.entry, module.entry[name])
 
 
 def fused(inside: str, operands: str, result: str, opcode: str = "fusion"):
@@ -56,7 +61,6 @@ def test_what_moves_nothing_is_no_kernel(name):
     [("f8e4m3fn", 1, 1e-3), ("bf16", 2, 2e-3), ("f16", 2, 2e-3), ("f32", 4, 2e-2)],
 )
 def test_products_run_at_the_peak_of_their_operands_type(dtype, bytes_each, seconds):
-    gpu = dataclasses.replace(GPU, memory_bytes_per_s=1e12)
     text = f"""HloModule m, is_scheduled=true
 ENTRY e {{
   a = {dtype}[100,100] parameter(0)
@@ -65,13 +69,25 @@ ENTRY e {{
 }}
 """
     module = hlo.parse(text)
-    roofline = Roofline(module, gpu)
+    roofline = Roofline(module, FAST_MEMORY)
     found = roofline.kernel(module.entry, module.entry.root)
     assert found.flops == 2 * 100**3
     assert found.moved_bytes == 2 * 100 * 100 * bytes_each + 100 * 100 * 4
     assert found.time_s == pytest.approx(seconds)
     assert found.is_compute_bound
-    assert roofline.main_peak_flops_per_s == (gpu.fp32_flops_per_s if dtype == "f32" else gpu.bf16_flops_per_s)
+    assert roofline.main_peak_flops_per_s == (GPU.fp32_flops_per_s if dtype == "f32" else GPU.bf16_flops_per_s)
+
+
+def test_products_run_at_the_assumed_share_of_the_peak_or_at_the_measured_rate_of_their_size():
+    body = """
+      a = bf16[100,100] parameter(0)
+      b = bf16[100,100] parameter(1)
+      ROOT k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+    """
+    assumed = dataclasses.replace(FAST_MEMORY, efficiency=0.65)
+    assert kernel(body, "k", rates=assumed).time_s == pytest.approx(2 * 100**3 / 0.65e9)
+    measured = dataclasses.replace(assumed, products={10: 1e8, 1000: 3e8})  # 100 is halfway between on a log scale
+    assert kernel(body, "k", rates=measured).time_s == pytest.approx(2 * 100**3 / 2e8)
 
 
 def test_products_in_fusions_of_fusions_count():
@@ -84,19 +100,18 @@ def test_products_in_fusions_of_fusions_count():
     assert (found.flops, found.moved_bytes) == (2 * 8 * 4 * 8, 64 + 64 + 256)
 
 
-def test_of_products_in_two_types_the_slower_peak_counts():
+def test_products_of_two_types_in_one_kernel_each_run_at_their_rate():
     inside = """
       a = f32[8,8] dot(p0, p0), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       b = f32[8,8] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       ROOT s = f32[8,8] add(a, b)
     """
-    fast = dataclasses.replace(GPU, memory_bytes_per_s=1e12)
     shape = "p0 = bf16[8,8] parameter(0)"
     text = f"HloModule m\ninner {{\n{shape}\n{inside}\n}}\nENTRY e {{\n{shape}\n"
     module = hlo.parse(text + "ROOT k = f32[8,8] fusion(p0), kind=kLoop, calls=inner\n}\n")
-    found = Roofline(module, fast).kernel(module.entry, module.entry.root)
+    found = Roofline(module, FAST_MEMORY).kernel(module.entry, module.entry.root)
     assert found.flops == 2 * 2 * 8**3
-    assert found.time_s == found.flops / GPU.fp32_flops_per_s
+    assert found.time_s == pytest.approx(2 * 8**3 * (1 / GPU.bf16_flops_per_s + 1 / GPU.fp32_flops_per_s))
 
 
 def test_a_library_product_is_not_charged_its_scratch_space():
@@ -123,9 +138,13 @@ def test_cudnns_attention_is_charged_its_products(direction, products, mask, win
       k = bf16[2,512,2,64] parameter(1)
       ROOT k1 = (bf16[2,8,256,64], f32[2,8,256], u8[99999]) custom-call(q, k, k), custom_call_target="__cudnn$fmhaSoftmax{direction}", {config}
     """  # noqa: E501
-    found = kernel(body, "k1")
+    found = kernel(body, "k1", rates=FAST_MEMORY)
     whole = products * 2 * (2 * 8) * 256 * 512 * 64
     assert found.flops == whole * share
+    # The catalogue's rates of attention, whatever share of the peak matmuls reach.
+    rate = 4e8 if direction else 5e8
+    assert found.time_s == pytest.approx(whole * share / rate)
+    assert kernel(body, "k1", rates=dataclasses.replace(FAST_MEMORY, efficiency=0.65)).time_s == found.time_s
     assert found.moved_bytes == 2 * (2 * 8 * 256 * 64) * 2 + 2 * (2 * 512 * 2 * 64) + 4 * (2 * 8 * 256)
 
 
@@ -250,7 +269,7 @@ def test_every_flop_of_the_saved_programs_is_in_some_kernel(saved):
     for (name, platform, version), module in saved.items():
         if platform == "lowered":
             continue
-        roofline = Roofline(module, GPU)
+        roofline = Roofline(module, PEAK)
         total = 0
         for visit in executed(module):
             if not visit.in_fusion and visit.wrapper is None:

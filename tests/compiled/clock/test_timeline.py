@@ -23,10 +23,15 @@ from meshpar.compiled.clock import prediction, work
 from meshpar.compiled.clock.timeline import MARGIN, Timeline, timeline
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.planner.catalogue import GPUS
-from meshpar.planner.hardware import Cluster, Link, parse_cluster
+from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster, Link, parse_cluster
 from meshpar.sharding.types import MeshparError
 
-GPU = dataclasses.replace(GPUS["h100"], bf16_flops_per_s=1e9, fp32_flops_per_s=1e8, memory_bytes_per_s=1e9)
+GPU = dataclasses.replace(
+    GPUS["h100"],
+    bf16_flops_per_s=1e9 / MATMUL_EFFICIENCY,  # so that products are expected to run at 1e9
+    fp32_flops_per_s=1e8 / MATMUL_EFFICIENCY,
+    memory_bytes_per_s=1e9,
+)
 SLOW = Cluster(
     gpu=GPU,
     nodes=1,
