@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Float64, Int64, Integer
 from scipy import sparse  # which jax brings along
 
+from meshpar.data.token_file import TokenFile, pieces
 from meshpar.sharding.types import problem
 
 _CHUNK = 4_000_000
@@ -68,16 +70,17 @@ class Bigram:
     Memory grows with the pairs that occur, not with the square of the vocabulary.
     """
 
-    def __init__(self, tokens: Integer[np.ndarray, " tokens"], vocab_size: int) -> None:
+    def __init__(self, tokens: Integer[np.ndarray, " tokens"] | TokenFile, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._keys, self._counts = _count_pairs(tokens[:-1], tokens[1:], vocab_size)
+        chunks = (tokens[start : start + _CHUNK + 1] for start in range(0, len(tokens), _CHUNK))
+        self._keys, self._counts = _count_pairs(((chunk[:-1], chunk[1:]) for chunk in chunks), vocab_size)
         before = self._keys // vocab_size
         self._times_before = np.bincount(before, weights=self._counts, minlength=vocab_size)
         self._kinds_after = np.bincount(before, minlength=vocab_size).astype(np.float64)
         # In pieces: bincount makes eight bytes of each token.
         single = np.zeros(vocab_size)
-        for start in range(0, len(tokens), _CHUNK):
-            single += np.bincount(tokens[start : start + _CHUNK], minlength=vocab_size)
+        for chunk in pieces(tokens, _CHUNK):
+            single += np.bincount(chunk, minlength=vocab_size)
         kinds = np.count_nonzero(single)
         self._single = (single + kinds / vocab_size) / (single.sum() + kinds)
 
@@ -100,7 +103,7 @@ class Bigram:
 
 
 def bigram_baseline(
-    train: Integer[np.ndarray, " tokens"],
+    train: Integer[np.ndarray, " tokens"] | TokenFile,
     before: Integer[np.ndarray, " pairs"],
     after: Integer[np.ndarray, " pairs"],
     *,
@@ -121,7 +124,8 @@ def bigram_baseline(
     """
     for tokens, what in ((train, "training"), (before, "preceding"), (after, "scored")):
         _check_tokens(tokens, vocab_size, what)
-    keys, counts = _count_pairs(before, after, vocab_size)
+    pairs = zip(pieces(before, _CHUNK), pieces(after, _CHUNK), strict=True)
+    keys, counts = _count_pairs(pairs, vocab_size)
     first, second = np.divmod(keys, vocab_size)
     model = Bigram(train, vocab_size)
     given = np.bincount(first, weights=counts, minlength=vocab_size)[first]
@@ -133,23 +137,23 @@ def bigram_baseline(
 
 
 def _count_pairs(
-    before: np.ndarray, after: np.ndarray, vocab_size: int
+    chunks: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int
 ) -> tuple[Int64[np.ndarray, " kinds"], Int64[np.ndarray, " kinds"]]:
     """The different pairs, as `before * vocab_size + after` in rising order, and how often each occurs."""
     shape = (vocab_size, vocab_size)
     counts = sparse.csr_array(shape, dtype=np.int64)
-    for start in range(0, len(before), _CHUNK):
-        pairs = before[start : start + _CHUNK], after[start : start + _CHUNK]
+    for pairs in chunks:
         counts = counts + sparse.coo_array((np.ones(len(pairs[0]), np.int64), pairs), shape=shape).tocsr()
     counts.sort_indices()
     found = counts.tocoo()
     return found.row.astype(np.int64) * vocab_size + found.col, found.data
 
 
-def _check_tokens(tokens: np.ndarray, vocab_size: int, what: str) -> None:
+def _check_tokens(tokens: np.ndarray | TokenFile, vocab_size: int, what: str) -> None:
     if not len(tokens):
         raise problem("bigram_baseline", f"use the {what} tokens", "there are none", "give at least one")
-    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
-        exists = f"they go from {tokens.min()} to {tokens.max()}"
-        fix = f"set vocab_size to {int(tokens.max()) + 1} or more"
+    least, most = zip(*((int(chunk.min()), int(chunk.max())) for chunk in pieces(tokens, _CHUNK)), strict=True)
+    if max(most) >= vocab_size or min(least) < 0:
+        exists = f"they go from {min(least)} to {max(most)}"
+        fix = f"set vocab_size to {max(most) + 1} or more"
         raise problem("bigram_baseline", f"use the {what} tokens with a vocabulary of {vocab_size}", exists, fix)

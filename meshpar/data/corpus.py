@@ -18,7 +18,9 @@ from meshpar.data.source import RowSource, check_least, check_names
 from meshpar.data.split import check_fraction
 from meshpar.data.streams import Streams, token_streams
 from meshpar.data.text import STDLIB, Reading, find
+from meshpar.data.token_file import BLOCK_BYTES, TokenFile, pieces
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer
+from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class TextData:
     cache: str | None = None
     """A folder where tokens are kept between runs, for tokenizers that take their time; None keeps nothing: longer text
     goes to a temporary file. Either way they are mapped from disk, and text need not fit into memory."""
+    verify_data: bool = False
+    """Verify every block of `cache` when it is opened. By default, verify a random sample of 64 MB of each stream."""
     prefetch: int = PREFETCH
     """Batches made ahead in the background; 0 makes each when it is needed."""
 
@@ -52,6 +56,9 @@ class TextData:
         check_fraction("`TextData.valid_fraction`", self.valid_fraction)
         for name, least in (("seq_len", 1), ("valid_batches", 1), ("max_bytes", 1), ("prefetch", 0)):
             check_least(f"TextData.{name}", getattr(self, name), least)
+        if self.verify_data and self.cache is None:
+            fix = "set `cache` to a folder, or leave `verify_data` out"
+            raise problem("`TextData.verify_data`", "verify the token cache", "`TextData.cache` is None", fix)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of a batch; reads nothing."""
@@ -66,7 +73,9 @@ class TextData:
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=self.separator)
         reading = Reading(files=find(self.files), text_field=self.text_field, max_bytes=self.max_bytes)
-        streams = token_streams(reading, tokenizer, valid_fraction=self.valid_fraction, cache=self.cache)
+        streams = token_streams(
+            reading, tokenizer, valid_fraction=self.valid_fraction, cache=self.cache, verify_all=self.verify_data
+        )
         return TextSource(self, tokenizer, streams, batch_size=batch_size, seed=seed)
 
 
@@ -78,8 +87,8 @@ class TextSource(RowSource):
 
     def __init__(self, data: TextData, tokenizer: Tokenizer, streams: Streams, *, batch_size: int, seed: int) -> None:
         self.data, self.tokenizer = data, tokenizer
-        self.train_tokens: UInt[np.ndarray, " tokens"] = streams.train
-        self.valid_tokens: UInt[np.ndarray, " tokens"] = streams.valid
+        self.train_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.train
+        self.valid_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.valid
         super().__init__(
             Windows(self.train_tokens, data.seq_len, what="training set"),
             Windows(self.valid_tokens, data.seq_len, what="held-out set"),
@@ -109,7 +118,8 @@ class TextSource(RowSource):
         digest = hashlib.blake2b(f"text {self.tokenizer.name} {self.tokenizer.separator_id}".encode(), digest_size=16)
         for tokens in (self.train_tokens, self.valid_tokens):
             digest.update(f" {len(tokens)} {tokens.dtype} ".encode())
-            digest.update(np.ascontiguousarray(tokens).data)
+            for piece in pieces(tokens, BLOCK_BYTES):
+                digest.update(np.ascontiguousarray(piece).data)
         return digest.hexdigest()
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt
 
+from meshpar.data.token_file import TokenFile
 from meshpar.sharding.types import problem
 
 
@@ -37,7 +38,7 @@ class Windows:
       ValueError: not even one window fits.
     """
 
-    def __init__(self, tokens: UInt[np.ndarray, " tokens"], seq_len: int, *, what: str) -> None:
+    def __init__(self, tokens: UInt[np.ndarray, " tokens"] | TokenFile, seq_len: int, *, what: str) -> None:
         if len(tokens) <= seq_len:
             raise problem(
                 "`seq_len`",
@@ -45,13 +46,19 @@ class Windows:
                 f"it has {len(tokens)} tokens",
                 f"set seq_len to {max(len(tokens) - 1, 1)} or less, give more text, or choose another `valid_fraction`",
             )
-        self._windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[::seq_len]
+        self._file = tokens if isinstance(tokens, TokenFile) else None
+        mapping = tokens.mapping if isinstance(tokens, TokenFile) else tokens
+        self._windows = np.lib.stride_tricks.sliding_window_view(mapping, seq_len + 1)[::seq_len]
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
+        if self._file is not None:
+            self._file.check_size()
         windows = self._windows[indices]
+        if self._file is not None:
+            self._file.check_ids(windows)
         return {"inputs": windows[:, :-1].astype(np.int32), "targets": windows[:, 1:].astype(np.int32)}
 
 

@@ -15,7 +15,10 @@ import json
 import math
 import os
 import shutil
+import socket
 import tempfile
+import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +29,7 @@ from jaxtyping import UInt
 
 from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
+from meshpar.data.token_file import TokenFile, block_checksums
 from meshpar.data.tokens import Tokenizer, token_dtype
 from meshpar.sharding.host import check_name, open_no_link, read_json
 from meshpar.sharding.types import is_whole, problem
@@ -39,6 +43,13 @@ _IN_MEMORY_BYTES = 64_000_000
 _SEAM_CHARS = 1000
 """So much text on both sides of a cut has to give the tokens that it gives uncut."""
 _SEAMS_TRIED = 64
+_FORMAT = 2
+"""Version of the cache's files. Another version is another folder."""
+_LOCK_LIMIT_S = 45.0
+"""How long a process waits for the lock of another one that shows no sign of life."""
+_BEAT_S = 5.0
+"""How often the process that builds a cache shows that it is alive."""
+_POLL_S = 0.1
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
@@ -46,14 +57,19 @@ _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 class Streams:
     """The tokens of all documents of each side, in order, each document followed by the separator."""
 
-    train: UInt[np.ndarray, " tokens"]
-    valid: UInt[np.ndarray, " tokens"]
+    train: UInt[np.ndarray, " tokens"] | TokenFile
+    valid: UInt[np.ndarray, " tokens"] | TokenFile
     facts: dict[str, Any]
     """`held_out`, `skipped`, and of each side its `documents`, `bytes` and `tokens`; JSON values only."""
 
 
 def token_streams(
-    reading: Reading, tokenizer: Tokenizer, *, valid_fraction: float, cache: str | None = None
+    reading: Reading,
+    tokenizer: Tokenizer,
+    *,
+    valid_fraction: float,
+    cache: str | None = None,
+    verify_all: bool = False,
 ) -> Streams:
     """Splits and tokenizes documents.
 
@@ -63,14 +79,17 @@ def token_streams(
       valid_fraction: about which part of the documents is held out.
       cache: a folder where the result is kept and, when it is there already, mapped from. Of several processes that
         want the same one, one makes it and the others wait. None: a temporary file that goes with the process.
+      verify_all: verify every block of the cache; the default is a random sample.
 
     Raises:
-      ValueError: what `Reading` and `DocumentSplit` raise; no room for the tokens; a file of the cache that is damaged.
+      ValueError: what `Reading` and `DocumentSplit` raise; no room for the tokens; a damaged file in the cache; a
+        process that has locked the cache and makes no progress.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         if cache is not None:
-            return _mapped(_kept(_folder(cache), reading, tokenizer, valid_fraction), dtype)
+            folder = _kept(_folder(cache), reading, tokenizer, valid_fraction)
+            return _read(folder, dtype, vocab_size=tokenizer.vocab_size, verify_all=verify_all)
         with contextlib.ExitStack() as until_mapped:
             files = [until_mapped.enter_context(spooled()) for _ in SIDES]
             facts = _write(files, reading, tokenizer, valid_fraction)
@@ -97,6 +116,7 @@ def _write(files: Iterable[IO[bytes]], reading: Reading, tokenizer: Tokenizer, v
         for group in _groups(_at_seams(split(reading), tokenizer)):
             encoded = tokenizer.encode_many([document.text for document, _ in group])
             for (document, is_held_out), ids in zip(group, encoded, strict=True):
+                _check_ids(document, ids, tokenizer)
                 file, side = files[is_held_out], sides[is_held_out]
                 behind = b"" if document.goes_on else end
                 file.write(ids.astype(dtype, copy=False).tobytes())
@@ -108,6 +128,12 @@ def _write(files: Iterable[IO[bytes]], reading: Reading, tokenizer: Tokenizer, v
     for file in files:
         file.flush()
     return facts
+
+
+def _check_ids(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> None:
+    if len(ids) and (largest := int(ids.max())) >= tokenizer.vocab_size:
+        exists = f"the tokenizer returns id {largest}, and its vocabulary has {tokenizer.vocab_size} tokens"
+        raise problem(f"document `{document.name}`", "tokenize it", exists, "take the tokenizer.json of the release")
 
 
 def _at_seams(documents: Iterable[tuple[Document, bool]], tokenizer: Tokenizer) -> Iterator[tuple[Document, bool]]:
@@ -204,7 +230,7 @@ def _kept(folder: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: 
     whole = folder / _key(reading, tokenizer, valid_fraction)
     if whole.is_dir():
         return whole
-    with _alone(folder / f".{whole.name}.lock") as is_alone:
+    with _locked(folder / f".{whole.name}.lock") as is_alone:
         if whole.is_dir():
             return whole
         for left in folder.glob(f"{whole.name}.*.partial") if is_alone else ():  # by a process that was killed
@@ -216,6 +242,7 @@ def _kept(folder: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: 
                 facts = _write(files, reading, tokenizer, valid_fraction)
                 for file in files:
                     os.fsync(file.fileno())
+            facts["checksums"] = {side: block_checksums(partial / f"{side}.tokens") for side in SIDES}
             (partial / "about.json").write_text(json.dumps(facts))
             _check_same(reading.files, before)
             if is_alone or not whole.is_dir():
@@ -227,7 +254,7 @@ def _kept(folder: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: 
 
 def _key(reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> str:
     """Says what the streams depend on."""
-    how = tokenizer.name, tokenizer.separator_id, reading.text_field, reading.max_bytes, valid_fraction
+    how = _FORMAT, tokenizer.name, tokenizer.separator_id, reading.text_field, reading.max_bytes, valid_fraction
     found = hashlib.blake2b(repr(how).encode(), digest_size=16)
     with ThreadPoolExecutor() as pool:
         for file, held in zip(reading.files, pool.map(digest, reading.files), strict=True):
@@ -251,40 +278,95 @@ def _check_same(files: Sequence[File], before: Sequence[tuple[int, int] | None])
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Waits until no other process holds the file, and holds it; False where the file system has no locks."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold an exclusive lock on a file. Yield False if the file system has no locks.
+
+    The holder writes its host and process id into the file, and a thread updates the file's time every `_BEAT_S`. A
+    process that is stopped or cut off does not, and those that wait for it give up after `_LOCK_LIMIT_S`.
+    """
     import fcntl
 
-    with open(open_no_link(path, os.O_WRONLY), "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            yield False
-        else:
-            yield True
+    seen, since = None, time.monotonic()
+    while True:
+        # Opened anew each time: a network file system then asks the server for the file's time.
+        with open(open_no_link(path, os.O_RDWR), "r+b", buffering=0) as file:
+            state = os.fstat(file.fileno())
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if state.st_mtime_ns != seen:
+                    seen, since = state.st_mtime_ns, time.monotonic()
+                elif time.monotonic() - since > _LOCK_LIMIT_S:
+                    raise _held(path, file) from None
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                yield False
+                return
+            else:
+                with _beating(file):
+                    yield True
+                return
+        time.sleep(_POLL_S)
 
 
-def _mapped(folder: Path, dtype: np.dtype) -> Streams:
+@contextlib.contextmanager
+def _beating(file: IO[bytes]) -> Iterator[None]:
+    """Write the name of this process into the lock file, and update the file's time until the context ends."""
+    file.truncate(0)
+    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+    is_over = threading.Event()
+
+    def beat() -> None:
+        while not is_over.wait(_BEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(file.fileno())
+
+    thread = threading.Thread(target=beat, name="meshpar-cache-lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _held(path: Path, file: IO[bytes]) -> ValueError:
+    try:
+        holder = json.loads(file.read(1000))
+        who = f"process {int(holder['pid'])} on {str(holder['host'])[:100]}"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = "another process"
+    exists = f"{who} holds the lock and has shown no sign of life for {_LOCK_LIMIT_S:.0f} s"
+    fix = "continue or end that process, or name another folder as `cache`"
+    return problem("`TextData.cache`", f"lock {path}", exists, fix)
+
+
+def _read(folder: Path, dtype: np.dtype, *, vocab_size: int, verify_all: bool) -> Streams:
+    """Open the streams in a folder of the cache and verify them."""
     fix = f"delete {folder}; it is made again"
     facts = read_json(folder / "about.json", "`TextData.cache`", fix, asked=f"read {folder / 'about.json'}")
-    counts = [facts.get(side) for side in SIDES] if isinstance(facts, dict) else []
-    if not all(isinstance(one, dict) and all(is_whole(one.get(name), 0) for name in COUNTS) for one in counts) or not (
-        counts and isinstance(facts.get("held_out"), str) and is_whole(facts.get("skipped"), 0)
-    ):
-        exists = "it lacks some of what is told there"
+    if not _is_complete(facts):
+        exists = "a field is missing or has another type"
         raise problem("`TextData.cache`", f"read {folder / 'about.json'}", exists, fix)
-    sides = {}
+    checksums, sides = facts.pop("checksums"), {}
     for side in SIDES:
-        file = folder / f"{side}.tokens"
-        try:
-            num_tokens = facts[side]["tokens"]
-            expected, found = num_tokens * dtype.itemsize, file.stat().st_size
-            if found != expected:
-                raise ValueError(f"{found} bytes, not {expected}")
-            sides[side] = np.memmap(file, dtype, "r", shape=(num_tokens,)) if num_tokens else np.zeros(0, dtype)
-        except (OSError, ValueError) as error:
-            exists = f"it is damaged ({error})"
-            raise problem("`TextData.cache`", f"map the tokens kept in {file}", exists, fix) from error
+        count, path = facts[side]["tokens"], folder / f"{side}.tokens"
+        sides[side] = TokenFile(
+            path, dtype, num_tokens=count, checksums=checksums[side], vocab_size=vocab_size, fix=fix
+        )
+        sides[side].verify(all_blocks=verify_all)
     return Streams(**sides, facts=facts)
+
+
+def _is_complete(facts: object) -> bool:
+    """Whether `about.json` has all fields that are read from it."""
+    if not isinstance(facts, dict) or not isinstance(facts.get("checksums"), dict):
+        return False
+    counts, checksums = ([whole.get(side) for side in SIDES] for whole in (facts, facts["checksums"]))
+    return (
+        all(isinstance(count, dict) and all(is_whole(count.get(name), 0) for name in COUNTS) for count in counts)
+        and all(isinstance(values, list) and all(is_whole(value, 0) for value in values) for values in checksums)
+        and isinstance(facts.get("held_out"), str)
+        and is_whole(facts.get("skipped"), 0)
+    )

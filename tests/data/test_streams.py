@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import fcntl
 import hashlib
 import itertools
 import json
@@ -27,6 +28,7 @@ from meshpar.data import TextData, streams
 from meshpar.data import text as text_files
 from meshpar.data.streams import token_streams
 from meshpar.data.text import Reading, find
+from meshpar.data.token_file import TokenFile
 from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
@@ -106,9 +108,10 @@ def test_streams_are_those_of_all_documents_at_once(corpus, words, tmp_path, mon
         found = made(folder, tokenizer, fraction=fraction, cache=str(tmp_path) if kind == "cache" else None)
         expected = in_memory(documents, fraction, encode)
         for side, tokens, name in zip((found.train, found.valid), expected, streams.SIDES, strict=True):
-            assert side.tolist() == tokens
+            assert np.asarray(side).tolist() == tokens
             assert found.facts[name]["tokens"] == len(tokens)
-            assert isinstance(side, np.memmap) == (kind != "memory")
+            expected_type = {"memory": np.ndarray, "disk": np.memmap, "cache": TokenFile}[kind]
+            assert type(side) is expected_type
         assert found.facts["skipped"] == 1
         assert sum(found.facts[name]["bytes"] for name in streams.SIDES) == sum(
             len(x.encode()) for x in documents.values()
@@ -224,7 +227,11 @@ def test_the_cache_knows_what_it_depends_on(corpus, words, tmp_path):
     [("train.tokens", lambda file: file.write_bytes(file.read_bytes()[:-4])), ("valid.tokens", os.remove),
      ("about.json", lambda file: file.write_text('{"train": {}}')), ("about.json", lambda file: file.write_text("?")),
      ("about.json", lambda file: file.write_text(file.read_text().replace('"documents"', '"x"', 1))),
-     ("about.json", lambda file: file.write_text(file.read_text().replace("held_out", "x")))],
+     ("about.json", lambda file: file.write_text(file.read_text().replace("held_out", "x"))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('"checksums"', '"x"'))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('{"train": [', '{"train": [1,'))),
+     ("valid.tokens", lambda file: file.write_bytes(bytes(file.stat().st_size))),
+     ("train.tokens", lambda file: file.write_bytes(file.read_bytes()[::-1]))],
 )  # fmt: skip
 def test_a_damaged_cache_is_named(corpus, tmp_path, name, damage):
     made(corpus[0], cache=str(tmp_path))
@@ -253,11 +260,11 @@ def test_what_was_interrupted_is_not_taken_for_whole(corpus, tmp_path, monkeypat
         with pytest.raises(MeshparError, match=r"No space left.*free some room"):
             made(corpus[0], cache=str(tmp_path))
     assert not [one for one in tmp_path.iterdir() if one.is_dir()]
-    whole = made(corpus[0], cache=str(tmp_path)).train.tolist()
+    whole = made(corpus[0], cache=str(tmp_path)).train[:].tolist()
     (kept,) = (one for one in tmp_path.iterdir() if one.is_dir())
     partial = kept.rename(f"{kept}.x.partial")  # a killed process leaves that
     (partial / "train.tokens").write_bytes(b"half")
-    assert made(corpus[0], cache=str(tmp_path)).train.tolist() == whole
+    assert made(corpus[0], cache=str(tmp_path)).train[:].tolist() == whole
     assert [one for one in tmp_path.iterdir() if one.is_dir()] == [kept]
 
 
@@ -295,7 +302,76 @@ def test_of_several_one_tokenizes_and_the_others_wait(corpus, tmp_path):
         thread.join(10)
     assert times == [40]
     assert len(found) == 3
-    assert len({one.train.tobytes() for one in found}) == 1
+    assert len({one.train[:].tobytes() for one in found}) == 1
+
+
+def test_a_stopped_builder_is_named(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "_LOCK_LIMIT_S", 0.5)
+    made(corpus[0], cache=str(tmp_path))
+    (kept,) = tmp_path.glob("*/about.json")
+    shutil.rmtree(kept.parent)
+    (lock,) = tmp_path.glob(".*.lock")
+    with lock.open("r+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate(0)
+        file.write(b'{"host": "node7", "pid": 4321}')  # and no sign of life after that
+        began_s = time.monotonic()
+        with pytest.raises(MeshparError, match=r"process 4321 on node7 holds the lock.*continue or end that process"):
+            made(corpus[0], cache=str(tmp_path))
+        assert time.monotonic() - began_s < 20
+    assert len(made(corpus[0], cache=str(tmp_path)).train)
+
+
+def test_a_slow_builder_is_waited_for(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "_LOCK_LIMIT_S", 1.0)
+    monkeypatch.setattr(streams, "_BEAT_S", 0.05)
+    began = threading.Event()
+
+    class Slow(ByteTokenizer):
+        def encode_many(self, texts):
+            began.set()
+            time.sleep(3)
+            return super().encode_many(texts)
+
+    thread = threading.Thread(target=made, args=(corpus[0], Slow()), kwargs={"cache": str(tmp_path)})
+    thread.start()
+    began.wait(10)
+    assert len(made(corpus[0], cache=str(tmp_path)).train)
+    thread.join(10)
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_a_lock_that_is_no_file_is_an_error(corpus, tmp_path, kind):
+    made(corpus[0], cache=str(tmp_path / "cache"))
+    (lock,) = (tmp_path / "cache").glob(".*.lock")
+    shutil.rmtree(next((tmp_path / "cache").glob("*/about.json")).parent)
+    lock.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    {"link": lambda: lock.symlink_to(victim), "pipe": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
+    with pytest.raises(MeshparError, match="`TextData.cache`"):
+        made(corpus[0], cache=str(tmp_path / "cache"))
+    assert victim.read_text() == "mine"
+
+
+def test_a_tokenizer_that_returns_ids_outside_its_vocabulary_is_refused(corpus, tmp_path):
+    class Wrong(ByteTokenizer):
+        vocab_size = 100
+
+    with pytest.raises(MeshparError, match="returns id 1.., and its vocabulary has 100 tokens"):
+        made(corpus[0], Wrong(), cache=str(tmp_path))
+
+
+def test_a_cache_that_shrinks_while_a_run_reads_it_is_an_error(corpus, tmp_path):
+    data = TextData(files=(str(corpus[0]),), seq_len=16, valid_fraction=0.2, cache=str(tmp_path), prefetch=0)
+    source = data.open(batch_size=4, seed=0)
+    with source.train() as batches:
+        next(batches)
+        os.truncate(next(tmp_path.glob("*/train.tokens")), 0)
+        with pytest.raises(MeshparError, match=r"train.tokens.*it has 0 bytes"):
+            next(batches)
+    with pytest.raises(MeshparError, match="ends at byte 0"):
+        source.baseline()
 
 
 @pytest.mark.parametrize("name", [3, "", "a\0b", "n" * 300, "~nobody-here/x"])
