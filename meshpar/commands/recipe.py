@@ -494,7 +494,8 @@ def _import_file(file: Path) -> types.ModuleType:
         raise problem(f"recipe `{file}`", "import it", "it is no Python file", "name a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their annotations up there
-    spec.loader.exec_module(module)
+    # Python's bytecode cache compares sizes and times in whole seconds, and would miss a quick edit of a number.
+    exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     return module
 
 

@@ -60,7 +60,7 @@ def source(tmp_path_factory):
     ("args", "says"),
     [
         (["--prompt", "a"], "neither it nor its recipe has a tokenizer"),
-        (["--prompt", "", "--tokenizer", "bytes"], "begin with one token"),
+        (["--prompt", "", "--tokenizer", "bytes"], "its value is empty"),
         (["--prompt", "a", "--tokenizer", "bytes", "--top-p", "2"], "above 0 and at most 1"),
         (["--prompt", "a", "--tokenizer", "bytes", "--temperature", "nan"], "not negative, and finite"),
         (["--prompt", "a", "--tokenizer", "bytes", "--tokens", "1000000000"], "is not in the range"),

@@ -719,12 +719,12 @@ MISTAKES = {
     "a weight of outputs": (
         {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), (y > 0).sum()), {})},
         "MeanLoss.weight.*depends on the model's",
-        "from the batch and the key alone",
+        "from the batch and the key only",
     ),
     "a weight of ends": (
         {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), jnp.abs(ends["out"]).sum()), {})},
         "MeanLoss.weight.*depends on the model's",
-        "from the batch and the key alone",
+        "from the batch and the key only",
     ),
     "another structure": ({"stage": lambda layers, x, micro: [x]}, r"float32.2, 8. in PyTreeDef.\[", "x's structure"),
     "keys": ({"first_fn": lambda ends, micro: micro.key}, "as key<fry>", "micro.key"),

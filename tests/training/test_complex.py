@@ -55,7 +55,8 @@ def model_of(params):
 
 
 def loss_fn(model, batch, key):
-    return (jnp.abs(model(batch["x"]) - batch["y"]) ** 2).mean(), {}
+    error = jnp.abs(model(batch["x"]) - batch["y"]) ** 2
+    return mp.MeanLoss(error.sum(), error.size), {}
 
 
 SGD = optax.sgd(0.05, momentum=0.9)

@@ -14,7 +14,6 @@ import signal
 import threading
 import types
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -605,7 +604,7 @@ def test_a_file_that_cannot_be_written_again_is_reported_once(tmp_path, monkeypa
     def broken(path, content):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(Path, "write_bytes", broken)
+    monkeypatch.setattr(loop, "replace_file", broken)
     with pytest.warns(UserWarning, match="it cannot be written again") as warned:
         run(9, hooks=[JsonlWriter(path), Damages(path, "removed", 3)])
     assert len(warned) == 1

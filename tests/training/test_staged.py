@@ -272,7 +272,8 @@ def test_a_linen_stack_made_with_param(depth, stages, schedule, x64):
     model = mp.from_linen(AroundParamStack(depth), x["x"])
 
     def loss(model, batch, key):
-        return (model(batch["x"]) ** 2).mean(), {}
+        square = model(batch["x"]) ** 2
+        return mp.MeanLoss(square.sum(), square.size), {}
 
     wanted = train(model, [x], mp.MeshSpec(), mp.ddp(), loss=loss)
     strategy = mp.pipeline_parallel(stages=stages, microbatches=4, schedule=schedule)

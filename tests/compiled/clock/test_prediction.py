@@ -165,7 +165,7 @@ def test_measured_products_and_links_take_the_place_of_what_is_assumed(scan, tim
 def test_the_headline_names_the_rates_that_the_utilisation_assumes(scan, timed):
     computed = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed, cluster=CLUSTER)
     assert computed.rates == str(CLUSTER.rates)
-    report = SimpleNamespace(compute=computed, overlap=prediction.overlap(timed))
-    said = render._speed(report)
+    report = SimpleNamespace(compute=computed, overlap=prediction.overlap(timed), findings=())
+    (said,) = (cell.text for cell in render._speed(report))
     assert f"model FLOP utilisation with {CLUSTER.rates}" in said
     assert "at best" not in said
