@@ -11,12 +11,12 @@ Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has 
 
 `explain` finds 71 GB of 80 in use. In a step of two micro-steps each GPU sends 0.38 TB of tokens between the nodes
 (data), and on inside them over NVLink (expert), and 0.40 TB of weights and gradients over fsdp; with --check it passes.
-Layers run on four slices of the rows, so that what one sends goes on behind the others' matmuls, and sum their
-gradients before they are sent: 30 s a step at best, 84 % of the communication hidden. It compiles twice: by XLA's own
-estimate of what messages take (--set latency_rounds=0) it is 38 s and 39 %. XLA's scheduler keeps to 95 % of what the
-state leaves of four fifths of a GPU, unless told otherwise, and where a program needs that much it saves memory
-instead of hiding messages: with --xla xla_gpu_memory_limit_slop_factor=95 it is 36 s and 49 %, in 64 GB; with 105, 31
-s and 78 %, in 66 GB.
+Layers run on four slices of the examples, so that messages of a slice overlap with matmuls of the others, and sum their
+gradients before the reduction. Times were simulated with all kernels at the data sheet's peak: 30 s a step, 84 % of the
+communication hidden. The step compiles twice; with XLA's own estimate of the latencies of messages
+(--set latency_rounds=0) it takes 38 s and 39 % is hidden. By default XLA's scheduler uses 95 % of the memory that the
+state leaves of four fifths of a GPU. A program that needs that much saves memory instead of hiding messages: with
+--xla xla_gpu_memory_limit_slop_factor=95 it takes 36 s and hides 49 %, in 64 GB; with 105, 31 s and 78 %, in 66 GB.
 """
 
 from __future__ import annotations
