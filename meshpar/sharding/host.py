@@ -112,10 +112,13 @@ def open_no_link(path: Path, flags: int) -> int:
     try:
         number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        if not path.is_symlink():
+        if path.is_symlink():
+            exists, fix = f"it is a link to {os.readlink(path)[:200]}", "remove the link"
+        elif path.is_dir():
+            exists, fix = "it is a folder", "move it away"
+        else:
             raise
-        exists = f"it is a link to {os.readlink(path)[:200]}"
-        raise problem(str(path), "write to it", exists, "remove the link") from error
+        raise problem(str(path), "write to it", exists, fix) from error
     if not stat.S_ISREG(kind := os.fstat(number).st_mode):
         os.close(number)
         exists = f"it is {_KINDS.get(stat.S_IFMT(kind), 'no file')}"
