@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import jax
 import pytest
 
 from meshpar.commands import cli
+from meshpar.commands.train import _RunFolder
+from meshpar.sharding.types import MeshparError
 
 RECIPE = """
 from __future__ import annotations
@@ -201,6 +204,56 @@ def test_a_new_run_is_its_owners_alone(meshpar, tmp_path):
     modes = {path.name: path.stat().st_mode & 0o777 for path in (run, *run.iterdir())}
     assert modes["tiny"] == 0o700
     assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
+
+
+def test_a_run_whose_numbers_are_lost_ends_with_2_until_they_are_back(meshpar, tmp_path):
+    recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")
+    assert meshpar(*args)[0] == 0
+    metrics.rename(tmp_path / "away")
+    with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 3"):
+        code, _, error = meshpar(*args, "--steps", 5)
+    assert code == 2
+    assert "metrics.jsonl: asked to hold the numbers of all steps, but those of steps 1 to 3 are lost" in error
+    assert json.loads((metrics.parent / "summary.json").read_text())["missing_steps"] == [[1, 3]]
+    assert [step for step, _ in losses(metrics.parent)] == [4, 5]
+    metrics.write_text((tmp_path / "away").read_text() + metrics.read_text())
+    code, _, _ = meshpar(*args, "--steps", 5)
+    assert code == 0
+    assert [step for step, _ in losses(metrics.parent)] == [1, 2, 3, 4, 5]
+    metrics.unlink()
+    with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 5"):
+        code, _, error = meshpar(*args, "--steps", 5)  # nothing is left to train, and nothing to show
+    assert (code, "Traceback" in error) == (2, False)
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_run_folder_that_goes_away_is_made_again_at_the_next_step(tmp_path, how):
+    folder, written = tmp_path / "run", []
+
+    def write():
+        folder.mkdir()
+        (folder / "recipe.json").touch()
+        written.append(how)
+
+    write()
+    hook = _RunFolder(folder, write)
+    hook.on_start(None)
+    hook.on_dispatched(None)
+    assert len(written) == 1
+    if how == "removed":
+        shutil.rmtree(folder)
+    else:
+        folder.rename(tmp_path / "old")
+    with pytest.warns(UserWarning, match="was removed, renamed or emptied while the run goes on: it is made again"):
+        hook.on_dispatched(None)
+    hook.on_end(None, "done")
+    assert len(written) == 2
+    (folder / "recipe.json").unlink()
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(MeshparError, match="asked to go on writing to it, but it was removed or renamed"):
+        hook.on_dispatched(None)
 
 
 def test_saves_that_keep_failing_stop_the_run_in_one_line_each(child_env, tmp_path):
