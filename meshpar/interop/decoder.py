@@ -53,15 +53,20 @@ class Family:
 # ---- Fields ----------------------------------------------------------------------------------------------------------
 
 
-def fields(*more: Field) -> tuple[Field, ...]:
-    """Those that every family has, and its own."""
+def fields(*more: Field, rope_theta: float = 10_000.0, norm_eps: float = 1e-6) -> tuple[Field, ...]:
+    """Return the fields that every family has, and those of one family.
+
+    Args:
+      more: fields of the family.
+      rope_theta, norm_eps: values that transformers takes for this family if config.json has none.
+    """
     return (
         Field("vocab_size", "vocab_size"),
         Field("num_hidden_layers", "num_layers"),
         Field("hidden_size", "embed_dim"),
         Field("num_attention_heads", "num_heads"),
-        Field("rope_theta", "rope_theta", float, 10_000.0),
-        Field("rms_norm_eps", "norm_eps", float, 1e-6),
+        Field("rope_theta", "rope_theta", float, rope_theta),
+        Field("rms_norm_eps", "norm_eps", float, norm_eps),
         Field("tie_word_embeddings", "tied_embeddings", bool, False),
         *more,
     )

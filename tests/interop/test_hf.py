@@ -387,3 +387,41 @@ def test_router_losses_are_switched_and_written_as_transformers_has_them(kind, t
     after = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (after["output_router_logits"], after["router_aux_loss_coef"]) == (True, 0.03)
     assert described(after).config == config_of(source, moe=config.moe)
+
+
+TRANSFORMERS = {
+    "deepseek_v3": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "n_group": 8, "topk_group": 4,
+                    "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    "llama": {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    "mistral": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "sliding_window": 4096},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_experts_per_tok": 2},
+    "qwen3": {"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    "qwen3_moe": {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "norm_topk_prob": False},
+}  # fmt: skip
+"""Values of transformers 5.24 for fields that a config.json leaves out, where the shapes of tensors do not tell."""
+
+
+@pytest.mark.parametrize("kind", TRANSFORMERS)
+def test_a_field_that_is_left_out_is_as_transformers_has_it(kind):
+    document, *_ = golden(kind)
+    defaults = TRANSFORMERS[kind]
+    if kind == "deepseek_v3":
+        document |= {"n_routed_experts": 16}  # eight groups need two experts each
+    shorter = {name: x for name, x in document.items() if name not in {*defaults, "rope_scaling", "rope_parameters"}}
+    assert described(shorter).config == described({**shorter, **defaults}).config
+
+
+def test_without_a_dtype_no_tensor_is_rounded(tmp_path):
+    """One float32 tensor among those in bfloat16 makes the parameters float32."""
+    source, mesh = folder_of("llama", tmp_path / "source"), mp.MeshSpec().build(jax.devices()[:1])
+    assert from_hf(source, mesh=mesh, strategy=mp.ddp())[0].param_dtype == "bfloat16"
+    norm = np.linspace(0.9, 1.1, len(load_file(source / "model.safetensors")["model.norm.weight"]), dtype=np.float32)
+    changed(source, lambda tensors: tensors.update({"model.norm.weight": norm}))
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp())
+    assert config.param_dtype == "float32"
+    np.testing.assert_array_equal(state.params["final_norm"]["scale"], norm)
+
+
+def test_a_window_of_null_is_none():
+    document, *_ = golden("mistral")
+    assert described({**document, "sliding_window": None}).config.attention_window is None

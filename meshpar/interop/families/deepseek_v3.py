@@ -135,10 +135,10 @@ FAMILY = Family(
         Field("n_shared_experts", "moe.shared_experts", int, 0),
         Field("n_routed_experts", "moe.routing.num_experts", also="num_local_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k"),
-        Field("n_group", "moe.routing.groups", int, 1),
-        Field("topk_group", "moe.routing.top_groups", int, 1),
+        Field("n_group", "moe.routing.groups", int, 8),
+        Field("topk_group", "moe.routing.top_groups", int, 4),
         Field("norm_topk_prob", "moe.routing.normalize", bool, True),
-        Field("routed_scaling_factor", "moe.routing.scale", float, 1.0),
+        Field("routed_scaling_factor", "moe.routing.scale", float, 2.5),
     ),
     fixed={
         "hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "moe_layer_freq": 1,

@@ -1,14 +1,27 @@
 """Mistral: Llama's tensors, with a window over which a position sees those before it."""
 
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, ends, fields, layers
 from meshpar.interop.fields import Field
 
 WINDOW = Field("sliding_window", "attention_window", int, None)
+DEFAULT_WINDOW = 4096
+"""The window that transformers takes if config.json does not have the field; null means no window."""
+
+
+def _window(document: Mapping[str, Any]) -> int | None:
+    return None if WINDOW.theirs in document else DEFAULT_WINDOW
+
 
 FAMILY = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    fields=fields(*GROUPED, *DENSE, WINDOW),
+    fields=fields(*GROUPED, *DENSE, dataclasses.replace(WINDOW, default=_window)),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
     tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *MLP)],
 )

@@ -36,6 +36,8 @@ FAMILY = Family(
         Field("intermediate_size", "moe.mlp_dim"),
         Field("num_local_experts", "moe.routing.num_experts", int, 8, also="num_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k", int, 2),
+        rope_theta=1e6,
+        norm_eps=1e-5,
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
     ignored=ROUTER_LOSS,
