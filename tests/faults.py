@@ -344,6 +344,104 @@ FAULTS = (
         'coefficient * values["moe.routing.top_k"] / max(values["num_layers"], 1)',
         'coefficient * values["moe.routing.top_k"]', "interop/test_hf.py -k router",
     ),
+    # Thirty others, of which the quick tests had missed these.
+    Fault(
+        "an update that is left out keeps the model's variables", "training/step.py",
+        "(old, before_update, state.extra),", "(old, before_update, extra),", "training/test_step.py -k left_out",
+    ),
+    Fault(
+        "evaluated scalars count alike, whatever the batch", "training/step.py",
+        "LOSS_WEIGHT: jnp.asarray(num_rows, jnp.int32)", "LOSS_WEIGHT: jnp.asarray(num_rows > 0, jnp.int32)",
+        "training/test_step.py -k evaluated_scalar",
+    ),
+    Fault(
+        "devices draw weights by another key than the losses", "training/engines/by_device.py",
+        "keys = here[None] if count == 1 else micro_keys(here, count)",
+        "keys = key[None] if count == 1 else micro_keys(here, count)",
+        "training/test_losses.py -k drawn",
+    ),
+    Fault(
+        "micro-steps draw weights by each other's keys", "training/engines/plain.py",
+        "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys, axes={})",
+        "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys[::-1], axes={})",
+        "training/test_losses.py -k drawn",
+    ),
+    Fault(
+        "gradient shards are summed in the parameters' dtype", "training/engines/by_device.py",
+        "masters = jax.tree.map(wide, setup.trained(params))", "masters = setup.trained(params)",
+        "training/test_unshard.py -k bfloat16_parameters",
+    ),
+    Fault(
+        "adapters of experts count once, whatever alpha is", "training/lora.py",
+        "return Adapted(found, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)",
+        "return Adapted(found, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], 1.0)",
+        "training/test_lora.py -k adapters_of_experts",
+    ),
+    Fault(
+        "adapters are restored with a larger alpha", "training/checkpoint.py",
+        "lora.alpha != stored:", "lora.alpha < stored:", "training/test_lora.py -k refuses_adapters",
+    ),
+    Fault(
+        "a tied end has the gradient of one stage", "pipeline/gradients.py",
+        "if len(of) > 1:", "if len(of) > 2:", "pipeline/test_executor.py -k tied_end",
+    ),
+    Fault(
+        "complex leaves of a stage have no gradient", "pipeline/split_backward.py",
+        "self.is_smooth = [one and jnp.issubdtype(leaf.dtype, jnp.inexact)",
+        "self.is_smooth = [one and jnp.issubdtype(leaf.dtype, jnp.floating)",
+        "pipeline/test_split_backward.py -k complex",
+    ),
+    Fault(
+        "capped scores without the slope of the cap", "collectives/attention.py",
+        "d_scores = (weights * (d_weights - do_o[..., None]) * slope * ring.scale)",
+        "d_scores = (weights * (d_weights - do_o[..., None]) * ring.scale)",
+        "collectives/test_attention.py -k capped_scores",
+    ),
+    Fault(
+        "all ranks round by the same draws", "collectives/quantized.py",
+        "return _sum_of_arrived(parts, axis, dtype, block, _own(key, axis))",
+        "return _sum_of_arrived(parts, axis, dtype, block, key)",
+        "collectives/test_quantized.py -k draws_of_their_own",
+    ),
+    Fault(
+        "blocks of a group are rounded before they are summed", "moe/grouped.py",
+        "jnp.where(block.is_first, jnp.zeros_like(total), total) + term",
+        "jnp.where(block.is_first, jnp.zeros_like(total), total) + term.astype(out.dtype)",
+        "moe/test_grouped.py -k blocks_of_a_group",
+    ),
+    Fault(
+        "segments in the natural order, tokens in zigzag order", "models/context.py",
+        'segments_BT = constrain(zigzag(segments_BT, num_ranks), "batch", "seq")',
+        'segments_BT = constrain(segments_BT, "batch", "seq")',
+        "parallel/test_context_parallel.py -k enter_in_one_order",
+    ),
+    Fault(
+        "YaRN's factor of scores is left out", "models/latent.py",
+        "if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor != 1:",
+        "if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor > 9:",
+        "models/test_latent.py -k yarns_factor",
+    ),
+    Fault(
+        "float32 tensors are read as bfloat16", "interop/hf.py",
+        "return jnp.dtype(jnp.result_type(*found)).name", "return min(one.name for one in found)",
+        "interop/test_hf.py -k no_tensor_is_rounded",
+    ),
+    Fault(
+        "the first precision rule wins", "sharding/rules.py",
+        "return next((rule.value for rule in reversed(self.precision)",
+        "return next((rule.value for rule in (self.precision)",
+        "sharding/test_rules.py -k precision_rule",
+    ),
+    Fault(
+        "another epsilon where config.json has none", "interop/decoder.py",
+        "norm_eps: float = 1e-6) ->", "norm_eps: float = 1e-5) ->",
+        "interop/test_hf.py -k left_out",
+    ),
+    Fault(
+        "a window of null is the default window", "interop/families/mistral.py",
+        "return None if WINDOW.theirs in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
+        "interop/test_hf.py -k window_of_null",
+    ),
 )  # fmt: skip
 
 

@@ -369,3 +369,8 @@ def test_a_sequence_that_has_no_such_chunks():
     for move in (mc.zigzag, mc.unzigzag):
         with pytest.raises(MeshparError, match="into 6 chunks.*8 is not a multiple of 6.*pad it to 12"):
             move(jnp.ones((2, 8)), 3)
+
+
+def test_gradients_of_capped_scores(ranks):
+    """The cap's own slope is in them: at a cap of 0.5 most scores are on its flat part."""
+    close(*both(ranks(2), ["zigzag, capped"], "float32", B=1, t=4, H=2, K=1, D=2), 1e-5)

@@ -430,3 +430,26 @@ def test_numbers_that_are_no_jax_array():
     np.testing.assert_allclose(mc.dequantize(found, shape=(3,)), [1.0, -2.0, 0.5], atol=float(error_bound(2.0)))
     with pytest.raises(MeshparError, match="quantize int32"):
         mc.quantize([1, 2])
+
+
+@pytest.mark.parametrize("kernel", ["gather", "scatter", "scatter in two levels", "reduce"])
+def test_ranks_round_equal_numbers_by_draws_of_their_own(ranks, kernel):
+    """With the same draws on all ranks, the errors of a sum would add up instead of cancelling."""
+    row = ranks(outer=2, inner=2) if kernel == "scatter in two levels" else ranks(4)
+    axes = {"axis": "inner", "outer": "outer"} if kernel == "scatter in two levels" else {"axis": "x"}
+    options = {**axes, "key": jax.random.key(0), "block": 4096}
+    # Each block has a scale of one, and half of a step is left to the draws.
+    x = jnp.full((4, 4096), 2.5).at[:, ::1024].set(127.0)
+    if kernel == "gather":
+        parts = jax.jit(row.view(lambda x: mc.quantized_all_gather(x, tiled=False, **options)))(x)[0]
+        assert {tuple(np.unique(one)) for one in np.asarray(parts)} == {(2.0, 3.0, 127.0)}
+        assert all((a != b).any() for a, b in itertools.combinations(np.asarray(parts), 2))
+        return
+    run = mc.quantized_all_reduce if kernel == "reduce" else mc.quantized_reduce_scatter
+    total = np.asarray(jax.jit(row.view(lambda x: run(x, **options)))(x))
+    total = total[total < 400]
+    # Four draws of half a step, each off by 0.5: a standard deviation of 1, and with the same draws of 2. The sums of
+    # a node, or of all ranks, are rounded once more, to steps of at most 508 / 127.
+    most = {"scatter": 1.1, "scatter in two levels": 1.8, "reduce": 2.4}[kernel]
+    assert abs(total.mean() - 10) < 0.2
+    assert 0.9 < total.std() < most

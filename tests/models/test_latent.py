@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig
+from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, YarnScaling
 from meshpar.models.sampling import empty_cache
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import mean_loss, mesh_of
@@ -242,3 +243,22 @@ def test_widths_that_are_none(changes, says):
     fields = {"q_rank": 12, "kv_rank": 8, "nope_dim": 6, "rope_dim": 4, "v_dim": 14, **changes}
     with pytest.raises(mp.MeshparError, match=says):
         LatentAttention(**fields)
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_yarns_factor_of_scores_multiplies_them(one_device, framework):
+    """Queries that are as many times as large give the same scores, over a sequence and with a cache."""
+    yarn = YarnScaling(factor=4.0, original_seq_len=4, score_factor=1.75)
+    plain = CONFIG(rope_yarn=dataclasses.replace(yarn, score_factor=1.0))
+    params = random_params(plain)
+    larger = jax.tree.map(np.copy, params)
+    larger["layers"]["attention"]["query_up"]["kernel"] *= np.float32(1.75)
+
+    def logits(cfg, params):
+        bound = models(cfg)[framework].bind(params, {})
+        cached, _ = bound(TOKENS[:1], cache=empty_cache(cfg, 1, 8, jnp.float32))
+        return bound(TOKENS[:1]), cached
+
+    found, expected = jax.jit(lambda: (logits(CONFIG(rope_yarn=yarn), params), logits(plain, larger)))()
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)

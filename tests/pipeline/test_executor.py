@@ -909,3 +909,8 @@ def test_the_axes_of_the_batch():
     for given, found in ((None, {"fsdp": 2}), ("fsdp", {"fsdp": 2}), (("data", "fsdp"), {"fsdp": 2}), ((), {})):
         step = value_and_grad(case.stage, case.last, schedule=case.table, mesh=case.mesh, batch_axes=given)
         assert step.run.split_by == found
+
+
+def test_the_gradient_of_a_tied_end_is_summed_over_its_two_stages(run):
+    """In schedules of one direction the embedding and the output layer are on different stages."""
+    same(run(Case(schedule="1f1b", tied=True, rows=1)))

@@ -433,3 +433,24 @@ def test_a_transformer_layer(remat, compute):
         # needs.
         assert w == 7 * 2
         assert b == (7 + 5 + (8 if remat else 0)) * 2
+
+
+def test_complex_leaves_have_gradients():
+    key = jax.random.key(0)
+    params = {"w": jax.random.normal(key, (4, 3), "complex64"), "b": normal(3)}
+    x = {"z": jax.random.normal(jax.random.fold_in(key, 1), (2, 4), "complex64"), "shift": normal(2, 3)}
+
+    def fn(params, x):
+        return jnp.tanh(x["z"] @ params["w"] + params["b"]) * x["shift"]
+
+    split = split_vjp(fn, params, x)
+    # The cotangent of complex numbers has an imaginary part, too.
+    dy = jax.random.normal(jax.random.fold_in(key, 2), (2, 3), "complex64")
+    shared, (y, stash) = split.shared(params), split.forward(params, x)
+    dx, backlog = split.backward(shared, stash, dy)
+    expected, pull = jax.vjp(fn, params, x)
+    for found, wanted in (((y, (split.weights(shared, stash, backlog), dx)), (expected, pull(dy))),
+                          (split.at_once(shared, stash, dy), pull(dy)[::-1])):  # fmt: skip
+        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

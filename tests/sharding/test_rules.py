@@ -419,3 +419,13 @@ def test_mistakes_in_a_list_of_rules():
             mp.Rules.from_logical_axis_rules(rules, axes=axes)
     with pytest.raises(mp.MeshparError, match="batch='rows'.*no such name"):
         mp.Rules.from_logical_axis_rules(FLAX_LIST, batch="rows")
+
+
+def test_the_last_precision_rule_that_matches_a_module_wins():
+    wide = {"layers/.*": "float32", "layers/mlp": "bfloat16"}
+    assert mp.Rules(precision=wide).dtype_in("layers/mlp/kernel") == "bfloat16"
+    assert mp.Rules(precision=dict(reversed(wide.items()))).dtype_in("layers/mlp/kernel") == "float32"
+    joined = mp.Rules(precision=wide) | mp.Rules(precision={"layers/(mlp|norm)": "float64"})
+    assert [joined.dtype_in(f"layers/{path}") for path in ("mlp/up/kernel", "norm/scale", "out/kernel", "scale")] == [
+        "float64", "float64", "float32", None,
+    ]  # fmt: skip

@@ -321,3 +321,30 @@ def test_adapters_of_qwix_over_a_base_in_few_bits(base):
         state, metrics = step(state, np.ones((8, 16), np.float32))
         losses.append(float(metrics["loss"]))
     assert losses[2] < losses[0]
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_adapters_of_experts_count_as_often_as_they_say(kind):
+    """The product of each pair counts `alpha / rank` times: the logits are those of the merged matrices."""
+    config, mesh = dataclasses.replace(CONFIG, moe=MOE), mp.MeshSpec().build(jax.devices()[:1])
+    model = mp.lora(rank=2, alpha=10, modules=r".*/(shared_)?(gate|up|down)")(decoder(kind, config))
+    state = moved(mp.init_state(model, optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0))
+    with mp.use(mesh, mp.ddp()):
+        merged = decoder(kind, config).bind(merged_params(state), state.extra)
+        found, expected = jax.jit(lambda tokens: (state.bound()(tokens), merged(tokens)))(BATCH["inputs"][:2])
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("alphas", [(4, 8), (8, 4)])
+def test_a_checkpoint_refuses_adapters_that_count_more_or_less_often(tmp_path, alphas):
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    model = mp.from_nnx(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
+    saved, other = (
+        mp.init_state(mp.lora(rank=2, alpha=a, modules="")(model), optax.sgd(1.0), mesh=mesh, strategy=mp.ddp(), key=0)
+        for a in alphas
+    )
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(saved, wait=True)
+        assert checkpoints.restore(saved.setup) is not None
+        with pytest.raises(mp.MeshparError, match=f"trained with alpha={alphas[0]}"):
+            checkpoints.restore(other.setup)

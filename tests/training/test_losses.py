@@ -435,3 +435,27 @@ def test_experts_under_stages_add_the_mean_of_their_losses_to_the_mean_over_toke
     assert found.metrics["loss"] == pytest.approx(expected, rel=1e-5)
     assert found.metrics["loss"] != pytest.approx(losses.mean() + added.mean(), rel=1e-5)
     assert found.metrics["moe/aux_loss"] == pytest.approx(added.mean(), rel=1e-5)
+
+
+def masked_by_weight(model, batch, key):
+    drawn = jax.random.bernoulli(key, 0.5, batch["w"].shape) * batch["w"]
+    return mp.MeanLoss((errors_of(model, batch) * drawn).sum(), drawn.sum()), {}
+
+
+@pytest.mark.parametrize(("name", "count"), [("micro-steps", 4), ("quantized", 1), ("quantized", 2)])
+def test_weights_are_drawn_by_the_keys_of_their_losses(name, count):
+    """The weights are summed before the losses: with the key of another part, the sum would be of other examples."""
+    engine, batch, fold = ENGINES[name], batch_of(WEIGHTS), jax.random.fold_in
+    key = fold(jax.random.wrap_key_data(state_of(engine).key), 0)
+    step = one_step(engine, masked_by_weight, batch, accumulate=count)
+    if name == "micro-steps":
+        parts = list(parts_of(name, key))
+    else:
+        rows, each = np.arange(ROWS).reshape(8, count, -1), itertools.product(range(8), range(count))
+        keys = [fold(key, device) for device in range(8)]
+        parts = [(rows[d, i], keys[d] if count == 1 else fold(keys[d], i)) for d, i in each]
+    model = functools.partial(applied, step.before[0])
+    losses = [masked_by_weight(model, {k: x[rows] for k, x in batch.items()}, own)[0] for rows, own in parts]
+    weight = sum(int(one.weight) for one in losses)
+    assert step.metrics["loss_weight"] == weight > 0
+    assert step.metrics["loss"] == pytest.approx(sum(float(one.total) for one in losses) / weight, rel=1e-5)

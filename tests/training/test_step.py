@@ -606,3 +606,38 @@ def test_what_cannot_be_frozen_is_an_error():
             step.trace(state, np.ones((8, 2), np.float32))
     with pytest.raises(mp.MeshparError, match="its loss: asked to differentiate it, but it is int32"):
         mp.train_step(lambda model, x, key: (jnp.int32(1), {})).trace(state, np.ones((8, 2), np.float32))
+
+
+def counting(model, batch, key):
+    return mp.MeanLoss(model(batch).sum(), batch.size), {}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_an_update_that_is_left_out_leaves_the_models_variables(options):
+    """What a pass over a bad batch has left in them would spoil all later steps."""
+    model = mp.from_functions(
+        lambda key: ({"w": jnp.ones(())}, {"seen": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32)}),
+        lambda params, state, x: (x * params["w"], {"seen": state["seen"] + x.sum(), "calls": state["calls"] + 1}),
+        keeps_state=True,
+    )
+    state = make_state(mp.MeshSpec(data=2), mp.ddp(), optax.sgd(0.1), model)
+    step = mp.train_step(counting, nonfinite="skip", **options)
+    state, _ = step(state, np.ones(4, np.float32))
+    before = jax.device_get(state.extra)
+    state, metrics = step(state, np.array([1, np.nan, 1, 1], np.float32))
+    assert not metrics["finite"]
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.extra), before)
+    state, _ = step(state, np.ones(4, np.float32))
+    assert (float(state.extra["seen"]), int(state.extra["calls"])) == (8, 2 * options.get("accumulate", 1))
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_an_evaluated_scalar_counts_by_its_examples(rows):
+    """So that a last batch of fewer examples enters the mean of all with its share."""
+    state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp())
+    batch = {**make_batch(0, rows), "rate": np.float32(0.5)}
+    losses = [
+        lambda model, batch, key: (((model(batch["x"]) - batch["y"]) ** 2).mean() * batch["rate"], {}),
+        lambda model, batch, key: (mp.SumLoss((model(batch["x"]) ** 2).sum()), {}),
+    ]
+    assert [int(mp.eval_step(loss)(state, batch)["loss_weight"]) for loss in losses] == [rows, rows]

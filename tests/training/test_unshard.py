@@ -492,3 +492,20 @@ def test_a_path_that_no_layer_has_is_told():
     MODELS["other"] = lambda: (stacked_model(functools.partial(mp.scan_layers, at="blocks")), squares, rows())
     with pytest.raises(mp.MeshparError, match="no parameters have paths that end in `blocks/down/kernel`"):
         one_step({"fsdp": 4}, mp.fsdp(quantize="int8"), model="other")
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32():
+    """Over 512 micro-steps a bfloat16 sum of fours would stop at 1,024, half of the way."""
+    model = mp.from_functions(
+        lambda key: {"w": jnp.zeros((4, 2))}, lambda params, x: x @ params["w"], names={"w": ("embed", None)}
+    )
+    mesh, precision = mp.MeshSpec(data=2, fsdp=2).build(jax.devices()[:4]), mp.Precision(params="bfloat16")
+    strategy = mp.fsdp(axis=("data", "fsdp"), min_bytes=0, quantize=EXACT)
+    state = mp.init_state(model, optax.sgd(1.0), mesh=mesh, strategy=strategy, key=0, precision=precision)
+
+    def total(model, batch, key):
+        return mp.MeanLoss(model(batch).astype(jnp.float32).sum(), len(batch)), {}
+
+    step = mp.train_step(total, accumulate=512, precision=precision)
+    state, _ = step(state, np.ones((2048, 4), np.float32))
+    np.testing.assert_array_equal(np.asarray(state.params["w"], np.float32), -1)
