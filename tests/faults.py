@@ -344,7 +344,7 @@ FAULTS = (
         'coefficient * values["moe.routing.top_k"] / max(values["num_layers"], 1)',
         'coefficient * values["moe.routing.top_k"]', "interop/test_hf.py -k router",
     ),
-    # Thirty others, of which the quick tests had missed these.
+    # Faults that the quick tests had missed.
     Fault(
         "an update that is left out keeps the model's variables", "training/step.py",
         "(old, before_update, state.extra),", "(old, before_update, extra),", "training/test_step.py -k left_out",
@@ -441,6 +441,53 @@ FAULTS = (
         "a window of null is the default window", "interop/families/mistral.py",
         "return None if WINDOW.theirs in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
         "interop/test_hf.py -k window_of_null",
+    ),
+    Fault(
+        "an update that is left out keeps the optimizer's state", "training/step.py",
+        "(old, before_update, state.extra),", "(old, opt_state, state.extra),", "training/test_step.py -k left_out",
+    ),
+    Fault(
+        "stages draw weights by the key of another part", "pipeline/gradients.py",
+        "lambda index: micro_key(key, index, last))", "lambda index: micro_key(key, index, 0 * last))",
+        "training/test_losses.py -k drawn",
+    ),
+    Fault(
+        "whole numbers of a model's state are those of one device", "training/engines/by_device.py",
+        "return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)",
+        "return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmin(x, axes)",
+        "training/test_step.py -k whole_numbers",
+    ),
+    Fault(
+        "the weights of adapters are restored with another alpha", "training/checkpoint.py",
+        '        _check_alpha(run.get("lora_alpha"), setup, where)',
+        '        None if weights_only else _check_alpha(run.get("lora_alpha"), setup, where)',
+        "training/test_lora.py -k refuses_adapters",
+    ),
+    Fault(
+        "gates are rounded in the backward pass", "moe/order.py",
+        "weight = taken(weights.reshape(-1), order.choices).astype(wide)[:, None]",
+        "weight = taken(weights.reshape(-1), order.choices).astype(rows.dtype)[:, None]",
+        "moe/test_order.py -k gates",
+    ),
+    Fault(
+        "YaRN's factor of rotations is left out", "models/transformer.py",
+        "if cfg.rope_yarn is not None and cfg.rope_yarn.rotated_factor != 1:",
+        "if cfg.rope_yarn is not None and cfg.rope_yarn.rotated_factor > 9:",
+        "models/test_transformer.py -k factor_of_rotations",
+    ),
+    Fault(
+        "the head is tied where config.json does not say it", "interop/decoder.py",
+        'Field("tie_word_embeddings", "tied_embeddings", bool, False)',
+        'Field("tie_word_embeddings", "tied_embeddings", bool, True)',
+        "interop/test_hf.py -k left_out",
+    ),
+    Fault(
+        "the first inputs rule wins", "sharding/rules.py",
+        "for rule in reversed(self.inputs)", "for rule in (self.inputs)", "sharding/test_rules.py -k inputs_rule",
+    ),
+    Fault(
+        "the first activation rule wins", "sharding/activations.py",
+        "reversed(here.rules.by_module)", "(here.rules.by_module)", "sharding/test_activations.py -k last_activation",
     ),
 )  # fmt: skip
 

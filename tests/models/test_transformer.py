@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,7 +17,14 @@ from jax.extend.core import jaxprs_in_params
 import meshpar as mp
 from meshpar.compiled.census import census
 from meshpar.compiled.hlo import parse
-from meshpar.models import LinenTransformer, RopeScaling, Transformer, TransformerConfig, next_token_loss
+from meshpar.models import (
+    LinenTransformer,
+    RopeScaling,
+    Transformer,
+    TransformerConfig,
+    YarnScaling,
+    next_token_loss,
+)
 from meshpar.models.transformer import MLP
 from meshpar.models.transformer_linen import LinenMLP
 from meshpar.sharding.types import tree_leaves_with_paths
@@ -303,3 +311,16 @@ def test_linen_trains_in_a_mesh(mesh8):
     state, first = step(state, batch)
     _, second = step(state, batch)
     assert second["loss"] < first["loss"]
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_yarns_factor_of_rotations_multiplies_queries_and_keys(one_device, framework):
+    yarn = YarnScaling(factor=4.0, original_seq_len=4)
+    factored, plain = CONFIG(rope_yarn=dataclasses.replace(yarn, rotated_factor=1.5)), CONFIG(rope_yarn=yarn)
+    params = random_params(plain)
+    larger = jax.tree.map(np.copy, params)
+    for name in ("query", "key"):
+        larger["layers"]["attention"][name]["kernel"] *= np.float32(1.5)
+    models = [linen(cfg) if framework == "linen" else cfg.build() for cfg in (factored, plain)]
+    found, expected = (forward(*one) for one in zip(models, (params, larger), strict=True))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -9,7 +9,7 @@ import pytest
 
 from meshpar.compiled import hlo
 from meshpar.compiled.clock import work
-from meshpar.moe.order import Runs, moved, moved_at_once, moved_in_blocks
+from meshpar.moe.order import Runs, by_expert, moved, moved_at_once, moved_in_blocks, weighted_sum
 from meshpar.moe.paths import _places_by_expert, _runs_by_expert
 
 RUNS = {
@@ -81,3 +81,16 @@ def test_rows_that_go_each_their_own_way_arrive_where_runs_do():
     assert np.asarray(arrived)[: counts.sum()].any(1).all()
     np.testing.assert_array_equal(jax.jit(moved, static_argnums=2)(by_place, places.undone, len(rows)), rows)
     np.testing.assert_array_equal(back, pulled)
+
+
+def test_gates_are_not_rounded_in_the_backward_pass():
+    """Rows in bfloat16, gates in float32: their products are rounded once."""
+    draw = np.random.default_rng(0)
+    rows, grad = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((24, 16), (12, 16)))
+    experts = jnp.asarray(np.stack([draw.permutation(4)[:2] for _ in range(12)]), jnp.int32)
+    gates, order = jnp.asarray(draw.uniform(size=(12, 2)), jnp.float32), by_expert(experts, 4)
+    found = jax.jit(lambda: jax.vjp(lambda rows: weighted_sum(rows, gates, order), rows)[1](grad)[0])()
+    token, gate = np.asarray(order.tokens), np.asarray(gates).reshape(-1)[np.asarray(order.choices)]
+    expected = jnp.asarray(gate[:, None] * np.asarray(grad, np.float32)[token]).astype(jnp.bfloat16)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found, expected)

@@ -533,3 +533,14 @@ def test_a_list_of_flaxs_rules_lays_out_parameters_and_activations():
             state, metrics = step(state, X)
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_the_last_activation_rule_that_matches_a_module_wins(is_last):
+    given = {r"block\d/.*": ("batch", None, None), r"block\d/up": ("batch", None, "act_mlp")}
+    rules = mp.Rules(activations=given if is_last else dict(reversed(given.items())))
+    strategy = FSDP | mp.custom(
+        params=mp.Rules(), grads=mp.Rules(), optimizer=mp.Rules(), activations=mp.Rules(act_mlp="tensor")
+    )
+    specs = _specs(_abstract(MODELS["nnx"](), strategy | rules, mp.MeshSpec(fsdp=4, tensor=2).build()))
+    assert specs.count(P(("data", "fsdp", "expert"), None, "tensor")) == 4 * is_last

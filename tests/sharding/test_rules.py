@@ -429,3 +429,11 @@ def test_the_last_precision_rule_that_matches_a_module_wins():
     assert [joined.dtype_in(f"layers/{path}") for path in ("mlp/up/kernel", "norm/scale", "out/kernel", "scale")] == [
         "float64", "float64", "float32", None,
     ]  # fmt: skip
+
+
+def test_the_last_inputs_rule_that_matches_wins():
+    given = {".*": mp.replicated, "graph/nodes": "batch"}
+    assert mp.Rules(inputs=given).input_rule("graph/nodes") == "batch"
+    assert mp.Rules(inputs=given).input_rule("graph/globals") is mp.replicated
+    assert mp.Rules(inputs=dict(reversed(given.items()))).input_rule("graph/nodes") is mp.replicated
+    assert mp.Rules().input_rule("graph/nodes") is None

@@ -346,5 +346,6 @@ def test_a_checkpoint_refuses_adapters_that_count_more_or_less_often(tmp_path, a
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(saved, wait=True)
         assert checkpoints.restore(saved.setup) is not None
-        with pytest.raises(mp.MeshparError, match=f"trained with alpha={alphas[0]}"):
-            checkpoints.restore(other.setup)
+        for weights_only in (False, True):
+            with pytest.raises(mp.MeshparError, match=f"trained with alpha={alphas[0]}"):
+                checkpoints.restore(other.setup, weights_only=weights_only)

@@ -613,20 +613,20 @@ def counting(model, batch, key):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
-def test_an_update_that_is_left_out_leaves_the_models_variables(options):
-    """What a pass over a bad batch has left in them would spoil all later steps."""
+def test_an_update_that_is_left_out_leaves_variables_and_optimizer_state(options):
+    """One bad batch in them would spoil all later steps."""
     model = mp.from_functions(
         lambda key: ({"w": jnp.ones(())}, {"seen": jnp.zeros(()), "calls": jnp.zeros((), jnp.int32)}),
         lambda params, state, x: (x * params["w"], {"seen": state["seen"] + x.sum(), "calls": state["calls"] + 1}),
         keeps_state=True,
     )
-    state = make_state(mp.MeshSpec(data=2), mp.ddp(), optax.sgd(0.1), model)
+    state = make_state(mp.MeshSpec(data=2), mp.ddp(), model=model)
     step = mp.train_step(counting, nonfinite="skip", **options)
     state, _ = step(state, np.ones(4, np.float32))
-    before = jax.device_get(state.extra)
+    before = jax.device_get((state.extra, state.opt_state))
     state, metrics = step(state, np.array([1, np.nan, 1, 1], np.float32))
     assert not metrics["finite"]
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.extra), before)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get((state.extra, state.opt_state)), before)
     state, _ = step(state, np.ones(4, np.float32))
     assert (float(state.extra["seen"]), int(state.extra["calls"])) == (8, 2 * options.get("accumulate", 1))
 
@@ -641,3 +641,19 @@ def test_an_evaluated_scalar_counts_by_its_examples(rows):
         lambda model, batch, key: (mp.SumLoss((model(batch["x"]) ** 2).sum()), {}),
     ]
     assert [int(mp.eval_step(loss)(state, batch)["loss_weight"]) for loss in losses] == [rows, rows]
+
+
+@pytest.mark.parametrize("engine", ["once", "quantize"])
+def test_whole_numbers_of_a_models_state_are_the_largest_of_all_devices(engine):
+    def init(key):
+        return {"w": jnp.ones((EMBED, EMBED))}, {"most": jnp.zeros((), jnp.int32)}
+
+    def apply(params, state, x):
+        return x @ params["w"], {"most": jnp.maximum(state["most"], x.max().astype(jnp.int32))}
+
+    spec, strategy, options = LOCAL_ROWS[engine]
+    model = mp.from_functions(init, apply, names={"w": ("embed", None)}, keeps_state=True)
+    state = make_state(spec, strategy, model=model)
+    rows = np.repeat(np.arange(len(INPUTS), dtype=np.float32)[:, None], EMBED, 1)
+    state, _ = mp.train_step(lambda model, x, key: (mp.SumLoss(model(x).sum()), {}), **options)(state, rows)
+    assert int(state.extra["most"]) == len(INPUTS) - 1
