@@ -489,6 +489,20 @@ FAULTS = (
         "the first activation rule wins", "sharding/activations.py",
         "reversed(here.rules.by_module)", "(here.rules.by_module)", "sharding/test_activations.py -k last_activation",
     ),
+    Fault(
+        "gradients of gates in bfloat16", "moe/order.py",
+        "jnp.sum(grads * rows.astype(wide), axis=1)", "jnp.sum(grads.astype(rows.dtype) * rows, axis=1)",
+        "moe/test_order.py -k gates",
+    ),
+    Fault(
+        "parameters are restored instead of averages", "training/checkpoint.py",
+        'if weights_only == "averaged" and run.get("averages"):', "if False:", "training/test_ema.py -k restored_as",
+    ),
+    Fault(
+        "biases of experts are written in bfloat16", "interop/hf.py",
+        "if not one.is_extra else jnp.dtype(np.float32)", "if True else jnp.dtype(np.float32)",
+        "interop/test_hf.py -k biases_of",
+    ),
 )  # fmt: skip
 
 

@@ -425,3 +425,15 @@ def test_without_a_dtype_no_tensor_is_rounded(tmp_path):
 def test_a_window_of_null_is_none():
     document, *_ = golden("mistral")
     assert described({**document, "sliding_window": None}).config.attention_window is None
+
+
+def test_biases_of_experts_are_written_in_float32(tmp_path):
+    source, mesh = folder_of("deepseek_v3", tmp_path / "source"), mp.MeshSpec().build(jax.devices()[:1])
+    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32")
+    back = load_file(to_hf(state, config, tmp_path / "back", dtype="bfloat16") / "model.safetensors")
+    biases = [name for name in back if name.endswith("correction_bias")]
+    assert biases
+    for name in biases:
+        assert back[name].dtype == np.float32
+        np.testing.assert_array_equal(back[name], load_file(source / "model.safetensors")[name])
+    assert back["model.norm.weight"].dtype.name == "bfloat16"

@@ -84,13 +84,17 @@ def test_rows_that_go_each_their_own_way_arrive_where_runs_do():
 
 
 def test_gates_are_not_rounded_in_the_backward_pass():
-    """Rows in bfloat16, gates in float32: their products are rounded once."""
+    """Rows in bfloat16, gates in float32: products are rounded once, and gradients of gates not at all."""
     draw = np.random.default_rng(0)
     rows, grad = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((24, 16), (12, 16)))
     experts = jnp.asarray(np.stack([draw.permutation(4)[:2] for _ in range(12)]), jnp.int32)
     gates, order = jnp.asarray(draw.uniform(size=(12, 2)), jnp.float32), by_expert(experts, 4)
-    found = jax.jit(lambda: jax.vjp(lambda rows: weighted_sum(rows, gates, order), rows)[1](grad)[0])()
-    token, gate = np.asarray(order.tokens), np.asarray(gates).reshape(-1)[np.asarray(order.choices)]
-    expected = jnp.asarray(gate[:, None] * np.asarray(grad, np.float32)[token]).astype(jnp.bfloat16)
+    run = jax.jit(lambda: jax.vjp(lambda rows, gates: weighted_sum(rows, gates, order), rows, gates)[1](grad))
+    found, d_gates = run()
+    token, choice = np.asarray(order.tokens), np.asarray(order.choices)
+    of_row, wide = np.asarray(grad, np.float32)[token], np.asarray(rows, np.float32)
+    expected = jnp.asarray(np.asarray(gates).reshape(-1)[choice][:, None] * of_row).astype(jnp.bfloat16)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, expected)
+    assert d_gates.dtype == jnp.float32
+    np.testing.assert_allclose(d_gates.reshape(-1)[choice], (of_row * wide).sum(1), rtol=1e-5, atol=1e-5)

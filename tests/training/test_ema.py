@@ -113,3 +113,15 @@ def test_averages_are_wider_than_narrow_parameters():
 def test_mistakes(act, says):
     with pytest.raises(mp.MeshparError, match=says):
         act()
+
+
+def test_averages_are_restored_as_the_parameters(tmp_path):
+    _, state, params = trained(mp.ema(optax.adam(1e-2), DECAY), mp.MeshSpec(fsdp=2), mp.fsdp(min_bytes=0), steps=2)
+    expected = jax.device_get(mp.averaged(state).params)
+    with mp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, wait=True)
+        found = {kind: checkpoints.restore(state.setup, weights_only=kind).state.params for kind in (True, "averaged")}
+    for path, x in expected.items():
+        np.testing.assert_array_equal(found["averaged"][path], x)
+        np.testing.assert_array_equal(found[True][path], params[-1][path])
+        assert (x != params[-1][path]).any()
