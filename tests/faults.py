@@ -503,6 +503,16 @@ FAULTS = (
         "if not one.is_extra else jnp.dtype(np.float32)", "if True else jnp.dtype(np.float32)",
         "interop/test_hf.py -k biases_of",
     ),
+    Fault(
+        "gates are rounded in the forward pass", "moe/order.py",
+        "weights.astype(wide))[:, :, None] * each", "weights.astype(rows.dtype))[:, :, None] * each",
+        "moe/test_order.py -k gates",
+    ),
+    Fault(
+        "the dtype to write in gives way to that of a folder", "interop/hf.py",
+        "(self.dtype is None and self.files is not None and", "(self.files is not None and",
+        "interop/test_hf.py -k biases_of",
+    ),
 )  # fmt: skip
 
 

@@ -437,3 +437,6 @@ def test_biases_of_experts_are_written_in_float32(tmp_path):
         assert back[name].dtype == np.float32
         np.testing.assert_array_equal(back[name], load_file(source / "model.safetensors")[name])
     assert back["model.norm.weight"].dtype.name == "bfloat16"
+    # A dtype that is given wins over that of the folder the model came from.
+    like = to_hf(state, config, tmp_path / "like", like=source, dtype="float16") / "model.safetensors"
+    assert load_file(like)["model.norm.weight"].dtype == np.float16

@@ -83,18 +83,24 @@ def test_rows_that_go_each_their_own_way_arrive_where_runs_do():
     np.testing.assert_array_equal(back, pulled)
 
 
-def test_gates_are_not_rounded_in_the_backward_pass():
-    """Rows in bfloat16, gates in float32: products are rounded once, and gradients of gates not at all."""
+def test_gates_are_not_rounded():
+    """Rows in bfloat16, gates in float32: sums and products are rounded once, and gradients of gates not at all."""
     draw = np.random.default_rng(0)
     rows, grad = (jnp.asarray(draw.standard_normal(shape), jnp.bfloat16) for shape in ((24, 16), (12, 16)))
     experts = jnp.asarray(np.stack([draw.permutation(4)[:2] for _ in range(12)]), jnp.int32)
     gates, order = jnp.asarray(draw.uniform(size=(12, 2)), jnp.float32), by_expert(experts, 4)
-    run = jax.jit(lambda: jax.vjp(lambda rows, gates: weighted_sum(rows, gates, order), rows, gates)[1](grad))
-    found, d_gates = run()
+
+    def run():
+        y, pull = jax.vjp(lambda rows, gates: weighted_sum(rows, gates, order), rows, gates)
+        return y, pull(grad)
+
+    y, (found, d_gates) = jax.jit(run)()
     token, choice = np.asarray(order.tokens), np.asarray(order.choices)
     of_row, wide = np.asarray(grad, np.float32)[token], np.asarray(rows, np.float32)
     expected = jnp.asarray(np.asarray(gates).reshape(-1)[choice][:, None] * of_row).astype(jnp.bfloat16)
-    assert found.dtype == jnp.bfloat16
+    assert y.dtype == found.dtype == jnp.bfloat16
     np.testing.assert_array_equal(found, expected)
+    each = np.asarray(gates)[:, :, None] * wide[np.asarray(order.places)]
+    np.testing.assert_array_equal(y, jnp.asarray(each[:, 0] + each[:, 1]).astype(jnp.bfloat16))
     assert d_gates.dtype == jnp.float32
     np.testing.assert_allclose(d_gates.reshape(-1)[choice], (of_row * wide).sum(1), rtol=1e-5, atol=1e-5)
