@@ -110,11 +110,11 @@ class LossTerms:
     def of(loss: Any, metrics: Mapping[str, Any], loss_is: str | None = None, **others: Any) -> LossTerms:
         """Convert the result of a loss function; `loss_is` is the option of `train_step`."""
         if isinstance(loss, MeanLoss):
-            weight = loss.weight
-            if not isinstance(weight, jax.Array) and weight > 0:
-                loss = EqualMean(_wide(loss.total) / weight, weight)
+            constant = None if isinstance(loss.weight, jax.Array) else np.asarray(loss.weight).item()
+            if constant is not None and constant > 0:
+                loss = EqualMean(_wide(loss.total) / constant, constant)
             else:
-                loss = MeanLoss(_wide(loss.total), lax.stop_gradient(jnp.asarray(weight)))
+                loss = MeanLoss(_wide(loss.total), lax.stop_gradient(jnp.asarray(loss.weight)))
         elif isinstance(loss, SumLoss):
             loss = SumLoss(_wide(loss.total))
         else:
