@@ -1,12 +1,9 @@
-"""Imports run down the house's list only, importing meshpar stays light, and functions stay short.
-
-A new module is added to `HOUSE` with what it may import. What it names brings along whatever that stands on, so `step`,
-which names `state`, may use `rules` too.
-"""
+"""Folders import each other in one direction, importing meshpar stays light, and functions stay short."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,96 +15,13 @@ import pytest
 from tests.faults import FAULTS
 
 PACKAGE = Path(__file__).parents[1] / "meshpar"
-ABOVE = "everything above"
-
-HOUSE: dict[str, list[str] | str] = {
-    "sharding.lazy": [],
-    "sharding.printing": [],
-    "training.interrupts": [],
-    "sharding.errors": [],
-    "commands.roll": ["sharding.errors"],
-    "commands.launch": ["commands.roll"],
-    "sharding.host": ["sharding.errors"],
-    "sharding.types": ["sharding.host"],
-    "sharding.mesh": ["sharding.types"],
-    "sharding.rules": ["sharding.types", "sharding.mesh"],
-    "sharding.lay": ["sharding.mesh"],
-    "sharding.context": ["sharding.rules", "sharding.lay"],
-    "sharding.regions": ["sharding.context"],
-    "sharding.activations": ["sharding.context"],
-    "sharding.adapters": ["sharding.activations"],
-    "training.reports": ["sharding.context"],
-    "training.losses": ["training.reports"],
-    "training.products": ["sharding.types"],
-    "training.precision": ["sharding.context", "sharding.regions", "training.products"],
-    "training.interleaved": ["sharding.activations", "training.reports"],
-    "training.slice_sums": ["sharding.lay"],
-    "training.layers": ["training.precision", "training.interleaved"],
-    "pipeline.schedules": ["sharding.types"],
-    "parallel": ["sharding.rules", "pipeline.schedules"],
-    "training.moments": ["sharding.types"],
-    "training.muon": ["sharding.context"],
-    "sharding.table": [
-        "sharding.printing",
-        "parallel",
-        "sharding.context",
-        "sharding.adapters",
-        "training.precision",
-        "training.moments",
-    ],
-    "training.batch": ["parallel", "sharding.context"],
-    "training.state": ["sharding.table", "training.batch", "training.muon"],
-    "training.ema": ["training.state"],
-    "training.lora": ["sharding.regions", "training.layers", "training.state"],
-    "training.xla": ["sharding.types"],
-    "training.options": ["training.layers", "training.losses", "training.xla"],
-    # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.
-    "planner.catalogue": [],
-    "planner.units": ["sharding.types"],
-    "planner.hardware": ["sharding.types", "planner.catalogue"],
-    "planner.cost": ["planner.hardware"],
-    "planner.accounts": ["sharding.printing", "planner.cost", "planner.units"],
-    "planner.choice": ["planner.accounts"],
-    "planner.calculators": ["planner.accounts"],
-    "collectives": ["sharding.lazy", "sharding.types", "sharding.lay", "planner.choice"],
-    "training.sums": ["training.state", "training.options", "training.losses"],
-    "pipeline": ["collectives", "training.layers", "training.sums", "pipeline.schedules"],
-    "training.engines": ["training.sums", "training.slice_sums", "collectives", "pipeline"],
-    "training.step": ["training.sums", "training.reports"],
-    "data": ["sharding.lazy", "sharding.types"],
-    "training.coordination": ["sharding.types"],
-    "training.watchdog": ["training.coordination"],
-    "training.checkpoint": ["training.ema"],
-    "training.verify": ["training.step", "training.checkpoint", "pipeline.schedules"],
-    "training.loop": ["training.step", "training.interrupts", "training.watchdog", "data", "training.checkpoint"],
-    "training.goodput": ["training.loop"],
-    "training.writers": ["training.loop"],
-    "training.profile": ["training.loop"],
-    "moe": ["collectives", "sharding.regions", "training.layers", "training.reports", "training.state"],
-    "training.expert_load": ["training.loop", "moe"],
-    "models": ["parallel", "sharding.adapters", "training.layers", "training.losses", "moe"],
-    "interop": ["training.interrupts", "models", "training.checkpoint", "training.lora"],
-    "planner": ["parallel", "planner.choice"],
-    "compiled": ABOVE,
-    "planner.workload": ABOVE,
-    "planner.layout": ["planner.workload"],
-    "planner.memory": ["planner.layout"],
-    "planner.update": ["planner.layout"],
-    "planner.steptime": ["planner.memory", "planner.update"],
-    "planner.search": ["planner.steptime"],
-    "planner.advice": ["planner.workload"],
-    "planner.growth": ["planner.search"],
-    "planner.plan": ["planner.search", "planner.advice"],
-    "bench": ABOVE,
-    "commands.plots": ABOVE,
-    "commands.recipe": ["training.loop", "training.lora"],
-    "bench.run": ABOVE,
-    "commands": ABOVE,
-    "sharding": [],
-    "training": [],
-}
+FOLDERS = (
+    "sharding", "schedules", "parallel", "hardware", "data", "collectives", "layers", "pipeline", "moe", "optim",
+    "training", "models", "loop", "inspect", "interop", "planner", "bench", "cli",
+)  # fmt: skip
+"""From the bottom to the top. A folder may import from the folders before it."""
 MOST_LINES = 60
-SPINE = ["sharding", "parallel", "training", "data", "commands.recipe"]
+WITHOUT_FLAX = ("sharding", "parallel", "layers", "optim", "training", "data", "cli.recipe")
 
 
 @cache
@@ -115,21 +29,6 @@ def modules() -> list[str]:
     """Every module below meshpar, dotted; a package goes by its own name."""
     dotted = (path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py"))
     return sorted(name.removesuffix(".__init__") for name in dotted if name != "__init__")
-
-
-def entry_of(module: str) -> str | None:
-    """The line of `HOUSE` that speaks for a module: the longest one that it lies in."""
-    lines = [line for line in HOUSE if module == line or module.startswith(line + ".")]
-    return max(lines, key=len, default=None)
-
-
-@cache
-def allowed(entry: str) -> frozenset[str]:
-    """The lines of `HOUSE` that modules of this line may import, themselves included."""
-    named = HOUSE[entry]
-    if named == ABOVE:
-        return frozenset([*list(HOUSE)[: list(HOUSE).index(entry)], entry])
-    return frozenset([entry]).union(*(allowed(line) for line in named))
 
 
 @cache
@@ -154,32 +53,37 @@ def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
-def test_the_list_itself_runs_one_way() -> None:
-    order = list(HOUSE)
-    for line, named in HOUSE.items():
-        if named != ABOVE:
-            late = [name for name in named if order.index(name) >= order.index(line)]
-            assert not late, f"`{line}` names {late}, which stand below it"
+def type_only(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes below `if TYPE_CHECKING`."""
+    blocks = [node for node in tree.body if ast.unparse(node).startswith("if TYPE_CHECKING")]
+    return {node for block in blocks for node in ast.walk(block)}
 
 
-def test_every_module_is_on_the_list() -> None:
-    unlisted = [module for module in modules() if entry_of(module) is None]
-    assert not unlisted, f"{unlisted}: add each to HOUSE in {Path(__file__).name}, with what it may import from meshpar"
+def referenced(module: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, module) of every meshpar module that a module imports, also inside functions and by its name."""
+    tree = source_of(module)
+    skipped = type_only(tree)
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            yield from (found for found in imports(ast.Module([node], [])) if found[1].startswith("meshpar."))
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"meshpar(\.\w+)+", str(node.value)):
+            yield node.lineno, str(node.value)
 
 
-def test_imports_run_down_the_list() -> None:
+def test_folders_are_listed() -> None:
+    assert {module.split(".")[0] for module in modules()} == set(FOLDERS)
+
+
+def test_imports_follow_the_order_of_folders() -> None:
     wrong = []
     for module in modules():
-        entry = entry_of(module)
-        assert entry is not None
-        for line, name in imports(source_of(module)):
-            if name == "meshpar" or name == "meshpar.__version__" or not name.startswith("meshpar."):
-                continue
-            target = entry_of(name.removeprefix("meshpar."))
-            assert target is not None, f"{module}, line {line}: `{name}` comes from no module; import it from its own"
-            if target not in allowed(entry):
-                may = sorted(allowed(entry) - {entry})
-                wrong.append(f"{module}, line {line} imports `{name}`: `{entry}` may import {may} only")
+        folder = module.split(".")[0]
+        for line, name in referenced(module):
+            target = name.split(".")[1]
+            if target in FOLDERS and FOLDERS.index(target) > FOLDERS.index(folder):
+                wrong.append(f"{module}, line {line}: `{folder}` is below `{target}` and must not import `{name}`")
     assert not wrong, "\n".join(wrong)
 
 
@@ -198,22 +102,22 @@ def test_the_package_itself_is_asked_for_nothing_but_its_version() -> None:
     assert not wrong, f"these of `meshpar` go around the list: import their modules: {wrong}"
 
 
-def test_flax_enters_the_spine_through_the_adapters() -> None:
+def test_flax_is_imported_by_adapters_and_models_only() -> None:
     knowing = ("sharding.adapters", "training.lora")
-    spine = [module for module in modules() if module.startswith(tuple(SPINE)) and module not in knowing]
-    lines = [(module, line) for module in spine for line, name in imports(source_of(module)) if is_of(name, "flax")]
-    assert not lines, f"{lines}: only adapters.py, lora.py and models/ know flax"
+    others = [module for module in modules() if module.startswith(WITHOUT_FLAX) and module not in knowing]
+    lines = [(module, line) for module in others for line, name in imports(source_of(module)) if is_of(name, "flax")]
+    assert not lines, f"{lines}: only the adapters, lora.py and models/ import flax"
 
 
 def is_of(name: str, *packages: str) -> bool:
     return name.split(".")[0] in packages
 
 
-def test_the_tables_of_schedules_need_no_jax() -> None:
+def test_schedules_import_no_jax() -> None:
     for module in modules():
-        if entry_of(module) == "pipeline.schedules":
+        if module.startswith("schedules"):
             lines = [line for line, name in imports(source_of(module)) if is_of(name, "jax", "flax")]
-            assert not lines, f"{module}, line {lines[0]}: plain NumPy is enough here"
+            assert not lines, f"{module}, line {lines[0]}: NumPy is sufficient here"
 
 
 def in_circles(parts: Callable[[ast.Module], list[ast.stmt]]) -> set[str]:
@@ -243,9 +147,12 @@ def test_no_module_needs_itself_when_it_runs() -> None:
     """Nor does what functions import, but for methods that lead to what is made of the object: a schedule read from a
     file, a report as text, the model of a config."""
     round_about = in_circles(lambda tree: [node for node in tree.body if ast.unparse(node)[:16] != "if TYPE_CHECKING"])
-    models = {f"models.{name}" for name in ("annotated", "config", "latent", "layers", "overlap", "transformer")}
-    files = {"pipeline.schedules.csv", "pipeline.schedules.schedule"}
-    assert round_about <= {"compiled.render", "compiled.report"} | files | models, sorted(round_about)
+    models = {
+        f"models.{name}"
+        for name in ("annotated", "config", "latent_attention", "layers", "overlapped_matmul", "transformer")
+    }
+    files = {"schedules.csv", "schedules.schedule"}
+    assert round_about <= {"inspect.render", "inspect.report"} | files | models, sorted(round_about)
 
 
 def test_a_function_fits_on_a_screen() -> None:
@@ -278,9 +185,9 @@ HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich",
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
-        ("import meshpar, meshpar.commands.cli, meshpar.data", ["jax", *HEAVY]),
+        ("import meshpar, meshpar.cli.main, meshpar.data", ["jax", *HEAVY]),
         (
-            "import meshpar.commands.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
+            "import meshpar.cli.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
             "mp.MeshSpec, mp.Rules, mp.Precision, mp.constrain, [getattr(mp.data, name) for name in mp.data.__all__]",
             HEAVY,
         ),
@@ -302,7 +209,8 @@ def test_a_plain_step_loads_nothing_of_pipelines_experts_or_compiled_programs() 
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     packages = {".".join(name.split(".")[:2]) for name in done.stdout.split() if name.startswith("meshpar.")}
-    assert packages == {"meshpar.sharding", "meshpar.parallel", "meshpar.training"}
+    loaded = ("sharding", "parallel", "hardware", "layers", "optim", "training")
+    assert packages == {f"meshpar.{folder}" for folder in loaded}
 
 
 def test_every_planted_fault_is_a_line_of_the_source() -> None:

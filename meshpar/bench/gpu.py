@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.bench.decoder import Steps, size_for, steps
-from meshpar.bench.report import seconds_of
-from meshpar.planner import cost
-from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_profile
-from meshpar.planner.units import si
+from meshpar.bench.figures import seconds_of
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Cluster, cluster_of, gpu_of_kind, parse_profile
+from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed, plain, table
-from meshpar.sharding.types import is_whole, near, problem
+from meshpar.sharding.types import is_int, near, problem
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 SMALL = (64, 128, 256, 512)
@@ -111,7 +111,7 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
     """
     device = jax.devices()[0]
     sizes = sizes or (SMALL if device.platform == "cpu" else SIZES)
-    if not all(is_whole(n, 1) for n in (*sizes, repeats)):
+    if not all(is_int(n, 1) for n in (*sizes, repeats)):
         exists = "sizes and repeats are whole numbers from 1 on"
         raise problem("bench gpu", f"measure {tuple(sizes)} {repeats} times", exists, "give 1024, say")
     if dtype not in (known := ("bfloat16", "float16", "float32")):

@@ -24,10 +24,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from meshpar.collectives.check import Axis, check_cut, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying_alike
-from meshpar.sharding.lay import lay
-from meshpar.sharding.types import is_whole, problem
+from meshpar.sharding.constraints import lay
+from meshpar.sharding.types import is_int, problem
 
 Weight: TypeAlias = Num[Array, "E ..."]
 """A rank's part of a weight; its first dim is contracted."""
@@ -353,7 +353,7 @@ def _wide(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def _checked_rows(kernel: str, dim: int, num_dims: int) -> int:
-    if not is_whole(dim, -num_dims) or dim >= num_dims - 1 or dim == -1:
+    if not is_int(dim, -num_dims) or dim >= num_dims - 1 or dim == -1:
         exists = f"there are {num_dims} dims, and the last is no row" if num_dims else "it is a scalar"
         fix = f"give one of 0 to {num_dims - 2}" if num_dims > 1 else "give a matrix"
         raise problem(kernel, f"split the rows along dim {dim!r}", exists, fix)

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from meshpar.data.assembly import Sharding, check_batch_size
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
 from meshpar.data.rows import Rows
-from meshpar.sharding.types import is_whole, problem
+from meshpar.sharding.types import is_int, problem
 
 
 @runtime_checkable
@@ -97,8 +97,8 @@ class RowSource(Source):
 
 def check_least(where: str, value: int | None, least: int) -> None:
     """Raises ValueError for what is no whole number from `least` on; None passes."""
-    if value is not None and not is_whole(value, least):
-        exists = f"the least is {least}" if is_whole(value) else "it is a whole number"
+    if value is not None and not is_int(value, least):
+        exists = f"the least is {least}" if is_int(value) else "it is a whole number"
         raise problem(f"`{where}`", f"use {value!r}", exists, f"set it to {least} or more")
 
 

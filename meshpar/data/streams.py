@@ -31,8 +31,8 @@ from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.token_file import TokenFile, block_checksums
 from meshpar.data.tokens import Tokenizer, token_dtype
-from meshpar.sharding.host import check_name, open_no_link, read_json
-from meshpar.sharding.types import is_whole, problem
+from meshpar.sharding.host_resources import check_name, open_no_link, read_json
+from meshpar.sharding.types import is_int, problem
 
 SIDES = ("train", "valid")
 COUNTS = ("documents", "bytes", "tokens")
@@ -365,8 +365,8 @@ def _is_complete(facts: object) -> bool:
         return False
     counts, checksums = ([whole.get(side) for side in SIDES] for whole in (facts, facts["checksums"]))
     return (
-        all(isinstance(count, dict) and all(is_whole(count.get(name), 0) for name in COUNTS) for count in counts)
-        and all(isinstance(values, list) and all(is_whole(value, 0) for value in values) for values in checksums)
+        all(isinstance(count, dict) and all(is_int(count.get(name), 0) for name in COUNTS) for count in counts)
+        and all(isinstance(values, list) and all(is_int(value, 0) for value in values) for values in checksums)
         and isinstance(facts.get("held_out"), str)
-        and is_whole(facts.get("skipped"), 0)
+        and is_int(facts.get("skipped"), 0)
     )

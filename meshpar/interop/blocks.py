@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.sharding.types import is_whole, problem
+from meshpar.sharding.types import is_int, problem
 
 CONFIG_FIELD = "quantization_config"
 FLOAT8 = "F8_E4M3"
@@ -54,7 +54,7 @@ def read_block(where: str, document: Mapping[str, Any]) -> Block | None:
             shown = repr(value)[:60]
             raise problem(f"{at}, `{str(name)[:60]}`", f"read weights quantized by {shown}", exists, fix)
     size = given.get("weight_block_size")
-    if not isinstance(size, list) or len(size) != 2 or not all(is_whole(n, 1) and n < _MOST for n in size):
+    if not isinstance(size, list) or len(size) != 2 or not all(is_int(n, 1) and n < _MOST for n in size):
         raise problem(f"{at}, `weight_block_size`", f"be {repr(size)[:60]}", exists, fix)
     return size[0], size[1]
 

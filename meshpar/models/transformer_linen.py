@@ -12,10 +12,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Int, Integer
 
-from meshpar.models import context, layers, overlap
+from meshpar.layers.precision import dot_general
+from meshpar.layers.scan import Aux, keeps_are_others
+from meshpar.models import context_attention as context
+from meshpar.models import layers
+from meshpar.models import overlapped_matmul as overlap
 from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm
 from meshpar.models.config import TransformerConfig
-from meshpar.models.latent import LinenLatentAttention
+from meshpar.models.latent_attention import LinenLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.models.transformer import (
     advanced,
@@ -32,8 +36,6 @@ from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
 from meshpar.sharding.activations import below
 from meshpar.sharding.types import PyTree
-from meshpar.training.layers import Aux, keeps_are_others
-from meshpar.training.precision import dot_general
 
 
 class LinenAttention(nn.Module):
@@ -108,8 +110,8 @@ class LinenBlock(nn.Module):
         self, x_BTE: Array, cache: LayerCache | None, angles: Rope, length: Array | None
     ) -> tuple[Array, tuple[LayerCache | None, Aux | None]]:
         """The residual stream behind this layer, the cache with these positions in it, and the router's statistics."""
-        is_whole = cache is None
-        overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=not is_whole)
+        is_int = cache is None
+        overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=not is_int)
         h_BTE = linen_norm(self.cfg, "attention_norm")(x_BTE)
         kind = LinenAttention if self.cfg.latent is None else LinenLatentAttention
         a_BTE, cache = kind(self.cfg, name="attention")(h_BTE, angles, cache, length, overlapped=overlapped)
@@ -119,7 +121,7 @@ class LinenBlock(nn.Module):
             assert self.cfg.moe is not None
             down = into_residual(self.cfg)
             experts = LinenMoE(self.cfg.embed_dim, self.cfg.moe, self.cfg.param_dtype, down, name="mlp")
-            m_BTE, stats = experts(layers.block_input(h_BTE), drops=is_whole)
+            m_BTE, stats = experts(layers.block_input(h_BTE), drops=is_int)
             aux = stats.aux
         else:
             h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)

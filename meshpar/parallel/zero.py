@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshpar.parallel.part import (
+from meshpar.parallel.expected.step_spec import Facts
+from meshpar.parallel.parallelism import (
     MIN_SHARDED_BYTES,
     Axes,
     Need,
@@ -22,8 +23,7 @@ from meshpar.parallel.part import (
     replicated_all,
     split,
 )
-from meshpar.parallel.promise import Facts
-from meshpar.parallel.quantized import ENGINE, Quantize, quantize_of
+from meshpar.parallel.quantization import Quantize, quantize_of
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import Largest
 from meshpar.sharding.types import problem
@@ -76,11 +76,6 @@ class Zero(Part):
     def needs(self) -> tuple[Need, ...]:
         why = "use fsdp(), which it is with nothing to replicate over"
         return (Need(axis="data", strategy="hsdp()", why=why),) if self.stage == "hsdp" else ()
-
-    def engine(self) -> str | None:
-        if self.prefetch:
-            return "meshpar.training.engines.prefetch"
-        return None if self.quantize is None else ENGINE
 
     @classmethod
     def tried(cls, trial: Trial) -> Iterator[Part]:

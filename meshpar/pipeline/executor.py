@@ -21,16 +21,15 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from meshpar.pipeline.schedules import Schedule, Slots
-from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.schedules.slots import BUFFERS, SHIFTS, STAY
-from meshpar.pipeline.slicing import Steps, flat_jaxpr, together
+from meshpar.layers.losses import ONE_PART, LossTerms, MeanLoss, MicrobatchTotals, Normalizer, SumLoss
+from meshpar.layers.scan import Aux
+from meshpar.pipeline.jaxpr_slicing import Steps, flat_jaxpr, together
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
-from meshpar.sharding.lay import lay
+from meshpar.schedules import Schedule, Slots
+from meshpar.schedules.ops import B, F, W
+from meshpar.schedules.slots import BUFFERS, SHIFTS, STAY
+from meshpar.sharding.constraints import lay
 from meshpar.sharding.types import PyTree
-from meshpar.training.layers import Aux
-from meshpar.training.losses import ONE_PART, LossTerms, MeanLoss, Normalizer, SumLoss
-from meshpar.training.sums import Sums
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
@@ -97,7 +96,7 @@ class Params(NamedTuple):
 class StageTotals(NamedTuple):
     """What one device has added up over its microbatches."""
 
-    sums: Sums
+    sums: MicrobatchTotals
     """With gradients as `Params`: of this stage's parts, `[chunk, ...]`, and of the ends. All but these and auxiliary
     losses is zero but on the stages of the last part; gradients of ends also come from those of the first."""
     aux: dict[str, jax.Array]
@@ -222,7 +221,7 @@ class _Trace:
     def micro(self, microbatch: jax.Array, part: jax.Array) -> Micro:
         return Micro(read(self.rows, microbatch), micro_key(self.key, microbatch, part), part, self.extra)
 
-    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[Sums, tuple[PyTree, PyTree]]:
+    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[MicrobatchTotals, tuple[PyTree, PyTree]]:
         """Return loss and metrics of one microbatch, and the gradients of the ends and of y."""
 
         def last(trained: PyTree, y: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -230,7 +229,7 @@ class _Trace:
                 return self.functions.last(_with_frozen(trained, ends), y, micro).normalized(self.functions.normalizer)
 
         loss, vjp, metrics = jax.vjp(last, self._trained(ends, "ends"), y, has_aux=True)
-        return Sums(loss, metrics, None, None), vjp(jnp.ones_like(loss))
+        return MicrobatchTotals(loss, metrics, None, None), vjp(jnp.ones_like(loss))
 
     def _first(self, ends: PyTree, micro: Micro) -> PyTree:
         with jax.named_scope("first"):
@@ -398,20 +397,20 @@ class _Trace:
         return y, left, aux_loss, metrics
 
     def _backward(
-        self, run: Any, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: Sums, at: Any
-    ) -> Steps[tuple[PyTree, Any, Sums]]:
+        self, run: Any, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: MicrobatchTotals, at: Any
+    ) -> Steps[tuple[PyTree, Any, MicrobatchTotals]]:
         """(dx, what `run` gives beside it: the parameters' gradients, or what is handed to W; sums)."""
         part = at["part"][B]
         micro = self.micro(at["microbatch"][B], part)
         last = self.plan.schedule.num_parts - 1
 
-        def from_loss(sums: Sums) -> tuple[PyTree, Sums]:
+        def from_loss(sums: MicrobatchTotals) -> tuple[PyTree, MicrobatchTotals]:
             one, (d_ends, dy) = self._last(self.ends, read(turn, at["turn"][B]), micro)
             added = jax.tree.map(jnp.add, sums.replace(grads=None), one)
             grads = sums.grads._replace(ends=_sum(sums.grads.ends, d_ends))
             return self._laid(_solid(dy, self.x)), added.replace(grads=grads)
 
-        def from_next(sums: Sums) -> tuple[PyTree, Sums]:
+        def from_next(sums: MicrobatchTotals) -> tuple[PyTree, MicrobatchTotals]:
             return self._laid(read(inbox, at["inbox"][B])), sums
 
         with jax.named_scope(IF_LAST):

@@ -20,31 +20,31 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 import jax
 import optax
 
-from meshpar.compiled.explain import explain
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import traced_for
-from meshpar.models.loss import next_token_loss
+from meshpar.hardware.clusters import Cluster, parse_cluster
+from meshpar.hardware.compile_options import Options
+from meshpar.hardware.units import si
+from meshpar.inspect.explain import explain
+from meshpar.inspect.pod import PodProcess
+from meshpar.inspect.target import traced_for
+from meshpar.layers.precision import Precision, as_precision
+from meshpar.models.token_loss import next_token_loss
 from meshpar.moe.dispatch_combine import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
-from meshpar.planner.hardware import Cluster, parse_cluster
 from meshpar.planner.layout import Layout, some
 from meshpar.planner.search import MEMORY_ERROR, TIME_ERROR, Found, Search, shortage
-from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import tracing
-from meshpar.sharding.host import read_json, write_json
+from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
-from meshpar.sharding.table import human_bytes
-from meshpar.sharding.types import MeshparError, PyTree, check_takes, is_whole, near, problem
-from meshpar.training.engines.staged import check_options
+from meshpar.sharding.types import MeshparError, PyTree, check_takes, is_int, near, problem
+from meshpar.training.gradients.selection import check_options
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Precision, as_precision
+from meshpar.training.sharding_table import human_bytes
 from meshpar.training.state import abstract_state
-from meshpar.training.step import TrainStep, check_loss, check_prefetch
-from meshpar.training.xla import Options
+from meshpar.training.step import TrainStep, check_loss
 
 Of = TypeVar("Of")
 BYTES_ERROR = 0.02
@@ -188,9 +188,7 @@ class Plans(Printed):
                 one = self.search.on_mesh(spec)
             else:
                 options = StepOptions(remat=remat, accumulate=accumulate, interleave=interleave)
-                check_prefetch(given, options)
-                if given.pipeline is not None:
-                    check_options(options, given)
+                check_options(given, options, tuple(axis for axis, size in spec.items() if size > 1))
                 layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate, interleave=interleave)
                 one = self.search.estimate(layout)
         except MeshparError as error:
@@ -311,7 +309,7 @@ def plan(
 def _check_asked(model: Any, loss: Any, tx: Any, top: int, verify: int) -> None:
     """Raises `ValueError` for what is none of its kind."""
     for name, number, least in (("top", top, 1), ("verify", verify, 0)):
-        if not is_whole(number, least):
+        if not is_int(number, least):
             exists, fix = f"it is a whole number from {least} on", f"write {name}={max(least, 1)}"
             raise problem(f"plan({name}={number!r})", "give so many plans", exists, fix)
     if verify > top:
@@ -535,7 +533,7 @@ def _is(value: Any, hint: Any) -> bool:
     if get_origin(hint) is UnionType:
         return any(_is(value, one) for one in args)
     if hint in (int, float):
-        return is_whole(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
+        return is_int(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
     return isinstance(value, hint)
 
 

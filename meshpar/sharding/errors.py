@@ -1,4 +1,4 @@
-"""The error that says where, what was asked, what exists and what to do; it needs no jax."""
+"""Errors caused by user input, and the checks that raise the most frequent ones. Imports no jax."""
 
 from __future__ import annotations
 
@@ -6,44 +6,96 @@ import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
 class MeshparError(ValueError):
-    """A user's mistake, in four parts: where, what was asked, what exists, what to do."""
+    """An error caused by user input.
 
-    def __init__(self, where: str, asked: str, exists: str, fix: str) -> None:
-        self.where, self.asked, self.exists, self.fix = where, asked, exists, fix
-        end = "" if fix.endswith("?") else "."
-        super().__init__(f"{where}: asked to {asked}, but {exists}. To fix it: {fix}{end}")
+    The message reads "`where`: cannot `requested`: `reason`. `Fix`."
 
-    def __reduce__(self) -> tuple[type, tuple[str, str, str, str]]:
-        # Exceptions pickle by their args; ours has four, and test workers send errors between processes.
-        return type(self), (self.where, self.asked, self.exists, self.fix)
-
-
-def problem(where: str, asked: str, exists: str, fix: str) -> MeshparError:
-    """The error to raise for a user's mistake.
-
-    Reads as "`where`: asked to `asked`, but `exists`. To fix it: `fix`."
+    Attributes:
+      where: the argument, file or array that the error is about.
+      requested: what the user asked for, as an infinitive without "to".
+      reason: why that cannot work.
+      fix: what to do instead, as an imperative.
+      code: a stable identifier of the kind of error, such as "unknown-axis". Tests compare it, and not the message.
     """
-    return MeshparError(where, asked, exists, fix)
+
+    def __init__(self, where: str, requested: str, reason: str, fix: str, code: str = "invalid") -> None:
+        self.where, self.requested, self.reason, self.fix, self.code = where, requested, reason, fix, code
+        # A fix that begins with code keeps its case.
+        sentence = fix[0].upper() + fix[1:] if re.match(r"[a-z]+ (?!install)", fix) else fix
+        super().__init__(f"{where}: cannot {requested}: {reason}. {sentence}{'' if fix.endswith('?') else '.'}")
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, str, str, str]]:
+        # Exceptions are pickled by `args`, which holds the message only. Test workers send errors between processes.
+        return type(self), (self.where, self.requested, self.reason, self.fix, self.code)
 
 
-def is_whole(value: Any, least: float = -math.inf) -> bool:
-    """Whether it is a whole number from `least` on; a truth value is none."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= least  # type: ignore[operator]
+def problem(where: str, requested: str, reason: str, fix: str, code: str = "invalid") -> MeshparError:
+    """Return a `MeshparError` to raise."""
+    return MeshparError(where, requested, reason, fix, code)
 
 
-def check_count(where: str, asked: str, value: Any, fix: str = "use 1 or more") -> None:
-    """Raises `ValueError` for what is no whole number from 1 on."""
-    if not is_whole(value, 1):
-        raise problem(where, asked, "it is a positive integer", fix)
+def is_int(value: Any, minimum: float = -math.inf) -> bool:
+    """Return whether a value is an integer of at least `minimum`. A bool is not."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= minimum  # type: ignore[operator]
 
 
-def near(word: str, options: Iterable[str], *, most: int = 3) -> str:
-    """The options closest to a mistyped word, as half a sentence for an error's fix."""
+def check_int(where: str, meaning: str, *, minimum: int = 0, **values: Any) -> None:
+    """Check that keyword arguments are integers of at least `minimum`.
+
+    Args:
+      where: the function or object that received them.
+      meaning: what the value is, as a noun phrase: "the number of micro-steps per update".
+      minimum: the smallest valid value.
+      **values: the arguments by name.
+    """
+    for name, value in values.items():
+        if not is_int(value, minimum):
+            reason = f"it is {meaning} and must be an integer of at least {minimum}"
+            raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}={max(minimum, 1)}", "not-an-int")
+
+
+def check_positive_int(where: str, meaning: str, **values: Any) -> None:
+    """Check that keyword arguments are positive integers; see `check_int`."""
+    check_int(where, meaning, minimum=1, **values)
+
+
+def check_bool(where: str, meaning: str, **values: Any) -> None:
+    """Check that keyword arguments are True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            reason = f"it says whether {meaning} and must be True or False"
+            raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}=True or {name}=False", "not-a-bool")
+
+
+def check_choice(where: str, meaning: str, choices: Sequence[Any], **values: Any) -> None:
+    """Check that keyword arguments are among the choices."""
+    for name, value in values.items():
+        if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
+            known = ", ".join(repr(choice) for choice in choices)
+            close = near(value, choices) if isinstance(value, str) else ""
+            fix = close if close.endswith("?") else f"use one of {known}"
+            raise MeshparError(
+                where, f"set {name}={value!r}", f"it is {meaning} and must be one of {known}", fix, "unknown-choice"
+            )
+
+
+def check_divides(where: str, requested: str, size: int, divisor: int, fix: str | None = None) -> None:
+    """Check that a size is divisible; by default the fix is to pad it to the next multiple."""
+    if size % divisor:
+        padded = -(-size // divisor) * divisor
+        raise MeshparError(
+            where, requested, f"{size} is not divisible by {divisor}", fix or f"pad it to {padded}", "indivisible"
+        )
+
+
+def near(word: str, options: Iterable[Any], *, most: int = 3) -> str:
+    """Return a hint for a mistyped word: "did you mean `fsdp`?", or the list of the known words."""
     known = sorted({str(option) for option in options})
     close = difflib.get_close_matches(word, known, n=most, cutoff=0.6)
     if close:
@@ -52,8 +104,8 @@ def near(word: str, options: Iterable[str], *, most: int = 3) -> str:
     return f"known: {shown}" if known else "none are known"
 
 
-def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
-    """What to do about a string that is not among the options: the near ones first, or else another way out."""
+def near_or(word: str, options: Iterable[Any], otherwise: str) -> str:
+    """Return the hint of `near`, followed by another fix in case that the word was not a typo."""
     hint = near(word, options)
     return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
 
@@ -61,12 +113,12 @@ def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
 def check_takes(
     where: str, f: Any, arguments: tuple[str, ...], fix: str, *, keywords: Iterable[str] = (), name: str = ""
 ) -> None:
-    """Raises `ValueError` for a function that does not take these arguments, as its signature says."""
+    """Check by its signature that a function can be called with these arguments."""
     try:
         inspect.signature(f).bind(*arguments, **dict.fromkeys(keywords))
-    except ValueError:  # a function of C has none
+    except ValueError:  # functions written in C may have no signature
         return
     except TypeError as error:
         names = *arguments, *(f"{name}=..." for name in keywords)
-        asked = f"call {name or getattr(f, '__name__', f)} with {', '.join(names) or 'no arguments'}"
-        raise problem(where, asked, f"that does not go: {error}", f"write {fix}") from None
+        requested = f"call {name or getattr(f, '__name__', f)} with {', '.join(names) or 'no arguments'}"
+        raise MeshparError(where, requested, str(error), f"write {fix}", "wrong-signature") from None

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from meshpar.sharding.types import AnyMesh, is_whole, near, problem
+from meshpar.sharding.types import AnyMesh, is_int, near, problem
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
 """The standard mesh axes, slowest network first. Axes a user adds stand just outside `tensor`."""
@@ -257,7 +257,7 @@ def _checked_types(given: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType
 
 
 def _checked_size(name: str, size: int) -> int:
-    if not is_whole(size, -1) or size == 0:
+    if not is_int(size, -1) or size == 0:
         where, fix = f"MeshSpec axis `{name}`", f"write it as {name}=4, or leave {name} out where it is not used"
         raise problem(where, f"have size {size!r}", "a size is a positive integer, or -1 for what is left", fix)
     return int(size)
@@ -266,7 +266,8 @@ def _checked_size(name: str, size: int) -> int:
 def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
     """The mesh that a step is traced on, its axes XLA's to split: where one is Explicit, as in `jax.make_mesh`, Auto.
 
-    Devices and names stay. Arrays between steps keep the types of the mesh as it was given (`meshpar.sharding.lay`).
+    Devices and names stay. Arrays between steps keep the types of the mesh as it was given
+    (`meshpar.sharding.constraints`).
 
     Raises:
       ValueError: it is no mesh.

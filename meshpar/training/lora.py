@@ -29,22 +29,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.layers.precision import cast_floating, check_bits, dot_general
+from meshpar.layers.scan import Adapted
 from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of, linen_methods
 from meshpar.sharding.context import ambient, apart, spec_of, tracing
-from meshpar.sharding.regions import outer_axes, weight_axes
+from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.types import (
     BESIDE,
     PAIR,
     Names,
     PyTree,
     axis_sizes,
-    is_whole,
+    is_int,
     near_or,
     problem,
     tree_leaves_with_paths,
 )
-from meshpar.training.layers import Adapted
-from meshpar.training.precision import cast_floating, check_bits, dot_general
 from meshpar.training.state import Setup, TrainState, key_words
 
 INWARD, OUTWARD = PAIR
@@ -69,7 +69,7 @@ class Lora:
 
     def __post_init__(self) -> None:
         for name, is_right, rule in (
-            ("rank", is_whole(self.rank, 1), "it is a whole number of at least 1"),
+            ("rank", is_int(self.rank, 1), "it is a whole number of at least 1"),
             ("alpha", _is_number(self.alpha) and 0 < self.alpha < math.inf, "it is a number above 0"),
             ("dtype", self.dtype in ("float32", "bfloat16", "float16", "float64"), "it is a dtype of weights"),
             ("modules", _is_pattern(self.modules), "it is a regular expression for whole paths of linear layers"),

@@ -16,20 +16,24 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from meshpar.parallel.strategy import Strategy
+from meshpar.hardware.compile_options import Options, Value, check_kind, check_options, options_for, why_no_rounds
+from meshpar.layers.auxiliary import checked, collecting, is_counted
+from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, MicrobatchTotals, SumLoss
+from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
+from meshpar.layers.scan import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
+from meshpar.parallel.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
 from meshpar.sharding.activations import check_seen, held_between_modules
-from meshpar.sharding.adapters import OVERWRITTEN
+from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
-from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     MeshparError,
@@ -42,20 +46,16 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
-from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
-from meshpar.training.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, SumLoss
+from meshpar.training.accumulation import compute_params, constrained, wide
+from meshpar.training.gradients.engine import Feature, unsupported
+from meshpar.training.gradients.selection import check_setup, engine_of
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
-from meshpar.training.reports import checked, collecting, is_counted
 from meshpar.training.state import Setup, TrainState, check_state
-from meshpar.training.sums import Sums, compute_params, constrained, wide
-from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a `MeanLoss`, a `SumLoss` or a scalar, and a dict of scalars.
 
-Losses and metrics that the model reports (`meshpar.training.reports`) are added."""
+Losses and metrics that the model reports (`meshpar.layers.auxiliary`) are added."""
 
 
 class _Program:
@@ -145,11 +145,11 @@ class TrainStep(_Program):
         self._num_micro_steps, self._num_slices, self._xla = options.accumulate, options.interleave, options.xla
         self._by_latencies: weakref.WeakKeyDictionary[Setup, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self.rounds: Any = None
-        """What rounds of latencies gave, a `meshpar.compiled.latencies.Rounds`, once a call has made some."""
+        """What rounds of latencies gave, a `meshpar.inspect.latencies.Rounds`, once a call has made some."""
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
-        own = getattr(engine_of(setup, self.options), "compile_options", None)
-        return options_for(setup.mesh, self._xla, {} if own is None else own(setup, self.options))
+        engine = engine_of(setup.strategy, self.options, setup.batch_axes)
+        return options_for(setup.mesh, self._xla, engine.compile_options(setup, self.options))
 
     def _tell(self, setup: Setup, traced: Any) -> None:
         wide = wide_work(traced.jaxpr.jaxpr, self.options.precision, setup.strategy.activations.dtypes)
@@ -169,7 +169,7 @@ class TrainStep(_Program):
                 return self._jit(setup, {**self.compile_options(setup), **profile}, lies) if profile else program
 
             # What simulates programs stands on steps, so it is looked up here.
-            latencies = importlib.import_module("meshpar.compiled.latencies")
+            latencies = importlib.import_module("meshpar.inspect.latencies")
             known[shapes], self.rounds = latencies.at_hand(self, jitted, state, batch)
         return known[shapes]
 
@@ -180,11 +180,7 @@ class TrainStep(_Program):
     def _jit(self, setup: Setup, compile_options: Options, batch: PyTree) -> Any:
         _check_params_dtype(setup, self.options.precision)
         _check_slopes(setup)
-        check_prefetch(setup.strategy, self.options)
-        _check_explicit(setup, self.options)
-        _check_overwritten(setup, self.options)
-        _check_batch_stats(setup, self.options)
-        _check_whole(setup, self.options, batch)
+        check_setup(setup, self.options, batch)
         _check_wider(setup, self.options.precision)
         _check_complex(setup)
         for rule in setup.strategy.activations.remat:
@@ -202,7 +198,7 @@ class TrainStep(_Program):
         setup, options = state.setup, self.options
         _check_state(state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        engine = engine_of(setup, options)
+        engine = engine_of(setup.strategy, options, setup.batch_axes)
         numbers = numerics(options.precision, options.remat, options.interleave)
         with tracing(setup.mesh, setup.strategy), numbers as context, jax.named_scope("gradients"):
             sums = engine.gradients(self.loss_of(setup), options, state, batch, key)
@@ -210,13 +206,6 @@ class TrainStep(_Program):
         _check_named(setup, options, context)
         with jax.named_scope("update"):
             return _update(state, sums, options, _value_fn(self, state, batch, key))
-
-
-def engine_of(setup: Setup, options: StepOptions) -> ModuleType:
-    """The module that makes the gradients: the strategy's own, else by device where gradients are reduced once."""
-    name = setup.strategy.engine if setup.batch_axes or setup.strategy.pipeline is not None else None
-    by_device, plain = "meshpar.training.engines.by_device", "meshpar.training.engines.plain"
-    return importlib.import_module(name or (by_device if options.is_once else plain))
 
 
 def train_step(
@@ -343,9 +332,9 @@ def _check_layers(options: StepOptions, context: Numerics) -> None:
         raise problem(
             f"Precision(matmul=...), modules `{pattern}`",
             "compute their matmuls in 8 bits",
-            "none of their matmuls goes through meshpar.training.precision.dot_general",
+            "none of their matmuls goes through meshpar.layers.precision.dot_general",
             "write a pattern of a module's whole path, as r'layers/mlp/.*', give the model's own layers "
-            "dot_general=meshpar.training.precision.dot_general, or leave matmul out",
+            "dot_general=meshpar.layers.precision.dot_general, or leave matmul out",
         )
 
 
@@ -359,74 +348,6 @@ def _check_named(setup: Setup, options: StepOptions, context: Numerics) -> None:
                 exists = f"they mark {', '.join(f'`{one}`' for one in sorted(marked)) or 'nothing'}"
                 fix = near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")')
                 raise problem(where, f"keep what the layers mark as `{name}`", exists, fix)
-
-
-def check_prefetch(strategy: Strategy, options: StepOptions) -> None:
-    """Raises `ValueError` where weights cannot be gathered a layer ahead."""
-    if not strategy.prefetched_axes:
-        return
-    where, spec = f"{strategy.label}", "gather weights a layer ahead"
-    if strategy.pipeline is not None:
-        exists = "stages gather the weights of all their layers before the first, or in every cell"
-        raise problem(where, spec, exists, "leave prefetch out, or the stages")
-    if strategy.quantize is not None:
-        exists = "weights that are quantized are gathered by a kernel, in the layer that needs them"
-        raise problem(where, spec, exists, "leave out prefetch, or quantize")
-    if options.is_once:
-        exists = 'accumulate_mode="once" gathers all weights before the first micro-step'
-        raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
-
-
-ONCE = ', accumulate_mode="once"'
-
-
-def _check_explicit(setup: Setup, options: StepOptions) -> None:
-    engine = engine_of(setup, options).__name__.rpartition(".")[2]
-    if setup.model.is_explicit and engine != "plain":
-        raise problem(
-            f"mp.explicit(model) and {setup.strategy.label}" + ONCE * options.is_once,
-            "trace the model on Explicit axes",
-            "stages, kernels that quantize, and one reduction behind all micro-steps run it inside a shard_map, and "
-            "jax makes no axis Explicit where another is Manual already",
-            'use accumulate_mode="each" and a strategy without stages and quantize, or leave mp.explicit out',
-        )
-
-
-def _check_overwritten(setup: Setup, options: StepOptions) -> None:
-    """Scales that are measured on all rows are measured where the compiler sees them all."""
-    engine = engine_of(setup, options).__name__.rpartition(".")[2]
-    if engine != "plain" and setup.overwritten(setup.layout.variables.extra):
-        raise problem(
-            f"collection `{OVERWRITTEN}` of the model and {setup.strategy.label}" + ONCE * options.is_once,
-            "measure one scale over all rows",
-            "stages, kernels that quantize and one reduction behind all micro-steps give a device its own rows alone",
-            'use accumulate_mode="each" and a strategy without stages and quantize, or mp.Precision(matmul="fp8")',
-        )
-
-
-def _check_batch_stats(setup: Setup, options: StepOptions) -> None:
-    """Check that an engine that sees only local rows gets no model with batch statistics."""
-    engine = engine_of(setup, options).__name__.rpartition(".")[2]
-    sees_local_rows = engine == "staged" or (engine == "by_device" and setup.batch_axes)
-    stats = sorted(setup.model.batch_stats(setup.layout.variables.extra)) if sees_local_rows else ()
-    if stats:
-        raise problem(
-            f"`{stats[0]}` of the model, and {setup.strategy.label}" + ONCE * options.is_once,
-            "compute batch statistics over the global batch",
-            'stages, quantize and accumulate_mode="once" run the model on the local rows of each device',
-            'use accumulate_mode="each" and a strategy without stages and quantize, or normalize without batch '
-            "statistics (LayerNorm, GroupNorm)",
-        )
-
-
-def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
-    """What is whole of the batch is so where the compiler sees all rows."""
-    engine = engine_of(setup, options).__name__.rpartition(".")[2]
-    if (engine != "plain" or setup.model.is_explicit) and not isinstance(batch, NamedSharding):
-        where = f"inputs rules with replicated, and {setup.strategy.label}" + ONCE * options.is_once
-        exists = "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone"
-        fix = 'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row'
-        raise problem(where, "give every device a leaf of the batch whole", exists, fix)
 
 
 def _check_wider(setup: Setup, precision: Precision) -> None:
@@ -660,14 +581,9 @@ def _value_fn(step: TrainStep, state: TrainState, batch: PyTree, key: jax.Array)
 
     # optax's line searches take it ill when they are given more than they and `value_fn` name.
     def value_fn(trained: PyTree, *_: Any, obj_fn: Any = None) -> jax.Array:
-        engine = engine_of(setup, options).__name__.rpartition(".")[2]
-        if engine != "plain" or options.accumulate > 1:
-            raise problem(
-                "the optimizer's update",
-                "take the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
-                "stages, kernels that quantize, and several micro-steps make no loss of the whole batch at once",
-                "use accumulate=1 and a strategy without stages and quantize, or another optimizer",
-            )
+        engine = engine_of(setup.strategy, options, setup.batch_axes)
+        if Feature.LOSS_AT_OTHER_PARAMS not in engine.supports or options.accumulate > 1:
+            raise unsupported(Feature.LOSS_AT_OTHER_PARAMS, setup.strategy.label)
         with tracing(setup.mesh, setup.strategy), numerics(options.precision, options.remat, options.interleave):
             params = setup.with_frozen(trained, state.params)
             params = compute_params(setup, params, options.precision.compute)
@@ -701,7 +617,7 @@ def _updated(setup: Setup, grads: PyTree, opt_state: PyTree, params: PyTree, **a
 
 
 def _update(
-    state: TrainState, sums: Sums, options: StepOptions, value_fn: Callable[[PyTree], jax.Array]
+    state: TrainState, sums: MicrobatchTotals, options: StepOptions, value_fn: Callable[[PyTree], jax.Array]
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     setup = state.setup
     shards = setup.named(setup.trained(setup.layout.updates))

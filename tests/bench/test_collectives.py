@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from meshpar import bench
-from meshpar.bench import kernels
-from meshpar.bench.fit import Fit
+from meshpar.bench import collective_timing as kernels
 from meshpar.bench.found import XLA, CollectiveRow, Collectives
-from meshpar.commands import plots
-from meshpar.planner import cost
-from meshpar.planner.hardware import Cluster, Link, Links, parse_cluster, parse_profile
+from meshpar.bench.link_fit import Fit
+from meshpar.cli import plots
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Cluster, Link, Links, parse_cluster, parse_profile
 from meshpar.sharding.types import MeshparError
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=1e11)
@@ -299,7 +299,7 @@ def test_the_command_on_devices(command):
         (["--mesh", "data=3,dato"], "data=3,dato"),
         (["--min-bytes", "x"], "no number of bytes"),
         (["--save", "nowhere/my.json"], "there is no folder"),
-        (["--save", "links"], "a profile is a .json. To fix it: name it links.json"),
+        (["--save", "links"], "a profile is a .json. Name it links.json"),
         (["--plot", "times.foo"], "name it times.png"),
         (["--mesh", "data=2", "--axis", "dat"], "did you mean `data`"),
         (["--repeats", "0"], "x>=1"),

@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.commands.recipe import load_recipe
-from meshpar.commands.train import _data_line, train
+from meshpar.cli.recipe import load_recipe
+from meshpar.cli.train_command import _data_line, train
 from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss
@@ -164,7 +164,7 @@ def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatc
         ({"field": "message"}, "did you mean `messages`"),
         ({"template": None}, "find a chat template"),
         ({"seq_len": float("nan")}, "a whole number"),
-        ({"tokenizer": None}, r"ChatData.tokenizer`: asked to use None"),
+        ({"tokenizer": None}, r"ChatData.tokenizer`: cannot use None"),
         ({"files": (5,)}, "a tuple of one or more names"),
         ({"date": "today"}, "it is no day"),
         ({"seq_len": 3}, "have a word of the assistant's within seq_len"),
@@ -262,7 +262,7 @@ def test_tools_and_documents_are_rendered_as_transformers_does():
         assert text == before + SAID
         assert [text[slice(*span)] for span in spans] == ["y$\n"]
     for wrong in ("add", 3, [3], {"name": "add"}, '{"name": "add"}', "[" * 10_000):
-        with pytest.raises(mp.MeshparError, match="line 1: asked to render its `tools`"):
+        with pytest.raises(mp.MeshparError, match="line 1: cannot render its `tools`"):
             template.render("line 1", CHAT, tools=wrong)
 
 

@@ -349,7 +349,7 @@ def test_a_lock_that_is_no_file_is_an_error(corpus, tmp_path, kind):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     {"link": lambda: lock.symlink_to(victim), "pipe": lambda: os.mkfifo(lock), "folder": lock.mkdir}[kind]()
-    with pytest.raises(MeshparError, match=r"\.lock: asked to write to it, but it is a"):
+    with pytest.raises(MeshparError, match=r"\.lock: cannot write to it: it is a"):
         made(corpus[0], cache=str(tmp_path / "cache"))
     assert victim.read_text() == "mine"
 

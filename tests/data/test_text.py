@@ -36,7 +36,7 @@ def texts(*entries: object, **options: object) -> dict[str, str]:
 
 def message(error: pytest.ExceptionInfo[MeshparError], *parts: object) -> None:
     """All four parts are there, and each of `parts` is said."""
-    assert all((error.value.where, error.value.asked, error.value.exists, error.value.fix))
+    assert all((error.value.where, error.value.requested, error.value.reason, error.value.fix))
     for part in parts:
         assert str(part) in str(error.value)
 

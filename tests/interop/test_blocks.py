@@ -150,4 +150,4 @@ def test_blocks_that_lie(change, says, tmp_path):
         edit(small, **change)
     with pytest.raises(MeshparError, match=says) as error:
         check_weights(small)
-    assert all((error.value.where, error.value.asked, error.value.exists, error.value.fix))
+    assert all((error.value.where, error.value.requested, error.value.reason, error.value.fix))

@@ -334,7 +334,7 @@ def test_tokenizers_and_all_templates_are_copied(tmp_path):
 def test_two_names_of_a_field_say_the_same(tmp_path):
     source = folder_of("qwen3_moe", tmp_path / "source")
     document = json.loads((source / "config.json").read_text())
-    with pytest.raises(ValueError, match=r"`num_experts`: asked to be 4, but `num_local_experts` is 5"):
+    with pytest.raises(ValueError, match=r"`num_experts`: cannot be 4: `num_local_experts` is 5"):
         described({**document, "num_local_experts": 5})
     document["num_local_experts"] = document.pop("num_experts")
     (source / "config.json").write_text(json.dumps(document))

@@ -68,10 +68,10 @@ def moved(to: str) -> Any:
         (CONFIG, lambda d: d.update(num_hidden_layers=1), "has no such tensor"),
         (CONFIG, lambda d: d.update(num_attention_heads=3), "not a multiple"),
         (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*which holds other numbers"),
-        (CONFIG, lambda d: d.update(eos_token_id="x"), "`eos_token_id`: asked to be 'x', but it is a token id"),
+        (CONFIG, lambda d: d.update(eos_token_id="x"), "`eos_token_id`: cannot be 'x': it is a token id"),
         (CONFIG, lambda d: d.update(bos_token_id=[1, True]), "`bos_token_id`"),
-        (CONFIG, lambda d: d.update(torch_dtype="float3"), "`torch_dtype`: asked to be 'float3'"),
-        (CONFIG, lambda d: d.update(dtype=32), "`dtype`: asked to be 32"),
+        (CONFIG, lambda d: d.update(torch_dtype="float3"), "`torch_dtype`: cannot be 'float3'"),
+        (CONFIG, lambda d: d.update(dtype=32), "`dtype`: cannot be 32"),
         (CONFIG, lambda d: d.update(rms_norm_eps=1e12), "norm_eps=.*added to a mean square"),
     ],
 )  # fmt: skip
@@ -154,7 +154,7 @@ def test_a_link_out_of_the_folder_is_not_copied(name, tmp_path):
     secret.write_text((folder / name).read_text() if (folder / name).exists() else "{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret)
-    with pytest.raises(MeshparError, match=f"{name}: asked to copy it, but it is a link to {secret}, outside"):
+    with pytest.raises(MeshparError, match=f"{name}: cannot copy it: it is a link to {secret}, outside"):
         keep_beside(folder, tmp_path / "run")
 
 
@@ -215,7 +215,7 @@ def broken(rng: random.Random, text: bytes) -> bytes:
 
 def check_parts(error: MeshparError) -> None:
     """Four parts, and no more than a screen."""
-    assert all((error.where, error.asked, error.exists, error.fix))
+    assert all((error.where, error.requested, error.reason, error.fix))
     assert len(str(error)) < 2000
 
 

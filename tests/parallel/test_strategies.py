@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.parallel import PRESETS, as_strategy, from_json, parse_strategy
+from meshpar.parallel.batch import batch_sharding
 from meshpar.sharding.context import spec_of
 from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES
 from meshpar.sharding.types import spec_axes
-from meshpar.training.batch import batch_sharding
 
 NAMES = {
     "embed/table": ("vocab", "embed"),
@@ -153,7 +153,7 @@ def test_expert_parallel_splits_experts():
 
 def test_expert_parallel_needs_experts():
     dense = mp.from_functions(lambda key: {"w": jnp.zeros((8, 8))}, lambda p: p, names={"w": ("embed", "mlp")})
-    with pytest.raises(mp.MeshparError, match="strategy expert_parallel: asked to split leaves by `expert`"):
+    with pytest.raises(mp.MeshparError, match="strategy expert_parallel: cannot split leaves by `expert`"):
         mp.shardings(dense, mp.MeshSpec(expert=8).abstract(), mp.expert_parallel() | mp.fsdp())
 
 

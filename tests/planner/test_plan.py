@@ -20,29 +20,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
-from meshpar.commands.train import with_plan
-from meshpar.compiled.clock.work import causal_share
-from meshpar.compiled.program import compile_here
-from meshpar.compiled.target import traced_for
+from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
+from meshpar.cli.train_command import with_plan
+from meshpar.hardware.clusters import Rates, parse_cluster
+from meshpar.inspect.program import compile_here
+from meshpar.inspect.target import traced_for
+from meshpar.inspect.timeline.program_work import causal_share
 from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
-from meshpar.parallel.promise import Promised
+from meshpar.optim.muon import exchange, matrices
+from meshpar.parallel.candidates import _strategy, kinds
+from meshpar.parallel.expected.step_spec import Promised
 from meshpar.parallel.tensor import Tensor
-from meshpar.parallel.tried import _strategy, kinds
-from meshpar.planner import memory
+from meshpar.planner import memory_estimate as memory
 from meshpar.planner.advice import advice
-from meshpar.planner.growth import with_rows
-from meshpar.planner.hardware import Rates, parse_cluster
 from meshpar.planner.layout import Layout, Placer, look
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
+from meshpar.planner.scaling import with_rows
 from meshpar.planner.search import TIME_ERROR, Search
-from meshpar.planner.steptime import Clock, experts, of_expert, product_size
+from meshpar.planner.time_estimate import Clock, experts, of_expert, product_size
 from meshpar.planner.workload import POLICIES, describe
-from meshpar.training.muon import exchange, matrices
 from meshpar.training.options import StepOptions
-from tests.compiled.planted import CONFIG
 from tests.grid import cases
+from tests.inspect.planted import CONFIG
 
 ROOT = Path(__file__).parents[2]
 COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text())
@@ -677,11 +677,11 @@ def garbled(data):
     layout = data["plans"][0]["layout"]
     yield (
         "fsdp=8",
-        'a plan\'s `layout`: asked to read it, but it is "fsdp=8", and no object with exactly mesh, strategy',
+        'a plan\'s `layout`: cannot read it: it is "fsdp=8", and no object with exactly mesh, strategy',
     )
-    yield {**layout, "mesh": "fsdp=8"}, '`mesh`: asked to read "fsdp=8", but it is sizes by axis'
-    yield {**layout, "strategy": {"parts": [3]}}, "`strategy`: asked to read .*, but its parts are objects"
-    yield {**layout, "accumulate": 0}, "`accumulate`: asked to read 0, but it is a whole number of at least 1"
+    yield {**layout, "mesh": "fsdp=8"}, '`mesh`: cannot read "fsdp=8": it is sizes by axis'
+    yield {**layout, "strategy": {"parts": [3]}}, "`strategy`: cannot read .*: its parts are objects"
+    yield {**layout, "accumulate": 0}, "`accumulate`: cannot read 0: it is a whole number of at least 1"
     yield {**layout, "remat": "ful"}, "remat='ful'"
 
 
@@ -716,12 +716,12 @@ def test_plans_are_values(plans, tmp_path):
         ({"colour": 1}, "read `colour`, but a Plans has no such field"),
         ({"rates": None}, "lacks it"),
         *(({"plans": [{**data["plans"][0], "layout": layout}]}, text) for layout, text in garbled(data)),
-        ({"considered": "x"}, '`considered`: asked to read "x", but of a Plans it is a whole number'),
+        ({"considered": "x"}, '`considered`: cannot read "x": of a Plans it is a whole number'),
         ({"advice": "begin"}, "`advice`: .* it is a list of texts"),
         *(
             ({"plans": [{**data["plans"][0], key: value}]}, text)
             for key, value, text in (
-                ("step_s", "fast", '`step_s`: asked to read "fast", but of a Plan it is a number'),
+                ("step_s", "fast", '`step_s`: cannot read "fast": of a Plan it is a number'),
                 ("step_s", float("nan"), "it is a number"),
                 ("peak_bytes", None, "it is a whole number"),
                 ("exposed_s", {"fsdp": None}, "it is an object of numbers"),
@@ -737,9 +737,9 @@ def test_plans_are_values(plans, tmp_path):
 
 def test_what_cannot_be_planned_is_told_in_four_parts(plans):
     for change, text in (
-        ({"model": 3}, "plan\\(model=...\\): asked to trace a training step with it, but it is a int"),
+        ({"model": 3}, "plan\\(model=...\\): cannot trace a training step with it: it is a int"),
         ({"tx": mp.AdamW(lr=1e-3)}, "plan\\(tx=...\\): .* it is a AdamW, without `update`"),
-        ({"model": type(CONFIG)}, "it is the class TransformerConfig itself. To fix it: call it"),
+        ({"model": type(CONFIG)}, "it is the class TransformerConfig itself. Call it"),
         ({"model": None}, "it is a NoneType, without `build`"),
         ({"batch": tokens(0, 64)}, "batch: .* it has no rows: \\(0, 64\\)"),
         ({"batch": {}}, "it has no rows: no array"),
@@ -748,14 +748,14 @@ def test_what_cannot_be_planned_is_told_in_four_parts(plans):
         ({"batch": {**tokens(16, 64), "mask": np.ones(8)}}, "its leaves differ in rows: \\(16, 64\\), \\(8,\\)"),
         ({"batch": {"tokens": np.ones((16, 64), np.int32)}}, "next_token_loss: .* it has tokens"),
         ({"precision": "bfloat16"}, 'plan\\(precision=.bfloat16.\\): .* write mp.Precision\\(compute="bfloat16"\\)'),
-        ({"xla": 3}, "xla=3: asked to compile by it"),
+        ({"xla": 3}, "xla=3: cannot compile by it"),
         ({"xla": {"--xla_gpu_x": 1}}, "the names of XLA's options begin with xla_"),
         ({"latency_rounds": -1}, "latency_rounds=-1"),
         ({"verify": 6}, "plan\\(verify=6\\): .* top=5 gives fewer"),
-        ({"loss": lambda model, batch: 0.0}, "plan: asked to call <lambda> with model, batch, key"),
+        ({"loss": lambda model, batch: 0.0}, "plan: cannot call <lambda> with model, batch, key"),
         ({"loss": lambda model, batch, key: None}, "it returned NoneType"),
-        ({"bound_factor": 0}, "plan\\(bound_factor=...\\): asked to be 0"),
-        ({"nodes_visited": 3}, "plan\\(nodes_visited=...\\): asked to call 3"),
+        ({"bound_factor": 0}, "plan\\(bound_factor=...\\): cannot be 0"),
+        ({"nodes_visited": 3}, "plan\\(nodes_visited=...\\): cannot call 3"),
     ):
         given = {"model": CONFIG, "batch": tokens(16, 64), "cluster": "h100:1x8", **change}
         with pytest.raises(mp.MeshparError, match=text):
@@ -766,7 +766,7 @@ def test_what_cannot_be_planned_is_told_in_four_parts(plans):
         plans.save("/no/such/folder/plan.json")
     with pytest.raises(mp.MeshparError, match="this is a list"):
         plans.why_not(mesh="fsdp=8", strategy=[mp.fsdp()])
-    with pytest.raises(mp.MeshparError, match="it is a int. To fix it: write mesh="):
+    with pytest.raises(mp.MeshparError, match="it is a int. Write mesh="):
         plans.why_not(mesh=8)
     scalar = {**tokens(16, 64), "temperature": jax.ShapeDtypeStruct((), np.float32)}
     assert mp.plan(CONFIG, scalar, "h100:1x8", top=1)[0].step_s == pytest.approx(plans[0].step_s)

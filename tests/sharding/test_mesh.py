@@ -183,7 +183,7 @@ def test_an_axis_that_would_leave_its_node_is_an_error(spec, axis):
     with pytest.raises(mp.MeshparError, match="inside a node") as caught:
         spec.build(devices)
     assert f"`{axis}` ({spec[axis]})" in caught.value.where
-    assert "a node has 8" in caught.value.exists
+    assert "a node has 8" in caught.value.reason
     assert "inside_node=()" in caught.value.fix
     with pytest.raises(mp.MeshparError, match="inside a node"):
         spec.abstract(devices_per_node=8)

@@ -301,7 +301,7 @@ def test_a_mistake_is_an_early_error_in_four_parts(name, compiled):
     error = told(name)
     assert not compiled
     assert str(error) == written()[name]
-    for part in (error.where, error.asked, error.exists, error.fix):
+    for part in (error.where, error.requested, error.reason, error.fix):
         assert part == part.strip() != ""
     assert " at 0x" not in str(error)
 

@@ -138,7 +138,7 @@ def outcome(ask: Callable[[], Any]) -> Any:
         return ask()
     except mp.MeshparError as error:
         event("an error")
-        complete = all(part.strip() for part in (error.where, error.asked, error.exists, error.fix))
+        complete = all(part.strip() for part in (error.where, error.requested, error.reason, error.fix))
         return str(error) if complete else f"INCOMPLETE {error}"
 
 

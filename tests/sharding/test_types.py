@@ -17,15 +17,13 @@ def test_an_error_reads_as_one_paragraph_and_keeps_its_parts():
     error = types.problem("`up/kernel` dim 1", "split over `tensor` (4)", "66 is not a multiple of 4", "pad it to 68")
     assert isinstance(error, mp.MeshparError)
     assert isinstance(error, ValueError)
-    assert (error.where, error.asked, error.exists, error.fix) == (
+    assert (error.where, error.requested, error.reason, error.fix) == (
         "`up/kernel` dim 1",
         "split over `tensor` (4)",
         "66 is not a multiple of 4",
         "pad it to 68",
     )
-    assert str(error) == (
-        "`up/kernel` dim 1: asked to split over `tensor` (4), but 66 is not a multiple of 4. To fix it: pad it to 68."
-    )
+    assert str(error) == ("`up/kernel` dim 1: cannot split over `tensor` (4): 66 is not a multiple of 4. Pad it to 68.")
 
 
 def test_a_fix_that_asks_ends_with_its_question_mark():

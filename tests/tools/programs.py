@@ -119,8 +119,8 @@ def normalized(text: str) -> str:
 
 def recorded(recipe: str, cluster: str | None, fields: list[str]) -> tuple[str, dict[str, Any]]:
     """Return the normalized StableHLO of a recipe's step, and the collectives and memory of the compiled program."""
-    from meshpar.commands.explain import Subject
-    from meshpar.compiled.explain import explain
+    from meshpar.cli.explain_command import Subject
+    from meshpar.inspect.explain import explain
 
     subject = Subject.of(recipe, cluster, layout=(), assignments=fields, shapes=None)
     step, state = subject.step_and_state()

@@ -130,8 +130,8 @@ def test_weights_are_put_in_cast_and_sharded():
     for wrong, match in (
         ({**given, "upp": given["up"]}, "`upp`.*no such parameter.*did you mean `up`"),
         ({"up": given["up"], "down": given["down"]}, "`scale`.*find weights for it.*take it from the state"),
-        ({}, r"load_params: asked to put weights in, but none are given; the model has 3.*\*\*state.params"),
-        ({**given, "up": None}, r"`up`: asked to put weights in it, but None is given.*\*\*state.params"),
+        ({}, r"load_params: cannot put weights in: none are given; the model has 3.*\*\*state.params"),
+        ({**given, "up": None}, r"`up`: cannot put weights in it: None is given.*\*\*state.params"),
         ({**given, "scale": given["scale"].T}, r"`scale`.*float16\[64, 4\].*float32\[4, 64\].*transpose"),
         ({**given, "scale": given["scale"].astype(int)}, "`scale`.*cast it first"),
         ({**given, "up": np.full_like(given["up"], np.nan)}, "`up`.*infinite or not a number"),
@@ -157,7 +157,7 @@ def test_an_abstract_mesh_can_be_planned_on_but_not_filled():
     strategy = mp.fsdp() | mp.tensor_parallel()
     state = mp.abstract_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
     assert state.params["up"].sharding.shard_shape(state.params["up"].shape) == (LAYERS, EMBED // 64, MLP // 8)
-    with pytest.raises(mp.MeshparError, match="load_params: asked to make arrays, but the mesh is abstract"):
+    with pytest.raises(mp.MeshparError, match="load_params: cannot make arrays: the mesh is abstract"):
         mp.load_params(state, {})
     with pytest.raises(mp.MeshparError, match="abstract"):
         mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=strategy, key=0)

@@ -1,0 +1,128 @@
+"""The interface of gradient engines, and the features that an engine may support."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from meshpar.hardware.compile_options import Options
+from meshpar.layers.losses import Loss, MicrobatchTotals
+from meshpar.sharding.adapters import OVERWRITTEN
+from meshpar.sharding.types import MeshparError, PyTree
+from meshpar.training.options import StepOptions
+from meshpar.training.state import Setup, TrainState
+
+Gradients = Callable[[Loss, StepOptions, TrainState, PyTree, jax.Array], MicrobatchTotals]
+"""(loss, options, state, batch, key) -> loss, metrics and gradients, summed over the parts of the global batch."""
+
+
+class Feature(enum.Enum):
+    """What a step may need from its gradient engine."""
+
+    ACCUMULATION = enum.auto()
+    """Several micro-steps per update."""
+    QUANTIZE = enum.auto()
+    """Quantized communication of parameters and gradients."""
+    PREFETCH = enum.auto()
+    """Weights of a layer gathered while the previous layer computes."""
+    HOST_OFFLOAD = enum.auto()
+    """Activations kept in host memory for the backward pass."""
+    EXPLICIT_AXES = enum.auto()
+    """A model traced on mesh axes of type Explicit."""
+    DELAYED_SCALING = enum.auto()
+    """Variables that the backward pass overwrites, such as the scales of `flax.linen.Fp8DotGeneral`."""
+    BATCH_STATISTICS = enum.auto()
+    """Layers such as BatchNorm, which compute statistics over the global batch."""
+    REPLICATED_INPUTS = enum.auto()
+    """Leaves of the batch that every device receives in full."""
+    LOSS_AT_OTHER_PARAMS = enum.auto()
+    """Optimizers that evaluate the loss at other parameters, such as line searches."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientEngine:
+    """A way to compute the gradients of a step."""
+
+    gradients: Gradients
+    supports: frozenset[Feature]
+    compile_options: Callable[[Setup, StepOptions], Options] = lambda setup, options: {}
+    """XLA options that the engine needs."""
+
+
+class Unsupported(NamedTuple):
+    """The error for a feature that an engine does not support."""
+
+    subject: str
+    requested: str
+    reason: str
+    fix: str
+
+
+PLAIN = 'use accumulate_mode="each" and a strategy without stages and quantize'
+LOCAL = 'stages, prefetch, quantize and accumulate_mode="once" evaluate the model on the local batch of each device'
+UNSUPPORTED = {
+    Feature.ACCUMULATION: Unsupported(
+        "train_step(accumulate=...)",
+        "accumulate gradients over micro-steps",
+        "a pipeline accumulates the gradients of its own microbatches",
+        "use accumulate=1 and more microbatches",
+    ),
+    Feature.QUANTIZE: Unsupported(
+        "quantize",
+        "quantize parameters and gradients",
+        "a pipeline gathers the parameters of its stages without quantization",
+        "remove quantize from the strategy",
+    ),
+    Feature.PREFETCH: Unsupported(
+        "prefetch",
+        "gather weights one layer ahead",
+        'stages, quantize and accumulate_mode="once" gather weights in their own way',
+        'remove prefetch, or stages and quantize, and use accumulate_mode="each"',
+    ),
+    Feature.HOST_OFFLOAD: Unsupported(
+        "remat with `offload:`",
+        "keep the activations of a microbatch in host memory",
+        "stages keep them in buffers on the device between forward and backward pass",
+        "use save:NAMES, or remove the stages",
+    ),
+    Feature.EXPLICIT_AXES: Unsupported(
+        "mp.explicit(model)",
+        "trace the model on Explicit axes",
+        "the model would run inside shard_map, and JAX allows no Explicit axis next to a Manual one",
+        f"{PLAIN}, or remove mp.explicit",
+    ),
+    Feature.DELAYED_SCALING: Unsupported(
+        f"collection `{OVERWRITTEN}` of the model",
+        "measure its scales over the global batch",
+        LOCAL,
+        f'{PLAIN}, or mp.Precision(matmul="fp8")',
+    ),
+    Feature.BATCH_STATISTICS: Unsupported(
+        "batch statistics of the model",
+        "compute them over the global batch",
+        LOCAL,
+        f"{PLAIN}, or normalize without batch statistics (LayerNorm, GroupNorm)",
+    ),
+    Feature.REPLICATED_INPUTS: Unsupported(
+        "an inputs rule with `replicated`",
+        "give every device the full leaf of the batch",
+        LOCAL,
+        f"{PLAIN}, or repeat the leaf for every example",
+    ),
+    Feature.LOSS_AT_OTHER_PARAMS: Unsupported(
+        "the optimizer's update",
+        "evaluate the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
+        "stages, prefetch, quantize and several micro-steps never evaluate the loss of the full batch at once",
+        "use accumulate=1 and a strategy without stages, prefetch and quantize, or another optimizer",
+    ),
+}
+
+
+def unsupported(feature: Feature, label: str) -> MeshparError:
+    """Return the error for a feature that the engine of a strategy does not support."""
+    row = UNSUPPORTED[feature]
+    return MeshparError(f"{row.subject} with {label}", row.requested, row.reason, row.fix, "unsupported-feature")

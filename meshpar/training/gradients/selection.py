@@ -1,0 +1,95 @@
+"""The choice of the gradient engine for a step, and the check that it supports what the step needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jax.sharding import NamedSharding
+
+from meshpar.layers.scan import offloads
+from meshpar.parallel.strategy import Strategy
+from meshpar.sharding.types import PyTree
+from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
+from meshpar.training.options import StepOptions
+from meshpar.training.state import Setup
+
+
+def engine_of(strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...]) -> GradientEngine:
+    """Return the engine that computes the gradients of a step.
+
+    Args:
+      strategy, options: those of the step.
+      batch_axes: mesh axes that shard the batch.
+    """
+    # Imported here: a step that XLA partitions alone loads neither kernels nor pipelines.
+    if strategy.pipeline is not None:
+        from meshpar.training.gradients import stages
+
+        return stages.ENGINE
+    if batch_axes and (strategy.quantize is not None or options.is_once):
+        from meshpar.training.gradients import per_device
+
+        return per_device.ENGINE
+    if batch_axes and strategy.prefetched_axes:
+        from meshpar.training.gradients import fsdp_prefetch
+
+        return fsdp_prefetch.ENGINE
+    from meshpar.training.gradients import xla
+
+    return xla.ENGINE
+
+
+def check_options(strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...]) -> None:
+    """Check that the engine of a strategy supports the options of a step.
+
+    Raises:
+      ValueError: it does not.
+    """
+    _check(engine_of(strategy, options, batch_axes), _requested_by(strategy, options), strategy, options)
+
+
+def check_setup(setup: Setup, options: StepOptions, batch: PyTree) -> None:
+    """Check that the engine of a step supports its model, its batch and its options.
+
+    Args:
+      setup, options: those of the step.
+      batch: shardings of the batch: one for all leaves, or a tree.
+
+    Raises:
+      ValueError: it does not.
+    """
+    engine = engine_of(setup.strategy, options, setup.batch_axes)
+    features = [*_requested_by(setup.strategy, options), *_needed_by(setup, batch)]
+    _check(engine, features, setup.strategy, options)
+    if setup.model.is_explicit and not isinstance(batch, NamedSharding):
+        raise unsupported(Feature.REPLICATED_INPUTS, "mp.explicit(model)")
+
+
+def _check(engine: GradientEngine, features: Iterable[Feature], strategy: Strategy, options: StepOptions) -> None:
+    for feature in features:
+        if feature not in engine.supports:
+            once = ' and accumulate_mode="once"' if options.is_once else ""
+            raise unsupported(feature, f"{strategy.label}{once}")
+
+
+def _requested_by(strategy: Strategy, options: StepOptions) -> Iterator[Feature]:
+    if strategy.prefetched_axes:
+        yield Feature.PREFETCH
+    if strategy.quantize is not None:
+        yield Feature.QUANTIZE
+    if options.accumulate > 1:
+        yield Feature.ACCUMULATION
+    if offloads(options.remat) or any(offloads(rule.value) for rule in strategy.activations.remat):
+        yield Feature.HOST_OFFLOAD
+
+
+def _needed_by(setup: Setup, batch: PyTree) -> Iterator[Feature]:
+    variables = setup.layout.variables.extra
+    if setup.model.is_explicit:
+        yield Feature.EXPLICIT_AXES
+    if setup.overwritten(variables):
+        yield Feature.DELAYED_SCALING
+    if setup.model.batch_stats(variables):
+        yield Feature.BATCH_STATISTICS
+    if not isinstance(batch, NamedSharding):
+        yield Feature.REPLICATED_INPUTS
