@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar import bench, collectives, data, inspect, interop, models, moe, pipeline, planner
+    from meshpar import bench, collectives, data, inspect, interop, models, moe, optim, pipeline, planner
     from meshpar.cli import plots
     from meshpar.cli.recipe import AdamW, Muon, Optax, Recipe, Sample
     from meshpar.inspect.explain import explain
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from meshpar.loop.checkpoint import Checkpoints
     from meshpar.loop.fit import fit
     from meshpar.loop.verify import verify
-    from meshpar.optim.ema import averaged, ema
-    from meshpar.optim.moments import moments_in, offloaded
+    from meshpar.optim.ema import ema, ema_params
     from meshpar.optim.muon import muon
     from meshpar.parallel import (
         Quantize,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from meshpar.parallel.batch import shard_batch
     from meshpar.planner.plan import plan
     from meshpar.sharding.adapters import Model, explicit, from_functions, from_linen, from_nnx
-    from meshpar.sharding.context import constrain, use
+    from meshpar.sharding.context import constrain, use_rules
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated
     from meshpar.sharding.types import Decision, Leaf, MeshparError
@@ -67,10 +66,10 @@ __getattr__, __dir__ = lazy(__name__)
 __all__ = [
     "AdamW", "Aux", "Checkpoints", "Decision", "Leaf", "Lora", "MeanLoss", "MeshSpec", "MeshparError", "Model",
     "Muon", "Optax", "Precision", "Quantize", "Recipe", "Report", "Rules", "Sample", "ShardingTable", "Strategy",
-    "SumLoss", "TrainState", "__version__", "abstract_state", "averaged", "bench", "collectives", "constrain",
-    "context_parallel", "custom", "data", "ddp", "ema", "eval_step", "expert_parallel", "explain", "explicit",
-    "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "inspect", "interop",
-    "load_params", "lora", "models", "moe", "moments_in", "muon", "names", "offloaded", "pipeline",
-    "pipeline_parallel", "plan", "planner", "plots", "replicated", "scan_layers", "shard_batch", "shardings",
-    "tensor_parallel", "train_step", "use", "verify", "zero1", "zero2", "zero3",
+    "SumLoss", "TrainState", "__version__", "abstract_state", "bench", "collectives", "constrain",
+    "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel", "explain",
+    "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "inspect",
+    "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline", "pipeline_parallel",
+    "plan", "planner", "plots", "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel",
+    "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
 ]  # fmt: skip

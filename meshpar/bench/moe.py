@@ -33,7 +33,7 @@ from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing, capacity, count, route
 from meshpar.moe.transport_choice import NODE_FIRST
 from meshpar.parallel import expert_parallel
-from meshpar.sharding.context import use
+from meshpar.sharding.context import use_rules
 from meshpar.sharding.printing import Plain, table
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
@@ -169,7 +169,7 @@ def layer(form: str, shape: LayerShape) -> Layer:
     rules = expert_parallel().activations | Rules(batch=tuple(sizes), act_expert=tuple(sizes))
 
     def ours(x: jax.Array, weights: Weights) -> tuple[jax.Array, jax.Array]:
-        with use(mesh, rules):
+        with use_rules(mesh, rules):
             y, stats = moe_layer(x, weights, config)
         return y, stats.dropped
 

@@ -22,7 +22,7 @@ from meshpar.bench.figures import Figures, Measure, paired_ratios, seconds_of
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import Strategy, fsdp, tensor_parallel
 from meshpar.sharding.adapters import Model, from_functions
-from meshpar.sharding.context import use
+from meshpar.sharding.context import use_rules
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import Leaf, PyTree, path_str, problem
@@ -149,7 +149,7 @@ def _bare_step(
         def loss_of(params: PyTree) -> Any:
             return next_token_loss(model.bind(params, {}), batch, jax.random.key(0))
 
-        with use(mesh, rules):
+        with use_rules(mesh, rules):
             (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss

@@ -72,12 +72,12 @@ def continued(state: Any, config: Any, batch: list[list[int]], *, num_tokens: in
     import numpy as np
 
     from meshpar.models.sampling import generate as sample
-    from meshpar.sharding.context import use
+    from meshpar.sharding.context import use_rules
 
     setup = state.setup
 
     def run(params: Any, extra: Any, prompt: Any, key: Any) -> Any:
-        with use(setup.mesh, setup.strategy):
+        with use_rules(setup.mesh, setup.strategy):
             return sample(setup.model.bind(params, extra), prompt, config=config, num_tokens=num_tokens, key=key, **how)
 
     made = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, Integer
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache
 from meshpar.sharding.constraints import with_auto_types
-from meshpar.sharding.context import ambient, constrain, use
+from meshpar.sharding.context import ambient, constrain, use_rules
 from meshpar.sharding.rules import Rules, first, resolve
 from meshpar.sharding.types import Leaf, problem
 
@@ -36,7 +36,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, "B P+N"]:
-    """Continue prompts, one token after the other. To be called under `jax.jit`, inside `mp.use(mesh, strategy)`.
+    """Continue prompts, one token after the other. To be called under `jax.jit`, inside `mp.use_rules(mesh, strategy)`.
 
     Args:
       model: a bound decoder, as `state.bound()` gives it, NNX or Linen.
@@ -57,7 +57,7 @@ def generate(
 
     Example:
       >>> def sample(state, prompt, key):
-      ...     with mp.use(mesh, strategy):
+      ...     with mp.use_rules(mesh, strategy):
       ...         return generate(state.bound(), prompt, config=cfg, num_tokens=100, key=key)
       >>> tokens = jax.jit(sample)(state, prompt, key)
     """
@@ -138,11 +138,11 @@ def _decoding_layout() -> Iterator[None]:
     """Rules for sequences of any length, down to one token: only batch, heads and vocabulary may be split."""
     here = ambient()
     if here is None:
-        fix = "call it inside `with mp.use(mesh, strategy):`"
+        fix = "call it inside `with mp.use_rules(mesh, strategy):`"
         raise problem("generate", "run the model on its mesh", "no mesh and rules are in force", fix)
     whole = Leaf(path="batch", shape=(here.mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
     axes = resolve(whole, here.rules, here.mesh).spec[0]
-    with use(here.mesh, here.rules | Rules(batch=first(axes, None), seq=None, norm_seq=None)):
+    with use_rules(here.mesh, here.rules | Rules(batch=first(axes, None), seq=None, norm_seq=None)):
         yield
 
 

@@ -1,1 +1,14 @@
 """Optimizers and optimizer state on a mesh."""
+
+from typing import TYPE_CHECKING
+
+from meshpar.sharding.lazy_imports import lazy
+
+if TYPE_CHECKING:
+    from meshpar.optim.ema import ema, ema_params
+    from meshpar.optim.moments import low_precision_moments, offload_state
+    from meshpar.optim.muon import muon
+
+__getattr__, __dir__ = lazy(__name__)
+
+__all__ = ["ema", "ema_params", "low_precision_moments", "muon", "offload_state"]

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.constraints import abstract_of, lay
+from meshpar.sharding.constraints import abstract_of, with_layout
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
@@ -62,7 +62,7 @@ def within(**changes: Any) -> Iterator[InForce]:
 
 
 @contextlib.contextmanager
-def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
+def use_rules(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
     """Put a mesh and activation rules in force for `constrain`.
 
     Args:
@@ -71,8 +71,10 @@ def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
     """
     rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
     if not isinstance(rules, Rules):
-        raise problem("use(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()")
-    ambient = Ambient(with_auto_axes("use(mesh, rules)", mesh), rules, params)
+        raise problem(
+            "use_rules(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()"
+        )
+    ambient = Ambient(with_auto_axes("use_rules(mesh, rules)", mesh), rules, params)
     with within(ambient=ambient), in_place_of_others(ambient.mesh):
         yield ambient
 
@@ -80,7 +82,7 @@ def use(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
 @contextlib.contextmanager
 def tracing(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
     """`use`, and the mesh as jax's own, around a model that is traced: a bare PartitionSpec in it finds its axes."""
-    with use(mesh, rules) as here, jax.sharding.use_abstract_mesh(abstract_of(here.mesh)):
+    with use_rules(mesh, rules) as here, jax.sharding.use_abstract_mesh(abstract_of(here.mesh)):
         yield here
 
 
@@ -143,7 +145,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         current().boundaries.num_held += 1
     # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
     sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
-    return lay(x, sharding)
+    return with_layout(x, sharding)
 
 
 def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
@@ -175,7 +177,7 @@ def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple
     here = _context.value.ambient
     if here is None:
         where = f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})"
-        fix = "call the model inside `with mp.use(mesh, strategy):`; train_step and eval_step do it for you"
+        fix = "call the model inside `with mp.use_rules(mesh, strategy):`; train_step and eval_step do it for you"
         raise problem(where, "lay an activation on the mesh", "no mesh and rules are in force", fix)
     path = f"activation {'×'.join(str(n) for n in names)}"
     return here, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)

@@ -1,7 +1,7 @@
 """train_step and eval_step: loss, gradients, accumulation and update as one compiled program.
 
-Where the gradients of several micro-steps are reduced is the caller's choice. With `accumulate_mode="each"` XLA reduces
-the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
+Where the gradients of several micro-steps are reduced is the caller's choice. With
+`reduce_gradients="each_microbatch"` XLA reduces the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
 gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
 Gradients of complex parameters are conjugated before the update, so that optimizers go downhill.
 """
@@ -212,7 +212,7 @@ def train_step(
     loss_fn: LossFn,
     *,
     accumulate: int = 1,
-    accumulate_mode: Literal["each", "once"] = "each",
+    reduce_gradients: Literal["each_microbatch", "once"] = "each_microbatch",
     precision: Precision | None = None,
     remat: str | None = None,
     interleave: int = 1,
@@ -228,8 +228,8 @@ def train_step(
         a scalar. Metrics are a dict of scalars: floats are means, with the weight of the loss, and integers are counts.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
       accumulate: micro-steps that share one update; every device keeps its own rows.
-      accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
-        reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
+      reduce_gradients: "each_microbatch" reduces the gradients of every micro-step into shards; "once" keeps replicated
+        sums and reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
         loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
       remat: what the layers that the model runs by `meshpar.scan_layers` keep for the backward pass, which makes the
@@ -244,7 +244,7 @@ def train_step(
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       loss_is: "mean_over_examples" states that a scalar loss is a mean over examples that all count the same. Without
-        it, micro-steps, stages, quantized gradients and `accumulate_mode="once"` refuse a scalar, because the mean of
+        it, micro-steps, stages, quantized gradients and `reduce_gradients="once"` refuse a scalar, because the mean of
         the means of unequal parts is not the mean of the batch.
       xla: compile options, names of XLA's flags without dashes; they join and override `compile_options`.
       latency_rounds: how often the step is compiled again on GPUs by what kernels and collectives take in the simulated
@@ -262,7 +262,7 @@ def train_step(
     check_loss("train_step", loss_fn)
     options = StepOptions(
         accumulate=accumulate,
-        accumulate_mode=accumulate_mode,
+        reduce_gradients=reduce_gradients,
         precision=as_precision(precision, "train_step"),
         remat=remat,
         interleave=interleave,

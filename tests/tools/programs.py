@@ -47,7 +47,7 @@ SMALL_CASES = {
     "prefetch_tensor": "strategy=fsdp(prefetch=1)|tensor_parallel(sequence=True) mesh=fsdp=4,tensor=2",
     "accumulate": "strategy=fsdp() mesh=fsdp=8 accumulate=2",
     "accumulate_ddp": "strategy=ddp() mesh=data=8 accumulate=2",
-    "accumulate_once": "strategy=fsdp() mesh=fsdp=8 accumulate=2 accumulate_mode=once",
+    "accumulate_once": "strategy=fsdp() mesh=fsdp=8 accumulate=2 reduce_gradients=once",
     "accumulate_prefetch": "strategy=fsdp(prefetch=1) mesh=fsdp=8 accumulate=2",
     "accumulate_int8": "strategy=fsdp(quantize='int8') mesh=fsdp=8 accumulate=2",
     "slices": "strategy=fsdp() mesh=fsdp=8 interleave=2",

@@ -87,7 +87,7 @@ def in_one_piece():
     return run(mp.train_step(loss_fn), make_state(mp.MeshSpec(), mp.ddp()), [make_batch(i) for i in range(3)])
 
 
-@pytest.mark.parametrize("mode", ["each", "once"])
+@pytest.mark.parametrize("mode", ["each_microbatch", "once"])
 @pytest.mark.parametrize(
     ("spec", "strategy"),
     [
@@ -100,7 +100,7 @@ def in_one_piece():
 )
 def test_micro_steps_add_up_to_the_whole_batch(spec, strategy, mode, in_one_piece):
     whole, whole_losses = in_one_piece
-    step = mp.train_step(loss_fn, accumulate=2, accumulate_mode=mode)
+    step = mp.train_step(loss_fn, accumulate=2, reduce_gradients=mode)
     split, losses = run(step, make_state(spec, strategy), [make_batch(i) for i in range(3)])
     np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
     for path, x in tree_leaves_with_paths(split.params):
@@ -114,11 +114,11 @@ def test_each_reduces_inside_the_loop_and_once_after_it():
 
     def in_micro_steps(mode):
         """Gradient reductions by how many loops they stand in; scalars (loss, norm) are not gradients."""
-        step = mp.train_step(loss_fn, accumulate=4, accumulate_mode=mode)
+        step = mp.train_step(loss_fn, accumulate=4, reduce_gradients=mode)
         found = [c for c in collectives(step, state, make_batch(0, rows=32)) if c.payload_bytes > 64]
         return [(c.kind, c.count_per_step) for c in found]
 
-    each = in_micro_steps("each")
+    each = in_micro_steps("each_microbatch")
     # 4 micro-steps x 3 layers: weights gathered forward and backward, gradients reduced (as all-reduces on CPU).
     assert {count for kind, count in each if kind in ("all-reduce", "reduce-scatter")} == {4 * LAYERS}
     assert {count for kind, count in each if kind == "all-gather"} == {4 * LAYERS}
@@ -129,7 +129,7 @@ def test_each_reduces_inside_the_loop_and_once_after_it():
 
 def test_reduced_once_every_device_keeps_its_part_of_what_other_axes_split():
     state = make_state(mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel())
-    step = mp.train_step(loss_fn, accumulate=2, accumulate_mode="once")
+    step = mp.train_step(loss_fn, accumulate=2, reduce_gradients="once")
     found = [c for c in collectives(step, state, make_batch(0)) if c.payload_bytes > 64]
     assert not [c for c in found if c.axes == ("tensor",) and not c.in_loop]
 
@@ -143,7 +143,9 @@ def test_splitting_the_batch_moves_no_rows():
 
 
 @pytest.mark.parametrize("dtype", cases("float16", grid=["float16", "bfloat16"]))
-@pytest.mark.parametrize(("accumulate", "mode"), cases((2, "once"), grid=[(1, "each"), (2, "each"), (2, "once")]))
+@pytest.mark.parametrize(
+    ("accumulate", "mode"), cases((2, "once"), grid=[(1, "each_microbatch"), (2, "each_microbatch"), (2, "once")])
+)
 def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
     """Times a number of tokens, a gradient is beyond float16; alone it is not."""
 
@@ -157,7 +159,7 @@ def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
         return mp.train_step(weighed, **options)(state, make_batch(0))
 
     wide, expected = trained()
-    state, metrics = trained(accumulate=accumulate, accumulate_mode=mode, precision=mp.Precision(reduce=dtype))
+    state, metrics = trained(accumulate=accumulate, reduce_gradients=mode, precision=mp.Precision(reduce=dtype))
     assert bool(metrics["finite"])
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
     # Each of a few rounded additions is off by at most half a unit in the last place: 2^-11, or 2^-8.
@@ -167,7 +169,7 @@ def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
 
 
 def test_a_weighed_reduction_is_as_narrow_as_asked():
-    step = mp.train_step(masked_rows, accumulate=2, accumulate_mode="once", precision=mp.Precision(reduce="float16"))
+    step = mp.train_step(masked_rows, accumulate=2, reduce_gradients="once", precision=mp.Precision(reduce="float16"))
     state = make_state(mp.MeshSpec(data=8), mp.ddp())
     text = step.lower(state, make_batch(0)).as_text()
     sums = [line for line in text.splitlines() if "stablehlo.reduce(" in line and "xf16>, tensor<f16>" in line]
@@ -230,7 +232,7 @@ class Dropping(nnx.Module):
         return self.dropout(self.linear(x)), self.noisy(x)[:, 0] * jax.random.uniform(ours, (len(x),))
 
 
-@pytest.mark.parametrize("mode", cases("once", grid=["each", "once"]))
+@pytest.mark.parametrize("mode", cases("once", grid=["each_microbatch", "once"]))
 @pytest.mark.parametrize(
     ("spec", "strategy"),
     [
@@ -250,7 +252,7 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
     model = mp.from_nnx(Dropping)
     assert model.random_keys().keys() >= {"dropout/rngs/key", "moving"}
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
-    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode, loss_is="mean_over_examples")
+    step = mp.train_step(linear, accumulate=2, reduce_gradients=mode, loss_is="mean_over_examples")
     masks, noises = set(), set()
     for _ in range(2):
         before = jax.device_get((state.params, state.extra))
@@ -299,7 +301,7 @@ class LinenNormed(linen.Module):
 
 INPUTS = (np.random.default_rng(0).normal(size=(ROWS, EMBED)) + np.arange(ROWS)[:, None]).astype(np.float32)
 LOCAL_ROWS = {
-    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"accumulate": 2, "reduce_gradients": "once"}),
     "quantize": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0, quantize="int8"), {}),
     "stages": (mp.MeshSpec(stage=2), mp.pipeline_parallel(stages=2, microbatches=2), {}),
 }
@@ -354,7 +356,7 @@ def masked_stack() -> mp.Model:
 
 BY_ENGINE = {
     "plain": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2}),
-    "once": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2, "reduce_gradients": "once"}),
     "quantize": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0, quantize="int8"), {"accumulate": 2}),
     "stages": (
         mp.MeshSpec(stage=2, data=2, fsdp=2),
@@ -513,7 +515,7 @@ def test_eval_step_gives_the_loss_and_keeps_the_state():
     assert float(again["loss"]) == float(metrics["loss"])
 
 
-MICRO_STEPS = [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "once"}]
+MICRO_STEPS = [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_gradients": "once"}]
 
 
 @pytest.mark.parametrize("options", cases(MICRO_STEPS[1], grid=MICRO_STEPS), ids=str)

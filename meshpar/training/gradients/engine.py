@@ -62,8 +62,8 @@ class Unsupported(NamedTuple):
     fix: str
 
 
-PLAIN = 'use accumulate_mode="each" and a strategy without stages and quantize'
-LOCAL = 'stages, prefetch, quantize and accumulate_mode="once" evaluate the model on the local batch of each device'
+PLAIN = 'use reduce_gradients="each_microbatch" and a strategy without stages and quantize'
+LOCAL = 'stages, prefetch, quantize and reduce_gradients="once" evaluate the model on the local batch of each device'
 UNSUPPORTED = {
     Feature.ACCUMULATION: Unsupported(
         "train_step(accumulate=...)",
@@ -80,8 +80,8 @@ UNSUPPORTED = {
     Feature.PREFETCH: Unsupported(
         "prefetch",
         "gather weights one layer ahead",
-        'stages, quantize and accumulate_mode="once" gather weights in their own way',
-        'remove prefetch, or stages and quantize, and use accumulate_mode="each"',
+        'stages, quantize and reduce_gradients="once" gather weights in their own way',
+        'remove prefetch, or stages and quantize, and use reduce_gradients="each_microbatch"',
     ),
     Feature.HOST_OFFLOAD: Unsupported(
         "remat with `offload:`",

@@ -68,7 +68,7 @@ def check_setup(setup: Setup, options: StepOptions, batch: PyTree) -> None:
 def _check(engine: GradientEngine, features: Iterable[Feature], strategy: Strategy, options: StepOptions) -> None:
     for feature in features:
         if feature not in engine.supports:
-            once = ' and accumulate_mode="once"' if options.is_once else ""
+            once = ' and reduce_gradients="once"' if options.is_once else ""
             raise unsupported(feature, f"{strategy.label}{once}")
 
 
