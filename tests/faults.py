@@ -160,7 +160,7 @@ FAULTS = (
     ),
     Fault(
         "a big leaf is replicated by accident", "training/sharding_table.py",
-        "if decision.meant or decision.shards > 1 or mesh.size == 1:", "if True:",
+        "if decision.replicated_on_purpose or decision.shards > 1 or mesh.size == 1:", "if True:",
         "training/test_sharding_table.py parallel/test_strategies.py",
     ),
     Fault(

@@ -37,7 +37,7 @@ _RING = "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Entry(Plain):
+class MatchEntry(Plain):
     """One role of a promise, as it was found."""
 
     role: str
@@ -83,14 +83,14 @@ class Unexpected(Plain):
 class Promise(Plain):
     """What was promised, held against what was found."""
 
-    kept: tuple[Entry, ...]
-    missing: tuple[Entry, ...]
+    kept: tuple[MatchEntry, ...]
+    missing: tuple[MatchEntry, ...]
     unexpected: tuple[Unexpected, ...]
-    kernels: tuple[Entry, ...] = ()
+    kernels: tuple[MatchEntry, ...] = ()
     """Messages of `shard_map` kernels, ours and the user's: as many as the traced step asks for, at the most."""
-    small: tuple[Entry, ...] = ()
+    small: tuple[MatchEntry, ...] = ()
     """Losses, metrics, norms."""
-    untold: tuple[Entry, ...] = ()
+    untold: tuple[MatchEntry, ...] = ()
     """Over axes that path rules split parameters without names by: nothing says what activations send over these."""
     unannotated_axes: tuple[str, ...] = ()
 
@@ -352,7 +352,7 @@ def most_of(promises: Sequence[Promise]) -> Promise:
     def most(name: str) -> tuple[Any, ...]:
         found: dict[Any, Any] = {}
         for one in (one for promise in promises for one in getattr(promise, name)):
-            is_line = isinstance(one, Entry)
+            is_line = isinstance(one, MatchEntry)
             key = (one.kind, one.axes, *((one.role, one.lowered_as) if is_line else (one.tensor, one.source)))
             weight = (one.bytes_sent_per_device, one.count[1] if is_line else one.count_per_step)
             if key not in found or weight > found[key][0]:
@@ -374,7 +374,7 @@ def _is_bookkeeping(one: Collective, longest: int, batch_axes: set[str]) -> bool
     return is_vector and (one.kind == "all-reduce" or of_optimizer)
 
 
-def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Entry]:
+def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
     """What was found of a promise, by kind and axes."""
     one = claim.one
     by_form: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, int, Fraction]]] = {}
@@ -394,7 +394,7 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Entry]:
         least, most = max(low for low, _ in ways), min(high for _, high in ways)
         is_big = 4 * one.elements >= MIN_SHARDED_BYTES
         is_all = set(replicated_on_purpose) == {axes} and len(by_form) == 1 and kind != _RING
-        yield Entry(
+        yield MatchEntry(
             role=one.role,
             kind=as_meant or kind,
             axes=axes,
@@ -411,7 +411,7 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Entry]:
         )
 
 
-def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Entry]:
+def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
     """What is due of a promise and was not found, in its cheapest form."""
     one = claim.one
     for kind, axes, elements in one.forms(dict(sizes)):
@@ -420,23 +420,23 @@ def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Entry]:
             most = max(one.count_over(axis)[1] - int(claim.served(axis)) for axis in axes)
             nbytes = elements * ITEMSIZE.get(one.dtype, 4)
             sent = lacking * bytes_sent(kind, nbytes, math.prod(sizes[axis] for axis in axes))
-            yield Entry(
+            yield MatchEntry(
                 role=one.role, kind=kind, axes=axes, tensors=one.tensors, count=(lacking, most),
                 bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=one.dtype,
             )  # fmt: skip
 
 
-def _loose(role: str, one: Collective, count: int) -> Entry:
+def _loose(role: str, one: Collective, count: int) -> MatchEntry:
     sent = one.bytes_sent_per_device * count
-    return Entry(
+    return MatchEntry(
         role=role, kind=one.logical_kind, axes=one.axes, tensors=(one.module,) if one.module else (),
         count=(count, count), bytes_sent_per_device=sent, found_count=count, found_bytes=sent,
     )  # fmt: skip
 
 
-def _joined(lines: Iterable[Entry]) -> tuple[Entry, ...]:
+def _joined(lines: Iterable[MatchEntry]) -> tuple[MatchEntry, ...]:
     """One line a role, kind and axes."""
-    joined: dict[tuple[str, str, tuple[str, ...], str], Entry] = {}
+    joined: dict[tuple[str, str, tuple[str, ...], str], MatchEntry] = {}
     for line in lines:
         key = (line.role, line.kind, line.axes, line.lowered_as)
         if key in joined:

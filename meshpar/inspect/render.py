@@ -19,7 +19,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from meshpar.hardware.units import si
-from meshpar.inspect.matching import Entry, Promise, Unexpected
+from meshpar.inspect.matching import MatchEntry, Promise, Unexpected
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.report import Report, Sent
 from meshpar.sharding.printing import flat, human_mesh
@@ -351,7 +351,7 @@ def _once(texts: Iterable[str]) -> Iterator[str]:
         seen.add(text)
 
 
-def _lines(title: str, lines: Sequence[Entry], style: Style) -> Table:
+def _lines(title: str, lines: Sequence[MatchEntry], style: Style) -> Table:
     rows = tuple(
         (
             Cell(one.role, style),

@@ -1,10 +1,10 @@
 """train_step and eval_step: loss, gradients, accumulation and update as one compiled program.
 
 Where the gradients of several micro-steps are reduced is the caller's choice. With
-`reduce_gradients="each_microbatch"` XLA reduces the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
-gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
-Gradients of complex parameters are conjugated before the update, so that optimizers go downhill.
-"""
+`reduce_gradients="each_microbatch"` XLA reduces the gradients of every micro-step and the sums are kept in shards:
+least memory. With `"once"` every device sums its own gradients, replicated, and one reduction follows the loop: least
+traffic. `engines/` holds the ways gradients are made. Gradients of complex parameters are conjugated before the update,
+so that optimizers go downhill."""
 
 from __future__ import annotations
 
@@ -229,8 +229,8 @@ def train_step(
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
       accumulate: micro-steps that share one update; every device keeps its own rows.
       reduce_gradients: "each_microbatch" reduces the gradients of every micro-step into shards; "once" keeps replicated
-        sums and reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
-        loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
+        sums and reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and
+        gives the loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
       remat: what the layers that the model runs by `meshpar.scan_layers` keep for the backward pass, which makes the
         rest again. "full": their input; "dots": what matmuls with weights give, too; "minimal": and what attention
