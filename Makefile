@@ -25,7 +25,7 @@ QUICK := "not matrix and not pod and not foreign"
 REST := "(matrix or pod) and not foreign"
 # What the second interpreter runs: the spine.
 SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/parallel/test_strategies.py \
-    tests/commands/test_launch.py tests/commands/test_recipe.py \
+    tests/cli/test_launch.py tests/cli/test_recipe.py \
     $(addprefix tests/training/test_,$(addsuffix .py,state precision step checkpoint loop))
 
 .PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types notebooks programs bench constraints clean
@@ -71,7 +71,7 @@ notebooks: $(VENV)/.dev ## run the notebooks again and keep their outputs
 	$(BIN)/python tests/test_notebooks.py
 
 programs: $(VENV)/.dev ## compile again the programs for GPUs that tests read
-	$(BIN)/python -m tests.compiled.saved
+	$(BIN)/python -m tests.inspect.saved
 
 bench: $(VENV)/.core ## time a training step against hand-written shardings
 	$(BIN)/meshpar bench step $(ARGS)

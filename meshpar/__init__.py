@@ -16,14 +16,24 @@ Names are imported when they are first used, so `import meshpar` costs little.
 
 from typing import TYPE_CHECKING
 
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar import bench, collectives, compiled, data, interop, models, moe, pipeline, planner
-    from meshpar.commands import plots
-    from meshpar.commands.recipe import AdamW, Muon, Optax, Recipe, Sample
-    from meshpar.compiled.explain import explain
-    from meshpar.compiled.report import Report
+    from meshpar import bench, collectives, data, interop, models, moe, pipeline, planner
+    from meshpar import inspect as compiled
+    from meshpar.cli import plots
+    from meshpar.cli.recipe import AdamW, Muon, Optax, Recipe, Sample
+    from meshpar.inspect.explain import explain
+    from meshpar.inspect.report import Report
+    from meshpar.layers.losses import MeanLoss, SumLoss
+    from meshpar.layers.precision import Precision
+    from meshpar.layers.scan import Aux, scan_layers
+    from meshpar.loop.checkpoint import Checkpoints
+    from meshpar.loop.fit import fit
+    from meshpar.loop.verify import verify
+    from meshpar.optim.ema import averaged, ema
+    from meshpar.optim.moments import moments_in, offloaded
+    from meshpar.optim.muon import muon
     from meshpar.parallel import (
         Quantize,
         Strategy,
@@ -39,26 +49,17 @@ if TYPE_CHECKING:
         zero2,
         zero3,
     )
+    from meshpar.parallel.batch import shard_batch
     from meshpar.planner.plan import plan
     from meshpar.sharding.adapters import Model, explicit, from_functions, from_linen, from_nnx
     from meshpar.sharding.context import constrain, use
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated
-    from meshpar.sharding.table import ShardingTable, shardings
     from meshpar.sharding.types import Decision, Leaf, MeshparError
-    from meshpar.training.batch import shard_batch
-    from meshpar.training.checkpoint import Checkpoints
-    from meshpar.training.ema import averaged, ema
-    from meshpar.training.layers import Aux, scan_layers
-    from meshpar.training.loop import fit
     from meshpar.training.lora import Lora, lora
-    from meshpar.training.losses import MeanLoss, SumLoss
-    from meshpar.training.moments import moments_in, offloaded
-    from meshpar.training.muon import muon
-    from meshpar.training.precision import Precision
+    from meshpar.training.sharding_table import ShardingTable, shardings
     from meshpar.training.state import TrainState, abstract_state, init_state, load_params
     from meshpar.training.step import eval_step, train_step
-    from meshpar.training.verify import verify
 
 __version__ = "0.1.0"
 

@@ -77,6 +77,6 @@ def recipe(devices: int = 2048) -> mp.Recipe:
 
 
 if __name__ == "__main__":
-    from meshpar.commands.cli import train_this
+    from meshpar.cli.main import train_this
 
     train_this(__file__)

@@ -60,6 +60,6 @@ def recipe(devices: int = 4096) -> mp.Recipe:
 
 
 if __name__ == "__main__":
-    from meshpar.commands.cli import train_this
+    from meshpar.cli.main import train_this
 
     train_this(__file__)

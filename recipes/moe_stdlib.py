@@ -18,7 +18,7 @@ from __future__ import annotations
 import meshpar as mp
 from meshpar.data import TextData
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.moe.config import MoEConfig
+from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 
 
@@ -75,6 +75,6 @@ def recipe(devices: int = 8) -> mp.Recipe:
 
 
 if __name__ == "__main__":
-    from meshpar.commands.cli import train_this
+    from meshpar.cli.main import train_this
 
     train_this(__file__)

@@ -88,8 +88,8 @@ def child_env() -> dict[str, str]:
 @pytest.fixture(scope="session")
 def pod():
     """A process that compiles for GPUs; tests that use it are skipped where the `aot` extra is not installed."""
-    from meshpar.compiled.pod import PodProcess
-    from meshpar.compiled.target import missing_aot
+    from meshpar.inspect.pod import PodProcess
+    from meshpar.inspect.target import missing_aot
 
     if missing_aot():
         pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
@@ -235,7 +235,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def meshpar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
     """Run a command line; gives (exit code, standard output, standard error)."""
-    from meshpar.commands import cli
+    from meshpar.cli import main as cli
 
     for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # what a command sets for its own process
         monkeypatch.setenv(name, os.environ.get(name, ""))

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 
 import meshpar as mp
+from meshpar.layers.losses import scalar
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
-from meshpar.training.losses import scalar
 from meshpar.training.state import TrainState, make_setup
 
 VOCAB = 32

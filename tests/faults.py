@@ -59,68 +59,68 @@ FAULTS = (
         "(gap if stochastic else gap / 2)", "(gap if stochastic else gap / 4)", "collectives/test_quantized.py",
     ),
     Fault(
-        "a dropped psum of loss and metrics", "training/engines/by_device.py",
+        "a dropped psum of loss and metrics", "training/gradients/per_device.py",
         "lax.psum((sums.loss, sums.metrics), axes)", "(sums.loss, sums.metrics)",
-        "training/test_step.py training/test_unshard.py",
+        "training/test_step.py training/gradients/test_zeropp.py",
     ),
     Fault(
-        "the same random key for every micro-step", "training/sums.py",
+        "the same random key for every micro-step", "training/accumulation.py",
         "jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))", "jnp.broadcast_to(key, (count,))",
-        "training/test_step.py training/test_losses.py -k random_keys or drawn",
+        "training/test_step.py layers/test_losses.py -k random_keys or drawn",
     ),
     # Losses and metrics of the parts of a batch.
     Fault(
-        "a part without weight spoils the metrics of the others", "training/losses.py",
-        "jnp.where(weight > 0, x * share, 0)", "x * share", "training/test_losses.py -k combine and mean",
+        "a part without weight spoils the metrics of the others", "layers/losses.py",
+        "jnp.where(weight > 0, x * share, 0)", "x * share", "layers/test_losses.py -k combine and mean",
     ),
     Fault(
-        "a metric of a part counts without its weight", "training/losses.py",
+        "a metric of a part counts without its weight", "layers/losses.py",
         "jnp.where(weight > 0, x * share, 0)", "jnp.where(weight > 0, x * (share / share), 0)",
-        "training/test_losses.py -k combine and mean",
+        "layers/test_losses.py -k combine and mean",
     ),
     Fault(
-        "weights are not summed over micro-steps", "training/losses.py",
+        "weights are not summed over micro-steps", "layers/losses.py",
         "total = jax.vmap(weight_of)(rows, keys).sum()", "total = weight_of(part, keys[0]) * len(keys)",
-        "training/test_losses.py -k combine and micro",
+        "layers/test_losses.py -k combine and micro",
     ),
     Fault(
-        "weights are not summed over devices", "training/losses.py",
+        "weights are not summed over devices", "layers/losses.py",
         "lax.psum(total, tuple(axes)) if axes else total", "total * (num_parts // len(keys))",
-        "training/test_unshard.py -k not_rounded",
+        "training/gradients/test_zeropp.py -k not_rounded",
     ),
     Fault(
         "weights are not summed over microbatches", "pipeline/executor.py",
         ".normalized(self.functions.normalizer)", ".normalized()", "pipeline/test_executor.py -k weight",
     ),
     Fault(
-        "a sum is divided by the number of parts", "training/losses.py",
-        "value = loss.total * num_parts\n", "value = loss.total\n", "training/test_losses.py -k combine and sum",
+        "a sum is divided by the number of parts", "layers/losses.py",
+        "value = loss.total * num_parts\n", "value = loss.total\n", "layers/test_losses.py -k combine and sum",
     ),
     Fault(
-        "a scalar is taken for parts", "training/losses.py",
-        "if isinstance(out.loss, ScalarLoss):", "if False:", "training/test_losses.py -k scalar",
+        "a scalar is taken for parts", "layers/losses.py",
+        "if isinstance(out.loss, ScalarLoss):", "if False:", "layers/test_losses.py -k scalar",
     ),
     Fault(
-        "a weight of the model's outputs is taken for parts", "training/losses.py",
-        "if any(reads[:num_args]):", "if False:", "training/test_losses.py -k outputs",
+        "a weight of the model's outputs is taken for parts", "layers/losses.py",
+        "if any(reads[:num_args]):", "if False:", "layers/test_losses.py -k outputs",
     ),
     Fault(
         "an update without weight is taken", "training/step.py",
         "conditions = [metrics[LOSS_WEIGHT] > 0] if LOSS_WEIGHT in metrics else []", "conditions = []",
-        "training/test_losses.py -k leaves_the_state",
+        "layers/test_losses.py -k leaves_the_state",
     ),
     Fault(
-        "validation averages batches without their weights", "training/loop.py",
+        "validation averages batches without their weights", "loop/fit.py",
         "weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in found]", "weights = [1.0 for _ in found]",
-        "training/test_loop.py -k weights",
+        "loop/test_fit.py -k weights",
     ),
     Fault(
-        "targets of -100 count", "models/loss.py",
-        'batch["targets"] != IGNORE_TARGET', 'batch["targets"] >= IGNORE_TARGET', "models/test_loss.py",
+        "targets of -100 count", "models/token_loss.py",
+        'batch["targets"] != IGNORE_TARGET', 'batch["targets"] >= IGNORE_TARGET', "models/test_token_loss.py",
     ),
     Fault(
-        "a target outside the vocabulary has a finite loss", "models/unembed.py",
-        "jnp.where(in_vocab_BT, self.nats_BT, jnp.nan)", "self.nats_BT", "models/test_loss.py models/test_unembed.py",
+        "a target outside the vocabulary has a finite loss", "models/chunked_cross_entropy.py",
+        "jnp.where(in_vocab_BT, self.nats_BT, jnp.nan)", "self.nats_BT", "models/test_token_loss.py models/test_chunked_cross_entropy.py",
     ),
     Fault(
         "the same random key in every step", "training/step.py",
@@ -132,22 +132,22 @@ FAULTS = (
         "conditions.append(finite)", "conditions += []", "training/test_step.py",
     ),
     Fault(
-        "rows of other devices in a micro-step", "training/batch.py",
+        "rows of other devices in a micro-step", "parallel/batch.py",
         "jnp.moveaxis(by_device, 1, 0).reshape(", "by_device.reshape(", "training/test_step.py",
     ),
     Fault(
-        "gradients reduced in the compute dtype", "training/precision.py",
+        "gradients reduced in the compute dtype", "layers/precision.py",
         "jnp.promote_types(compute, jnp.float32)", "jnp.dtype(compute)",
-        "training/test_precision.py training/test_step.py",
+        "layers/test_precision.py training/test_step.py",
     ),
     Fault(
-        "a damaged array is restored", "training/checkpoint.py",
-        "strict=True) if a != b]\n", "strict=True) if a != a]\n", "training/test_checkpoint.py -k damage",
+        "a damaged array is restored", "loop/checkpoint.py",
+        "strict=True) if a != b]\n", "strict=True) if a != a]\n", "loop/test_checkpoint.py -k damage",
     ),
     Fault(
-        "validation is left out", "training/loop.py",
+        "validation is left out", "loop/fit.py",
         "if run.step == run.steps or (self._every is not None", "if False and (self._every is not None",
-        "training/test_loop.py",
+        "loop/test_fit.py",
     ),
     Fault(
         "the first path rule wins", "sharding/rules.py",
@@ -158,9 +158,9 @@ FAULTS = (
         "    if size % count:\n", "    if size % count < 0:\n", "sharding/test_rules.py sharding/test_mistakes.py",
     ),
     Fault(
-        "a big leaf is replicated by accident", "sharding/table.py",
+        "a big leaf is replicated by accident", "training/sharding_table.py",
         "if decision.meant or decision.shards > 1 or mesh.size == 1:", "if True:",
-        "sharding/test_table.py parallel/test_strategies.py",
+        "training/test_sharding_table.py parallel/test_strategies.py",
     ),
     Fault(
         "ZeRO-1 splits gradients too", "parallel/zero.py",
@@ -175,13 +175,13 @@ FAULTS = (
         "if sizes.get(need.axis, 1) == 1:", "if sizes.get(need.axis, 1) == 0:", "parallel/test_strategies.py",
     ),
     Fault(
-        "one warm-up forward too few", "pipeline/schedules/makers.py",
+        "one warm-up forward too few", "schedules/makers.py",
         "for i in range(microbatches)], stages - 1 - stage)", "for i in range(microbatches)], stages - 2 - stage)",
-        "pipeline/test_schedules.py",
+        "schedules/test_schedules.py",
     ),
     Fault(
-        "a message that takes no time", "pipeline/schedules/order.py",
-        "end + (comm[stage] if comm and origin != stage else 0)", "end", "pipeline/test_simulate.py",
+        "a message that takes no time", "schedules/ticks.py",
+        "end + (comm[stage] if comm and origin != stage else 0)", "end", "schedules/test_simulate.py",
     ),
     Fault(
         "a microbatch is lost", "pipeline/executor.py",
@@ -189,9 +189,9 @@ FAULTS = (
         "pipeline/test_executor.py",
     ),
     Fault(
-        "counts are divided by the microbatches", "training/reports.py",
+        "counts are divided by the microbatches", "layers/auxiliary.py",
         "x if is_counted(x) else x / jnp.asarray(total, x.dtype)", "x / jnp.asarray(total, x.dtype)",
-        "training/test_staged.py training/test_step.py -k counts",
+        "training/gradients/test_stages.py training/test_step.py -k counts",
     ),
     Fault(
         "the balancing bias goes the wrong way", "moe/balance.py",
@@ -202,41 +202,41 @@ FAULTS = (
         "return alpha * num_experts * (share", "return alpha * (share", "moe/test_balance.py",
     ),
     Fault(
-        "tokens go to the wrong ranks", "moe/exchange.py",
+        "tokens go to the wrong ranks", "moe/token_exchange.py",
         "return lax.all_to_all(parts, link.axis, 0, 0)", "return parts", "moe/test_dispatch.py",
     ),
     Fault(
-        "buffers of twice the size", "moe/paths.py",
+        "buffers of twice the size", "moe/dispatch_paths.py",
         "rows // shape.num_ranks, shape", "rows // shape.num_ranks * 2, shape",
-        "compiled/test_promise_moe.py -k formulas",
+        "inspect/test_promise_moe.py -k formulas",
     ),
     Fault(
-        "two all-to-alls more than needed each way", "moe/exchange.py",
+        "two all-to-alls more than needed each way", "moe/token_exchange.py",
         "    return lax.all_to_all(parts, link.axis, 0, 0)",
         "    for _ in range(2):\n        parts = lax.all_to_all(parts, link.axis, 0, 0)\n"
-        "    return lax.all_to_all(parts, link.axis, 0, 0)", "compiled/test_promise_moe.py -k formulas",
+        "    return lax.all_to_all(parts, link.axis, 0, 0)", "inspect/test_promise_moe.py -k formulas",
     ),
     Fault(
-        "experts' gradients are summed over their own axis", "moe/reduction.py",
+        "experts' gradients are summed over their own axis", "moe/expert_reduction.py",
         "tiled=True) if axes else g\n    return (g,)",
         'tiled=True) if axes else g\n    return (varying(lax.psum(g, "expert"), ("expert",)),)',
-        "compiled/test_promise_moe.py -k formulas",
+        "inspect/test_promise_moe.py -k formulas",
     ),
     Fault(
-        "a ring all-reduce in N steps", "planner/cost.py",
+        "a ring all-reduce in N steps", "hardware/cost_model.py",
         "return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent)",
         "return Cost(steps=num_ranks, bytes_sent=sent, bytes_in_turn=sent)",
-        "planner/test_cost.py",
+        "hardware/test_cost_model.py",
     ),
     Fault(
-        "unexpected collectives are swallowed", "compiled/holding.py",
+        "unexpected collectives are swallowed", "inspect/matching.py",
         'unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes, scopes_above),', "unexpected=(),",
-        "compiled/test_promise.py -k planted",
+        "inspect/test_expected.py -k planted",
     ),
     Fault(
-        "the loss of the token that was read", "models/loss.py",
+        "the loss of the token that was read", "models/token_loss.py",
         "TokenLosses(log_BT - target_BT, target_BT == 0,", "TokenLosses(log_BT, target_BT == 0,",
-        "models/test_loss.py",
+        "models/test_token_loss.py",
     ),
     Fault(
         "rotary embeddings turn one half only", "models/layers.py",
@@ -244,12 +244,12 @@ FAULTS = (
     ),
     # Gradients through regions whose types are not checked (`check_vma=False`), each at what could be wrong in it.
     Fault(
-        "unchecked: one device's gradient stands for all", "training/engines/by_device.py",
+        "unchecked: one device's gradient stands for all", "training/gradients/per_device.py",
         "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]", "training/test_step.py -k once",
     ),
     Fault(
-        "unchecked: a gradient scattered inside a node alone", "training/engines/unshard.py",
-        "(lax.psum(mine, rest) if rest else mine)", "mine", "training/test_unshard.py",
+        "unchecked: a gradient scattered inside a node alone", "training/gradients/zeropp.py",
+        "(lax.psum(mine, rest) if rest else mine)", "mine", "training/gradients/test_zeropp.py",
     ),
     Fault(
         "unchecked: a router's gradient twice", "moe/layer.py",
@@ -267,7 +267,7 @@ FAULTS = (
         "collectives/test_attention.py -k reaches_back",
     ),
     Fault(
-        "fp8 weight gradients summed in the compute dtype", "training/products.py",
+        "fp8 weight gradients summed in the compute dtype", "layers/fp8_dot.py",
         "x.scale * dy.scale, reduce, None)", "x.scale * dy.scale, rhs.dtype, None)",
         "training/test_float8.py -k leaves_its_matmul",
     ),
@@ -282,19 +282,19 @@ FAULTS = (
         "training/test_step.py -k statistics",
     ),
     Fault(
-        "state of the model left to one device", "training/engines/by_device.py",
+        "state of the model left to one device", "training/gradients/per_device.py",
         "return lax.pmean(x, axes) if", "return x if", "training/test_step.py -k other_state",
     ),
     # What came after the list above.
     Fault(
-        "8-bit products keep one of two scales", "training/products.py",
+        "8-bit products keep one of two scales", "layers/fp8_dot.py",
         "batch), x.scale * w.scale, rhs.dtype, split)", "batch), x.scale, rhs.dtype, split)",
         "training/test_float8.py",
     ),
     Fault(
-        "averages follow the last step", "training/ema.py",
+        "averages follow the last step", "optim/ema.py",
         "decay * a + (1 - decay) * p.astype(a.dtype)", "(1 - decay) * a + decay * p.astype(a.dtype)",
-        "training/test_ema.py",
+        "optim/test_ema.py",
     ),
     Fault(
         "adapters count once, whatever alpha is", "training/lora.py",
@@ -315,9 +315,9 @@ FAULTS = (
         "**_without(self.extra, self.info.sown)}", "**self.extra}", "sharding/test_adapters.py",
     ),
     Fault(
-        "messages over one link do not wait for each other", "compiled/clock/timeline.py",
+        "messages over one link do not wait for each other", "inspect/timeline/simulator.py",
         "start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))",
-        "start_s = block.duration_s", "compiled/clock/test_timeline.py",
+        "start_s = block.duration_s", "inspect/timeline/test_timeline.py",
     ),
     Fault(
         "the product of adapters in bfloat16", "training/lora.py",
@@ -355,21 +355,21 @@ FAULTS = (
         "training/test_step.py -k evaluated_scalar",
     ),
     Fault(
-        "devices draw weights by another key than the losses", "training/engines/by_device.py",
+        "devices draw weights by another key than the losses", "training/gradients/per_device.py",
         "keys = here[None] if count == 1 else micro_keys(here, count)",
         "keys = key[None] if count == 1 else micro_keys(here, count)",
-        "training/test_losses.py -k drawn",
+        "layers/test_losses.py -k drawn",
     ),
     Fault(
-        "micro-steps draw weights by each other's keys", "training/engines/plain.py",
+        "micro-steps draw weights by each other's keys", "training/gradients/xla.py",
         "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys, axes={})",
         "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys[::-1], axes={})",
-        "training/test_losses.py -k drawn",
+        "layers/test_losses.py -k drawn",
     ),
     Fault(
-        "gradient shards are summed in the parameters' dtype", "training/engines/by_device.py",
+        "gradient shards are summed in the parameters' dtype", "training/gradients/per_device.py",
         "masters = jax.tree.map(wide, setup.trained(params))", "masters = setup.trained(params)",
-        "training/test_unshard.py -k bfloat16_parameters",
+        "training/gradients/test_zeropp.py -k bfloat16_parameters",
     ),
     Fault(
         "adapters of experts count once, whatever alpha is", "training/lora.py",
@@ -378,7 +378,7 @@ FAULTS = (
         "training/test_lora.py -k adapters_of_experts",
     ),
     Fault(
-        "adapters are restored with a larger alpha", "training/checkpoint.py",
+        "adapters are restored with a larger alpha", "loop/checkpoint.py",
         "lora.alpha != stored:", "lora.alpha < stored:", "training/test_lora.py -k refuses_adapters",
     ),
     Fault(
@@ -404,22 +404,22 @@ FAULTS = (
         "collectives/test_quantized.py -k draws_of_their_own",
     ),
     Fault(
-        "blocks of a group are rounded before they are summed", "moe/grouped.py",
+        "blocks of a group are rounded before they are summed", "moe/grouped_matmul.py",
         "jnp.where(block.is_first, jnp.zeros_like(total), total) + term",
         "jnp.where(block.is_first, jnp.zeros_like(total), total) + term.astype(out.dtype)",
-        "moe/test_grouped.py -k blocks_of_a_group",
+        "moe/test_grouped_matmul.py -k blocks_of_a_group",
     ),
     Fault(
-        "segments in the natural order, tokens in zigzag order", "models/context.py",
+        "segments in the natural order, tokens in zigzag order", "models/context_attention.py",
         'segments_BT = constrain(zigzag(segments_BT, num_ranks), "batch", "seq")',
         'segments_BT = constrain(segments_BT, "batch", "seq")',
         "parallel/test_context_parallel.py -k enter_in_one_order",
     ),
     Fault(
-        "YaRN's factor of scores is left out", "models/latent.py",
+        "YaRN's factor of scores is left out", "models/latent_attention.py",
         "if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor != 1:",
         "if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor > 9:",
-        "models/test_latent.py -k yarns_factor",
+        "models/test_latent_attention.py -k yarns_factor",
     ),
     Fault(
         "float32 tensors are read as bfloat16", "interop/hf.py",
@@ -449,25 +449,25 @@ FAULTS = (
     Fault(
         "stages draw weights by the key of another part", "pipeline/gradients.py",
         "lambda index: micro_key(key, index, last))", "lambda index: micro_key(key, index, 0 * last))",
-        "training/test_losses.py -k drawn",
+        "layers/test_losses.py -k drawn",
     ),
     Fault(
-        "whole numbers of a model's state are those of one device", "training/engines/by_device.py",
+        "whole numbers of a model's state are those of one device", "training/gradients/per_device.py",
         "return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)",
         "return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmin(x, axes)",
         "training/test_step.py -k whole_numbers",
     ),
     Fault(
-        "the weights of adapters are restored with another alpha", "training/checkpoint.py",
+        "the weights of adapters are restored with another alpha", "loop/checkpoint.py",
         '        _check_alpha(run.get("lora_alpha"), setup, where)',
         '        None if weights_only else _check_alpha(run.get("lora_alpha"), setup, where)',
         "training/test_lora.py -k refuses_adapters",
     ),
     Fault(
-        "gates are rounded in the backward pass", "moe/order.py",
+        "gates are rounded in the backward pass", "moe/assignment_order.py",
         "weight = taken(weights.reshape(-1), order.choices).astype(wide)[:, None]",
         "weight = taken(weights.reshape(-1), order.choices).astype(rows.dtype)[:, None]",
-        "moe/test_order.py -k gates",
+        "moe/test_assignment_order.py -k gates",
     ),
     Fault(
         "YaRN's factor of rotations is left out", "models/transformer.py",
@@ -490,13 +490,13 @@ FAULTS = (
         "reversed(here.rules.by_module)", "(here.rules.by_module)", "sharding/test_activations.py -k last_activation",
     ),
     Fault(
-        "gradients of gates in bfloat16", "moe/order.py",
+        "gradients of gates in bfloat16", "moe/assignment_order.py",
         "jnp.sum(grads * rows.astype(wide), axis=1)", "jnp.sum(grads.astype(rows.dtype) * rows, axis=1)",
-        "moe/test_order.py -k gates",
+        "moe/test_assignment_order.py -k gates",
     ),
     Fault(
-        "parameters are restored instead of averages", "training/checkpoint.py",
-        'if weights_only == "averaged" and run.get("averages"):', "if False:", "training/test_ema.py -k restored_as",
+        "parameters are restored instead of averages", "loop/checkpoint.py",
+        'if weights_only == "averaged" and run.get("averages"):', "if False:", "optim/test_ema.py -k restored_as",
     ),
     Fault(
         "biases of experts are written in bfloat16", "interop/hf.py",
@@ -504,9 +504,9 @@ FAULTS = (
         "interop/test_hf.py -k biases_of",
     ),
     Fault(
-        "gates are rounded in the forward pass", "moe/order.py",
+        "gates are rounded in the forward pass", "moe/assignment_order.py",
         "weights.astype(wide))[:, :, None] * each", "weights.astype(rows.dtype))[:, :, None] * each",
-        "moe/test_order.py -k gates",
+        "moe/test_assignment_order.py -k gates",
     ),
     Fault(
         "the dtype to write in gives way to that of a folder", "interop/hf.py",

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.commands import cli, launch
-from meshpar.compiled.budget import Budget
+from meshpar.cli import launch
+from meshpar.cli import main as cli
 from meshpar.data import text
 from meshpar.data.tokens import load_tokenizer
-from meshpar.planner.hardware import parse_profile
+from meshpar.hardware.clusters import parse_profile
+from meshpar.inspect.budget import Budget
 from meshpar.planner.plan import load_plans
-from meshpar.sharding.host import check_memory, read_json
+from meshpar.sharding.host_resources import check_memory, read_json
 from meshpar.sharding.types import MeshparError
 from tests import grid
 

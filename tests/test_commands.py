@@ -24,15 +24,15 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
-from meshpar.commands import cli
-from meshpar.commands.explain import _read_shapes
-from meshpar.commands.recipe import breaks_resuming, build_model, build_optimizer, changes, load_recipe
+from meshpar.cli import main as cli
+from meshpar.cli.explain_command import _read_shapes
+from meshpar.cli.recipe import breaks_resuming, build_model, build_optimizer, changes, load_recipe
+from meshpar.hardware.clusters import Link, Links, parse_cluster
+from meshpar.hardware.units import parse_bytes
+from meshpar.loop.profiler import parse_steps
 from meshpar.models.config import TransformerConfig
 from meshpar.parallel import parse_strategy
-from meshpar.planner.hardware import Link, Links, parse_cluster
-from meshpar.planner.units import parse_bytes
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.training.profile import parse_steps
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 1800
@@ -463,7 +463,7 @@ def test_a_long_command_runs(one: Printed, tmp_path, child_env) -> None:
     here = folder(tmp_path)
 
     def run(*args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "meshpar.commands.cli", *args]
+        command = [sys.executable, "-m", "meshpar.cli.main", *args]
         return subprocess.run(
             command, cwd=here, env=child_env, capture_output=True, text=True, timeout=LIMIT_S, check=check
         )

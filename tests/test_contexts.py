@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, generate
-from meshpar.sharding.lay import lay
+from meshpar.sharding.constraints import lay
 from tests.equal import model_of
 
 OWN = mp.MeshSpec(fsdp=-1).build()

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.compiled import census
+from meshpar.inspect import census
 from meshpar.models import TransformerConfig, next_token_loss
 
 pytestmark = pytest.mark.pod

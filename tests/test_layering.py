@@ -278,9 +278,9 @@ HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich",
 @pytest.mark.parametrize(
     ("statement", "without"),
     [
-        ("import meshpar, meshpar.commands.cli, meshpar.data", ["jax", *HEAVY]),
+        ("import meshpar, meshpar.cli.main, meshpar.data", ["jax", *HEAVY]),
         (
-            "import meshpar.commands.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
+            "import meshpar.cli.launch, meshpar as mp, meshpar.models as models; models.llama3_8b().num_params\n"
             "mp.MeshSpec, mp.Rules, mp.Precision, mp.constrain, [getattr(mp.data, name) for name in mp.data.__all__]",
             HEAVY,
         ),

@@ -94,9 +94,9 @@ def serve() -> None:
     import optax
     import orbax.checkpoint
 
-    import meshpar.commands.train
+    import meshpar.cli.train_command
 
-    assert all((grain, optax, orbax.checkpoint, meshpar.commands.train))
+    assert all((grain, optax, orbax.checkpoint, meshpar.cli.train_command))
     running: set[int] = set()
     pending = b""
     while True:
@@ -201,8 +201,8 @@ def keep_compiled(folder: str) -> None:
 
 def command(folder: str, args: list[str], compiled: str, pod: Mapping[str, str] | None = None) -> None:
     """The command line, in `folder`; a pod's process is told by variables, and asks for signals often."""
-    from meshpar.commands import cli
-    from meshpar.training import coordination
+    from meshpar.cli import main as cli
+    from meshpar.loop import coordination
 
     if pod is not None:
         os.environ.update(pod)
@@ -246,8 +246,8 @@ def train(
 
     import meshpar as mp
     from meshpar.data import ArrayData
-    from meshpar.training import loop
-    from meshpar.training.batch import batch_sharding
+    from meshpar.loop import fit as loop
+    from meshpar.parallel.batch import batch_sharding
     from meshpar.training.state import make_setup
 
     if compiled is not None:

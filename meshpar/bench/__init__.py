@@ -17,11 +17,11 @@ Names are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar.bench.kernels import collectives
-    from meshpar.bench.report import Figures, Measure, paired_ratios
+    from meshpar.bench.collective_timing import collectives
+    from meshpar.bench.figures import Figures, Measure, paired_ratios
     from meshpar.bench.training import step
 
 __getattr__, __dir__ = lazy(__name__)

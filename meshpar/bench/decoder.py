@@ -23,21 +23,21 @@ import numpy as np
 import optax
 
 from meshpar.bench import plain
-from meshpar.bench.report import quartiles, seconds_of
-from meshpar.compiled import trace
-from meshpar.compiled.clock.timeline import timeline
-from meshpar.compiled.clock.work import matmuls
-from meshpar.compiled.explain import explain
-from meshpar.compiled.hlo import Module
-from meshpar.compiled.report import Report
-from meshpar.compiled.walk import runs
+from meshpar.bench.figures import quartiles, seconds_of
+from meshpar.hardware.clusters import Cluster, gpu_of_kind
+from meshpar.hardware.units import si
+from meshpar.inspect import trace
+from meshpar.inspect.explain import explain
+from meshpar.inspect.hlo.parser import Module
+from meshpar.inspect.hlo.walk import runs
+from meshpar.inspect.report import Report
+from meshpar.inspect.timeline.program_work import matmuls
+from meshpar.inspect.timeline.simulator import timeline
+from meshpar.layers.precision import BY_ROW, Precision
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import fsdp
-from meshpar.planner.hardware import Cluster, gpu_of_kind
-from meshpar.planner.units import si
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.training.precision import BY_ROW, Precision
 from meshpar.training.state import Setup, make_setup
 from meshpar.training.step import TrainStep, train_step
 

@@ -9,11 +9,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshpar.bench.fit import Fit
-from meshpar.planner import cost
-from meshpar.planner.accounts import bus_factor
-from meshpar.planner.hardware import Links, Profile, cluster_of, gpu_of_kind
-from meshpar.planner.units import si
+from meshpar.bench.link_fit import Fit
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Links, Profile, cluster_of, gpu_of_kind
+from meshpar.hardware.cost_breakdown import bus_factor
+from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import problem
 

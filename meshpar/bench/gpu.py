@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.bench.decoder import Steps, size_for, steps
-from meshpar.bench.report import seconds_of
-from meshpar.planner import cost
-from meshpar.planner.hardware import Cluster, cluster_of, gpu_of_kind, parse_profile
-from meshpar.planner.units import si
+from meshpar.bench.figures import seconds_of
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Cluster, cluster_of, gpu_of_kind, parse_profile
+from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed, plain, table
 from meshpar.sharding.types import is_whole, near, problem
 

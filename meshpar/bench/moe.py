@@ -22,17 +22,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from meshpar.bench.report import Figures, Measure, in_turn, load, quartiles
-from meshpar.compiled import hlo
-from meshpar.compiled.clock import work
-from meshpar.moe.choice import NODE_FIRST
-from meshpar.moe.config import MoEConfig
+from meshpar.bench.figures import Figures, Measure, in_turn, load, quartiles
+from meshpar.hardware.cost_model import matmul_flops
+from meshpar.hardware.units import si
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.timeline import program_work as work
+from meshpar.moe.dispatch_paths import Payload
 from meshpar.moe.layer import Weights, moe_layer
-from meshpar.moe.paths import Payload
+from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing, capacity, count, route
+from meshpar.moe.transport_choice import NODE_FIRST
 from meshpar.parallel import expert_parallel
-from meshpar.planner.cost import matmul_flops
-from meshpar.planner.units import si
 from meshpar.sharding.context import use
 from meshpar.sharding.printing import Plain, table
 from meshpar.sharding.rules import Rules

@@ -6,20 +6,20 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshpar.compiled.clock.prediction import overlap
-from meshpar.compiled.clock.timeline import Timed, Timeline
-from meshpar.compiled.explain import on_cluster
-from meshpar.compiled.latencies import Candidate, in_rounds, simulated
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.program import Program
-from meshpar.compiled.target import traced_for
-from meshpar.planner.hardware import Cluster
+from meshpar.hardware.clusters import Cluster
+from meshpar.hardware.compile_options import OVERLAP_LIMIT, pipelined
+from meshpar.inspect.explain import on_cluster
+from meshpar.inspect.latencies import Candidate, in_rounds, simulated
+from meshpar.inspect.pod import PodProcess
+from meshpar.inspect.program import Program
+from meshpar.inspect.target import traced_for
+from meshpar.inspect.timeline.simulator import Timed, Timeline
+from meshpar.inspect.timeline.step_prediction import overlap
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import PyTree, near, problem
-from meshpar.training.engines.prefetch import bytes_of_a_layer
+from meshpar.training.gradients.fsdp_prefetch import bytes_of_a_layer
 from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
-from meshpar.training.xla import OVERLAP_LIMIT, pipelined
 
 Options = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ def layer_bytes(step: TrainStep, state: TrainState) -> int:
 
 
 def third_of_shards(step: TrainStep, state: TrainState) -> int:
-    """A third of a layer's gradients, as a device keeps them: see `meshpar.training.engines.prefetch`."""
+    """A third of a layer's gradients, as a device keeps them: see `meshpar.training.gradients.fsdp_prefetch`."""
     return bytes_of_a_layer(state.setup, step.options)[1] // 3
 
 

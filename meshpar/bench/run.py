@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from meshpar.bench.report import Figures, Measure, quartiles, seconds_of
-from meshpar.commands.recipe import Recipe, build_model, build_optimizer, build_step
+from meshpar.bench.figures import Figures, Measure, quartiles, seconds_of
+from meshpar.cli.recipe import Recipe, build_model, build_optimizer, build_step
+from meshpar.loop import heartbeat as watchdog
+from meshpar.loop.checkpoint import Checkpoints
+from meshpar.loop.coordination import Pod
+from meshpar.loop.fit import Hook, JsonlWriter, Preemption, ProgressBar, Run, Watched, fit
+from meshpar.loop.goodput import Goodput
 from meshpar.parallel import fsdp
 from meshpar.sharding.adapters import from_functions
-from meshpar.sharding.host import check_memory
+from meshpar.sharding.host_resources import check_memory
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.training import watchdog
-from meshpar.training.checkpoint import Checkpoints
-from meshpar.training.coordination import Pod
-from meshpar.training.goodput import Goodput
-from meshpar.training.loop import Hook, JsonlWriter, Preemption, ProgressBar, Run, Watched, fit
 from meshpar.training.state import make_setup
 from meshpar.training.step import train_step
 

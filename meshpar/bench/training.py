@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.bench.report import Figures, Measure, paired_ratios, seconds_of
+from meshpar.bench.figures import Figures, Measure, paired_ratios, seconds_of
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import Strategy, fsdp, tensor_parallel
 from meshpar.sharding.adapters import Model, from_functions
@@ -219,7 +219,7 @@ def _compile_growth(few: int = 4, many: int = 64) -> Measure:
 
 
 def _help_time(runs: int = 5) -> Measure:
-    command = [sys.executable, "-m", "meshpar.commands.cli", "--help"]
+    command = [sys.executable, "-m", "meshpar.cli.main", "--help"]
     times = [seconds_of(lambda: subprocess.run(command, check=True, capture_output=True)) for _ in range(runs)]
     return Measure(
         name="meshpar --help", value=statistics.median(times), unit="s", limit=0.4, low=min(times), high=max(times),

@@ -23,7 +23,7 @@ are those of the reference, with the check on or off. Names are imported when th
 
 from typing import TYPE_CHECKING
 
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.collectives import cudnn, flash, reference
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from meshpar.collectives.exchange import all_to_all
     from meshpar.collectives.hierarchical import hierarchical_all_reduce, hierarchical_all_to_all
     from meshpar.collectives.matmul import all_gather_matmul, matmul_reduce_scatter
-    from meshpar.collectives.order import from_zigzag, to_zigzag, unzigzag, zigzag
     from meshpar.collectives.point_to_point import broadcast, gather, reduce, scatter, shift
     from meshpar.collectives.quantized import (
         dequantize,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     )
     from meshpar.collectives.reduction import all_reduce
     from meshpar.collectives.ring import all_gather, reduce_scatter
+    from meshpar.collectives.zigzag import from_zigzag, to_zigzag, unzigzag, zigzag
 
 __getattr__, __dir__ = lazy(__name__)
 

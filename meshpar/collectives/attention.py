@@ -26,9 +26,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
-from meshpar.collectives.order import check_two_chunks
+from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, ranks_of
 from meshpar.collectives.wire import pass_on, put, take, varying, varying_alike
+from meshpar.collectives.zigzag import check_two_chunks
 from meshpar.sharding.types import problem
 
 ORDERS = ("zigzag", "contiguous")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import jax
 
-from meshpar.collectives.check import Axis
-from meshpar.planner.choice import XLA, Choice, choose
-from meshpar.planner.hardware import Profile
+from meshpar.collectives.kernel_checks import Axis
+from meshpar.hardware.algorithm_choice import XLA, Choice, choose
+from meshpar.hardware.clusters import Profile
 from meshpar.sharding.types import axis_sizes, problem
 
 __all__ = ["AUTO", "XLA", "Choice", "choose", "picked"]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from meshpar.collectives.check import Axis, ranks_of
+from meshpar.collectives.kernel_checks import Axis, ranks_of
 from meshpar.collectives.reduction import all_reduce
 from meshpar.collectives.wire import varying
-from meshpar.planner.hardware import Profile
+from meshpar.hardware.clusters import Profile
 from meshpar.sharding.types import PyTree, problem
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from meshpar.collectives.check import Axis, ranks_of
+from meshpar.collectives.kernel_checks import Axis, ranks_of
 from meshpar.collectives.wire import cut, join, pass_on, reordered, varying
 
 

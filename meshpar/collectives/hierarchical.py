@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.check import Axis, check_op, ranks_of_levels
 from meshpar.collectives.exchange import exchanged
+from meshpar.collectives.kernel_checks import Axis, check_op, ranks_of_levels
 from meshpar.collectives.ring import gathered, ring_all_reduce, ring_sum, scattered
 from meshpar.collectives.wire import Combine, cut, flat_parts, join, reduced, unflat, varying
 

@@ -24,9 +24,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from meshpar.collectives.check import Axis, check_cut, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying_alike
-from meshpar.sharding.lay import lay
+from meshpar.sharding.constraints import lay
 from meshpar.sharding.types import is_whole, problem
 
 Weight: TypeAlias = Num[Array, "E ..."]

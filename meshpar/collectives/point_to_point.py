@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.check import Axis, check_op, checked_distance, checked_root, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_op, checked_distance, checked_root, ranks_of
 from meshpar.collectives.wire import Combine, cut, doublings, join, pass_on, reduced, send, varying
 
 

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num, UInt8
 
-from meshpar.collectives.check import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
+from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
 from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
 from meshpar.sharding.types import problem, spec_axes
 

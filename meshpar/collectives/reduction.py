@@ -10,11 +10,11 @@ from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
 from meshpar.collectives.auto import AUTO, XLA, picked
-from meshpar.collectives.check import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
+from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
 from meshpar.collectives.wire import Combine, reduced, varying, xla_reduced
-from meshpar.planner.hardware import Profile
+from meshpar.hardware.clusters import Profile
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS, XLA)
 """What `all_reduce` knows."""

@@ -22,7 +22,7 @@ from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives import tree
 from meshpar.collectives.auto import AUTO, XLA, picked
-from meshpar.collectives.check import Axis, check_choice, check_only, check_op, checked_count, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.wire import (
     Combine,
     cut,
@@ -37,7 +37,7 @@ from meshpar.collectives.wire import (
     varying,
     xla_reduced,
 )
-from meshpar.planner.hardware import Profile
+from meshpar.hardware.clusters import Profile
 from meshpar.sharding.types import problem
 
 RINGS = ("ring", "bidirectional")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.collectives.check import Axis
+from meshpar.collectives.kernel_checks import Axis
 from meshpar.collectives.point_to_point import tree_down, tree_up
 from meshpar.collectives.wire import Combine, doublings, flat_parts, put, send, take, unflat
 

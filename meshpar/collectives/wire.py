@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.collectives.check import Axis, check_cut, check_tiled, checked_dim
+from meshpar.collectives.kernel_checks import Axis, check_cut, check_tiled, checked_dim
 
 Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """(what arrived, what is here) -> what is here next."""

@@ -10,7 +10,7 @@ are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.data.arrays import ArrayData, ArraySource

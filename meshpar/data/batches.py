@@ -23,7 +23,7 @@ from jaxtyping import Int64
 
 from meshpar.data.assembly import Assembly, Batch, Sharding, check_batch_size
 from meshpar.data.rows import Rows
-from meshpar.sharding.host import check_memory
+from meshpar.sharding.host_resources import check_memory
 from meshpar.sharding.types import problem
 
 PREFETCH = 2

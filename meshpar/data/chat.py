@@ -33,7 +33,7 @@ from meshpar.data.split import check_fraction, split_rows
 from meshpar.data.streams import mapped, spooled, zeros
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
-from meshpar.sharding.host import read_json
+from meshpar.sharding.host_resources import read_json
 from meshpar.sharding.types import problem
 
 logger = logging.getLogger(__name__)

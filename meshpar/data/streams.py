@@ -31,7 +31,7 @@ from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.token_file import TokenFile, block_checksums
 from meshpar.data.tokens import Tokenizer, token_dtype
-from meshpar.sharding.host import check_name, open_no_link, read_json
+from meshpar.sharding.host_resources import check_name, open_no_link, read_json
 from meshpar.sharding.types import is_whole, problem
 
 SIDES = ("train", "valid")

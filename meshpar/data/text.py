@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshpar.sharding.host import check_file, check_name
+from meshpar.sharding.host_resources import check_file, check_name
 from meshpar.sharding.types import near, problem
 
 STDLIB = "stdlib"

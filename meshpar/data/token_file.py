@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer, Shaped, UInt
 
-from meshpar.sharding.host import check_file
+from meshpar.sharding.host_resources import check_file
 from meshpar.sharding.types import problem
 
 BLOCK_BYTES = 1 << 20

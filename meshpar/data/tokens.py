@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt
 
-from meshpar.sharding.host import check_name
+from meshpar.sharding.host_resources import check_name
 from meshpar.sharding.types import near, problem
 
 BYTES = "bytes"

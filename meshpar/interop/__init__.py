@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.interop.hf import config_of, from_hf, load_hf, to_hf

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
-from meshpar.moe.config import MoEConfig
+from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.sharding.types import problem
 

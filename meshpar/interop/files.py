@@ -32,9 +32,9 @@ from meshpar.interop.blocks import (
     scale_shape,
     scale_slices,
 )
-from meshpar.sharding import host
+from meshpar.loop.signals import scratch
+from meshpar.sharding import host_resources as host
 from meshpar.sharding.types import problem
-from meshpar.training.interrupts import scratch
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -30,14 +30,14 @@ from meshpar.interop.families import BY_TYPE, LACKING
 from meshpar.interop.fields import built, read_rope, write_rope
 from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, in_order, read_json, whole_folder, write, write_json
 from meshpar.interop.table import FileTensor
+from meshpar.layers.precision import Precision, check_bits
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
-from meshpar.sharding.host import check_inside
+from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
-from meshpar.training.precision import Precision, check_bits
 from meshpar.training.state import Setup, TrainState, make_setup
 
 CONFIG = "config.json"

@@ -17,14 +17,14 @@ from jax.sharding import Mesh
 
 from meshpar.interop.files import SINGLE, read_json, write, write_json
 from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names, open_files
+from meshpar.loop.checkpoint import Checkpoints
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
-from meshpar.moe.config import MoEConfig
+from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.parallel import Strategy
-from meshpar.sharding.host import check_inside
+from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import problem
-from meshpar.training.checkpoint import Checkpoints
 from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 

@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
-    from meshpar.models.loss import next_token_loss
-    from meshpar.models.published import (
+    from meshpar.models.published_configs import (
         deepseek_v3,
         kimi_k2,
         llama3_8b,
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
         qwen3_235b,
     )
     from meshpar.models.sampling import generate
+    from meshpar.models.token_loss import next_token_loss
     from meshpar.models.transformer import Transformer
     from meshpar.models.transformer_linen import LinenTransformer
 

@@ -12,10 +12,10 @@ from flax import linen as nn
 from flax import nnx
 from jaxtyping import Array, Float
 
+from meshpar.layers.precision import NamedDot, dot_general
+from meshpar.layers.scan import keeps_are_others
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import PAIR, problem
-from meshpar.training.layers import keeps_are_others
-from meshpar.training.precision import NamedDot, dot_general
 
 Initializer = nnx.initializers.Initializer
 

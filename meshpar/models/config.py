@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from meshpar.collectives.check import check_choice
-from meshpar.moe.check import check_positive, check_whole
-from meshpar.moe.config import MoEConfig
+from meshpar.collectives.kernel_checks import check_choice
+from meshpar.moe.argument_checks import check_positive, check_whole
+from meshpar.moe.layer_config import MoEConfig
 from meshpar.sharding.types import problem
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class TransformerConfig:
     between blocks; with one rank on the axis that splits it, and with a cache, matmuls are plain."""
     vocab_chunk: int | None = None
     """Logits for the loss are made of so many tokens of the vocabulary at a time (on each rank that holds a part of
-    it), forward and again backward, so that no array holds those of all (`meshpar.models.unembed`). The model then
+    it), forward and again backward, so that no array holds those of all (`meshpar.models.chunked_cross_entropy`). The model then
     gives an `Unembedding` where it gave logits; with a cache they are plain. 8192 is a good size on GPUs. None: all at
     once."""
     logits_cap: float | None = None

@@ -20,15 +20,15 @@ from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives import blockwise_attention, cudnn, flash
 from meshpar.collectives.attention import capped
-from meshpar.models import context
+from meshpar.layers.precision import dot_general
+from meshpar.layers.scan import ATTENTION
+from meshpar.models import context_attention as context
 from meshpar.models.config import Attention, RopeScaling, YarnScaling
-from meshpar.models.lookup import GATHERED, exchanged_rows, lookup_of
+from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
+from meshpar.sharding.constraints import lay
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
-from meshpar.sharding.lay import lay
-from meshpar.sharding.regions import outer_axes
+from meshpar.sharding.manual_regions import outer_axes
 from meshpar.sharding.types import axes_of_spec, problem, spec_axes
-from meshpar.training.layers import ATTENTION
-from meshpar.training.precision import dot_general
 
 # ---- The layout of activations ---------------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ def embed(
     """Rows of the table, in the layout of the residual stream.
 
     Where a device has fewer tokens than rows of a table whose width is split over axes of the batch, the rows travel
-    (`meshpar.models.lookup`), unless the table `is_tied`: then logits gather it anyway. Else it is gathered over the
+    (`meshpar.models.embedding_lookup`), unless the table `is_tied`: then logits gather it anyway. Else it is gathered over the
     axes that split its width and stays split over the vocabulary: every device looks up the rows it has and an
     all-reduce fills in the rest. A bare `take` leaves XLA to move indices and rows about with permutes and all-to-alls,
     and a one-hot matmul costs as many FLOPs as the output layer. The constraint before `residual`'s is there because a
@@ -368,7 +368,7 @@ def attend(
     """Attention between its projections: layout, rotation, the cache where there is one, and the attention itself.
 
     Where the rules in force split the sequence inside attention, a whole one is in the order of
-    `meshpar.models.context` and keys and values go round a ring. With a cache the sequence is in its own order and
+    `meshpar.models.context_attention` and keys and values go round a ring. With a cache the sequence is in its own order and
     attention is the plain form's.
 
     Args:

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache
+from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import ambient, constrain, use
-from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.rules import Rules, first, resolve
 from meshpar.sharding.types import Leaf, problem
 

@@ -14,19 +14,21 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer
 
 from meshpar.collectives.attention import capped
-from meshpar.models import context, layers, overlap
+from meshpar.layers.auxiliary import is_listening
+from meshpar.layers.precision import dot_general
+from meshpar.layers.scan import Aux, keeps_are_others, scan_layers, with_aux
+from meshpar.models import context_attention as context
+from meshpar.models import layers
+from meshpar.models import overlapped_matmul as overlap
 from meshpar.models.annotated import Initializer, bare, into_residual, nnx_linear, nnx_norm
+from meshpar.models.chunked_cross_entropy import Unembedding
 from meshpar.models.config import TransformerConfig
-from meshpar.models.latent import NNXLatentAttention
+from meshpar.models.latent_attention import NNXLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
-from meshpar.models.unembed import Unembedding
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
 from meshpar.sharding.types import PyTree, problem
-from meshpar.training.layers import Aux, keeps_are_others, scan_layers, with_aux
-from meshpar.training.precision import dot_general
-from meshpar.training.reports import is_listening
 
 
 class Attention(nnx.Module):

@@ -12,10 +12,14 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Int, Integer
 
-from meshpar.models import context, layers, overlap
+from meshpar.layers.precision import dot_general
+from meshpar.layers.scan import Aux, keeps_are_others
+from meshpar.models import context_attention as context
+from meshpar.models import layers
+from meshpar.models import overlapped_matmul as overlap
 from meshpar.models.annotated import into_residual, linen_kernel, linen_linear, linen_norm
 from meshpar.models.config import TransformerConfig
-from meshpar.models.latent import LinenLatentAttention
+from meshpar.models.latent_attention import LinenLatentAttention
 from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.models.transformer import (
     advanced,
@@ -32,8 +36,6 @@ from meshpar.moe.layer import report_layers
 from meshpar.moe.linen import BALANCE, LinenMoE, moved
 from meshpar.sharding.activations import below
 from meshpar.sharding.types import PyTree
-from meshpar.training.layers import Aux, keeps_are_others
-from meshpar.training.precision import dot_general
 
 
 class LinenAttention(nn.Module):

@@ -16,22 +16,22 @@ Names are imported when they are first used.
 
 from typing import TYPE_CHECKING
 
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.moe import reference
     from meshpar.moe.balance import auxiliary_loss, update_bias, z_loss
-    from meshpar.moe.choice import KernelChoice, choose_dispatch
-    from meshpar.moe.config import MoEConfig
     from meshpar.moe.dispatch_combine import dispatch
-    from meshpar.moe.grouped import choose_grouped_matmul, grouped_matmul, grouped_swiglu
+    from meshpar.moe.dispatch_paths import Dispatched, Payload
+    from meshpar.moe.expert_placement import ExpertPlacement, Rebalanced, permute, place, rebalance
+    from meshpar.moe.grouped_matmul import choose_grouped_matmul, grouped_matmul, grouped_swiglu
     from meshpar.moe.layer import RouterStats, Weights, moe_layer, report_layers
+    from meshpar.moe.layer_config import MoEConfig
     from meshpar.moe.linen import LinenMoE
-    from meshpar.moe.metrics import Advice, Load, Loads, advice, loads, measure, scalars
+    from meshpar.moe.load_metrics import Advice, Load, Loads, advice, loads, measure, scalars
     from meshpar.moe.nnx import MoE
-    from meshpar.moe.paths import Dispatched, Payload
-    from meshpar.moe.placement import ExpertPlacement, Rebalanced, permute, place, rebalance
     from meshpar.moe.routing import Routed, Routing, capacity, count, kept, route
+    from meshpar.moe.transport_choice import KernelChoice, choose_dispatch
 
 __getattr__, __dir__ = lazy(__name__)
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
-from meshpar.collectives.check import Axis, ranks_of
-from meshpar.moe.check import check_array, check_factor, check_tokens
+from meshpar.collectives.kernel_checks import Axis, ranks_of
+from meshpar.moe.argument_checks import check_array, check_factor, check_tokens
 from meshpar.moe.routing import count
 from meshpar.sharding.types import problem
 

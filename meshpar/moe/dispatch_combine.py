@@ -44,13 +44,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives.check import Axis, check_choice, checked_count, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, ranks_of
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe import choice
-from meshpar.moe.check import check_positive, check_routed
-from meshpar.moe.choice import GPUS, IMPLEMENTATIONS, NODE_FIRST, TWO_LEVELS, choose_dispatch
-from meshpar.moe.paths import Capacity, Dispatched, Dropless, NodeFirst, Path, Payload, Shape
+from meshpar.moe import transport_choice as choice
+from meshpar.moe.argument_checks import check_positive, check_routed
+from meshpar.moe.dispatch_paths import Capacity, Dispatched, Dropless, NodeFirst, Path, Payload, Shape
 from meshpar.moe.routing import or_unassigned
+from meshpar.moe.transport_choice import GPUS, IMPLEMENTATIONS, NODE_FIRST, TWO_LEVELS, choose_dispatch
 from meshpar.sharding.types import problem
 
 KERNEL = "dispatch"

@@ -24,23 +24,23 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from meshpar.collectives.wire import varying_alike
+from meshpar.layers.auxiliary import report
+from meshpar.layers.precision import dot_general
+from meshpar.layers.scan import Adapted, Ahead, Aux, is_staged
+from meshpar.moe.argument_checks import check_array, check_whole
+from meshpar.moe.assignment_order import by_expert, in_buffers, spread, weighted_sum
 from meshpar.moe.balance import auxiliary_loss, z_loss
-from meshpar.moe.check import check_array, check_whole
-from meshpar.moe.choice import NODE_FIRST, TWO_LEVELS
-from meshpar.moe.config import MoEConfig
 from meshpar.moe.dispatch_combine import ExpertFn, dispatch
-from meshpar.moe.grouped import grouped_swiglu
-from meshpar.moe.order import by_expert, in_buffers, spread, weighted_sum
-from meshpar.moe.paths import Dispatched
-from meshpar.moe.reduction import Dims, ahead, alike, scattered, total, varies_beside, whole
+from meshpar.moe.dispatch_paths import Dispatched
+from meshpar.moe.expert_reduction import Dims, ahead, alike, scattered, total, varies_beside, whole
+from meshpar.moe.grouped_matmul import grouped_swiglu
+from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
+from meshpar.moe.transport_choice import NODE_FIRST, TWO_LEVELS
 from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
-from meshpar.sharding.regions import outer_axes, per_device
+from meshpar.sharding.manual_regions import outer_axes, per_device
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
-from meshpar.training.layers import Adapted, Ahead, Aux, is_staged
-from meshpar.training.precision import dot_general
-from meshpar.training.reports import report
 
 ROUTER_NAMES = ("embed", "expert")
 INWARD_NAMES = ("expert", "embed", "mlp")
@@ -88,7 +88,7 @@ def report_layers(aux: Aux | RouterStats, config: MoEConfig) -> None:
         moe/router_entropy  [layers]     in nats
         moe/aux_loss        []           what is added to the loss of training
 
-    `meshpar.moe.metrics.loads` reads them on the host. Each is a mean over micro-steps; under stages loads are sums.
+    `meshpar.moe.load_metrics.loads` reads them on the host. Each is a mean over micro-steps; under stages loads are sums.
 
     Args:
       aux: of all layers, the losses summed and the metrics stacked, as `scan_layers` gives them; of a model with one

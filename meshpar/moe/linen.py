@@ -10,7 +10,6 @@ from flax import linen as nn
 from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
-from meshpar.moe.config import MoEConfig
 from meshpar.moe.layer import (
     EXPERTS,
     SHARED,
@@ -22,6 +21,7 @@ from meshpar.moe.layer import (
     parameters,
     shared_experts,
 )
+from meshpar.moe.layer_config import MoEConfig
 from meshpar.sharding.types import PyTree
 
 BALANCE = "balance"

@@ -7,7 +7,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from meshpar.moe.balance import update_bias
-from meshpar.moe.config import MoEConfig
 from meshpar.moe.layer import (
     EXPERTS,
     SHARED,
@@ -19,6 +18,7 @@ from meshpar.moe.layer import (
     parameters,
     shared_experts,
 )
+from meshpar.moe.layer_config import MoEConfig
 
 Initializer = nnx.initializers.Initializer
 
@@ -75,7 +75,7 @@ class MoE(nnx.Module):
         """The experts' output for every token, and the router's statistics; see `moe_layer`.
 
         The auxiliary loss, `stats.loss`, is the caller's to add to the loss, or to hand to
-        `meshpar.training.reports.report`.
+        `meshpar.layers.auxiliary.report`.
         """
         config = self.config
         weights = Weights(*(self.weight(name) for name in Weights._fields))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from meshpar.moe.check import check_routed, check_whole
+from meshpar.moe.argument_checks import check_routed, check_whole
 from meshpar.moe.routing import kept, or_unassigned
 from meshpar.sharding.types import PyTree, problem
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from meshpar.collectives.check import check_choice
-from meshpar.moe.check import check_array, check_positive, check_whole
+from meshpar.collectives.kernel_checks import check_choice
+from meshpar.moe.argument_checks import check_array, check_positive, check_whole
 from meshpar.sharding.types import problem
 
 Score = Literal["softmax", "sigmoid"]

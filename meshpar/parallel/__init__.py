@@ -1,12 +1,12 @@
 """Strategies: one file for each parallelism. A strategy is parts joined with `|`."""
 
-from meshpar.parallel.context import context_parallel
+from meshpar.parallel.context_parallelism import context_parallel
 from meshpar.parallel.data import ddp
+from meshpar.parallel.expected.step_spec import Facts, Promised
 from meshpar.parallel.expert import expert_parallel
-from meshpar.parallel.part import Need, Part, RuleSets
+from meshpar.parallel.parallelism import Need, Part, RuleSets
 from meshpar.parallel.pipeline import pipeline_parallel
-from meshpar.parallel.promise import Facts, Promised
-from meshpar.parallel.quantized import Quantize
+from meshpar.parallel.quantization import Quantize
 from meshpar.parallel.strategy import PRESETS, Strategy, as_strategy, custom, from_json, parse_strategy
 from meshpar.parallel.tensor import tensor_parallel
 from meshpar.parallel.zero import fsdp, hsdp, zero1, zero2, zero3

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshpar.parallel.part import Part, RuleSets, Trial, activations, replicated_all
-from meshpar.parallel.promise import Facts
+from meshpar.parallel.expected.step_spec import Facts
+from meshpar.parallel.parallelism import Part, RuleSets, Trial, activations, replicated_all
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.parallel.zero import stages_above
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from meshpar.parallel.part import Axes, Part, RuleSets, Trial, activations, axes_of, split
-from meshpar.parallel.promise import Facts, Promised, is_router, parent, size_of
+from meshpar.parallel.expected.step_spec import Facts, Promised, is_router, parent, size_of
+from meshpar.parallel.parallelism import Axes, Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import Decision
 

@@ -7,14 +7,14 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from meshpar.parallel.part import Need, Part, RuleSets, Trial, activations, axes_of, split
-from meshpar.parallel.promise import Facts
+from meshpar.parallel.expected.step_spec import Facts
+from meshpar.parallel.parallelism import Need, Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import MeshparError, near, problem
 
 if TYPE_CHECKING:
-    from meshpar.pipeline.schedules import Schedule
+    from meshpar.schedules import Schedule
 
 Gather: TypeAlias = Literal["step", "microbatch"]
 
@@ -92,7 +92,7 @@ class Pipeline(Part):
 
     def table(self) -> Schedule:
         """The schedule that is named."""
-        from meshpar.pipeline.schedules import Schedule
+        from meshpar.schedules import Schedule
 
         if self.schedule.endswith(".csv"):
             return Schedule.from_csv(self.schedule)
@@ -141,7 +141,7 @@ class Pipeline(Part):
         return (Need(axis=self.axis, strategy=repr(self), why=why),)
 
     def engine(self) -> str | None:
-        return "meshpar.training.engines.staged"
+        return "meshpar.training.gradients.stages"
 
     def smaller(self, facts: Facts) -> tuple[Part, ...]:
         """More microbatches, each as much smaller."""
@@ -155,7 +155,7 @@ _TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "eager-1f1b": 1}
 @functools.lru_cache(maxsize=64)
 def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
     """A table takes a tenth of a second to make, and is asked for at every turn."""
-    from meshpar.pipeline.schedules import make
+    from meshpar.schedules import make
 
     return make(schedule, stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
 

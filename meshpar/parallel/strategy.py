@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from meshpar.parallel import leaves, scales
-from meshpar.parallel.part import Need, Part, RuleSets, activations, axes_of
-from meshpar.parallel.promise import Facts, Promised, Uses, Weight, has_vocabulary, merged
-from meshpar.parallel.split_matmuls import contracted
+from meshpar.parallel.expected import fp8_scales as scales
+from meshpar.parallel.expected import params as leaves
+from meshpar.parallel.expected.matmuls import contracted
+from meshpar.parallel.expected.step_spec import Facts, Promised, Uses, Weight, has_vocabulary, merged
+from meshpar.parallel.parallelism import Need, Part, RuleSets, activations, axes_of
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
 from meshpar.sharding.types import MeshLike, axes_of_spec, axis_sizes, near, problem
 
 if TYPE_CHECKING:
     from meshpar.parallel.pipeline import Pipeline
-    from meshpar.parallel.quantized import Quantize
+    from meshpar.parallel.quantization import Quantize
 
 BIG_LEAF_BYTES = 2**20
 """A leaf (one layer of it, when layers are stacked) of this size must not be replicated by accident."""
@@ -124,7 +125,7 @@ class Strategy:
           weights: the parameters.
           batch_axes: axes of more than one rank that split the batch.
           tokens: of one device in one micro-step, as if no axis split the sequence; None when the batch has none.
-          uses: of parameters whose activations nothing lays out, by path; `meshpar.compiled.uses` tells.
+          uses: of parameters whose activations nothing lays out, by path; `meshpar.inspect.param_usage` tells.
           **step: other fields of `Facts`.
         """
         rules = self.activations

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshpar.parallel.part import Part, RuleSets, Trial, activations, axes_of, split
-from meshpar.parallel.promise import Facts, Promised
-from meshpar.parallel.split_matmuls import contracted
+from meshpar.parallel.expected.matmuls import contracted
+from meshpar.parallel.expected.step_spec import Facts, Promised
+from meshpar.parallel.parallelism import Part, RuleSets, Trial, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import problem
 

@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshpar.parallel.part import (
+from meshpar.parallel.expected.step_spec import Facts
+from meshpar.parallel.parallelism import (
     MIN_SHARDED_BYTES,
     Axes,
     Need,
@@ -22,8 +23,7 @@ from meshpar.parallel.part import (
     replicated_all,
     split,
 )
-from meshpar.parallel.promise import Facts
-from meshpar.parallel.quantized import ENGINE, Quantize, quantize_of
+from meshpar.parallel.quantization import ENGINE, Quantize, quantize_of
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import Largest
 from meshpar.sharding.types import problem
@@ -79,7 +79,7 @@ class Zero(Part):
 
     def engine(self) -> str | None:
         if self.prefetch:
-            return "meshpar.training.engines.prefetch"
+            return "meshpar.training.gradients.fsdp_prefetch"
         return None if self.quantize is None else ENGINE
 
     @classmethod

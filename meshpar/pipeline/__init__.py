@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshpar.pipeline.schedules import (
+from meshpar.schedules import (
     SCHEDULES,
     Schedule,
     ScheduleTimeline,
@@ -25,13 +25,13 @@ from meshpar.pipeline.schedules import (
     zb_h2,
     zb_v,
 )
-from meshpar.sharding.lazy import lazy
+from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
+    from meshpar.layers.scan import Aux, scan_layers
     from meshpar.pipeline.executor import Micro, Params
     from meshpar.pipeline.gradients import Result, value_and_grad
     from meshpar.pipeline.split_backward import SplitVjp, split_vjp
-    from meshpar.training.layers import Aux, scan_layers
 
 __getattr__, __dir__ = lazy(__name__)
 

@@ -21,16 +21,16 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec
 
-from meshpar.pipeline.schedules import Schedule, Slots
-from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.schedules.slots import BUFFERS, SHIFTS, STAY
-from meshpar.pipeline.slicing import Steps, flat_jaxpr, together
+from meshpar.layers.losses import ONE_PART, LossTerms, MeanLoss, Normalizer, SumLoss
+from meshpar.layers.scan import Aux
+from meshpar.pipeline.jaxpr_slicing import Steps, flat_jaxpr, together
 from meshpar.pipeline.split_backward import SplitVjp, split_vjp
-from meshpar.sharding.lay import lay
+from meshpar.schedules import Schedule, Slots
+from meshpar.schedules.ops import B, F, W
+from meshpar.schedules.slots import BUFFERS, SHIFTS, STAY
+from meshpar.sharding.constraints import lay
 from meshpar.sharding.types import PyTree
-from meshpar.training.layers import Aux
-from meshpar.training.losses import ONE_PART, LossTerms, MeanLoss, Normalizer, SumLoss
-from meshpar.training.sums import Sums
+from meshpar.training.accumulation import Sums
 
 Buffers: TypeAlias = tuple[jax.Array, ...]
 

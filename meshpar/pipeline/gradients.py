@@ -23,18 +23,18 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.collectives import broadcast
-from meshpar.pipeline import checks
+from meshpar.hardware.compile_options import IN_PLACE, options_for
+from meshpar.layers.auxiliary import means
+from meshpar.layers.losses import MEAN_OVER_EXAMPLES, LossTerms, Normalizer, normalizer_of
+from meshpar.layers.scan import Aux, check_remat, named_in, remat_policy, with_aux
+from meshpar.parallel.batch import check_rows
+from meshpar.pipeline import stage_checks as checks
 from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, StageTotals, micro_key
-from meshpar.pipeline.placement import WeightPlacement
-from meshpar.pipeline.schedules import Schedule
-from meshpar.sharding.lay import lay
+from meshpar.pipeline.stage_placement import WeightPlacement
+from meshpar.schedules import Schedule
+from meshpar.sharding.constraints import lay
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
-from meshpar.training.batch import check_rows
-from meshpar.training.layers import Aux, check_remat, named_in, remat_policy, with_aux
-from meshpar.training.losses import MEAN_OVER_EXAMPLES, LossTerms, Normalizer, normalizer_of
-from meshpar.training.reports import means
-from meshpar.training.xla import IN_PLACE, options_for
 
 
 class Result(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal
 
-from meshpar.pipeline.slicing import Cut, Steps, alone, depends, flat_jaxpr
+from meshpar.pipeline.jaxpr_slicing import Cut, Steps, alone, depends, flat_jaxpr
 from meshpar.sharding.types import PyTree
 
 Values: TypeAlias = tuple[jax.Array, ...]

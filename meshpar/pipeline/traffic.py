@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshpar.pipeline.placement import WeightPlacement
-from meshpar.pipeline.schedules import Schedule
-from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.schedules.slots import DOWN, SHIFTS, UP, Slots
+from meshpar.pipeline.stage_placement import WeightPlacement
+from meshpar.schedules import Schedule
+from meshpar.schedules.ops import B, F, W
+from meshpar.schedules.slots import DOWN, SHIFTS, UP, Slots
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

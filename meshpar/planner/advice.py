@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from meshpar.planner.hardware import MATMUL_EFFICIENCY, Cluster
-from meshpar.planner.units import si
+from meshpar.hardware.clusters import MATMUL_EFFICIENCY, Cluster
+from meshpar.hardware.units import si
 from meshpar.planner.workload import Workload
-from meshpar.sharding.table import human_bytes
+from meshpar.training.sharding_table import human_bytes
 
 PART = 8
 """Of a GPU's memory, what one gathered layer may take: beside it are the next one, and gradients of both, wider."""

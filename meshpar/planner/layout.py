@@ -11,18 +11,20 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from meshpar.models.lookup import rows_travel
-from meshpar.parallel import Strategy, from_json, leaves, scales
-from meshpar.parallel.part import Part
-from meshpar.parallel.promise import Facts, Promised, Weight, is_looked_up, of_stage, size_of
+from meshpar.layers.precision import BY_ROW
+from meshpar.models.embedding_lookup import rows_travel
+from meshpar.parallel import Strategy, from_json
+from meshpar.parallel.expected import fp8_scales as scales
+from meshpar.parallel.expected import params as leaves
+from meshpar.parallel.expected.step_spec import Facts, Promised, Weight, is_looked_up, of_stage, size_of
+from meshpar.parallel.parallelism import Part
 from meshpar.planner.workload import Held, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
-from meshpar.sharding.table import ByStage
 from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, is_whole, num_shards, problem, spec_axes
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import BY_ROW
+from meshpar.training.sharding_table import ByStage
 
 Of = TypeVar("Of")
 

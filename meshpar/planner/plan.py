@@ -20,31 +20,31 @@ from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_h
 import jax
 import optax
 
-from meshpar.compiled.explain import explain
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import traced_for
-from meshpar.models.loss import next_token_loss
+from meshpar.hardware.clusters import Cluster, parse_cluster
+from meshpar.hardware.compile_options import Options
+from meshpar.hardware.units import si
+from meshpar.inspect.explain import explain
+from meshpar.inspect.pod import PodProcess
+from meshpar.inspect.target import traced_for
+from meshpar.layers.precision import Precision, as_precision
+from meshpar.models.token_loss import next_token_loss
 from meshpar.moe.dispatch_combine import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
-from meshpar.planner.hardware import Cluster, parse_cluster
 from meshpar.planner.layout import Layout, some
 from meshpar.planner.search import MEMORY_ERROR, TIME_ERROR, Found, Search, shortage
-from meshpar.planner.units import si
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import tracing
-from meshpar.sharding.host import read_json, write_json
+from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
-from meshpar.sharding.table import human_bytes
 from meshpar.sharding.types import MeshparError, PyTree, check_takes, is_whole, near, problem
-from meshpar.training.engines.staged import check_options
+from meshpar.training.gradients.stages import check_options
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Precision, as_precision
+from meshpar.training.sharding_table import human_bytes
 from meshpar.training.state import abstract_state
 from meshpar.training.step import TrainStep, check_loss, check_prefetch
-from meshpar.training.xla import Options
 
 Of = TypeVar("Of")
 BYTES_ERROR = 0.02

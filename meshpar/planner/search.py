@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from meshpar.hardware.clusters import Cluster
+from meshpar.hardware.cost_model import BLOCKS_A_GROUP
 from meshpar.parallel import Strategy
-from meshpar.parallel.part import Part, Trial
+from meshpar.parallel.candidates import kinds, tried
+from meshpar.parallel.expected.step_spec import Facts, owned_axes, split_axes
+from meshpar.parallel.parallelism import Part, Trial
 from meshpar.parallel.pipeline import Pipeline
-from meshpar.parallel.promise import Facts, owned_axes, split_axes
-from meshpar.parallel.tried import kinds, tried
-from meshpar.planner import memory
-from meshpar.planner.cost import BLOCKS_A_GROUP
-from meshpar.planner.hardware import Cluster
+from meshpar.planner import memory_estimate as memory
 from meshpar.planner.layout import Layout, Placed, Placer, look
-from meshpar.planner.memory import MemoryEstimate
-from meshpar.planner.steptime import (
+from meshpar.planner.memory_estimate import MemoryEstimate
+from meshpar.planner.time_estimate import (
     BLOCK_BYTES,
     BLOCK_BYTES_OF_SEVERAL,
     COPIES,
@@ -49,8 +49,8 @@ from meshpar.planner.steptime import (
 from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
-from meshpar.sharding.table import human_bytes, lay_out
 from meshpar.sharding.types import MeshparError, axes_of_spec, problem
+from meshpar.training.sharding_table import human_bytes, lay_out
 
 FILL = 0.90
 """Share of a GPU's memory that a plan may fill by estimate: the CUDA context and NCCL's buffers take some, too."""

@@ -19,27 +19,27 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from meshpar.compiled.model_flops import attention_flops, matmul_flops
-from meshpar.compiled.promise import rows_and_tokens
-from meshpar.compiled.target import traced_for
-from meshpar.compiled.traced import inner_jaxprs, vocab_chunks
-from meshpar.models.lookup import GATHERED
-from meshpar.models.unembed import SCOPE
-from meshpar.moe.choice import compiled_for
+from meshpar.hardware.clusters import Cluster
+from meshpar.inspect.expected import rows_and_tokens
+from meshpar.inspect.model_flops import attention_flops, matmul_flops
+from meshpar.inspect.target import traced_for
+from meshpar.inspect.traced_collectives import inner_jaxprs, vocab_chunks
+from meshpar.layers.auxiliary import checked
+from meshpar.layers.losses import LossTerms, ScalarLoss
+from meshpar.layers.precision import Precision, cast_floating, numerics, products
+from meshpar.layers.scan import REMAT_POLICIES, running, scanned
+from meshpar.models.chunked_cross_entropy import SCOPE
+from meshpar.models.embedding_lookup import GATHERED
+from meshpar.moe.transport_choice import compiled_for
 from meshpar.parallel import ddp
-from meshpar.parallel.promise import has_vocabulary, is_expert, is_router, size_of, with_layers
-from meshpar.planner.hardware import Cluster
+from meshpar.parallel.batch import shape_of
+from meshpar.parallel.expected.step_spec import has_vocabulary, is_expert, is_router, size_of, with_layers
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.context import tracing
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
-from meshpar.sharding.table import optimizer_decisions
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
-from meshpar.training.batch import shape_of
-from meshpar.training.layers import REMAT_POLICIES, running, scanned
-from meshpar.training.losses import LossTerms, ScalarLoss
-from meshpar.training.precision import Precision, cast_floating, numerics, products
-from meshpar.training.reports import checked
+from meshpar.training.sharding_table import optimizer_decisions
 
 Remat = str | None
 POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from meshpar.sharding.constraints import lay
 from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, within
-from meshpar.sharding.lay import lay
 from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
 
 

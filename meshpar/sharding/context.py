@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.lay import abstract_of, lay
+from meshpar.sharding.constraints import abstract_of, lay
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
@@ -33,15 +33,15 @@ class InForce:
     ambient: Ambient | None = None
     """The mesh and rules."""
     numerics: Any = None
-    """What a step asks of layers: `meshpar.training.precision.Numerics`."""
+    """What a step asks of layers: `meshpar.layers.precision.Numerics`."""
     reports: Any = None
-    """Where what models report is kept: `meshpar.training.reports.Reports`."""
+    """Where what models report is kept: `meshpar.layers.auxiliary.Reports`."""
     boundaries: Any = None
     """What is held where modules hand arrays on: `meshpar.sharding.activations.Boundaries`."""
     run: Any = None
-    """What runs stacked layers instead of a scan: `meshpar.training.layers.running`."""
+    """What runs stacked layers instead of a scan: `meshpar.layers.scan.running`."""
     updates: Any = None
-    """How what an optimizer updates lies: `meshpar.training.muon.Updating`."""
+    """How what an optimizer updates lies: `meshpar.optim.muon.Updating`."""
 
 
 # A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.

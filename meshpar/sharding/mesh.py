@@ -266,7 +266,7 @@ def _checked_size(name: str, size: int) -> int:
 def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
     """The mesh that a step is traced on, its axes XLA's to split: where one is Explicit, as in `jax.make_mesh`, Auto.
 
-    Devices and names stay. Arrays between steps keep the types of the mesh as it was given (`meshpar.sharding.lay`).
+    Devices and names stay. Arrays between steps keep the types of the mesh as it was given (`meshpar.sharding.constraints`).
 
     Raises:
       ValueError: it is no mesh.

@@ -29,9 +29,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.layers.precision import cast_floating, check_bits, dot_general
+from meshpar.layers.scan import Adapted
 from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of, linen_methods
 from meshpar.sharding.context import ambient, apart, spec_of, tracing
-from meshpar.sharding.regions import outer_axes, weight_axes
+from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.types import (
     BESIDE,
     PAIR,
@@ -43,8 +45,6 @@ from meshpar.sharding.types import (
     problem,
     tree_leaves_with_paths,
 )
-from meshpar.training.layers import Adapted
-from meshpar.training.precision import cast_floating, check_bits, dot_general
 from meshpar.training.state import Setup, TrainState, key_words
 
 INWARD, OUTWARD = PAIR

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from meshpar.hardware.compile_options import LATENCIES, Options, check_kind
+from meshpar.layers.losses import MEAN_OVER_EXAMPLES
+from meshpar.layers.precision import Precision, as_precision
+from meshpar.layers.scan import check_remat
 from meshpar.sharding.types import problem
-from meshpar.training.layers import check_remat
-from meshpar.training.losses import MEAN_OVER_EXAMPLES
-from meshpar.training.precision import Precision, as_precision
-from meshpar.training.xla import LATENCIES, Options, check_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.layers.precision import Precision, as_precision, cast_floating
+from meshpar.optim.muon import Updating
 from meshpar.parallel import Strategy, as_strategy
+from meshpar.parallel.batch import batch_sharding, split_by
 from meshpar.sharding.adapters import (
     OVERWRITTEN,
     Model,
@@ -26,15 +29,12 @@ from meshpar.sharding.adapters import (
     with_key_types,
     without_key_types,
 )
+from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.context import apart, in_place_of_others, tracing
-from meshpar.sharding.lay import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.table import ShardingTable, TableLayout, Trainable, lay_out, only
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
-from meshpar.training.batch import batch_sharding, split_by
-from meshpar.training.muon import Updating
-from meshpar.training.precision import Precision, as_precision, cast_floating
+from meshpar.training.sharding_table import ShardingTable, TableLayout, Trainable, lay_out, only
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

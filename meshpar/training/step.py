@@ -25,11 +25,17 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshpar.hardware.compile_options import Options, Value, check_kind, check_options, options_for, why_no_rounds
+from meshpar.layers.auxiliary import checked, collecting, is_counted
+from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, SumLoss
+from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
+from meshpar.layers.scan import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
+from meshpar.parallel.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.activations import check_seen, held_between_modules
 from meshpar.sharding.adapters import OVERWRITTEN
+from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
-from meshpar.sharding.lay import with_auto_types
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     MeshparError,
@@ -42,20 +48,14 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
-from meshpar.training.layers import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
-from meshpar.training.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, SumLoss
+from meshpar.training.accumulation import Sums, compute_params, constrained, wide
 from meshpar.training.options import StepOptions
-from meshpar.training.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
-from meshpar.training.reports import checked, collecting, is_counted
 from meshpar.training.state import Setup, TrainState, check_state
-from meshpar.training.sums import Sums, compute_params, constrained, wide
-from meshpar.training.xla import Options, Value, check_kind, check_options, options_for, why_no_rounds
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
 """(model, batch, key) -> (loss, metrics): a `MeanLoss`, a `SumLoss` or a scalar, and a dict of scalars.
 
-Losses and metrics that the model reports (`meshpar.training.reports`) are added."""
+Losses and metrics that the model reports (`meshpar.layers.auxiliary`) are added."""
 
 
 class _Program:
@@ -145,7 +145,7 @@ class TrainStep(_Program):
         self._num_micro_steps, self._num_slices, self._xla = options.accumulate, options.interleave, options.xla
         self._by_latencies: weakref.WeakKeyDictionary[Setup, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self.rounds: Any = None
-        """What rounds of latencies gave, a `meshpar.compiled.latencies.Rounds`, once a call has made some."""
+        """What rounds of latencies gave, a `meshpar.inspect.latencies.Rounds`, once a call has made some."""
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         own = getattr(engine_of(setup, self.options), "compile_options", None)
@@ -169,7 +169,7 @@ class TrainStep(_Program):
                 return self._jit(setup, {**self.compile_options(setup), **profile}, lies) if profile else program
 
             # What simulates programs stands on steps, so it is looked up here.
-            latencies = importlib.import_module("meshpar.compiled.latencies")
+            latencies = importlib.import_module("meshpar.inspect.latencies")
             known[shapes], self.rounds = latencies.at_hand(self, jitted, state, batch)
         return known[shapes]
 
@@ -215,7 +215,7 @@ class TrainStep(_Program):
 def engine_of(setup: Setup, options: StepOptions) -> ModuleType:
     """The module that makes the gradients: the strategy's own, else by device where gradients are reduced once."""
     name = setup.strategy.engine if setup.batch_axes or setup.strategy.pipeline is not None else None
-    by_device, plain = "meshpar.training.engines.by_device", "meshpar.training.engines.plain"
+    by_device, plain = "meshpar.training.gradients.per_device", "meshpar.training.gradients.xla"
     return importlib.import_module(name or (by_device if options.is_once else plain))
 
 
@@ -343,9 +343,9 @@ def _check_layers(options: StepOptions, context: Numerics) -> None:
         raise problem(
             f"Precision(matmul=...), modules `{pattern}`",
             "compute their matmuls in 8 bits",
-            "none of their matmuls goes through meshpar.training.precision.dot_general",
+            "none of their matmuls goes through meshpar.layers.precision.dot_general",
             "write a pattern of a module's whole path, as r'layers/mlp/.*', give the model's own layers "
-            "dot_general=meshpar.training.precision.dot_general, or leave matmul out",
+            "dot_general=meshpar.layers.precision.dot_general, or leave matmul out",
         )
 
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from meshpar import bench
-from meshpar.bench import kernels
-from meshpar.bench.fit import Fit
+from meshpar.bench import collective_timing as kernels
 from meshpar.bench.found import XLA, CollectiveRow, Collectives
-from meshpar.commands import plots
-from meshpar.planner import cost
-from meshpar.planner.hardware import Cluster, Link, Links, parse_cluster, parse_profile
+from meshpar.bench.link_fit import Fit
+from meshpar.cli import plots
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Cluster, Link, Links, parse_cluster, parse_profile
 from meshpar.sharding.types import MeshparError
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=1e11)

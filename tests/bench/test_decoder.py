@@ -15,13 +15,13 @@ from flax import nnx
 import meshpar as mp
 from meshpar.bench import decoder, plain
 from meshpar.bench.decoder import BFLOAT16, FP8, FP8_ROWS, PLAIN, TINY, Steps, kernels_of, size_for, timed
-from meshpar.compiled import trace
-from meshpar.compiled.hlo import parse
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.inspect import trace
+from meshpar.inspect.hlo.parser import parse
 from meshpar.models import next_token_loss
-from meshpar.planner.hardware import parse_cluster
 from tests.bench.test_gpu import MEASURED
-from tests.compiled.test_trace import HOST, plane, written
 from tests.equal import mean_loss
+from tests.inspect.test_trace import HOST, plane, written
 
 PROGRAM = """HloModule jit__step, is_scheduled=true
 

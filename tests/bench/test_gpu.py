@@ -13,13 +13,13 @@ import pytest
 import meshpar as mp
 from meshpar.bench import gpu
 from meshpar.bench.gpu import Products, products
+from meshpar.hardware.clusters import Link, cluster_of, gpu_by_name, parse_cluster
 from meshpar.models import next_token_loss
-from meshpar.planner.hardware import Link, cluster_of, gpu_by_name, parse_cluster
 from meshpar.planner.layout import Layout, Placer
 from meshpar.planner.search import Search
-from meshpar.planner.steptime import product_size
+from meshpar.planner.time_estimate import product_size
 from meshpar.planner.workload import describe
-from tests.compiled.planted import CONFIG
+from tests.inspect.planted import CONFIG
 
 MEASURED = Products(
     device=gpu_by_name("h100").device_kinds[0], dtype="bfloat16", flops_per_s={16: 1e12, 1024: 3e14, 8192: 7e14},

@@ -12,7 +12,7 @@ import pytest
 from meshpar import moe
 from meshpar.bench import moe as bench
 from meshpar.bench.moe import FORMS, ONE_HOT, LayerShape
-from meshpar.commands import cli
+from meshpar.cli import main as cli
 from meshpar.moe import Routing
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases

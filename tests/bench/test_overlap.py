@@ -9,13 +9,13 @@ import sys
 import pytest
 
 from meshpar.bench import overlap as bench
-from meshpar.compiled.census import census
-from meshpar.compiled.clock.timeline import timeline
-from meshpar.planner.hardware import parse_cluster
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.inspect.census import census
+from meshpar.inspect.timeline.simulator import timeline
 from meshpar.sharding.types import MeshparError, axis_sizes
-from tests.compiled import saved
-from tests.compiled.conftest import _neighbour
-from tests.compiled.overlap_counter import per_loop
+from tests.inspect import saved
+from tests.inspect.conftest import _neighbour
+from tests.inspect.overlap_counter import per_loop
 
 RECIPE = "recipes/gpt_stdlib.py"
 
@@ -54,7 +54,7 @@ def test_the_command_prints_a_row_for_each_set():
     apart = "xla_gpu_all_gather_combine_threshold_bytes=1"
     options = ["--options", "scatters apart", "--options", "pipelined"]
     small = ["--set", "model.num_layers=2", "--set", "model.attention=xla", "--mesh", "fsdp=8", "--strategy", "fsdp()"]
-    command = [sys.executable, "-m", "meshpar.commands.cli", "bench", "overlap", RECIPE, "--cluster", "h100:1x8"]
+    command = [sys.executable, "-m", "meshpar.cli.main", "bench", "overlap", RECIPE, "--cluster", "h100:1x8"]
 
     def rows(*words):
         done = subprocess.run([*command, *small, *words, "--json"], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from meshpar.bench import run
-from tests.commands.test_cli import write_recipe
+from tests.cli.test_main import write_recipe
 
 
 @pytest.mark.matrix
@@ -28,7 +28,7 @@ def test_every_part_of_a_run_is_measured(meshpar, tmp_path):
 
 @pytest.mark.matrix
 def test_the_watch_is_measured_on_two_processes(tmp_path):
-    words = "-m meshpar.commands.cli bench watch --pairs 1 --steps 10 --json"
+    words = "-m meshpar.cli.main bench watch --pairs 1 --steps 10 --json"
     command = [sys.executable, *words.split()]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, cwd=tmp_path)

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from meshpar.compiled import hlo
-from meshpar.compiled.census import census
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo import parser as hlo
 
 
 class Ranks:

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
 from meshpar.collectives import reference
-from meshpar.compiled import hlo
-from meshpar.compiled.census import census
-from meshpar.compiled.clock import work
-from meshpar.planner import cost
+from meshpar.hardware import cost_model as cost
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.timeline import program_work as work
 from meshpar.sharding.types import MeshparError
 from tests.collectives.tiles import STAND_IN
 from tests.grid import cases

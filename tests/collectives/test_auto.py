@@ -14,10 +14,11 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
-from meshpar.bench.kernels import COLLECTIVES
+from meshpar.bench.collective_timing import COLLECTIVES
 from meshpar.collectives import reference
-from meshpar.planner import choice, cost
-from meshpar.planner.hardware import Link, Links, parse_cluster
+from meshpar.hardware import algorithm_choice as choice
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 

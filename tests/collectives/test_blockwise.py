@@ -9,7 +9,7 @@ import pytest
 
 from meshpar import collectives as mc
 from meshpar.collectives import reference
-from meshpar.compiled.model_flops import matmul_flops
+from meshpar.inspect.model_flops import matmul_flops
 
 B, T, H, K, D = 2, 23, 4, 2, 6
 SEGMENTS = np.sort(np.random.default_rng(1).integers(0, 4, (B, T)), axis=1).astype(np.int32)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.collectives.bucket import buckets
-from meshpar.compiled import hlo
-from meshpar.compiled.census import census
-from meshpar.planner import cost
+from meshpar.hardware import cost_model as cost
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo import parser as hlo
 from meshpar.sharding.types import MeshparError
 
 SHAPES = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["float32", "bfloat16"])), max_size=12)

@@ -11,7 +11,7 @@ import pytest
 
 from meshpar import collectives as mc
 from meshpar.collectives import reference
-from meshpar.planner import cost
+from meshpar.hardware import cost_model as cost
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 

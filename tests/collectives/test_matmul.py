@@ -15,12 +15,12 @@ from jax import lax
 import meshpar as mp
 from meshpar import collectives as mc
 from meshpar.collectives import reference
-from meshpar.compiled import hlo
-from meshpar.compiled.census import census
+from meshpar.hardware import cost_model as cost
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.layers.precision import Precision, numerics
+from meshpar.layers.scan import REMAT_POLICIES
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.planner import cost
-from meshpar.training.layers import REMAT_POLICIES
-from meshpar.training.precision import Precision, numerics
 from tests.equal import assert_same, mean_loss, model_of, token_batches, train
 from tests.grid import cases
 

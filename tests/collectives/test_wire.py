@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from meshpar import collectives as mc
-from meshpar.planner import cost
+from meshpar.hardware import cost_model as cost
 from tests.grid import cases
 
 COUNTS = cases(3, grid=[2, 3, 5, 8])

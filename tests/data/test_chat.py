@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.commands.recipe import load_recipe
-from meshpar.commands.train import _data_line, train
+from meshpar.cli.recipe import load_recipe
+from meshpar.cli.train_command import _data_line, train
 from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss

@@ -14,16 +14,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
-from meshpar.commands import cli
-from meshpar.commands.convert import _names_other_layouts
-from meshpar.commands.recipe import load_recipe
-from meshpar.commands.train import train
+from meshpar.cli import main as cli
+from meshpar.cli.convert_command import _names_other_layouts
+from meshpar.cli.recipe import load_recipe
+from meshpar.cli.train_command import train
 from meshpar.interop import from_hf, load_hf, to_hf
 from meshpar.interop.files import whole_folder
 from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
+from meshpar.loop.signals import scratch
 from meshpar.models import TransformerConfig
 from meshpar.sharding.types import problem, tree_leaves_with_paths
-from meshpar.training.interrupts import scratch
 from meshpar.training.state import init_state
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of
@@ -56,7 +56,7 @@ def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
     leaves = json.loads(capsys.readouterr().out)["leaves"]
     assert [24, 16] in [leaf["shape"] for leaf in leaves]
     assert any(leaf["path"] == "layers/attention/query_norm/scale" for leaf in leaves)
-    from meshpar.commands.explain import Subject
+    from meshpar.cli.explain_command import Subject
 
     subject = Subject.of(str(RECIPE), None, layout=(), assignments=(), shapes=None, from_hf=str(source))
     assert subject.recipe.model.qk_norm

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.commands import cli
-from meshpar.commands.generate import continued
+from meshpar.cli import main as cli
+from meshpar.cli.generate_command import continued
 from meshpar.interop.runs import opened
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden

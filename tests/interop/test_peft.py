@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
-from meshpar.commands.recipe import load_recipe
-from meshpar.commands.train import train
+from meshpar.cli.recipe import load_recipe
+from meshpar.cli.train_command import train
 from meshpar.interop import config_of, from_hf, load_peft, lora_of_peft, to_hf, to_peft
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases

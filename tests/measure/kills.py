@@ -40,7 +40,7 @@ def start(folder: Path) -> subprocess.Popen:
     args += ["--set", f"steps={STEPS}", "--set", "checkpoint_every=1"]
     with (folder / "log").open("a") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "meshpar.commands.cli", *args], cwd=folder, env=env, stdout=log, stderr=log
+            [sys.executable, "-m", "meshpar.cli.main", *args], cwd=folder, env=env, stdout=log, stderr=log
         )
 
 
@@ -91,8 +91,8 @@ def kill_one(folder: Path, draw: random.Random) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    from meshpar.training.checkpoint import Checkpoints, damage_of, read_index
-    from tests.commands.test_together import RECIPE, losses
+    from meshpar.loop.checkpoint import Checkpoints, damage_of, read_index
+    from tests.cli.test_multihost import RECIPE, losses
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20)

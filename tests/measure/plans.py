@@ -141,8 +141,8 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
 
 
 def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]
-    from meshpar.commands.explain import Subject
-    from meshpar.compiled.explain import explain
+    from meshpar.cli.explain_command import Subject
+    from meshpar.inspect.explain import explain
 
     path, fields_set = str(RECIPES / f"{recipe}.py"), ("interleave=1", "latency_rounds=0", *fields)
     subject = Subject.of(path, cluster, layout=(), assignments=fields_set, shapes=None)
@@ -164,7 +164,7 @@ def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  
 
 
 def main() -> None:
-    from meshpar.compiled.pod import PodProcess
+    from meshpar.inspect.pod import PodProcess
 
     with PodProcess() as pod:
         found = []

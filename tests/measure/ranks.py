@@ -32,16 +32,17 @@ import rich
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.bench import gpu, kernels
-from meshpar.bench.report import Figures, Measure, load, quartiles, seconds_of
+from meshpar.bench import collective_timing as kernels
+from meshpar.bench import gpu
+from meshpar.bench.figures import Figures, Measure, load, quartiles, seconds_of
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Cluster, cluster_of, gpu_by_name
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from meshpar.parallel import parse_strategy
-from meshpar.planner import cost
-from meshpar.planner.hardware import Cluster, cluster_of, gpu_by_name
 from meshpar.planner.layout import Layout
 from meshpar.planner.search import Search
-from meshpar.planner.steptime import TimeEstimate
+from meshpar.planner.time_estimate import TimeEstimate
 from meshpar.planner.workload import describe
 
 DEVICES = 8

@@ -31,9 +31,9 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.bench import plain
-from meshpar.bench.report import quartiles
-from meshpar.compiled.census import census
-from meshpar.compiled.program import compile_here
+from meshpar.bench.figures import quartiles
+from meshpar.inspect.census import census
+from meshpar.inspect.program import compile_here
 from meshpar.models import TransformerConfig, next_token_loss
 
 CONFIG = TransformerConfig(

@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.bench.report import Figures, Measure, in_turn, load, quartiles
+from meshpar.bench.figures import Figures, Measure, in_turn, load, quartiles
 from meshpar.pipeline import SCHEDULES, Params, Schedule, make, value_and_grad
 
 CASES = ((4, 8), (4, 16), (8, 16))
@@ -117,7 +117,7 @@ def measured(names: Sequence[str], cases: Sequence[tuple[int, int]], op_s: float
 
 
 def main() -> None:
-    from meshpar.commands.cli import print_report
+    from meshpar.cli.main import print_report
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", default=[*SCHEDULES], help="of schedules; default: all")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshpar.planner.hardware import parse_cluster
+from meshpar.hardware.clusters import parse_cluster
 from tests.measure.ranks import SUBJECTS, kendall, ranked, told
 
 

@@ -15,10 +15,10 @@ import pytest
 
 import meshpar as mp
 from meshpar.collectives import cudnn
-from meshpar.compiled.clock import work
+from meshpar.inspect.timeline import program_work as work
 from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
 from meshpar.models.layers import cached_attention
-from meshpar.models.published import llama3_8b
+from meshpar.models.published_configs import llama3_8b
 from tests.collectives.tiles import STAND_IN
 from tests.grid import cases
 

@@ -16,8 +16,8 @@ import pytest
 
 import meshpar as mp
 from meshpar.collectives import flash
-from meshpar.compiled import hlo
-from meshpar.compiled.clock import work
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.timeline import program_work as work
 from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
 from tests.grid import cases
 from tests.models.test_attention_forms import MESHES, ROWS, after_a_step, assert_equal, config, packed

@@ -15,8 +15,10 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import meshpar as mp
-from meshpar.compiled.census import census
-from meshpar.compiled.hlo import parse
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo.parser import parse
+from meshpar.layers.precision import Precision, numerics
+from meshpar.layers.scan import REMAT_POLICIES
 from meshpar.models import (
     LinenTransformer,
     RopeScaling,
@@ -28,8 +30,6 @@ from meshpar.models import (
 from meshpar.models.transformer import MLP
 from meshpar.models.transformer_linen import LinenMLP
 from meshpar.sharding.types import tree_leaves_with_paths
-from meshpar.training.layers import REMAT_POLICIES
-from meshpar.training.precision import Precision, numerics
 from tests.equal import mean_loss, mesh_of
 from tests.grid import cases
 from tests.models import by_hand

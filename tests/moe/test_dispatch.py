@@ -15,11 +15,11 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
-from meshpar.compiled import hlo
-from meshpar.compiled.census import census
-from meshpar.compiled.clock import work
+from meshpar.hardware import cost_model as cost
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.timeline import program_work as work
 from meshpar.moe import Payload, choose_dispatch, dispatch, grouped_matmul
-from meshpar.planner import cost
 from tests.grid import cases
 
 WIDTH, HIDDEN = 6, 4
@@ -435,7 +435,7 @@ def ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets
 @pytest.fixture
 def as_on_gpus(monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
-    monkeypatch.setattr("meshpar.moe.choice.platform_of_mesh", lambda: "gpu")
+    monkeypatch.setattr("meshpar.moe.transport_choice.platform_of_mesh", lambda: "gpu")
 
 
 def test_the_ragged_form_is_equal(as_on_gpus):

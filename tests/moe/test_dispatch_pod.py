@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshpar.compiled.census import census
+from meshpar.hardware import cost_model as cost
+from meshpar.inspect.census import census
 from meshpar.moe import Payload, dispatch, grouped_matmul
-from meshpar.planner import cost
 
 pytestmark = pytest.mark.pod
 

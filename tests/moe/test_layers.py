@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar import moe
-from meshpar.collectives.check import ranks_of
+from meshpar.collectives.kernel_checks import ranks_of
+from meshpar.layers.auxiliary import collecting, is_listening, report
+from meshpar.layers.scan import running
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
 from meshpar.sharding.types import tree_leaves_with_paths
-from meshpar.training.layers import running
-from meshpar.training.reports import collecting, is_listening, report
 from tests.grid import cases
 
 ROWS, SEQ, WIDTH, HIDDEN, EXPERTS = 8, 4, 4, 6, 8

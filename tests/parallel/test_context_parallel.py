@@ -11,13 +11,14 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.compiled import hlo
-from meshpar.compiled.census import census
-from meshpar.compiled.clock.timeline import timeline
-from meshpar.models import TransformerConfig, context, generate, next_token_loss
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.timeline.simulator import timeline
+from meshpar.models import TransformerConfig, generate, next_token_loss
+from meshpar.models import context_attention as context
 from meshpar.parallel import parse_strategy
-from meshpar.planner import cost
-from meshpar.planner.hardware import parse_cluster
 from meshpar.sharding.context import spec_of
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 

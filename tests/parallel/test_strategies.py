@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.parallel import PRESETS, as_strategy, from_json, parse_strategy
+from meshpar.parallel.batch import batch_sharding
 from meshpar.sharding.context import spec_of
 from meshpar.sharding.rules import BATCH_AXES, PARAMETER_NAMES
 from meshpar.sharding.types import spec_axes
-from meshpar.training.batch import batch_sharding
 
 NAMES = {
     "embed/table": ("vocab", "embed"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshpar.pipeline.schedules import KINDS, Schedule, Slots
-from meshpar.pipeline.schedules.ops import B, F, W
-from meshpar.pipeline.schedules.slots import SHIFTS
+from meshpar.schedules import KINDS, Schedule, Slots
+from meshpar.schedules.ops import B, F, W
+from meshpar.schedules.slots import SHIFTS
 
 What = tuple[int, int, int]
 """Result of an op: kind, microbatch, part."""

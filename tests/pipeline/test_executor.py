@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.compiled import hlo
-from meshpar.compiled.cells import Cells
-from meshpar.compiled.census import census
+from meshpar.hardware.compile_options import IN_PLACE
+from meshpar.inspect.census import census
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.schedule_counts import Cells
 from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
-from meshpar.pipeline.placement import WeightPlacement
+from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.pipeline.traffic import gathers_in_cells
 from meshpar.sharding.types import MeshparError
-from meshpar.training.xla import IN_PLACE
 from tests.grid import cases
 from tests.pipeline.replay import Stale, replay
 

@@ -13,10 +13,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
+from meshpar.layers.precision import Precision, numerics
 from meshpar.models import Transformer, TransformerConfig, layers
 from meshpar.pipeline import SplitVjp, split_vjp
-from meshpar.pipeline.slicing import together
-from meshpar.training.precision import Precision, numerics
+from meshpar.pipeline.jaxpr_slicing import together
 from tests.grid import cases
 
 

@@ -20,29 +20,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import meshpar as mp
-from meshpar.commands.recipe import build_model, build_optimizer, load_recipe
-from meshpar.commands.train import with_plan
-from meshpar.compiled.clock.work import causal_share
-from meshpar.compiled.program import compile_here
-from meshpar.compiled.target import traced_for
+from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
+from meshpar.cli.train_command import with_plan
+from meshpar.hardware.clusters import Rates, parse_cluster
+from meshpar.inspect.program import compile_here
+from meshpar.inspect.target import traced_for
+from meshpar.inspect.timeline.program_work import causal_share
 from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
-from meshpar.parallel.promise import Promised
+from meshpar.optim.muon import exchange, matrices
+from meshpar.parallel.candidates import _strategy, kinds
+from meshpar.parallel.expected.step_spec import Promised
 from meshpar.parallel.tensor import Tensor
-from meshpar.parallel.tried import _strategy, kinds
-from meshpar.planner import memory
+from meshpar.planner import memory_estimate as memory
 from meshpar.planner.advice import advice
-from meshpar.planner.growth import with_rows
-from meshpar.planner.hardware import Rates, parse_cluster
 from meshpar.planner.layout import Layout, Placer, look
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
+from meshpar.planner.scaling import with_rows
 from meshpar.planner.search import TIME_ERROR, Search
-from meshpar.planner.steptime import Clock, experts, of_expert, product_size
+from meshpar.planner.time_estimate import Clock, experts, of_expert, product_size
 from meshpar.planner.workload import POLICIES, describe
-from meshpar.training.muon import exchange, matrices
 from meshpar.training.options import StepOptions
-from tests.compiled.planted import CONFIG
 from tests.grid import cases
+from tests.inspect.planted import CONFIG
 
 ROOT = Path(__file__).parents[2]
 COMPILED = json.loads((Path(__file__).parent / "compiled.json").read_text())

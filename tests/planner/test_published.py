@@ -19,8 +19,8 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.hardware.clusters import parse_cluster
 from meshpar.models import TransformerConfig, llama3_8b, llama3_70b, llama3_405b, mixtral_8x7b, next_token_loss
-from meshpar.planner.hardware import parse_cluster
 from meshpar.planner.layout import Layout
 from meshpar.planner.search import Found, Search
 from meshpar.planner.workload import Workload, describe

@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.compiled.promise import facts_of
+from meshpar.inspect.expected import facts_of
+from meshpar.layers.precision import products
 from meshpar.sharding import adapters
-from meshpar.training.precision import products
 from tests.grid import cases
 
 WIDTH, MLP, ROWS = 64, 128, 16

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.training.precision import check_narrow
+from meshpar.layers.precision import check_narrow
 from tests.equal import mesh_of
 
 DIM, LAYERS, STEPS = 8, 4, 3

@@ -17,18 +17,18 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.compiled import census
+from meshpar.inspect import census
+from meshpar.layers.precision import dot_general, numerics, products
 from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing, grouped_matmul, grouped_swiglu
-from meshpar.parallel.scales import SCALES
+from meshpar.parallel.expected.fp8_scales import SCALES
 from meshpar.planner.workload import describe
 from meshpar.sharding.adapters import OVERWRITTEN
 from meshpar.sharding.types import tree_leaves_with_paths
-from meshpar.training.precision import dot_general, numerics, products
 from tests.equal import assert_same
 from tests.grid import cases
+from tests.layers.test_precision import PRODUCTS
 from tests.parallel.test_equality import CASES, EXPERTS, five_steps
-from tests.training.test_precision import PRODUCTS
 
 FP8, BY_ROW = mp.Precision(matmul="fp8"), mp.Precision(matmul="fp8-rowwise")
 CONFIG = TransformerConfig(

@@ -13,12 +13,12 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.compiled.model_flops import matmul_flops
-from meshpar.compiled.pod import PodProcess
-from meshpar.compiled.target import traced_for
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.inspect.model_flops import matmul_flops
+from meshpar.inspect.pod import PodProcess
+from meshpar.inspect.target import traced_for
+from meshpar.layers.scan import remat_policy
 from meshpar.models import LinenTransformer, TransformerConfig, llama3_8b, next_token_loss
-from meshpar.planner.hardware import parse_cluster
-from meshpar.training.layers import remat_policy
 from meshpar.training.state import abstract_state
 from tests.equal import assert_same, token_batches, train
 from tests.grid import cases

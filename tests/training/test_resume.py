@@ -50,22 +50,22 @@ def finish(runs: Runs, folder: Path) -> list[dict]:
     return metrics(folder)
 
 
-STEP, SAVE = "meshpar.training.loop:Run.advance", "meshpar.training.checkpoint:Checkpoints._write"
+STEP, SAVE = "meshpar.loop.fit:Run.advance", "meshpar.loop.checkpoint:Checkpoints._write"
 RENAME = "os:rename"  # what makes a checkpoint complete
 MOMENTS = {
-    "starts": [["meshpar.training.loop:restore_or_init", 1]],
+    "starts": [["meshpar.loop.fit:restore_or_init", 1]],
     "before anything is saved": [[STEP, SAVE_EVERY]],
     "the first save begins": [[SAVE, 1]],
     "files of the first save are written": [[SAVE, 1], ["asyncio:to_thread", 3]],
     "the first save is to be renamed": [[RENAME, 1]],
     "the first save is renamed": [[RENAME, 1], [STEP, 1]],
     "the step after a save": [[SAVE, 2], [STEP, 2]],
-    "restores": [["meshpar.training.checkpoint:_read_arrays", 1]],
+    "restores": [["meshpar.loop.checkpoint:_read_arrays", 1]],
     "compiles": [[STEP, 1], ["jax._src.compiler:compile_or_get_cached", 1]],
-    "validates": [["meshpar.training.loop:Validator._means", 1]],
-    "a line of metrics": [[SAVE, 1], ["meshpar.training.loop:JsonlWriter._write", 3]],
+    "validates": [["meshpar.loop.fit:Validator._means", 1]],
+    "a line of metrics": [[SAVE, 1], ["meshpar.loop.fit:JsonlWriter._write", 3]],
     "old checkpoints are removed": [[SAVE, 4]],
-    "the last save": [["meshpar.training.loop:Checkpointer.on_end", 1]],
+    "the last save": [["meshpar.loop.fit:Checkpointer.on_end", 1]],
 }
 
 

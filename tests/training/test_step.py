@@ -13,7 +13,8 @@ import pytest
 from flax import linen, nnx
 
 import meshpar as mp
-from meshpar.compiled import census, hlo
+from meshpar.inspect import census
+from meshpar.inspect.hlo import parser as hlo
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
 

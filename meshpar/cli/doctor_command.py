@@ -1,0 +1,218 @@
+"""`meshpar doctor`: versions, devices, links and environment of this process, what looks wrong, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import resource
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from meshpar.cli import launch
+from meshpar.cli.main import devices_option, output_options, prepare_devices, print_report
+from meshpar.cli.multihost import PACKAGES, version_of
+from meshpar.sharding.errors import MeshparError
+from meshpar.sharding.printing import Plain
+
+PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+LEAST_SHM_BYTES, LEAST_DISK_BYTES, LEAST_FILES = 1e9, 5e9, 4096
+_OWN_FLAGS = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_call", "--xla_dump")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Something that looks wrong."""
+
+    what: str
+    fix: str
+    """What to do about it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineFacts:
+    """What is looked at: gathered once, judged by `findings`."""
+
+    versions: Mapping[str, str]
+    devices: Mapping[str, str]
+    links: Mapping[str, str]
+    host: Mapping[str, str]
+    environment: Mapping[str, str]
+    """Variables that jax, XLA, NCCL, launchers and proxies read."""
+    platform: str
+    """jax's: cpu, gpu, tpu."""
+    shm_bytes: int
+    disk_bytes: int
+    """Free, where runs are written."""
+    open_files: int
+    nvidia: bool
+    """Whether the machine has an NVIDIA GPU, used or not."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DoctorReport(Plain):
+    """What was found, and what looks wrong."""
+
+    facts: MachineFacts
+    findings: tuple[Diagnosis, ...]
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        parts: list[Any] = []
+        for title in ("versions", "devices", "links", "host", "environment"):
+            grid = Table.grid(padding=(0, 2))
+            for name, value in getattr(self.facts, title).items() or [("", "none")]:
+                grid.add_row(Text(f"  {name}", style="dim"), Text(value))
+            parts += [Text(title, style="bold"), grid]
+        parts.append(Text("what looks wrong", style="bold"))
+        for finding in self.findings:
+            parts.append(Text(f"  {finding.what}. To fix it: {finding.fix}.", style="yellow"))
+        return Group(*parts, *([] if self.findings else [Text("  nothing")]))
+
+
+@click.command()
+@devices_option
+@click.option(
+    "--out", metavar="OUT", default="runs", show_default=True, help="Folder of runs, whose disk is looked at."
+)
+@click.option("--check", is_flag=True, help="Exit 1 where anything looks wrong.")
+@output_options
+def doctor(devices: int | None, out: str, check: bool, as_json: bool) -> None:
+    """Versions, devices, links and environment here; what looks wrong, and what to do.
+
+    It joins no pod: run it on a host as the job would be, `srun --ntasks-per-node=1 meshpar doctor`.
+    """
+    environment = dict(os.environ)  # as the user set it
+    prepare_devices(devices)
+    facts = gather(environment, out=out)
+    report = DoctorReport(facts=facts, findings=findings(facts))
+    print_report(report, as_json=as_json)
+    raise SystemExit(1 if check and report.findings else 0)
+
+
+def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
+    """Look at this process and its host; starts jax's devices."""
+    import jax
+
+    found = jax.local_devices()
+    kinds = {device.device_kind for device in found}
+    stats = found[0].memory_stats() or {} if found[0].platform != "cpu" else {}
+    memory = f", {stats['bytes_limit'] / 1e9:.1f} GB each for jax" if "bytes_limit" in stats else ""
+    folder = next(path for path in [Path(out).absolute(), *Path(out).absolute().parents] if path.is_dir())
+    disk, shm = shutil.disk_usage(folder), Path("/dev/shm")
+    shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else 0
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    versions = {name: version_of(name) for name in (*PACKAGES, *PLUGINS)}
+    return MachineFacts(
+        versions={name: version for name, version in versions.items() if name in PACKAGES or version[0].isdigit()},
+        devices={"here": f"{len(found)} × {', '.join(sorted(kinds))} ({found[0].platform}){memory}"},
+        links=_links(),
+        host={
+            "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
+            "free at " + str(folder): f"{disk.free / 1e9:.1f} GB",
+            "shared memory": f"{shm_bytes / 1e9:.1f} GB",
+            "open files": str(open_files),
+        },
+        environment={name: env[name] for name in sorted(env) if _counts(name)},
+        platform=found[0].platform,
+        shm_bytes=shm_bytes,
+        disk_bytes=disk.free,
+        open_files=open_files,
+        nvidia=any(Path("/dev").glob("nvidia[0-9]*")),
+    )
+
+
+def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
+    """What looks wrong in what was gathered; asks nothing of the machine."""
+    env, found = facts.environment, []
+
+    def say(wrong: bool, what: str, fix: str) -> None:
+        if wrong:
+            found.append(Diagnosis(what=what, fix=fix))
+
+    version = facts.versions.get("jax", "")
+    for name in ("jaxlib", *PLUGINS[:2]):
+        other = facts.versions.get(name, version)
+        say(
+            other.split(".")[:2] != version.split(".")[:2],
+            f"jax is {version} and {name} {other}",
+            f"pip install {name}=={version}",
+        )
+    say(
+        facts.nvidia and facts.platform == "cpu" and env.get("JAX_PLATFORMS") != "cpu",
+        "an NVIDIA GPU is here and jax computes on the CPU",
+        "pip install 'meshpar[cuda12]', and see that nvidia-smi works in this shell",
+    )
+    flags = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS)]
+    say(
+        bool(flags),
+        f"XLA_FLAGS sets {' '.join(flags)}, which `explain` does not show and no fingerprint holds",
+        "say --xla NAME=VALUE to train and explain instead",
+    )
+    say(
+        env.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false",
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false: memory falls to pieces, and a run that fits runs out of it",
+        "unset it, and set XLA_PYTHON_CLIENT_MEM_FRACTION=0.90",
+    )
+    try:
+        place = launch.detect(env)
+    except MeshparError as error:
+        place = None
+        say(True, f"{error.where}: {error.exists}", error.fix)
+    proxies = [name for name in env if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy")]
+    say(
+        place is not None and bool(proxies),
+        f"{' and '.join(proxies)} stand between the processes of this pod and its coordinator",
+        f"unset {' '.join(proxies)}, or name the coordinator's host in no_proxy",
+    )
+    gpu = facts.platform == "gpu"
+    say(
+        gpu and facts.shm_bytes < LEAST_SHM_BYTES,
+        f"/dev/shm has {facts.shm_bytes / 1e6:.0f} MB, through which NCCL sends within a node",
+        "mount a bigger one: docker run --shm-size=16g, or an emptyDir of medium Memory",
+    )
+    say(
+        facts.disk_bytes < LEAST_DISK_BYTES,
+        f"the disk of runs has {facts.disk_bytes / 1e9:.1f} GB left",
+        "make room, or name another folder with --out",
+    )
+    say(
+        gpu and 0 <= facts.open_files < LEAST_FILES,
+        f"{facts.open_files} files may be open, and a checkpoint writes many at a time",
+        f"ulimit -n {LEAST_FILES}",
+    )
+    return tuple(found)
+
+
+def _counts(name: str) -> bool:
+    starts = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE", "LIBTPU", "TPU_", "MESHPAR_", "SLURM_", "OMPI_COMM", "MASTER_")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX", "PMI_RANK", "PMI_SIZE")
+    kubeflow = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "PROCESS_ID", "NUM_PROCESSES")
+    proxy = re.fullmatch(r"(https?|grpc)_proxy", name, re.IGNORECASE)
+    return name.startswith(starts) or name in (*names, *kubeflow) or proxy is not None
+
+
+def _links() -> dict[str, str]:
+    """Network interfaces that are up, with their speed, and InfiniBand ports."""
+    links = {}
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
+        links[f"{port.parts[-3]} port {port.name}"] = f"{_line(port / 'rate')}, {_line(port / 'state')}"
+    for interface in sorted(Path("/sys/class/net").glob("*")):
+        if _line(interface / "operstate") == "up":
+            speed = _line(interface / "speed")
+            links[interface.name] = f"{int(speed) / 1000:g} Gbit/s" if speed.isdigit() else "up"
+    return links
+
+
+def _line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return "unknown"

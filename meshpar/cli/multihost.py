@@ -1,0 +1,118 @@
+"""A command of several processes: they agree on where they run before any touches a device, and end together."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshpar.loop import checkpoint
+from meshpar.loop import heartbeat as watchdog
+from meshpar.loop import signals as interrupts
+from meshpar.loop.coordination import this_pod
+from meshpar.sharding.host_resources import unexpected
+from meshpar.sharding.types import MeshparError
+
+PACKAGES = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain")
+"""Packages whose versions have to be the same in every process."""
+_OWN = ("PROCESS_ID", "LOCAL_DEVICE", "COORDINATOR", "COMPILATION_CACHE", "NUM_PROCESSES", "PARTITION_INDEX", "_DIR")
+_OF_A_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG", "NCCL_HOSTID")
+
+
+@contextlib.contextmanager
+def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
+    """What runs inside ends in every process when it fails in one; nothing for a process on its own.
+
+    Raises:
+      ValueError: in every process, where one has other versions, flags or options.
+    """
+    here = this_pod()
+    watch = watchdog.watch(here, stall_s=stall_s)
+    if here is None or watch is None:
+        yield
+        return
+    watch.keep_native_text()
+    if (signals := interrupts.current()) is not None:
+        signals.farewell = watch.interrupted
+    code = 0
+
+    def failed(error: MeshparError) -> None:
+        if watchdog.is_own(error):
+            watch.say(str(error))
+        watch.failed(error)
+
+    checkpoint.told_of_failed_writes.append(failed)
+    try:
+        facts = {**environment(os.environ), "command": dict(command)}
+        here.agree("environment", facts, fix="install and set the same on every host, and give the same options")
+        try:
+            yield
+        except SystemExit as interrupted:
+            code = int(interrupted.code or 0)
+        if signals is not None and signals.received is not None:  # while it reported
+            code = 128 + signals.received
+        code = here.most(here.another("end"), code)  # all end as one does
+    except Exception as error:
+        _end(watch, error)
+    watch.done(code)
+    watch.leave_in_time(code)
+    if code:
+        sys.exit(code)
+
+
+def environment(env: Mapping[str, str]) -> dict[str, Any]:
+    """Versions, flags of XLA and variables of jax's and NCCL's that have to be the same in every process.
+
+    Left out is what a launcher or a host sets for a process alone, and where XLA dumps to.
+    """
+    flags = (flag.partition("=") for flag in env.get("XLA_FLAGS", "").split())
+    variables = {
+        name: value
+        for name, value in sorted(env.items())
+        if name.startswith(("JAX_", "NCCL_", "LIBTPU_INIT_ARGS", "MESHPAR_CLUSTER"))
+        and not any(own in name for own in _OWN)
+        and name not in _OF_A_HOST
+    }
+    return {
+        "python": platform.python_version(),
+        "versions": {package: version_of(package) for package in PACKAGES},
+        "XLA_FLAGS": {name: value for name, _, value in sorted(flags) if not name.startswith("--xla_dump")},
+        "environment": variables,
+    }
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package; "not installed" without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _end(watch: watchdog.Watchdog, error: Exception) -> None:
+    """Say what went wrong, tell the others, and end: what jax does at exit would wait for them for minutes.
+
+    If a message to another process failed, that process may be gone. Then the verdict, which names it, comes first.
+    """
+    own = watchdog.is_own(error)
+    if own:
+        _say(watch, error)
+    watch.failed(error)
+    watch.wait_to_leave()
+    if not own:
+        _say(watch, error)
+    os._exit(watchdog.MISTAKE_CODE if own and isinstance(error, MeshparError) else watchdog.EXIT_CODE)
+
+
+def _say(watch: watchdog.Watchdog, error: Exception) -> None:
+    watch.show_native_text()
+    if "--traceback" in sys.argv:
+        traceback.print_exception(error)
+    else:
+        shown = error if isinstance(error, MeshparError) else unexpected(error, command="meshpar train")
+        print(f"meshpar: {shown}", file=sys.stderr, flush=True)

@@ -1,0 +1,863 @@
+"""matplotlib pictures of data that others have computed; every function returns a `Figure`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from meshpar.hardware.units import si
+from meshpar.sharding.printing import flat
+from meshpar.sharding.types import axis_sizes, near, problem, spec_axes
+from meshpar.training.sharding_table import human_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+    from meshpar.bench.found import CollectiveRow, Collectives
+    from meshpar.inspect.memory import Memory
+    from meshpar.inspect.report import Report
+    from meshpar.inspect.timeline.simulator import Segment, Timeline
+    from meshpar.planner.scaling import Growth
+    from meshpar.schedules import Schedule, ScheduleTimeline
+
+Curve = Iterable[tuple[float, float]]
+"""Points (step, value)."""
+_Given = ParamSpec("_Given")
+
+INK, FAINT = "#22303c", "#c9d1d9"
+STYLE: Any = {
+    "figure.dpi": 120,
+    "figure.constrained_layout.use": True,
+    "figure.titlesize": 11,
+    "figure.titleweight": "bold",
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "legend.fontsize": 9,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "text.color": INK,
+}
+"""matplotlib's settings, of every picture."""
+TRAIN, SMOOTH, VALID, BASELINE = "#c3d3e8", "#86a9d6", "#174f91", "#c2571a"
+# One colour for each shard, light enough for dark numbers on it; more shards than colours begin again.
+SHARDS = (
+    "#8ecae6", "#ffd166", "#a8d8a0", "#f4a6a0", "#c9b6e4", "#f7c59f", "#9ad9d2", "#e6b8d3",
+    "#bcd4f0", "#e9e08a", "#c6e5b1", "#f2c4ce", "#b3b9ea", "#e8cfa6", "#b7e4dc", "#d8c4e0",
+)  # fmt: skip
+
+MATMUL, KERNEL, WAITING = "#4a5c6d", "#aebac5", "#fdf3f0"
+AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a9e5c", "tensor": "#d1495b"}
+"""One colour for each mesh axis, the same in every picture; other axes and products of axes take the next of `MORE`."""
+MORE = ("#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97")
+ALGORITHMS = {
+    "XLA": INK,
+    "ring": "#2f7fc1",
+    "bidirectional": "#8ecae6",
+    "recursive_doubling": "#d1495b",
+    "recursive_halving": "#d1495b",
+    "halving_doubling": "#e0a32e",
+    "tree": "#4a9e5c",
+    "hierarchical": "#8f6bb3",
+    "direct": "#2f7fc1",
+}
+"""One colour for each algorithm of a collective; others take the next of `MORE`."""
+SCHEDULES = {
+    "gpipe": "#7d8a97",
+    "1f1b": "#22303c",
+    "interleaved-1f1b": "#2f7fc1",
+    "eager-1f1b": "#3aa6a0",
+    "zb-h1": "#e0a32e",
+    "zb-h2": "#d1495b",
+    "zb-v": "#4a9e5c",
+    "dualpipe": "#8f6bb3",
+    "dualpipe-v": "#c77fb0",
+}
+"""One colour for each pipeline schedule; others take the next of `MORE`."""
+OPS = {"F": "#8ecae6", "B": "#a8d8a0", "W": "#ffd166"}
+"""Forward, gradient of the input, gradient of the weights; every other chunk is drawn darker."""
+_OPS_DARK = {"F": "#5aa9d6", "B": "#6dbb6a", "W": "#e0a93b"}
+_OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
+MEMORY = {
+    "parameters": "#4c78a8",
+    "optimizer state": "#9ecae9",
+    "gradients": "#54a24b",
+    "other temporaries": "#b6dcae",
+    "batch and the rest": "#8a8f98",
+}
+"""Parts of a device's memory, from the bottom up."""
+KINDS = {"all-reduce": "", "all-gather": "....", "reduce-scatter": "////", "all-to-all": "xxxx"}
+"""A hatch for each kind of collective; others take `OTHER_KIND`."""
+OTHER_KIND = "||||"
+
+MOST_NUMBERED = 64
+"""Up to so many devices a picture names each."""
+_DASHED = (0, (5, 3))
+
+
+def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
+    """The picture in `STYLE`, whatever settings the caller has."""
+
+    @functools.wraps(draw)
+    def drawn(*args: _Given.args, **kwargs: _Given.kwargs) -> Figure:
+        import matplotlib
+
+        with matplotlib.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return drawn
+
+
+def figure_of(
+    width: float, height: float, *, columns: int = 1, rows: int = 1, **how: Any
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure that no window and no global list of figures knows of, and its panels, row by row."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height))
+    panels = figure.subplots(rows, columns, squeeze=False, **how).ravel().tolist()
+    for panel in panels:
+        panel.tick_params(
+            colors=INK, length=3
+        )  # ticks are made when the picture is saved, in whatever style holds then
+    return figure, panels
+
+
+def axis_colors(labels: Iterable[str], known: Mapping[str, str] = AXES) -> dict[str, str]:
+    """A colour for each label, by default of mesh axes (`fsdp`, `data*fsdp`): its own, or the next of `MORE`."""
+    others = itertools.cycle(MORE)
+    return {label: known.get(label) or next(others) for label in labels}
+
+
+# ---- Curves ----------------------------------------------------------------------------------------------------------
+
+
+@styled
+def loss_curve(
+    *,
+    train: Curve,
+    valid: Curve = (),
+    baselines: Mapping[str, float] | None = None,
+    title: str = "",
+    unit: str = "loss",
+) -> Figure:
+    """How the loss fell: training and validation over steps, baselines as horizontal lines."""
+    figure, (axes,) = figure_of(8.0, 4.5)
+    steps, losses = _points(train)
+    many = len(steps) >= 50
+    axes.plot(steps, losses, color=TRAIN, lw=0.9 if many else 1.6, label="training")
+    if many:
+        axes.plot(steps, _smoothed(losses), color=SMOOTH, lw=2.2, label="training, smoothed")
+    valid_steps, valid_losses = _points(valid)
+    if len(valid_steps):
+        label = f"held out ({valid_losses[-1]:.3f} at the end)"
+        axes.plot(valid_steps, valid_losses, color=VALID, lw=1.8, marker="o", ms=4.5, label=label)
+    for name, value in (baselines or {}).items():
+        axes.axhline(value, color=BASELINE, lw=1.4, ls=_DASHED, label=f"{name} ({value:.3f})")
+    # The first steep drop is left out: it would press everything else to the floor.
+    shown = np.array([*losses[len(losses) // 50 :], *valid_losses, *(baselines or {}).values()], float)
+    shown = shown[np.isfinite(shown)]
+    if len(shown) and np.ptp(shown) > 0:
+        axes.set_ylim(shown.min() - 0.08 * np.ptp(shown), shown.max() + 0.08 * np.ptp(shown))
+    axes.set(xlabel="step", ylabel=unit, title=title)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.legend()
+    return figure
+
+
+@styled
+def curves(
+    x: Sequence[float],
+    measured: Mapping[str, Sequence[float]],
+    expected: Mapping[str, Sequence[float]] | None = None,
+    *,
+    x_label: str = "",
+    y_label: str = "",
+    title: str = "",
+    log: bool = False,
+    x_unit: str | None = None,
+    y_unit: str | None = None,
+    marks: Mapping[str, float] | None = None,
+    healthy: float | None = None,
+) -> Figure:
+    """Numbers against something, a line for each way; dots where a dashed formula says what they should be.
+
+    Args:
+      x: where.
+      measured: way to the number at each of these.
+      expected: way to what it should be, for some of the ways or others.
+      x_label, y_label: what they are.
+      title: above the picture.
+      log: both scales are logarithmic.
+      x_unit, y_unit: SI units that ticks are written in; of x without one, each value has a tick when `log`.
+      marks: name to the x of a vertical line.
+      healthy: all is well up to here; a band is drawn.
+    """
+    figure, (axes,) = figure_of(8.0, 4.2)
+    expected = expected or {}
+    ways = dict.fromkeys((*measured, *expected))
+    colors = dict(zip(ways, itertools.cycle((AXES["expert"], AXES["tensor"], AXES["fsdp"], *MORE)), strict=False))
+    for name, values in measured.items():
+        line = "none" if name in expected else "-"
+        axes.plot(x, values, color=colors[name], lw=1.8, ls=line, marker="o" if len(x) <= 32 else "", ms=6, label=name)
+    for name, values in expected.items():
+        label = f"{name}, by formula" if name not in measured else f"_{name}, by formula"
+        axes.plot(x, values, color=colors[name], lw=1.4, ls=_DASHED, label=label, zorder=1)
+    if log:
+        axes.set(xscale="log", yscale="log")
+        if x_unit is None:
+            axes.set_xticks(x, [f"{value:g}" for value in x])
+            axes.xaxis.minorticks_off()
+    else:
+        axes.set_ylim(bottom=min(0.0, *(min(values) for values in measured.values())))
+    for axis, unit, decade in ((axes.xaxis, x_unit, (1.0,)), (axes.yaxis, y_unit, (1.0, 2.0, 5.0))):
+        if unit is not None:
+            _si_ticks(axis, unit, decade)
+    for name, at in (marks or {}).items():
+        _mark(axes, f"{name}\n{si(at, x_unit or '', digits=3)}".strip(), at)
+    if healthy is not None:
+        axes.axhspan(0, healthy, color=AXES["expert"], alpha=0.12, lw=0, zorder=0)
+        axes.text(x[0], healthy, " healthy", ha="left", va="top", fontsize=8)
+    axes.grid(color=FAINT, lw=0.5)
+    axes.set(xlabel=x_label, ylabel=y_label, title=title)
+    axes.legend()
+    return figure
+
+
+def _mark(axes: Axes, text: str, at: float) -> None:
+    """A vertical line, and what it is beside its foot."""
+    axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
+    axes.annotate(
+        text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+        fontsize=8, va="bottom",
+    )  # fmt: skip
+
+
+def _si_ticks(axis: Axis, unit: str, of_decade: tuple[float, ...]) -> None:
+    """Some figures of each decade, written as `10 kB`, and nothing between them."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=of_decade, numticks=12))
+    axis.set_major_formatter(lambda value, _: si(value, unit))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    points = np.array(list(curve), dtype=float).reshape(-1, 2)
+    return points[:, 0], points[:, 1]
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    window = np.ones(2 * max(len(values) // 50, 1) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+# ---- Shards ----------------------------------------------------------------------------------------------------------
+
+
+@styled
+def sharding(
+    spec: PartitionSpec,
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
+    *,
+    names: Sequence[str | None] | None = None,
+    title: str | None = None,
+) -> Figure:
+    """Where each piece of an array lives: the array cut as the mesh cuts it, each piece with its devices' numbers.
+
+    Pieces of one colour are copies of the same part, held by the devices named on it. An array of more than two dims is
+    drawn as a row of slices along the sharded ones among the others.
+
+    Args:
+      spec: how the array is sharded.
+      shape: of the array.
+      mesh: over which; an abstract mesh numbers its devices in mesh order.
+      names: of the dims, for the labels.
+      title: default: the shape and the spec.
+
+    Raises:
+      ValueError: a spec with more entries than dims, or a dim that does not divide.
+    """
+    axes_of = _entries(spec, shape)
+    cuts = _cuts(axes_of, shape, mesh)
+    holders = _holders(axes_of, mesh)
+    rows, columns, slices = _seen_flat(shape, cuts)
+    labels = [
+        f"{(names and names[dim]) or f'dim {dim}'} ({shape[dim]})"
+        + (f" over {' × '.join(axes_of[dim])}" if cuts[dim] > 1 else "")
+        for dim in range(len(shape))
+    ]
+    # Near the array's own proportions, but never a thin line.
+    across, down = (1 if dim is None else shape[dim] for dim in (columns, rows))
+    ratio = min(max(across / (down if rows is not None else max(across / 5, 1)), 0.6), 2.4)
+    width, height = (3.4, 3.4 / ratio) if ratio > 1.2 else (2.7 * ratio, 2.7)
+    indices = list(itertools.product(*(range(cuts[dim]) for dim in slices)))
+    figure, panels = figure_of(width * len(indices) + 0.9, height + 1.1, columns=len(indices))
+    for panel, index in zip(panels, indices, strict=True):
+        fixed = dict(zip(slices, index, strict=True))
+        _draw_slice(panel, fixed, holders, (rows, columns), cuts, shape)
+        where = ", ".join(f"{labels[dim]}: part {part}" for dim, part in fixed.items())
+        panel.set_xlabel("\n".join(filter(None, (labels[columns] if columns is not None else "", where))))
+    panels[0].set_ylabel(labels[rows] if rows is not None else "")
+    shown = " × ".join(map(str, shape)) or "scalar"
+    figure.suptitle(title or f"{shown}   ({', '.join('×'.join(axes) or '–' for axes in axes_of)})")
+    return figure
+
+
+def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]:
+    if len(spec) > len(shape):
+        where, fix = f"plots.sharding of shape {tuple(shape)}", f"give at most {len(shape)} entries"
+        raise problem(where, f"draw it as {spec}", f"it has {len(shape)} dims and the spec {len(spec)} entries", fix)
+    return [*map(spec_axes, spec), *[()] * (len(shape) - len(spec))]
+
+
+def _cuts(axes_of: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> list[int]:
+    sizes = axis_sizes(mesh)
+    cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of]
+    for dim, (size, count) in enumerate(zip(shape, cuts, strict=True)):
+        if size % count:
+            where = f"plots.sharding of shape {tuple(shape)}, dim {dim}"
+            asked = f"cut it into {count} parts over {' × '.join(axes_of[dim])}"
+            raise problem(where, asked, f"{size} is not a multiple of {count}", f"draw {-(-size // count) * count}")
+    return cuts
+
+
+def _holders(axes_of: Sequence[tuple[str, ...]], mesh: Mesh | AbstractMesh) -> dict[tuple[int, ...], list[int]]:
+    """Numbers of the devices that hold each part, by the part's place."""
+    sizes = axis_sizes(mesh)
+    shape = tuple(sizes.values())
+    devices = mesh.devices.flat if isinstance(mesh, Mesh) else range(mesh.size)
+    at = dict(zip(sizes, np.indices(shape).reshape(len(shape), -1), strict=True))
+    places = [
+        np.ravel_multi_index([at[axis] for axis in axes], [sizes[axis] for axis in axes])  # the first is the slowest
+        if axes
+        else np.zeros(math.prod(shape), int)
+        for axes in axes_of
+    ]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for device, *place in zip(devices, *places, strict=True):
+        found.setdefault(tuple(map(int, place)), []).append(getattr(device, "id", device))
+    return found
+
+
+def _seen_flat(shape: Sequence[int], cuts: Sequence[int]) -> tuple[int | None, int | None, list[int]]:
+    """Which dim runs down, which one across, and along which others slices are drawn."""
+    if len(shape) < 2:
+        return None, (0 if shape else None), []
+    split_first = sorted(range(len(shape)), key=lambda dim: (cuts[dim] == 1, -dim))
+    rows, columns = sorted(split_first[:2])
+    return rows, columns, [dim for dim in range(len(shape)) if dim not in (rows, columns) and cuts[dim] > 1]
+
+
+def _draw_slice(
+    axes: Axes,
+    fixed: Mapping[Any, int],
+    holders: Mapping[tuple[int, ...], list[int]],
+    seen: tuple[int | None, int | None],
+    cuts: Sequence[int],
+    shape: Sequence[int],
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    down, across = (1 if dim is None else cuts[dim] for dim in seen)
+    order = {part: number for number, part in enumerate(sorted(holders))}
+    num_devices = sum(map(len, holders.values()))
+    for i, j in itertools.product(range(down), range(across)):
+        place: dict[int | None, int] = {**fixed, seen[0]: i, seen[1]: j}
+        part = tuple(place.get(dim, 0) for dim in range(len(shape)))
+        color = SHARDS[order[part] % len(SHARDS)]
+        axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", lw=2.5))
+        axes.text(
+            j + 0.5, i + 0.5, _device_text(holders[part], num_devices),
+            ha="center", va="center", fontsize=9 if max(down, across) <= 8 else 7, linespacing=1.25,
+        )  # fmt: skip
+    axes.set(xlim=(0, across), ylim=(down, 0))
+    for axis, dim, count in ((axes.yaxis, seen[0], down), (axes.xaxis, seen[1], across)):
+        size = 0 if dim is None else shape[dim]
+        shown = range(count + 1) if count * len(str(size)) <= 24 else (0, count)
+        axis.set_ticks(
+            list(shown) if dim is not None else [], [str(size * k // count) for k in shown if dim is not None]
+        )
+    axes.spines[:].set_visible(False)
+
+
+def _device_text(devices: Sequence[int], num_devices: int) -> str:
+    if num_devices > MOST_NUMBERED:
+        return f"{len(devices)} dev." if len(devices) > 1 else str(devices[0])
+    lines = [", ".join(map(str, devices[k : k + 4])) for k in range(0, len(devices), 4)]
+    return ("device " if len(devices) == 1 else "devices\n") + ",\n".join(lines)
+
+
+# ---- Compiled programs -----------------------------------------------------------------------------------------------
+
+_TIMELINE_INCHES = 8.6
+"""Width of a timeline's axes: what the labels leave of the figure's."""
+
+
+@styled
+def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None = None) -> Figure:
+    """One layer simulated: its kernels above, its collectives below, and where compute waits for them.
+
+    Args:
+      timeline: of a program, as `meshpar.inspect.timeline.simulator.timeline` gives it.
+      loop: name of the loop of which one iteration is drawn; None: the one that takes most of the step, or the whole
+        program when it has no loop.
+      title: default: what is drawn, and how long it takes.
+
+    Raises:
+      ValueError: the program has no loop of this name.
+    """
+    segment = _drawn(timeline, loop)
+    scale, unit = (1e3, "ms") if segment.duration_s >= 1e-3 else (1e6, "µs")
+    length = max(segment.duration_s, 1e-12) * scale
+    labels = sorted({op.label for op in segment.ops if op.label}, key=lambda label: (label not in AXES, label))
+    colors = axis_colors(labels)
+    figure, (axes,) = figure_of(10.0, 3.9)
+    axes.set(xlim=(0, length), ylim=(-0.5, 1.85))
+    for start, end in _idle(segment):
+        _bar(axes, 1, start * scale, end * scale, WAITING, edgecolor=FAINT, hatch="////")
+    for op in segment.ops:
+        start, end = op.start_s * scale, op.end_s * scale
+        if op.stream == "communication":
+            _bar(axes, 0, start, end, colors[op.label])
+            inches = (end - start) / length * _TIMELINE_INCHES
+            if inches >= 0.12:  # upwards where there is no room across
+                style: dict[str, Any] = {
+                    "rotation": 0 if _fits(op.kind, inches) else 90,
+                    "color": "white",
+                    "fontsize": 7,
+                }
+                axes.text((start + end) / 2, 0, op.kind, ha="center", va="center", **style)
+        else:
+            _bar(axes, 1, start, end, MATMUL if op.kind == "matmul" else KERNEL)
+    for start, end, name in _parts_of_model(segment):
+        if _fits(name, (end - start) * scale / length * _TIMELINE_INCHES):
+            a, b = start * scale, end * scale
+            axes.plot([a, a, b, b], [1.37, 1.42, 1.42, 1.37], color=INK, lw=0.8, solid_joinstyle="miter")
+            axes.text((a + b) / 2, 1.47, name, ha="center", va="bottom", fontsize=8)
+    axes.set_yticks([1, 0], ["compute", "communication"])
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    axes.set(xlabel=unit, title=title or _segment_title(timeline, segment, f"{segment.duration_s * scale:.3g} {unit}"))
+    _timeline_legend(figure, segment, colors)
+    return figure
+
+
+def _drawn(timeline: Timeline, loop: str | None) -> Segment:
+    if loop is None:
+        return max(timeline.loops, key=lambda one: one.duration_s * (one.trip_count or 1), default=timeline.segments[0])
+    named = {one.name: one for one in timeline.loops}
+    if loop not in named:
+        raise problem("plots.timeline", f"draw loop `{loop}`", "the program has no such loop", near(loop, named))
+    return named[loop]
+
+
+def _segment_title(timeline: Timeline, segment: Segment, length: str) -> str:
+    length = f"{length} on {timeline.cluster}"
+    if not segment.name:
+        return f"one step: {length}"
+    where = segment.module or segment.name
+    times = f", {segment.trip_count} iterations" if segment.trip_count is not None else ""
+    return f"one iteration of {where}, {'backward' if segment.is_backward else 'forward'}: {length}{times}"
+
+
+def _idle(segment: Segment) -> list[tuple[float, float]]:
+    found, at = [], 0.0
+    for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
+        found.append((at, op.start_s))
+        at = max(at, op.end_s)
+    found.append((at, segment.duration_s))
+    return [(start, end) for start, end in found if end - start > 1e-4 * segment.duration_s]
+
+
+def _parts_of_model(segment: Segment) -> list[tuple[float, float, str]]:
+    """(start, end, name) of the stretches in which kernels of one part of the model follow each other."""
+    found: list[tuple[float, float, str]] = []
+    for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
+        name = op.module.removeprefix(segment.module).strip("/").split("/")[0]
+        if not name or op.end_s - op.start_s < 0.01 * segment.duration_s:
+            continue  # a kernel between two of another part does not tear them apart
+        if found and found[-1][2] == name:
+            found[-1] = (found[-1][0], op.end_s, name)
+        else:
+            found.append((op.start_s, op.end_s, name))
+    return found
+
+
+def _bar(axes: Axes, row: int, start: float, end: float, color: str, **style: Any) -> None:
+    style = {"edgecolor": "white", **style}
+    # A line around a sliver would hide it.
+    width = 0.4 if end - start > 0.003 * axes.get_xlim()[1] else 0
+    axes.barh(row, end - start, left=start, height=0.62, color=color, linewidth=width, **style)
+
+
+def _fits(text: str, inches: float) -> bool:
+    return len(text) * 0.064 + 0.04 <= inches
+
+
+def _timeline_legend(figure: Figure, segment: Segment, colors: Mapping[str, str]) -> None:
+    kinds = {op.kind for op in segment.ops if op.stream == "compute"}
+    parts = {"matrix products": {"facecolor": MATMUL}} if "matmul" in kinds else {}
+    parts |= {"other kernels": {"facecolor": KERNEL}} if kinds - {"matmul"} else {}
+    if _idle(segment):
+        parts["waiting"] = {"facecolor": WAITING, "edgecolor": FAINT, "hatch": "////"}
+    _legend_below(figure, parts | {" × ".join(label.split("*")): {"facecolor": c} for label, c in colors.items()})
+
+
+def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]], *, most: int = 6) -> None:
+    """A patch for each name, in a style of its own."""
+    from matplotlib.patches import Patch
+
+    if parts:
+        handles = [Patch(**style, label=name) for name, style in parts.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), most))
+
+
+@styled
+def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
+    """What a device sends in a step: a bar for each report, a colour for each mesh axis, a hatch for each kind.
+
+    Parts that would not be seen, as a metric's few bytes, are left out.
+    """
+    sent = [
+        {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
+    ]
+    longest = max((sum(parts.values()) for parts in sent), default=0.0)
+    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    scale, unit = next(((size, name) for size, name in units if longest >= size), (1.0, "bytes"))
+    shown = {part for parts in sent for part, size in parts.items() if size > 0.002 * longest}
+    labels = sorted({label for label, _ in shown}, key=lambda label: (label not in AXES, label))
+    colors, kinds = axis_colors(labels), sorted({kind for _, kind in shown})
+    figure, (axes,) = figure_of(9.0, 1.3 + 0.42 * len(sent))
+    for row, parts in enumerate(sent):
+        start = 0.0
+        for label, kind in itertools.product(labels, kinds):
+            size = parts.get((label, kind), 0.0) / scale * ((label, kind) in shown)
+            hatch = KINDS.get(kind, OTHER_KIND) or None
+            axes.barh(row, size, 0.64, start, color=colors[label], hatch=hatch, edgecolor="white", linewidth=0.5)
+            start += size
+        axes.text(start, row, f" {sum(parts.values()) / scale:.3g}", va="center", fontsize=8)
+    _name_rows(axes, reports)
+    axes.margins(x=0.08)
+    axes.set(xlabel=f"{unit} sent by each device in a step", title=title)
+    legend: dict[str, Mapping[str, Any]] = {
+        "over " + " × ".join(label.split("*")): {"facecolor": color} for label, color in colors.items()
+    }
+    of_kind = {"facecolor": KERNEL, "edgecolor": "white"}
+    _legend_below(figure, legend | {kind: {**of_kind, "hatch": KINDS.get(kind, OTHER_KIND)} for kind in kinds})
+    return figure
+
+
+def _name_rows(axes: Axes, names: Iterable[str]) -> None:
+    names = list(names)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlim(left=0)
+
+
+@styled
+def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device") -> Figure:
+    """What fills a device, stacked, against the GPU's limit; several programs side by side.
+
+    Raises:
+      ValueError: no report.
+    """
+    if not reports:
+        raise problem("plots.memory", "draw reports", "there are none", "give a label and a report.memory for each bar")
+    figure, (axes,) = figure_of(3.6 + 1.4 * len(reports), 4.8)
+    top = np.zeros(len(reports))
+    shares = np.array([_memory_shares(report) for report in reports.values()], dtype=float)
+    for heights, (name, color) in zip(shares.T, MEMORY.items(), strict=True):
+        axes.bar(range(len(reports)), heights, 0.62, top, color=color, label=name, edgecolor="white", lw=0.8)
+        top += heights
+    limits = [report.limit_bytes for report in reports.values()]
+    for place, (report, limit) in enumerate(zip(reports.values(), limits, strict=True)):
+        over = limit is not None and not report.fits
+        axes.annotate(
+            human_bytes(report.peak_bytes) + (" – too much" if over else ""), (place, top[place]), (0, 3),
+            textcoords="offset points", ha="center", va="bottom", fontsize=9, color=BASELINE if over else INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+        )  # fmt: skip
+    _draw_limits(axes, limits)
+    axes.set_xticks(range(len(reports)), list(reports))
+    highest = max([*top, *(limit for limit in limits if limit is not None)])
+    axes.set(xlim=(-0.6, len(reports) - 0.4), ylim=(0, 1.12 * highest or 1), title=title)
+    axes.yaxis.set_major_formatter(lambda value, _: human_bytes(value) if value else "0")
+    axes.grid(axis="y", color=FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    figure.legend(reverse=True, loc="outside right center")
+    return figure
+
+
+def _memory_shares(report: Memory) -> tuple[int, ...]:
+    """Bytes of each part of `MEMORY`; together they are the peak."""
+    others = report.temporaries_bytes - report.gradients_bytes
+    rest = report.batch_bytes + report.other_bytes + report.output_bytes
+    return report.params_bytes, report.optimizer_bytes, report.gradients_bytes, others, rest
+
+
+def _draw_limits(axes: Axes, limits: Sequence[int | None]) -> None:
+    """The GPU's memory: one line where all bars share it, else one over each bar."""
+    known = [(place, limit) for place, limit in enumerate(limits) if limit is not None]
+    style: dict[str, Any] = {"color": BASELINE, "lw": 1.4, "ls": _DASHED}
+    if len(known) == len(limits) and len(set(limits)) == 1:
+        axes.axhline(known[0][1], label=f"GPU memory ({human_bytes(known[0][1])})", **style)
+        return
+    for number, (place, limit) in enumerate(known):
+        axes.plot([place - 0.42, place + 0.42], [limit, limit], label=None if number else "GPU memory", **style)
+
+
+# ---- Collectives -----------------------------------------------------------------------------------------------------
+
+
+@styled
+def collectives(found: Collectives, *, title: str | None = None) -> Figure:
+    """Time of a collective against its size, measured (points, quartiles as bars) and by the fitted model (dashed).
+
+    One panel for each collective and mesh axis. Where ring and recursive doubling cross by the model, a vertical line.
+
+    Args:
+      found: what `meshpar.bench.collectives` measured.
+      title: above the picture.
+    """
+    cases = list(dict.fromkeys((row.collective, row.axis) for row in found.rows))
+    columns = min(2, len(cases))
+    lines = -(-len(cases) // columns)
+    figure, panels = figure_of(6.2 * columns, 4.2 * lines, columns=columns, rows=lines)
+    colors = axis_colors(dict.fromkeys(row.algorithm for row in found.rows), ALGORITHMS)
+    for panel in panels[len(cases) :]:
+        panel.set_axis_off()
+    for (collective, axis), panel in zip(cases, panels, strict=False):
+        rows = [row for row in found.rows if (row.collective, row.axis) == (collective, axis)]
+        for name in dict.fromkeys(row.algorithm for row in rows):
+            _draw_times(panel, [row for row in rows if row.algorithm == name], colors[name])
+        sizes = [row.size_bytes for row in rows]
+        crossover = found.crossover_bytes(axis) if collective == "all_reduce" else None
+        if crossover is not None and min(sizes) / 10 <= crossover <= max(sizes) * 10:  # or it would be far out of sight
+            _mark(panel, f"ring / recursive doubling\n{si(crossover, 'B', digits=3)}", crossover)
+        panel.set(xscale="log", yscale="log", xlabel="size", ylabel="time")
+        _si_ticks(panel.xaxis, "B", (1.0,))
+        _si_ticks(panel.yaxis, "s", (1.0, 3.0))
+        panel.set_title(f"{collective} over {axis}={rows[0].num_ranks}", fontsize=10)
+        panel.legend(fontsize=8, ncols=2)
+    figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)" if title is None else title)
+    return figure
+
+
+def growth(found: Growth, *, title: str | None = None) -> Figure:
+    """Tokens a second of one GPU against the number of GPUs: the same batch on the left, a growing one on the right.
+
+    One line for each kind of layout; it is dashed from where the layout no longer pays.
+    """
+    scalings = list(dict.fromkeys(one.scaling for one in found.sizes))
+    figure, panels = figure_of(6.2 * len(scalings), 4.2, columns=len(scalings), rows=1)
+    colors = axis_colors(found.kinds, {"zero1": INK})
+    for scaling, panel in zip(scalings, panels, strict=True):
+        for kind in found.kinds:
+            sizes, stops = found.of(scaling, kind), found.stops(scaling, kind)
+            curve = [(one.num_gpus, one.tokens_per_s) for one in sizes]
+            pays = [point for point in curve if stops is None or point[0] <= stops]
+            if curve:
+                panel.plot(*_points(curve), color=colors[kind], lw=1, ls="--", alpha=0.6)
+                panel.plot(*_points(pays), color=colors[kind], lw=1.6, marker="o", ms=4, label=kind)
+        batch = "the same batch" if scaling == "strong" else "as many rows a GPU"
+        panel.set(xscale="log", xlabel="GPUs", ylabel="tokens/s of one GPU", ylim=(0, None))
+        panel.set_title(f"{scaling} scaling: {batch}", fontsize=10)
+        panel.set_xticks(ticks := sorted({one.num_gpus for one in found.sizes})[::2], [f"{num:,}" for num in ticks])
+        panel.minorticks_off()
+        panel.legend(fontsize=7)
+    figure.suptitle(f"{found.gpu}, dashed where a layout no longer pays" if title is None else title)
+    return figure
+
+
+def _draw_times(panel: Axes, rows: Sequence[CollectiveRow], color: str) -> None:
+    """One algorithm: medians with their quartiles, and what the model predicts."""
+    sizes, times = [row.size_bytes for row in rows], [row.time_s for row in rows]
+    bars = [[max(row.time_s - row.low_s, 0) for row in rows], [max(row.high_s - row.time_s, 0) for row in rows]]
+    name = rows[0].algorithm
+    panel.errorbar(sizes, times, yerr=bars, color=color, marker="o", ms=4, lw=1.5, elinewidth=0.8, label=name)
+    model = [(row.size_bytes, row.predicted_s) for row in rows if row.predicted_s is not None]
+    panel.plot(*_points(model), color=color, lw=1, ls="--", alpha=0.7)
+
+
+# ---- Pipelines -------------------------------------------------------------------------------------------------------
+
+
+def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
+    """Pipeline schedules simulated, one above the other on one time axis: a line for each stage."""
+    return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
+
+
+@styled
+def schedule_times(
+    lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
+) -> Figure:
+    """Pipeline schedules as timelines, simulated or measured, one above the other on one time axis."""
+    heights = [one.stages for one, _ in lines]
+    longest = max(line.makespan for _, line in lines)
+    height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8
+    figure, panels = figure_of(12.0, height, rows=len(lines), sharex=True, height_ratios=heights)
+    names = [one.name for one, _ in lines] if titles is None else titles
+    for panel, (one, line), name in zip(panels, lines, names, strict=True):
+        _draw_schedule(panel, one, line, inches_per_unit=10.5 / longest)
+        makespan = f"{line.makespan:.4g} {unit}".strip()
+        bubbles = f"bubble {line.bubble_fraction:.1%}, of a stage's span {line.span_bubble_fraction:.1%}"
+        panel.set_title(f"{name}   makespan {makespan}, {bubbles}", fontsize=9)
+    panels[-1].set_xlim(0, max(np.nanmax(line.end) for _, line in lines) * 1.01)
+    panels[-1].set_xlabel(f"time in {unit}" if unit else "time")
+    _legend_below(figure, {meaning: {"facecolor": OPS[kind]} for kind, meaning in _OPS_MEAN.items()})
+    return figure
+
+
+def _draw_schedule(panel: Axes, one: Schedule, line: ScheduleTimeline, *, inches_per_unit: float) -> None:
+    for tick, stage in np.argwhere(one.busy).tolist():
+        cell = one.cell(tick, stage)
+        height = 0.9 / len(cell)
+        for row, op in enumerate(cell):
+            at = (tick, stage, op.number)
+            start, length = line.start[at], line.end[at] - line.start[at]
+            low = stage - 0.45 + row * height
+            color = (_OPS_DARK if op.chunk % 2 else OPS)[op.kind]
+            panel.broken_barh([(start, length)], (low, height), facecolors=color, edgecolors="white", linewidth=0.4)
+            if length * inches_per_unit > 0.07 * len(str(op.microbatch)):
+                size = 6.5 if len(cell) == 1 else 4.5
+                middle = (start + length / 2, low + height / 2)
+                panel.text(*middle, str(op.microbatch), ha="center", va="center", fontsize=size)
+    panel.set_yticks(range(one.stages), [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
+    panel.set_ylim(one.stages - 0.5, -0.5)
+    panel.spines["left"].set_visible(False)
+    panel.tick_params(axis="y", length=0)
+
+
+@styled
+def schedule_curves(
+    microbatches: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], *, title: str = ""
+) -> Figure:
+    """Numbers of pipeline schedules against the number of microbatches, a panel for each kind of number.
+
+    Args:
+      microbatches: where.
+      panels: what is drawn -> schedule -> its numbers there. Lines that coincide share a label.
+      title: above all panels.
+    """
+    figure, axes = figure_of(6.2 * len(panels), 3.9, columns=len(panels))
+    for panel, (what, of_schedules) in zip(axes, panels.items(), strict=True):
+        together: dict[tuple[float, ...], list[str]] = {}
+        for name, values in of_schedules.items():
+            together.setdefault(tuple(round(float(value), 9) for value in values), []).append(name)
+        colors = axis_colors([names[0] for names in together.values()], SCHEDULES)
+        for values, names in together.items():
+            style: dict[str, Any] = {"color": colors[names[0]], "lw": 1.8, "marker": "o", "ms": 4}
+            panel.plot(microbatches, values, label=", ".join(names), clip_on=False, **style)
+        panel.set_ylim(bottom=0)
+        panel.set_xticks(microbatches)
+        panel.grid(color=FAINT, lw=0.5)
+        panel.set_xlabel("microbatches")
+        panel.set_title(what, fontsize=10, fontweight="normal")
+        panel.legend(fontsize=8)
+    figure.suptitle(title)
+    return figure
+
+
+# ---- Experts ---------------------------------------------------------------------------------------------------------
+
+_LOAD_COLORS = ((0.0, "#2f6ea5"), (0.35, "#9cc3de"), (0.5, "#f7f6f2"), (0.65, "#f3b48b"), (1.0, "#b2401f"))
+"""Below the mean blue, above it red: read from 1/4 to 4 times the mean, evenly in its logarithm."""
+_NO_LOAD = "#2b2b33"
+_MOST_WRITTEN = 16
+"""Up to so many experts each cell says its number, and every expert has a tick."""
+
+
+@styled
+def expert_load(
+    load: Any, *, num_ranks: int = 1, rows: Sequence[str] | None = None, title: str = "load of experts"
+) -> Figure:
+    """How many tokens each expert got, layer by layer, in multiples of its layer's mean: white is even.
+
+    With several ranks, lines stand between their experts, and bars beside the picture show the busiest rank of each
+    layer, which the others wait for.
+
+    Args:
+      load: tokens [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers.
+      num_ranks: of the mesh axis that the experts are sharded over.
+      rows: what the rows are, when they are not layers of one model.
+      title: above the picture.
+
+    Raises:
+      ValueError: a load that is not [layers, experts], or experts that the ranks do not divide.
+    """
+    load = np.asarray(load, float)
+    if load.ndim != 2 or not load.size:
+        exists = "a load is [layers, experts], with something in it"
+        raise problem("plots.expert_load", f"draw a load of shape {load.shape}", exists, "stack the loads of layers")
+    layers, experts = load.shape
+    if num_ranks < 1 or experts % num_ranks:
+        exists = f"there are {experts} experts, and every rank has the same number"
+        raise problem("plots.expert_load", f"shard experts over {num_ranks} ranks", exists, "give a divisor of them")
+    over_mean = load / np.maximum(load.mean(1, keepdims=True), np.finfo(float).tiny)
+    # As large as the cells need, and a panel for the busiest rank where there are several.
+    wide, high = max(min(0.42 * experts, 10.0), 3.2) + 1.6, max(min(0.32 * layers, 8.0), 1.2) + 1.2
+    widths = [wide, 1.8] if num_ranks > 1 else [wide]
+    figure, panels = figure_of(sum(widths), high, columns=len(widths), sharey=True, width_ratios=widths)
+    image = _draw_load(panels[0], over_mean, num_ranks)
+    if rows is not None:
+        panels[0].set_yticks(range(layers), rows)
+        panels[0].set_ylabel("")
+    panels[0].set_title(title)
+    bar = figure.colorbar(image, ax=panels, extend="both", aspect=30, pad=0.02, ticks=[0.25, 0.5, 1, 2, 4])
+    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], color=INK)
+    bar.ax.minorticks_off()
+    bar.set_label("tokens, in means of the layer" + ", none: black" * bool((load == 0).any()), fontsize=8)
+    bar.outline.set_visible(False)
+    for panel in panels[1:]:
+        _draw_busiest(panel, over_mean.reshape(layers, num_ranks, -1).mean(-1).max(1))
+    return figure
+
+
+def _draw_load(axes: Axes, over_mean: np.ndarray, num_ranks: int) -> Any:
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
+    layers, experts = over_mean.shape
+    colors = LinearSegmentedColormap.from_list("load", _LOAD_COLORS).with_extremes(bad=_NO_LOAD)
+    seen = np.ma.masked_equal(over_mean, 0)
+    image = axes.imshow(seen, cmap=colors, norm=LogNorm(0.25, 4), aspect="auto", interpolation="nearest")
+    if experts <= _MOST_WRITTEN and layers <= 2 * _MOST_WRITTEN:
+        for (layer, expert), value in np.ndenumerate(over_mean):
+            ink = INK if 0.4 < value < 2.4 else "white"
+            axes.text(expert, layer, f"{value:.2f}", ha="center", va="center", fontsize=6.5, color=ink)
+    for rank in range(1, num_ranks):
+        axes.axvline(rank * experts / num_ranks - 0.5, color=INK, lw=1.4)
+    axes.set_xticks(range(0, experts, -(-experts // _MOST_WRITTEN)))
+    axes.set_yticks(range(0, layers, -(-layers // _MOST_WRITTEN)))
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("expert" + f", {experts // num_ranks} at each rank" * (num_ranks > 1))
+    axes.set_ylabel("layer")
+    return image
+
+
+def _draw_busiest(panel: Axes, over_mean: np.ndarray) -> None:
+    panel.barh(np.arange(len(over_mean)), over_mean, height=0.7, color=AXES["expert"])
+    panel.axvline(1.0, color=INK, lw=1.0, ls=(0, (4, 3)))
+    if len(over_mean) <= 2 * _MOST_WRITTEN:
+        for layer, value in enumerate(over_mean):
+            panel.text(value, layer, f" {value:.2f}", va="center", fontsize=7)
+    panel.set_xlim(0, 1.35 * over_mean.max())
+    panel.tick_params(axis="y", length=0, labelleft=False)
+    panel.spines["left"].set_visible(False)
+    panel.set_xlabel("the busiest rank")

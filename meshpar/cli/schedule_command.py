@@ -1,0 +1,186 @@
+"""`meshpar schedule`: a pipeline schedule looked at, timed and saved, without devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshpar.cli.main import output_options, prepare_devices, print_report, writing
+from meshpar.schedules import SCHEDULES, Schedule, Simulation, make
+from meshpar.schedules.ops import Block, unreadable
+from meshpar.schedules.rendering import bands_of, grid
+from meshpar.sharding.errors import problem
+from meshpar.sharding.host_resources import read_json
+from meshpar.sharding.printing import table
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+COLORS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd166", "#e0a93b")}
+"""Of an op, on even and on odd chunks."""
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--stages", metavar="P", type=click.IntRange(min=1), help="Stages of the pipeline.  [default: 4]")
+@click.option("--microbatches", metavar="M", type=click.IntRange(min=1), help="Microbatches of a step.  [default: 2P]")
+@click.option("--chunks", metavar="V", type=int, help="Parts of the model on a stage (interleaved, eager).")
+@click.option("--limit", metavar="K", type=int, help="Microbatches whose activations a stage may hold (zb-h2).")
+@click.option("--f", default=1.0, show_default=True, help="Time of one stage's forward.")
+@click.option("--b", default=1.0, show_default=True, help="Time of its gradient to the input.")
+@click.option("--w", default=1.0, show_default=True, help="Time of its gradient to the weights.")
+@click.option("--comm", default=0.0, show_default=True, help="Time of a message between neighbours.")
+@output_options
+@click.option("--csv", "as_csv", is_flag=True, help="Print it in torch.distributed.pipelining's compute-only format.")
+@click.option("--png", metavar="FILE", type=click.Path(dir_okay=False), help="Draw the timeline to a file.")
+def schedule(
+    name: str | None, stages: int | None, microbatches: int | None, chunks: int | None, limit: int | None, f: float,
+    b: float, w: float, comm: float, as_json: bool, as_csv: bool, png: str | None,
+) -> None:  # fmt: skip
+    """Show a pipeline schedule: `meshpar schedule zb-h2 --stages 4 --microbatches 8`.
+
+    NAME is gpipe, 1f1b, interleaved-1f1b, eager-1f1b, zb-h1, zb-h2, zb-v, dualpipe or dualpipe-v, or a file of your
+    own: a .csv in torch.distributed.pipelining's compute-only format, or a .json that this command printed. Without it:
+    all side by side.
+    """
+    prepare_devices(1, start="nothing")  # for what imports jax without using it: pictures and errors
+    if png is not None and Path(png).suffix.lower() not in ("", ".png"):
+        exists = f"it would be a PNG in a file that ends in {Path(png).suffix}"
+        raise problem(f"--png {png}", "write the picture", exists, f"name it {Path(png).with_suffix('.png')}")
+    costs = {"f": f, "b": b, "w": w, "comm": comm}
+    options = {key: value for key, value in (("chunks", chunks), ("limit", limit)) if value is not None}
+    if name is None:
+        if options:
+            raise click.UsageError(f"--{next(iter(options))} takes one schedule: name it.", click.get_current_context())
+        names = [name for name in SCHEDULES if name != "dualpipe" or (stages or 4) % 2 == 0]
+        found = [make(name, stages or 4, microbatches or 2 * (stages or 4)) for name in names]
+    elif Path(name).suffix in (".csv", ".json"):
+        asked = {"stages": stages, "microbatches": microbatches, **options}
+        if given := [f"--{key}" for key, value in asked.items() if value is not None]:
+            raise problem(name, f"set {given[0]}", "a file says that itself", f"leave {given[0]} out")
+        found = [_read(name)]
+    else:
+        found = [make(name, stages or 4, microbatches or 2 * (stages or 4), **options)]
+    looks = [Look(one, one.simulate(**costs)) for one in found]
+    if as_csv:
+        if as_json:
+            raise click.UsageError("--csv and --json are two formats: give one.", click.get_current_context())
+        if name is None:
+            raise click.UsageError("--csv takes one schedule: name it.", click.get_current_context())
+        from meshpar.schedules import csv
+
+        click.echo(csv.text(found[0]), nl=False)
+    elif name is None:
+        print_report(ScheduleComparison(looks), as_json=as_json)
+    else:
+        print_report(looks[0], as_json=as_json)
+    if png is not None:
+        _draw(found, costs, png)
+
+
+def _read(path: str) -> Schedule:
+    if path.endswith(".csv"):
+        return Schedule.from_csv(path)
+    fix = "give a file that `meshpar schedule NAME --json` printed"
+    try:
+        return Schedule.from_json(read_json(path, path, fix, asked="read a schedule"))
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise unreadable(path, error, fix) from error
+
+
+def _draw(schedules: Sequence[Schedule], costs: dict[str, Any], path: str) -> None:
+    from meshpar.cli import plots
+
+    with writing(f"--png {path}"):
+        plots.schedule(*schedules, **costs).savefig(path, format="png", dpi=150)
+    click.echo(f"drawn: {path}", err=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """One schedule, to be looked at."""
+
+    schedule: Schedule
+    times: Simulation
+
+    def to_json(self) -> dict[str, Any]:
+        return self.schedule.to_json(simulation=self.times)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        yield Text("\n").join([*self._grid(options.max_width), Text(), *map(Text, self._figures())])
+
+    def _grid(self, width: int) -> Iterator[Any]:
+        from rich.text import Text
+
+        cells = grid(self.schedule)
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        label = f"stage {self.schedule.stages - 1}  "
+        for number, band in enumerate(bands_of(widths, width - len(label))):
+            if number:
+                yield Text()
+            for stage, row in enumerate(cells):
+                line = Text(f"stage {stage}".ljust(len(label)))
+                for tick in band:
+                    line.append(row[tick].ljust(widths[tick]), style=_style(self.schedule.cell(tick, stage)))
+                    line.append(" " if tick < band[-1] else "")
+                yield line
+
+    def _figures(self) -> Iterator[str]:
+        schedule, times = self.schedule, self.times
+        yield (
+            f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.ticks} ticks, "
+            f"parameters {schedule.copies:g}x"
+        )
+        yield (
+            f"makespan {times.free.makespan:.4g}, in lockstep ticks {times.lockstep.makespan:.4g}; bubble of a step "
+            f"alone {times.free.bubble_fraction:.2%}, of a stage's span {times.free.span_bubble_fraction:.2%}"
+        )
+        share = "" if schedule.stages == schedule.num_parts else f", each 1/{schedule.num_parts} of the model"
+        yield f"activations held at once, by stage{share}: {' '.join(map(str, schedule.peak_activations))}"
+
+
+def _style(cell: Block) -> str:
+    if not cell:
+        return "dim"
+    kinds = [op.kind for op in cell]
+    if "F" in kinds and "B" in kinds:
+        return "bold black on #c9b6e4"
+    return f"black on {COLORS[kinds[0]][cell[0].chunk % 2]}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleComparison:
+    """Schedules side by side."""
+
+    looks: Sequence[Look]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [look.to_json() for look in self.looks]
+
+    def __rich__(self) -> RenderableType:
+        first = self.looks[0].schedule
+        columns = ("schedule", "makespan", "in lockstep", "bubble of a step", "of a span", "activations", "parameters")
+        rows = [
+            (
+                look.schedule.name,
+                f"{look.times.free.makespan:.4g}",
+                f"{look.times.lockstep.makespan:.4g}",
+                f"{look.times.free.bubble_fraction:.2%}",
+                f"{look.times.free.span_bubble_fraction:.2%}",
+                f"{look.schedule.peak_activations.max() * look.schedule.stages / look.schedule.num_parts:g} M",
+                f"{look.schedule.copies:g}x",
+            )
+            for look in self.looks
+        ]
+        caption = (
+            "in lockstep: where stages meet in every tick, as at the most they do in a step of mp.pipeline_parallel; "
+            "span: from a stage's first op to its last; M: one microbatch's activations on one stage, held at once"
+        )
+        title = f"{first.stages} stages, {first.microbatches} microbatches"
+        return table(title, columns, rows, left=("schedule",), caption=caption)

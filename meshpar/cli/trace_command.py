@@ -1,0 +1,61 @@
+"""`meshpar trace`: a profile of training steps read back, beside what `explain` predicts of the same step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from typing import Any
+
+import click
+
+from meshpar.cli.main import field_options, layout_options, prepare_devices, print_report
+
+
+@click.command()
+@click.argument("file", metavar="TRACE", type=click.Path())
+@click.argument("recipe", type=click.Path(), required=False)
+@field_options
+@click.option(
+    "--cluster", metavar="GPUS",
+    help="What the trace was recorded on, h100:1x8 or a profile's my.json. Without it: the devices at hand.",
+)  # fmt: skip
+@layout_options
+@click.option("--top", metavar="N", default=3, show_default=True, type=click.IntRange(min=1), help="Largest costs.")
+def trace(
+    file: str,
+    recipe: str | None,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    cluster: str | None,
+    mesh: str | None,
+    strategy: str | None,
+    top: int,
+) -> None:
+    """A profile beside its prediction: `meshpar trace runs/gpt_stdlib recipes/gpt_stdlib.py`.
+
+    TRACE is a .xplane.pb, or the folder of a run that was trained with --profile 10:15. With a recipe, its step is
+    compiled as `explain` does, with the same --set, --xla and --mesh as the run: then collectives have axes, bytes and
+    predicted time, and device time is split into forward, backward and optimizer.
+    """
+    if cluster is not None and not cluster.endswith(".json"):
+        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
+    prepare_devices(None, start="jax" if recipe is None else "devices")
+    from meshpar.inspect import trace as reader
+
+    reader.find(file)  # before anything is compiled
+    more: dict[str, Any] = {}
+    if recipe is not None:
+        from meshpar.cli.explain_command import Subject
+        from meshpar.hardware.clusters import Links, parse_profile
+        from meshpar.inspect.pod import PodProcess
+
+        profile = None if cluster is None else parse_profile(cluster)
+        links = profile if isinstance(profile, Links) else None
+        pod = None if isinstance(profile, Links) else profile
+        layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+        with contextlib.redirect_stdout(sys.stderr):
+            subject = Subject.of(recipe, pod, layout=layout, assignments=assignments, shapes=None)
+            with contextlib.nullcontext() if pod is None else PodProcess() as process:
+                more = {"report": subject.explained(process), "links": links}
+    print_report(reader.read(file, top=top, **more), as_json=as_json)

@@ -1,0 +1,187 @@
+"""`meshpar verify`: a recipe's model, made small, under random layouts against itself on one device."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from meshpar.cli.main import HOST_DEVICES, prepare_devices, print_report, recipe_options
+from meshpar.sharding.errors import problem
+
+if TYPE_CHECKING:
+    from meshpar.cli.recipe import Recipe
+
+ROWS, SEQ_LEN = 16, 16
+"""Of the batch: every mesh of eight devices cuts the rows into two micro-steps."""
+MOST_BYTES = 2**28
+"""Of a model's parameters: they are held a few times by every host device."""
+QUICKLY = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
+"""A layout is compiled, and runs seven steps: code made fast, not fast code."""
+
+
+@click.command()
+@recipe_options
+@click.option("--cases", metavar="N", default=20, show_default=True, type=click.IntRange(1, 10_000), help="Layouts.")
+@click.option("--seed", metavar="N", default=0, show_default=True, type=click.IntRange(0, 2**31), help="Of the draw.")
+@click.option("--time", "time_s", metavar="SECONDS", type=click.FloatRange(min=0), help="Begin no layout after it.")
+@click.option("--case", metavar="NAME", help="Only this layout: 'fsdp=4; fsdp(min_bytes=0); accumulate=2'.")
+@click.option(
+    "--dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
+    help="To 1e-9, or for a model that computes in float32 inside to 1e-4, of the largest gradient.",
+)  # fmt: skip
+@click.option("--devices", metavar="N", type=click.IntRange(2, 64), default=HOST_DEVICES, help="XLA host devices.")
+def verify(
+    recipe: str,
+    assignments: tuple[str, ...],
+    as_json: bool,
+    cases: int,
+    seed: int,
+    time_s: float | None,
+    case: str | None,
+    dtype: str,
+    devices: int,
+) -> None:
+    """Hold a recipe's model to one device: `meshpar verify recipes/gpt_stdlib.py`.
+
+    Random meshes, strategies, micro-steps and pipeline schedules, on host devices: loss and gradients of three steps, a
+    restart, a restart from another layout's checkpoint. A shipped decoder is made small first, and gets random tokens;
+    another model is taken as it is (--set makes it small) with its own data. Exits 1 where a layout differs, with the
+    smallest such as a command.
+    """
+    os.environ["XLA_FLAGS"] = " ".join([*QUICKLY, os.environ.get("XLA_FLAGS", "")])  # what is said later holds
+    prepare_devices(devices)
+    import jax
+
+    from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
+    from meshpar.loop.verify import Outcome
+    from meshpar.loop.verify import verify as run
+    from meshpar.sharding.mesh import MeshSpec
+
+    def tell(one: Outcome) -> None:
+        if one.verdict != "refused":
+            print(f"{one.verdict}: {one.case}", file=sys.stderr, flush=True)
+
+    given = load_recipe(recipe, devices=devices).override(*assignments)
+    with jax.enable_x64(dtype == "float64"):
+        small = shrunk(given, dtype)
+        model = build_model(small)
+        _check_small(model, small)
+        found = run(
+            model, small.loss, batch_of(small, seed), cases=cases, seed=seed, time_s=time_s, case=case, dtype=dtype,
+            loss_is=small.loss_is, tx=build_optimizer(small, model, MeshSpec().abstract(1)),
+            first=_own(small, devices), tell=tell, devices=jax.devices()[:devices],
+        )  # fmt: skip
+    print_report(found, as_json=as_json)
+    if found.smallest is not None and not as_json:
+        asked = "".join(f" --set '{one}'" for one in assignments)
+        more = f" --dtype {dtype}" * (dtype != "float64") + f" --devices {devices}" * (devices != HOST_DEVICES)
+        click.echo(f"again: meshpar verify {recipe} --case '{found.smallest.case}' --seed {seed}{asked}{more}")
+    sys.exit(0 if found.ok else 1)
+
+
+def shrunk(recipe: Recipe, dtype: str) -> Recipe:
+    """The recipe with a decoder of a few thousand parameters, its kinds of layers kept, and float arithmetic plain.
+
+    A model that is none of `meshpar.models` stays as it is. Moments are kept in the parameters' dtype, on the device.
+    """
+    from meshpar.cli.recipe import AdamW
+    from meshpar.models.config import TransformerConfig
+
+    if isinstance(recipe.optimizer, AdamW):
+        recipe = recipe.replace(optimizer=dataclasses.replace(recipe.optimizer, moments=None, offload=False))
+    if not isinstance(recipe.model, TransformerConfig):
+        return recipe
+    config = recipe.model
+    kv = min(config.num_kv_heads, 4)
+    latent, moe = config.latent, config.moe
+    fields: dict[str, Any] = {
+        "vocab_size": 32, "embed_dim": 16, "head_dim": 4, "mlp_dim": 32, "num_layers": 4, "param_dtype": dtype,
+        "num_kv_heads": kv, "num_heads": kv * min(config.num_heads // config.num_kv_heads, 2),
+        "num_dense_layers": min(config.num_dense_layers, 1), "tensor_matmul": "xla",
+        "attention": "blockwise" if config.attention in ("cudnn", "tokamax") else config.attention,
+    }  # fmt: skip
+    if config.vocab_chunk:
+        fields["vocab_chunk"] = 6
+    if config.attention_window:
+        fields["attention_window"] = 4
+    if latent is not None:
+        fields["latent"] = dataclasses.replace(
+            latent, q_rank=latent.q_rank and 8, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=4
+        )
+        fields |= {"head_dim": 8, "num_heads": kv, "num_kv_heads": kv}
+    if moe is not None:
+        groups = min(moe.routing.groups, 2)
+        routing = dataclasses.replace(
+            moe.routing, num_experts=8, groups=groups, top_groups=min(moe.routing.top_groups, groups),
+            top_k=min(moe.routing.top_k, 2),
+        )  # fmt: skip
+        fields["moe"] = dataclasses.replace(
+            moe, routing=routing, mlp_dim=16, payload=None, bound_factor=None, shared_experts=min(moe.shared_experts, 1)
+        )
+        fields["mlp_dim"] = 32 if fields["num_dense_layers"] else 16
+    return recipe.replace(model=dataclasses.replace(config, **fields))
+
+
+def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
+    """Return host arrays of `ROWS` examples: random tokens for a shipped decoder, else the first of the recipe's data.
+
+    Random tokens have `weights`: a different number of counted tokens in each example, sometimes none.
+    """
+    import jax
+    import numpy as np
+
+    from meshpar.cli.explain_command import batch_of as shapes_of
+    from meshpar.models.config import TransformerConfig
+
+    if not isinstance(recipe.model, TransformerConfig):
+        with recipe.data.open(batch_size=ROWS, seed=recipe.seed).train() as batches:
+            return jax.tree.map(np.asarray, next(iter(batches)))
+    draw = np.random.default_rng(seed)
+    found = {}
+    for name, like in shapes_of(recipe, None).items():
+        shape = (ROWS, *(min(size, SEQ_LEN) for size in like.shape[1:]))
+        if name == "segments":
+            found[name] = np.sort(draw.integers(0, 3, shape), axis=-1).astype(like.dtype)
+        elif np.issubdtype(like.dtype, np.integer):
+            found[name] = draw.integers(0, recipe.model.vocab_size, shape).astype(like.dtype)
+        else:
+            found[name] = draw.random(shape).astype(like.dtype)
+    shape = found["inputs"].shape
+    found["weights"] = (np.arange(shape[1]) < draw.integers(0, shape[1] + 1, (ROWS, 1))).astype(np.int32)
+    return found
+
+
+def _check_small(model: Any, recipe: Recipe) -> None:
+    from meshpar.cli.recipe import build_optimizer
+    from meshpar.parallel import ddp
+    from meshpar.sharding.mesh import MeshSpec
+    from meshpar.training.sharding_table import shardings
+
+    mesh = MeshSpec().abstract(1)
+    totals = shardings(model, mesh, ddp(), tx=build_optimizer(recipe, model, mesh)).totals
+    if totals.params_bytes > MOST_BYTES:
+        where = f"model of {totals.num_params:,} parameters"
+        asked, fix = "run it on host devices, a layout after the other", "make it small by --set model.FIELD=VALUE"
+        raise problem(where, asked, f"{totals.params_bytes:,} bytes are more than {MOST_BYTES:,}", fix)
+
+
+def _own(recipe: Recipe, devices: int) -> list[Any]:
+    """The recipe's own layout, where it fits these devices and the batch."""
+    import math
+
+    from meshpar.loop.verify import Case
+    from meshpar.sharding.mesh import MeshSpec
+    from meshpar.sharding.types import MeshparError
+
+    try:
+        sizes = recipe.mesh.resolve(devices)
+    except MeshparError:
+        return []
+    if not 1 < math.prod(sizes.values()) <= devices:
+        return []
+    return [Case(mesh=MeshSpec(**sizes), strategy=recipe.strategy)]  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""GPU clusters, their data sheets, and the alpha-beta cost of collectives."""

@@ -1,0 +1,109 @@
+"""Products of all pairs of examples in a traced step, and the collectives that they cause.
+
+A contrastive loss compares each example with every other (Radford et al. 2021, "Learning Transferable Visual Models
+From Natural Language Supervision", section 2.3). It is a function of the global batch, so XLA gathers one operand of
+the product over the devices that share the batch, and reduces the gradient of that operand over them:
+
+    images[B_data, d]  texts[B_data, d] ─► all-gather ─► texts[B, d]        logits[B_data, B]
+
+Softmax over the sharded dim of the logits adds all-reduces of vectors with an entry per example.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Literal
+
+from meshpar.inspect.traced_collectives import inner_jaxprs
+from meshpar.parallel.expected.step_spec import Facts, Promised
+
+ROLE = "examples compared with each other"
+
+
+class _Operand(NamedTuple):
+    elements: int
+    dtype: str
+
+
+def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iterator[Promised]:
+    """Yield the collectives that products of all pairs of examples may cause.
+
+    Args:
+      jaxpr: of a traced step. Its last `num_batch_leaves` arguments are the leaves of the batch.
+      num_batch_leaves: number of arrays in the batch.
+      rows: number of examples per evaluation of the loss, over all devices.
+      facts: of the step.
+    """
+    axes = facts.ordered(facts.batch_axes)
+    if not axes or rows < 2:
+        return
+    jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), Counter[_Operand]()
+    num_others = len(jaxpr.invars) - num_batch_leaves
+    _follow(jaxpr, [at >= num_others for at in range(len(jaxpr.invars))], rows, 1, found)
+    for operand, count in found.items():
+        same: dict[str, Any] = {
+            "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": facts.wire(operand.dtype), "tensors": (),
+        }  # fmt: skip
+        # Twice, because the backward pass may recompute the forward pass.
+        yield Promised(kind="gather", count=(0, 2 * count), **same)
+        yield Promised(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **same)
+    if found:
+        # Maximum, sum and target of a softmax and the sum in its gradient. The forward pass may be recomputed.
+        count, dtype = 4 * sum(found.values()), facts.wire("float32")
+        yield Promised(role=ROLE, kind="sum", axes=axes, elements=rows, dtype=dtype, count=(0, count), tensors=())
+
+
+def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, found: Counter[_Operand]) -> list[bool]:
+    """Count products of pairs in a jaxpr, and return a flag for each result that depends on the batch."""
+    marked = {v for v, mark in zip(jaxpr.invars, is_of_batch, strict=True) if mark}
+
+    def marks(atoms: Sequence[Any]) -> list[bool]:
+        return [not isinstance(atom, Literal) and atom in marked for atom in atoms]
+
+    for eqn in jaxpr.eqns:
+        given = marks(eqn.invars)
+        results = [any(given)] * len(eqn.outvars)
+        if eqn.primitive.name == "dot_general" and all(given) and _is_of_pairs(eqn, rows):
+            for x in eqn.invars:
+                found[_Operand(x.aval.size, x.aval.dtype.name)] += times
+        # Inside a `shard_map`, XLA inserts no collectives over the axes of the batch.
+        for inner, num_inner in () if eqn.primitive.name == "shard_map" else inner_jaxprs(eqn):
+            count, is_loop = len(inner.invars), eqn.primitive.name == "scan"
+            own = given[-count:] if count and len(given) >= count else [any(given)] * count
+            if is_loop:
+                own = _carried(eqn, inner, own)
+            out = _follow(inner, own, rows, times * (eqn.params["length"] if is_loop else 1), found)
+            if num_inner == 1 and len(out) == len(results):
+                results = out
+        marked.update(v for v, mark in zip(eqn.outvars, results, strict=True) if mark)
+    return marks(jaxpr.outvars)
+
+
+def _carried(scan: Any, body: Any, given: Sequence[bool]) -> list[bool]:
+    """Mark the carry of a scan that depends on the batch after some iterations."""
+    # Stacked inputs and outputs have an extra leading dim outside the loop. jax versions differ in the scan's params.
+    num_carry, num_before = (
+        sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
+        for outside, inside in ((scan.outvars, body.outvars), (scan.invars, body.invars))
+    )
+    num_consts = num_before - num_carry
+    while True:
+        out = _follow(body, given, 0, 1, Counter())
+        carry = [a or b for a, b in zip(given[num_consts:num_before], out[:num_carry], strict=True)]
+        after = [*given[:num_consts], *carry, *given[num_before:]]
+        if after == list(given):
+            return after
+        given = after
+
+
+def _is_of_pairs(eqn: Any, rows: int) -> bool:
+    """Whether both operands have a dim of all examples that the product keeps: `[B, d] x [d, B] -> [B, B]`."""
+    contracting, batch = eqn.params["dimension_numbers"]
+    for x, summed, shared in zip(eqn.invars, contracting, batch, strict=True):
+        kept = [size for dim, size in enumerate(x.aval.shape) if dim not in (*summed, *shared)]
+        if rows not in kept or any(x.aval.shape[dim] == rows for dim in (*summed, *shared)):
+            return False  # e.g. the gradient of a weight, or a product per example
+    return True

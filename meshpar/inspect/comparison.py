@@ -1,0 +1,128 @@
+"""Two reports side by side: memory, what is sent over each axis, the predicted step, and what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from meshpar.inspect.census import Total
+from meshpar.inspect.render import Cell, Section, Table, headline, human_flops, human_time, rich_of
+from meshpar.inspect.report import Report
+from meshpar.sharding.printing import Plain, flat, human_mesh, plain
+from meshpar.training.sharding_table import human_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(Plain):
+    """One figure of both reports; None where a report has none."""
+
+    what: str
+    unit: str
+    """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for words."""
+    first: Any
+    second: Any
+    derived = ("difference",)
+
+    @property
+    def difference(self) -> float | None:
+        """Second less first, of numbers."""
+        if self.first is None or self.second is None or not self.unit:
+            return None
+        return self.second - self.first
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two reports, figure by figure. Prints as a table."""
+
+    first: Report
+    second: Report
+    labels: tuple[str, str]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(_rows(self.first, self.second))
+
+    def to_json(self) -> dict[str, Any]:
+        return plain({"labels": self.labels, "report": self.second, "differences": self.rows})
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """The comparison as tables of plain cells."""
+        rows = tuple(
+            (
+                Cell(row.what),
+                Cell(_said(row.first, row.unit)),
+                Cell(_said(row.second, row.unit)),
+                Cell(_changed(row), "" if row.difference else "faint"),
+            )
+            for row in self.rows
+        )
+        columns = ("", *(f"{label}>" for label in self.labels), "difference>")
+        table = Table(columns=columns, rows=rows, most=len(rows))
+        verdicts = [
+            Cell(f"{label}: {cell.text}", cell.style)
+            for label, report in zip(self.labels, (self.first, self.second), strict=True)
+            for cell in headline(report)[1:3]
+        ]
+        return (Section(title="Side by side", parts=(*verdicts, table)),)
+
+    def __rich__(self) -> Any:
+        return rich_of(self.sections)
+
+
+def _rows(first: Report, second: Report) -> Iterator[Row]:
+    both = (first, second)
+
+    def row(what: str, unit: str, of: Callable[[Report], Any]) -> Row:
+        return Row(what=what, unit=unit, first=of(first), second=of(second))
+
+    yield row("mesh", "", lambda report: human_mesh(report.mesh))
+    yield row("strategy", "", lambda report: report.strategy)
+    yield row("target", "", lambda report: report.target)
+    yield row("peak memory", "bytes", lambda report: report.memory.peak_bytes)
+    yield row("  state", "bytes", lambda report: report.memory.state_bytes)
+    yield row("  temporaries", "bytes", lambda report: report.memory.temporaries_bytes)
+    found = [flat(report.totals) for report in both]
+    for axes, kind in {**found[0], **found[1]}:
+        one, other = (totals.get((axes, kind), Total(0, 0.0)) for totals in found)
+        sent = one.bytes_sent_per_device, other.bytes_sent_per_device
+        yield Row(what=f"{kind} over {axes}", unit="bytes", first=sent[0], second=sent[1])
+        yield Row(what="  runs a step", unit="count", first=one.count_per_step, second=other.count_per_step)
+    yield row("sent in all", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
+    if any(report.stages is not None for report in both):
+        yield row("bubble of the schedule", "fraction", lambda report: report.stages and report.stages.bubble_fraction)
+    yield row("unexpected", "count", lambda report: len(report.promise.unexpected))
+    yield row("FLOPs of a device", "FLOP", lambda report: report.compute.flops_per_device)
+    if any(report.compute.predicted_step_s is not None for report in both):
+        yield row("predicted step", "s", lambda report: report.compute.predicted_step_s)
+        yield row("  bound by", "", lambda report: report.compute.bound)
+        yield row("  model FLOP utilisation", "fraction", lambda report: report.compute.utilisation)
+        yield row("  communication hidden", "fraction", lambda report: report.overlap.hidden_fraction)
+
+
+def _said(value: Any, unit: str) -> str:
+    if value is None:
+        return "–"
+    said: dict[str, Callable[[float], str]] = {
+        "bytes": human_bytes,
+        "s": human_time,
+        "FLOP": human_flops,
+        "count": lambda number: f"{number:,}",
+        "fraction": lambda number: f"{number:.0%}",
+    }
+    return said[unit](value) if unit else str(value)
+
+
+def _changed(row: Row) -> str:
+    change = row.difference
+    if change is None:
+        return "" if row.first == row.second else "differs"
+    if not change:
+        return "same"
+    if row.unit == "fraction":
+        return f"{100 * change:+.0f} points"
+    sign = "+" if change > 0 else "−"
+    share = f" ({row.second / row.first:.2f}×)" if row.first and row.second else ""
+    return f"{sign}{_said(abs(change), row.unit)}{share}"

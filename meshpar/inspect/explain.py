@@ -1,0 +1,383 @@
+"""explain: compile a training step, here or for a pod that is not here, and read the program back.
+
+step, state, batch ─► traced ─► compiled ─► census ─► promise · overlap · lint ─► Report
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
+from meshpar.hardware.compile_options import Options, fingerprint
+from meshpar.inspect import all_pairs as pairs
+from meshpar.inspect.census import Collective, on_stage
+from meshpar.inspect.expected import facts_of, promised, promised_by_stage, scopes_above
+from meshpar.inspect.hlo.shapes import dtype_bits
+from meshpar.inspect.latencies import Candidate, Rounds, in_rounds, simulated
+from meshpar.inspect.lint import Finding, lint
+from meshpar.inspect.matching import SMALL_SHARE, Promise, hold, most_of
+from meshpar.inspect.memory import limit_bytes, memory, remedies
+from meshpar.inspect.model_flops import model_flops, traced_alone
+from meshpar.inspect.param_usage import uses
+from meshpar.inspect.pod import PodProcess
+from meshpar.inspect.program import Program, compile_here
+from meshpar.inspect.report import Report, Sent
+from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.stage_partition import Parts, parts_of
+from meshpar.inspect.stage_summary import stages
+from meshpar.inspect.target import mesh_on, require_aot, traced_for
+from meshpar.inspect.timeline.simulator import Timeline
+from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed
+from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab_chunks
+from meshpar.layers.precision import cast_back_fix, wide_work
+from meshpar.models import embedding_lookup as lookup
+from meshpar.moe.grouped_matmul import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
+from meshpar.parallel.batch import as_rows, shape_of
+from meshpar.parallel.expected.step_spec import Uses
+from meshpar.sharding.context import apart
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
+from meshpar.training.options import StepOptions
+from meshpar.training.state import Setup, TrainState, abstract_state
+from meshpar.training.step import TrainStep, lays_nothing_out
+
+Compile = Callable[..., Program]
+"""Of a traced or lowered step; with `options` in place of the step's own."""
+
+
+@apart()
+def explain(
+    step: TrainStep,
+    state: TrainState,
+    batch: PyTree,
+    cluster: str | Cluster | None = None,
+    *,
+    pod: PodProcess | None = None,
+    advise: bool = True,
+) -> Report:
+    """What the compiled training step holds, sends and computes, against what its strategy promised.
+
+    Nothing is run, and the state is left as it is.
+
+    Args:
+      step: made by `train_step`.
+      state: from `init_state`, or `abstract_state`; its mesh has as many devices as the cluster has GPUs.
+      batch: the global batch; arrays, or their shapes and dtypes.
+      cluster: `h100:8x8`, a profile's path, or a `Cluster`: compile for those GPUs, on this machine, without them
+        (needs the `aot` extra). None: compile for the devices at hand.
+      pod: a running compiling process, to use again for many reports.
+      advise: when the step does not fit, compile variants until one does.
+
+    Raises:
+      ValueError: another number of devices, no such cluster, the `aot` extra is missing, or an abstract mesh without
+        a cluster.
+      PodError: the compiler failed.
+    """
+    _check_kinds(step, state)
+    _check_equal_parts(state)
+    batch = as_rows(jax.tree.map(shape_of, batch), None, state.setup.strategy.activations)
+    if cluster is None:
+        state = _here(state)
+        mesh = state.setup.mesh
+        devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
+        return _explain(step, state, batch, compile_here, cluster_here(devices), advise)
+    cluster = parse_cluster(cluster)
+    require_aot(cluster.name)
+    state = on_cluster(cluster, state)
+    with contextlib.ExitStack() as stack:
+        process = pod or stack.enter_context(PodProcess())
+        stack.enter_context(traced_for(cluster))
+        stack.enter_context(_refusals_explained())
+        options = step.compile_options(state.setup)
+        compiler = functools.partial(process.compile, cluster=cluster, options=options)
+        return _explain(step, state, batch, compiler, cluster, advise)
+
+
+def _explain(
+    step: TrainStep, state: TrainState, batch: PyTree, compiler: Compile, cluster: Cluster | None, advise: bool
+) -> Report:
+    setup, sizes = state.setup, axis_sizes(state.setup.mesh)
+    traced = step.trace(state, batch)
+    lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
+    options, rounds = step.compile_options(setup), step.options.latency_rounds
+    parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
+
+    def in_rounds_of(step: TrainStep, state: TrainState, batch: PyTree, traced: Any) -> Any:
+        return _in_rounds(step, state, batch, traced, compiler, cluster)
+
+    found, scheduled = in_rounds_of(step, state, batch, lowered)
+    program, collectives, times = found.program, found.collectives, found.timeline
+    on_cpu, reason = program.target == "cpu", why_not_timed(program.target, cluster)
+    account = memory(program, setup, batch, cluster, options=step.options)
+    if advise and account.fits is False:
+        assert account.limit_bytes is not None
+        kept = None if not rounds else lambda *asked: in_rounds_of(*asked)[0].program
+        tried = remedies(step, setup, batch, compiler, account.limit_bytes, scheduled=kept)
+        account = dataclasses.replace(account, remedies=tried)
+    asked = model_flops(step, state, batch)
+    used = _uses(step, state, batch)
+    held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=used)
+    findings = lint(program, collectives, setup, step.options, cluster)
+    return Report(
+        devices=setup.mesh.size,
+        mesh=sizes,
+        target=program.target,
+        strategy=str(setup.strategy),
+        memory=account,
+        collectives=_sent(collectives, times, cluster),
+        promise=held,
+        overlap=overlap(times, reason),
+        compute=compute(
+            program.module,
+            num_devices=setup.mesh.size,
+            model_flops=asked,
+            timeline=times,
+            reason=reason,
+            cells=Cells(parts.schedule) if parts is not None else None,
+            cluster=cluster,
+        ),
+        findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
+        compile_s=program.compile_s,
+        compile_options=options,
+        fingerprint=fingerprint(lowered, options, rounds),
+        notes=(
+            *_notes(program, collectives, account.host_bytes, is_for_pod=compiler is not compile_here),
+            *_grouped_note(program, step.options),
+            *_repeated_reductions_note(setup, step.options),
+        ),
+        stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
+        rounds=scheduled if rounds else None,
+        timeline=times,
+        program=program,
+    )
+
+
+def _in_rounds(
+    step: TrainStep, state: TrainState, batch: PyTree, traced: Any, compiler: Compile, cluster: Cluster | None
+) -> tuple[Candidate[None], Rounds]:
+    """The program that runs of those that the step's rounds of latencies give, and what they gave."""
+    setup, options = state.setup, step.compile_options(state.setup)
+    is_staged = setup.strategy.pipeline is not None
+    cells = Cells(parts_of(step, state, batch).schedule) if is_staged else None
+
+    def compiled(more: Options) -> Candidate[None]:
+        program = compiler(traced, options={**options, **more}) if more else compiler(traced)
+        timed = None if why_not_timed(program.target, cluster) else cluster
+        return simulated(None, program, setup, timed, options, cells)
+
+    return in_rounds(compiled, step.options.latency_rounds, limit_bytes=limit_bytes(setup, cluster))
+
+
+def held_to(
+    setup: Setup,
+    options: StepOptions,
+    batch: PyTree,
+    collectives: Sequence[Collective],
+    jaxpr: Any = None,
+    parts: Parts | None = None,
+    *,
+    on_cpu: bool = False,
+    uses: Mapping[str, Uses] | None = None,
+) -> Promise:
+    """A program's collectives held to what the strategy promises and the kernels of the traced step send.
+
+    Args:
+      setup, options, batch, on_cpu, uses: as for `promise.promised`.
+      collectives: the program's census.
+      jaxpr: of the traced step; None: no kernel may send anything.
+      parts: of a pipelined step, how stages cut the model.
+    """
+    sizes = axis_sizes(setup.mesh)
+    limits: dict[str, Any] = {
+        "sizes": sizes,
+        "longest": max((max(one.leaf.shape, default=0) * one.leaf.num_layers for one in setup.table.params), default=0),
+        "batch_axes": setup.batch_axes,
+    }
+    if parts is None:
+        sent = () if jaxpr is None else messages(jaxpr)
+        by_rows = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
+        chunks = 1 if jaxpr is None else vocab_chunks(jaxpr)
+        promises = promised(
+            setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
+        )
+        if jaxpr is not None:
+            facts = facts_of(setup, options, batch, on_cpu=on_cpu)
+            rows = facts.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
+            promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, facts))
+        limits["small_share"] = SMALL_SHARE if uses else 0.0
+        limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).untold_axes
+        limits["scopes_above"] = scopes_above(setup)
+        return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
+    sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
+    stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
+    return most_of([hold(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages])
+
+
+def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, Uses]:
+    """How parameters are used, by path, where the model lays nothing out; its names say it where it does."""
+    decisions = state.setup.table.params
+    if not lays_nothing_out(state.setup):
+        return {}
+    found = uses(traced_alone(step, state, batch), len(decisions))
+    return {one.path: use for one, use in zip(decisions, found, strict=True)}
+
+
+@contextlib.contextmanager
+def _refusals_explained() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        if "AbstractMesh cannot be used" not in str(error):
+            raise
+        asked = "compile a step with an operation that asks for its devices, such as cuDNN's attention"
+        exists = "jax knows no GPUs in this process: where none is, it takes its CUDA plugin for unusable"
+        raise problem("explain", asked, exists, "set JAX_PLATFORMS=cpu before Python starts") from error
+
+
+def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
+    timed = times.collectives if times is not None else (None,) * len(collectives)
+    return tuple(
+        Sent(
+            collective=one,
+            crosses_node=None if cluster is None else cluster.groups_cross_node(one.groups),
+            time_s=None if at is None else at.time_s,
+            hidden_fraction=None if at is None else at.hidden_fraction,
+        )
+        for one, at in zip(collectives, timed, strict=True)
+    )
+
+
+def _other_dtypes(promise: Promise, options: StepOptions) -> Iterator[Finding]:
+    """What is sent as promised, but in another dtype. 8-bit matmuls may take in what was rounded before it was sent."""
+    rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
+    for line in promise.kept:
+        if found := set(line.found_dtypes) - (rounded if line.kind == "all-gather" else set()):
+            is_wider = max(map(dtype_bits, found)) > dtype_bits(line.dtype)
+            yield Finding(
+                rule="other-dtype",
+                module="",
+                source="",
+                what=f"{line.role} ({', '.join(line.tensors[:3])}{', ...' * (len(line.tensors) > 3)}): "
+                f"{line.kind} over {'*'.join(line.axes)} in {', '.join(sorted(found))}, "
+                f"where the step's precision asks for {line.dtype}",
+                fix=cast_back_fix(options.precision)
+                if is_wider
+                else "give the model's matmuls dot_general=meshpar.layers.precision.dot_general, so that gradients "
+                "are summed as Precision.reduce says",
+                nbytes=int(line.found_bytes),
+            )
+
+
+def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding]:
+    """Matmuls in a wider dtype than the step's precision asks for."""
+    found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
+    if found is not None:
+        yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
+
+
+def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int, *, is_for_pod: bool) -> list[str]:
+    notes = []
+    if host_bytes:
+        notes.append("the link to the host is not simulated: what is offloaded crosses it twice a step")
+    if program.target == "cpu":
+        notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
+        notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
+    elif is_for_pod:
+        notes.append(
+            "compiled without a GPU, so XLA has not autotuned it: on the pod it measures kernels, and may pick others "
+            "and other tile sizes for matmuls"
+        )
+    if any(not one.count_known for one in collectives):
+        notes.append("a loop of unknown length counts once")
+    if any(one.count_by_stage for one in collectives):
+        notes.append("what stages pick is counted by the schedule's table, on the stage that sends most of it")
+    if any(one.in_branch for one in collectives):
+        notes.append("what a conditional may run is counted as if it ran")
+    return notes
+
+
+def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
+    """Why experts' matmuls on GPUs are not a library's kernel: the pod's packages decide it as much as its devices."""
+    if program.target == "cpu" or f"/{SWIGLU}/" not in program.text:
+        return
+    dtype = options.precision.compute or options.precision.params or "float32"
+    why = "8-bit matmuls have no other"
+    if options.precision.matmul is None:
+        why = choose_grouped_matmul("cuda", dtype).why
+        if has_kernels() and not has_tokamax():
+            why += "; where it is (the extras cuda12 and cuda13), another program runs than this one"
+    yield f"experts' matmuls are the blocked form: {why}"
+
+
+def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
+    """Say that the micro-steps of HSDP reduce their gradients across groups, one after the other."""
+    if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
+        return
+    for decision in setup.table.params:
+        axes = set(axes_of_spec(decision.spec, setup.sizes)) & set(setup.batch_axes)
+        if axes and (others := set(setup.batch_axes) - axes):
+            over = ", ".join(f"`{axis}`" for axis in setup.batch_axes if axis in others)
+            yield (
+                f"gradient shards are all-reduced over {over} in each of {options.accumulate} micro-steps; "
+                'accumulate_mode="once" reduces them once, and keeps unsharded gradients until then'
+            )
+            return
+
+
+# ---- Where to --------------------------------------------------------------------------------------------------------
+
+
+def _check_equal_parts(state: TrainState) -> None:
+    pipelined = state.setup.strategy.pipeline
+    stacks = {d.leaf.shape[0] for d in state.setup.table.params if d.leaf.is_stacked}
+    if pipelined is None or len(stacks) != 1:
+        return
+    num_parts, num_layers = pipelined.table().num_parts, stacks.pop()
+    counts = pipelined.layers_of_parts(num_layers, num_parts)
+    if len(set(counts)) > 1:
+        near = [n for n in (num_layers // num_parts * num_parts, -(-num_layers // num_parts) * num_parts) if n]
+        raise problem(
+            "explain",
+            f"count what parts of {'+'.join(map(str, counts))} layers send and compute",
+            "layers that only some parts have are chosen at run time, and the program does not tell by which stages",
+            f"explain it with {' or '.join(map(str, dict.fromkeys(near)))} layers"
+            + " and without fewer_layers" * any(pipelined.fewer_layers),
+        )
+
+
+def _check_kinds(step: Any, state: Any) -> None:
+    if not isinstance(step, TrainStep):
+        asked = f"read a {type(step).__name__}"
+        fix = "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.inspect.census"
+        raise problem("explain", asked, "it reads training steps, whose strategy says what they send", fix)
+    if not isinstance(state, TrainState):
+        asked, exists = f"take a {type(state).__name__} as the state", "its second argument is a TrainState"
+        raise problem("explain", asked, exists, "make one with mp.init_state or mp.abstract_state")
+
+
+def _here(state: TrainState) -> TrainState:
+    if not isinstance(state.setup.mesh, Mesh):
+        exists = f"the state's mesh of {state.setup.mesh.size} devices is abstract"
+        fix = 'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()'
+        raise problem("explain", "compile for the devices at hand", exists, fix)
+    return state.setup.abstract
+
+
+def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
+    """The state's shapes on a mesh without devices, as large as the cluster."""
+    setup: Setup = state.setup
+    if setup.mesh.size != cluster.num_devices:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(setup.mesh).items() if size > 1) or "one device"
+        asked = f"run a step over {setup.mesh.size} devices ({sizes})"
+        fix = f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster"
+        raise problem(f"cluster `{cluster.name}`", asked, f"it has {cluster.num_devices} GPUs", fix)
+    mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
+    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

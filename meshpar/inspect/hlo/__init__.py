@@ -1,0 +1,1 @@
+"""A parser of HLO text and the program that it yields."""

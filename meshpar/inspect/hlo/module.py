@@ -1,0 +1,200 @@
+"""An HLO program as frozen data: modules of computations of instructions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshpar.inspect.hlo.cursor import split_top, unquote
+from meshpar.inspect.hlo.groups import Groups
+from meshpar.inspect.hlo.shapes import Shape
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frame:
+    """One line of the Python stack that made an instruction."""
+
+    file: str
+    line: int
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Metadata:
+    """Where an instruction comes from in the user's program."""
+
+    op_name: str = ""
+    """Path of scopes and primitives, as `jit(step)/jvp(decoder)/while/body/dot_general`."""
+    source_file: str = ""
+    source_line: int = 0
+    stack_frame_id: int = 0
+    """Row of the module's stack table, 0 for none; `Module.stack` gives the frames."""
+    scheduling_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction; attributes are kept as text, and those with a meaning here are read by the properties."""
+
+    name: str
+    opcode: str
+    """As printed: asynchronous pairs keep their `-start` and `-done`."""
+    shape: Shape
+    operands: tuple[str, ...]
+    payload: str
+    """What stands between the brackets of a constant, a parameter or an iota; empty for others."""
+    attributes: Mapping[str, str]
+    metadata: Metadata
+    called: tuple[tuple[str, str], ...]
+    """(role, computation) pairs: `body`, `condition`, `to_apply`, `calls`, `branch`, ..."""
+    replica_groups: Groups | None
+    """None when the attribute is absent, `()` when it is empty: all devices."""
+    source_target_pairs: Groups | None
+    is_root: bool
+    line: int
+
+    @property
+    def channel_id(self) -> int | None:
+        text = self.attributes.get("channel_id")
+        return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
+
+    @property
+    def frontend_attributes(self) -> dict[str, str]:
+        """What the framework attached, unquoted."""
+        return _braced_pairs(self.attributes.get("frontend_attributes", "{}"), self.line)
+
+    @property
+    def backend_config(self) -> dict[str, Any]:
+        """The backend's JSON; `{}` when there is none or when it is not a JSON object."""
+        text = self.attributes.get("backend_config", "")
+        return _json_object(unquote(text) if text[:1] in "\"'" else text)
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a while runs, when XLA knows it."""
+        known = self.backend_config.get("known_trip_count")
+        count = str(known.get("n")) if isinstance(known, dict) else ""
+        return int(count) if re.fullmatch(r"[0-9]{1,18}", count) else None
+
+    @property
+    def tuple_index(self) -> int | None:
+        text = self.attributes.get("index", "")
+        return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+
+    def called_as(self, *roles: str) -> tuple[str, ...]:
+        """Names of the computations called in one of these roles."""
+        return tuple(name for role, name in self.called if role in roles)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A list of instructions: in order of execution when the module is scheduled."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def by_name(self) -> Mapping[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """For each instruction's name, the instructions of this computation that read it."""
+        users: dict[str, list[Instruction]] = {instruction.name: [] for instruction in self.instructions}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(instruction)
+        return {name: tuple(found) for name, found in users.items()}
+
+    @functools.cached_property
+    def parameters(self) -> Mapping[int, Instruction]:
+        found = (ins for ins in self.instructions if ins.opcode == "parameter")
+        return {int(ins.payload): ins for ins in found}
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose value the computation gives."""
+        return next((ins for ins in self.instructions if ins.is_root), self.instructions[-1])
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.instructions)
+
+    def __getitem__(self, name: str) -> Instruction:
+        return self.by_name[name]
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A parsed program."""
+
+    name: str
+    computations: Mapping[str, Computation]
+    entry: Computation
+    attributes: Mapping[str, str]
+    """The header's attributes as text."""
+    frames: Mapping[int, tuple[Frame, int]] = dataclasses.field(default_factory=dict)
+    """Stack table: id -> (frame, id of the frame that called it or 0)."""
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether instructions stand in the order of execution."""
+        return self.attributes.get("is_scheduled") == "true"
+
+    @property
+    def num_partitions(self) -> int:
+        """Devices the partitioner split the program over."""
+        return self._count("num_partitions")
+
+    @property
+    def replica_count(self) -> int:
+        """Copies of the partitioned program."""
+        return self._count("replica_count")
+
+    def _count(self, name: str) -> int:
+        text = self.attributes.get(name, "1")
+        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 1
+
+    @property
+    def input_output_alias(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """(output index, parameter number) of every donated buffer."""
+        found = re.findall(r"\{([0-9, ]*)\}:\s*\(([0-9]{1,9})", self.attributes.get("input_output_alias", ""))
+        return tuple((tuple(int(i) for i in index.split(",") if i.strip()), int(number)) for index, number in found)
+
+    def stack(self, instruction: Instruction) -> tuple[Frame, ...]:
+        """The Python lines that made an instruction, innermost first; empty when the program does not say."""
+        frames: list[Frame] = []
+        at = instruction.metadata.stack_frame_id
+        while at in self.frames and len(frames) < 200:  # a damaged table may run in a circle
+            frame, at = self.frames[at]
+            frames.append(frame)
+        if not frames and instruction.metadata.source_file:
+            frames = [Frame(instruction.metadata.source_file, instruction.metadata.source_line)]
+        return tuple(frames)
+
+    def __iter__(self) -> Iterator[Computation]:
+        return iter(self.computations.values())
+
+
+def _braced_pairs(text: str, line: int) -> dict[str, str]:
+    """`{a="b",c={d}}` as a dict, values unquoted."""
+    pairs = {}
+    for part in split_top(text[1:-1], line):
+        key, _, value = part.partition("=")
+        pairs[key.strip()] = unquote(value.strip())
+    return pairs
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text) if text.startswith("{") else {}
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

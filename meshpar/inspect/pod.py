@@ -1,0 +1,200 @@
+"""Compiling for a pod that is not here, in a process apart: no GPU, no driver, and the caller's backends untouched.
+
+    traced step ──lowered for CUDA here──► StableHLO ──► child: XLA's GPU compiler, compile-only devices ──► Program
+
+The step need not be importable: what crosses over is the lowered program, with its shardings, donations and source
+lines. So a step made in a notebook compiles as it stands, on a mesh of CPU devices or of none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from meshpar.hardware.clusters import Cluster, parse_cluster
+from meshpar.inspect import compiler_messages as messages
+from meshpar.inspect import pod_process
+from meshpar.inspect.program import Program
+from meshpar.inspect.target import require_aot, stablehlo_of
+from meshpar.sharding.types import MeshparError, problem
+
+
+class PodError(RuntimeError):
+    """The compiling process failed; the message ends with what it said."""
+
+
+class PodProcess:
+    """A process that compiles for pods; keep one for many programs, it costs a few seconds to start.
+
+    with PodProcess() as pod:
+        program = pod.compile(step.trace(state, batch), "h100:8x8")
+    """
+
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", pod_process.__name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment(),
+        )
+
+    def __enter__(self) -> PodProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def compile(
+        self,
+        traced: jax.stages.Traced | jax.stages.Lowered,
+        cluster: str | Cluster,
+        *,
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Program:
+        """Compiles a traced step for a cluster.
+
+        Args:
+          traced: `jax.jit(f, ...).trace(*args)`; its mesh may be of CPU devices or abstract.
+          cluster: `h100:8x8`, a profile's path, or a Cluster; it has as many GPUs as the mesh has devices.
+          options: XLA flags without their dashes.
+          timeout_s: give up after so long; the process is ended then, and cannot be used again.
+
+        Raises:
+          ValueError: no such cluster, another number of devices, or the `aot` extra is missing.
+          PodError: the compiler failed.
+        """
+        cluster = parse_cluster(cluster)
+        require_aot(cluster.name)
+        return self._program("compile", stablehlo_of(traced, cluster), cluster, options, timeout_s=timeout_s)
+
+    def build(
+        self,
+        target: str | Callable[..., Any],
+        cluster: str | Cluster,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Program:
+        """Compiles what a function builds inside the process, where the pod's devices can be put into a Mesh.
+
+        For programs that have to know their devices while they are traced. Errors are those of `compile`.
+
+        Args:
+          target: `package.module:function`, `path/to/file.py:function`, or an importable function. It is called as
+            `function(devices, **kwargs)` and returns `jax.jit(f, ...).trace(*args)`.
+          cluster: as for `compile`.
+          kwargs: further arguments; they have to pickle.
+          options: XLA flags without their dashes.
+          timeout_s: give up after so long.
+        """
+        cluster = parse_cluster(cluster)
+        require_aot(cluster.name)
+        return self._program("build", _named(target), cluster, dict(kwargs or {}), options, timeout_s=timeout_s)
+
+    def call(
+        self,
+        target: str | Callable[..., Any],
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        """Calls `function(**kwargs)` inside the process and gives its result, which has to pickle."""
+        return self._ask("call", _named(target), dict(kwargs or {}), timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Ends the process."""
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            stream.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def _program(self, verb: str, *arguments: object, timeout_s: float | None) -> Program:
+        """Asks for a program, and adds what the compiler said on the way."""
+        before = self._log_size()
+        program = self._ask(verb, *arguments, timeout_s=timeout_s)
+        return dataclasses.replace(program, warnings=messages.warnings_in(self._said(since=before)))
+
+    def _ask(self, verb: str, *arguments: object, timeout_s: float | None) -> Any:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            pod_process.write(stdin, (verb, arguments))
+            self._wait(timeout_s)
+            status, *rest = pod_process.read(stdout)
+        except (EOFError, BrokenPipeError):
+            code = self._process.wait()
+            raise PodError(f"the compiling process ended with status {code}.\n{self._said()}") from None
+        if status == "ok":
+            return rest[0]
+        error, text = rest
+        if isinstance(error, MeshparError):
+            raise error
+        raise PodError(f"the compiling process raised:\n{text}\n{self._said()}") from error
+
+    def _wait(self, timeout_s: float | None) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
+            if not selector.select(timeout_s):
+                self._process.kill()
+                raise PodError(f"no answer within {timeout_s} s.\n{self._said()}")
+
+    def _log_size(self) -> int:
+        return os.fstat(self._log.fileno()).st_size
+
+    def _said(self, since: int | None = None) -> str:
+        """What the process wrote to standard error: its end, or all since a size of the log."""
+        size = self._log_size()
+        start = max(0, size - 4000) if since is None else since
+        # pread: the process writes at this file's position, which must not move.
+        return os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
+
+
+def environment() -> dict[str, str]:
+    """Environment of a process that compiles for pods: CUDA's plugin is loaded, and no GPU is used if there is one."""
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        # A GPU at hand would be used to tune kernels: the same program would then differ from machine to machine.
+        "CUDA_VISIBLE_DEVICES": "",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "1",  # warnings and worse: involuntary rematerializations are among them
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+    }
+
+
+def _named(target: str | Callable[..., Any]) -> str:
+    """A function as `module:name` or `file.py:name`."""
+    if isinstance(target, str):
+        if ":" not in target:
+            raise problem(
+                f"`{target}`", "be run in another process", "it names no function", "write it as `module:function`"
+            )
+        return target
+    module, name = target.__module__, target.__qualname__
+    main = getattr(sys.modules.get(module), "__file__", None)
+    if "<" in name or (module == "__main__" and main is None):
+        fix = "put it at the top level of a module or of a file, or pass `file.py:function`"
+        raise problem(f"function `{name}`", "be run in another process", "that process cannot import it", fix)
+    return f"{main}:{name}" if module == "__main__" else f"{module}:{name}"

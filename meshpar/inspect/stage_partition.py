@@ -1,0 +1,106 @@
+"""How stages cut a model: what they hand on, and which parameters stand before the layers and behind them.
+
+Read from the loss function, traced for the rows of one device with the layers left out: nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from meshpar.layers.losses import scalar
+from meshpar.layers.precision import cast_floating, numerics
+from meshpar.layers.scan import Layer, running, scanned, with_aux
+from meshpar.parallel.batch import as_given
+from meshpar.pipeline.jaxpr_slicing import Cut, flat_jaxpr
+from meshpar.schedules import Schedule
+from meshpar.sharding.constraints import with_auto_types
+from meshpar.sharding.context import tracing
+from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, num_shards, spec_axes, tree_leaves_with_paths
+from meshpar.training.gradients.stages import reads_of_layers
+from meshpar.training.state import TrainState
+from meshpar.training.step import TrainStep
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """A model under a schedule."""
+
+    schedule: Schedule
+    handed_on: tuple[jax.ShapeDtypeStruct, ...]
+    """Arrays that one microbatch takes from stage to stage, as one device of a stage holds them."""
+    first: frozenset[str]
+    """Paths of the parameters that stand before the layers."""
+    last: frozenset[str]
+    """Of those that stand behind them; tied ones are in both."""
+    reads: Mapping[str, tuple[bool, bool, bool]]
+    """Of the layers' parameters, whether the F, the B and the W of a microbatch read their values; empty where none is
+    split over axes that split the batch, so that nobody asks."""
+
+
+def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
+    """The parts of a step whose strategy has stages."""
+    setup = state.setup
+    assert setup.strategy.pipeline is not None
+    schedule = setup.strategy.pipeline.table()
+    sharding = setup.batch_sharding
+    over = set(axes_of_spec(sharding.spec))
+    inside = {axis: size for axis, size in axis_sizes(setup.mesh).items() if axis not in over}
+    rows = num_shards(sharding.spec, setup.mesh) * schedule.microbatches
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((np.shape(x)[0] // rows, *np.shape(x)[1:]), x.dtype), batch)
+    # One device's rows, and the axes inside a stage as they are: the model says how it splits what goes on.
+    inside[setup.strategy.pipeline.axis] = 1
+    sizes = tuple(inside.get(axis, 1) for axis in setup.mesh.axis_names)
+    one = AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
+    found: list[Any] = []
+
+    def without_layers(layer: Layer, x: Any, params: PyTree) -> Any:
+        found[:] = [x]
+        y, aux = jax.eval_shape(lambda: with_aux(scanned(layer, x, params)))
+        # What goes on is no function of what came: parameters before and behind are told apart.
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), y if aux is None else (y, aux))
+
+    def ends(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
+        with tracing(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):
+            model = setup.model.bind(cast_floating(params, step.options.precision.compute), extra)
+            loss = scalar(step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0])
+        return (found[0], loss), ()
+
+    params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
+    closed, _ = flat_jaxpr(ends, params, extra, like, key)
+    outputs = len(closed.jaxpr.outvars)
+    paths = [path for path, _ in tree_leaves_with_paths(params)]
+
+    def needs(*wanted: bool) -> frozenset[str]:
+        used = Cut(closed, first=wanted).first_needs
+        return frozenset(path for path, use in zip(paths, used, strict=False) if use)
+
+    reads: dict[str, tuple[bool, bool, bool]] = {}
+    if any(over & set(axes_of_spec(decision.spec)) for decision in setup.table.params):
+        compute = jax.eval_shape(lambda params: cast_floating(params, step.options.precision.compute), params)
+        with tracing(one, setup.strategy), numerics(step.options.precision, step.options.remat):
+            reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, like, key)
+    return Parts(
+        schedule=schedule,
+        handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
+        first=needs(*[True] * (outputs - 1), False),
+        last=needs(*[False] * (outputs - 1), True),
+        reads=reads,
+    )
+
+
+def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    """An array as a device holds it, laid out over the axes inside a stage as the equation that makes it says."""
+    made = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
+    dims = list(x.aval.shape)
+    if made is not None and made.primitive.name == "sharding_constraint":
+        for dim, entry in enumerate(made.params["sharding"].spec):
+            dims[dim] //= math.prod(inside.get(axis, 1) for axis in spec_axes(entry))
+    return jax.ShapeDtypeStruct(tuple(dims), x.aval.dtype)

@@ -1,0 +1,260 @@
+"""A cluster as XLA's compile-only target: its description, its devices, and compilation for it in this process.
+
+None of this needs a GPU or a driver; it needs the `aot` extra. `meshpar.inspect.pod` does the same in a process apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from meshpar.hardware.clusters import Cluster, Gpu, cluster_of, parse_cluster
+from meshpar.hardware.compile_options import GPU_OPTIONS, PROFILE
+from meshpar.inspect import compiler_messages as messages
+from meshpar.inspect.program import Program, memory_of
+from meshpar.moe.transport_choice import compiled_for
+from meshpar.sharding.types import AnyMesh, problem
+
+
+def topology(cluster: str | Cluster) -> list[jax.Device]:
+    """Compile-only devices of a cluster, in order: device i stands in node `i // gpus_per_node`.
+
+    Build a Mesh of them and lower abstract inputs for it; nothing can run on them.
+
+    Raises:
+      ValueError: no such cluster, or the `aot` extra is not installed.
+    """
+    from jax.experimental import topologies
+
+    cluster = parse_cluster(cluster)
+    require_aot(cluster.name)
+    _put_ptxas_on_path()
+    described = topologies.get_topology_desc(
+        platform="cuda", target_config=target_config(cluster.gpu), topology=f"1x{cluster.nodes}x{cluster.gpus_per_node}"
+    )
+    return list(described.devices)
+
+
+def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMesh:
+    """A mesh of a cluster's compile-only devices, shaped like another of as many.
+
+    Kernels of libraries look at the devices they are lowered for. Where jax has taken the CUDA plugin for unusable, as
+    it does without a GPU unless `JAX_PLATFORMS=cpu` is set before it starts, the mesh is one of no devices. So it is
+    where state `offloads`: such devices know one memory only, and a sharding on them forgets another's name.
+    """
+    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+    if offloads:
+        return abstract
+    try:
+        devices = np.array(topology(cluster), dtype=object)
+    except NotImplementedError:  # jax's word for a platform whose plugin it has not loaded
+        return abstract
+    return Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names, axis_types=abstract.axis_types)
+
+
+@contextlib.contextmanager
+def traced_for(cluster: Cluster | None) -> Iterator[None]:
+    """What cuDNN's attention and tokamax's kernels ask of the GPU at hand while they are traced is told of the pod's.
+
+    They look at the process's own devices, whatever the mesh is made of: jax takes wide heads on newer GPUs only, and
+    tokamax has kernels for each generation. What chooses a kernel by the devices chooses as it would on the pod.
+    """
+    if cluster is None:
+        yield
+        return
+    from jax._src import dispatch
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+    from jax.extend import backend
+
+    # In a region that is manual over the whole mesh it is lowered without a look at devices, which may be abstract.
+    others = {one for one in dispatch.prim_requires_devices_during_lowering if "dot_product_attention" not in one.name}
+    here, one = cluster.gpu.chip.compute_capability, cluster_of(cluster.gpu, nodes=1, gpus_per_node=1)
+
+    def device() -> jax.Device:
+        return topology(one)[0]
+
+    def wanted(text: str) -> tuple[int, ...]:
+        return tuple(int(number) for number in text.split("."))
+
+    with (
+        compiled_for("cuda", here),
+        # Asked by tokamax alone: what only traces, as the planner does, loads no plugin for it.
+        mock.patch.object(backend, "get_default_device", device),
+        mock.patch.object(attention, "check_compute_capability", lambda text: here >= wanted(text)),
+        mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda text: here == wanted(text)),
+        mock.patch.object(dispatch, "prim_requires_devices_during_lowering", others),
+    ):
+        yield
+
+
+def missing_aot() -> str:
+    """What this machine lacks to compile for GPUs, in words; empty when it lacks nothing."""
+    if not any(_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")):
+        return "jax's CUDA plugin is not installed"
+    return "" if _ptxas() is not None else "`ptxas` is neither on PATH nor installed"
+
+
+def require_aot(cluster_name: str) -> None:
+    """Raises a `ValueError` that says what to install when this machine cannot compile for GPUs."""
+    missing = missing_aot()
+    if missing:
+        raise problem(
+            f"cluster `{cluster_name}`", "compile for it on this machine", missing, "pip install 'meshpar[aot]'"
+        )
+
+
+def target_config(gpu: Gpu) -> str:
+    """A GPU as XLA's `GpuTargetConfigProto`, in text form."""
+    chip = gpu.chip
+    fields: dict[str, object] = {
+        "threads_per_block_limit": 1024,
+        "threads_per_warp": 32,
+        "shared_memory_per_block": 48 * 2**10,
+        "shared_memory_per_core": chip.shared_bytes_per_core,
+        "threads_per_core_limit": chip.threads_per_core,
+        "core_count": chip.num_cores,
+        "fpus_per_core": chip.fpus_per_core,
+        "block_dim_limit_x": 2**31 - 1,
+        "block_dim_limit_y": 65535,
+        "block_dim_limit_z": 65535,
+        "memory_bandwidth": int(gpu.memory_bytes_per_s),
+        "l2_cache_size": chip.l2_bytes,
+        "clock_rate_ghz": chip.clock_hz / 1e9,
+        "device_memory_size": int(gpu.memory_bytes),
+        "shared_memory_per_block_optin": chip.shared_bytes_per_block,
+        "registers_per_core_limit": 65536,
+        "registers_per_block_limit": 65536,
+    }
+    major, minor = chip.compute_capability
+    # Hopper and later: the architecture-specific instructions (sm_90a), as XLA asks for on the real device.
+    features = "feature_extension: ACCELERATED_FEATURES " if major >= 9 else ""
+    described = " ".join(f"{name}: {value}" for name, value in fields.items())
+    return (
+        f"gpu_device_info {{ {described} cuda_compute_capability {{ major: {major} minor: {minor} {features}}} }} "
+        'platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } runtime_version { major: 12 minor: 9 } '
+        f'device_description_str: "{gpu.device_kinds[0]}"'
+    )
+
+
+def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluster) -> bytes:
+    """A step lowered for CUDA, as StableHLO bytecode that any process can compile.
+
+    Args:
+      traced: `jax.jit(f, ...).trace(*args)`, on a mesh of any devices or of none (`AbstractMesh`); or what its
+        `.lower(lowering_platforms=("cuda",))` gave.
+      cluster: the pod; its number of GPUs has to be the mesh's.
+
+    Raises:
+      ValueError: the mesh has another number of devices than the cluster.
+    """
+    import io
+
+    lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower(lowering_platforms=("cuda",))
+    module: Any = lowered.compiler_ir("stablehlo")
+    operation = module.operation
+    devices = int(operation.attributes["mhlo.num_partitions"])
+    if devices != cluster.num_devices:
+        asked = f"compile for its {cluster.num_devices} GPUs"
+        fix = f"build the state on `MeshSpec(...).abstract(devices={cluster.num_devices})`"
+        raise problem(f"cluster `{cluster.name}`", asked, f"the step's mesh has {devices} devices", fix)
+    buffer = io.BytesIO()
+    operation.write_bytecode(buffer)
+    return buffer.getvalue()
+
+
+def compile_stablehlo(
+    module: bytes, cluster: Cluster, *, options: Mapping[str, Any] | None = None, listen: bool = True
+) -> Program:
+    """Compiles StableHLO for a cluster in this process.
+
+    Args:
+      module: what `stablehlo_of` gave.
+      cluster: the pod.
+      options: XLA flags without their dashes; they join and override those by which a step is compiled for GPUs. What
+        kernels and collectives take is among them, as `PROFILE`.
+      listen: keep the compiler's warnings; False when whoever started this process reads its standard error.
+    """
+    # jax compiles a Lowered for other devices only when its mesh is abstract; a live step has a concrete one. So this
+    # does by hand what `Lowered.compile` does, on the module itself.
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+
+    if b"mosaic_gpu" in module:
+        importlib.import_module(
+            "jax.experimental.mosaic.gpu"
+        )  # says where the library is that its kernels are linked to
+    devices = topology(cluster)
+    client = devices[0].client
+    overrides: dict[str, Any] = {**GPU_OPTIONS, **(options or {})}
+    profile = overrides.pop(PROFILE, None)
+    with mlir.make_ir_context() as context, ir.Location.unknown(context):
+        parsed = ir.Module.parse(module)
+        main: Any = ir.SymbolTable(parsed.operation)["main"]
+        compile_options = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=len(devices),
+            device_assignment=np.array([[device.id for device in devices]]),
+            env_options_overrides=overrides,
+            fdo_profile=profile,
+            backend=client,
+        )
+        build = compile_options.executable_build_options
+        # The partitioner may choose a sharding only where the program says none.
+        build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main.arg_attrs)
+        build.allow_spmd_sharding_propagation_to_output = _unsharded(main.result_attrs)
+        with messages.catch_stderr() if listen else contextlib.nullcontext(messages.Caught()) as caught:
+            start = time.perf_counter()
+            executable = client.compile(
+                parsed, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=compile_options
+            )
+            compile_s = time.perf_counter() - start
+    return Program(
+        target=cluster.name,
+        text="\n\n".join(module.to_string() for module in executable.hlo_modules()),
+        **memory_of(executable.get_compiled_memory_stats()),
+        compile_s=compile_s,
+        warnings=messages.warnings_in(caught.text),
+    )
+
+
+def _unsharded(attributes: Any) -> list[bool]:
+    return ["sdy.sharding" not in found and "mhlo.sharding" not in found for found in attributes]
+
+
+def _spec(name: str) -> Any:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def _put_ptxas_on_path() -> None:
+    """XLA looks for ptxas there, at compile time."""
+    ptxas = _ptxas()
+    if ptxas is not None and shutil.which("ptxas") is None:
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{ptxas.parent}"
+
+
+def _ptxas() -> Path | None:
+    """ptxas on PATH, or the one that comes with NVIDIA's compiler package."""
+    found = shutil.which("ptxas")
+    if found is not None:
+        return Path(found)
+    nvidia = _spec("nvidia")
+    homes = [Path(home) for home in nvidia.submodule_search_locations or ()] if nvidia is not None else []
+    places = [home / part / "bin" / "ptxas" for home in homes for part in ("cuda_nvcc", "cu13", "cu12")]
+    return next((place for place in places if place.is_file()), None)

@@ -1,0 +1,53 @@
+"""The error bar of a predicted step.
+
+    low   kernels at the fastest rates that the catalogue or the profile supports, every message hidden behind compute
+    high  kernels at the rates expected of them, no message hidden
+
+The rates of matrix products are measured ones where a profile has some (`meshpar bench gpu`); both ends then use them.
+Otherwise low uses the data sheet's peak and high the planner's assumed share of it. Fused attention has the catalogue's
+rates in both. Both include launches where the profile has their time. Kernels that slow each other down are in neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from meshpar.hardware.clusters import Cluster
+from meshpar.inspect.hlo.parser import Module
+from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.timeline.simulator import Timeline, timeline
+from meshpar.sharding.printing import Plain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bracket(Plain):
+    """The times between which a step is expected."""
+
+    low_s: float
+    high_s: float
+    sources: tuple[str, ...]
+    """Of the rates of kernels, and of every link that is used."""
+
+
+def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: Cells | None = None) -> Bracket:
+    """Return the error bar of a step simulated at the cluster's expected rates."""
+    rates = f"{cluster.rates}"
+    if cluster.best_rates != cluster.rates:
+        rates += f"; at best, {cluster.best_rates.of_products}"
+    return Bracket(
+        low_s=timeline(module, (), cluster, cells, rates=cluster.best_rates).step_s,
+        high_s=expected.step_s + sum(expected.hidden_s.values()),
+        sources=(rates, *_launches(cluster), *_links(expected, cluster)),
+    )
+
+
+def _launches(cluster: Cluster) -> list[str]:
+    return [f"launches of {cluster.launch_s * 1e6:.1f} µs, measured ({cluster.source})"] * bool(cluster.launch_s)
+
+
+def _links(timeline: Timeline, cluster: Cluster) -> list[str]:
+    used = sorted(label for label, time_s in timeline.network_s.items() if time_s)
+    known = [label for label in used if cluster.measured(label.split("*")) is not None]
+    rest = [label for label in used if label not in known]
+    found = [f"links of {', '.join(known)} as measured ({cluster.source})"] if known else []
+    return found + ([f"links of {', '.join(rest)} by data sheets and NCCL's latencies"] if rest else [])

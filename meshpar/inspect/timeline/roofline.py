@@ -1,0 +1,205 @@
+"""How long each kernel takes: FLOPs at the rate of their kind, bytes at the memory's bandwidth, or a launch.
+
+A kernel is one instruction that the GPU runs: a fusion, a library call, a copy. Its FLOPs are those of the matrix
+products in it. Their rate (`planner.hardware.Rates`) depends on the type of their operands: tensor cores for 16 bits
+and fewer, the float32 units for wider ones (TF32 is not assumed). Fused attention has rates of its own. Its bytes are
+those it has to read and write once: an operand of which a fusion only slices a part counts with that part, and a buffer
+that is updated in place with what is written. Where a profile has what a launch takes (`meshpar bench gpu`), no kernel
+is shorter. Caches and the arithmetic of element-wise work are left out: small kernels take longer than their time here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from meshpar.hardware.clusters import Rates
+from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
+from meshpar.inspect.hlo.shapes import Shape, dtype_bits
+from meshpar.inspect.hlo.walk import runs
+from meshpar.inspect.timeline import program_work as work
+
+_FREE = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
+    | {"add-dependency", "opt-barrier", "domain"}
+)
+_VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+_MAX_HOPS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """What one run of an instruction costs a GPU."""
+
+    flops: int
+    """Of the matrix products in it."""
+    moved_bytes: int
+    """Read and written."""
+    time_s: float
+    """The longest of both and a launch."""
+    launch_s: float
+    """Of that, what neither its FLOPs nor its bytes take."""
+    is_compute_bound: bool
+    """Whether its FLOPs take longer than its bytes."""
+
+
+class Roofline:
+    """Times of a program's kernels on one GPU."""
+
+    def __init__(self, module: Module, rates: Rates, launch_s: float = 0.0) -> None:
+        self._module, self._rates, self._launch_s = module, rates, launch_s
+        self._matmuls = {(one.computation, one.name): one for one in work.matmuls(module)}
+        self._reads: dict[tuple[str, int], int] = {}
+
+    @property
+    def main_peak_flops_per_s(self) -> float:
+        """The peak of the type that most FLOPs of the program are in; bfloat16's for 8 bits, too, as is the custom."""
+        flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
+        for one in work.matmuls(self._module):
+            computation = self._module.computations[one.computation]
+            peak = self._rates.peak_flops_per_s(max(_widest(computation, computation[one.name]), 16))
+            flops[peak] = flops.get(peak, 0) + one.flops_per_step
+        return max(flops, key=lambda peak: flops[peak])
+
+    def kernel(self, computation: Computation, ins: Instruction) -> Kernel | None:
+        """What an instruction costs, once; None when it is no kernel (a view, a tuple, the end of a pair)."""
+        if ins.opcode in _FREE or ins.opcode.endswith(("-done", "-update")):
+            return None
+        products = list(self._products(computation, ins, _MAX_HOPS))
+        flops, computes_s = sum(flops for flops, _ in products), sum(time_s for _, time_s in products)
+        moved = sum(self._operands(computation, ins)) + self._written(computation, ins)
+        moves_s = moved / self._rates.gpu.memory_bytes_per_s
+        works_s = max(computes_s, moves_s)
+        # What has neither FLOPs nor bytes is none that is launched.
+        launch_s = max(self._launch_s - works_s, 0.0) if works_s else 0.0
+        return Kernel(
+            flops=flops,
+            moved_bytes=moved,
+            time_s=works_s + launch_s,
+            launch_s=launch_s,
+            is_compute_bound=computes_s > moves_s,
+        )
+
+    def _products(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[tuple[int, float]]:
+        """(FLOPs, seconds) of each matrix product or attention kernel in an instruction."""
+        product = self._matmuls.get((computation.name, ins.name))
+        if product is not None:
+            yield product.flops, product.flops / self._rate(computation, ins, product)
+        for callee in runs(ins) if hops else ():
+            inner = self._module.computations[callee]
+            for one in inner:
+                yield from self._products(inner, one, hops - 1)
+
+    def _rate(self, computation: Computation, ins: Instruction, product: work.Matmul) -> float:
+        if product.attention:
+            forward, backward = self._rates.attention_flops_per_s
+            return forward if product.attention == "forward" else backward
+        return self._rates.product_flops_per_s(_widest(computation, ins), product.flops)
+
+    # Bytes
+
+    def _operands(self, computation: Computation, ins: Instruction) -> Iterator[int]:
+        """Bytes read of each operand; the same value given twice is read once."""
+        for name in dict.fromkeys(ins.operands):
+            shape = computation[name].shape
+            if isinstance(shape, ArrayShape):
+                yield min(self._read_by(ins, name, computation, shape, _MAX_HOPS), shape.nbytes)
+            else:
+                yield shape.nbytes
+
+    def _read_by(self, user: Instruction, value: str, computation: Computation, of: ArrayShape, hops: int) -> int:
+        """Bytes of an array `of` that one user of it, or of a view of it, reads."""
+        places = [at for at, name in enumerate(user.operands) if name == value]
+        inside = runs(user)
+        if inside and hops:
+            inner = self._module.computations[inside[0]]
+            return sum(self._read_inside(inner, at, of, hops - 1) for at in places)
+        if places == [0] and user.opcode in ("slice", "dynamic-slice", "gather"):
+            return _nbytes(user.shape, of)
+        if places == [0] and user.opcode == "dynamic-update-slice":
+            return 0
+        if places == [0] and user.opcode == "scatter":
+            return _nbytes(computation[user.operands[-1]].shape, of)
+        return of.nbytes
+
+    def _read_inside(self, inner: Computation, number: int, of: ArrayShape, hops: int) -> int:
+        """Bytes that a fused computation reads of its parameter `number`."""
+        known = self._reads.get((inner.name, number))
+        if known is None:
+            parameter = inner.parameters.get(number)
+            known = of.nbytes if parameter is None else min(of.nbytes, self._read_of(inner, parameter, of, hops))
+            self._reads[inner.name, number] = known
+        return known
+
+    def _read_of(self, inner: Computation, value: Instruction, of: ArrayShape, hops: int) -> int:
+        """Bytes of an array that are read by all users of it: views are looked through, for fusions make no copies."""
+        total = of.nbytes if value is inner.root else 0
+        for user in inner.users[value.name]:
+            if total >= of.nbytes or not hops:
+                return of.nbytes
+            if user.opcode in _VIEWS:
+                total += self._read_of(inner, user, of, hops - 1)
+            elif user.opcode == "dynamic-update-slice" and user not in _in_place(inner):
+                total += of.nbytes
+            else:
+                total += self._read_by(user, value.name, inner, of, hops - 1)
+        return total
+
+    def _written(self, computation: Computation, ins: Instruction) -> int:
+        if ins.opcode.endswith("-start"):  # its shape repeats the operands; what it runs says what it gives
+            inside = runs(ins)
+            if not inside:
+                return sum(computation[name].shape.nbytes for name in ins.operands)  # a copy: what it reads
+            return self._given(self._module.computations[inside[0]], _MAX_HOPS)
+        if (computation.name, ins.name) in self._matmuls:  # a library's product gives scratch space, too
+            return sum(leaf.nbytes for leaf in ins.shape.leaves() if leaf.dtype not in ("s8", "u8"))
+        if ins.opcode in ("dynamic-update-slice", "scatter"):
+            return self._result(computation, ins, _MAX_HOPS)
+        inside = runs(ins)
+        return self._given(self._module.computations[inside[0]], _MAX_HOPS) if inside else ins.shape.nbytes
+
+    def _given(self, inner: Computation, hops: int) -> int:
+        """Bytes that a fused computation writes."""
+        root = inner.root
+        if root.opcode != "tuple":
+            return self._result(inner, root, hops)
+        return sum(self._result(inner, inner[name], hops) for name in root.operands)
+
+    def _result(self, inner: Computation, ins: Instruction, hops: int) -> int:
+        """Bytes written for one result: of a buffer updated in place, the part that is new."""
+        whole = ins.shape
+        ins = _behind_views(inner, ins)
+        if ins.opcode in ("dynamic-update-slice", "scatter") and isinstance(whole, ArrayShape):
+            update = inner[ins.operands[1 if ins.opcode == "dynamic-update-slice" else -1]]
+            return min(_nbytes(update.shape, whole), whole.nbytes)
+        inside = runs(ins)
+        if inside and hops:
+            return self._given(self._module.computations[inside[0]], hops - 1)
+        return whole.nbytes
+
+
+def _in_place(inner: Computation) -> list[Instruction]:
+    """The updates that a computation gives as its results: the operand's buffer becomes the result's."""
+    root = inner.root
+    results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return [behind for result in results if (behind := _behind_views(inner, result)).opcode == "dynamic-update-slice"]
+
+
+def _behind_views(computation: Computation, ins: Instruction) -> Instruction:
+    for _ in range(_MAX_HOPS):
+        if ins.opcode not in _VIEWS or not ins.operands:
+            break
+        ins = computation[ins.operands[0]]
+    return ins
+
+
+def _nbytes(part: Shape, of: ArrayShape) -> int:
+    """Bytes that the elements of a part take in the array's element type, which a view may have changed."""
+    size = sum(leaf.size for leaf in part.leaves())
+    return -(-size * dtype_bits(of.dtype) // 8)
+
+
+def _widest(computation: Computation, product: Instruction) -> int:
+    """Bits of the wider element type of a product's two operands."""
+    leaves = (leaf for name in product.operands[:2] for leaf in computation[name].shape.leaves())
+    return max((dtype_bits(leaf.dtype) for leaf in leaves), default=0)

@@ -1,0 +1,1 @@
+"""The training loop: steps, hooks, checkpoints, metrics and coordination between processes."""

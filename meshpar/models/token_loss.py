@@ -1,0 +1,93 @@
+"""The loss of a language model, with logits that stay split over the vocabulary.
+
+Shape suffixes: B batch, T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from meshpar.layers.losses import MeanLoss
+from meshpar.models.chunked_cross_entropy import TokenLosses, Unembedding, chunked_cross_entropy
+from meshpar.sharding.types import problem
+
+IGNORE_TARGET = -100
+"""The target that the loss ignores, as in PyTorch and Transformers (`ignore_index`)."""
+
+
+def next_token_loss(
+    model: Callable[..., Any], batch: Mapping[str, Array], key: jax.Array, *, z_loss: float = 0.0
+) -> tuple[MeanLoss, dict[str, Array]]:
+    """Mean cross entropy of the next token, in nats: a loss function for `train_step` and `eval_step`.
+
+    Args:
+      model: from tokens `[B, T]` to logits `[B, T, V]`, or to an `Unembedding`, which makes logits in chunks.
+      batch: `inputs` and `targets`, both integers `[B, T]`; target t is the token after input t. The loss ignores
+        targets of `IGNORE_TARGET` (-100). Any other target outside the vocabulary makes the loss nan. Optional arrays
+        of the same shape: `weights`, the weight of each target, 0 for a prompt or padding; `segments`, if a row
+        contains several sequences; `positions`, if they do not restart with each segment. The model receives the last
+        two by these names.
+      key: not used; the decoder draws no random numbers.
+      z_loss: coefficient of the mean of `log(Z)²`, where Z is the sum of a token's exponentials. It keeps logits near
+        zero; 1e-4 is common (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways").
+
+    Returns:
+      a `MeanLoss` over all targets by their weights, float32 at the least, and metrics: `accuracy`, the share of
+      targets that have the largest logit; with `z_loss` also `nats`, the cross entropy alone.
+
+    >>> step = mp.train_step(functools.partial(next_token_loss, z_loss=1e-4))
+    """
+    del key
+    _check_batch(batch)
+    logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
+    with jax.named_scope("loss"):
+        losses_of = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
+        nats_BT, best_BT, log_z_BT = losses_of(logits, batch["targets"])
+        counts_BT = batch["targets"] != IGNORE_TARGET
+        weights_BT = counts_BT.astype(jnp.int32)
+        if "weights" in batch:
+            weights_BT = weights_BT * batch["weights"]
+        weight = weights_BT.sum()
+
+        def total(x_BT: Array) -> Array:
+            return (jnp.where(counts_BT, x_BT, 0) * weights_BT).sum(dtype=nats_BT.dtype)
+
+        def mean(x_BT: Array) -> Array:
+            return total(x_BT) / jnp.where(weight > 0, weight, 1)
+
+        nats, metrics = total(nats_BT), {"accuracy": mean(best_BT)}
+        if not z_loss:
+            return MeanLoss(nats, weight), metrics
+        return MeanLoss(nats + z_loss * total(jnp.square(log_z_BT)), weight), {**metrics, "nats": mean(nats_BT)}
+
+
+def _check_batch(batch: object) -> None:
+    """Raises `ValueError` for what holds no `inputs` and `targets`."""
+    exists = f"it is a {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        if "inputs" in batch and "targets" in batch:
+            return
+        exists = f"it has {', '.join(map(str, batch)) or 'nothing'}"
+    fix = "give both, int32 [rows, positions] each, or a loss of your own: (model, batch, key) -> (loss, metrics)"
+    raise problem("next_token_loss", "take `inputs` and `targets` of the batch", exists, fix)
+
+
+def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> TokenLosses:
+    """Cross entropy with integer targets; nan for a target outside the vocabulary.
+
+    Every step over the vocabulary is element-wise or a reduction, so split logits stay split and devices exchange three
+    numbers a token. Picking the target's logit by its index would gather the vocabulary first.
+    """
+    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+    max_BT1 = jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))
+    below_BTV = logits_BTV - max_BT1
+    is_target_BTV = targets_BT[..., None] == jax.lax.broadcasted_iota(targets_BT.dtype, logits_BTV.shape, 2)
+    target_BT = jnp.where(is_target_BTV, below_BTV, 0).sum(-1)
+    log_BT = jnp.log(jnp.exp(below_BTV).sum(-1))
+    losses = TokenLosses(log_BT - target_BT, target_BT == 0, log_BT + max_BT1[..., 0])
+    return losses.only_in_vocab(targets_BT, logits_BTV.shape[-1])

@@ -1,0 +1,1 @@
+"""Optimizers and optimizer state on a mesh."""

@@ -1,0 +1,1 @@
+"""The collectives that each parallelism adds to a training step."""

@@ -1,0 +1,51 @@
+"""A schedule as plain text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshpar.schedules.schedule import Schedule
+
+IDLE = "·"
+
+
+def grid(schedule: Schedule) -> list[list[str]]:
+    """The text of every cell, `[stage][tick]`: `F3`, `F3.1` for chunk 1, `F3B1` for a pair."""
+
+    def cell(tick: int, stage: int) -> str:
+        return "".join(op.text(chunked=schedule.chunks > 1) for op in schedule.cell(tick, stage)) or IDLE
+
+    return [[cell(tick, stage) for tick in range(schedule.ticks)] for stage in range(schedule.stages)]
+
+
+def picture(schedule: Schedule, *, width: int | None = None) -> str:
+    """A line for each stage, a column for each tick.
+
+    Args:
+      width: of the text; longer schedules go on below. None: one line for each stage, however long.
+    """
+    cells = grid(schedule)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    label = len(f"stage {schedule.stages - 1}")
+    bands = [
+        "\n".join(
+            f"stage {stage}".ljust(label) + "  " + " ".join(row[t].ljust(widths[t]) for t in band).rstrip()
+            for stage, row in enumerate(cells)
+        )
+        for band in bands_of(widths, None if width is None else width - label - 2)
+    ]
+    return "\n\n".join(bands)
+
+
+def bands_of(widths: list[int], room: int | None) -> list[range]:
+    """Columns that fit beside each other."""
+    if room is None:
+        return [range(len(widths))]
+    bands, begin, used = [], 0, 0
+    for column, width in enumerate(widths):
+        if used and used + 1 + width > room:
+            bands.append(range(begin, column))
+            begin, used = column, 0
+        used += width + (1 if used else 0)
+    return [*bands, range(begin, len(widths))]

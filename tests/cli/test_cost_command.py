@@ -1,0 +1,95 @@
+"""`meshpar cost`: tables and JSON, links by cluster, profile or by hand, and mistakes in one paragraph."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from meshpar.hardware.clusters import Link, Links
+
+
+@pytest.fixture
+def meshpar(meshpar):
+    return functools.partial(meshpar, "cost")
+
+
+def test_one_algorithm_itemised(meshpar):
+    code, out, error = meshpar("ring", "--ranks", 8, "--bytes", "14e9")
+    assert (code, error) == (0, "")
+    for shown in (
+        "24.5 GB",
+        "2(N−1) α + 2(N−1)/N · n β",
+        "54.47 ms",
+        "inside a node",
+        "links: h100:8x8, data-sheet links",
+        "N = 8",
+    ):
+        assert shown in out
+
+
+def test_json(meshpar):
+    code, out, _ = meshpar("ring-all-reduce", "--ranks", 64, "--bytes", "14GB", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["algorithm"], found["steps"], found["bytes_sent"]) == ("ring", 126, 27.5625e9)
+    assert found["time_s"] == pytest.approx(found["latency_s"] + found["bandwidth_s"])
+
+
+def test_all_all_reduces_side_by_side(meshpar):
+    code, out, _ = meshpar("--ranks", 64, "--json")
+    names = [one["algorithm"] for one in json.loads(out)["accounts"]]
+    assert code == 0
+    assert set(names) == {
+        "ring", "recursive-doubling", "halving-doubling", "tree", "hierarchical", "root", "parameter-server",
+    }  # fmt: skip
+    _, out, _ = meshpar("--json")
+    assert "hierarchical" not in [one["algorithm"] for one in json.loads(out)["accounts"]]  # one node
+    _, out, _ = meshpar("--ranks", 12, "--inner", 4, "--alpha", "1e-6", "--bandwidth", "1e9")
+    assert "hierarchical" in out
+
+
+def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
+    _, out, _ = meshpar("message", "--bytes", "1MB", "--alpha", "1e-3", "--bandwidth", "1e9", "--json")
+    assert json.loads(out)["time_s"] == pytest.approx(2e-3)
+    profile = tmp_path / "my.json"
+    Links(devices="cpu", axes={"data": Link(alpha_s=3e-3, bytes_per_s=1e9)}).save(profile)
+    _, out, _ = meshpar("message", "--bytes", "1MB", "--cluster", profile, "--axis", "data", "--json")
+    assert json.loads(out)["time_s"] == pytest.approx(4e-3)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["ring", "--ranks", "0"], "run with ranks=0, but it is a whole number from 1 to"),
+        (["ring", "--bytes", "-5"], "it is a number of bytes, 0 or more"),
+        (["ring", "--bytes", "many"], "write 14e9, 14GB or 256kB"),
+        (["rings"], "did you mean `ring`"),
+        (["hierarchical", "--ranks", "12", "--inner", "5"], "groups of one size do not divide them"),
+        (["--ranks", "12", "--inner", "5"], "groups of one size do not divide them"),
+        (["ring", "--alpha", "1e-6"], "only one of the two is given"),
+        (["ring", "--alpha", "1e-6", "--bandwidth", "1", "--cluster", "h100:8"], "a cluster is named, too"),
+        (["ring", "--alpha", "-1", "--bandwidth", "1"], "a latency is from 0 to 1e+09 s"),
+        (["ring", "--alpha", "1e308", "--bandwidth", "1"], "a latency is from 0 to 1e+09 s"),
+        (["ring", "--alpha", "1e-6", "--bandwidth", "1e-320"], "a bandwidth above 0 and at most 1e+24 B/s"),
+        (["ring", "--bytes", "1e308"], "it is no number of bytes up to 1e+24"),
+        (["ring", "--cluster", "h1000:8"], "did you mean `h100`"),
+        (["ring", "--cluster", "none.json"], "give the path of a saved profile"),
+        (["ring", "--ranks", "65"], "it has 64 GPUs"),
+        (["ring", "--inner", "4"], "use --inner, but it is for hierarchical"),
+        (["tree", "--servers", "4"], "use --servers, but it is for parameter-server"),
+        (["ring", "--axis", "data"], "no profile is given"),
+        (["ring", "--cluster", ""], "`--cluster`: asked to use it, but its value is empty"),
+    ],
+)
+def test_mistakes_are_one_paragraph(meshpar, args, says):
+    code, out, error = meshpar(*args)
+    assert (code, out) == (2, "")
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_help_has_examples(meshpar):
+    _, out, _ = meshpar("--help")
+    assert "meshpar cost tree --bytes 64kB --alpha 2e-6 --bandwidth 450e9" in out

@@ -1,0 +1,376 @@
+"""`meshpar explain`, as a person types it: what it prints, writes, checks and refuses."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.cli import explain_command as command
+from meshpar.cli import main as cli
+from meshpar.data import ArrayData, TextData
+from meshpar.inspect import strategy_table as reference
+from meshpar.inspect import target
+
+ROOT = Path(cli.__file__).parents[2]
+pytestmark = pytest.mark.call_stacks
+
+RECIPE = """
+from __future__ import annotations
+import jax
+import meshpar as mp
+from meshpar.data import TextData
+from meshpar.models import TransformerConfig, next_token_loss
+
+def recipe(devices: int = 8) -> mp.Recipe:
+    model = TransformerConfig(
+        vocab_size=256, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=128
+    )
+    return mp.Recipe(
+        name="tiny", mesh=mp.MeshSpec(fsdp=devices), strategy=mp.fsdp(), model=model, loss=next_token_loss,
+        data=TextData(files=("no/such/file.txt",), seq_len=128), steps=3, batch_size=2 * devices,
+    )
+
+def talkative(devices: int = 8) -> mp.Recipe:
+    print("a recipe that talks")
+    return streamed(devices)
+
+def shifted(model, batch, key):
+    return next_token_loss(model, {name: jax.numpy.roll(x, 1, axis=0) for name, x in batch.items()}, key)
+
+def unexpected(devices: int = 8) -> mp.Recipe:
+    return recipe(devices).replace(loss=shifted)
+
+class Stream:
+    def open(self, *, batch_size, seed):
+        raise AssertionError("data is not to be opened")
+
+def streamed(devices: int = 8) -> mp.Recipe:
+    return recipe(devices).replace(data=Stream())
+
+def crashing(devices: int = 8) -> mp.Recipe:
+    return {}["no such key"]
+
+def wrong(model, batch, key):
+    return jax.numpy.zeros(3) + jax.numpy.zeros(4), {}
+
+def crashing_loss(devices: int = 8) -> mp.Recipe:
+    return recipe(devices).replace(loss=wrong)
+
+def leaving(devices: int = 8) -> mp.Recipe:
+    raise SystemExit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipes") / "tiny.py"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+@pytest.fixture
+def explain(meshpar):
+    return functools.partial(meshpar, "explain")
+
+
+# What it prints ------------------------------------------------------------------------------------------------------
+
+
+BATCH = "inputs=int32[16,128], targets=int32[16,128]"
+
+
+def test_a_report_as_json_has_the_promised_fields(explain, recipe):
+    code, out, error = explain(f"{recipe}:talkative", "--json", "--check", "--batch", BATCH)
+    assert (code, error.strip()) == (0, "a recipe that talks")  # standard output is the report's, and no data is opened
+    found = json.loads(out)
+    assert found["memory"]["batch_bytes"] == 2 * 16 * 128 * 4 // 8
+    top = "devices mesh target memory collectives totals promise overlap compute compile_s"
+    assert set(top.split()) <= set(found)
+    memory = "state_bytes params_bytes optimizer_bytes temporaries_bytes peak_bytes limit_bytes fits"
+    assert set(memory.split()) <= set(found["memory"])
+    fields = "kind axes dtype payload_bytes bytes_sent_per_device count_per_step module source origin"
+    for one in found["collectives"]:
+        assert {*fields.split(), "crosses_node", "hidden_fraction"} <= set(one)
+        assert one["origin"] in ("partitioner", "kernel")
+    assert {"kept", "missing", "unexpected"} <= set(found["promise"])
+    assert {"hidden_fraction", "per_axis"} <= set(found["overlap"])
+    asked = "flops_per_device model_flops_per_device predicted_step_s bound"
+    assert set(asked.split()) <= set(found["compute"])
+    # The totals are the sums of the list.
+    for axes, kinds in found["totals"].items():
+        for kind, total in kinds.items():
+            members = [c for c in found["collectives"] if ("*".join(c["axes"]), c["kind"]) == (axes, kind)]
+            assert total["count_per_step"] == sum(c["count_per_step"] for c in members)
+            sent = sum(c["count_per_step"] * c["bytes_sent_per_device"] for c in members)
+            assert total["bytes_sent_per_device"] == pytest.approx(sent)
+    assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 8, "expert": 1, "tensor": 1}
+    assert (found["devices"], found["target"]) == (8, "cpu")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("option", ["--html", "--save-budget"])
+def test_a_file_that_cannot_be_written_is_no_finding(explain, recipe, tmp_path, option):
+    code, _, err = explain(recipe, option, tmp_path / ("x" * 300), "--check")
+    assert code == 2
+    assert "that failed (File name too long)" in err
+
+
+def test_a_folder_that_may_not_be_written_is_told_first(explain, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_explained", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    code, _, err = explain(recipe, "--html", tmp_path / "report.html")
+    assert code == 2
+    assert "you may not" in err
+
+
+def test_a_report_in_words_with_another_strategy_beside_it(explain, recipe, tmp_path):
+    page = tmp_path / "report.html"
+    args = (recipe, "--mesh", "fsdp=4", "--set", "batch_size=8", "--against", "zero1()", "--html", page)
+    code, out, _ = explain(*args)
+    assert code == 0
+    for said in ("fsdp() on fsdp=4 · cpu · 4 devices", "MEMORY", "PROMISE", "COLLECTIVES", "SIDE BY SIDE"):
+        assert said in out
+    (peak,) = re.findall(r"^ *peak memory +(\S+ \S+) +(\S+ \S+) +([+−]).*$", out, flags=re.MULTILINE)
+    assert peak[2] == "+"  # ZeRO-1 keeps whole parameters
+    assert max(len(line) for line in out.splitlines()) <= cli.PIPE_WIDTH
+    assert not any(line.endswith(" ") for line in out.splitlines())
+    html = page.read_text()
+    assert html.startswith("<!doctype html>")
+    assert html.count("<img ") == 2
+    assert "Side by side" in html
+    assert not re.findall(r"<script|https?://", html)  # it stands by itself
+
+
+@pytest.mark.matrix
+def test_a_recipe_by_stages(explain, recipe):
+    strategy = "pipeline_parallel(stages=2, microbatches=4, schedule='zb-h1') | fsdp() | tensor_parallel()"
+    args = (recipe, "--mesh", "stage=2,fsdp=2,tensor=2", "--set", f"strategy={strategy}", "--check")
+    code, out, _ = explain(*args)
+    assert code == 0
+    assert "sends what the strategy promised, and nothing else" in out
+    for said in ("zb-h1: 2 stages, 4 microbatches", "bubble of the schedule", "once a step ✔", "once a microbatch"):
+        assert said in out
+
+
+@pytest.mark.matrix
+def test_against_as_json(explain, recipe):
+    code, out, _ = explain(recipe, "--against", "fsdp=4,data=2", "--json")
+    assert code == 0
+    found = json.loads(out)["against"]
+    assert found["labels"] == ["fsdp=8", "data=2,fsdp=4"]
+    assert found["report"]["mesh"]["data"] == 2
+    (state,) = (row for row in found["differences"] if row["what"].strip() == "state")
+    assert state["difference"] == state["second"] - state["first"] > 0
+
+
+def test_what_stands_beside_it_keeps_what_was_set(recipe, monkeypatch):
+    monkeypatch.setattr(target, "missing_aot", lambda: "")
+    asked = {"layout": ["mesh=fsdp=4,data=2"], "assignments": ["model.num_layers=3"], "shapes": None}
+    subject = command.Subject.of(recipe, "h100:1x8", **asked)
+    other = subject.against("a100-80:2x4")
+    assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("a100-80:2x4", 2, 3)
+    other = subject.against(f"{recipe}:unexpected")
+    assert (other.target, other.sizes["data"], other.recipe.model.num_layers) == ("h100:1x8", 1, 3)
+    assert subject.against("zero1()").recipe.strategy == mp.zero1()
+    assert subject.against("data=8").sizes["data"] == 8
+
+
+# What it checks ------------------------------------------------------------------------------------------------------
+
+
+def test_check_fails_on_an_unexpected_collective_and_says_why_last(explain, recipe):
+    code, out, error = explain(f"{recipe}:unexpected", "--check")
+    assert code == 1
+    assert "Unexpected" in out
+    reasons = error.strip().splitlines()
+    assert all(reason.startswith("meshpar: unexpected: ") for reason in reasons)
+    assert "tiny.py" in error  # the line that did it
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "raised"),
+    [
+        ("crashing", '{}["no such key"]', "KeyError ('no such key')"),
+        ("crashing_loss", "zeros(3) + ", "TypeError (add got incompatible shapes"),
+        ("leaving", "raise SystemExit", "SystemExit (0)"),
+    ],
+)
+def test_a_recipe_that_crashes_is_no_finding(explain, recipe, function, line, raised):
+    """Nor is it a pass; and the line is the recipe's, not that of what it called."""
+    at = next(number for number, text in enumerate(RECIPE.split("\n"), start=1) if line in text)
+    code, out, error = explain(f"{recipe}:{function}", "--check")
+    assert (code, out) == (2, "")
+    for part in (f"recipe `{recipe}:{function}`", raised, f"tiny.py:{at}", "--traceback"):
+        assert part in error
+    assert "Traceback" not in error
+
+
+def test_where_a_recipe_crashed_is_told_in_full_when_asked(explain, recipe):
+    code, _, error = explain(f"{recipe}:crashing", "--check", "--traceback")
+    assert code == 2
+    assert "in crashing" in error
+
+
+def test_a_recipe_that_is_no_python_is_no_finding(explain, tmp_path):
+    (tmp_path / "broken.py").write_text("import jax\n\ndef recipe(:\n")
+    code, _, error = explain(tmp_path / "broken.py", "--check")
+    assert code == 2
+    assert "SyntaxError" in error
+    assert "broken.py:3" in error
+
+
+@pytest.mark.matrix
+def test_a_reader_who_leaves_is_no_finding(recipe):
+    """`meshpar explain ... | head`: no traceback, and the code of a command that a closed pipe ended."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "meshpar.cli.main", "explain", recipe, "--check", "--set", "model.num_layers=1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+    )
+    command.stdout.close()
+    said = command.stderr.read()
+    assert (command.wait(), said) == (cli.BROKEN_PIPE, "")
+
+
+@pytest.mark.matrix
+def test_a_shipped_recipe_keeps_its_promise(explain):
+    # Stacked weights of two layers are as large as its embedding, and one layer of some as two of others.
+    gpt = ROOT / "recipes" / "gpt_stdlib.py"
+    code, _, error = explain(gpt, "--strategy", "zero1() | tensor_parallel()", "--check", "--set", "data.seq_len=64")
+    assert (code, error) == (0, "")
+
+
+@pytest.mark.matrix
+def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
+    saved = tmp_path / "budget.json"
+    assert explain(recipe, "--save-budget", saved)[0] == 0
+    more = ("--set", "accumulate=2", "--strategy", "zero3()")
+    code, out, error = explain(recipe, "--budget", saved, "--check", "--json", *more)
+    assert code == 1
+    assert "over budget: all-gather over fsdp sends more" in error
+    budget = json.loads(out)["budget"]
+    assert budget["is_kept"] is False
+    assert {"text": "strategy was fsdp() and is zero3()", "is_over": False} in budget["differences"]
+    code, _, error = explain(recipe, "--budget", saved, "--set", "name=other")
+    assert code == 2
+    assert "saved for recipe `tiny`" in error
+
+
+# What it refuses -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "Missing argument 'RECIPE'"),
+        (
+            ("RECIPE", "--mesh", "fsdp=512"),
+            "there are 8 (cpu). To fix it: name the pod it is for, as --cluster h100:64x8",
+        ),
+        (("RECIPE", "--cluster", "h1000:8x8"), "did you mean `h100`"),
+        (("RECIPE", "--cluster", "eight"), "write it as `h100:8x8`"),
+        (("RECIPE", "--cluster", "FOLDER/none.json"), "none.json"),
+        (("RECIPE", "--cluster", "FOLDER/broken.json"), "broken.json"),
+        (("RECIPE", "--cluster", "h100:8x8", "--mesh", "fsdp=8"), "the cluster has 64 GPUs"),
+        (("RECIPE", "--html", "FOLDER/none/report.html"), "there is no folder"),
+        (("RECIPE", "--save-budget", "FOLDER/none/budget.json"), "there is no folder"),
+        (("RECIPE", "--budget", "FOLDER/none.json"), "there is no such file"),
+        (("RECIPE", "--budget", "FOLDER/broken.json"), "it is no JSON"),
+        (("RECIPE", "--budget", "FOLDER/other.json"), "it lacks jax_version"),
+        (("RECIPE", "--batch", "inputs=int33[4,8]"), "a dtype that NumPy knows"),
+        (("RECIPE", "--batch", "inputs"), "write it like 'inputs=int32[64,1024]"),
+        (("RECIPE:streamed",), "--batch 'inputs=int32[16,1024]"),
+        (("RECIPE", "--against", "fdsp()"), "fsdp"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_compiled(explain, recipe, tmp_path, monkeypatch, args, says):
+    (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "other.json").write_text('{"peak_bytes": 3}')
+    monkeypatch.setattr(target, "missing_aot", lambda: "")
+    monkeypatch.setattr("meshpar.cli.explain_command._explained", lambda *_: pytest.fail("something was compiled"))
+    words = [arg.replace("RECIPE", recipe).replace("FOLDER", str(tmp_path)) for arg in args]
+    code, out, error = explain(*words)
+    assert code == 2
+    assert says in error
+    assert len(error.strip().splitlines()) == 1
+    assert not out
+
+
+def test_a_machine_without_the_extra_is_told_what_to_install(explain, recipe, monkeypatch):
+    monkeypatch.setattr(target, "missing_aot", lambda: "jax's CUDA plugin is not installed")
+    for args in ((recipe, "--cluster", "h100:1x8"), ("--table",)):
+        code, _, error = explain(*args)
+        assert code == 2
+        assert "pip install 'meshpar[aot]'" in error
+
+
+def test_an_operation_that_asks_for_its_devices_is_told_with_the_way_round(explain, recipe, monkeypatch):
+    monkeypatch.setattr(target, "missing_aot", str)
+
+    def refuse(*args, **kwargs):
+        raise ValueError("AbstractMesh cannot be used when jaxpr contains primitives that require devices")
+
+    monkeypatch.setattr("meshpar.training.step.TrainStep.trace", refuse)
+    code, _, error = explain(recipe, "--cluster", "h100:1x8")
+    assert code == 2
+    assert "set JAX_PLATFORMS=cpu before Python starts" in error
+
+
+# Batches -------------------------------------------------------------------------------------------------------------
+
+
+def test_data_tells_the_batches_it_will_serve(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
+    arrays = {"x": np.zeros((64, 3, 2), np.float64), "y": np.zeros(64, np.int64)}
+    for data in (TextData(files=(str(tmp_path / "text.txt"),), seq_len=16), ArrayData(arrays=lambda: arrays)):
+        served = data.open(batch_size=4, seed=0).train().spec
+        told = data.batch_shapes(4)
+        assert {name: (x.shape, x.dtype) for name, x in told.items()} == {
+            name: (x.shape, x.dtype) for name, x in served.items()
+        }
+
+
+# On a pod ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pod
+def test_a_pod_that_is_not_here(explain, recipe, tmp_path):
+    if target.missing_aot():
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {target.missing_aot()}")
+    page = tmp_path / "report.html"
+    code, out, error = explain(recipe, "--cluster", "h100:2x4", "--json", "--check", "--html", page)
+    assert (code, error) == (0, "")
+    found = json.loads(out)
+    assert found["target"] == "h100:2x4"
+    assert found["memory"]["fits"] is True
+    assert found["compute"]["predicted_step_s"] > 0
+    assert any(one["crosses_node"] for one in found["collectives"])
+    assert page.read_text().count("<img ") == 3  # bytes, memory, one layer on the clock
+
+
+def test_the_table_of_strategies(explain, monkeypatch):
+    made = reference.StrategyTable(cluster="h100:1x8", cases=(), reports=())
+    asked = []
+    monkeypatch.setattr(reference, "strategy_table", lambda cluster: asked.append(cluster) or made)
+    code, out, _ = explain("--table")
+    assert (code, out.splitlines()[0]) == (0, made.markdown.splitlines()[0])
+    code, out, _ = explain("--table", "--json", "--cluster", "a100-80:1x8")
+    assert json.loads(out) == {"cluster": "h100:1x8", "rows": []}
+    assert asked == [None, "a100-80:1x8"]
+    for more in (("--html", "/nosuch/x"), ("--budget", "b.json"), ("--check",), ("recipe.py",)):
+        code, _, error = explain("--table", *more)
+        assert code == 2
+        assert f"--table: asked to use {more[0] if more[0] != 'recipe.py' else 'RECIPE'} with it" in error
+    assert len(asked) == 2

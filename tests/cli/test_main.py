@@ -1,0 +1,497 @@
+"""The commands, as a person types them: what they print, write, resume and refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from meshpar.cli import main as cli
+from meshpar.cli.train_command import _RunFolder
+from meshpar.sharding.types import MeshparError
+
+RECIPE = """
+from __future__ import annotations
+from pathlib import Path
+import meshpar as mp
+from meshpar.data import TextData
+from meshpar.models import TransformerConfig, next_token_loss
+
+def recipe(devices: int = 8) -> mp.Recipe:
+    model = TransformerConfig(
+        vocab_size=256, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+    )
+    return mp.Recipe(
+        name="tiny", mesh=mp.MeshSpec(fsdp=devices // 2, tensor=2), strategy=mp.fsdp() | mp.tensor_parallel(),
+        model=model, loss=next_token_loss, data=TextData(files=(str(Path(__file__).parent / "text"),), seq_len=16,
+        valid_fraction=0.3, valid_batches=2), optimizer=mp.AdamW(schedule="constant"), steps=3, batch_size=8,
+        sample=mp.Sample(prompt="the", num_tokens=4),
+    )
+"""
+
+
+def write_recipe(folder: Path) -> Path:
+    (folder / "text").mkdir()
+    for number in range(8):
+        (folder / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog. " * (20 + number))
+    recipe = folder / "tiny.py"
+    recipe.write_text(RECIPE)
+    return recipe
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+# train ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
+    recipe, out = write_recipe(tmp_path), tmp_path / "runs"
+    code, text, _ = meshpar("train", recipe, "--out", out)
+    assert code == 0
+    folder = out / "tiny"
+    wrote = {"recipe.json", "sharding.txt", "sharding.json", "metrics.jsonl", "checkpoints", "loss.png", "summary.json"}
+    wrote |= {"goodput.json"}
+    assert {path.name for path in folder.iterdir()} == wrote
+    for said in ("mesh: fsdp=4, tensor=2", "fsdp() | tensor_parallel()", "per device: params", "training 3 steps"):
+        assert said in text
+    for said in ("held-out loss", "bits per byte", "bigram model", "sample:", "  | the"):
+        assert said in text
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == summary["steps_taken"] == 3
+    # 1,2: bits per byte is the held-out loss in other units, and the baseline is about the same tokens.
+    assert summary["bits_per_byte"] == pytest.approx(summary["validation"]["loss"] / math.log(2))
+    assert summary["held_out_tokens"] == 2 * 8 * 16
+    assert summary["below_bigram_bits_per_byte"] == pytest.approx(
+        summary["bigram_bits_per_byte"] - summary["bits_per_byte"]
+    )
+    assert summary["sample"].startswith("the")
+    assert json.loads((folder / "recipe.json").read_text())["steps"] == 3
+    assert summary["wall_s"].keys() >= {"steps", "compile", "data", "save", "validate", "start"}
+
+    code, text, _ = meshpar("train", recipe, "--out", out)
+    assert code == 0
+    assert "step 3 of 3 is done already" in text
+    assert json.loads((folder / "summary.json").read_text())["validation"] == summary["validation"]
+
+    code, text, _ = meshpar("train", recipe, "--out", out, "--steps", 6, "--set", "sample=none")
+    assert code == 0
+    assert "resuming at step 3 of 6" in text
+    assert "steps was 3 and is 6" in text
+
+    code, _, _ = meshpar(
+        "train", recipe, "--out", out, "--name", "straight", "--set", "steps=6", "--set", "sample=none"
+    )
+    assert code == 0
+    assert losses(folder) == losses(out / "straight")  # to the bit
+    assert [step for step, _ in losses(folder)] == [1, 2, 3, 4, 5, 6]
+
+    code, _, error = meshpar("train", recipe, "--out", out, "--set", "optimizer.lr=1", "--set", "model.mlp_dim=64")
+    assert code == 2
+    assert "optimizer.lr was 0.0003 and is 1.0" in error
+    assert "model.mlp_dim was 32 and is 64" in error
+    assert "--fresh" in error
+    assert "--name" in error
+
+
+BODIES = """
+from __future__ import annotations
+from pathlib import Path
+import numpy as np
+import jax.numpy as jnp
+import optax
+import meshpar as mp
+from meshpar.data import ArrayData
+
+def arrays():
+    return {"x": np.ones((200, 4), np.float32)}
+
+def loss(model, batch, key):
+    return 1.0 * jnp.mean((model(batch["x"]) - 1.0) ** 2), {}
+
+def recipe() -> mp.Recipe:
+    return mp.Recipe(
+        name="bodies", mesh=mp.MeshSpec(data=2), strategy=mp.ddp(), steps=2, batch_size=8, loss=loss,
+        model=mp.from_functions(lambda key: {"w": jnp.ones((4, 8))}, lambda p, x: x @ p["w"]),
+        data=ArrayData(arrays=arrays), optimizer=mp.Optax(make=lambda steps: optax.sgd(1e-3)),
+    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_other"),
+    [
+        ("optax.sgd(1e-3)", "optax.sgd(9e-1)", True),
+        ("return 1.0 * jnp", "return 2.0 * jnp", True),
+        ("import optax", "import optax  # a comment\n\n", False),
+    ],
+    ids=["optimizer", "loss", "comment"],
+)
+@pytest.mark.parametrize("fields", [(), ("--steps", 4)], ids=["same fields", "more steps"])
+def test_a_run_whose_code_has_changed_needs_a_word_to_go_on(meshpar, tmp_path, old, new, is_other, fields):
+    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
+    recipe.write_text(BODIES)
+    assert meshpar(*train)[0] == 0
+    recipe.write_text(BODIES.replace(old, new))
+    code, _, error = meshpar(*train, *fields)
+    assert code == (2 if is_other else 0)
+    if is_other:
+        assert "the loss, the model, the optimizer or of a library has changed: it was trained with program" in error
+        code, text, _ = meshpar(*train, *fields, "--accept-changes")
+        assert code == 0
+        assert "the code changed since the run began" in text
+        assert meshpar(*train, *fields)[0] == 0  # and is that of the run from now on
+
+
+def test_a_program_is_compared_with_the_fields_that_the_run_had(meshpar, tmp_path):
+    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
+    recipe.write_text(BODIES.replace("lambda steps: optax.sgd(1e-3)", "lambda steps: optax.sgd(1 / steps)"))
+    assert meshpar(*train)[0] == 0
+    assert meshpar(*train, "--steps", 4)[0] == 0  # another program, which follows from the steps
+    code, text, _ = meshpar(*train, "--steps", 4, "--set", "mesh.fsdp=2", "--set", "mesh.data=1")
+    assert code == 0
+    assert "its program cannot be compared with the one that the run began with: mesh.data, mesh.fsdp changed" in text
+
+
+def test_a_run_that_lost_its_recipe_json_needs_a_word_to_go_on(meshpar, tmp_path):
+    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
+    recipe.write_text(BODIES)
+    assert meshpar(*train)[0] == 0
+    (tmp_path / "bodies" / "recipe.json").unlink()
+    code, _, error = meshpar(*train)
+    assert code == 2
+    assert "recipe.json is missing, so that nothing says how its 2 steps were trained" in error
+    assert meshpar(*train, "--accept-changes")[0] == 0
+    assert (tmp_path / "bodies" / "recipe.json").exists()
+
+
+def test_a_run_follows_no_link_that_has_a_name_of_its_own_files(meshpar, tmp_path):
+    recipe, run, victim = write_recipe(tmp_path), tmp_path / "runs" / "tiny", tmp_path / "victim"
+    victim.write_text('{"step": 0}\n')
+    args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")
+    run.mkdir(parents=True)
+    wrote = ("recipe.json", "sharding.json", "sharding.txt", "goodput.json", "summary.json", "loss.png")
+    for name in wrote:
+        (run / f"{name}.new").symlink_to(victim)
+    (run / "metrics.jsonl").symlink_to(victim)
+    code, _, error = meshpar(*args)
+    assert code == 2
+    assert f"{run / 'metrics.jsonl'}: asked to write to it, but it is a link to {victim}" in error
+    (run / "metrics.jsonl").unlink()
+    assert meshpar(*args)[0] == 0
+    assert victim.read_text() == '{"step": 0}\n'
+    assert all((run / name).is_file() and not (run / name).is_symlink() for name in wrote)
+    assert not list(run.glob("*.new"))
+
+
+def test_a_new_run_is_its_owners_alone(meshpar, tmp_path):
+    recipe, umask = write_recipe(tmp_path), os.umask(0o022)
+    try:
+        args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none", "--steps", 1)
+        assert meshpar(*args)[0] == 0
+    finally:
+        os.umask(umask)
+    run = tmp_path / "runs" / "tiny"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (run, *run.iterdir())}
+    assert modes["tiny"] == 0o700
+    assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
+
+
+def test_a_run_whose_numbers_are_lost_ends_with_2_until_they_are_back(meshpar, tmp_path):
+    recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
+    args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")
+    assert meshpar(*args)[0] == 0
+    metrics.rename(tmp_path / "away")
+    with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 3"):
+        code, _, error = meshpar(*args, "--steps", 5)
+    assert code == 2
+    assert "metrics.jsonl: asked to hold the numbers of all steps, but those of steps 1 to 3 are lost" in error
+    assert json.loads((metrics.parent / "summary.json").read_text())["missing_steps"] == [[1, 3]]
+    assert [step for step, _ in losses(metrics.parent)] == [4, 5]
+    metrics.write_text((tmp_path / "away").read_text() + metrics.read_text())
+    code, _, _ = meshpar(*args, "--steps", 5)
+    assert code == 0
+    assert [step for step, _ in losses(metrics.parent)] == [1, 2, 3, 4, 5]
+    metrics.unlink()
+    with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 5"):
+        code, _, error = meshpar(*args, "--steps", 5)  # nothing is left to train, and nothing to show
+    assert (code, "Traceback" in error) == (2, False)
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed"])
+def test_a_run_folder_that_goes_away_is_made_again_at_the_next_step(tmp_path, how):
+    folder, written = tmp_path / "run", []
+
+    def write():
+        folder.mkdir()
+        (folder / "recipe.json").touch()
+        written.append(how)
+
+    write()
+    hook = _RunFolder(folder, write)
+    hook.on_start(None)
+    hook.on_dispatched(None)
+    assert len(written) == 1
+    if how == "removed":
+        shutil.rmtree(folder)
+    else:
+        folder.rename(tmp_path / "old")
+    with pytest.warns(UserWarning, match="was removed, renamed or emptied while the run goes on: it is made again"):
+        hook.on_dispatched(None)
+    hook.on_end(None, "done")
+    assert len(written) == 2
+    (folder / "recipe.json").unlink()
+    folder.rmdir()
+    folder.touch()
+    with pytest.raises(MeshparError, match="asked to go on writing to it, but it was removed or renamed"):
+        hook.on_dispatched(None)
+
+
+def test_saves_that_keep_failing_stop_the_run_in_one_line_each(child_env, tmp_path):
+    recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "tiny"
+    run.mkdir(parents=True)
+    (run / "checkpoints").touch()  # a file where a folder should be: every save fails
+    fields = ["steps=6", "checkpoint_every=1", "checkpoint_retries=1", "sample=none"]
+    command = ["train", str(recipe), *(word for field in fields for word in ("--set", field))]
+    python = [sys.executable, "-m", "meshpar.cli.main", *command]
+    done = subprocess.run(python, cwd=tmp_path, env=child_env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    first, second = done.stderr.splitlines()
+    assert first.startswith("meshpar: warning: checkpoints in ")
+    assert "asked to save step 1" in first
+    assert second.startswith("meshpar: checkpoints in ")
+    assert second.endswith("(the run stops: 2 saves in a row failed)")
+
+
+@pytest.mark.matrix
+@pytest.mark.call_stacks
+def test_a_trace_beside_its_recipe_knows_axes_bytes_and_phases(meshpar, tmp_path):
+    recipe, out = write_recipe(tmp_path), tmp_path / "runs"
+    assert meshpar("train", recipe, "--out", out, "--profile", "2:3", "--set", "sample=none")[0] == 0
+    code, text, _ = meshpar("trace", out / "tiny", "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert (found["devices"], found["steps"], found["program"]) == (8, 2, "jit__step")
+    assert 0 < found["busy_s"] <= found["step_s"]
+    assert {one["kind"] for one in found["collectives"]} >= {"all-gather", "all-reduce"}
+    assert len(found["costs"]) == 3
+    code, text, _ = meshpar("trace", out / "tiny", recipe, "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert all(one["axes"] and one["payload_bytes"] and one["predicted_s"] for one in found["collectives"])
+    assert min(found["phases"][phase] for phase in ("forward", "backward", "optimizer")) > 0
+    assert not any("another program" in note for note in found["notes"])
+    code, text, _ = meshpar("trace", out / "tiny", recipe, "--mesh", "fsdp=8", "--json")
+    assert any("another program" in note for note in json.loads(text)["notes"])
+    for given, said in (("3:2", "write --profile 10:15"), ("9:12", "steps 1 to 6"), ("1:2", "steps 4 to 6")):
+        code, _, error = meshpar("train", recipe, "--out", out, "--steps", 6, "--profile", given)
+        assert code == 2
+        assert said in error
+
+
+@pytest.mark.matrix
+def test_fresh_keeps_the_earlier_run_aside_and_json_is_all_of_standard_output(meshpar, tmp_path):
+    recipe, out = write_recipe(tmp_path), tmp_path / "runs"
+    (out / "tiny").mkdir(parents=True)
+    (out / "tiny" / "recipe.json").write_text('{"steps": 1, "batch_size": 4}')
+    more = ("--steps", 1, "--set", "sample=none", "--devices", 4, "--json")
+    code, text, error = meshpar("train", recipe, "--out", out, "--fresh", *more)
+    assert code == 0
+    assert (out / "tiny.old1" / "recipe.json").exists()
+    assert json.loads(text)["step"] == 1
+    assert "mesh: fsdp=2, tensor=2" in error
+
+
+@pytest.mark.matrix
+def test_your_own_text_and_tokenizer(meshpar, tmp_path):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = ["</s>", "a", "b", ".", "the", "[UNK]"]
+    tokenizer = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "mine").mkdir()
+    for number in range(6):
+        (tmp_path / "mine" / f"{number}.md").write_text("a b the . " * (60 + number))
+    recipe = write_recipe(tmp_path)
+    own = ("--text", tmp_path / "mine", "--tokenizer", tmp_path / "tokenizer.json")
+    code, _, _ = meshpar("train", recipe, "--out", tmp_path, "--steps", 1, "--set", "data.valid_batches=1", *own)
+    assert code == 0
+    written = json.loads((tmp_path / "tiny" / "recipe.json").read_text())
+    assert written["model"]["vocab_size"] == 128  # six words, rounded up to what any mesh divides
+    assert written["data"]["files"] == [str(tmp_path / "mine")]
+
+    code, _, error = meshpar("train", recipe, "--out", tmp_path, "--name", "x", "--set", "model.vocab_size=2", *own)
+    assert code == 2
+    assert "--set model.vocab_size=128" in error
+
+
+# shard ---------------------------------------------------------------------------------------------------------------
+
+
+def test_shard_as_json(meshpar, tmp_path):
+    code, text, _ = meshpar("shard", write_recipe(tmp_path), "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+    parts = {f"{part}_bytes" for part in ("params", "grads", "optimizer", "state", "host")}
+    assert set(found["totals"]) == {*parts, "num_params"}
+    for leaf in found["leaves"]:
+        assert set(leaf) == {"path", "shape", "dtype", "names", "rule", "spec", "bytes_per_device"}
+    (up,) = (leaf for leaf in found["leaves"] if leaf["path"] == "layers/mlp/up/kernel")
+    assert up["shape"] == [1, 16, 32]
+    assert up["names"] == ["layers", "embed", "mlp"]
+    assert up["spec"] == [None, "fsdp", "tensor"]
+    assert up["bytes_per_device"] == 16 * 32 * 4 // 8
+    assert found["totals"]["params_bytes"] == sum(leaf["bytes_per_device"] for leaf in found["leaves"])
+
+
+def test_shard_on_a_mesh_of_thousands_that_is_not_there(meshpar, tmp_path):
+    recipe = write_recipe(tmp_path)
+    wide = ("--set", "model.embed_dim=4096", "--set", "model.mlp_dim=64", "--strategy", "fsdp()")
+    code, text, _ = meshpar("shard", recipe, "--mesh", "data=-1,fsdp=1024", "--devices", 4096, "--json", *wide)
+    assert code == 0
+    found = json.loads(text)
+    assert found["mesh"]["data"] == 4
+    assert found["strategy"] == "fsdp()"
+    assert len(jax.devices()) == 8
+    code, text, _ = meshpar("shard", recipe, "--mesh", "fsdp=2,tensor=2")
+    assert code == 0
+    assert "layers/mlp/up/kernel" in text
+    assert "fsdp: embed='fsdp'" in text
+
+
+def test_shard_says_what_does_not_fit(meshpar, tmp_path):
+    code, _, error = meshpar("shard", write_recipe(tmp_path), "--mesh", "fsdp=3")
+    assert code == 2
+    assert error.startswith("meshpar: ")
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_shard_of_a_mesh_that_takes_what_is_left_asks_for_the_devices(meshpar, tmp_path):
+    code, _, error = meshpar("shard", write_recipe(tmp_path), "--mesh", "fsdp=-1")
+    assert code == 2
+    assert "--devices 4096" in error
+    assert ".abstract(" not in error
+
+
+# The command itself --------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom meshpar.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "print(sorted({'jax', 'numpy', 'flax', 'rich', 'matplotlib'} & set(sys.modules)))"
+    )
+    root = str(Path(cli.__file__).parents[2])
+    env = {**os.environ, "PYTHONPATH": root}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert "train" in done.stdout
+    assert "shard" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["trian"], "did you mean `train`"),
+        (["train"], "Missing argument 'RECIPE'"),
+        (["train", "x.py", "--stepps", "3"], "--steps"),
+        (["train", "x.py", "--steps", "many"], "not a valid integer"),
+        (["train", "x.py", "--devices", "0"], "x>=1"),
+        (["bench", "step", "--pairs", "1"], "x>=2"),  # quartiles of one are none
+        (["train", "gpt_stdlib.py"], "did you mean `recipes/gpt_stdlib.py`"),
+    ],
+)
+def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
+    monkeypatch.chdir(Path(cli.__file__).parents[2])
+    code, out, error = meshpar(*args)
+    assert code == 2
+    assert says in error
+    assert not out
+    assert "Traceback" not in error
+
+
+def test_traceback_is_shown_when_asked(meshpar, tmp_path):
+    code, _, shown = meshpar("shard", tmp_path / "none.py", "--traceback")
+    assert code == 2
+    assert "Traceback" in shown
+    assert "no such file" in shown
+
+
+# Devices -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "flags", "platforms", "accelerator", "expected"),
+    [
+        (None, "", None, False, ("cpu", "8")),
+        (3, "", None, True, ("cpu", "3")),
+        (3, f"{cli._COUNT_FLAG}=5", "cpu", False, ("cpu", "3")),
+        (None, f"{cli._COUNT_FLAG}=5", None, False, ("cpu", "5")),
+        (None, "", None, True, (None, None)),
+        (None, "", "cuda", False, ("cuda", None)),
+        (None, "", "", False, ("cpu", "8")),
+    ],
+)
+def test_devices_are_chosen_before_jax_starts(monkeypatch, count, flags, platforms, accelerator, expected):
+    monkeypatch.setattr(cli, "_has_accelerator", lambda: accelerator)
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.delenv("JAX_PLATFORMS")
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    cli.prepare_devices(count)
+    found = dict(flag.split("=") for flag in os.environ.get("XLA_FLAGS", "").split())
+    assert (os.environ.get("JAX_PLATFORMS"), found.get(cli._COUNT_FLAG)) == expected
+
+
+def test_more_devices_than_jax_was_started_with(meshpar, tmp_path):
+    code, _, error = meshpar("train", write_recipe(tmp_path), "--devices", 64)
+    assert code == 2
+    assert "jax was started with 8 before" in error
+
+
+@pytest.mark.matrix
+def test_cuda_plugins_stay_importable_and_say_nothing():
+    """No stand-in is put in their place: what traces cuDNN's attention reads its version from the plugin."""
+    code = """
+import importlib, importlib.util, sys
+from meshpar.cli.main import prepare_devices
+names = [name for v in (12, 13) for name in (f"jax_cuda{v}_plugin", f"jax_plugins.xla_cuda{v}")]
+there = [name for name in names if importlib.util.find_spec("jax_plugins") and importlib.util.find_spec(name)]
+prepare_devices(3)
+import jax
+assert all(importlib.import_module(name).__file__ for name in there), there
+assert not (set(names) - set(there)) & set(sys.modules), "a module that is not installed"
+print(jax.device_count(), jax.default_backend())
+"""
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL")}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3 cpu", "")
+
+
+@pytest.mark.matrix
+def test_what_xla_says_when_it_ends_the_process_is_shown():
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_no_such_flag=1"}
+    command = [sys.executable, "-m", "meshpar.cli.main", "doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 1
+    assert "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1" in done.stderr
+
+
+@pytest.mark.matrix
+def test_a_command_whose_standard_streams_are_closed_works():
+    command = 'exec "$0" -m meshpar.cli.main doctor <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", command, sys.executable], check=False).returncode == 0

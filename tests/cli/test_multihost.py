@@ -1,0 +1,450 @@
+"""Pods of two processes on this machine: one that differs, stops or dies is named by the others, and all end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import meshpar as mp
+from meshpar.cli import launch
+from meshpar.cli import local_processes as processes
+from meshpar.cli import main as cli
+from meshpar.cli import multihost as together
+from meshpar.inspect import trace
+from meshpar.sharding.types import MeshparError
+from tests.grid import cases
+
+PATIENCE_S = 600
+RECIPE = textwrap.dedent("""
+    import os, time
+    import numpy as np, jax.numpy as jnp
+    import meshpar as mp
+    from meshpar.data import ArrayData
+
+    def arrays():
+        open(f"reading{os.environ.get('JAX_PROCESS_ID')}", "w").close()
+        time.sleep(float(os.environ.get("SLEEP", "0")))
+        return {"x": np.random.default_rng(int(os.environ.get("ROWS", "0"))).normal(size=(160, 8)).astype(np.float32)}
+
+    def init(key):
+        import jax
+        return {"w": 0.1 * jax.random.normal(key, (8, int(os.environ.get("WIDTH", "8"))))}
+
+    def loss(model, batch, key):
+        return jnp.mean((model(batch["x"]) - 1.0) ** 2) * float(os.environ.get("SCALE", "1")), {}
+
+    def recipe():
+        if "QUOTA" in os.environ:
+            import resource
+            resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ["QUOTA"]),) * 2)
+        return mp.Recipe(
+            name="pod", mesh=mp.MeshSpec(fsdp=2), strategy=mp.fsdp(min_bytes=0),
+            model=mp.from_functions(init, lambda p, x: x @ p["w"]), loss=loss, data=ArrayData(arrays=arrays),
+            steps=6, batch_size=8, checkpoint_every=3,
+        )
+""")
+
+
+class Pair:
+    """Two processes of one pod, each with its log."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "recipe.py").write_text(RECIPE)
+        self.folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.processes: list[subprocess.Popen] = []
+
+    def start(
+        self,
+        *args: str,
+        odd: dict[str, str] | None = None,
+        odd_args: tuple[str, ...] = (),
+        odd_folder: Path | None = None,
+    ) -> None:
+        """Start both; process 1 with variables, arguments and a working directory of its own."""
+        self.close()
+        for number in (0, 1):
+            env = {
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{self.port}",
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": str(number),
+                **((odd or {}) if number else {}),
+            }
+            command = [sys.executable, "-m", "meshpar.cli.main", "train", "recipe.py", *args]
+            with (self.folder / f"log{number}").open("w") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, *(odd_args if number else ())],
+                        cwd=(odd_folder or self.folder) if number else self.folder,
+                        env=env,
+                        stdout=log,
+                        stderr=log,
+                    )
+                )
+
+    def log(self, number: int) -> str:
+        return (self.folder / f"log{number}").read_text()
+
+    def wait_for(self, number: int, text: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while text not in self.log(number):
+            assert self.processes[number].poll() is None, self.log(number)
+            assert time.monotonic() < deadline, self.log(number)
+            time.sleep(0.05)
+
+    def exit_of(self, number: int) -> int:
+        return self.processes[number].wait(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.processes = []
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    yield pair
+    pair.close()
+
+
+METRICS = Path("runs", "pod", "metrics.jsonl")
+
+
+def losses(folder: Path) -> list[float]:
+    """Of every whole line."""
+    lines = [line for line in (folder / METRICS).read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+
+
+def test_what_is_compared_is_what_must_be_alike() -> None:
+    env = {
+        "XLA_FLAGS": "--xla_b=2 --xla_a --xla_dump_to=/tmp/7",
+        "JAX_ENABLE_X64": "1",
+        "JAX_PROCESS_ID": "7",
+        "JAX_COMPILATION_CACHE_DIR": "/tmp/7",
+        "NCCL_ALGO": "Ring",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "HOME": "/home/7",
+    }
+    found = together.environment(env)
+    assert found["XLA_FLAGS"] == {"--xla_a": "", "--xla_b": "2"}
+    assert found["environment"] == {"JAX_ENABLE_X64": "1", "NCCL_ALGO": "Ring"}
+    assert set(found["versions"]) == set(together.PACKAGES)
+    assert together.version_of("no-such-package") == "not installed"
+
+
+def test_a_process_on_its_own_has_nobody_to_agree_with() -> None:
+    with together.pod(stall_s=40, command={}):
+        pass
+    with pytest.raises(ZeroDivisionError), together.pod(stall_s=40, command={}):
+        raise ZeroDivisionError
+
+
+ODD = {
+    "learning rate": ({}, ("--set", "optimizer.lr=0.1"), "optimizer.lr is 0.1 there and 0.0003 in process 0"),
+    "name": ({}, ("--name", "other"), "name is 'other' there and 'pod' in process 0"),
+    "data": ({"ROWS": "1"}, (), "data.fingerprint is"),
+    "width": ({"WIDTH": "16"}, (), "the run differs: sharding"),
+    "loss": ({"SCALE": "2"}, (), "program is 'program "),
+    "flag": (
+        {"XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_cpu_enable_fast_math=true"}, (),
+        "XLA_FLAGS.--xla_cpu_enable_fast_math is 'true' there and (absent) in process 0",
+    ),
+    "profile": ({}, ("--profile", "3:5"), "command.--profile is '3:5' there and None in process 0"),
+    "stall limit": ({}, ("--stall-limit", "60"), "command.--stall-limit is 60 there and 40 in process 0"),
+    "links": ({"MESHPAR_CLUSTER": "h100:1x2"}, (), "environment.MESHPAR_CLUSTER is 'h100:1x2' there and (absent)"),
+    "folder": ({}, ("--out", "elsewhere"), "command.--out is 'elsewhere' there and 'runs' in process 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in ("loss", "profile") else pytest.mark.matrix) for what in ODD]
+)
+def test_processes_that_differ_are_told_apart_before_step_0(pair: Pair, what: str) -> None:
+    env, args, words = ODD[what]
+    pair.start(odd=env, odd_args=args)
+    for number in (0, 1):
+        assert pair.exit_of(number) == 2, pair.log(number)
+        log = pair.log(number)
+        assert "meshpar: process 1 of 2 (on " in log
+        assert words in log
+        assert "Traceback" not in log
+    assert not (pair.folder / "runs").exists()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("before", ["nothing", "a folder", "a run there"])
+def test_a_process_without_the_disk_of_the_others_is_named_before_step_0(
+    pair: Pair, tmp_path_factory, before: str
+) -> None:
+    """Another working directory is what another host's own disk is: the same path, and other files."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "recipe.py").write_text(RECIPE)
+    if before != "nothing":
+        (other / "runs" / "pod").mkdir(parents=True)
+    if before == "a run there":
+        pair.start("--steps", "3")
+        assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
+    left = sorted(pair.folder.rglob("*"))
+    pair.start("--fresh", odd_folder=other)
+    for number in (0, 1):
+        assert pair.exit_of(number) == 2, pair.log(number)
+        assert "meshpar: process 1 of 2 (on " in pair.log(number)
+        assert "the file that process 0 wrote there is missing on this host" in pair.log(number)
+        assert "Traceback" not in pair.log(number)
+    assert [path for path in sorted(pair.folder.rglob("*")) if not path.name.startswith(("reading", "log"))] == [
+        path for path in left if not path.name.startswith(("reading", "log"))
+    ]
+    assert not [path for path in other.rglob("*") if path.is_file() and path.name not in ("recipe.py", "reading1")]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_stops_or_dies_is_named_and_the_other_ends(pair: Pair, number: int, victim: int) -> None:
+    pair.start("--set", "steps=1000000", "--stall-limit", "10")
+    pair.wait_for(0, "step 1/")
+    time.sleep(1)
+    pair.processes[victim].send_signal(number)
+    assert pair.exit_of(1 - victim) == 1, pair.log(1 - victim)
+    check_named(pair, victim, survivor=1 - victim)
+
+
+def check_named(pair: Pair, victim: int, *, survivor: int) -> None:
+    """Check that the first line of a survivor names the process that is gone, and that its stacks are in a file."""
+    lines = [line for line in pair.log(survivor).splitlines() if line.startswith("meshpar: ") and "warning" not in line]
+    assert lines[0].startswith(f"meshpar: process {victim} of 2"), pair.log(survivor)
+    assert "recipe.py" not in pair.log(survivor)
+    assert "most recent call first" not in pair.log(survivor)
+    assert "stack trace" not in pair.log(survivor)
+    stacks = pair.folder / "runs" / "pod" / f"process-{survivor}.log"
+    assert lines[1] == f"meshpar: the stacks of process {survivor} are in {stacks.relative_to(pair.folder)}"
+    assert "most recent call first" in stacks.read_text()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("steps", [3, 6])
+def test_where_one_cannot_write_its_part_of_a_checkpoint_all_end(pair: Pair, steps: int, monkeypatch) -> None:
+    monkeypatch.setenv("WIDTH", "50000")
+    pair.start("--set", f"steps={steps}", odd={"QUOTA": "200000"})
+    assert [pair.exit_of(number) for number in (0, 1)] == [2, 2], pair.log(0) + pair.log(1)
+    for number in (0, 1):
+        assert "writing failed (" in pair.log(number)
+        assert "Traceback" not in pair.log(number)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
+def test_a_signal_before_the_first_step_ends_both(pair: Pair, victims: tuple[int, ...], monkeypatch) -> None:
+    """jax's own handler, put in place when processes join, would note it and tell nobody."""
+    monkeypatch.setenv("SLEEP", "600")
+    pair.start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not all((pair.folder / f"reading{number}").exists() for number in (0, 1)):
+        assert time.monotonic() < deadline, pair.log(0)
+        time.sleep(0.05)
+    for victim in victims:
+        pair.processes[victim].send_signal(signal.SIGTERM)
+    assert [pair.exit_of(number) for number in (0, 1)] == [128 + signal.SIGTERM] * 2, pair.log(0) + pair.log(1)
+    for number in (0, 1):
+        assert "meshpar: interrupted" in pair.log(number)
+        assert "most recent call first" not in pair.log(number)
+
+
+@pytest.mark.matrix
+def test_a_pod_that_was_killed_goes_on_with_the_losses_of_one_that_was_not(pair: Pair, tmp_path_factory) -> None:
+    whole = Pair(tmp_path_factory.mktemp("whole"))
+    try:
+        whole.start("--set", "steps=90")
+        assert [whole.exit_of(number) for number in (0, 1)] == [0, 0], whole.log(0)
+    finally:
+        whole.close()
+    for lines in (5, 35, 65):
+        pair.start("--set", "steps=90", "--stall-limit", "10")
+        deadline = time.monotonic() + PATIENCE_S
+        while not (pair.folder / METRICS).exists() or len(losses(pair.folder)) < lines:
+            assert pair.processes[0].poll() is None, pair.log(0)
+            assert time.monotonic() < deadline, pair.log(0)
+        pair.processes[1].kill()
+        assert pair.exit_of(0) != 0
+    pair.start("--set", "steps=90")
+    assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
+    assert "resuming at step" in pair.log(0)
+    assert losses(pair.folder) == losses(whole.folder)
+
+
+@pytest.mark.matrix
+def test_processes_of_one_host_write_one_profile(pair: Pair) -> None:
+    pair.start("--profile", "2:3")
+    assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0) + pair.log(1)
+    folder = pair.folder / "runs" / "pod" / "profile"
+    (session,) = (folder / "plugins" / "profile").iterdir()
+    assert [file.name.partition("_")[2] for file in sorted(session.glob("*.xplane.pb"))] == [
+        "process_0.xplane.pb",
+        "process_1.xplane.pb",
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["about.json", "plugins"]
+    assert trace.read(trace.find(pair.folder / "runs" / "pod")).steps == 2
+
+
+def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    env = processes._environment(1, 4, port=5, began_with=4)
+    assert env["XLA_FLAGS"] == "--xla_force_host_platform_device_count=2"
+    assert launch.detect(env) == launch.Launch(
+        source="torchrun", num_processes=4, process_id=1, coordinator="127.0.0.1:5", local_device_ids=(1,)
+    )
+    with pytest.raises(MeshparError, match="share 8 host devices, but 8 is not a multiple of 3.*say --devices 9"):
+        processes._environment(0, 3, port=5, began_with=3)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(MeshparError, match=r"a launcher started this one \(RANK=0\)"):
+        processes._environment(0, 2, port=5, began_with=2)
+
+
+CHILD = """
+import os, signal, sys
+number = int(os.environ["RANK"])
+if sys.argv[1] == "is lost" and os.environ["WORLD_SIZE"] == "2":
+    os.kill(os.getpid(), signal.SIGSTOP if number == 0 else signal.SIGKILL)
+if sys.argv[1] == f"{1 - number} fails, the other stops":
+    os.kill(os.getpid(), signal.SIGSTOP)
+sys.exit(0 if sys.argv[1] in ("ends", "is lost") else 7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    cases(("1 fails, the other stops", 7), grid=[("ends", 0), *((f"{n} fails, the other stops", 7) for n in (0, 1))]),
+)
+def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(processes, "GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", CHILD))
+    assert processes.run([what], processes=2) == code
+    assert (f"process {what[0]} of 2 ended with exit code 7" in capfd.readouterr().err) == bool(code)
+
+
+def test_when_a_process_is_lost_the_others_start_again(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(processes, "RESTART_GRACE_S", 0.2)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-S", "-c", CHILD))
+    assert processes.run(["is lost"], processes=2, restarts=1) == 0
+    text = capfd.readouterr().err
+    assert "process 1 of 2 ended with SIGKILL" in text
+    assert "1 of the processes start again, from the newest checkpoint; restarts left: 0" in text
+
+
+def test_as_many_start_again_as_can_share_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [processes._survivors(count, 8) for count in (8, 4, 2, 1)] == [4, 2, 1, 1]
+    assert [processes._survivors(count, 6) for count in (6, 3, 2, 1)] == [3, 2, 1, 1]
+    for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    env = processes._environment(1, 2, port=5, began_with=8)
+    assert launch.detect(env).local_device_ids == (4, 5, 6, 7)
+    env = processes._environment(1, 2, port=5, began_with=8, shrink=True)
+    assert launch.detect(env).local_device_ids == (1,)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    assert launch.detect(processes._environment(1, 2, port=5, began_with=8)).local_device_ids == (4, 5, 6, 7)
+
+
+def test_a_mesh_shrinks_by_the_processes_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = mp.MeshSpec(data=4, fsdp=2)
+    assert processes.shrunk(mesh) == mesh
+    for now, data in ((4, 4), (2, 2), (1, 1)):
+        monkeypatch.setattr(os, "environ", {processes.BEGAN_WITH: "4", "WORLD_SIZE": str(now)})
+        assert processes.shrunk(mesh) == mp.MeshSpec(data=data, fsdp=2)
+        assert processes.shrunk(mp.MeshSpec(fsdp=-1)) == mp.MeshSpec(fsdp=-1)
+    monkeypatch.setattr(os, "environ", {processes.BEGAN_WITH: "2", "WORLD_SIZE": "2"})
+    with pytest.raises(MeshparError, match="go on with 1 of 2 processes.*`data` is 1.*larger data axis"):
+        processes.shrunk(mp.MeshSpec(fsdp=8))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--restarts", "1", "--processes", "2", "--fresh"], "a restart would begin anew"),
+        (["--restarts", "1"], "add --processes N"),
+        (["--processes", "2", "--shrink"], "add --restarts K"),
+    ],
+)
+def test_restarts_that_cannot_be_are_refused(more: list[str], said: str) -> None:
+    with pytest.raises(MeshparError, match=said):
+        cli.cli.main(["train", "recipe.py", *more], standalone_mode=False)
+
+
+def start_locally(folder: Path, *args: str) -> subprocess.Popen:
+    """`meshpar train recipe.py --processes 2` over two host devices, its words in `log`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.py").write_text(RECIPE)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
+    base = [sys.executable, "-m", "meshpar.cli.main", "train", "recipe.py", "--processes", "2", "--devices", "2"]
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen([*base, *args], cwd=folder, env=env, stdout=log, stderr=log)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("victim", "shrinks"), [(0, False), (1, False), (1, True)])
+def test_a_process_that_is_killed_is_done_without_in_the_same_command(
+    tmp_path: Path, victim: int, shrinks: bool
+) -> None:
+    args = ["--set", "steps=300", *(("--set", "mesh=data=2", "--set", "strategy=ddp()") if shrinks else ())]
+    with start_locally(tmp_path / "whole", *args) as whole:
+        assert whole.wait(PATIENCE_S) == 0
+    more = ["--restarts", "1", *(["--shrink"] if shrinks else [])]
+    with start_locally(tmp_path / "lost", *args, *more) as process:
+        log = tmp_path / "lost" / "log"
+        while not (tmp_path / "lost" / METRICS).exists() or len(losses(tmp_path / "lost")) < 20:
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.02)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[victim]), signal.SIGKILL)
+        killed = time.monotonic()
+        while "resuming at step" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.02)
+        again_s = time.monotonic() - killed
+        print(f"on again after {again_s:.1f} s")
+        assert again_s < 60
+        assert process.wait(PATIENCE_S) == 0, log.read_text()
+    lost, whole_run = (losses(tmp_path / name) for name in ("lost", "whole"))
+    assert ("mesh.data was 2 and is 1" in log.read_text()) == shrinks
+    # The same mesh: to the bit. On half of it sums are taken in another order.
+    assert lost == (pytest.approx(whole_run, rel=1e-5) if shrinks else whole_run)
+
+
+@pytest.mark.matrix
+def test_one_command_trains_on_local_processes_and_obeys_a_signal(tmp_path: Path) -> None:
+    with start_locally(tmp_path, "--steps", "1000000") as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while "step 1/" not in (tmp_path / "log").read_text():
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+        finally:
+            process.kill()
+    assert "The same command goes on from there" in (tmp_path / "log").read_text()

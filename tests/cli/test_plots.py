@@ -1,0 +1,398 @@
+"""Pictures show what they were given: every point, every device, on its piece."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import matplotlib
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.colors import to_hex
+
+import meshpar as mp
+from meshpar.cli import plots
+from meshpar.inspect.census import Total
+from meshpar.inspect.memory import Memory
+from meshpar.inspect.timeline.simulator import Op, Segment, Timeline
+
+MESH = mp.MeshSpec(fsdp=4, tensor=2)
+
+
+def texts(figure) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def devices_named(figure) -> list[int]:
+    """Every device number written on a picture, in order."""
+    return sorted(int(number) for text in texts(figure) for number in re.findall(r"\d+", text))
+
+
+def test_loss_curve_draws_every_point_and_the_baseline():
+    train = [(step, 5.0 / step) for step in range(1, 11)]
+    figure = plots.loss_curve(train=train, valid=[(5, 1.5), (10, 0.75)], baselines={"bigram": 2.25}, unit="bits")
+    (axes,) = figure.axes
+    training, held_out, baseline = axes.lines
+    assert np.asarray(training.get_xydata()).tolist() == [list(point) for point in train]
+    assert np.asarray(held_out.get_xydata()).tolist() == [[5, 1.5], [10, 0.75]]
+    assert list(baseline.get_ydata()) == [2.25, 2.25]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["training", "held out (0.750 at the end)", "bigram (2.250)"]
+    assert axes.get_ylabel() == "bits"
+
+
+def test_a_long_curve_is_smoothed_by_the_mean_of_neighbours():
+    values = np.arange(100.0) ** 2
+    figure = plots.loss_curve(train=enumerate(values))
+    smooth = np.asarray(figure.axes[0].lines[1].get_ydata())
+    assert smooth[50] == pytest.approx(values[48:53].mean())
+    assert smooth[0] == pytest.approx(values[:3].mean())
+
+
+def test_numbers_that_are_not_finite_do_not_break_the_picture():
+    figure = plots.loss_curve(train=[(1, 2.0), (2, float("nan")), (3, 1.0)])
+    low, high = figure.axes[0].get_ylim()
+    assert low < 1 < 2 < high
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape"),
+    [(P("fsdp", "tensor"), (8, 6)), (P(None, "tensor"), (4, 4)), (P(), (4, 4)), (P("fsdp"), (8,)), (P(), ())],
+)
+def test_every_device_stands_on_the_picture_once(spec, shape):
+    figure = plots.sharding(spec, shape, MESH.abstract())
+    assert devices_named(figure) == list(range(8))
+
+
+def test_devices_stand_where_jax_puts_them():
+    mesh = MESH.build()
+    spec, shape = P(("tensor", "fsdp"), None), (16, 4)
+    rows_of = {
+        device.id: index[0].start for device, index in NamedSharding(mesh, spec).devices_indices_map(shape).items()
+    }
+    figure = plots.sharding(spec, shape, mesh)
+    for text in figure.axes[0].texts:
+        (device,) = map(int, re.findall(r"\d+", text.get_text()))
+        assert rows_of[device] == int(text.get_position()[1]) * 2  # eight pieces of two rows
+
+
+def test_a_third_split_dim_becomes_slices():
+    mesh = mp.MeshSpec(data=2, fsdp=2, tensor=2).abstract()
+    figure = plots.sharding(P("data", "fsdp", "tensor"), (4, 8, 8), mesh, names=("batch", "seq", "act_embed"))
+    assert len(figure.axes) == 2
+    assert devices_named(figure) == list(range(8))
+    assert "batch (4) over data: part 1" in figure.axes[1].get_xlabel()
+
+
+def test_many_devices_are_counted_instead_of_named():
+    figure = plots.sharding(P("fsdp"), (512,), mp.MeshSpec(fsdp=32, tensor=8).abstract())
+    assert set(texts(figure)) == {"8 dev."}
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "said"), [(P("fsdp"), (6,), "not a multiple of 4"), (P(None, None), (8,), "1 dims")]
+)
+def test_a_spec_that_does_not_fit_is_an_error(spec, shape, said):
+    with pytest.raises(mp.MeshparError, match=said):
+        plots.sharding(spec, shape, MESH.abstract())
+
+
+def test_pictures_have_one_style_and_can_be_saved(tmp_path):
+    with matplotlib.rc_context({"axes.titlecolor": "red"}):
+        figure = plots.sharding(P("fsdp", "tensor"), (8, 6), MESH.abstract())
+    assert not figure.axes[0].spines["top"].get_visible()
+    assert figure.axes[0].xaxis.label.get_color() == plots.INK
+    figure.savefig(tmp_path / "shards.png")
+    assert (tmp_path / "shards.png").read_bytes().startswith(b"\x89PNG")
+
+
+# Timelines
+
+
+def op(name, stream, start_s, end_s, kind, label="", module=""):
+    return Op(name=name, stream=stream, start_s=start_s, end_s=end_s, kind=kind, label=label, module=module)
+
+
+LAYER = Segment(
+    name="while.1",
+    module="layers",
+    is_backward=True,
+    trip_count=4,
+    duration_s=0.010,
+    ops=(
+        op("gather", "communication", 0.0, 0.004, "all-gather", "fsdp"),
+        op("qkv", "compute", 0.001, 0.003, "matmul", module="layers/attention"),
+        op("softmax", "compute", 0.004, 0.006, "kernel", module="layers/attention"),
+        op("up", "compute", 0.006, 0.008, "matmul", module="layers/mlp"),
+        op("reduce", "communication", 0.008, 0.010, "all-reduce", "data*fsdp"),
+    ),
+)
+STEP = Timeline(
+    cluster="h100:1x8",
+    peak_flops_per_s=1e15,
+    step_s=0.04,
+    compute_s=0.016,
+    memory_s=0.008,
+    network_s={"fsdp": 0.016, "data*fsdp": 0.008},
+    hidden_s={"fsdp": 0.008, "data*fsdp": 0.0},
+    collectives=(),
+    segments=(
+        dataclasses.replace(
+            LAYER, name="", module="", is_backward=False, trip_count=1, ops=(op("w", "compute", 0, 0.04, "loop"),)
+        ),
+        LAYER,
+    ),
+)
+
+
+def bars(figure):
+    """(row, start, end) of every bar in milliseconds, rounded, by colour."""
+    found = {}
+    for patch in figure.axes[0].patches:
+        row = round(patch.get_y() + patch.get_height() / 2)
+        start, end = patch.get_x(), patch.get_x() + patch.get_width()
+        found.setdefault(to_hex(patch.get_facecolor()), []).append((row, round(start, 3), round(end, 3)))
+    return found
+
+
+def test_a_timeline_has_every_op_in_its_row_and_the_waiting_between():
+    figure = plots.timeline(STEP, loop="while.1")
+    colors = plots.axis_colors(["fsdp", "data*fsdp"])
+    assert bars(figure) == {
+        plots.WAITING: [(1, 0, 1), (1, 3, 4), (1, 8, 10)],
+        colors["fsdp"]: [(0, 0, 4)],
+        plots.MATMUL: [(1, 1, 3), (1, 6, 8)],
+        plots.KERNEL: [(1, 4, 6)],
+        colors["data*fsdp"]: [(0, 8, 10)],
+    }
+    assert texts(figure) == ["all-gather", "all-reduce", "attention", "mlp"]
+    (axes,) = figure.axes
+    assert axes.get_xlabel() == "ms"
+    assert axes.get_title(loc="left") == "one iteration of layers, backward: 10 ms on h100:1x8, 4 iterations"
+    legend = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert legend == ["matrix products", "other kernels", "waiting", "fsdp", "data × fsdp"]
+
+
+def test_a_timeline_shows_the_loop_that_takes_longest_unless_one_is_named():
+    quick = dataclasses.replace(LAYER, name="while.2", is_backward=False, duration_s=0.005, ops=())
+    both = dataclasses.replace(STEP, segments=(STEP.segments[0], quick, LAYER))
+    assert "backward" in plots.timeline(both).axes[0].get_title(loc="left")
+    assert "forward" in plots.timeline(both, loop="while.2").axes[0].get_title(loc="left")
+    with pytest.raises(mp.MeshparError, match="did you mean `while.1`"):
+        plots.timeline(both, loop="while.11")
+
+
+def test_a_program_without_loops_is_drawn_whole():
+    figure = plots.timeline(dataclasses.replace(STEP, segments=STEP.segments[:1]))
+    assert figure.axes[0].get_title(loc="left") == "one step: 10 ms on h100:1x8"
+
+
+def test_names_stay_inside_their_bars():
+    figure = plots.timeline(STEP, loop="while.1")
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    sent = sorted((start, end) for row, start, end in itertools.chain(*bars(figure).values()) if row == 0)
+    for text, (start, end) in zip(axes.texts[:2], sent, strict=True):
+        box = text.get_window_extent().transformed(axes.transData.inverted())
+        assert start <= box.x0
+        assert box.x1 <= end
+
+
+def test_axes_keep_their_colours_and_no_two_labels_share_one():
+    colors = plots.axis_colors(["tensor", "data*fsdp", "data", "context"])
+    assert colors["tensor"] == plots.AXES["tensor"]
+    assert colors["data"] == plots.AXES["data"]
+    assert len(set(colors.values())) == 4
+
+
+# Memory
+
+
+def account(*parts: int, limit: int | None = None) -> Memory:
+    """Parameters, optimizer state, gradients, other temporaries, batch, outputs, other state: their bytes."""
+    params, optimizer, gradients, temporaries, batch, output, other = parts
+    peak = sum(parts)
+    return Memory(
+        params_bytes=params,
+        optimizer_bytes=optimizer,
+        other_bytes=other,
+        state_bytes=params + optimizer + other,
+        batch_bytes=batch,
+        gradients_bytes=gradients,
+        temporaries_bytes=gradients + temporaries,
+        output_bytes=output,
+        peak_bytes=peak,
+        limit_bytes=limit,
+        fits=None if limit is None else peak <= limit,
+    )
+
+
+SMALL = (10, 20, 10, 5, 1, 1, 1)
+LARGE = (40, 80, 40, 20, 4, 4, 4)
+
+
+def test_memory_is_stacked_to_the_peak_beside_the_limit():
+    reports = {"ddp": account(*LARGE, limit=100), "zero3": account(*SMALL, limit=100)}
+    figure = plots.memory(reports)
+    (axes,) = figure.axes
+    stacks = [[bar.get_height() for bar in container] for container in axes.containers]
+    assert stacks == [[40, 10], [80, 20], [40, 10], [20, 5], [12, 3]]
+    tops = [bar.get_y() + bar.get_height() for bar in axes.containers[-1]]
+    assert tops == [report.peak_bytes for report in reports.values()] == [192, 48]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["ddp", "zero3"]
+    assert texts(figure) == ["192 B – too much", "48 B"]
+    (limit,) = axes.lines
+    assert set(limit.get_ydata()) == {100}
+    (legend,) = figure.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert sorted(names) == sorted([*plots.MEMORY, "GPU memory (100 B)"])
+    assert axes.get_ylim()[1] > 192
+
+
+def test_limits_that_differ_stand_over_their_own_bars():
+    reports = {"a": account(*SMALL, limit=100), "b": account(*SMALL, limit=60), "c": account(*SMALL)}
+    (axes,) = plots.memory(reports, title="three").figure.axes
+    lines = [(line.get_xdata().mean(), *set(line.get_ydata())) for line in axes.lines]
+    assert lines == [(0.0, 100), (1.0, 60)]
+    assert axes.get_title("left") == "three"
+
+
+def test_memory_of_nothing_is_an_error():
+    with pytest.raises(mp.MeshparError, match="there are none"):
+        plots.memory({})
+
+
+# Bytes over each axis
+
+
+@dataclasses.dataclass
+class Sends:
+    """What `axes_bytes` asks of a report."""
+
+    totals: dict[str, dict[str, Total]]
+
+
+def test_bars_are_as_long_as_the_bytes_sent():
+    reports = {
+        "ddp()": Sends({"data": {"all-reduce": Total(7, 8e6)}}),
+        "fsdp()": Sends(
+            {"fsdp": {"all-gather": Total(3, 2e6), "reduce-scatter": Total(3, 1e6), "all-reduce": Total(1, 9)}}
+        ),
+        "both": Sends({"fsdp": {"all-gather": Total(3, 2e6)}, "data*fsdp": {"collective-permute": Total(1, 4e6)}}),
+    }
+    figure = plots.axes_bytes(reports, title="bytes")
+    (axes,) = figure.axes
+    found = {}
+    for bar in axes.patches:
+        if bar.get_width():
+            found.setdefault(round(bar.get_y() + bar.get_height() / 2), []).append((bar.get_x(), bar.get_width()))
+    assert found == {0: [(0, 8)], 1: [(0, 2), (2, 1)], 2: [(0, 2), (2, 4)]}  # MB, end to end
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(reports)
+    assert [text.strip() for text in texts(figure)] == ["8", "3", "6"]
+    assert axes.get_xlabel().startswith("MB ")
+    (legend,) = figure.legends
+    names = {text.get_text() for text in legend.get_texts()}
+    kinds = {"all-reduce", "all-gather", "reduce-scatter", "collective-permute"}
+    assert names == {"over data", "over fsdp", "over data × fsdp"} | kinds
+    by_kind = {bar.get_hatch() for bar in axes.patches if bar.get_width()}
+    assert len(by_kind) == len(kinds)
+
+
+def test_bars_of_nothing_sent():
+    figure = plots.axes_bytes({"one device": Sends({})})
+    assert [text.strip() for text in texts(figure)] == ["0"]
+
+
+# Experts -------------------------------------------------------------------------------------------------------------
+
+
+def test_loads_are_drawn_in_means_of_their_layer():
+    load = [[30, 10, 10, 10], [5, 5, 5, 5], [0, 8, 4, 4]]
+    figure = plots.expert_load(load, num_ranks=2, title="loads")
+    axes, beside, _ = figure.axes
+    (image,) = axes.images
+    shown = np.ma.asarray(image.get_array())
+    assert shown.filled(0).tolist() == [[2, 2 / 3, 2 / 3, 2 / 3], [1, 1, 1, 1], [0, 2, 1, 1]]
+    assert shown.mask.sum() == 1
+    assert [text.get_text() for text in axes.texts] == [f"{value:.2f}" for value in shown.filled(0).flat]
+    assert [line.get_xdata()[0] for line in axes.lines] == [1.5]
+    assert [bar.get_width() for bar in beside.patches] == pytest.approx([4 / 3, 1.0, 1.0])
+    assert axes.get_title("left") == "loads"
+    little, even, much = (np.array(image.cmap(image.norm(value))[:3]) for value in (0.25, 1.0, 4.0))
+    assert (even > 0.9).all()  # white
+    assert little[2] > little[0]  # blue
+    assert much[0] > much[2]  # red
+
+
+def test_loads_of_one_rank_and_of_many_experts():
+    figure = plots.expert_load(np.ones((1, 64)))
+    axes, _ = figure.axes
+    assert not axes.lines
+    assert not axes.texts
+    assert axes.get_yticks().tolist() == [0]
+    assert axes.get_xticks().tolist() == list(range(0, 64, 4))
+
+
+def test_rows_that_are_no_layers_have_names():
+    (axes, _) = plots.expert_load(np.ones((2, 4)), rows=("before", "after")).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["before", "after"]
+    assert axes.get_ylabel() == ""
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_curves_are_the_values_given(log):
+    measured, expected = {"fixed": [1.0, 2.0], "capacity": [3.0, 4.0]}, {"fixed": [1.5, 2.5], "ragged": [0.5, 0.6]}
+    figure = plots.curves(
+        [1, 2], measured, expected, x_label="k", y_label="bytes", title="sent", healthy=1.3, log=log, x_unit="B",
+        marks={"capacity = fixed": 1.5},
+    )  # fmt: skip
+    (axes,) = figure.axes
+    *lines, mark = axes.lines
+    drawn = {line.get_label(): list(line.get_ydata()) for line in lines}
+    assert drawn == measured | {"_fixed, by formula": [1.5, 2.5], "ragged, by formula": [0.5, 0.6]}
+    assert lines[0].get_color() == lines[2].get_color()
+    assert list(mark.get_xdata()) == [1.5, 1.5]
+    assert "capacity = fixed\n1.5 B" in texts(figure)
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fixed", "capacity", "ragged, by formula"]
+    assert (axes.get_xlabel(), axes.get_ylabel(), axes.get_title("left")) == ("k", "bytes", "sent")
+    assert axes.get_xscale() == axes.get_yscale() == ("log" if log else "linear")
+    (band,) = axes.patches
+    assert band.get_y() + band.get_height() == 1.3
+
+
+@pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "stack the loads"), ([[1, 2, 3]], 2, "3 experts")])
+def test_loads_that_cannot_be_drawn(load, num_ranks, told):
+    with pytest.raises(mp.MeshparError, match=told):
+        plots.expert_load(load, num_ranks=num_ranks)
+
+
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_timeline_is_drawn_where_its_ops_were():
+    one = mp.pipeline.make("1f1b", 2, 4)
+    simulated = one.simulate().free
+    late = dataclasses.replace(simulated, start=10 * simulated.start, end=10 * simulated.end, busy=10 * simulated.busy)
+    figure = plots.schedule_times([(one, simulated), (one, late)], titles=["theory", "measured"], unit="ms")
+    above, below = figure.axes
+    assert "theory   makespan 15 ms" in above.get_title(loc="left")
+    assert "measured   makespan 150 ms" in below.get_title(loc="left")
+    ends = [
+        max(path.get_extents().x1 for bars in panel.collections for path in bars.get_paths())
+        for panel in (above, below)
+    ]
+    assert ends == [15, 150]
+    assert below.get_xlabel() == "time in ms"
+    assert above.get_xlim()[1] > 150, "the longest is seen whole"
+
+
+def test_curves_of_schedules_share_a_name_where_they_coincide():
+    curves = {"gpipe": [0.4, 0.3], "1f1b": [0.4, 0.3], "zb-v": [0.1, 0.0], "mine": [0.1, 0.001]}
+    figure = plots.schedule_curves([4, 8], {"bubble": curves, "memory": {"1f1b": [4, 4]}})
+    bubble, memory = figure.axes
+    assert [list(line.get_ydata()) for line in bubble.get_lines()] == [[0.4, 0.3], [0.1, 0.0], [0.1, 0.001]]
+    assert [text.get_text() for text in bubble.get_legend().get_texts()] == ["gpipe, 1f1b", "zb-v", "mine"]
+    assert memory.get_title(loc="left") == "memory"

@@ -1,0 +1,120 @@
+"""One mesh over 1, 2 and 4 processes, layouts over 2, restarts on others: the same losses."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PATIENCE_S = 600
+RECIPE = textwrap.dedent("""
+    import os
+    import numpy as np
+    import meshpar as mp
+    from meshpar.data import ArrayData
+    from meshpar.models import TransformerConfig, next_token_loss
+    from meshpar.moe.layer_config import MoEConfig
+    from meshpar.moe.routing import Routing
+
+    STAGES = mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")
+    LAYOUTS = {
+        "fsdp and tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()),
+        "pipeline": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES),
+        "experts": (mp.MeshSpec(fsdp=4, expert=2), mp.fsdp() | mp.expert_parallel()),
+        "data": (mp.MeshSpec(data=8), mp.ddp()),
+    }
+
+    def arrays():
+        tokens = np.random.default_rng(0).integers(0, 32, (160, 17), dtype=np.int32)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def recipe():
+        name = os.environ.get("LAYOUT", "fsdp and tensor")
+        mesh, strategy = LAYOUTS[name]
+        moe = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=32) if name == "experts" else None
+        model = TransformerConfig(
+            vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=32, moe=moe
+        )
+        return mp.Recipe(
+            name="pod", mesh=mesh, strategy=strategy, model=model, loss=next_token_loss, data=ArrayData(arrays=arrays),
+            optimizer=mp.AdamW(lr=1e-2), steps=6, batch_size=16, checkpoint_every=2,
+        )
+""")
+
+Train = Callable[..., list[float]]
+
+
+@pytest.fixture
+def train(tmp_path: Path, child_env: dict[str, str]) -> Train:
+    """Train on so many processes, and give the losses that the run's folder has; several calls go on with one run."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+
+    def run(
+        processes: int, *args: str, out: str = "runs", layout: str = "fsdp and tensor", stop_at: int | None = None
+    ) -> list[float]:
+        command = [sys.executable, "-m", "meshpar.cli.main", "train", "recipe.py", "--processes", str(processes)]
+        env = {**child_env, "LAYOUT": layout}
+        path = tmp_path / out / "pod" / "metrics.jsonl"
+        with (tmp_path / "log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, "--devices", "8", "--out", out, *args], cwd=tmp_path, env=env, stdout=log, stderr=log
+            )
+            deadline = time.monotonic() + PATIENCE_S
+            try:
+                while process.poll() is None:
+                    assert time.monotonic() < deadline, (tmp_path / "log").read_text()
+                    if stop_at is not None and path.exists() and len(losses(path)) >= stop_at:
+                        process.terminate()
+                        stop_at = None
+                    time.sleep(0.02)
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+                process.wait()
+        said = (tmp_path / "log").read_text()
+        assert process.returncode in (0, 128 + signal.SIGTERM), said
+        assert "Traceback" not in said, said
+        return losses(path)
+
+    return run
+
+
+def losses(path: Path) -> list[float]:
+    """Of every whole line."""
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+
+
+@pytest.mark.matrix
+def test_any_number_of_processes_gives_the_same_losses(train: Train) -> None:
+    alone = train(1, out="1")
+    assert len(alone) == 6
+    assert train(2, out="2") == alone
+    assert train(4, out="4") == alone
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("layout", ["pipeline", "experts"])
+def test_layouts_run_over_two_processes(train: Train, layout: str) -> None:
+    alone = train(1, out="1", layout=layout)
+    assert len(alone) == 6
+    assert train(2, out="2", layout=layout) == alone
+
+
+@pytest.mark.matrix
+def test_a_run_goes_on_with_another_number_of_processes_and_on_another_mesh(train: Train) -> None:
+    whole = train(1, "--set", "steps=60", out="whole")
+    begun = train(2, "--set", "steps=60", stop_at=5)
+    assert 5 <= len(begun) < 60
+    more = train(4, "--set", "steps=60", stop_at=len(begun) + 5)
+    assert len(begun) < len(more) < 60
+    assert more == whole[: len(more)]  # the same mesh: to the bit
+    mesh = ("--set", "mesh=data=2,fsdp=4", "--set", "strategy=hsdp()")
+    assert train(2, "--set", "steps=60", *mesh) == pytest.approx(whole, rel=1e-5)

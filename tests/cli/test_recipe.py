@@ -1,0 +1,454 @@
+"""Recipes check themselves, and every field can be set by text that is typed by its annotation."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.cli.recipe import (
+    AdamW,
+    Optax,
+    Recipe,
+    Sample,
+    breaks_resuming,
+    changes,
+    decayed,
+    defaults_of,
+    load_recipe,
+    override,
+    read,
+)
+from meshpar.data import TextData
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.models.config import RopeScaling
+
+
+def small(**given: Any) -> Recipe:
+    model = TransformerConfig(
+        vocab_size=256, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=64
+    )
+    fields = {
+        "name": "small",
+        "mesh": mp.MeshSpec(fsdp=4, tensor=2),
+        "strategy": mp.fsdp() | mp.tensor_parallel(),
+        "model": model,
+        "loss": next_token_loss,
+        "data": TextData(seq_len=16),
+        "steps": 10,
+        "batch_size": 8,
+    }
+    return Recipe(**{**fields, **given})
+
+
+# Overrides -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("assignment", "path", "value"),
+    [
+        ("steps=20", "steps", 20),
+        ("seed=-3", "seed", -3),
+        ("optimizer.lr=3e-4", "optimizer.lr", 3e-4),
+        ("optimizer.lr=1", "optimizer.lr", 1.0),
+        ("model.tied_embeddings=true", "model.tied_embeddings", True),
+        ("model.tied_embeddings=off", "model.tied_embeddings", False),
+        ("name=other-run", "name", "other-run"),
+        ("name='quoted'", "name", "quoted"),
+        ("remat=dots", "remat", "dots"),
+        ("remat=none", "remat", None),
+        ("validate_every=5", "validate_every", 5),
+        ("validate_every=None", "validate_every", None),
+        ("optimizer.clip_norm=none", "optimizer.clip_norm", None),
+        ("optimizer.schedule=linear", "optimizer.schedule", "linear"),
+        ("precision.compute=bfloat16", "precision.compute", "bfloat16"),
+        ("data.files=a.txt,b/*.py", "data.files", ("a.txt", "b/*.py")),
+        ("data.files=('a b.txt',)", "data.files", ("a b.txt",)),
+        ("mesh.fsdp=8", "mesh", mp.MeshSpec(fsdp=8, tensor=2)),
+        ("mesh.data=-1", "mesh", mp.MeshSpec(data=-1, fsdp=4, tensor=2)),
+        ("mesh=data=2,fsdp=4", "mesh", mp.MeshSpec(data=2, fsdp=4)),
+        ("mesh=context=2,fsdp=4", "mesh", mp.MeshSpec(context=2, fsdp=4)),
+        ("mesh.inside_node=tensor,expert", "mesh", mp.MeshSpec(fsdp=4, tensor=2, inside_node=("tensor", "expert"))),
+        ("strategy=hsdp | tensor_parallel()", "strategy.label", "hsdp() | tensor_parallel()"),
+        ("sample.num_tokens=20", "sample", Sample(num_tokens=20)),
+        ("model.rope_scaling.factor=4", "model.rope_scaling", RopeScaling(factor=4.0)),
+        (" steps = 7 ", "steps", 7),
+    ],
+)  # fmt: skip
+def test_text_is_read_by_the_type_of_the_field(assignment, path, value):
+    found: Any = small().override(assignment)
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+class Color(enum.Enum):
+    RED = 1
+    GREEN = 2
+
+
+@pytest.mark.parametrize(
+    ("text", "hint", "value"),
+    [
+        ("1,2", tuple[int, int], (1, 2)),
+        ("(1, 2.5)", tuple[int, float], (1, 2.5)),
+        ("", tuple[str, ...], ()),
+        ("[1, 2]", list[int], [1, 2]),
+        ("1,2,3", Sequence[int], (1, 2, 3)),
+        ("a,1", tuple, ("a", 1)),
+        ("3", int | str, 3),
+        ("three", int | str, "three"),
+        ("none", str | None, None),
+        ("2", Literal[1, 2], 2),
+        ("{'a': 1}", dict[str, float], {"a": 1.0}),
+        ("green", Color, Color.GREEN),
+        ("some/where", Path, Path("some/where")),
+        ("[1, 'a']", Any, [1, "a"]),
+        ("plain words", Any, "plain words"),
+    ],
+)
+def test_other_types(text, hint, value):
+    found = read(text, hint, ("field",))
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("stpes=20", "did you mean `steps`"),
+        ("optimizer.leraning_rate=1", "known: `b1`"),
+        ("optimizer.weight_decy=1", "did you mean `weight_decay`"),
+        ("model.num_layer=2", "did you mean `num_layers`"),
+        ("modle.num_layers=2", "did you mean `model`"),
+        ("fsdp=8", "did you mean `mesh.fsdp`"),
+        ("num_layers=8", "did you mean `model.num_layers`"),
+        ("mesh.fdsp=8", "did you mean `fsdp`"),
+        ("strategy=fspd()", "did you mean `fsdp`"),
+        ("optimizer.schedule=cosin", "did you mean `cosine`"),
+        ("steps.x=1", "has no fields"),
+        ("loss.x=1", "has no fields"),
+        ("strategy.params=x", "change the recipe file"),
+        ("remat.x=1", "None, which has no fields"),
+    ],
+)
+def test_a_wrong_name_lists_the_near_ones(assignment, says):
+    with pytest.raises(mp.MeshparError) as error:
+        small().override(assignment)
+    assert says in str(error.value)
+    where = str(error.value).split("`")[1]
+    assert where in assignment
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expects"),
+    [
+        ("steps=many", "a whole number"),
+        ("steps=2.5", "a whole number"),
+        ("steps=true", "a whole number"),
+        ("optimizer.lr=fast", "a number"),
+        ("model.tied_embeddings=maybe", "true or false"),
+        ("validate_every=often", "a whole number or none"),
+        ("nonfinite=explode", "one of `raise`, `skip`, `ignore`"),
+        ("mesh.fsdp=x", "a whole number"),
+        ("model=big", "TransformerConfig"),
+        ("optimizer=sgd", "AdamW"),
+        ("loss=l2", "change the recipe file"),
+        ("steps", "path=value"),
+        ("=3", "path=value"),
+        ("mesh.=3", "path=value"),
+    ],
+)
+def test_a_wrong_type_says_what_was_expected(assignment, expects):
+    with pytest.raises(mp.MeshparError) as error:
+        small().override(assignment)
+    assert expects in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "says"),
+    [
+        ("steps=0", "positive integer"),
+        ("batch_size=6", "8 is not|multiple"),
+        ("remat=dot", "did you mean `dots`"),
+        ("precision.compute=float31", "float32"),
+        ("optimizer.warmup_steps=-1", "at least 0"),
+        ("optimizer.lr=0", "above 0"),
+        ("optimizer.lr=inf", "finite"),
+        ("optimizer.eps=nan", "finite"),
+        ("sample.temperature=1e999", "finite"),
+        ("optimizer.b2=1", "below 1"),
+        ("name=a/b", "names a folder"),
+        ("name=..", "names a folder"),
+        ("model.num_kv_heads=3", "not a multiple of 3"),
+        ("data.seq_len=0", "1"),
+        ("sample.temperature=-1", "at least 0"),
+        ("mesh.fsdp=0", "positive integer"),
+        ("optimizer=Muon", "another class is written in the recipe file"),
+    ],
+)
+def test_values_are_checked_by_their_owners(assignment, says):
+    with pytest.raises(mp.MeshparError, match=says):
+        override(small(accumulate=4), [assignment])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("field", ["lr", "final_lr", "weight_decay", "clip_norm", "eps", "b1"])
+def test_an_optimizers_numbers_are_finite(field, value):
+    with pytest.raises(mp.MeshparError, match=rf"AdamW.{field}: asked to use (inf|nan), but it is a finite number"):
+        mp.AdamW(**{field: value})
+
+
+@pytest.mark.parametrize(("make", "field"), [(mp.AdamW, "lr"), (mp.AdamW, "warmup_steps"), (mp.Muon, "rms")])
+def test_an_optimizers_numbers_are_numbers(make, field):
+    for wrong in ("x", None, True):
+        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.{field}: .*but it is a number"):
+            make(**{field: wrong})
+
+
+@pytest.mark.parametrize("make", [mp.AdamW, mp.Muon])
+def test_an_optimizer_averages_what_it_makes(make):
+    tx = make(ema=0.5, offload=True, moments="int8").build(steps=10, names={})
+    assert jax.eval_shape(tx.init, {"w": jnp.ones((2, 2))}).average["w"].shape == (2, 2)
+    for wrong, says in ((1.0, "from 0 up to 1"), (True, "it is a number"), (float("nan"), "finite")):
+        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.ema: .*{says}"):
+            make(ema=wrong)
+
+
+def test_a_mesh_of_explicit_axes_is_kept_by_overrides():
+    mesh = mp.MeshSpec(data=8, axis_types="explicit")
+    assert dataclasses.replace(small(), mesh=mesh).override("mesh.data=4").mesh == mesh.replace(data=4)
+
+
+def test_fields_that_must_fit_each_other_are_set_together():
+    assert small().override("accumulate=5", "batch_size=40").batch_size == 40
+    assert small().override("model.num_heads=3", "model.num_kv_heads=3").model.num_heads == 3
+
+
+def test_the_later_of_two_wins_and_whole_beside_part_is_refused():
+    assert small().override("steps=5", "steps=6").steps == 6
+    for pair in (("mesh=fsdp=8", "mesh.tensor=2"), ("mesh.tensor=2", "mesh=fsdp=8")):
+        with pytest.raises(mp.MeshparError, match="a field of it"):
+            small().override(*pair)
+
+
+def test_a_foreign_dataclass_with_its_own_checks():
+    @dataclasses.dataclass(frozen=True)
+    class Foreign:
+        size: int = 3
+
+        def __post_init__(self):
+            if self.size > 5:
+                raise ValueError("too big for me")
+
+        def build(self):
+            raise AssertionError("not built here")
+
+    recipe = small(model=Foreign())
+    assert recipe.override("model.size=4").model == Foreign(4)
+    with pytest.raises(mp.MeshparError, match="too big for me"):
+        recipe.override("model.size=6")
+
+
+# Recipes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("mesh", {"fsdp": 8}, "MeshSpec"),
+        ("strategy", "fsdp", "mp.fsdp"),
+        ("model", TransformerConfig, "Call it: TransformerConfig"),
+        ("data", None, "method `open`"),
+        ("optimizer", "adam", "method `build`"),
+        ("loss", 3, "a function"),
+        ("steps", True, "positive integer"),
+        ("checkpoint_every", 0, "positive integer"),
+        ("seed", 1.5, "an integer"),
+    ],
+)
+def test_a_recipe_checks_its_fields(field, value, says):
+    with pytest.raises(mp.MeshparError, match=says):
+        small(**{field: value})
+
+
+def test_bare_rules_are_a_strategy():
+    recipe = small(strategy=mp.Rules(embed="fsdp", mlp="tensor"))
+    assert isinstance(recipe.strategy, mp.Strategy)
+
+
+def test_json_of_a_recipe_can_be_read_by_a_person():
+    found = json.loads(json.dumps(small().to_json()))
+    assert found["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+    assert found["strategy"] == "fsdp() | tensor_parallel()"
+    assert found["model"]["type"] == "TransformerConfig"
+    assert found["model"]["embed_dim"] == 32
+    assert found["loss"] == "meshpar.models.token_loss.next_token_loss"
+    assert found["data"]["files"] == ["stdlib"]
+    assert found["optimizer"]["type"] == "AdamW"
+
+
+def test_changes_tell_what_breaks_resuming():
+    before = small().to_json()
+    after = small().override("steps=20", "mesh.fsdp=2", "optimizer.lr=0.1", "sample.num_tokens=5").to_json()
+    changed = changes(before, after)
+    assert changed["steps"] == (10, 20)
+    assert changed["optimizer.lr"] == (3e-4, 0.1)
+    assert [path for path in changed if breaks_resuming(path)] == ["optimizer.lr"]
+    assert not changes(before, before)
+
+
+def test_a_recipe_written_before_a_field_existed_is_the_same_one():
+    recipe = small()
+    now = recipe.to_json()
+    before = json.loads(json.dumps(now))
+    del before["accumulate"], before["model"]["moe"]
+    assert set(changes(before, now)) == {"accumulate", "model.moe"}
+    assert not changes(before, now, defaults_of(recipe))
+    other = recipe.override("accumulate=2")
+    assert changes(before, other.to_json(), defaults_of(other)) == {"accumulate": ("(absent)", 2)}
+    # A config that was not there is not one of nothing but defaults.
+    sampled = recipe.override("sample.num_tokens=5")
+    assert any(
+        path.startswith("sample") for path in changes(now | {"sample": None}, sampled.to_json(), defaults_of(sampled))
+    )
+
+
+def test_prolonging_is_no_break_but_a_name_that_only_begins_alike_is():
+    assert not breaks_resuming("mesh.fsdp")
+    assert breaks_resuming("meshes")
+    assert breaks_resuming("data.seq_len")
+
+
+# Recipe files --------------------------------------------------------------------------------------------------------
+
+FILE = """
+from __future__ import annotations
+import meshpar as mp
+from meshpar.data import TextData
+from meshpar.models import TransformerConfig, next_token_loss
+
+def recipe(devices: int = 4) -> mp.Recipe:
+    model = TransformerConfig(
+        vocab_size=256, num_layers=1, embed_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8
+    )
+    return mp.Recipe(
+        name="file", mesh=mp.MeshSpec(fsdp=devices), model=model, loss=next_token_loss, data=TextData(), steps=1,
+        batch_size=devices,
+    )
+
+def fixed() -> mp.Recipe:
+    return recipe(2)
+
+def wrong():
+    return 3
+"""
+
+
+def test_a_recipe_file_is_asked_for_the_devices_at_hand(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(FILE)
+    assert load_recipe(file).mesh["fsdp"] == 4
+    assert load_recipe(file, devices=16).mesh["fsdp"] == 16
+    assert load_recipe(f"{file}:fixed", devices=16).mesh["fsdp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("mine.py:recipes", "did you mean `recipe`"), ("mine.py:wrong", "returned int"), ("mien.py", "mine.py")],
+)
+def test_a_wrong_recipe_file_is_an_error(tmp_path, monkeypatch, path, says):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(FILE)
+    with pytest.raises(mp.MeshparError, match=says):
+        load_recipe(path)
+
+
+# The optimizer -------------------------------------------------------------------------------------------------------
+
+
+def test_the_learning_rate_rises_and_falls():
+    rate = AdamW(lr=1.0, warmup_steps=4, final_lr=0.1).learning_rate(14)
+    assert [float(rate(step)) for step in (0, 1, 3)] == pytest.approx([0.25, 0.5, 1.0])
+    assert float(rate(4)) == pytest.approx(1.0)
+    assert float(rate(9)) == pytest.approx(0.55)  # half way down the cosine
+    assert float(rate(14)) == pytest.approx(0.1)
+    assert float(AdamW(lr=1.0, schedule="linear", final_lr=0.5).learning_rate(10)(5)) == pytest.approx(0.75)
+    assert float(AdamW(lr=1.0, schedule="constant").learning_rate(10)(99)) == 1.0
+
+
+def test_a_schedule_of_its_own_length_does_not_change_with_the_run():
+    short, long = (AdamW(schedule_steps=100).learning_rate(steps) for steps in (10, 50))
+    assert float(short(7)) == float(long(7))
+
+
+def test_a_warm_up_must_fit_into_the_schedule():
+    with pytest.raises(mp.MeshparError, match="warm up within a schedule of 5 steps"):
+        AdamW(warmup_steps=5, schedule_steps=5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_a_run_that_is_shorter_than_the_warm_up_begins_as_a_longer_one(schedule):
+    optimizer = AdamW(lr=1.0, warmup_steps=50, schedule=schedule)
+    with pytest.warns(UserWarning, match="longer than the run of 20 steps; the learning rate reaches 40% of 1"):
+        short = optimizer.learning_rate(20)
+    long, equal = optimizer.learning_rate(1000), optimizer.learning_rate(50)
+    for step in (0, 7, 19):
+        assert float(short(step)) == float(long(step)) == float(equal(step)) == pytest.approx((step + 1) / 50)
+    assert np.isfinite(float(short(60)))
+
+
+def test_weights_are_decayed_and_norms_are_not():
+    params = {
+        "embed": {"embedding": jnp.ones((4, 2))},
+        "layers": {
+            "up": {"kernel": jnp.ones((3, 2, 4)), "bias": jnp.ones((3, 4))},
+            "norm": {"scale": jnp.ones((3, 2))},
+        },
+        "gain": jnp.ones((3, 2)),
+    }
+    names = {"layers/up/kernel": ("layers", "embed", "mlp"), "gain": ("layers", "embed")}
+    wanted = {
+        "embed": {"embedding": True},
+        "layers": {"up": {"kernel": True, "bias": False}, "norm": {"scale": False}},
+        "gain": False,
+    }
+    assert decayed(params, names) == wanted
+    tx = AdamW(lr=0.5, schedule="constant", weight_decay=0.1, clip_norm=None).build(steps=1, names=names)
+    zeros = {path: jnp.zeros_like(x) for path, x in params["layers"]["up"].items()}
+    updates, _ = tx.update({"up": zeros}, tx.init({"up": params["layers"]["up"]}), {"up": params["layers"]["up"]})
+    np.testing.assert_allclose(updates["up"]["kernel"], -0.05, rtol=1e-6)
+    np.testing.assert_array_equal(updates["up"]["bias"], 0)
+
+
+def test_gradients_are_clipped_to_the_norm():
+    params = {"w": jnp.zeros((2, 2))}
+    build = {"lr": 1.0, "schedule": "constant", "b1": 0.0, "weight_decay": 0.0, "eps": 1.0}
+
+    def update(clip):
+        tx = AdamW(**build, clip_norm=clip).build(steps=1, names={})
+        return tx.update({"w": jnp.full((2, 2), 50.0)}, tx.init(params), params)[0]["w"]
+
+    # Adam with eps=1 is g / (|g| + 1): 50 gives 50/51, and clipped to a norm of one 0.5 gives 0.5/1.5.
+    np.testing.assert_allclose(update(None), -50 / 51, rtol=1e-5)
+    np.testing.assert_allclose(update(1.0), -0.5 / 1.5, rtol=1e-5)
+
+
+def test_any_optax_optimizer_goes():
+    recipe = small(optimizer=Optax(make=lambda steps: optax.sgd(1 / steps)))
+    tx = recipe.optimizer.build(steps=4, names={})
+    params = {"w": jnp.ones(3)}
+    updates, _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(updates["w"], -0.25)
+    assert recipe.to_json()["optimizer"]["type"] == "Optax"

@@ -1,0 +1,156 @@
+"""`meshpar schedule`, as a person types it."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import pytest
+
+from meshpar.cli import schedule_command as command
+from meshpar.schedules import Schedule, make
+from meshpar.sharding.types import problem
+
+
+@pytest.fixture
+def schedule(meshpar):
+    return functools.partial(meshpar, "schedule")
+
+
+EIGHT = ("--stages", 4, "--microbatches", 8)
+
+
+def test_it_shows_the_table_and_its_figures(schedule):
+    code, out, err = schedule("zb-h2", *EIGHT)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    table = make("zb-h2", 4, 8)
+    assert [line.split() for line in lines[:4]] == [line.split() for line in table.text().splitlines()]
+    assert "zb-h2: 4 stages, 8 microbatches, 27 ticks, parameters 1x" in lines
+    assert "makespan 27, in lockstep ticks 27; bubble of a step alone 11.11%, of a stage's span 0.00%" in lines
+    assert "activations held at once, by stage: 7 7 7 7" in lines
+
+
+def test_a_narrow_terminal_gets_the_table_in_bands():
+    from rich.console import Console
+
+    table = make("dualpipe", 4, 8)
+    console = Console(width=60, force_terminal=True, color_system="truecolor", highlight=False)
+    with console.capture() as shown:
+        console.print(command.Look(table, table.simulate()))
+    assert "\x1b[" in shown.get()
+    plain = Console(width=60, highlight=False)
+    with plain.capture() as shown:
+        plain.print(command.Look(table, table.simulate()))
+    grid = shown.get().split("\n\ndualpipe:")[0]
+    assert [line.split() for line in grid.splitlines()] == [
+        line.split() for line in table.text(width=60).splitlines()
+    ]  # fmt: skip
+
+
+def test_json_has_the_fields(schedule):
+    code, out, _ = schedule("zb-h2", *EIGHT, "--json")
+    data = json.loads(out)
+    assert code == 0
+    assert data["name"] == "zb-h2"
+    assert (data["stages"], data["microbatches"], data["ticks"], data["makespan"]) == (4, 8, 27, 27)
+    assert data["bubble_fraction"] == pytest.approx(1 / 9)
+    assert data["peak_activations"] == [7] * 4
+    assert len(data["table"]) == 27
+    assert data["table"][0] == [["F", 0, 0], None, None, None]
+
+
+def test_costs_are_used(schedule):
+    _, out, _ = schedule("1f1b", *EIGHT, "--f", 2, "--b", 3, "--w", 1.5, "--comm", 0.5, "--json")
+    data = json.loads(out)
+    times = make("1f1b", 4, 8).simulate(f=2, b=3, w=1.5, comm=0.5)
+    assert data["makespan"] == times.free.makespan
+    assert data["lockstep_makespan"] == times.lockstep.makespan
+    assert data["bubble_fraction"] == times.free.bubble_fraction > 3 * 6.5 / (11 * 6.5)
+
+
+def test_files_go_in_and_come_out(schedule, tmp_path):
+    _, text, _ = schedule("dualpipe-v", *EIGHT, "--csv")
+    (tmp_path / "mine.csv").write_text(text)
+    assert Schedule.from_csv(tmp_path / "mine.csv", name="dualpipe-v") == make("dualpipe-v", 4, 8)
+    _, out, _ = schedule(tmp_path / "mine.csv")
+    assert "mine: 4 stages, 8 microbatches" in out
+    _, text, _ = schedule(tmp_path / "mine.csv", "--json")
+    (tmp_path / "mine.json").write_text(text)
+    _, again, _ = schedule(tmp_path / "mine.json", "--json")
+    assert json.loads(again) == json.loads(text)
+
+
+def test_a_picture_is_drawn(schedule, tmp_path):
+    code, _, err = schedule("zb-v", *EIGHT, "--png", tmp_path / "zb.png")
+    assert code == 0
+    assert f"drawn: {tmp_path / 'zb.png'}" in err
+    assert (tmp_path / "zb.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_name_all_stand_side_by_side(schedule):
+    code, out, _ = schedule(*EIGHT)
+    assert code == 0
+    rows = {cells[0]: cells[1:] for line in out.splitlines() if len(cells := line.strip("│ ").split("│")) == 7}
+    found = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
+    assert found["gpipe"] == ["33", "33", "27.27%", "27.27%", "8 M", "1x"]
+    assert found["interleaved-1f1b"] == ["28.5", "28.5", "15.79%", "15.79%", "5.5 M", "1x"]
+    assert found["zb-v"] == ["25.5", "25.5", "5.88%", "0.00%", "4 M", "1x"]
+    assert found["dualpipe"][-1] == "2x"
+    code, out, _ = schedule(*EIGHT, "--b", 2)
+    rows = [[cell.strip() for cell in line.strip("│ ").split("│")][:3] for line in out.splitlines()]
+    assert ["1f1b", "44", "59"] in rows
+    assert ["eager-1f1b", "44", "44"] in rows
+    _, out, _ = schedule("--stages", 3, "--json")
+    assert [one["name"] for one in json.loads(out)] == [name for name in command.SCHEDULES if name != "dualpipe"]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["zb-h3"], "did you mean `zb-h2` or `zb-h1`"),
+        (["dualpipe", "--stages", 3], "take 2 or 4 stages"),
+        (["gpipe", "--chunks", 2], "it has no options"),
+        (["gpipe", "--f", -1], "`f` of schedule `gpipe`"),
+        (["--csv"], "--csv takes one schedule"),
+        (["no/such.csv"], "there is no such file"),
+        (["no/such.json"], "there is no such file"),
+        (["gpipe", "--png", "no/such/folder.png"], "write to it"),
+        (["gpipe", "--png", "zb.pdf"], "a file that ends in .pdf. To fix it: name it zb.png"),
+        (["gpipe", "--stages", 0], "0 is not in the range"),
+        (["file.csv", "--stages", 4], "a file says that itself"),
+        (["--chunks", 2], "--chunks takes one schedule"),
+        (["gpipe", "--csv", "--json"], "two formats"),
+        (["gpipe", "--f", "nan"], "`f` of schedule `gpipe`"),
+        (["file.csv", "--limit", 4], "leave --limit out"),
+    ],
+)
+def test_mistakes_are_one_paragraph(args, told, schedule):
+    code, _, err = schedule(*args)
+    assert code == 2
+    assert told in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_mistake_found_while_tracing_is_one_paragraph(schedule, monkeypatch):
+    """jax adds to it what it thinks of tracebacks."""
+
+    def traced(*args: object, **options: object) -> None:
+        def wrong(x: object) -> None:
+            raise problem("a leaf", "be split", "it is whole", "leave it")
+
+        jax.jit(wrong)(1.0)
+
+    monkeypatch.setattr(command, "make", traced)
+    code, _, err = schedule("gpipe")
+    assert code == 2
+    assert err == "meshpar: a leaf: asked to be split, but it is whole. To fix it: leave it.\n"
+
+
+@pytest.mark.parametrize("content", ["[1, 2", "{}", "[]", '{"table": 3}', '{"table": [[["F", 0, 0]]], "joined": 4}'])
+def test_a_file_that_is_no_schedule(content, schedule, tmp_path):
+    (tmp_path / "bad.json").write_text(content)
+    code, _, err = schedule(tmp_path / "bad.json")
+    assert code == 2
+    assert "bad.json: asked to read a schedule" in err or "schedule `table`" in err

@@ -1,0 +1,157 @@
+"""The literature's numbers: state of ZeRO stages (FACTS 3), bubbles (5), experts (6), accumulation and remat (7)."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+
+import pytest
+
+import meshpar as mp
+from meshpar.hardware.calculators import (
+    CALCULATORS,
+    accumulate,
+    bubble,
+    calculate,
+    memory,
+    moe,
+    remat,
+    tp,
+    zero,
+    zero_bytes_per_param,
+)
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.hardware.units import parse_count
+
+STAGES = ("ddp", "zero1", "zero2", "zero3")
+
+
+@pytest.mark.parametrize(
+    ("params", "gigabytes"), [(7e9, (112, 29.31, 15.53, 1.75)), (70e9, (1120, 293.1, 155.3, 17.5))]
+)
+def test_state_of_zero_stages_facts_3(params, gigabytes):
+    found = zero(params=params, ranks=64)
+    assert [float(f"{found[stage] / 1e9:.4g}") for stage in STAGES] == pytest.approx(gigabytes)
+    assert [found[f"{stage} a parameter"] for stage in STAGES] == [16, 4.1875, 2.21875, 0.25]
+    assert zero_bytes_per_param("ddp", 1, master=False) == 12
+    assert "sends 1.5×" in str(found)
+
+
+def test_memory_by_parts_facts_3():
+    found = memory(params=70e9)
+    assert [found[part] / 1e9 for part in ("weights", "gradients", "Adam and master copy")] == [140, 140, 840]
+    found = memory(params=530e9, tensor=8, stages=12, ranks=21)
+    assert round(found["parameters of a stage"] / 1e9, 1) == 44.2
+    assert round(found["parameters of a GPU"] / 1e9, 2) == 5.52
+    assert round(found["ZeRO-1 over N"] / 1e9, 1) == 25.2
+    # 13B on eight GPUs of 40 GB: about 200 GB of state become about 25 GB each.
+    assert zero(params=13e9, ranks=8)["zero3"] == pytest.approx(26e9)
+
+
+@pytest.mark.parametrize(("p", "m", "percent"), [(4, 1, 75.0), (4, 8, 27.3), (4, 16, 15.8), (8, 32, 17.9)])
+def test_bubbles_facts_5(p, m, percent):
+    found = bubble(stages=p, microbatches=m)
+    assert round(100 * found["gpipe, 1f1b"], 1) == percent
+    if (p, m) == (4, 8):
+        assert round(found["interleaved-1f1b"], 4) == 0.1579
+        assert round(bubble(stages=4, microbatches=8, chunks=4)["interleaved-1f1b"], 4) == 0.0857
+        assert round(found["zb-h1"], 4) == 0.1111
+    # Closed forms have no bubble of zb-h2 for fewer microbatches than it needs.
+    assert found["microbatches without, zb-h2, zb-v" if m < 2 * p - 1 else "zb-h2, zb-v"] == (7 if m == 1 else 0)
+
+
+def test_experts_facts_6():
+    found = moe()
+    assert round(found["elements a rank and direction"] / 1e6, 2) == 3.67
+    assert round(found["of all layers, there and back"] / 1e6, 1) == 425.7
+
+
+def test_recomputation_and_accumulation_facts_7():
+    assert round(remat()["compute"] - 1, 2) == 0.33
+    assert remat(layers=64)["held at the optimum"] == 16
+    found = accumulate(params=7e9, ranks=64, steps=8)
+    assert found["each: sent"] == 8 * found["once: sent"]
+    assert found["once: held"] == 64 * found["each: held"] == 14e9
+
+
+def test_a_tensor_parallel_payload_facts_4():
+    found = tp(cluster=parse_cluster("a100:1x8"))
+    assert found["payload"] == 32 * 2**20
+    assert round(found["matmul at peak"] / 3 * 1e3, 3) == round(2 * 4096**3 / 312e12 / 3 * 1e3, 3)
+
+
+def test_a_message_over_more_ranks_than_a_node_has_goes_between_nodes():
+    inside, between = (tp(cluster=parse_cluster("h100:16x4"), ranks=ranks) for ranks in (4, 64))
+    assert between["all-reduce"] > 4 * inside["all-reduce"]
+    assert "between nodes" in str(between)
+    with pytest.raises(mp.MeshparError, match="it has 4 GPUs"):
+        tp(cluster=parse_cluster("h100:1x4"), ranks=64)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("64", 64), ("70B", 70e9), ("7.5b", 7.5e9), ("8M", 8e6), ("4k", 4e3), ("70e9", 70e9), (8.0, 8)]
+)
+def test_counts_are_read_as_people_write_them(text, number):
+    assert parse_count(text, "here") == number
+
+
+@pytest.mark.parametrize("text", ["0.5", "0", "-1", "1e300", "nan", "inf", "", "8x", "7.0000001", True])
+def test_what_is_no_count(text):
+    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+        calculate("zero", {"ranks": text})
+
+
+@pytest.mark.parametrize("name", CALCULATORS)
+def test_the_largest_numbers_overflow_nothing(name):
+    known = [one for one in inspect.signature(CALCULATORS[name]).parameters if one != "cluster"]
+    assert all(math.isfinite(row[1]) for row in calculate(name, dict.fromkeys(known, "1e18")).rows)
+
+
+def test_mistakes():
+    with pytest.raises(mp.MeshparError, match="it takes params, ranks"):
+        calculate("zero", {"parms": 1e9})
+    with pytest.raises(mp.MeshparError, match="only tp has a message"):
+        calculate("zero", {}, parse_cluster("h100:1x8"))
+    with pytest.raises(mp.MeshparError, match="it is a str. To fix it: read it"):
+        tp(cluster="h100:1x8")
+    with pytest.raises(mp.MeshparError, match="calculator `zer`: .* did you mean `zero`"):
+        calculate("zer", {})
+    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+        zero(params=-1)
+    for stage, ranks, text in (
+        (3, 8, "ZeRO stage `3`"),
+        ("zero1", 0, "over 0 ranks"),
+        ("zero1", "8", "over '8' ranks"),
+    ):
+        with pytest.raises(mp.MeshparError, match=text):
+            zero_bytes_per_param(stage, ranks)
+
+
+def test_the_command(meshpar):
+    code, out, _ = meshpar("cost", "zero", "params=70e9", "ranks=64", "--json")
+    assert code == 0
+    assert {row[0]: row[1] for row in json.loads(out)["rows"]}["zero3"] == 17.5e9
+    code, _, error = meshpar("cost", "ring", "params=70e9")
+    assert code == 2
+    assert "they are for zero, memory" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (("zero", "--ranks", "8"), "use --ranks"),
+        (("zero", "--bytes", "1MB"), "use --bytes"),
+        (("tp", "--alpha", "1e-6", "--bandwidth", "1e9"), "use --alpha"),
+        (("memory", "--axis", "data"), "use --axis"),
+        (("moe", "--inner", "4", "--servers", "2"), "use --inner"),
+        (("moe", "--servers", "2"), "use --servers"),
+        (("bubble", "--cluster", "h100:1x8"), "only tp has a message"),
+        (("zero", "ranks"), "it is NUMBER=VALUE"),
+        (("zero", "ranks=8", "ranks=9"), "each number once"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(meshpar, words, wanted):
+    code, _, error = meshpar("cost", *words)
+    assert code == 2
+    assert wanted in error

@@ -1,0 +1,299 @@
+"""Clusters by name and by profile, node crossings, and the catalogue's completeness."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from meshpar.hardware import clusters as hardware
+from meshpar.hardware.catalogue import GPUS, Gpu
+from meshpar.hardware.clusters import Cluster, Link, parse_cluster, peak_flops_per_s
+from meshpar.sharding.types import MeshparError
+
+FIGURES = [
+    field.name for field in dataclasses.fields(Gpu) if field.name.endswith(("_per_s", "_bytes")) or field.name == "chip"
+]
+
+
+def test_a_cluster_is_named_by_gpu_nodes_and_gpus_per_node():
+    cluster = parse_cluster("h100:8x4")
+    assert (cluster.nodes, cluster.gpus_per_node, cluster.num_devices) == (8, 4, 32)
+    assert cluster.name == "h100:8x4"
+    assert cluster.inside == Link(alpha_s=1.9e-6, bytes_per_s=450e9)
+    assert cluster.across == Link(alpha_s=4.0e-6, bytes_per_s=50e9)
+    assert cluster.across.beta_s_per_byte == pytest.approx(2e-11)
+    assert cluster.link(crosses_node=True) is cluster.across
+
+
+def test_short_names():
+    assert parse_cluster("H200:8").name == "h200:1x8"
+    assert parse_cluster("a100:2x8").gpu.name == "a100-80"
+    same = parse_cluster("l40s:1x2")
+    assert parse_cluster(same) is same
+
+
+@pytest.mark.parametrize("text", ["h100", "h100:", "h100:0x8", "h100:8x", "8x8", "", "h100:8x8x8", "h100:-1x8"])
+def test_what_is_no_cluster_is_refused(text):
+    with pytest.raises(MeshparError, match="h100:8x8"):
+        parse_cluster(text)
+
+
+def test_an_unknown_gpu_lists_near_names():
+    with pytest.raises(MeshparError, match="did you mean `h100`"):
+        parse_cluster("h1000:1x8")
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
+@pytest.mark.parametrize("figure", FIGURES)
+def test_every_figure_has_a_source_and_a_date(gpu, figure):
+    assert any(figure in figures.split() for figures, _, _ in gpu.sources), f"{gpu.name}.{figure}"
+
+
+def test_figures_are_in_si_units_and_in_proportion():
+    for gpu in GPUS.values():
+        assert 1e14 < gpu.bf16_flops_per_s < 1e16
+        assert gpu.fp32_flops_per_s < gpu.bf16_flops_per_s
+        assert 1e10 < gpu.memory_bytes < 1e12
+        assert gpu.nic_bytes_per_s < gpu.link_bytes_per_s < gpu.memory_bytes_per_s
+        # The float32 peak is two FLOPs a unit and cycle: the sheet and the chip's description have to agree on it.
+        chip = gpu.chip
+        assert gpu.fp32_flops_per_s == pytest.approx(2 * chip.num_cores * chip.fpus_per_core * chip.clock_hz, rel=0.02)
+
+
+def test_peak_of_a_device_kind():
+    assert peak_flops_per_s("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_flops_per_s("NVIDIA H200", "float16") == 989.4e12
+    assert peak_flops_per_s("NVIDIA A100-SXM4-40GB", "float32") == 19.5e12
+    for unknown in ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert peak_flops_per_s(unknown) is None
+    assert peak_flops_per_s("NVIDIA H200", "int8") is None
+
+
+def test_which_axes_leave_a_node():
+    cluster = parse_cluster("h100:2x4")
+    mesh = {"data": 2, "stage": 1, "fsdp": 2, "expert": 1, "tensor": 2}
+    assert not cluster.crosses_node(["tensor"], mesh)
+    assert not cluster.crosses_node(["fsdp", "tensor"], mesh)
+    assert cluster.crosses_node(["data"], mesh)
+    assert cluster.crosses_node(["data", "tensor"], mesh)
+    assert not cluster.crosses_node(["stage"], mesh)
+    assert not cluster.crosses_node([], mesh)
+    assert parse_cluster("h100:4x2").crosses_node(["fsdp"], mesh)
+    with pytest.raises(MeshparError, match="did you mean `fsdp`"):
+        cluster.crosses_node(["fsp"], mesh)
+
+
+def test_an_axis_that_half_fits_a_node_crosses():
+    assert parse_cluster("h100:3x2").crosses_node(["tensor"], {"data": 2, "tensor": 3})
+
+
+def test_groups_that_are_no_product_of_axes():
+    cluster = parse_cluster("h100:2x4")
+    assert not cluster.groups_cross_node([(0, 3), (4, 7)])
+    assert cluster.groups_cross_node([(0, 1), (3, 4)])
+
+
+def test_a_profile_is_saved_and_read_back(tmp_path):
+    measured = dataclasses.replace(parse_cluster("h100:8x8"), across=Link(alpha_s=7e-6, bytes_per_s=4.1e10))
+    measured.save(tmp_path / "mine.json")
+    assert parse_cluster(str(tmp_path / "mine.json")) == measured
+
+
+def test_a_profile_may_hold_a_gpu_of_its_own(tmp_path):
+    gpu = dataclasses.replace(GPUS["h100"], name="h800", link_bytes_per_s=200e9)
+    cluster = hardware.cluster_of(gpu, nodes=2, gpus_per_node=8)
+    cluster.save(tmp_path / "h800.json")
+    assert parse_cluster(str(tmp_path / "h800.json")) == cluster
+
+
+def test_a_profile_may_be_short(tmp_path):
+    (tmp_path / "c.json").write_text('{"gpu": "h200", "nodes": 4, "gpus_per_node": 8, "across": {"bytes_per_s": 2e10}}')
+    cluster = parse_cluster(str(tmp_path / "c.json"))
+    assert cluster.across == Link(alpha_s=4e-6, bytes_per_s=2e10)
+    assert cluster.inside == parse_cluster("h200:1x8").inside
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"gpu": "h100", "nodes": 1}, "gpus_per_node"),
+        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "acros": {}}, "did you mean `across`"),
+        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "across": {"bandwidth": 1}}, "bandwidth"),
+        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "across": {"bytes_per_s": 0}}, "above 0"),
+        ({"gpu": "h100", "nodes": "many", "gpus_per_node": 8}, "many"),
+        ({"gpu": {"name": "x"}, "nodes": 1, "gpus_per_node": 8}, "chip"),
+        ([1], "no JSON object"),
+    ],
+)
+def test_a_damaged_profile_is_refused(tmp_path, data, said):
+    (tmp_path / "c.json").write_text(json.dumps(data))
+    with pytest.raises(MeshparError, match=said):
+        parse_cluster(str(tmp_path / "c.json"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"nodes": 1.9},
+        {"nodes": True},
+        {"gpus_per_node": float("inf")},
+        {"nodes": 10**400},
+        {"gpus_per_node": 1_000_000},
+        {"across": {"alpha_s": 1e308}},
+        {"across": {"alpha_s": float("nan")}},
+        {"across": {"alpha_s": float("inf")}},
+        {"across": {"bytes_per_s": float("inf")}},
+        {"across": {"alpha_s": True}},
+        {"across": {"alpha_s": "2e-6"}},
+    ],
+)
+def test_figures_that_cannot_be_are_refused(wrong):
+    with pytest.raises(MeshparError, match=next(iter(wrong)) if "across" not in wrong else "alpha_s"):
+        Cluster.from_json({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("memory_bytes", -1),
+        ("memory_bytes", "80"),
+        ("memory_bytes", float("nan")),
+        ("bf16_flops_per_s", 0),
+        ("fp32_flops_per_s", None),
+        ("memory_bytes_per_s", 0),
+        ("device_kinds", []),
+        ("device_kinds", "NVIDIA H800"),
+        ("num_cores", 0),
+        ("clock_hz", -5),
+        ("compute_capability", [9]),
+        ("compute_capability", "90"),
+    ],
+)
+def test_a_gpu_of_ones_own_has_figures_that_can_be(field, value):
+    profile = parse_cluster("h100:1x8").to_json()
+    gpu = dataclasses.asdict(GPUS["h100"])
+    (gpu["chip"] if field in gpu["chip"] else gpu)[field] = value
+    with pytest.raises(MeshparError, match=f"set `{field}` to"):
+        Cluster.from_json({**profile, "gpu": gpu})
+
+
+@pytest.mark.parametrize("wrong", [8, None, ("h100", 8)])
+def test_what_is_no_text_is_refused(wrong):
+    with pytest.raises(MeshparError, match="no text"):
+        parse_cluster(wrong)
+
+
+def test_a_missing_profile_is_refused():
+    with pytest.raises(MeshparError, match="nowhere.json"):
+        parse_cluster("nowhere.json")
+    with pytest.raises(MeshparError, match="garbles"):
+        Cluster.from_json({})
+
+
+# Measured links by mesh axis -----------------------------------------------------------------------------------------
+
+SLOW, FAST, MESSAGE = (
+    Link(alpha_s=9e-6, bytes_per_s=1e9),
+    Link(alpha_s=1e-6, bytes_per_s=9e9),
+    Link(alpha_s=5e-6, bytes_per_s=3e9),
+)
+MEASURED = dataclasses.replace(
+    parse_cluster("h100:2x4"), axes={"data": SLOW, "tensor": FAST}, permutes={"tensor": MESSAGE}
+)
+
+
+def test_a_profile_keeps_its_links_by_axis(tmp_path):
+    MEASURED.save(tmp_path / "mine.json")
+    assert parse_cluster(str(tmp_path / "mine.json")) == MEASURED
+    assert hardware.parse_profile(str(tmp_path / "mine.json")) == MEASURED
+    assert hash(MEASURED) == hash(parse_cluster(str(tmp_path / "mine.json")))
+    assert json.loads((tmp_path / "mine.json").read_text())["axes"]["data"] == {"alpha_s": 9e-6, "bytes_per_s": 1e9}
+
+
+def test_the_link_of_an_axis_is_the_measured_one():
+    assert MEASURED.measured(["tensor"]) == FAST
+    assert MEASURED.measured(["tensor"], permute=True) == MESSAGE
+    assert MEASURED.measured(["data"], permute=True) == SLOW  # what XLA's collectives saw is better than nothing
+    assert MEASURED.measured(["fsdp"]) is None
+    assert MEASURED.measured([]) is None
+
+
+def test_several_axes_have_the_worse_of_their_links_unless_measured_together():
+    assert MEASURED.measured(["data", "tensor"]) == Link(alpha_s=9e-6, bytes_per_s=1e9)
+    assert MEASURED.measured(["data", "fsdp"]) is None
+    both = dataclasses.replace(MEASURED, axes={**MEASURED.axes, "data*tensor": MESSAGE})
+    assert both.measured(["data", "tensor"]) == MESSAGE
+
+
+def test_a_profile_of_other_devices_holds_links_only(tmp_path):
+    path = str(tmp_path / "cpu.json")
+    links = hardware.Links(devices="cpu", axes={"data": SLOW}, permutes={"data": MESSAGE})
+    links.save(path)
+    assert hardware.parse_profile(path) == links
+    assert hardware.parse_profile(links) is links
+    assert links.measured(["data"], permute=True) == MESSAGE
+    for asked in (path, links):
+        with pytest.raises(MeshparError, match="measured on `cpu` devices: it holds links, and nothing about a GPU"):
+            parse_cluster(asked)
+
+
+def test_the_default_of_host_devices_holds_for_any_axis_and_says_where_it_is_from():
+    default = hardware.HOST_DEVICES
+    assert default.measured(["data"], permute=True) == default.measured(["a", "b"], permute=True)
+    assert hardware.Links.from_json(default.to_json()) == default
+    assert re.search(r"meshpar bench collectives .*\d{4}-\d\d-\d\d", default.source)
+    own = hardware.Links(devices="cpu", axes={"data": SLOW, hardware.ANY: FAST})
+    assert (own.measured(["data"]), own.measured(["tensor"])) == (SLOW, FAST)
+    assert own.name == "cpu links of data, any axis"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"axes": [1]}, "a link for each mesh axis"),
+        ({"axes": {"data": {"alpha_s": 1e-6}}}, "bytes_per_s"),
+        ({"axes": {"data": 3}}, "axes.data"),
+        ({"permutes": {"data": {"alpha_s": "1", "bytes_per_s": 1e9}}}, "permutes.data"),
+        ({"axes": {"data": {"alpha_s": -1, "bytes_per_s": 1e9}}}, "at least 0"),
+        ({"axis": {}}, "did you mean `axes`"),
+    ],
+)
+def test_a_garbled_link_of_an_axis_is_told(tmp_path, wrong, said):
+    for data in ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong}, {"devices": "cpu", **wrong}):
+        (tmp_path / "c.json").write_text(json.dumps(data))
+        with pytest.raises(MeshparError, match=said):
+            hardware.parse_profile(str(tmp_path / "c.json"))
+
+
+@pytest.mark.parametrize("data", [{"devices": "cpu"}, {"devices": "cpu", "axes": {}}])
+def test_links_of_no_axis_are_refused(data):
+    with pytest.raises(MeshparError, match="names no mesh axis"):
+        hardware.Links.from_json(data)
+
+
+def test_devices_of_a_profile_go_by_a_name():
+    with pytest.raises(MeshparError, match="set `devices` to 3"):
+        hardware.Links.from_json({"devices": 3, "axes": {"data": {"alpha_s": 0, "bytes_per_s": 1}}})
+
+
+def test_a_profile_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(MeshparError, match="folder that exists"):
+        MEASURED.save(tmp_path / "no" / "where.json")
+
+
+def test_how_a_group_lies_on_the_nodes():
+    cluster = parse_cluster("h100:2x4")
+    mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    assert cluster.layout(["tensor"], mesh) == (1, 2)
+    assert cluster.layout(["fsdp", "tensor"], mesh) == (1, 4)
+    assert cluster.layout(["data"], mesh) == (2, 1)
+    assert cluster.layout(["data", "tensor"], mesh) == (2, 2)
+    assert parse_cluster("h100:3x2").layout(["tensor"], {"data": 2, "tensor": 3}) == (2, 1)
+    assert cluster.layout([], mesh) == (1, 1)
+    with pytest.raises(MeshparError, match="did you mean `tensor`"):
+        cluster.layout(["tensr"], mesh)
+    with pytest.raises(MeshparError, match="16 devices"):
+        cluster.layout(["data"], {"data": 16})

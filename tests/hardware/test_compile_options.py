@@ -1,0 +1,215 @@
+"""XLA's compile options: one set for every command, checked before anything is traced, and what `train` runs is what
+`explain` compiled."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import meshpar as mp
+from meshpar.cli.explain_command import Subject
+from meshpar.cli.recipe import build_model, build_optimizer, build_step, load_recipe
+from meshpar.cli.train_command import _program
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.hardware.compile_options import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for, profile
+from meshpar.inspect.target import missing_aot, topology, traced_for
+from meshpar.models import TransformerConfig
+from meshpar.training.state import make_setup
+
+PODS = {
+    "llama3_8b": "h100:8x8", "llama3_70b": "h100:64x8", "llama3_405b": "h100:512x8", "mixtral_8x7b": "h100:8x8",
+    "deepseek_v3": "h100:256x8", "gpt_stdlib": "h100:1x8", "gpt_3d": "h100:1x8", "gpt_pipeline": "h100:1x8",
+    "long_context": "h100:1x8", "moe_stdlib": "h100:1x8", "digits_linen": "h100:1x8",
+    "finetune_hf": "h100:1x8",
+}  # fmt: skip
+SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+ALL = "xla_gpu_all_reduce_combine_threshold_bytes"
+THRESHOLD = "xla_gpu_all_gather_combine_threshold_bytes"
+
+
+def loss(model, batch, key):
+    return jnp.mean(model(batch["x"]) ** 2), {}
+
+
+def step_and_state(mesh, **options):
+    model = mp.from_functions(
+        lambda key: {"w": jax.random.normal(key, (8, 4))},
+        lambda params, x: x @ params["w"],
+        names={"w": ("embed", "mlp")},
+    )
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=0))
+    return mp.train_step(loss, **options), state
+
+
+BATCH = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+
+
+def test_gpus_have_a_set_that_the_user_overrides_and_cpus_have_none(mesh8):
+    no_devices = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    assert options_for(mesh8, {}) == {}
+    assert options_for(mesh8, {THRESHOLD: 7}) == {THRESHOLD: 7}
+    assert options_for(no_devices, {}) == dict(GPU_OPTIONS)
+    assert options_for(no_devices, {SCHEDULER: False, THRESHOLD: 7})[SCHEDULER] is False
+
+
+def test_a_strategy_that_prefetches_brings_what_it_needs():
+    """Three scatters of a layer by their shards' bytes; with an axis that splits layers one, and more in flight."""
+    cfg = TransformerConfig(
+        vocab_size=64, num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=128
+    )
+
+    def options(spec, strategy):
+        state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=spec.abstract(8), strategy=strategy)
+        return mp.train_step(loss).compile_options(state.setup)
+
+    layer_elements = 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64
+    alone = options(mp.MeshSpec(fsdp=8), mp.fsdp(prefetch=1))
+    split = options(mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(prefetch=1) | mp.tensor_parallel())
+    assert alone["xla_gpu_reduce_scatter_combine_threshold_bytes"] == 4 * layer_elements // 8 // 3
+    assert split["xla_gpu_experimental_parallel_collective_overlap_limit"] == 4
+    assert "xla_gpu_reduce_scatter_combine_threshold_bytes" not in split
+    for one in (alone, split):
+        assert one[THRESHOLD] == 2**30
+        assert check_options(one) == one
+    assert options(mp.MeshSpec(fsdp=8), mp.fsdp()) == dict(GPU_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"xla_gpu_no_such": 1}, "No such compile option.*flags"),
+        ({"xla_gpu_enable_latency_hiding_schedule": True}, f"did you mean {SCHEDULER}"),
+        ({THRESHOLD: "many"}, "not a valid int64"),
+        ({"--" + THRESHOLD: 1}, "names of XLA's options begin with xla_"),
+        ({THRESHOLD: None}, "no NoneType"),
+    ],
+)
+def test_an_option_that_xla_has_not_is_told_before_the_step_is_traced(mesh8, options, wanted):
+    def trace():
+        step, state = step_and_state(mesh8, xla=options)
+        step.loss_fn = None  # tracing would call it
+        step.trace(state, BATCH)
+
+    with pytest.raises(mp.MeshparError, match=wanted):
+        trace()
+
+
+def test_a_program_is_known_by_what_it_computes_and_how_it_is_compiled(mesh8):
+    def found(**options):
+        step, state = step_and_state(mesh8, **options)
+        return fingerprint(step.lower(state, BATCH), step.compile_options(state.setup))
+
+    assert found() == found()
+    assert len({found(), found(xla={THRESHOLD: 7}), found(nonfinite="skip"), found(nonfinite="ignore")}) == 3
+
+
+def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
+    seen = {}
+
+    def explained(step, state, batch, cluster, **_):
+        seen.update(step.options.xla)
+        raise mp.MeshparError("enough")
+
+    monkeypatch.setattr("meshpar.inspect.explain.explain", explained)
+    words = ["--xla", f"{THRESHOLD}=1024", "--set", "seed=9", "--xla", f"--{SCHEDULER}=false", "--set", f"xla.{ALL}=1"]
+    assert meshpar("explain", "recipes/gpt_stdlib.py", *words)[0] == 2
+    assert seen == {THRESHOLD: 1024, SCHEDULER: False, ALL: 1}
+    assert type(seen[ALL]) is int
+
+
+def test_latencies_of_a_profiler_are_a_text_that_xla_reads_by_its_name(mesh8, tmp_path):
+    step, state = step_and_state(mesh8)
+    lowered, file = step.lower(state, BATCH), tmp_path / "of.pbtxt"
+    found = []
+    for seconds in (1e-6, 2.5e-3):
+        file.write_text(profile({"fusion.1": seconds, "all-gather-start": 1e-3}))
+        found.append(fingerprint(lowered, {LATENCIES: str(file)}))
+    assert file.read_text().splitlines()[0] == 'costs { name: "fusion.1" cost_us: 2500.000 }'
+    assert found[0] != found[1]
+    assert dict(check_options({LATENCIES: str(file)})) == {LATENCIES: str(file)}
+    with pytest.raises(mp.MeshparError, match=r"there is no such file.*latency_rounds=1"):
+        check_options({LATENCIES: str(tmp_path / "none.pbtxt")})
+    with pytest.raises(mp.MeshparError, match=r"from \*.pbtxt only"):
+        check_options({LATENCIES: str(tmp_path / "of.txt")})
+    file.write_text("nothing")
+    with pytest.raises(mp.MeshparError, match=r"begin with `costs {`"):
+        check_options({LATENCIES: str(file)})
+
+
+@pytest.mark.parametrize("given", ["text", ["a"], 5])
+def test_options_are_a_dict(given):
+    for make in (mp.train_step, mp.eval_step):
+        with pytest.raises(mp.MeshparError, match="dict of XLA's options"):
+            make(loss, xla=given)
+
+
+def test_a_number_is_no_bool_after_a_bool():
+    assert check_options({SCHEDULER: True})
+    with pytest.raises(mp.MeshparError, match="not a valid bool.*True or False"):
+        check_options({SCHEDULER: 1})
+
+
+def test_an_option_has_no_fields(meshpar):
+    code, _, error = meshpar("explain", "recipes/gpt_stdlib.py", "--xla", "xla_no.such=1")
+    assert code == 2
+    assert "`xla.xla_no.such`" in error
+    assert "has no fields" in error
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [("nope=3", "begin with xla_"), ("xla_no_such=1", "No such compile option"), ("xla_foo", "=, and its value")],
+)
+def test_shard_takes_no_option_that_xla_has_not(meshpar, option, wanted):
+    code, _, error = meshpar("shard", "recipes/gpt_stdlib.py", "--devices", "8", "--xla", option)
+    assert code == 2
+    assert wanted in error
+
+
+class Compiled(Exception):
+    """The lowered program and its options, instead of an hour of compiling."""
+
+
+class Lowering:
+    def compile(self, lowered, cluster, options):
+        raise Compiled(lowered, options)
+
+
+def test_what_train_says_counts_rounds_and_that_cpus_leave_them_out(mesh8):
+    found = []
+    for rounds in (0, 1):
+        step, state = step_and_state(mesh8, latency_rounds=rounds)
+        found.append(_program(step, state.setup, SimpleNamespace(spec=BATCH)))
+    assert "latency_rounds" not in found[0]
+    assert re.search(r" with latency_rounds=1 \(left out: only XLA's compiler for GPUs.*these are cpus\)$", found[1])
+    assert found[0].split()[1] != found[1].split()[1]
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("name", PODS)
+def test_what_train_runs_is_what_explain_compiles(name):
+    if missing_aot() or importlib.util.find_spec("nvidia.cudnn") is None:
+        pytest.skip("lowers cuDNN's attention for GPUs, which needs `pip install meshpar[cudnn]`")
+    path, cluster = f"recipes/{name}.py", parse_cluster(PODS[name])
+    subject = Subject.of(path, cluster, layout=(), assignments=(), shapes=None)
+    with pytest.raises(Compiled) as stopped:
+        subject.explained(Lowering())
+    # As `train` does it, on the pod's devices.
+    recipe = load_recipe(path, devices=cluster.num_devices)
+    mesh = recipe.mesh.build(topology(cluster))
+    model = build_model(recipe)
+    tx = build_optimizer(recipe, model, mesh)
+    setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
+    with traced_for(cluster):
+        line = _program(build_step(recipe), setup, SimpleNamespace(spec=subject.batch))
+    assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(
+        *stopped.value.args, recipe.latency_rounds
+    )
+    assert ("latency_rounds=1" in line) == (name in ("llama3_8b", "llama3_70b", "mixtral_8x7b", "deepseek_v3"))

@@ -1,0 +1,175 @@
+"""Itemised accounts: the literature's numbers, links by place, and figures as people write them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Link, Links, parse_cluster
+from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, account, bus_factor, compare
+from meshpar.hardware.units import parse_bytes, si
+from meshpar.sharding.types import MeshparError
+
+LINK = Link(alpha_s=2e-6, bytes_per_s=100e9)
+POD = parse_cluster("h100:8x8")
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
+def test_gradients_of_seven_billion_parameters(ranks, sent):
+    """14 GB of bfloat16 gradients, and what each rank of a ring sends of them."""
+    found = account("ring", 14e9, ranks, POD)
+    assert found.bytes_sent == found.lower_bound_bytes == sent
+    assert si(found.bytes_sent, "B") == {8: "24.5 GB", 64: "27.56 GB"}[ranks]
+    assert found.steps == 2 * (ranks - 1)
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "hierarchical"])
+def test_every_account_is_its_closed_form(name):
+    found, expected = account(name, 8e6, 8, LINK), ALGORITHMS[name].cost(8e6, 8)
+    assert (found.steps, found.bytes_sent) == (expected.steps, expected.bytes_sent)
+    assert found.time_s == pytest.approx(expected.time_s(LINK))
+    assert found.time_s == found.latency_s + found.bandwidth_s
+    assert found.latency_s == pytest.approx(expected.steps * 2e-6)
+    assert found.algorithm_bytes_per_s == pytest.approx(8e6 / found.time_s)
+    assert found.bus_bytes_per_s == pytest.approx(found.lower_bound_bytes / found.time_s)
+    assert found.bytes_sent >= found.lower_bound_bytes
+    assert found.to_json()["formulas"]["time"] in str(found)
+
+
+def test_servers_and_two_levels():
+    assert account("parameter_server", 8e6, 8, LINK, servers=4).bytes_sent == pytest.approx(8e6 / 4 * (8 + 4 - 2))
+    found = account("hierarchical", 8e6, 64, LINK, inner=8)
+    expected = cost.hierarchical_all_reduce(8e6, 64, inner=8)
+    assert [leg.cost for leg in found.legs] == [expected.inside, expected.across]
+    assert found.time_s == pytest.approx(expected.time_s(LINK, LINK))
+    assert "K = 8, M = 8" in str(found)
+
+
+def test_ranks_that_fit_a_node_use_its_links():
+    (inside,) = account("ring", 1e6, 8, POD).legs
+    assert inside.link == POD.inside
+    (ring,) = account("ring", 1e6, 64, POD).legs
+    assert ring.link == cost.collective_link("all-reduce", POD, num_nodes=8, per_node=8)
+    assert ring.where == "between 8 nodes, 8 ports each"
+    assert account("ring", 1e6, 64, POD, by_messages=True).legs[0].link == POD.across
+    assert account("tree", 1e6, 9, POD).legs[0].link == POD.across
+    inside, across = account("hierarchical", 1e6, 64, POD).legs
+    assert (inside.link, across.link) == (POD.inside, POD.across)
+
+
+def test_a_measured_axis_has_its_own_link():
+    mine = Links(devices="cpu", axes={"data": LINK})
+    found = account("all-gather", 1e6, 8, mine, axes=("data",), mesh={"data": 8})
+    assert found.legs[0].link == LINK
+    assert found.legs[0].where == "measured along `data`"
+    pod = dataclasses.replace(POD, axes={"data": LINK})
+    assert account("ring", 1e6, 8, pod, axes=("data",), mesh={"data": 8}).legs[0].link == LINK
+    assert account("ring", 1e6, 8, pod).legs[0].link == POD.inside
+
+
+def test_the_crossover_is_where_both_take_as_long():
+    for ranks in (6, 8, 64):
+        at = account("ring", 1.0, ranks, POD).crossover_bytes
+        ring, tree = account("ring", at, ranks, POD), account("recursive-doubling", at, ranks, POD)
+        assert ring.time_s == pytest.approx(tree.time_s)
+    assert account("ring", 1e6, 2, POD).crossover_bytes is None
+    assert account("all-gather", 1e6, 8, POD).crossover_bytes is None
+
+
+def test_side_by_side_the_quickest_comes_first():
+    found = compare(ALL_REDUCES, 14e9, 64, POD)
+    times = [one.time_s for one in found.accounts]
+    assert times == sorted(times)
+    assert [one.name for one in found.accounts][:2] == ["ring", "hierarchical"]
+    shown = str(found)
+    assert all(name in shown for name in ALL_REDUCES)
+    assert "27.56 GB" in shown
+
+
+def test_what_a_formula_leaves_out_is_said():
+    assert "no power of two" in str(account("recursive-doubling", 1e6, 6, LINK))
+    assert not account("recursive-doubling", 1e6, 8, LINK).notes
+    assert not account("ring", 1e6, 6, LINK).notes
+
+
+def test_bus_factors_are_those_of_nccl_tests():
+    assert bus_factor("all-reduce", 8) == 2 * 7 / 8
+    assert bus_factor("all-gather", 8) == bus_factor("reduce-scatter", 8) == bus_factor("all-to-all", 8) == 7 / 8
+    assert bus_factor("collective-broadcast", 8) == 1
+
+
+def test_other_names():
+    assert all(account(alias, 1.0, 4, LINK).name == name for alias, name in ALIASES.items())
+    assert account("Halving_Doubling", 1.0, 4, LINK).name == "halving-doubling"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "said"),
+    [
+        (("rings", 1, 2, LINK), {}, "did you mean `ring`"),
+        (("ring", 1, 0, LINK), {}, "ranks=0"),
+        (("ring", -1, 2, LINK), {}, "-1 bytes, but it is a number of bytes, 0 or more"),
+        (("ring", "x", 2, LINK), {}, "'x' bytes"),
+        (("ring", 1, 2.0, LINK), {}, "ranks=2.0"),
+        (("ring", 1, 10**30, LINK), {}, "a whole number from 1 to 16,777,216"),
+        (("ring", 1, 2, "h100:1x8"), {}, "links are a Link, a Cluster or measured Links"),
+        (("ring", 1, 2, LINK), {"axes": 3}, "a list of mesh axes"),
+        (("ring", 1, 2, LINK), {"axes": ("data",), "mesh": 3}, "sizes by axis"),
+        ((3, 1, 2, LINK), {}, "algorithm `3`"),
+        (("ring", float("nan"), 2, LINK), {}, "nan bytes"),
+        (("ring", float("inf"), 2, LINK), {}, "inf bytes"),
+        (("hierarchical", 1, 12, LINK), {"inner": 5}, "divisor of 12"),
+        (("hierarchical", 1, 12, LINK), {}, "--inner 8"),
+        (("parameter-server", 1, 4, LINK), {"servers": 5}, "use 1 to 4"),
+        (("doubling-all-gather", 1, 6, LINK), {}, "power of two"),
+        (("ring", 1, 65, POD), {}, "it has 64 GPUs"),
+        (("ring", 1, 2, Links(devices="cpu", axes={"data": LINK})), {}, "measured along `data`"),
+    ],
+)
+def test_what_cannot_be_priced(arguments, options, said):
+    with pytest.raises(MeshparError, match=said):
+        account(*arguments, **options)
+
+
+def test_a_bus_needs_a_kind():
+    with pytest.raises(MeshparError, match="did you mean `all-reduce`"):
+        bus_factor("all-reduces", 2)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (27.5625e9, "B", "27.56 GB"),
+        (0, "s", "0 s"),
+        (1.9e-6, "s", "1.9 µs"),
+        (2.2222e-12, "s", "2.222 ps"),
+        (999.99e-6, "s", "1 ms"),
+        (0.5, "B", "0.5 B"),
+        (12, "B", "12 B"),
+        (4.5e11, "B/s", "450 GB/s"),
+        (float("inf"), "B/s", "inf B/s"),
+        (12345e12, "B", "12.35 PB"),
+    ],
+)
+def test_figures(value, unit, text):
+    assert si(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("14e9", 14e9), ("14GB", 14e9), ("256 kB", 256e3), ("1.5m", 1.5e6), ("-5", -5), ("8B", 8)]
+)
+def test_bytes_as_people_write_them(text, value):
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "4KiB", "1.2.3", "GB", "1e", "1e400", "1e308"])
+def test_what_is_no_number_of_bytes(text):
+    with pytest.raises(MeshparError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+def test_bytes_that_are_too_few():
+    with pytest.raises(MeshparError, match=r"`0`: .*no number of bytes up to 1e\+24, 1 or more"):
+        parse_bytes("0", least=1)

@@ -1,0 +1,358 @@
+"""The closed forms of collective costs, against the literature's numbers and against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshpar.hardware import cost_model as cost
+from meshpar.hardware.clusters import Link, parse_cluster
+from meshpar.hardware.cost_model import Cost
+from meshpar.sharding.types import MeshparError
+
+LINK = Link(alpha_s=1e-6, bytes_per_s=100e9)
+ALPHA, BETA = 1e-6, 1e-11
+SIZES = st.integers(min_value=1, max_value=4096)
+PAYLOADS = st.floats(min_value=0, max_value=1e13)
+
+
+def test_a_message_takes_alpha_and_its_bytes():
+    assert cost.message(5e5) == Cost(steps=1, bytes_sent=5e5, bytes_in_turn=5e5)
+    assert cost.message(5e5).time_s(LINK) == pytest.approx(ALPHA + 5e5 * BETA)
+    assert cost.message(0).time_s(LINK) == ALPHA
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "steps", "sent"),
+    [
+        (cost.ring_all_reduce, 14, 14 / 8),
+        (cost.ring_all_gather, 7, 7 / 8),
+        (cost.ring_reduce_scatter, 7, 7 / 8),
+        (cost.tree_all_reduce, 3, 3),
+        (cost.halving_doubling_all_reduce, 6, 14 / 8),
+        (cost.naive_root_all_reduce, 14, 7),
+        (cost.parameter_server_all_reduce, 14, 7),
+        (cost.all_to_all, 7, 7 / 8),
+        (cost.ring_broadcast, 7, 1),
+    ],
+)
+def test_steps_and_bytes_for_eight_ranks(algorithm, steps, sent):
+    """FACTS 2."""
+    found = algorithm(8e6, 8)
+    assert (found.steps, found.bytes_sent) == (steps, pytest.approx(sent * 8e6))
+
+
+def test_ring_times():
+    assert cost.ring_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(14 * ALPHA + 14 / 8 * 8e6 * BETA)
+    assert cost.ring_all_gather(8e6, 8).time_s(LINK) == pytest.approx(7 * ALPHA + 7 / 8 * 8e6 * BETA)
+    assert cost.tree_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(3 * (ALPHA + 8e6 * BETA))
+    assert cost.halving_doubling_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(6 * ALPHA + 14 / 8 * 8e6 * BETA)
+
+
+def test_a_root_handles_all_messages_in_turn_each_way():
+    assert cost.naive_root_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(2 * 7 * (ALPHA + 8e6 * BETA))
+
+
+@given(PAYLOADS, SIZES)
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(payload, ranks):
+    both = cost.ring_reduce_scatter(payload, ranks) + cost.ring_all_gather(payload, ranks)
+    whole = cost.ring_all_reduce(payload, ranks)
+    assert both.steps == whole.steps
+    assert both.bytes_sent == pytest.approx(whole.bytes_sent)
+    assert both.time_s(LINK) == pytest.approx(whole.time_s(LINK))
+
+
+@given(PAYLOADS, SIZES)
+def test_no_all_reduce_sends_less_than_the_bound(payload, ranks):
+    bound = cost.all_reduce_lower_bound_bytes(payload, ranks) * (1 - 1e-12)
+    for algorithm in (
+        cost.ring_all_reduce,
+        cost.tree_all_reduce,
+        cost.halving_doubling_all_reduce,
+        cost.naive_root_all_reduce,
+    ):
+        assert algorithm(payload, ranks).bytes_in_turn >= bound
+
+
+@given(PAYLOADS, st.integers(0, 12))
+def test_halving_doubling_reaches_the_bound_for_powers_of_two(payload, doublings):
+    found = cost.halving_doubling_all_reduce(payload, 2**doublings)
+    assert found.bytes_sent == cost.all_reduce_lower_bound_bytes(payload, 2**doublings)
+    assert found.steps == 2 * doublings
+
+
+def test_ranks_beyond_a_power_of_two_take_two_whole_messages_more():
+    assert cost.tree_all_reduce(10, 6) == Cost(steps=4, bytes_sent=30, bytes_in_turn=40)
+    assert cost.halving_doubling_all_reduce(10, 6).bytes_sent == 2 * 3 / 4 * 10 + 10
+    assert cost.halving_doubling_all_reduce(10, 6).bytes_in_turn == 2 * 3 / 4 * 10 + 20
+    assert cost.halving_doubling_all_reduce(10, 6).steps == 6
+
+
+def test_one_rank_sends_nothing():
+    for kind in set(cost.KINDS) - {"collective-permute", "send", "recv"}:
+        assert cost.collective_time_s(kind, 1e9, 1, LINK) == cost.bytes_sent(kind, 1e9, 1) == 0
+    assert cost.tree_all_reduce(1e9, 1).time_s(LINK) == cost.naive_root_all_reduce(1e9, 1).time_s(LINK) == 0
+
+
+# Hierarchical all-reduce and parameter servers
+
+
+def test_hierarchical_all_reduce_sends_an_inner_share_across():
+    found = cost.hierarchical_all_reduce(8e6, 64, inner=8)
+    assert found.inside.steps == 14
+    assert found.inside.bytes_sent == pytest.approx(2 * 7 / 8 * 8e6)
+    assert found.across.steps == 14
+    assert found.across.bytes_sent == pytest.approx(2 * 7 / 8 * 1e6)
+    slow = Link(alpha_s=5e-6, bytes_per_s=10e9)
+    expected = 14 * (ALPHA + 5e-6) + 2 * 7 / 8 * (8e6 * BETA + 1e6 * 1e-10)
+    assert found.time_s(LINK, slow) == pytest.approx(expected)
+
+
+@given(st.integers(0, 5), st.integers(0, 5), PAYLOADS)
+def test_a_hierarchy_sends_the_bytes_of_one_ring(inner, outer, payload):
+    inner, outer = 2**inner, 2**outer
+    found = cost.hierarchical_all_reduce(payload, inner * outer, inner=inner)
+    assert found.inside.bytes_sent + found.across.bytes_sent == pytest.approx(
+        cost.ring_all_reduce(payload, inner * outer).bytes_sent
+    )
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused():
+    with pytest.raises(MeshparError, match="divisor of 12"):
+        cost.hierarchical_all_reduce(1, 12, inner=5)
+
+
+def test_servers_on_every_rank_are_as_good_as_a_ring():
+    spread = cost.parameter_server_all_reduce(8e6, 8, num_servers=8)
+    assert spread == cost.ring_all_reduce(8e6, 8)
+    with pytest.raises(MeshparError, match="1 to 8"):
+        cost.parameter_server_all_reduce(8e6, 8, num_servers=9)
+
+
+# Crossover
+
+
+def test_crossover_of_eight_ranks_by_hand():
+    # 14 alpha + 14/8 n beta = 3 alpha + 3 n beta
+    assert cost.ring_tree_crossover_bytes(8, LINK) == pytest.approx(11 * ALPHA / (1.25 * BETA))
+
+
+@given(st.integers(min_value=3, max_value=4096))
+def test_ring_and_tree_take_equally_long_at_the_crossover(ranks):
+    at = cost.ring_tree_crossover_bytes(ranks, LINK)
+
+    def times(payload):
+        return cost.ring_all_reduce(payload, ranks).time_s(LINK), cost.tree_all_reduce(payload, ranks).time_s(LINK)
+
+    ring, tree = times(at)
+    assert ring == pytest.approx(tree)
+    ring, tree = times(at / 2)
+    assert tree < ring
+    ring, tree = times(at * 2)
+    assert ring < tree
+
+
+def test_where_there_is_no_crossover():
+    assert cost.ring_tree_crossover_bytes(1, LINK) is None
+    assert cost.ring_tree_crossover_bytes(2, LINK) is None
+    assert cost.ring_tree_crossover_bytes(8, Link(alpha_s=0, bytes_per_s=1e9)) == 0
+
+
+# Numbers in print
+
+
+@pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
+def test_gradients_of_seven_billion_parameters(ranks, sent):
+    """FACTS 2: 24.5 GB of each of 8 ranks, 27.56 of each of 64."""
+    assert cost.ring_all_reduce(2 * 7e9, ranks).bytes_sent == pytest.approx(sent)
+    assert cost.bytes_sent("all-reduce", 2 * 7e9, ranks) == pytest.approx(sent)
+
+
+def fully_sharded(payload, ranks):
+    """A layer's weights gathered twice, its gradient scattered once."""
+    gather = cost.ring_all_gather(payload, ranks)
+    return gather + gather + cost.ring_reduce_scatter(payload, ranks)
+
+
+def test_fully_sharded_training_sends_half_as_much_again():
+    """FACTS 2: 14e9 elements and 21e9; 140 GB and 210."""
+    assert cost.ring_all_reduce(8e9, 8).bytes_sent == pytest.approx(14e9)
+    assert fully_sharded(8e9, 8).bytes_sent == pytest.approx(21e9)
+    # One source counts an all-reduce as one message of its size: 140 GB for 70 billion bf16 gradients, and so 210 GB.
+    in_messages = fully_sharded(140e9, 64).bytes_sent / cost.ring_all_reduce(140e9, 64).bytes_sent
+    assert 140e9 * in_messages == pytest.approx(210e9)
+
+
+def test_bytes_hardly_depend_on_the_number_of_ranks():
+    many, more = (cost.ring_all_reduce(25e6, ranks).bytes_sent for ranks in (64, 4096))
+    assert more == pytest.approx(many, rel=0.02)
+
+
+def test_a_tensor_parallel_payload_against_the_matmul_that_makes_it():
+    """FACTS 4: 4096 tokens of width 4096 in bfloat16 over 600 GB/s, and their MLP matmul to four times the width."""
+    payload = 2 * 4096 * 4096
+    assert payload == 32 * 2**20
+    sending_s = cost.message(payload).time_s(Link(alpha_s=0, bytes_per_s=600e9))
+    assert round(sending_s * 1e3, 3) == 0.056
+    computing_s = cost.matmul_flops(4096, 4096, 4 * 4096) / 312e12
+    assert round(computing_s * 1e3, 2) == 1.76
+
+
+# Collectives as the compiler names them
+
+
+@pytest.mark.parametrize("kind", cost.KINDS)
+def test_every_kind_has_a_time_and_bytes(kind):
+    time_s = cost.collective_time_s(kind, 1e9, 8, LINK)
+    assert time_s >= cost.bytes_sent(kind, 1e9, 8) * BETA
+    assert time_s <= 2.1 * 1e9 * BETA
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "share"),
+    [
+        ("all-reduce", 14, 14 / 8),
+        ("all-gather", 7, 7 / 8),
+        ("reduce-scatter", 7, 7 / 8),
+        ("all-to-all", 7, 7 / 8),
+        ("ragged-all-to-all", 7, 7 / 8),
+        ("collective-broadcast", 7, 1),
+        ("collective-permute", 1, 1),
+        ("send", 1, 1),
+        ("recv", 1, 1),
+    ],
+)
+def test_time_of_each_kind(kind, steps, share):
+    assert cost.collective_time_s(kind, 1e9, 8, LINK) == pytest.approx(steps * ALPHA + share * 1e9 * BETA)
+
+
+def test_a_small_all_reduce_goes_by_the_tree():
+    assert cost.collective_time_s("all-reduce", 4, 512, LINK) == pytest.approx(9 * (ALPHA + 4 * BETA))
+
+
+def test_what_is_received_is_not_sent():
+    assert cost.bytes_sent("recv", 1e9, 2) == 0
+
+
+def test_rings_between_nodes_use_every_port_of_a_node():
+    cluster = parse_cluster("h100:8x8")
+    assert cost.collective_link("all-gather", cluster, num_nodes=1, per_node=8) == cluster.inside
+    ring = cost.collective_link("all-gather", cluster, num_nodes=8, per_node=8)
+    assert ring.bytes_per_s == 8 * 50e9
+    assert ring.alpha_s == pytest.approx((7 * 4.0e-6 + 56 * 1.9e-6) / 63)
+    assert cost.collective_link("all-reduce", cluster, num_nodes=8, per_node=1) == cluster.across
+    for kind in ("all-to-all", "collective-permute"):
+        assert cost.collective_link(kind, cluster, num_nodes=8, per_node=8) == cluster.across
+
+
+def test_a_ring_is_no_faster_between_nodes_than_inside_one():
+    cluster = parse_cluster("l40s:4x8")
+    assert cost.collective_link("all-gather", cluster, num_nodes=4, per_node=8).bytes_per_s == 32e9
+
+
+# Nonsense
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        cost.ring_all_reduce,
+        cost.ring_all_gather,
+        cost.ring_reduce_scatter,
+        cost.ring_broadcast,
+        cost.tree_all_reduce,
+        cost.halving_doubling_all_reduce,
+        cost.naive_root_all_reduce,
+        cost.all_to_all,
+        cost.all_reduce_lower_bound_bytes,
+    ],
+)
+def test_groups_of_nobody_are_refused(algorithm, ranks):
+    with pytest.raises(MeshparError, match="at least one"):
+        algorithm(1e6, ranks)
+
+
+@pytest.mark.parametrize("payload", [-1, -1e9, math.nan])
+@pytest.mark.parametrize("kind", cost.KINDS)
+def test_negative_messages_are_refused(kind, payload):
+    with pytest.raises(MeshparError, match="0 or more"):
+        cost.collective_time_s(kind, payload, 8, LINK)
+
+
+def test_unknown_kinds_are_refused():
+    with pytest.raises(MeshparError, match="did you mean `all-gather`"):
+        cost.collective_time_s("all_gather", 1, 8, LINK)
+
+
+def test_a_link_joins_at_least_one_device():
+    with pytest.raises(MeshparError, match="at least one"):
+        cost.collective_link("all-reduce", parse_cluster("h100:8"), num_nodes=0, per_node=1)
+
+
+def test_a_measured_axis_comes_before_the_kind_of_link():
+    ring, message = Link(alpha_s=3e-5, bytes_per_s=2e9), Link(alpha_s=1e-5, bytes_per_s=1e9)
+    cluster = dataclasses.replace(parse_cluster("h100:8x8"), axes={"data": ring}, permutes={"data": message})
+    where = {"num_nodes": 8, "per_node": 8}
+    assert cost.collective_link("all-reduce", cluster, axes=("data",), **where) == ring
+    assert cost.collective_link("all-to-all", cluster, axes=("data",), **where) == ring
+    assert cost.collective_link("collective-permute", cluster, axes=("data",), **where) == message
+    for axes in (("fsdp",), ("data", "fsdp"), ("unknown",), ()):
+        usual = cost.collective_link("all-reduce", parse_cluster("h100:8x8"), **where)
+        assert cost.collective_link("all-reduce", cluster, axes=axes, **where) == usual
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mixture of experts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_all_to_alls_of_deepseek_v3_over_64_ranks():
+    """FACTS 6: s = 4096, k = 8, d = 7168, a byte each: 3.67 M a rank and direction, 425.7 M in 58 layers, both ways."""
+    one = cost.moe_all_to_all(7168, 4096 // 64, 8, 64)
+    payload = one.bytes_sent * 64 / 63
+    assert payload == pytest.approx(3.67e6, rel=1e-3)
+    assert 2 * 58 * payload == pytest.approx(425.7e6, rel=1e-4)
+    assert one.steps == 63
+    assert cost.moe_all_to_all(7168, 64, 8, 64, padding=1.25).bytes_sent == 1.25 * one.bytes_sent
+
+
+def test_room_for_dropless_does_not_grow_with_the_experts():
+    """A rank with fewer experts than k is sent no more rows of a token than it has experts."""
+    assert [cost.dropless_rows(64, 8, num_experts, 8) for num_experts in (8, 32, 64, 256)] == [512, 2048, 4096, 4096]
+    assert cost.dropless_rows(64, 8, 8, 1) == cost.dropless_rows(64, 8, 256, 1) == 512
+    assert cost.dropless_rows(64, 8, 256, 8, 1.5) == 1.5 * 64 * 8
+    assert cost.dropless_rows(10, 1, 8, 1, 1.1) == 10
+    assert cost.dropless_rows(20, 4, 8, 8, 1.1) == 8 * 11  # 1.1 * 10 is above 11 in floating point
+    assert cost.dropless_bytes(100, 64, 8, 256, 8) == (5 * 4096 + 2 * 512) * 116
+
+
+def test_two_levels_move_everything_twice_with_fewer_messages():
+    two = cost.hierarchical_all_to_all(64e6, 64, inner=8)
+    assert (two.inside.steps, two.across.steps) == (7, 7)
+    assert two.inside.bytes_sent == two.across.bytes_sent == 7 / 8 * 64e6
+    assert cost.all_to_all(64e6, 64).steps == 63
+
+
+def test_blocks_of_a_grouped_matmul():
+    assert cost.grouped_rows(8192, 16, 32) == 8192 + 15 * 32
+    assert cost.grouped_rows(3, 16, 32) == 3 * 32  # no more blocks than rows
+    assert cost.grouped_matmul_flops(8192, 16, 1, 64, 96) == cost.matmul_flops(8192, 64, 96)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: cost.dropless_rows(64, 2, 6, 4),
+        lambda: cost.dropless_rows(0, 2, 8, 4),
+        lambda: cost.grouped_rows(8, 2, 0),
+        lambda: cost.hierarchical_all_to_all(8, 8, inner=3),
+    ],
+)
+def test_experts_have_to_be_spread_evenly(ask):
+    with pytest.raises(MeshparError):
+        ask()

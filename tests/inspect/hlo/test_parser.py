@@ -1,0 +1,448 @@
+"""The parser: saved programs of both backends and both jax versions, each construct alone, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import textwrap
+
+import pytest
+
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.hlo.parser import HloSyntaxError
+from meshpar.inspect.hlo.shapes import ArrayShape, TupleShape, dtype_bits
+from meshpar.inspect.hlo.walk import executed
+
+VERSIONS = ("jax0.10", "jax0.12")
+COMPILED = [(program, platform, v) for program in ("scan", "kernels") for platform in ("cpu", "cuda") for v in VERSIONS]
+
+
+def parse_entry(body: str, header: str = "HloModule m", before: str = ""):
+    """The entry computation of a module with these instructions."""
+    lines = textwrap.indent(textwrap.dedent(body).strip(), "  ")
+    return hlo.parse(f"{header}\n{textwrap.dedent(before)}\nENTRY e {{\n{lines}\n}}\n").entry
+
+
+def first(body: str, **kwargs):
+    return parse_entry(body, **kwargs).instructions[-1]
+
+
+ADD = """
+    add {
+      a = f32[] parameter(0)
+      b = f32[] parameter(1)
+      ROOT s = f32[] add(a, b)
+    }
+"""
+
+
+# Saved programs
+
+
+@pytest.mark.parametrize("key", COMPILED, ids="-".join)
+def test_compiled_programs_are_read(saved, key):
+    module = saved[key]
+    assert module.is_scheduled
+    assert module.num_partitions == 8
+    assert module.replica_count == 1
+    assert module.entry is module.computations[module.entry.name]
+
+
+@pytest.mark.parametrize("program", ["scan", "kernels"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_lowered_programs_are_read(saved, program, version):
+    assert not saved[program, "lowered", version].is_scheduled
+
+
+@pytest.mark.parametrize("key", [key for key in COMPILED if key[0] == "scan"], ids="-".join)
+def test_donated_buffers(saved, key):
+    assert saved[key].input_output_alias == (((1,), 0), ((2,), 1))
+
+
+@pytest.mark.parametrize("key", [key for key in COMPILED if key[0] == "scan"], ids="-".join)
+def test_loops_carry_their_trip_count(saved, key):
+    visits = [visit for visit in executed(saved[key]) if visit.loops]
+    assert [v.loops[-1].trip_count for v in visits if v.loops[-1].body == v.computation.name] == [4, 4]
+
+
+@pytest.mark.parametrize("key", COMPILED, ids="-".join)
+def test_stack_tables_lead_to_the_source(saved, programs, key):
+    module = saved[key]
+    stacks = [module.stack(ins) for computation in module for ins in computation if ins.metadata.stack_frame_id]
+    innermost = {stack[0] for stack in stacks}
+    assert {frame.file for frame in innermost} >= {"tests/inspect/programs.py"}
+    assert {"scan": "layer", "kernels": "body"}[key[0]] in {frame.function.split(".")[-1] for frame in innermost}
+    # Outward every frame is the caller of the one before, up to the script's own top level; only a shard_map's body is
+    # traced by itself, and its stacks end there.
+    outermost = {stack[-1].function for stack in stacks}
+    assert outermost == {"<module>"} | ({"kernels.<locals>.body"} if key[0] == "kernels" else set())
+
+
+def test_no_saved_program_holds_a_path_of_the_machine_that_made_it(programs):
+    for name in programs.PROGRAMS:
+        for platform in ("cpu", "cuda", "lowered"):
+            for text in programs.saved(name, platform).values():
+                assert '"/' not in text
+                assert "site-packages" not in text
+
+
+def test_a_module_survives_pickling(saved):
+    module = saved["scan", "cuda", "jax0.12"]
+    assert pickle.loads(pickle.dumps(module)) == module
+
+
+# Shapes
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("f32[]", ArrayShape("f32", ())),
+        ("bf16[4,8]{1,0}", ArrayShape("bf16", (4, 8), "{1,0}")),
+        ("s32[<=5]", ArrayShape("s32", (5,))),
+        ("f32[2,3]{1,0:T(8,128)S(1)}", ArrayShape("f32", (2, 3), "{1,0:T(8,128)S(1)}")),
+        ("token[]", ArrayShape("token", ())),
+        ("()", TupleShape(())),
+        (
+            "((f32[2]{0}, /*index=1*/bf16[]), (u32[]))",
+            TupleShape(
+                (
+                    TupleShape((ArrayShape("f32", (2,), "{0}"), ArrayShape("bf16", ()))),
+                    TupleShape((ArrayShape("u32", ()),)),
+                )
+            ),
+        ),
+    ],
+)
+def test_shapes(text, shape):
+    assert first(f"p = {text} parameter(0)").shape == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("bf16[4,8]", 64),
+        ("pred[3]", 3),
+        ("s4[5]", 5),
+        ("s4[5]{0:E(4)}", 3),
+        ("f8e4m3fn[7]", 7),
+        ("c64[2]", 16),
+        ("(f32[2], (s8[3], token[]))", 11),
+        ("f32[0,4]", 0),
+    ],
+)
+def test_sizes_of_shapes(text, nbytes):
+    assert first(f"p = {text} parameter(0)").shape.nbytes == nbytes
+
+
+def test_shapes_print_as_xla_writes_them():
+    assert str(first("p = (f32[2,3]{1,0}, token[]) parameter(0)").shape) == "(f32[2,3], token[])"
+
+
+def test_an_unknown_element_type_is_refused():
+    assert dtype_bits("f8e5m2") == 8
+    with pytest.raises(HloSyntaxError, match="f31"):
+        first("p = f31[2] parameter(0)")
+
+
+# Instructions
+
+
+def test_operands_with_and_without_sigils_and_shapes():
+    entry = parse_entry("""
+        %p = f32[2]{0} parameter(0)
+        q = (f32[2], s32[]) parameter(1)
+        g = f32[2] get-tuple-element((f32[2], s32[]) %q), index=0
+        ROOT %a = f32[2]{0} add(f32[2]{0} %p, g)
+    """)
+    assert entry["g"].operands == ("q",)
+    assert entry["g"].tuple_index == 0
+    assert entry["a"].operands == ("p", "g")
+    assert entry.root.name == "a"
+    assert [user.name for user in entry.users["p"]] == ["a"]
+
+
+def test_constants_keep_their_payload():
+    entry = parse_entry("""
+        c = f32[2,2] constant({ { 1, -2e-3 }, { nan, inf } })
+        s = s32[] constant(-7)
+        b = pred[] constant(true)
+    """)
+    assert entry["c"].payload == "{ { 1, -2e-3 }, { nan, inf } }"
+    assert entry["c"].operands == ()
+    assert entry["s"].payload == "-7"
+
+
+def test_an_instruction_may_break_after_a_comma():
+    ins = first(
+        """
+        p = f32[4] parameter(0)
+        r = f32[4] all-reduce(p), channel_id=7,
+          replica_groups={{0,1},
+                          {2,3}},
+          to_apply=add
+        """,
+        before=ADD,
+    )
+    assert ins.channel_id == 7
+    assert ins.replica_groups == ((0, 1), (2, 3))
+    assert ins.called_as("to_apply") == ("add",)
+
+
+def test_comments_are_passed_over():
+    entry = parse_entry("""
+        // a line
+        p = f32[] /* here */ parameter(0)
+        t = (f32[], f32[], /*index=2*/f32[]) tuple(p, p, /*index=2*/p)  // and there
+    """)
+    assert entry["t"].operands == ("p", "p", "p")
+
+
+def test_quoted_text_may_hold_brackets_commas_and_escapes():
+    ins = first(r"""
+        p = f32[] parameter(0)
+        c = f32[] custom-call(p), custom_call_target="a \"b\" {[(", backend_config="x,}\\",
+          metadata={op_name="f(\"g\"}/h" source_line=3}
+    """)
+    assert ins.metadata.op_name == 'f("g"}/h'
+    assert ins.metadata.source_line == 3
+    assert ins.backend_config == {}
+
+
+def test_metadata_and_attributes():
+    ins = first("""
+        p = f32[2] parameter(0)
+        r = f32[2] copy(p), frontend_attributes={is_spmd_generated="true",xla.sdy.meshes={m = <["x"=2, "y"=4]>}},
+          metadata={op_type="dot" op_name="jit(f)/a/b" source_file="f.py" source_line=12 source_end_line=13},
+          backend_config={"known_trip_count":{"n":"5"},"nested":{"k":[1,"}"]}}
+    """)
+    assert ins.frontend_attributes["is_spmd_generated"] == "true"
+    assert ins.frontend_attributes["xla.sdy.meshes"] == '{m = <["x"=2, "y"=4]>}'
+    assert (ins.metadata.op_name, ins.metadata.source_file, ins.metadata.source_line) == ("jit(f)/a/b", "f.py", 12)
+    assert ins.backend_config["nested"] == {"k": [1, "}"]}
+    assert ins.trip_count == 5
+
+
+def test_a_backend_config_may_be_a_quoted_json_object():
+    ins = first(r'c = f32[] custom-call(), custom_call_target="x", backend_config="{\"a\": 1}"')
+    assert ins.backend_config == {"a": 1}
+
+
+def test_called_computations_have_roles():
+    entry = hlo.parse("""
+        HloModule m
+        cond { s = s32[] parameter(0)
+               ROOT c = pred[] constant(false) }
+        body { ROOT s = s32[] parameter(0) }
+        other { ROOT s = s32[] parameter(0) }
+        ENTRY e {
+          p = s32[] parameter(0)
+          i = s32[] parameter(1)
+          w = s32[] while(p), condition=%cond, body=%body
+          b = s32[] conditional(i, w, w), branch_computations={%body, %other}
+          f = s32[] fusion(b), kind=kLoop, calls=other
+          ROOT a = s32[] call(f), to_apply=body
+        }
+    """).entry
+    assert entry["w"].called_as("body") == ("body",)
+    assert entry["w"].called_as("condition") == ("cond",)
+    assert entry["b"].called_as("branch") == ("body", "other")
+    assert entry["f"].called_as("calls") == ("other",)
+    assert entry["a"].called_as("to_apply") == ("body",)
+
+
+def test_a_computation_may_name_its_thread():
+    module = hlo.parse("""
+        HloModule m
+        side { ROOT p = s32[] parameter(0) }, execution_thread="host"
+        ENTRY e { ROOT p = s32[] parameter(0) }
+    """)
+    assert module.computations["side"].attributes == {"execution_thread": '"host"'}
+
+
+def test_stack_tables_may_stand_at_the_end_with_plain_parents():
+    module = hlo.parse(
+        textwrap.dedent("""
+        HloModule m
+        ENTRY e {
+          ROOT p = s32[] parameter(0), metadata={op_name="x" stack_frame_id=2}
+        }
+
+        FileNames
+        1 "a.py"
+        2 "b.py"
+
+        FunctionNames
+        1 "outer"
+        2 "inner"
+
+        FileLocations
+        1 {file_name_id=1 function_name_id=1 line=10 column=1}
+        2 {file_name_id=2 function_name_id=2 line=20 column=1}
+
+        StackFrames
+        1 {file_location_id=1 parent_frame_id=0}
+        2 {file_location_id=2 parent_frame_id=1}
+        """)
+    )
+    root = module.entry.root
+    assert [str(frame) for frame in module.stack(root)] == ["b.py:20", "a.py:10"]
+    assert (root.metadata.source_file, root.metadata.source_line) == ("b.py", 20)
+
+
+def test_source_given_in_the_metadata_is_a_stack_of_one():
+    module = hlo.parse(
+        'HloModule m\nENTRY e { ROOT p = s32[] parameter(0), metadata={source_file="f.py" source_line=3} }'
+    )
+    assert [str(frame) for frame in module.stack(module.entry.root)] == ["f.py:3"]
+
+
+# Replica groups
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{}", ()),
+        ("{{}}", ()),
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("{{1,0},{3,2}}", ((1, 0), (3, 2))),
+        ("[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+        ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("mesh[a=2,b=2] {a,b}", ((0, 1, 2, 3),)),
+        ("mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
+        ("mesh['a'=4,'b'=1] {}", ((0,), (1,), (2,), (3,))),
+        ("mesh['a'=8] {'a':(1)2}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", ((3, 1), (2, 0))),
+        ("mesh['a b'=2,'x/y'=2] {'x/y'}", ((0, 1), (2, 3))),
+    ],
+)
+def test_spellings_of_replica_groups(text, groups):
+    ins = first(
+        f"p = f32[4] parameter(0)\nr = f32[4] all-gather(p), channel_id=1, replica_groups={text}, dimensions={{0}}"
+    )
+    assert ins.replica_groups == groups
+    assert ins.attributes["dimensions"] == "{0}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{0,1},{2,x}}",
+        "{0,1}",
+        "[2,2]<=[5]",
+        "[2,2,2]<=[8]",
+        "[8]<=[8]",
+        "[2,2]<=[2,2]T(0,0)",
+        "[2,2]<=[2,2]T(0,1,2)",
+        "[1000000000,1000000000]<=[1000000000000000000]",
+        "mesh['a'=2] {'b'}",
+        "mesh['a'=2,'a'=2] {'a'}",
+        "mesh['a'=0] {'a'}",
+        "mesh[] {}",
+        "mesh['a'=8] {'a':(3)2}",
+        "mesh['a'=8] {'a','a'}",
+        "mesh['a'=2,'b'=2], device_ids=(0,1,2) {'b'}",
+        "mesh['a'=2]",
+        "everyone",
+    ],
+)
+def test_damaged_replica_groups_are_refused(text):
+    with pytest.raises(HloSyntaxError) as caught:
+        first(f"p = f32[4] parameter(0)\nr = f32[4] all-gather(p), replica_groups={text}, dimensions={{0}}")
+    assert caught.value.line == 5
+
+
+def test_source_target_pairs():
+    ins = first("p = f32[] parameter(0)\nr = f32[] collective-permute(p), source_target_pairs={{0,1},{1,0}}")
+    assert ins.source_target_pairs == ((0, 1), (1, 0))
+    assert ins.replica_groups is None
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("", 1, "HloModule"),
+        ("ENTRY e { ROOT p = s32[] parameter(0) }", 1, "HloModule"),
+        ("HloModule m\n", 2, "no ENTRY"),
+        ("HloModule m\nc { ROOT p = s32[] parameter(0) }\n", 3, "no ENTRY"),
+        ("HloModule m\nENTRY e {\n}", 3, "empty"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n", 4, "expected an instruction"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(x)\n}", 3, "number"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0\n}", 4, "closes"),
+        ("HloModule m\nENTRY e {\n  p = s32[ parameter(0)\n}", 3, "shape"),
+        ("HloModule m\nENTRY e {\n  p = s32[a] parameter(0)\n}", 3, "dims"),
+        ("HloModule m\nENTRY e {\n  p s32[] parameter(0)\n}", 3, "instruction"),
+        ("HloModule m\nENTRY e {\n  p = s32[] copy(q)\n}", 3, "'q'"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n  p = s32[] parameter(1)\n}", 5, "twice"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x=1, x=2\n}", 3, "twice"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x=\n}", 3, "value"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x={\n", 3, "never closed"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x={(}\n}", 3, "closes"),
+        ('HloModule m\nENTRY e {\n  p = s32[] parameter(0), x="y\n}', 3, "string"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n  c = s32[] call(p), to_apply=f\n}", 4, "'f'"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n  c = s32[] call(p), to_apply=e\n}", 4, "itself"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n  c = s32[] while(p), body=e\n}", 4, "condition"),
+        ("HloModule m\nENTRY e {\n  c = s32[] fusion(), kind=kLoop\n}", 3, "calls"),
+        ("HloModule m\nENTRY e { ROOT p = s32[] parameter(0) }\nENTRY e { ROOT p = s32[] parameter(0) }", 3, "twice"),
+        ("HloModule m\nENTRY e { ROOT p = s32[] parameter(0) }\n)", 3, "computation"),
+        (f"HloModule m\nENTRY e {{\n  p = s32[{'9' * 18},{'9' * 18}] parameter(0)\n}}", 3, "no array"),
+        (f"HloModule m\nENTRY e {{\n  p = {'(' * 100}s32[]{')' * 100} parameter(0)\n}}", 3, "deep"),
+    ],
+)  # fmt: skip
+def test_what_is_no_program_is_refused_with_its_line(text, line, said):
+    with pytest.raises(HloSyntaxError, match=said) as caught:
+        hlo.parse(text)
+    assert caught.value.line == line
+    assert isinstance(caught.value, ValueError)
+
+
+def test_calls_in_a_circle_are_refused():
+    with pytest.raises(HloSyntaxError, match="calls itself"):
+        hlo.parse("""
+            HloModule m
+            a { p = s32[] parameter(0)
+                ROOT c = s32[] call(p), to_apply=b }
+            b { p = s32[] parameter(0)
+                ROOT c = s32[] call(p), to_apply=a }
+            ENTRY e { p = s32[] parameter(0)
+                ROOT c = s32[] call(p), to_apply=a }
+        """)
+
+
+def test_syntax_errors_pickle():
+    error = pickle.loads(pickle.dumps(HloSyntaxError("bad", 7)))
+    assert (str(error), error.line) == ("HLO text, line 7: bad", 7)
+
+
+LAST = "ENTRY e { p = s32[] parameter(0)"
+HOSTILE = {
+    "opened brackets": "(" * 300_000,
+    "opened braces in a value": "HloModule m, x=" + "{" * 300_000,
+    "letters in metadata": f"HloModule m\n{LAST}, metadata={{" + "a" * 300_000 + "} }",
+    "letters in a stack table": "HloModule m\nStackFrames\n1 {" + "a" * 300_000 + "}\n" + LAST + " }",
+    "comments": "HloModule m\n" + "/*" * 150_000,
+    "quotes": "HloModule m\n" + '"' * 300_000,
+    "backslashes": 'HloModule m, x="' + "\\" * 300_001,
+    "nested tuples": "HloModule m\nENTRY e { p = " + "(" * 200_000 + ")" * 200_000 + " parameter(0) }",
+    "digits": "HloModule m\nENTRY e { p = s32[" + "9" * 300_000 + "] parameter(0) }",
+    "groups of groups": f"HloModule m\n{LAST}, replica_groups=" + "[2" * 100_000,
+    "chained calls": "HloModule m\n"
+    + "".join(f"c{i} {{ p = s32[] parameter(0)\n c = s32[] call(p), to_apply=c{i + 1} }}\n" for i in range(9_999))
+    + f"c9999 {{ p = s32[] parameter(0) }}\n{LAST}\n r = s32[] call(p), to_apply=c0 }}",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_text_neither_hangs_nor_overflows(text):
+    with contextlib.suppress(HloSyntaxError):
+        assert hlo.parse(text).entry.name == "e"

@@ -1,0 +1,87 @@
+"""explain expects the collectives of a contrastive loss, and no others."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.inspect import all_pairs as pairs
+from meshpar.inspect.expected import facts_of
+from meshpar.models import TransformerConfig, next_token_loss
+
+ROWS, WIDTH = 128, 48
+
+
+def init(key):
+    image, text = jax.random.split(key)
+    return {"image": jax.random.normal(image, (16, WIDTH)), "text": jax.random.normal(text, (16, WIDTH))}
+
+
+def apply(params, images, texts):
+    return images @ params["image"], texts @ params["text"]
+
+
+def clip_loss(model, batch, key):
+    """Contrastive loss of Radford et al. 2021, figure 3."""
+    images, texts = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in model(batch["images"], batch["texts"]))
+    logits = images @ texts.T
+    nats = optax.softmax_cross_entropy_with_integer_labels
+    labels = jnp.arange(len(logits))
+    return (nats(logits, labels).mean() + nats(logits.T, labels).mean()) / 2, {}
+
+
+NAMES = {"image": ("embed", "mlp"), "text": ("embed", "mlp")}
+BATCH = {name: jax.ShapeDtypeStruct((ROWS, 16), np.float32) for name in ("images", "texts")}
+
+
+def abstract(strategy, *, model=None, on_devices=True, **axes):
+    spec = mp.MeshSpec(**axes)
+    mesh = spec.build(jax.devices()[: int(np.prod(list(axes.values())))]) if on_devices else spec.abstract(8)
+    return mp.abstract_state(
+        model or mp.from_functions(init, apply, names=NAMES), optax.sgd(0.1), mesh=mesh, strategy=strategy
+    )
+
+
+def test_explain_contrastive_loss_has_no_unexpected_collectives():
+    report = mp.explain(mp.train_step(clip_loss), abstract(mp.ddp(), data=8), BATCH)
+    assert report.is_as_promised
+    found = {line.kind: line.found_count for line in report.promise.kept if line.role == pairs.ROLE}
+    assert found["all-gather"] == 1
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    [(mp.fsdp(min_bytes=0), {"fsdp": 8}), (mp.hsdp(min_bytes=0), {"data": 2, "fsdp": 4})],
+    ids=["fsdp", "hsdp"],
+)
+def test_explain_contrastive_loss_on_h100(strategy, axes):
+    state = abstract(strategy, on_devices=False, **axes)
+    report = mp.explain(mp.train_step(clip_loss), state, BATCH, "h100:1x8")
+    assert report.is_as_promised, report.promise.unexpected
+
+
+def test_explain_reports_other_gathers_of_a_contrastive_model():
+    def with_stray_gather(params, images, texts):
+        replicated = mp.constrain(jnp.tanh(images), None, None)
+        return images @ params["image"] + (replicated @ params["image"]).max(0), texts @ params["text"]
+
+    state = abstract(mp.ddp(), model=mp.from_functions(init, with_stray_gather, names=NAMES), data=8)
+    report = mp.explain(mp.train_step(clip_loss), state, BATCH)
+    assert [one.kind for one in report.promise.unexpected] == ["all-gather"]
+
+
+def test_attention_of_a_square_batch_compares_no_examples():
+    """As many tokens as examples: the scores of attention have the sizes of a product of pairs."""
+    config = TransformerConfig(
+        vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
+    )
+    state = abstract(mp.ddp(), model=config.build(), data=8)
+    batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
+    step = mp.train_step(next_token_loss)
+    facts = facts_of(state.setup, step.options, batch)
+    assert not list(pairs.promised(step.trace(state, batch).jaxpr, 2, 16, facts))

@@ -1,0 +1,181 @@
+"""Budgets: what is saved, what breaks them, and what they are not compared to."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+import meshpar as mp
+from meshpar.inspect.budget import SLACK_BYTES, Budget
+from meshpar.inspect.comparison import Comparison
+
+
+@pytest.fixture(scope="module")
+def report(planted):
+    plant = planted.nothing().on_cpu
+    return mp.explain(plant.step, plant.state, plant.batch)
+
+
+@pytest.fixture(scope="module")
+def budget(report):
+    return Budget.of(report, "decoder")
+
+
+def scaled(budget: Budget, axes: str, kind: str, field: str, factor: float) -> Budget:
+    total = budget.totals[axes][kind]
+    kinds = {**budget.totals[axes], kind: {**total, field: total[field] * factor}}
+    return dataclasses.replace(budget, totals={**budget.totals, axes: kinds})
+
+
+def with_bytes(budget: Budget, axes: str, kind: str, factor: float) -> Budget:
+    return scaled(budget, axes, kind, "bytes_sent_per_device", factor)
+
+
+def test_a_report_keeps_its_own_budget_and_a_file_brings_it_back(report, budget, tmp_path):
+    budget.save(tmp_path / "budget.json")
+    again = Budget.load(tmp_path / "budget.json")
+    assert again == budget
+    assert again.differences(report) == ()
+    assert len((tmp_path / "budget.json").read_text()) < 2000
+
+
+@pytest.mark.parametrize(("factor", "over"), [(0.5, True), (0.98, True), (0.995, False), (1.005, False)])
+def test_bytes_above_the_tolerance_break_it(report, budget, factor, over):
+    found = with_bytes(budget, "fsdp", "all-gather", factor).differences(report)
+    assert any(one.is_over for one in found) is over
+    assert all("all-gather over fsdp sends more" in one.text for one in found if one.is_over)
+
+
+def test_fewer_bytes_are_told_and_break_nothing(report, budget):
+    (found,) = with_bytes(budget, "fsdp", "all-gather", 2.0).differences(report)
+    assert found.text.startswith("all-gather over fsdp sends less")
+    assert not found.is_over
+
+
+@pytest.mark.parametrize(("factor", "over"), [(0.5, True), (0.995, False), (1.0, False), (2.0, False)])
+def test_more_collectives_for_the_same_bytes_break_it(report, budget, factor, over):
+    saved = scaled(budget, "fsdp", "all-gather", "count_per_step", factor)
+    found = saved.differences(report)
+    assert [one.is_over for one in found] == ([over] if factor != 1 else [])
+    often = "more" if factor < 1 else "less"
+    assert all(f"all-gather over fsdp runs {often} often" in one.text for one in found)
+
+
+def test_fewer_bytes_in_more_collectives_break_it(report, budget):
+    saved = scaled(with_bytes(budget, "fsdp", "all-gather", 2.0), "fsdp", "all-gather", "count_per_step", 0.5)
+    (found,) = saved.differences(report)
+    assert found.text.startswith("all-gather over fsdp sends less")
+    assert found.is_over
+
+
+def test_a_tolerance_of_its_own(report, budget):
+    tight = with_bytes(dataclasses.replace(budget, tolerance=0.6), "fsdp", "all-gather", 0.7)
+    assert not any(one.is_over for one in tight.differences(report))
+
+
+def test_a_new_kind_breaks_it_unless_it_is_small(report, budget):
+    kinds = dict(budget.totals["fsdp"])
+    sent = kinds.pop("all-gather")["bytes_sent_per_device"]
+    assert sent > SLACK_BYTES
+    found = dataclasses.replace(budget, totals={"fsdp": kinds}).differences(report)
+    assert [one.is_over for one in found] == [True]
+    assert "0 B →" in found[0].text
+    # A metric more is a few bytes.
+    one = report.collectives[0]
+    metric = dataclasses.replace(
+        one.collective, kind="all-to-all", bytes_sent_per_device=8.0, count_per_step=1, loops=()
+    )
+    more = dataclasses.replace(report, collectives=(*report.collectives, dataclasses.replace(one, collective=metric)))
+    assert not any(one.is_over for one in budget.differences(more))
+
+
+def test_memory_strategy_and_version(report, budget):
+    other = dataclasses.replace(
+        budget,
+        peak_bytes=budget.peak_bytes // 2,
+        strategy="ddp()",
+        jax_version="0.0.1",
+    )
+    found = other.differences(report)
+    assert found[0].is_over
+    assert found[0].text.startswith("peak memory is higher")
+    rest = [one.text for one in found[1:]]
+    assert not any(one.is_over for one in found[1:])
+    assert "strategy was ddp() and is fsdp()" in rest
+    assert any(text.startswith("jax was 0.0.1") for text in rest)
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ({"name": "x"}, "recipe `x`"),
+        ({"target": "h100:1x8"}, "target `h100:1x8`"),
+        ({"mesh": {"data": 8}}, "mesh `data=8`"),
+    ],
+)
+def test_another_step_is_refused(budget, what, says):
+    mine = {"name": budget.name, "target": budget.target, "mesh": budget.mesh}
+    budget.check_comparable("b.json", **mine)
+    with pytest.raises(mp.MeshparError, match="it was saved for") as error:
+        budget.check_comparable("b.json", **{**mine, **what})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"name": 3}', "null"])
+def test_a_file_that_is_no_budget_is_refused(tmp_path, text):
+    (tmp_path / "b.json").write_text(text)
+    with pytest.raises(mp.MeshparError, match="--save-budget"):
+        Budget.load(tmp_path / "b.json")
+
+
+def test_a_field_too_many_is_refused(budget, tmp_path):
+    (tmp_path / "b.json").write_text(json.dumps({**budget.to_json(), "tolerence": 0.1}))
+    with pytest.raises(mp.MeshparError, match="tolerence"):
+        Budget.load(tmp_path / "b.json")
+
+
+# Two reports side by side --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "garbled",
+    [
+        {"totals": 5},
+        {"totals": {"data": 5}},
+        {"totals": {"data": {"all-reduce": {}}}},
+        {"totals": {"data": {"all-reduce": {"count_per_step": "2", "bytes_sent_per_device": 1.0}}}},
+        {"peak_bytes": "1 GB"},
+        {"mesh": ["fsdp"]},
+        {"tolerance": -1},
+        {"tolerance": float("nan")},
+        {"name": None},
+    ],
+)
+def test_a_garbled_field_is_refused(budget, tmp_path, garbled):
+    (tmp_path / "budget.json").write_text(json.dumps({**budget.to_json(), **garbled}))
+    with pytest.raises(mp.MeshparError, match=f"its `{next(iter(garbled))}` is garbled"):
+        Budget.load(tmp_path / "budget.json")
+
+
+def test_two_reports_side_by_side(report, planted):
+    plant = planted.plant(strategy=mp.zero1()).on_cpu
+    other = mp.explain(plant.step, plant.state, plant.batch)
+    found = Comparison(first=report, second=other, labels=("fsdp()", "zero1()"))
+    rows = {row.what.strip(): row for row in found.rows}
+    assert rows["state"].difference == other.memory.state_bytes - report.memory.state_bytes > 0
+    assert rows["strategy"].difference is None
+    for kind in ("all-gather over fsdp", "all-reduce over fsdp"):
+        assert {rows[kind].first, rows[kind].second} != {0.0}
+    sent = sum(one.collective.bytes_sent_per_step for one in report.collectives)
+    assert rows["sent in all"].first == pytest.approx(sent)
+    json.dumps(found.to_json())
+    from meshpar.inspect.render import text_of
+
+    text = text_of(found)
+    assert "fsdp()" in text
+    assert "predicted step" not in text  # neither has one
+    same = Comparison(first=report, second=report, labels=("a", "b"))
+    assert all(not row.difference for row in same.rows)
+    assert "differs" not in text_of(same)

@@ -1,0 +1,220 @@
+"""explain: the parts of a report agree with the compiler and with each other, and mistakes are told first."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.hardware.compile_options import PROFILE
+from meshpar.inspect import explain as explain_module
+from meshpar.inspect import target
+from meshpar.inspect.census import census
+from meshpar.inspect.program import compile_here
+from meshpar.models import llama3_8b, next_token_loss
+
+
+@pytest.fixture
+def report(compiled, monkeypatch):
+    """(name, target, cluster) -> Report of a reference decoder; the program is the one other tests read."""
+
+    def one(name, target="cpu", cluster=None, **options):
+        plant, program = compiled(name, target, **options)
+        monkeypatch.setattr(explain_module, "compile_here", lambda traced: program)
+        pod = None if target == "cpu" else Compiled(program)
+        return mp.explain(plant.step, plant.state, plant.batch, cluster, pod=pod), plant, program
+
+    return one
+
+
+@dataclasses.dataclass
+class Compiled:
+    """Stands for the process that compiles: it gives what was compiled before."""
+
+    program: object
+
+    def compile(self, traced, cluster, options=None):
+        return self.program
+
+
+def test_a_program_compiled_without_a_gpu_says_that_it_is_not_autotuned(report):
+    for_pod, _, _ = report("fsdp_tensor", "pod", "h100:1x8")
+    assert any("has not autotuned it" in note for note in for_pod.notes)
+    here, _, _ = report("fsdp_tensor")
+    assert not any("autotuned" in note for note in here.notes)
+
+
+def test_without_a_cluster_it_compiles_for_the_devices_at_hand():
+    """The whole way, once."""
+    mesh = mp.MeshSpec(fsdp=8).build()
+    model = mp.from_functions(
+        lambda key: {"w": jax.random.normal(key, (64, 64))}, lambda p, x: x @ p["w"], names={"w": ("embed", None)}
+    )
+    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=0)
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
+    batch = {"x": np.ones((16, 64), np.float32)}
+    report = mp.explain(step, state, batch)
+    assert (report.devices, report.target, report.strategy) == (8, "cpu", "fsdp()")
+    assert report.is_as_promised
+    assert {(line.role, line.kind) for line in report.promise.kept} == {
+        ("weights before use", "all-gather"),
+        ("gradients", "reduce-scatter"),
+    }
+    assert report.compute.model_flops_per_device == 3 * 2 * 16 * 64 * 64 / 8
+    assert report.compile_s > 0
+    assert any("reduce-scatter" in note for note in report.notes)
+    state, metrics = step(state, batch)  # neither the state nor the step is touched
+    assert np.isfinite(metrics["loss"])
+
+
+@pytest.mark.matrix
+def test_on_a_cpu_there_are_no_times_and_it_says_why(report):
+    found, _, _ = report("hsdp")
+    assert found.overlap.hidden_fraction is None
+    assert "cluster" in found.overlap.reason
+    assert found.compute.predicted_step_s is None
+    assert found.compute.bound is None
+    assert {one.hidden_fraction for one in found.collectives} == {None}
+    assert {one.crosses_node for one in found.collectives} == {None}
+
+
+@pytest.mark.matrix
+def test_over_the_slower_link_axes_cross_nodes_and_the_step_is_longer(report):
+    (inside, _, _), (across, _, _) = (report("fsdp_tensor", "pod", cluster) for cluster in ("h100:1x8", "h100:2x4"))
+    for found, crossing in ((inside, False), (across, True)):
+        crosses = {one.collective.axes_label: one.crosses_node for one in found.collectives}
+        assert crosses == {"fsdp": crossing, "tensor": False, "fsdp*tensor": crossing}
+    assert across.compute.predicted_step_s > inside.compute.predicted_step_s
+    for one in (inside, across):
+        assert 0 <= one.overlap.hidden_fraction <= 1
+        assert one.compute.bound
+
+
+@pytest.mark.pod
+@pytest.mark.matrix
+def test_what_does_not_fit_comes_with_what_would(planted, pod):
+    plant = planted.reference("ddp")
+    gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, memory_bytes=0.05e9)
+    cluster = dataclasses.replace(parse_cluster("h100:1x8"), gpu=gpu)
+    found = mp.explain(plant.step, plant.state, plant.batch, cluster, pod=pod)
+    assert found.memory.fits is False
+    tried = found.memory.remedies
+    assert tried
+    assert all(one.peak_bytes is not None or one.reason for one in tried)
+    assert {one.peak_bytes for one in tried} != {found.memory.peak_bytes}
+    unadvised = mp.explain(plant.step, plant.state, plant.batch, cluster, pod=pod, advise=False)
+    assert unadvised.memory.remedies == ()
+
+
+@pytest.mark.pod
+def test_what_would_fit_is_compiled_in_rounds_as_the_step_is(planted, pod, monkeypatch):
+    plant = planted.reference("ddp")
+    gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, memory_bytes=0.05e9)
+    cluster = dataclasses.replace(parse_cluster("h100:1x8"), gpu=gpu)
+    step, compiled = mp.train_step(plant.step.loss_fn, latency_rounds=1), []
+
+    def compile(*args, options=None, **more):
+        compiled.append(PROFILE in (options or {}))
+        return type(pod).compile(pod, *args, options=options, **more)
+
+    monkeypatch.setattr(pod, "compile", compile)
+    found = mp.explain(step, plant.state, plant.batch, cluster, pod=pod)
+    tried = [one for one in found.memory.remedies if one.peak_bytes is not None]
+    assert tried
+    assert compiled == [False, True] * (1 + len(tried))
+
+
+# What cannot be explained
+
+
+def test_a_cluster_of_another_size_is_refused_before_anything_is_compiled(planted, monkeypatch):
+    monkeypatch.setattr(explain_module, "require_aot", lambda cluster: None)
+    plant = planted.reference("zero3")
+    with pytest.raises(mp.MeshparError, match=r"8 devices \(fsdp=8\).*64 GPUs.*abstract\(devices=64\)"):
+        mp.explain(plant.step, plant.state, plant.batch, "h100:8x8")
+
+
+def test_an_abstract_mesh_needs_a_cluster(planted):
+    plant = planted.reference("zero3")
+    with pytest.raises(mp.MeshparError, match="abstract.*cluster"):
+        mp.explain(plant.step, plant.state, plant.batch)
+
+
+@pytest.mark.parametrize("cluster", ["h100", "b300:1x8", "h100:0x8", "no/such.json"])
+def test_a_cluster_that_is_none(planted, cluster):
+    plant = planted.reference("zero3")
+    with pytest.raises(mp.MeshparError):
+        mp.explain(plant.step, plant.state, plant.batch, cluster)
+
+
+def test_a_machine_without_the_extra_is_told_what_to_install(planted, monkeypatch):
+    monkeypatch.setattr(target, "missing_aot", lambda: "jax-cuda12-plugin is not installed")
+    plant = planted.reference("zero3")
+    with pytest.raises(mp.MeshparError, match="aot"):
+        mp.explain(plant.step, plant.state, plant.batch, "h100:1x8")
+
+
+def test_only_training_steps_have_a_promise(planted):
+    plant = planted.reference("zero3")
+    with pytest.raises(mp.MeshparError, match="read a function"):
+        mp.explain(lambda state, batch: state, plant.state, plant.batch)
+    with pytest.raises(mp.MeshparError, match="eval|EvalStep|Program"):
+        mp.explain(mp.eval_step(next_token_loss), plant.state, plant.batch)
+    with pytest.raises(mp.MeshparError, match="TrainState"):
+        mp.explain(plant.step, {}, plant.batch)
+
+
+def test_a_batch_that_does_not_divide_is_told_before_anything_is_compiled(planted):
+    plant = planted.reference("zero3").on_cpu
+    odd = {name: np.zeros((9, 64), np.int32) for name in plant.batch}
+    with pytest.raises(mp.MeshparError, match="not a positive multiple of 8"):
+        mp.explain(plant.step, plant.state, odd)
+
+
+# Real sizes
+
+
+@pytest.mark.pod
+@pytest.mark.matrix
+def test_llama_8b_on_64_gpus_keeps_its_promise(pod):
+    mesh = mp.MeshSpec(fsdp=64).abstract()
+    model = llama3_8b(attention="xla")
+    state = mp.abstract_state(model.build(), optax.adamw(1e-4), mesh=mesh, strategy=mp.fsdp())
+    batch = {name: jax.ShapeDtypeStruct((64, 4096), np.int32) for name in ("inputs", "targets")}
+    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
+    found = mp.explain(step, state, batch, "h100:8x8", pod=pod)
+    assert found.is_as_promised
+    assert not found.promise.missing
+    num_params = state.num_params
+    sent = {kind: total.bytes_sent_per_device for kind, total in found.totals["fsdp"].items()}
+    assert sent["reduce-scatter"] == pytest.approx(63 / 64 * 4 * num_params, rel=0.01)
+    # Twice for the layers, once for the embedding and the head; layers that are computed again may gather again.
+    tables = 2 * model.vocab_size * model.embed_dim
+    least = 63 / 64 * 2 * (2 * (num_params - tables) + tables)
+    assert 0.99 * least <= sent["all-gather"] <= 1.5 * least
+    assert found.memory.state_bytes == pytest.approx(12 * num_params / 64, rel=0.001)
+
+
+def test_a_report_of_one_device():
+    mesh = mp.MeshSpec().build(jax.devices()[:1])
+    model = mp.from_functions(lambda key: {"w": jax.random.normal(key, (8, 8))}, lambda p, x: x @ p["w"])
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp())
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
+    found = mp.explain(step, state, {"x": np.ones((4, 8), np.float32)})
+    assert found.collectives == ()
+    assert found.totals == {}
+    assert found.is_as_promised
+
+
+def test_the_same_program_as_training_compiles(planted):
+    """What is read is what runs: the step's own program for these shapes."""
+    plant = planted.nothing().on_cpu
+    found = mp.explain(plant.step, plant.state, plant.batch)
+    program = compile_here(plant.step.lower(plant.state, plant.batch))
+    counted = census(program.module, plant.mesh)
+    assert [one.collective.kind for one in found.collectives] == [one.kind for one in counted]

@@ -1,0 +1,228 @@
+"""What the strategies' own kernels send, in closed form, against programs for eight H100s and for eight CPU devices."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import meshpar as mp
+from meshpar.inspect.census import census
+from meshpar.inspect.explain import held_to
+from meshpar.inspect.program import compile_here
+from meshpar.models import context_attention as context
+from tests.grid import cases
+from tests.inspect.saved import pods
+
+# The reference decoder's sizes; tests/inspect/test_expected.py sees that they are.
+L, D, F, V = 4, 256, 768, 80
+B, T = 16, 64
+MATRICES = 4 * D * D + 3 * D * F
+"""Weights of a layer: query, key, value and out; gate, up and down."""
+NORMS = (2 * L + 1) * D
+"""Scales: two a layer and the last one."""
+LAYER_MATRICES, TABLES, SCALES = 7, 2, 2 * L + 1
+ALL = L * MATRICES + 2 * V * D + NORMS
+LEAVES = L * LAYER_MATRICES + TABLES + SCALES
+BF16, F32 = 2, 4
+BYTES = (256 + 4) / 256
+"""An element on the wire, where a block of 256 has a scale of four bytes."""
+
+
+def ring(n: int) -> float:
+    """Share of a payload that a device sends in a gather or a scatter among n (FACTS: (N-1)/N)."""
+    return (n - 1) / n
+
+
+def attention(n: int, rows: int, wire: int) -> tuple[int, float]:
+    """(permutes, bytes) of ring attention over n ranks, with what brings the last hidden states back in order.
+
+    Keys and values of a rank's positions go to n-1 others, forward and again backward, and backward their gradients in
+    float32 behind them; hidden states go in two halves, once a pass.
+    """
+    positions = rows * T // n
+    keys_values = 2 * positions * D
+    halves = 2 * min(n - 1, 2)
+    count = L * 3 * (n - 1) + halves
+    return count, L * (n - 1) * keys_values * (2 * wire + F32) + halves * positions * D / 2 * wire
+
+
+def closed_form(case: str, target: str) -> dict[tuple[str, str], tuple[int, float]]:
+    """(axes, kind) -> (arrays a step, bytes a device sends a step), written down from the formulas.
+
+    A gather or scatter that is lowered to permutes stands as permutes.
+    """
+    wire = F32 if target == "cpu" else BF16
+    if case == "context":
+        return {
+            ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
+            ("context", "collective-permute"): attention(8, B, wire),
+        }
+    if case == "heads":  # queries, keys, values and the heads' output of a rank's positions, forward and backward
+        return {
+            ("context", "all-reduce"): (LEAVES, 2 * ring(8) * F32 * ALL),
+            ("context", "all-to-all"): (L * 2 * 4, L * 2 * 4 * ring(8) * B * T // 8 * D * wire),
+        }
+    if case == "context_fsdp":
+        return {
+            ("fsdp*context", "all-gather"): (
+                2 * L * (LAYER_MATRICES + 2) + TABLES + 1,
+                ring(8) * wire * (2 * (ALL - 2 * V * D) + 2 * V * D),
+            ),
+            ("fsdp*context", "reduce-scatter"): (LEAVES, ring(8) * F32 * ALL),
+            ("context", "collective-permute"): attention(4, B // 2, wire),
+        }
+    if case == "overlapped":
+        # A gather before and a scatter behind each of two blocks; backward each becomes the other, and what was
+        # gathered forward is gathered once more. In 7 steps of 2 messages.
+        rings = L * 2 * (2 + 3)
+        return {("tensor", "collective-permute"): (rings * 14, rings * ring(8) * B * T * D * wire)}
+    weights = 2 * L * MATRICES + 2 * V * D  # layer by layer forward and backward; the tables once
+    gradients = L * MATRICES + 2 * V * D
+    arrays = L * LAYER_MATRICES + TABLES
+    stacks = 3  # scales of the layers' first norms, of their second ones, and of the last, in bfloat16
+    if case == "int8":
+        return {
+            ("fsdp", "all-gather"): (arrays + L * LAYER_MATRICES + stacks, 3 / 4 * (BYTES * weights + BF16 * NORMS)),
+            ("fsdp", "all-to-all"): (arrays, 3 / 4 * BYTES * gradients),
+            ("data", "all-to-all"): (arrays, 1 / 2 * BYTES * gradients / 4),
+            ("data", "all-gather"): (arrays, 1 / 2 * BYTES * gradients / 4),
+            ("fsdp", "reduce-scatter"): (SCALES, 3 / 4 * F32 * NORMS),
+            ("data", "all-reduce"): (SCALES, 2 * 1 / 2 * F32 * NORMS / 4),
+        }
+    assert case == "second_shard"
+    forward = L * MATRICES + 2 * V * D
+    return {
+        # A second shard is an eighth times the two nodes: a quarter.
+        ("fsdp", "all-gather"): (arrays + L * LAYER_MATRICES + stacks, 3 / 4 * (BYTES * weights + BF16 * NORMS)),
+        ("data", "all-gather"): (arrays + stacks, 1 / 8 * (BYTES * forward + BF16 * NORMS)),
+        ("fsdp", "all-to-all"): (arrays, 3 / 4 * BYTES * gradients),
+        ("data", "all-to-all"): (arrays, 1 / 8 * BYTES * gradients),
+        ("data*fsdp", "reduce-scatter"): (SCALES, ring(8) * F32 * NORMS),
+    }
+
+
+CASES = ("context", "heads", "context_fsdp", "overlapped", "int8", "second_shard")
+BOTH = [*cases(grid=[(case, "cpu") for case in CASES]), *pods(CASES, "pod")]
+
+
+def verdict(setup, options, collectives, jaxpr, target):
+    batch = {name: jax.ShapeDtypeStruct((B, T), np.int32) for name in ("inputs", "targets")}
+    return held_to(setup, options, batch, collectives, jaxpr, on_cpu=target == "cpu")
+
+
+@pytest.mark.parametrize(("case", "target"), BOTH)
+def test_a_kernel_sends_what_the_formulas_say(read, case, target):
+    found = verdict(*read(case, target), target)
+    assert not found.missing
+    assert not found.unexpected
+    counts, sent = {}, {}
+    for line in (*found.kept, *found.kernels):
+        key = "*".join(line.axes), "collective-permute" if line.lowered_as == "collective-permute" else line.kind
+        counts[key] = counts.get(key, 0) + line.found_count
+        sent[key] = sent.get(key, 0.0) + line.found_bytes
+        if line.lowered_as != "all-reduce":
+            assert line.found_bytes == pytest.approx(line.bytes_sent_per_device, rel=0.01), line
+    expected = closed_form(case, target)
+    if target == "cpu" and case == "context_fsdp":
+        # What XLA:CPU makes of gathers and scatters is test_promise.py's; permutes are the same anywhere.
+        expected = {key: value for key, value in expected.items() if key[1] == "collective-permute"}
+    else:
+        assert case == "overlapped" or set(counts) == set(expected)
+    for key, (count, nbytes) in expected.items():
+        assert counts[key] == count, key
+        assert sent[key] == pytest.approx(nbytes, rel=0.002), key
+
+
+OPTIONS = {
+    "accumulate each": {"accumulate": 2},
+    "accumulate once": {"accumulate": 2, "accumulate_mode": "once"},
+    "remat full": {"remat": "full"},
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("target", ["cpu", pytest.param("pod", marks=pytest.mark.pod)])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        ("context_apart", "accumulate once"),
+        ("context_apart", "remat full"),
+        ("int8", "accumulate once"),
+        ("fp8_tensor", "accumulate each"),
+        ("context_sequence", "none"),
+        ("context_sequence", "remat full"),
+        ("overlapped", "accumulate each"),
+        ("heads_sequence", "remat full"),
+        ("int8", "remat full"),
+        ("second_shard", "accumulate once"),
+    ],
+)
+def test_every_option_under_every_strategy(read, case, options, target):
+    found = verdict(*read(case, target, **OPTIONS.get(options, {})), target)
+    assert not found.missing
+    assert not found.unexpected
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, monkeypatch, num_kv_heads):
+    monkeypatch.setattr(planted, "CONFIG", dataclasses.replace(planted.CONFIG, num_kv_heads=num_kv_heads))
+    plant = planted.reference("heads", remat="full").on_cpu
+    program = compile_here(plant.step.trace(plant.state, plant.batch))
+    found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), None, "cpu")
+    assert not found.missing
+    assert not found.unexpected
+    sent = {line.role: (line.found_count, line.found_bytes) for line in found.kept if line.kind == "all-to-all"}
+    one = ring(8) * B * T // 8 * D * F32  # as wide as queries, one head for each of 8 ranks
+    assert sent["heads scattered for attention, forward"] == (2 * 4 * L, 2 * 4 * L * one)
+    assert sent["heads scattered for attention, backward"] == (4 * L, 4 * L * one)
+
+
+# Mistakes ------------------------------------------------------------------------------------------------------------
+
+
+def gathered_by_xla(q, k, v, segments, **_):
+    """Attention that asks for whole keys and values."""
+    k, v = (mp.constrain(x, "batch", None, "act_kv_heads", None) for x in (k, v))
+    return jax.nn.dot_product_attention(q, k, v, is_causal=False)
+
+
+def test_attention_that_gathers_the_sequence_is_unexpected(planted, monkeypatch):
+    monkeypatch.setattr(context, "ring", gathered_by_xla)
+    plant = planted.reference("context").on_cpu
+    traced = plant.step.trace(plant.state, plant.batch)
+    collectives = census(compile_here(traced).module, plant.mesh)
+    found = verdict(plant.state.setup, plant.step.options, collectives, traced.jaxpr, "cpu")
+    gathers = [one for one in found.unexpected if one.kind == "all-gather"]
+    assert {(one.axes, one.module) for one in gathers} == {(("context",), "gradients/layers/attention")}
+    assert sum(one.count_per_step for one in gathers) == 2 * L
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("sent_as", "kinds"), [("hsdp", {"all-gather", "reduce-scatter"}), ("gradients_int8", {"all-gather"})]
+)
+def test_weights_gathered_in_full_are_unexpected_where_bytes_were_promised(read, planted, sent_as, kinds):
+    """By the compiler, which is told nothing of bytes, and by hand."""
+    plant = planted.reference("int8").on_cpu
+    *_, jaxpr = read("int8", "cpu")
+    found = verdict(plant.state.setup, plant.step.options, read(sent_as, "cpu")[2], jaxpr, "cpu")
+    assert {one.kind for one in found.unexpected if one.axes == ("fsdp",)} == kinds
+
+
+def test_messages_larger_than_promised_are_unexpected(read):
+    """Rows sent whole both ways round, where half each way would do."""
+    setup, options, collectives, jaxpr = read("overlapped", "cpu")
+
+    def doubled(one):
+        if one.kind != "collective-permute":
+            return one
+        arrays = tuple(dataclasses.replace(array, dims=(2 * array.dims[0], *array.dims[1:])) for array in one.arrays)
+        parts = tuple(dataclasses.replace(part, array=array) for part, array in zip(one.parts, arrays, strict=True))
+        return dataclasses.replace(one, arrays=arrays, parts=parts)
+
+    found = verdict(setup, options, tuple(map(doubled, collectives)), jaxpr, "cpu")
+    assert {(one.kind, one.axes) for one in found.unexpected} == {("collective-permute", ("tensor",))}

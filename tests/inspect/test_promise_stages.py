@@ -1,0 +1,560 @@
+"""What stages send, from schedule and strategy alone, against programs compiled for eight CPU devices and two nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import meshpar as mp
+from meshpar.inspect import explain as explain_module
+from meshpar.inspect.census import census, on_stage
+from meshpar.inspect.expected import promised_by_stage
+from meshpar.inspect.hlo import parser as hlo
+from meshpar.inspect.hlo.walk import executed
+from meshpar.inspect.matching import SMALL, hold
+from meshpar.inspect.program import compile_here
+from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.stage_partition import parts_of
+from meshpar.inspect.target import missing_aot
+from meshpar.inspect.traced_collectives import by_stage, messages
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.models.embedding_lookup import GATHERED
+from meshpar.moe import MoEConfig, Routing
+from meshpar.parallel.expected.fp8_scales import SCALES
+from meshpar.pipeline import executor
+from meshpar.pipeline.executor import Plan
+from meshpar.pipeline.traffic import traffic
+from meshpar.schedules import make
+from meshpar.sharding.types import axis_sizes
+from tests.grid import cases
+
+L, D, F, V, T = 4, 16, 32, 64, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step of a small decoder (`deep`), or of a few matmuls."""
+
+    mesh: mp.MeshSpec
+    schedule: str
+    microbatches: int
+    inside: mp.Strategy
+    gather: str = "step"
+    deep: bool = True
+    tied: bool = False
+    remat: str | None = None
+    compute: str = "float32"
+    curved: bool = False
+    """Whether the gradient of a weight depends on its own value."""
+    experts: bool = False
+    interleave: int = 1
+    matmul: str | None = None
+
+    @property
+    def strategy(self):
+        asked = {"microbatches": self.microbatches, "schedule": self.schedule, "gather": self.gather}
+        return mp.pipeline_parallel(stages=self.mesh["stage"], **asked) | self.inside
+
+    def step(self, mesh, size=1, rows=None):
+        """(step, state, batch): sizes times `size`."""
+        model, loss, batch = (decoder if self.deep else matmuls)(self, size)
+        rows = rows or self.microbatches * self.interleave * mesh.size
+        batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in batch.items()}
+        state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=self.strategy)
+        asked = {"remat": self.remat, "interleave": self.interleave}
+        return (
+            mp.train_step(loss, precision=mp.Precision(compute=self.compute, matmul=self.matmul), **asked),
+            state,
+            batch,
+        )
+
+
+def decoder(case, size):
+    experts = MoEConfig(routing=Routing(num_experts=4, top_k=2, score="sigmoid"), mlp_dim=F * size, bias_rate=0.01)
+    cfg = TransformerConfig(
+        vocab_size=V, num_layers=L, embed_dim=D * size, num_heads=4, num_kv_heads=4, head_dim=D * size // 4,
+        mlp_dim=F * size, tied_embeddings=case.tied, moe=experts if case.experts else None,
+        attention="xla" if size > 1 else "blockwise",  # whose FLOPs are the model's: a tile is computed whole
+    )  # fmt: skip
+    tokens = jax.ShapeDtypeStruct((T * size,), np.int32)
+    return cfg.build(), next_token_loss, {"inputs": tokens, "targets": tokens}
+
+
+def matmuls(case, size):
+    def init(key):
+        shapes = {"layers": {"up": (L, D, F), "down": (L, F, D)}, "first": {"w": (V, D)}, "last": {"w": (D, V)}}
+        return jax.tree.map(lambda shape: jnp.ones(shape) / 8, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def layer(x, one):
+        down = jnp.tanh(one["down"]) if case.curved else one["down"]
+        return x + jnp.tanh(x @ one["up"]) @ down
+
+    def apply(params, x):
+        return mp.pipeline.scan_layers(layer, x @ params["first"]["w"], params["layers"]) @ params["last"]["w"]
+
+    names = {
+        "layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed"),
+        "first/w": (None, "embed"), "last/w": ("embed", None),
+    }  # fmt: skip
+    x = jax.ShapeDtypeStruct((V,), np.float32)
+    model = mp.from_functions(init, apply, names=names)
+    return model, lambda model, batch, key: (mp.SumLoss((model(batch["x"]) ** 2).sum()), {}), {"x": x}
+
+
+CASES = {
+    "zb-h1": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4, mp.fsdp() | mp.tensor_parallel()),
+    "zb-v": Case(mp.MeshSpec(stage=2, tensor=2), "zb-v", 4, mp.tensor_parallel(), deep=False),
+    "1f1b": Case(mp.MeshSpec(stage=4, data=2), "1f1b", 4, mp.ddp(), deep=False),
+    "dualpipe": Case(mp.MeshSpec(stage=2, data=2), "dualpipe", 3, mp.ddp(), deep=False),
+    "microbatch": Case(
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 2, mp.fsdp() | mp.tensor_parallel(), "microbatch", deep=False
+    ),
+    "sequence": Case(mp.MeshSpec(stage=2, tensor=2), "1f1b", 2, mp.tensor_parallel(sequence=True)),
+    "microbatch, read by W": Case(
+        mp.MeshSpec(stage=2, fsdp=2), "zb-h1", 4, mp.fsdp(), "microbatch", deep=False, curved=True
+    ),
+    "slices": Case(mp.MeshSpec(stage=2, tensor=2), "eager-1f1b", 2, mp.tensor_parallel(sequence=True), interleave=2),
+}  # fmt: skip
+MORE = {
+    "1f1b, tensor": Case(mp.MeshSpec(stage=4, tensor=2), "1f1b", 8, mp.tensor_parallel()),
+    "zb-v, four stages": Case(mp.MeshSpec(stage=2, data=2, tensor=2), "zb-v", 8, mp.ddp() | mp.tensor_parallel()),
+    "dualpipe-v": Case(mp.MeshSpec(stage=2, fsdp=4), "dualpipe-v", 4, mp.fsdp()),
+    "interleaved": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "interleaved-1f1b", 4, mp.fsdp() | mp.tensor_parallel(),
+                        gather="microbatch"),
+    "eager": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "eager-1f1b", 4,
+                  mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", remat="full"),
+    "slices, whole": Case(mp.MeshSpec(stage=2, data=2, tensor=2), "zb-h1", 4, mp.ddp() | mp.tensor_parallel(),
+                          remat="full", interleave=2),
+    "slices, fsdp": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 4,
+                         mp.fsdp() | mp.tensor_parallel(sequence=True), gather="microbatch", interleave=2),
+    "zero1": Case(mp.MeshSpec(stage=2, fsdp=4), "gpipe", 2, mp.zero1()),
+    "hsdp": Case(mp.MeshSpec(data=2, stage=2, fsdp=2), "zb-h2", 4, mp.hsdp()),
+    "microbatch, decoder": Case(
+        mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 2, mp.fsdp() | mp.tensor_parallel(), "microbatch"
+    ),
+    "tied, on one stage": Case(mp.MeshSpec(stage=2, tensor=2), "zb-v", 4, mp.tensor_parallel(), tied=True),
+    "tied": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "1f1b", 4, mp.fsdp() | mp.tensor_parallel(), tied=True),
+    "recomputed": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4, mp.fsdp() | mp.tensor_parallel(),
+                       gather="microbatch", remat="full", compute="bfloat16"),
+    "sequence, fsdp": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1", 4,
+                           mp.fsdp() | mp.tensor_parallel(sequence=True)),
+    "one microbatch": Case(mp.MeshSpec(stage=2, fsdp=2), "gpipe", 1, mp.fsdp()),
+    "8 bits by row": Case(mp.MeshSpec(stage=2, fsdp=2, tensor=2), "eager-1f1b", 2, mp.fsdp() | mp.tensor_parallel(),
+                          matmul="fp8-rowwise"),
+    "experts": Case(mp.MeshSpec(stage=2, fsdp=2, expert=2), "1f1b", 2, mp.fsdp() | mp.expert_parallel(), experts=True),
+}  # fmt: skip
+ALL = CASES | MORE
+SPARED = ("1f1b, tensor", "zero1", "tied, on one stage", "microbatch, decoder")
+"""What others hold together; they are there to be asked for by name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """A compiled step and what was promised of it."""
+
+    case: Case
+    setup: object
+    parts: object
+    collectives: tuple
+    promises: tuple
+    messages: tuple
+
+    @property
+    def verdicts(self):
+        return [self.verdict(stage) for stage in range(len(self.promises))]
+
+    def verdict(self, stage):
+        sent = by_stage(self.messages, stage)
+        sizes, axes = axis_sizes(self.setup.mesh), self.setup.batch_axes
+        return hold(self.promises[stage], on_stage(self.collectives, stage), sent, sizes=sizes, batch_axes=axes)
+
+
+def built_of(case, program, step, state, batch, *, on_cpu=True):
+    parts = parts_of(step, state, batch)
+    cells = Cells(parts.schedule)
+    return Built(
+        case=case,
+        setup=state.setup,
+        parts=parts,
+        collectives=census(program.module, state.setup.mesh, cells),
+        promises=promised_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
+        messages=messages(step.trace(state, batch).jaxpr, cells),
+    )
+
+
+@pytest.fixture(scope="module")
+def built(program_of):
+    known = {}
+
+    def one(name):
+        if name not in known:
+            case = ALL[name]
+            mesh = case.mesh.build(jax.devices()[: math.prod(case.mesh.values())])
+            step, state, batch = case.step(mesh)
+            program = program_of(("stages", name), lambda: compile_here(step.trace(state, batch)))
+            known[name] = built_of(case, program, step, state, batch)
+        return known[name]
+
+    return one
+
+
+NAMES = cases("zb-h1", grid=[name for name in ALL if name not in SPARED])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_stage_sends_what_was_promised_and_nothing_else(built, name):
+    for stage, verdict in enumerate(built(name).verdicts):
+        assert not verdict.missing, stage
+        assert not verdict.unexpected, stage
+        for line in verdict.kept:
+            assert line.count[0] <= line.found_count <= line.count[1], line
+
+
+@pytest.mark.matrix
+def test_maxima_of_rows_in_8_bits_are_promised_by_stage(built):
+    for verdict in built("8 bits by row").verdicts:
+        found = [line for line in verdict.kept if line.role == SCALES]
+        assert found
+        assert all(line.axes == ("tensor",) and line.found_count for line in found)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
+    """Counted from who does what and when, not from the buffers' slots as the promise is."""
+    one = built(name)
+    schedule, axis = one.parts.schedule, "stage"
+    done, on = schedule.done_in, schedule.done_on
+    ticks = {1: [], -1: []}
+    for kind, source, goal in ((0, on[:, :-1], on[:, 1:]), (1, on[:, 1:], on[:, :-1])):
+        made = done[kind][:, :-1] if kind == 0 else done[kind][:, 1:]
+        for tick, a, b in zip(made.flat, source.flat, goal.flat, strict=True):
+            if a != b:
+                ticks[1 if (b - a) % schedule.stages == 1 else -1].append((tick, a))
+    # A stage sends so often in a tick; each needs a permute of its own.
+    most = 0
+    for sent in ticks.values():
+        for tick in {tick for tick, _ in sent}:
+            most += max(sent.count((tick, stage)) for stage in range(schedule.stages))
+    found = [c for c in one.collectives if c.axes == (axis,) and c.loops]
+    assert {c.kind for c in found} == {"collective-permute"}
+    assert sum(c.count_per_step for c in found) == most
+    (x,) = one.parts.handed_on
+    assert {c.bytes_sent_per_device for c in found} == {4 * math.prod(x.shape)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_gradients_meet_once_behind_the_loop(built, name):
+    one, sizes = built(name), ALL[name].mesh
+    axes = {axis for axis in ("data", "fsdp") if sizes[axis] > 1}
+    sums = ("all-reduce", "reduce-scatter")
+    found = [c for c in one.collectives if set(c.axes) & axes and c.kind in sums and c.payload_bytes > 4 * SMALL]
+    assert not [c for c in found if c.loops]
+    layers = [decision.leaf.size for decision in one.setup.table.params if is_layer(decision)]
+    assert bool(found) == bool(axes)
+    if axes and sizes["tensor"] == sizes["expert"] == 1:
+        assert sum(c.payload_bytes for c in found) >= 4 * sum(layers) / sizes["stage"]
+
+
+def test_a_stage_runs_what_the_table_gives_it(built):
+    """Of dualpipe's three microbatches two begin on the first stage and one on the other."""
+    one = built("zb-h1")
+    counts = {c.module.rpartition("cell/")[2]: c.count_by_stage for c in one.collectives if c.count_by_stage}
+    m, layers = 4, L // 2
+    assert counts[f"forward/if_first/first/embed/{GATHERED}"] == (m, 0)
+    assert counts["backward/if_last/loss/loss"] == (0, m)
+    assert counts["forward/stage/mlp"] == (m * layers, m * layers)
+    assert traffic(make("dualpipe", 2, 3)).first.tolist() == [2, 1]
+
+
+def test_parts_change_stages_as_shards():
+    """Before their weights are gathered and after their gradients are reduced: a quarter of each part on fsdp=4."""
+    case = Case(mp.MeshSpec(stage=2, fsdp=4), "zb-v", 2, mp.fsdp(), deep=False)
+    step, state, batch = case.step(case.mesh.build())
+    moved = messages(step.trace(state, batch).jaxpr, Cells(make("zb-v", 2, 2)))
+    sizes = [one.elements for one in moved if one.axes == ("stage",)]
+    # A part is one layer, of two arrays; one part of each stage changes it, there and back.
+    assert (sizes.count(D * F // 4), sizes.count(D * F)) == (4, 0)
+
+
+def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
+    lines = {name: {line.role: line for line in built(name).verdict(0).kept} for name in ("zb-h1", "microbatch")}
+    assert lines["zb-h1"]["weights before use"].found_count == 12
+    assert lines["microbatch"]["weights before use"].found_count == 2  # what stands before the layers and behind them
+    count, sent = in_cells(built("microbatch").verdict(0))
+    assert count == 2 * 2 * 2  # two leaves, in the F and the B of two microbatches
+    assert sent == count * 4 * (L // 2 * D * F // 2) / 2  # ring, split in two by `tensor`
+
+
+def in_cells(verdict):
+    """(count, bytes) of weights that cells gather for themselves."""
+    lines = [line for line in verdict.kernels if (line.kind, line.axes) == ("all-gather", ("fsdp",))]
+    return sum(line.found_count for line in lines), sum(line.found_bytes for line in lines)
+
+
+def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
+    """A W does so where its gradient depends on its value; and not again in the cell of its own B."""
+    one = built("microbatch, read by W")
+    schedule = one.parts.schedule
+    assert one.parts.reads == {"layers/down": (True, True, True), "layers/up": (True, True, False)}
+    has = schedule.table[..., 0] >= 0
+    apart = (has[..., 2] & ~has[..., 1]).sum(0)
+    assert (apart > 0).any()
+    for stage, verdict in enumerate(one.verdicts):
+        assert in_cells(verdict)[0] == 2 * 8 + apart[stage]
+
+
+@pytest.mark.matrix
+def test_parts_of_layers_that_give_an_aux():
+    """And a router is read whole by every rank, as experts are not."""
+    case = MORE["experts"]
+    parts = parts_of(*case.step(case.mesh.abstract(devices=8)))
+    assert parts.reads["layers/mlp/router"] == parts.reads["layers/mlp/up"] == (True, True, False)
+    (y,) = parts.handed_on
+    assert y.shape == (2, T, D)
+
+
+def test_a_collective_of_a_stage_names_the_models_own_line(built):
+    """As it would without stages, although a stage runs slices of the traced model."""
+    lines, first = inspect.getsourcelines(matmuls)
+    (line,) = (first + at for at, text in enumerate(lines) if '@ one["up"]' in text)
+    found = [c for c in built("microbatch").collectives if c.axes == ("tensor",) and c.count_by_stage]
+    assert {c.is_backward for c in found} == {True, False}
+    assert {c.source for c in found} == {f"{__file__}:{line}"}
+    found = [c for c in built("zb-h1").collectives if c.axes == ("tensor",) and c.count_by_stage]
+    files = {c.source.rpartition(":")[0].rpartition("meshpar/")[2] for c in found}
+    assert files <= {"models/transformer.py", "models/layers.py", "models/token_loss.py"}
+    assert {c.module.rpartition("/")[2] for c in found} >= {"attention", "mlp", GATHERED}
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "eager-1f1b", "zb-h2", "zb-v", "dualpipe"])
+def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
+    """Stages that wait for messages only are no slower than all in step, and no faster than without waiting."""
+    schedule = make(name, 4, 8)
+    # The executor sends what a B makes before the W of the same block.
+    schedule = dataclasses.replace(schedule, joined=np.zeros_like(schedule.joined))
+    share = schedule.stages / schedule.num_parts
+    lengths = (schedule.table[..., 0] >= 0).sum(2) * share
+    found, simulated = Cells(schedule).makespan(lengths), schedule.simulate()
+    assert simulated.free.makespan - 1e-9 <= found <= simulated.lockstep.makespan + 1e-9
+
+
+def test_choices_are_numbered_as_they_are_picked():
+    """HLO writes the computations of a truth the true one first, and those of a number in their order."""
+    text = """HloModule chosen
+yes { ROOT a = f32[] parameter(0) }
+no { ROOT b = f32[] parameter(0) }
+ENTRY main {
+  truth = pred[] parameter(0)
+  number = s32[] parameter(1)
+  x = f32[] parameter(2)
+  one = f32[] conditional(truth, x, x), true_computation=yes, false_computation=no
+  two = f32[] conditional(number, x, x), branch_computations={no, yes}
+  ROOT sum = f32[] add(one, two)
+}
+"""
+    visits = [(visit.branches[-1], visit.computation.name) for visit in executed(hlo.parse(text)) if visit.branches]
+    found = {(branch.name, branch.index): name for branch, name in visits}
+    assert found == {("one", 0): "no", ("one", 1): "yes", ("two", 0): "no", ("two", 1): "yes"}
+
+
+FAULTS = ("gradients reduced in every tick", "weights of all stages gathered", "a message in every tick")
+
+
+@pytest.fixture(scope="module")
+def faulty(program_of):
+    """(name of a fault) -> Built: the same promise, and a program with that fault."""
+    case = Case(mp.MeshSpec(stage=2, data=2), "1f1b", 2, mp.ddp(), deep=False)
+
+    def compile_with(fault):
+        step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
+        added, sent, plan = executor._sum, executor._Trace._messages, executor.Plan.of
+
+        def reduced(totals, grads, at=None):
+            return added(totals, jax.tree.map(lambda g: lax.psum(g, "data"), grads), at)
+
+        def stray(self, inbox, results, at, moves, *more):
+            got = sent(self, inbox, results, at, moves, *more)
+            return jax.tree.map(lambda x: x + 0 * lax.all_gather(x, "stage").sum(0), got)
+
+        def eager(schedule, **options):
+            whole = plan(schedule, **options)
+            return dataclasses.replace(whole, moves=np.ones_like(whole.moves) * whole.moves.any(0))
+
+        with pytest.MonkeyPatch.context() as patch:
+            if fault == FAULTS[0]:
+                patch.setattr(executor, "_sum", reduced)
+            elif fault == FAULTS[1]:
+                patch.setattr(executor._Trace, "_messages", stray)
+            else:
+                patch.setattr("meshpar.pipeline.gradients.Plan.of", staticmethod(eager))
+            return compile_here(step.trace(state, batch))
+
+    def one(fault):
+        step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
+        return built_of(case, program_of(("stages", fault), lambda: compile_with(fault)), step, state, batch)
+
+    return one
+
+
+@pytest.mark.parametrize("fault", cases(FAULTS[0], grid=FAULTS))
+def test_a_fault_is_told(faulty, fault):
+    verdict = faulty(fault).verdict(0)
+    found = {(one.kind, one.axes) for one in verdict.unexpected}
+    if fault == FAULTS[0]:
+        assert ("all-reduce", ("data",)) in found
+    elif fault == FAULTS[1]:
+        assert ("all-gather", ("stage",)) in found
+    else:
+        assert ("collective-permute", ("stage",)) in found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Compiled:
+    """Stands for the process that compiles: it gives what was compiled before."""
+
+    program: object
+
+    def compile(self, traced, cluster, options=None):
+        return self.program
+
+
+@pytest.fixture(scope="module")
+def reports(program_of):
+    """Name of a case -> Report, of the programs that other tests read."""
+
+    def one(name):
+        case = ALL[name]
+        step, state, batch = case.step(case.mesh.build())
+        program = program_of(("stages", name), lambda: compile_here(step.trace(state, batch)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(explain_module, "compile_here", lambda traced: program)
+            return mp.explain(step, state, batch)
+
+    return one
+
+
+@pytest.mark.matrix
+def test_explain_counts_what_stages_run(reports):
+    """Every matmul of the model runs once, on some stage, and scores again backward; weights gathered once are what was
+    sent, and what is held."""
+    report, case = reports("zb-h1"), CASES["zb-h1"]
+    assert report.is_as_promised
+    again = case.microbatches * T * 2 * T * D * L  # a device has so many rows
+    flops = report.compute.model_flops_per_device
+    assert report.compute.flops_per_device == pytest.approx(flops + again, abs=1e-3)
+    assert json.loads(json.dumps(report.to_json())) == report.to_json()
+    stages = report.stages
+    assert (stages.schedule, stages.microbatches, stages.gather) == (case.schedule, case.microbatches, "step")
+    assert stages.bubble_fraction == mp.pipeline.zb_h1(2, 4).bubble_fraction
+    assert stages.waiting_fraction is None
+    assert "bubble" in str(report)
+    norms = 2 * L // 2 * D
+    layers = {name: sum(d.leaf.size for d in leaves_of(case) if is_layer(d) == name) for name in (True, False)}
+    held = 4 * ((layers[True] // 2 - norms) // 2 + norms)  # of a stage; half of it, split over `tensor`, but for norms
+    once, often = stages.gathering
+    assert (once.gather, once.held_bytes, once.sent_bytes) == ("step", held, held / 2)
+    assert often.sent_bytes == 2 * case.microbatches * once.sent_bytes
+    assert often.held_bytes == held // 2 + held
+    ends = 4 * ((layers[False] - D) // 2 + D) / 2
+    (line,) = (line for line in report.promise.kept if line.role == "weights before use")
+    assert line.found_bytes == once.sent_bytes + ends
+
+
+def leaves_of(case):
+    return case.step(case.mesh.abstract(devices=8))[1].setup.table.params
+
+
+def is_layer(decision):
+    return (decision.leaf.names or ())[:1] == ("layers",)
+
+
+@pytest.fixture(scope="module")
+def across_nodes(program_of, request):
+    """A decoder over two nodes: stages across them, tensor inside."""
+    case = Case(
+        mp.MeshSpec(stage=2, fsdp=2, tensor=4), "zb-h1", 4, mp.fsdp() | mp.tensor_parallel(), compute="bfloat16"
+    )
+    step, state, batch = case.step(case.mesh.abstract(devices=16), size=4, rows=32)
+
+    def compile():
+        return request.getfixturevalue("pod").compile(step.trace(state, batch), "h100:2x8")
+
+    if missing_aot():
+        pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
+    program = program_of(("stages", "pod"), compile)
+    return (
+        built_of(case, program, step, state, batch, on_cpu=False),
+        mp.explain(step, state, batch, "h100:2x8", pod=Compiled(program)),
+    )
+
+
+@pytest.mark.pod
+def test_across_nodes_stages_talk_from_one_to_the_next(across_nodes):
+    one, report = across_nodes
+    assert not report.promise.unexpected
+    assert not report.promise.missing
+    for sent in report.collectives:
+        found = sent.collective
+        if "stage" in found.axes and found.kind != "collective-permute":  # numbers: loss, norm
+            assert sum(array.size for array in found.arrays) <= SMALL
+        if found.axes == ("tensor",):
+            assert sent.crosses_node is False
+    results = [c for c in one.collectives if c.axes == ("stage",) and c.kind == "collective-permute" and c.loops]
+    assert sum(c.bytes_sent_per_step for c in results) == 8 * 2 * (32 // 2 // 4) * T * 4 * D * 4
+    gradients = [c for c in one.collectives if c.kind == "reduce-scatter"]
+    assert gradients
+    assert not [c for c in gradients if c.loops]
+
+
+@pytest.mark.pod
+def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
+    _, report = across_nodes
+    assert report.compute.ratio == pytest.approx(1, abs=1e-9)
+    times = report.timeline
+    parts = times.compute_s + times.memory_s + times.bubble_s + sum(times.exposed_s.values())
+    assert parts == pytest.approx(times.step_s)
+    for label, time_s in times.network_s.items():
+        assert sum(t.time_s for t in times.collectives if t.collective.axes_label == label) == pytest.approx(time_s)
+    assert report.compute.bubble_s == times.bubble_s
+    assert report.stages.waiting_fraction == pytest.approx(times.bubble_s / times.step_s)
+    # The schedule's own bubble is that of a step with nothing before and behind its ticks, and of cells of one length.
+    assert 0 < times.bubble_s < times.step_s / 2
+
+
+@pytest.mark.pod
+@pytest.mark.parametrize("schedule", cases("1f1b", grid=["1f1b", "eager-1f1b", "zb-h1", "zb-h2"]))
+def test_no_tick_copies_its_buffers(pod, schedule):
+    """What the cells keep stays where it is: a buffer of several slots is written a slot at a time."""
+    if schedule != "1f1b" and jax.__version_info__ < (0, 12):
+        pytest.skip(
+            "the XLA of jax below 0.12 copies buffers that a cell reads and writes; Python 3.12 brings a newer jax"
+        )
+    case = Case(mp.MeshSpec(stage=4, fsdp=2), schedule, 8, mp.fsdp(), compute="bfloat16", remat="full")
+    step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
+    program = pod.compile(step.trace(state, batch), "h100:1x8", options=step.compile_options(state.setup))
+    table = case.strategy.pipeline.table()
+    kept = {(count,) for name, count in Plan.of(table).buffers().items() if name in ("stash", "backlog")} - {(1,)}
+    handed_on = 4 * (T * 4) * (D * 4)  # numbers of a microbatch between layers: rows, tokens, width
+    ticks = [visit for visit in executed(program.module) if visit.loops and visit.loops[0].trip_count == table.ticks]
+    copied = [
+        ins.name
+        for visit in ticks
+        for ins in visit.computation
+        if ins.opcode == "copy" and ins.shape.dims[:1] in kept and ins.shape.size >= ins.shape.dims[0] * handed_on
+    ]
+    assert ticks
+    assert not copied

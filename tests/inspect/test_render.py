@@ -1,0 +1,269 @@
+"""Reports to be read: what is said, and that nothing of a program is ever taken for markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import re
+
+import pytest
+
+import meshpar as mp
+from meshpar.inspect import render
+from meshpar.inspect.lint import Finding
+from meshpar.inspect.matching import Promise
+from meshpar.inspect.memory import Contributor, Remedy
+from meshpar.inspect.timeline.error_bounds import Bracket
+from meshpar.inspect.timeline.step_prediction import Compute, Overlap
+
+NASTY = "layers/[red]x[/red]<script>alert(1)</script>&amp;\x1b[31m[/"
+
+
+@pytest.fixture(scope="module")
+def reports(planted):
+    """A step as it should be, and one with unexpected collectives; compiled for the devices here."""
+    plants = {name: planted.PLANTS[name]().on_cpu for name in ("nothing", "wrong_name")}
+    return {name: mp.explain(plant.step, plant.state, plant.batch) for name, plant in plants.items()}
+
+
+@pytest.fixture(scope="module")
+def report(reports):
+    return reports["nothing"]
+
+
+@pytest.fixture(scope="module")
+def empty(report):
+    """Nothing is sent, nothing is known."""
+    memory = dataclasses.replace(report.memory, largest=(), remedies=(), note="")
+    compute = Compute(
+        flops_per_device=0, model_flops_per_device=None, ratio=None, predicted_step_s=None, utilisation=None,
+        bound=None, compute_s=None, memory_s=None, network_s={}, exposed_s={},
+    )  # fmt: skip
+    return dataclasses.replace(
+        report,
+        mesh={"data": 1},
+        devices=1,
+        memory=memory,
+        collectives=(),
+        promise=Promise(kept=(), missing=(), unexpected=()),
+        overlap=Overlap(hidden_fraction=None, per_axis={}, exposed=()),
+        compute=compute,
+        findings=(),
+        notes=(),
+    )
+
+
+@pytest.fixture(scope="module")
+def nasty(reports):
+    """Every text that a program may bring along is made of markup and control codes."""
+    found = reports["wrong_name"]
+    sent = [
+        dataclasses.replace(one, collective=dataclasses.replace(one.collective, module=NASTY, source=f"{NASTY}:3"))
+        for one in found.collectives
+    ]
+    promise = dataclasses.replace(
+        found.promise,
+        kept=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in found.promise.kept),
+        unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in found.promise.unexpected),
+    )
+    largest = Contributor(module=NASTY, nbytes=5, what=NASTY, shape=NASTY, source=NASTY, count=2)
+    remedy = Remedy(change=NASTY, peak_bytes=None, fits=False, reason=NASTY)
+    memory = dataclasses.replace(found.memory, largest=(largest,), remedies=(remedy,), note=NASTY)
+    finding = Finding(rule=NASTY, module=NASTY, source=NASTY, what=NASTY, fix=NASTY, nbytes=3)
+    return dataclasses.replace(
+        found, strategy=NASTY, target=NASTY, collectives=tuple(sent), promise=promise, memory=memory,
+        findings=(finding,), notes=(NASTY,),
+    )  # fmt: skip
+
+
+class _Reader(html.parser.HTMLParser):
+    """Collects text and tags, and sees that tags are closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags, self.text, self._open = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        if tag not in ("meta", "img"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(text: str) -> _Reader:
+    reader = _Reader()
+    reader.feed(text)
+    reader.close()
+    assert not reader._open
+    return reader
+
+
+# What is said --------------------------------------------------------------------------------------------------------
+
+
+def test_text_says_what_is_in_the_report(report):
+    text = str(report)
+    assert "fsdp() on fsdp=8 · cpu · 8 devices" in text.splitlines()[0]
+    assert "✔ sends what the strategy promised, and nothing else" in text
+    assert render.human_bytes(report.memory.peak_bytes) in text
+    for total in report.totals["fsdp"].values():
+        assert render.human_bytes(total.bytes_sent_per_device) in text
+    for note in report.notes:
+        assert note in " ".join(text.split())
+    assert repr(report) == "<Report: fsdp() on 8 devices, cpu, as promised>"
+    assert "OVERLAP" not in text  # there is no clock on a CPU; the notes say why
+    assert report.overlap.reason in " ".join(text.split())
+
+
+@pytest.mark.parametrize("columns", [60, 100, 160])
+@pytest.mark.parametrize("name", ["nothing", "wrong_name"])
+def test_lines_fit_the_width_and_numbers_stay_whole(reports, name, columns):
+    text = render.text_of(render.as_rich(reports[name]), columns)
+    assert max(map(len, text.splitlines())) <= columns
+    for total in reports[name].totals.values():
+        for one in total.values():
+            assert render.human_bytes(one.bytes_sent_per_device) in text
+
+
+def timed(report, step_s, low_s, high_s, **changes):
+    """The report with a predicted step, its range and other changes."""
+    bracket = Bracket(low_s=low_s, high_s=high_s, sources=("data sheets",))
+    compute = dataclasses.replace(
+        report.compute, predicted_step_s=step_s, bracket=bracket, bound="compute", utilisation=0.87
+    )
+    return dataclasses.replace(report, compute=compute, **changes)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "low_s", "says"),
+    [
+        (
+            0.0388,
+            0.0382,
+            "a step takes 38.2 ms to 57.8 ms, 38.8 ms in the simulated schedule, bound by compute, 87% model",
+        ),
+        (0.0300, 0.0382, "a step takes 38.2 ms to 57.8 ms, bound by compute"),
+        (0.0600, 0.0382, "a step takes 38.2 ms to 57.8 ms, bound by compute"),
+    ],
+)
+def test_the_headline_gives_one_range_and_no_time_outside_it(report, step_s, low_s, says):
+    speed = render.headline(timed(report, step_s, low_s, 0.0578))[-1]
+    assert speed.text.startswith(says)
+    assert "at best" not in speed.text
+    assert speed.style == ""
+
+
+def test_a_finding_that_invalidates_the_headline_stands_in_it(report):
+    wide = Finding(
+        rule="wide-compute", module="", source="model.py:3", nbytes=0, fix="give the embedding a dtype",
+        what="100% of the matmul FLOPs are in float32",
+    )  # fmt: skip
+    other = dataclasses.replace(wide, rule="slow-axis", what="a slow axis")
+    *_, speed, finding = render.headline(timed(report, 0.0388, 0.0382, 0.0578, findings=(other, wide)))
+    assert speed.style == "warn"
+    assert finding.style == "bad"
+    assert "100% of the matmul FLOPs are in float32" in finding.text
+    assert "100% of the matmul FLOPs" not in " ".join(cell.text for cell in render.headline(report))
+
+
+def test_unexpected_collectives_come_first_with_their_line_and_fix(reports):
+    text = str(reports["wrong_name"])
+    assert text.index("Unexpected") < text.index("Kept")
+    first = reports["wrong_name"].promise.unexpected[0]
+    assert render.place(first.source) in text
+    assert first.fix[:40] in text
+    assert text.count("as above") >= 1  # one mistake has one fix, told once
+    assert render.unexpected_text(first).startswith(f"{first.kind} over {first.axes[0]} of {first.tensor}")
+
+
+def test_collectives_are_sorted_by_cost_and_the_rest_is_counted(report):
+    one = report.collectives[0]
+    many = tuple(
+        dataclasses.replace(one, collective=dataclasses.replace(one.collective, module=f"m{i}", count_per_step=i + 1))
+        for i in range(120)
+    )
+    many = dataclasses.replace(report, collectives=many)
+    text = str(many)
+    places = [text.index(f" m{i} ") for i in (119, 118, 110, 101)]
+    assert places == sorted(places)
+    assert " m3 " not in text
+    assert "and 100 more, smaller" in text
+    page = render.as_html(many)
+    assert "m3 ·" in page  # folded away, not left out
+    assert page.count("<details>") == 1
+
+
+def test_a_report_of_nothing(empty):
+    text = str(empty)
+    assert "Nothing is sent." in text
+    assert "COLLECTIVES" not in text
+    assert "one device" in text
+    read(render.as_html(empty))
+
+
+def test_memory_that_does_not_fit_says_what_would(report):
+    fixes = (
+        Remedy(change="remat=full", peak_bytes=70 * 10**9, fits=True),
+        Remedy(change="strategy=zero2()", peak_bytes=None, fits=False, reason="the batch does not divide"),
+    )
+    memory = dataclasses.replace(
+        report.memory, peak_bytes=96 * 10**9, limit_bytes=80 * 10**9, fits=False, remedies=fixes
+    )
+    text = str(dataclasses.replace(report, memory=memory))
+    assert "✘ does not fit: 96 GB of 80 GB (120%)" in text
+    assert re.search(r"✔ +remat=full +70 GB", text)
+    assert re.search(r"✘ +strategy=zero2\(\) +– +the batch does not divide", text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(11.13, "11.1 s"), (0.0381, "38.1 ms"), (2.5e-6, "2.5 µs"), (0.0, "0 s"), (250.0, "250 s")]
+)
+def test_times_in_words(seconds, said):
+    assert render.human_time(seconds) == said
+
+
+def test_places_are_short(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert render.place(f"{tmp_path}/a/b.py:7") == "a/b.py:7"
+    assert render.place("/elsewhere/deep/down/model.py:12") == "down/model.py:12"
+    assert render.place("") == ""
+
+
+# Markup --------------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_taken_for_markup_in_a_terminal(nasty):
+    text = render.text_of(render.as_rich(nasty), 4000)  # so wide that nothing is folded
+    assert "\x1b" not in text
+    shown = NASTY.replace("\x1b", "�")
+    assert text.count(shown) >= 15
+
+
+def test_nothing_is_taken_for_markup_in_a_browser(nasty):
+    svg = "<svg></svg>"
+    page = render.as_page(nasty, title=NASTY, pictures={NASTY: svg})
+    found = read(page)
+    assert "script" not in found.tags
+    assert "\x1b" not in page
+    assert "".join(found.text).count("<script>alert(1)</script>&amp;") >= 15
+    assert set(found.tags) <= {
+        *("html", "head", "meta", "title", "style", "body", "div", "h2", "h3", "p", "span", "table", "thead", "tbody"),
+        *("tr", "th", "td", "details", "summary", "img"),
+    }
+
+
+def test_html_for_a_notebook_is_a_piece_and_a_file_is_whole(report):
+    piece = report._repr_html_()
+    assert piece.startswith('<div class="meshpar">')
+    read(piece)
+    page = render.as_page(report, title="a title")
+    read(page)
+    assert page.startswith("<!doctype html>")
+    assert "color-scheme:light dark" in page
+    for told in (piece, page):
+        assert not re.findall(r"https?://|url\(|@import", told)

@@ -1,0 +1,461 @@
+"""Each engine that evaluates the loss on parts of a batch computes the loss of a single device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.loop.fit import Validator, fit
+from meshpar.models import TransformerConfig, next_token_loss
+from meshpar.moe import MoEConfig, Routing
+from tests.equal import token_batches
+from tests.grid import cases
+
+LAYERS, WIDTH, ROWS = 4, 8, 16
+EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
+"""Use the kernels of quantizing strategies without rounding."""
+
+
+class Engine(NamedTuple):
+    """A mesh, a strategy and the options by which a step evaluates the loss on parts of a batch."""
+
+    mesh: dict[str, int]
+    strategy: mp.Strategy
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+ONE_DEVICE = Engine({"fsdp": 1}, mp.fsdp())
+TWO_LEVELS = mp.fsdp(axis=("data", "fsdp"), min_bytes=0, quantize=EXACT)
+ENGINES = {
+    "micro-steps": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0), {"accumulate": 4}),
+    "reduced once": Engine({"data": 2, "fsdp": 2}, mp.hsdp(), {"accumulate": 2, "accumulate_mode": "once"}),
+    "quantized": Engine({"data": 2, "fsdp": 4}, TWO_LEVELS),
+    "quantized, reduced once": Engine({"data": 2, "fsdp": 4}, TWO_LEVELS, {"accumulate": 2, "accumulate_mode": "once"}),
+    "quantized micro-steps": Engine({"data": 2, "fsdp": 4}, TWO_LEVELS, {"accumulate": 2}),
+    "1f1b": Engine({"data": 2, "stage": 2}, mp.pipeline_parallel(stages=2, microbatches=4) | mp.ddp()),
+    "zb-v": Engine(
+        {"fsdp": 2, "stage": 2}, mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-v") | mp.fsdp(min_bytes=0)
+    ),
+    "interleaved": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0), {"accumulate": 2, "interleave": 2, "remat": "full"}),
+    "prefetched": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0, prefetch=1), {"accumulate": 2}),
+}
+WHOLE = {"sharded": Engine({"data": 2, "fsdp": 4}, mp.hsdp(min_bytes=0))}
+"""Engines in which XLA sees the global batch."""
+QUICK = ("micro-steps", "1f1b")
+
+
+def model() -> mp.Model:
+    """Return a residual MLP with scanned layers."""
+
+    def init(key):
+        keys = jax.random.split(key)
+        kernels = jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)) / 4
+        return {"layers": {"kernel": kernels}, "out": {"kernel": jax.random.normal(keys[1], (WIDTH, WIDTH)) / 4}}
+
+    def apply(params, x):
+        x = mp.constrain(x, "batch", None)
+        return mp.scan_layers(layer, x, params["layers"]) @ params["out"]["kernel"]
+
+    def layer(x, one):
+        return x + jnp.tanh(x @ one["kernel"])
+
+    names = {"layers/kernel": ("layers", "embed", "mlp"), "out/kernel": ("embed", None)}
+    return mp.from_functions(init, apply, names=names)
+
+
+def batch_of(weights: Any) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0).standard_normal
+    return {name: draw((ROWS, WIDTH)).astype(np.float32) for name in "xy"} | {"w": np.asarray(weights)}
+
+
+# In each engine, some part of the batch (a device, a microbatch or a micro-step) has weight 0.
+WEIGHTS = np.where(np.isin(np.arange(ROWS), [0, 1, 2, 3, 4, 8, 12]), 0, np.arange(ROWS) % 4 + 1).astype(np.int32)
+
+
+def errors_of(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean(-1)
+
+
+def weighted(model, batch, key):
+    """Return a weighted mean. The metric `mean` is 0 / 0 for a part without weight."""
+    errors, weights = errors_of(model, batch), batch["w"]
+    total, weight = (errors * weights).sum(), weights.sum()
+    return mp.MeanLoss(total, weight), {
+        "mean": total / weight,
+        "is_large": ((errors > 2) * weights).sum() / weight,
+        "rows": (weights > 0).sum(),
+    }
+
+
+def summed(model, batch, key):
+    errors = errors_of(model, batch)
+    return mp.SumLoss((errors * batch["w"]).sum()), {"mean": errors.mean(), "rows": (batch["w"] > 0).sum()}
+
+
+def scalar(model, batch, key):
+    errors = errors_of(model, batch)
+    return errors.mean(), {"largest": errors.max(), "rows": jnp.asarray(len(errors))}
+
+
+class Step(NamedTuple):
+    metrics: dict[str, np.ndarray]
+    before: Any
+    """Host copies of parameters, optimizer state and the number of skipped updates."""
+    after: Any
+
+    @property
+    def grads(self) -> list[np.ndarray]:
+        """Return the gradients, after an update by `optax.sgd(1.0)`."""
+        return jax.tree.map(np.subtract, jax.tree.leaves(self.before[0]), jax.tree.leaves(self.after[0]))
+
+
+def state_of(engine: Engine, tx: Any = None, built: mp.Model | None = None) -> mp.TrainState:
+    mesh = mp.MeshSpec(**engine.mesh).build(jax.devices()[: math.prod(engine.mesh.values())])
+    return mp.init_state(built or model(), tx or optax.sgd(1.0), mesh=mesh, strategy=engine.strategy, key=0)
+
+
+def one_step(engine: Engine, loss: Any, batch: Any, tx: Any = None, built: mp.Model | None = None, **options) -> Step:
+    def on_host(state):
+        return jax.device_get((state.params, state.opt_state, state.skipped))
+
+    state = state_of(engine, tx, built)
+    before = on_host(state)
+    state, metrics = mp.train_step(loss, **{**engine.options, **options})(state, batch)
+    return Step(jax.device_get(metrics), before, on_host(state))
+
+
+def assert_equal(found: Step, wanted: Step) -> None:
+    """Check that metrics and gradients agree up to the order of float32 sums."""
+    assert found.metrics.keys() == wanted.metrics.keys()
+    for name, x in wanted.metrics.items():
+        assert found.metrics[name].dtype == x.dtype, name
+        np.testing.assert_allclose(found.metrics[name], x, rtol=2e-5, err_msg=name)
+    for ours, theirs in zip(found.grads, wanted.grads, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+
+
+@functools.cache
+def on_one_device(loss: Any, weights: str = "int32") -> Step:
+    return one_step(ONE_DEVICE, loss, batch_of(WEIGHTS.astype(weights)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Equality with a single device
+# ---------------------------------------------------------------------------------------------------------------------
+
+LOSSES = {"mean": weighted, "sum": summed}
+EQUAL = list(itertools.product(LOSSES, {**ENGINES, **WHOLE}))
+
+
+@pytest.mark.parametrize(("loss", "name"), cases(*itertools.product(LOSSES, QUICK), grid=EQUAL))
+def test_parts_of_a_batch_combine_to_the_loss_of_one_device(loss, name):
+    found = one_step({**ENGINES, **WHOLE}[name], LOSSES[loss], batch_of(WEIGHTS))
+    assert_equal(found, on_one_device(LOSSES[loss]))
+
+
+def test_metrics_of_one_device_are_those_computed_by_hand():
+    metrics, batch = on_one_device(weighted).metrics, batch_of(WEIGHTS)
+    errors = np.asarray(errors_of(functools.partial(applied, on_one_device(weighted).before[0]), batch))
+    assert metrics["loss"] == pytest.approx(np.average(errors, weights=WEIGHTS), rel=1e-5)
+    assert metrics["mean"] == pytest.approx(metrics["loss"], rel=1e-6)
+    assert 0 < metrics["is_large"] == pytest.approx(np.average(errors > 2, weights=WEIGHTS), rel=1e-6)
+    assert (metrics["rows"], metrics["loss_weight"]) == ((WEIGHTS > 0).sum(), WEIGHTS.sum())
+    assert metrics["loss_weight"].dtype == np.int32
+    assert "loss_weight" not in on_one_device(summed).metrics
+
+
+def applied(params, x):
+    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+        return model().bind(params, {})(x)
+
+
+@pytest.mark.parametrize("name", cases("1f1b", grid=ENGINES))
+def test_weights_may_be_floats(name):
+    found = one_step(ENGINES[name], weighted, batch_of(WEIGHTS.astype(np.float32)))
+    assert_equal(found, on_one_device(weighted, "float32"))
+    assert found.metrics["loss_weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize("name", cases(grid=ENGINES))
+def test_constant_weights_are_summed(name):
+    def constant(model, batch, key):
+        return mp.MeanLoss(errors_of(model, batch).sum(), len(batch["x"])), {}
+
+    found = one_step(ENGINES[name], constant, batch_of(WEIGHTS))
+    assert_equal(found, one_step(ONE_DEVICE, constant, batch_of(WEIGHTS)))
+    assert found.metrics["loss_weight"] == ROWS
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batches of weight 0
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+@pytest.mark.parametrize("name", cases(*QUICK, "sharded", grid={**ENGINES, **WHOLE}))
+def test_a_batch_without_weight_leaves_the_state_as_it_is(name, nonfinite):
+    engine, batch = {**ENGINES, **WHOLE}[name], batch_of(np.zeros(ROWS, np.int32))
+    step = one_step(engine, weighted, batch, optax.adamw(1e-2, weight_decay=0.1), nonfinite=nonfinite)
+    assert step.metrics["loss"] == step.metrics["loss_weight"] == step.metrics["rows"] == 0
+    assert all(np.isfinite(x) for x in step.metrics.values()), step.metrics
+    assert step.metrics.get("finite", True)
+    jax.tree.map(np.testing.assert_array_equal, step.after, step.before)
+
+
+@pytest.mark.parametrize("name", cases("sharded", grid={**ENGINES, **WHOLE}))
+def test_an_update_with_weight_changes_the_state(name):
+    step = one_step({**ENGINES, **WHOLE}[name], weighted, batch_of(WEIGHTS), optax.adamw(1e-2), nonfinite="ignore")
+    assert all((a != b).any() for a, b in zip(*map(jax.tree.leaves, (step.after[0], step.before[0])), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses that are refused for parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_scalar_is_refused_for_parts(name):
+    engine, batch = ENGINES[name], batch_of(WEIGHTS)
+    with pytest.raises(mp.MeshparError) as error:
+        mp.train_step(scalar, **engine.options).trace(state_of(engine).setup.abstract, batch)
+    assert "return `mp.MeanLoss((losses * weights).sum(), weights.sum()), metrics`" in str(error.value)
+    assert 'train_step(..., loss_is="mean_over_examples")' in str(error.value)
+
+
+@pytest.mark.parametrize("name", cases(*QUICK, grid={**ENGINES, **WHOLE}))
+def test_a_mean_over_examples_may_be_stated(name):
+    found = one_step({**ENGINES, **WHOLE}[name], scalar, batch_of(WEIGHTS), loss_is="mean_over_examples")
+    wanted = on_one_device(scalar)
+    assert found.metrics["rows"] == ROWS
+    assert "loss_weight" not in found.metrics
+    # The metric averages the largest error of each part, so it differs from the largest error of the batch.
+    found, wanted = (one._replace(metrics={**one.metrics, "largest": np.float32(0)}) for one in (found, wanted))
+    assert_equal(found, wanted)
+
+
+def by_outputs(model, batch, key):
+    out = model(batch["x"])
+    return mp.MeanLoss((out**2).sum(), (out > 0).sum()), {}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_weight_of_the_models_outputs_is_refused_for_parts(name):
+    engine = ENGINES[name]
+    with pytest.raises(mp.MeshparError, match="MeanLoss.weight.*depends on the model's.*from the batch and the key"):
+        mp.train_step(by_outputs, **engine.options).trace(state_of(engine).setup.abstract, batch_of(WEIGHTS))
+
+
+def test_a_weight_of_the_models_outputs_is_taken_where_the_batch_is_one_part():
+    assert np.isfinite(one_step(WHOLE["sharded"], by_outputs, batch_of(WEIGHTS)).metrics["loss"])
+
+
+def test_the_name_of_the_weights_metric_is_taken():
+    def loss(model, batch, key):
+        return weighted(model, batch, key)[0], {"loss_weight": jnp.ones(())}
+
+    with pytest.raises(mp.MeshparError, match="metric `loss_weight`.*MeanLoss adds a metric of that name"):
+        one_step(ONE_DEVICE, loss, batch_of(WEIGHTS))
+    with pytest.raises(mp.MeshparError, match="loss_is='mean'.*use one of"):
+        mp.train_step(loss, loss_is="mean")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Random weights
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def masked(model, batch, key):
+    """Draw about half of the examples."""
+    drawn = jax.random.bernoulli(key, 0.5, batch["w"].shape)
+    return mp.MeanLoss((errors_of(model, batch) * drawn).sum(), drawn.sum()), {}
+
+
+def parts_of(name: str, key: jax.Array):
+    """Yield example indices and the random key for each part of the batch."""
+    rows, fold = np.arange(ROWS), jax.random.fold_in
+    if name == "micro-steps":
+        yield from ((rows.reshape(4, 4, -1)[:, i].ravel(), fold(key, i)) for i in range(4))
+    elif name == "reduced once":
+        for device, i in itertools.product(range(4), range(2)):
+            yield rows.reshape(4, 2, -1)[device, i], fold(fold(key, device), i)
+    else:
+        for device, i in itertools.product(range(2), range(4)):
+            yield rows.reshape(2, 4, -1)[device, i], fold(fold(fold(key, device), i), 1)
+
+
+@pytest.mark.parametrize("name", ["micro-steps", "reduced once", "1f1b"])
+def test_weights_may_be_drawn_by_the_key(name):
+    engine, batch = ENGINES[name], batch_of(WEIGHTS)
+    key = jax.random.fold_in(jax.random.wrap_key_data(state_of(engine).key), 0)
+    step = one_step(engine, masked, batch)
+    model = functools.partial(applied, step.before[0])
+    losses = [masked(model, {k: x[rows] for k, x in batch.items()}, own)[0] for rows, own in parts_of(name, key)]
+    weight = sum(int(one.weight) for one in losses)
+    assert len({int(one.weight) for one in losses}) > 1
+    assert step.metrics["loss_weight"] == weight
+    assert step.metrics["loss"] == pytest.approx(sum(float(one.total) for one in losses) / weight, rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Contrastive losses
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def towers() -> mp.Model:
+    """Return two linear towers, as in CLIP."""
+    return mp.from_functions(
+        lambda key: {name: jax.random.normal(jax.random.fold_in(key, ord(name)), (WIDTH, WIDTH)) for name in "xy"},
+        lambda params, batch: [mp.constrain(batch[name] @ params[name], "batch", None) for name in "xy"],
+        names=dict.fromkeys("xy", ("embed", None)),
+    )
+
+
+def contrastive(model, batch, key):
+    x, y = (out / jnp.linalg.norm(out, axis=-1, keepdims=True) for out in model(batch))
+    scores, pairs = 10 * x @ y.T, jnp.arange(ROWS)
+    losses = [optax.softmax_cross_entropy_with_integer_labels(one, pairs[: len(one)]) for one in (scores, scores.T)]
+    return (losses[0].mean() + losses[1].mean()) / 2, {"accuracy": (scores.argmax(-1) == pairs[: len(x)]).mean()}
+
+
+def test_a_contrastive_loss_is_that_of_all_examples():
+    batch = batch_of(WEIGHTS)
+    found = one_step(Engine({"fsdp": 8}, mp.fsdp(min_bytes=0)), contrastive, batch, built=towers())
+    assert_equal(found, one_step(ONE_DEVICE, contrastive, batch, built=towers()))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (mp.fsdp(min_bytes=0, quantize="int8"), {}),
+        (mp.fsdp(min_bytes=0, quantize="fp8"), {}),
+        (mp.fsdp(min_bytes=0), {"accumulate": 2}),
+        (mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    ],
+    ids=str,
+)
+def test_a_contrastive_loss_is_refused_for_parts(strategy, options):
+    state = state_of(Engine({"fsdp": 8}, strategy), built=towers())
+    with pytest.raises(mp.MeshparError, match=r"parts of the batch, but it returns a scalar.*mp\.MeanLoss"):
+        mp.train_step(contrastive, **options).trace(state.setup.abstract, batch_of(WEIGHTS))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens
+# ---------------------------------------------------------------------------------------------------------------------
+
+SEQ, VOCAB = 8, 32
+CONFIG = TransformerConfig(
+    vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
+)
+
+
+def tokens(counted: Any, rows: int = ROWS) -> dict[str, np.ndarray]:
+    """Draw tokens with `counted` counted targets at the end. Earlier targets are -100."""
+    draw = np.random.default_rng(1).integers(0, VOCAB, (rows, SEQ + 1), dtype=np.int32)
+    is_counted = np.arange(rows * SEQ).reshape(rows, SEQ) >= rows * SEQ - counted
+    return {"inputs": draw[:, :-1], "targets": np.where(is_counted, draw[:, 1:], -100)}
+
+
+def counting(model, batch, key):
+    loss, metrics = next_token_loss(model, batch, key)
+    return loss, {**metrics, "tokens": (batch["targets"] >= 0).sum()}
+
+
+def test_validation_is_the_mean_over_the_tokens_of_all_batches():
+    batches = [tokens(counted) for counted in (128, 3, 2, 0)]
+    state, evaluate = state_of(Engine({"fsdp": 4}, mp.fsdp()), built=CONFIG.build()), mp.eval_step(counting)
+    validator = Validator(evaluate, batches, every=1)
+    result = fit(mp.train_step(counting), state, itertools.repeat(batches[0]), steps=1, hooks=[validator])
+    assert result.validation is not None
+    found = result.validation.metrics
+    at_once = {name: np.concatenate([batch[name] for batch in batches]) for name in batches[0]}
+    wanted = jax.tree.map(float, jax.device_get(evaluate(result.state, at_once)))
+    assert found["tokens"] == found["loss_weight"] == wanted["loss_weight"] == 133
+    assert found == pytest.approx(wanted, rel=1e-5)
+
+
+CHUNKED = {"whole": CONFIG, "chunked": dataclasses.replace(CONFIG, vocab_chunk=12)}
+FSDP = Engine({"fsdp": 4}, mp.fsdp(min_bytes=0))
+
+
+@pytest.mark.parametrize("logits", CHUNKED)
+@pytest.mark.parametrize("accumulate", cases(2, grid=[1, 2]))
+def test_ignored_targets_count_nowhere(logits, accumulate):
+    batch, built = tokens(75), CHUNKED[logits].build()
+    found = one_step(FSDP, next_token_loss, batch, built=built, accumulate=accumulate)
+    weights = (batch["targets"] >= 0).astype(np.int32)
+    by_weights = {"inputs": batch["inputs"], "targets": np.maximum(batch["targets"], 0), "weights": weights}
+    assert_equal(found, one_step(ONE_DEVICE, next_token_loss, by_weights, built=built))
+    assert found.metrics["loss_weight"] == 75
+    assert found.metrics["finite"]
+
+
+@pytest.mark.parametrize("logits", CHUNKED)
+@pytest.mark.parametrize("target", [VOCAB, -1])
+def test_a_target_outside_the_vocabulary_is_not_finite(logits, target):
+    batch = tokens(75)
+    batch["targets"][-1, -1] = target
+    step = one_step(FSDP, next_token_loss, batch, built=CHUNKED[logits].build(), nonfinite="skip")
+    assert np.isnan(step.metrics["loss"])
+    assert not step.metrics["finite"]
+    assert step.after[2] == 1
+    jax.tree.map(np.testing.assert_array_equal, step.after[0], step.before[0])
+
+
+def test_experts_under_stages_add_the_mean_of_their_losses_to_the_mean_over_tokens():
+    """Routers see microbatches, so the reference runs the same microbatches on a single device."""
+    moe = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.1)
+    config, batch = dataclasses.replace(CONFIG, moe=moe, mlp_dim=16), token_batches(ROWS, SEQ, 1, VOCAB)[0]
+    staged = Engine({"stage": 2}, mp.pipeline_parallel(stages=2, microbatches=4) | mp.ddp())
+    found = one_step(staged, next_token_loss, batch, built=config.build())
+    accumulated = one_step(ONE_DEVICE, next_token_loss, batch, built=config.build(), accumulate=4)
+    loads = {name: x / 4 if name.endswith("load") else x for name, x in found.metrics.items()}  # sums over microbatches
+    assert_equal(found._replace(metrics=loads), accumulated)
+
+    state, evaluate, parts = state_of(ONE_DEVICE, built=config.build()), mp.eval_step(next_token_loss), []
+    for at in range(4):
+        rows = jax.tree.map(lambda x, at=at: x[4 * at : 4 * at + 4], batch)
+        parts.append(jax.device_get(evaluate(state, rows)))
+    losses, weights, added = (np.array([one[k] for one in parts]) for k in ("loss", "loss_weight", "moe/aux_loss"))
+    assert len(set(weights)) > 1
+    assert added.min() > 0.01
+    expected = np.average(losses, weights=weights) + added.mean()
+    assert found.metrics["loss"] == pytest.approx(expected, rel=1e-5)
+    assert found.metrics["loss"] != pytest.approx(losses.mean() + added.mean(), rel=1e-5)
+    assert found.metrics["moe/aux_loss"] == pytest.approx(added.mean(), rel=1e-5)
+
+
+def masked_by_weight(model, batch, key):
+    drawn = jax.random.bernoulli(key, 0.5, batch["w"].shape) * batch["w"]
+    return mp.MeanLoss((errors_of(model, batch) * drawn).sum(), drawn.sum()), {}
+
+
+@pytest.mark.parametrize(("name", "count"), [("micro-steps", 4), ("quantized", 1), ("quantized", 2), ("1f1b", 1)])
+def test_weights_are_drawn_by_the_keys_of_their_losses(name, count):
+    """The weights are summed before the losses: with the key of another part, the sum would be of other examples."""
+    engine, batch, fold = ENGINES[name], batch_of(WEIGHTS), jax.random.fold_in
+    key = fold(jax.random.wrap_key_data(state_of(engine).key), 0)
+    step = one_step(engine, masked_by_weight, batch, accumulate=count)
+    if name != "quantized":
+        parts = list(parts_of(name, key))
+    else:
+        rows, each = np.arange(ROWS).reshape(8, count, -1), itertools.product(range(8), range(count))
+        keys = [fold(key, device) for device in range(8)]
+        parts = [(rows[d, i], keys[d] if count == 1 else fold(keys[d], i)) for d, i in each]
+    model = functools.partial(applied, step.before[0])
+    losses = [masked_by_weight(model, {k: x[rows] for k, x in batch.items()}, own)[0] for rows, own in parts]
+    weight = sum(int(one.weight) for one in losses)
+    assert step.metrics["loss_weight"] == weight > 0
+    assert step.metrics["loss"] == pytest.approx(sum(float(one.total) for one in losses) / weight, rel=1e-5)

@@ -1,0 +1,279 @@
+"""verify finds what is planted, names the smallest layout that shows it, and passes what is right."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.loop import verify as verifying
+from meshpar.loop.verify import named
+from tests.grid import cases
+
+NAMES = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
+
+
+def start(key):
+    up, down = jax.random.split(key)
+    layers = {"up": 0.3 * jax.random.normal(up, (4, 8, 16)), "down": 0.3 * jax.random.normal(down, (4, 16, 8))}
+    return {"layers": layers}
+
+
+def product(h, one):
+    """Row-parallel: a sum over `mlp`."""
+    return h @ one["down"]
+
+
+def model_of(product=product):
+    def apply(params, x):
+        return mp.scan_layers(lambda x, one: x + product(jnp.tanh(x @ one["up"]), one), x, params["layers"])
+
+    return mp.from_functions(start, apply, names=NAMES)
+
+
+def squares(model, batch, key):
+    errors = (model(batch["x"]) - batch["y"]) ** 2 * batch["mask"][:, None]
+    return mp.MeanLoss(errors.sum(), batch["mask"].sum()), {}
+
+
+def noisy(model, batch, key):
+    return squares(model, {**batch, "x": batch["x"] + 0.1 * jax.random.normal(key, batch["x"].shape)}, key)
+
+
+def scalar(model, batch, key):
+    loss, metrics = squares(model, batch, key)
+    return loss.total / jnp.maximum(loss.weight, 1), metrics
+
+
+def batch():
+    x, y = np.random.default_rng(0).normal(size=(2, 16, 8))
+    return {"x": x, "y": y, "mask": np.arange(16) % 5}
+
+
+def verified(model=None, loss=squares, **asked):
+    return mp.verify(model or model_of(), loss, batch(), **asked)
+
+
+# ---- Faults of the house's own ---------------------------------------------------------------------------------------
+
+
+class Fault(NamedTuple):
+    """One wrong line, and a layout that shows it."""
+
+    module: str
+    old: str
+    new: str
+    case: str
+    loss: object = squares
+    words: str = "step 1: "
+
+
+ONCE = "accumulate=2, accumulate_mode=once"
+FAULTS = {
+    "a dropped psum of the loss": Fault(
+        "training.engines.by_device", "lax.psum((sums.loss, sums.metrics), axes)",
+        "(sums.loss, sums.metrics)", f"data=2; ddp(); {ONCE}",
+    ),
+    "gradients of one device": Fault(
+        "training.engines.by_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
+        f"data=2; ddp(); {ONCE}", words="step 1: gradient",
+    ),
+    "a reduction over the wrong axis": Fault(
+        "training.engines.by_device", "sums = _reduce_all_but_gradients(sums, axes)",
+        "sums = _reduce_all_but_gradients(sums, axes[:1])", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
+    ),
+    "a lost micro-step": Fault(
+        "training.sums", "(batches, keys))",
+        "(jax.tree.map(lambda x: x.at[0].set(x[-1]), batches), keys))", "data=2; ddp(); accumulate=2",
+    ),
+    "a lost microbatch of a pipeline": Fault(
+        "pipeline.executor", "Micro(read(self.rows, microbatch)", "Micro(read(self.rows, jnp.maximum(microbatch, 1))",
+        "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
+    ),
+    "a mean of the means of micro-steps": Fault(
+        "training.losses", "return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)",
+        "return Normalizer(num_parts, weight_of(part, keys[0]) * num_parts)", "data=2; ddp(); accumulate=2",
+    ),
+    "a mean of the means of devices": Fault(
+        "training.losses", "lax.psum(total, tuple(axes)) if axes else total", "total * num_parts / len(keys)",
+        f"data=2; ddp(); {ONCE}",
+    ),
+    "a mean of the means of microbatches": Fault(
+        "training.losses", "total = jax.vmap(weight_of)(rows, keys).sum()",
+        "total = jax.vmap(weight_of)(rows, keys)[0] * len(keys)",
+        "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
+    ),
+    "weights of a layer before": Fault(
+        "training.engines.prefetch", "self._weights_of(params, at + 1)", "self._weights_of(params, at)",
+        "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
+    ),
+    "weights that stay as they were": Fault(
+        "training.step", "params = optax.apply_updates(old, updates)",
+        "params = optax.apply_updates(old, updates) if setup.mesh.size == 1 else old", "data=2; ddp()",
+        words="step 2: loss",
+    ),
+    "another random key on a mesh": Fault(
+        "training.step", "jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)",
+        "jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step + setup.mesh.size)", "data=2; ddp()",
+        loss=noisy,
+    ),
+    "an optimizer that begins anew at a restart": Fault(
+        "training.checkpoint", "Restored(state=state, data_state=",
+        "Restored(state=state.replace(opt_state=setup.init(0).opt_state), data_state=", "data=2; ddp()",
+        words="step 3 after a restart: ",
+    ),
+    "a restart that repeats a step's random numbers": Fault(
+        "training.checkpoint", "Restored(state=state, data_state=",
+        "Restored(state=state.replace(step=state.step * 0), data_state=", "data=2; ddp()", loss=noisy,
+        words="step 2 after a restart: loss",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def plant(monkeypatch):
+    """Run a module's source with one line changed, and put its functions wherever the old ones are known."""
+
+    def planted(fault):
+        for engine in ("by_device", "plain", "prefetch", "staged"):  # what is imported later would keep the fault
+            importlib.import_module(f"meshpar.training.gradients.{engine}")
+        module = importlib.import_module(f"meshpar.{fault.module}")
+        source = Path(module.__file__).read_text()
+        assert source.count(fault.old) == 1, fault.old
+        changed = {**vars(module)}
+        exec(compile(source.replace(fault.old, fault.new), module.__file__, "exec"), changed)
+        for other in [one for name, one in sys.modules.items() if name.partition(".")[0] == "meshpar"]:
+            for name, value in list(vars(other).items()):
+                if callable(value) and getattr(value, "__module__", None) == module.__name__ and name in changed:
+                    monkeypatch.setattr(other, name, changed[name])
+
+    return planted
+
+
+@pytest.mark.parametrize("name", cases("a dropped psum of the loss", "a mean of the means of micro-steps", grid=FAULTS))
+def test_a_planted_fault_is_found(plant, name):
+    plant(FAULTS[name])
+    found = verified(case=FAULTS[name].case, loss=FAULTS[name].loss)
+    assert found.smallest is not None
+    assert found.smallest.words.startswith(FAULTS[name].words)
+    assert not found.ok
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_draw_finds_it_too_and_names_a_case_that_shows_it(plant, name):
+    fault = FAULTS[name]
+    plant(fault)
+    found = verified(cases=40, loss=fault.loss)
+    assert found.smallest is not None
+    assert verified(case=found.smallest.case, loss=fault.loss).smallest == found.smallest
+    axes, most = ([size for size in named(one).mesh.values() if size > 1] for one in (found.smallest.case, fault.case))
+    assert len(axes) <= len(most)
+
+
+# ---- Faults of a model's author --------------------------------------------------------------------------------------
+
+
+def by_hand(collective):
+    """The row-parallel matmul by hand, with what its author sends."""
+
+    def product(h, one):
+        run = jax.shard_map(
+            lambda h, w: collective(h @ w),
+            in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P(), axis_names={"tensor", "data"},
+            check_vma=False,
+        )  # fmt: skip
+        return run(h, one["down"])
+
+    return product
+
+
+BY_HAND = {
+    "right": (lambda y: jax.lax.psum(y, "tensor"), True),
+    "a dropped psum": (lambda y: y, False),
+    "a mean for a sum": (lambda y: jax.lax.pmean(y, "tensor"), False),
+    "a sum over the wrong axis": (lambda y: jax.lax.psum(y, "data"), False),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_kernel_by_hand_is_held_to_one_device(name):
+    collective, is_right = BY_HAND[name]
+    found = verified(model_of(by_hand(collective)), case="tensor=2; ddp() | tensor_parallel()")
+    assert found.ok == is_right
+    assert is_right or found.smallest.words.startswith("step 1: ")
+
+
+@pytest.mark.matrix
+def test_random_numbers_of_a_shard_are_found():
+    def loss(model, batch, key):
+        def noise(x):
+            return x + 0.1 * jax.random.normal(jax.random.fold_in(key, jax.lax.axis_index("data")), x.shape)
+
+        x = jax.shard_map(noise, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False)
+        return squares(model, {**batch, "x": x(batch["x"])}, key)
+
+    found = verified(loss=loss, case="data=2; ddp()")
+    assert found.smallest is not None
+    assert "draws random numbers" in found.left_out[0]
+
+
+# ---- What is right ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("loss", "dtype"), [(squares, "float64"), (squares, "float32"), (noisy, "float64")])
+def test_what_is_right_passes(loss, dtype):
+    found = verified(loss=loss, dtype=dtype, cases=12)
+    assert found.ok, str(found)
+    assert sum(one.verdict == "same" for one in found.outcomes) == 12
+    assert bool(found.left_out) == (loss is noisy)
+    assert "12 layouts equal one device" in str(found)
+    assert found.to_json()["ok"]
+
+
+def test_the_draw_is_the_seed_s_and_every_layout_is_named():
+    held = object.__new__(verifying._Held)
+    vars(held).update(devices=list(range(8)), rows=16, left_out=(), _leaves=[], _seq_len=16)
+    first, again, other = ([one.name for one in held.drawn(random.Random(seed), most=320)] for seed in (0, 0, 1))
+    assert first == again != other
+    assert len(set(first)) == len(first) > 20
+    ours = [name for name in first if "rows_parallel" not in name]  # a part that another test makes
+    assert [named(name).name for name in ours] == ours
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"case": "fsdp=2"}, "a mesh, a strategy and options"),
+        ({"case": "fsdp=2; fsdp(); speed=2"}, "it is none of accumulate"),
+        ({"dtype": "bfloat16"}, "there is float64 and float32"),
+    ],
+)
+def test_what_cannot_be_asked_is_told(asked, words):
+    with pytest.raises(mp.MeshparError, match=words):
+        verified(**asked)
+
+
+def test_verify_scalar_loss_leaves_out_parts_unless_stated():
+    found = verified(loss=scalar, case="data=2; ddp()")
+    assert found.ok
+    assert "the loss is a scalar" in found.left_out[0]
+    stated = verified(loss=scalar, case="data=2; ddp(); accumulate=2", loss_is="mean_over_examples")
+    assert not stated.ok  # the examples do not count the same
+
+
+@pytest.mark.parametrize("batch", [{}, {"x": np.float32(1)}, {"x": np.zeros((0, 8))}], ids=str)
+def test_a_batch_without_rows_is_refused(batch):
+    with pytest.raises(mp.MeshparError, match="cut it into rows"):
+        mp.verify(model_of(), squares, batch)

@@ -1,0 +1,105 @@
+"""Growth of a model over more GPUs: kinds of layouts compared, and where each stops paying."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import meshpar as mp
+from meshpar.cli import plots
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.models import next_token_loss
+from meshpar.planner.scaling import Growth, Size, grow, kind_of, with_rows
+from meshpar.planner.search import Search
+from meshpar.planner.workload import describe
+from tests.inspect.planted import CONFIG
+
+CLUSTER = parse_cluster("h100:1x8")
+
+
+@pytest.fixture(scope="module")
+def work():
+    batch = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
+    how = {"tx": optax.adamw(1e-3), "precision": mp.Precision(compute="bfloat16")}
+    return describe(CONFIG.build(), batch, next_token_loss, **how)
+
+
+@pytest.fixture(scope="module")
+def grown(work):
+    return grow(work, CLUSTER, most=32)
+
+
+@pytest.mark.matrix
+def test_every_size_is_what_the_search_tells_of_its_layout(work, grown):
+    assert {(one.scaling, one.num_gpus) for one in grown.sizes} == {
+        (scaling, num) for scaling in ("strong", "weak") for num in (8, 16, 32)
+    }
+    for scaling, rows in (("strong", 16), ("weak", 64)):
+        found = [one for one in grown.sizes if (one.scaling, one.num_gpus) == (scaling, 32)]
+        (best,) = Search(with_rows(work, rows), parse_cluster("h100:4x8")).best(1)
+        quickest = min(found, key=lambda one: one.step_s)
+        assert best.time.step_s <= quickest.step_s
+        if len(best.layout.strategy.parts) <= 2:
+            assert quickest.step_s == pytest.approx(best.time.step_s)
+            assert quickest.kind == kind_of(best.layout.strategy)
+        assert quickest.tokens_per_s == pytest.approx(rows * 64 / 32 / quickest.step_s)
+
+
+def size(num, tokens_per_s, kind="fsdp", scaling="strong"):
+    return Size(
+        scaling=scaling, num_gpus=num, kind=kind, layout="", step_s=1.0, tokens_per_s=tokens_per_s, bound="compute"
+    )
+
+
+def test_a_layout_pays_while_a_gpu_does_half_of_what_it_did():
+    sizes = (size(8, 100.0), size(16, 70.0), size(32, 49.0), size(8, 90.0, "ddp"), size(16, 80.0, "ddp"))
+    found = Growth(
+        gpu="h100", rates="", sizes=(*sizes, size(8, 9.0, "hsdp"), size(16, 4.0, "hsdp"), size(32, 4.0, "hsdp"))
+    )
+    assert [found.stops("strong", kind) for kind in ("fsdp", "ddp", "hsdp")] == [16, 16, 8]
+    assert found.stops("weak", "fsdp") is None
+    shown = str(found)
+    for text in ("fsdp: pays up to 16 GPUs", "hsdp: pays on 8 GPUs only", "100 *", "80 *"):
+        assert text in shown
+
+
+def test_times_of_stages_are_plain_numbers(work):
+    search = Search(work, CLUSTER)
+    strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.ddp()
+    found = search.of(search.placer.place(mp.MeshSpec(data=4, stage=2), strategy))
+    times = [time for one in found for time in (one.time.step_s, one.time.bubble_s)]
+    assert times
+    assert {type(time) for time in times} == {float}
+
+
+def test_sizes_with_numpy_numbers_are_printed():
+    found = Growth(gpu="h100", rates="", sizes=(size(8, np.float64(100.0)), size(8, np.float64(90.0), "ddp")))
+    assert "100 *" in str(found)
+    assert "90 *" not in str(found)
+
+
+@pytest.mark.matrix
+def test_a_picture_has_a_line_for_each_kind(grown):
+    assert "tokens/s a GPU" in str(grown)
+    figure = plots.growth(grown)
+    strong, weak = figure.axes
+    assert [panel.get_title().partition(":")[0] for panel in (strong, weak)] == ["strong scaling", "weak scaling"]
+    kinds = {one.kind for one in grown.sizes if one.scaling == "strong"}
+    assert {text.get_text() for text in strong.get_legend().get_texts()} == kinds
+
+
+def test_mistakes(meshpar, tmp_path):
+    with pytest.raises(mp.MeshparError, match="a node has 8"):
+        grow(None, CLUSTER, most=4)  # before it looks at the work
+    recipe = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
+    for words, text in (
+        (("--plot", tmp_path / "a.png"), "it goes with --growth"),
+        (("--growth", "--verify", "1"), "none of --top, --verify"),
+    ):
+        code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", *words)
+        assert code == 2
+        assert text in error

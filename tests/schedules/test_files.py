@@ -1,0 +1,214 @@
+"""Schedules as files and as text: what is written is read back, and others' files are understood."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+
+import pytest
+
+from meshpar.schedules import SCHEDULES, Schedule, StageOp, make
+from meshpar.sharding.types import MeshparError
+from tests.pipeline.replay import replay
+
+NAMES = [*SCHEDULES]
+
+# A V-shaped schedule of two ranks and four stages, as torch.distributed.pipelining's compute-only format has it.
+TWO_RANKS = """\
+0F0,0F1,0F2,3F0,3I0,3W0,3F1,(0F3;3B1)OVERLAP_F_B,(3F2;0B0)OVERLAP_F_B,3B2,(3F3;0B1)OVERLAP_F_B,3B3,0I2,0W2,0I3,0W3
+,1F0,2F0,1F1,2F1,1F2,2I0,2W0,2F2,1I0,1W0,(1F3;2B1)OVERLAP_F_B,(2F3;1B1)OVERLAP_F_B,2B2,1B2,2I3,1I3,2W3, 1W3
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 5), (6, 16)])
+def test_csv_round_trips(name, p, m, tmp_path):
+    schedule = make(name, p, m)
+    schedule.to_csv(tmp_path / "schedule.csv")
+    found = Schedule.from_csv(tmp_path / "schedule.csv", name=name)
+    if name == "eager-1f1b":  # the order alone is in the file, and not that three ops share a tick
+        assert found.order() == schedule.order()
+    else:
+        assert found == schedule
+
+
+def test_csv_is_written_as_the_format_says(tmp_path):
+    make("1f1b", 2, 2).to_csv(tmp_path / "1f1b.csv")
+    assert (tmp_path / "1f1b.csv").read_text() == "0F0,0F1,,,0B0,,,0B1,\n,1F0,1B0,,1F1,1B1,,,\n"
+    make("zb-h1", 2, 2).to_csv(tmp_path / "zb.csv")
+    assert (tmp_path / "zb.csv").read_text() == "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
+    make("dualpipe-v", 2, 4).to_csv(tmp_path / "dual.csv")
+    rows = [row.split(",") for row in (tmp_path / "dual.csv").read_text().splitlines()]
+    cells = [cell for cell in rows[0] if cell]
+    assert cells[:9] == [
+        "0F0",
+        "0F1",
+        "0F2",
+        "3F0",
+        "3I0",
+        "3W0",
+        "3F1",
+        "(0F3;3B1)OVERLAP_F_B",
+        "(3F2;0B0)OVERLAP_F_B",
+    ]
+
+
+def test_a_file_of_others(tmp_path):
+    path = tmp_path / "theirs.csv"
+    path.write_text(TWO_RANKS)
+    schedule = Schedule.from_csv(path)
+    assert (schedule.name, schedule.stages, schedule.microbatches) == ("theirs", 2, 4)
+    assert schedule.parts.tolist() == [[0, 3], [1, 2]]
+    first = schedule.order()[0]
+    assert first[4:6] == [(StageOp("B", 0, 1),), (StageOp("W", 0, 1),)]
+    assert first[7] == (StageOp("F", 3, 0), StageOp("B", 1, 1), StageOp("W", 1, 1))
+    replay(schedule)
+
+
+# As torch's 1F1B and GPipe are written, and the compute_comms table that it makes of an interleaved zero-bubble one.
+REDUCED = """\
+0F0,0F1,0B0,0F2,0B1,0B2,0REDUCE_GRAD,0WAIT_REDUCE_GRAD
+1F0,1B0,1F1,1B1,1F2,1B2,1REDUCE_GRAD
+"""
+WITH_MESSAGES = """\
+0UNSHARD,0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0I0,0WAIT_SEND_F0,0W0,0RECV_B1,0I1,0W1,0REDUCE_GRAD,0RESHARD
+1UNSHARD,1RECV_F0,1F0,1RECV_F1,1I0,1SEND_B0,1F1,1I1,1SEND_B1,1W0,1W1,1REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0
+"""
+
+
+def test_what_a_schedule_implies_is_read_as_that(tmp_path):
+    (tmp_path / "1f1b.csv").write_text(REDUCED)
+    assert Schedule.from_csv(tmp_path / "1f1b.csv") == make("1f1b", 2, 3)
+    (tmp_path / "zb-h1.csv").write_text(WITH_MESSAGES)
+    compute = re.compile(r"[0-9]+[FBIW][0-9]+")
+    rows = [[cell for cell in row.split(",") if compute.fullmatch(cell)] for row in WITH_MESSAGES.splitlines()]
+    (tmp_path / "compute.csv").write_text("\n".join(map(",".join, rows)))
+    found = Schedule.from_csv(tmp_path / "zb-h1.csv", name="compute")
+    assert found == Schedule.from_csv(tmp_path / "compute.csv")
+    assert [op.text(chunked=False) for block in found.order()[1] for op in block] == [
+        "F0", "B0", "F1", "B1", "W0", "W1"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "dualpipe"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 5)])
+def test_what_is_written_is_what_torch_reads(name, p, m, tmp_path):
+    # torch's rules for a compute_only table: one action a cell, forward before backward, input before weights, every
+    # global stage on one rank, each with so many forwards and whole or split backwards as there are microbatches.
+    make(name, p, m).to_csv(tmp_path / "schedule.csv")
+    action = re.compile(r"(\d+)(F|I|B|W)(\d+)")
+    ranks: dict[int, int] = {}
+    done: Counter[tuple[str, str]] = Counter()
+    rows = (tmp_path / "schedule.csv").read_text().splitlines()
+    assert len(rows) == p
+    for rank, row in enumerate(rows):
+        before = set()
+        for cell in filter(None, row.split(",")):
+            pair = re.fullmatch(r"\((.*);(.*)\)OVERLAP_F_B", cell)
+            for one in pair.groups() if pair else (cell,):
+                stage, kind, microbatch = action.fullmatch(one).groups()
+                assert ranks.setdefault(int(stage), rank) == rank
+                needed = {"F": None, "B": "F", "I": "F", "W": "I"}[kind]
+                assert needed is None or (stage, needed, microbatch) in before
+                before.add((stage, kind, microbatch))
+                done[stage, kind] += 1
+    assert sorted(ranks) == [*range(len(ranks))]
+    for stage in map(str, ranks):
+        assert done[stage, "F"] == m
+        assert done[stage, "I"] == done[stage, "W"]
+        assert done[stage, "B"] + done[stage, "I"] == m
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0X0\n", "row 0, column 1: asked to read `0X0`"),
+        ("0F0,0B0,1UNSHARD\n", "column 2: asked to read `1UNSHARD`, but that row computes for global stages \\[0\\]"),
+        ("0F0,0B0,0SEND_F1\n", "read `0SEND_F1`, but .*for 1 microbatches"),
+        ("0UNSHARD,0RESHARD\n", "run global stages \\[\\] on that rank"),
+        ("0F0,0UNSHARD0\n", "asked to read `0UNSHARD0`"),
+        ("0F0,0SEND_F\n", "asked to read `0SEND_F`"),
+        ("0F0,(0B0;0F1)OVERLAP_F_B\n", r"`\(0B0;0F1\)OVERLAP_F_B`"),
+        ("0F0,(0F1)OVERLAP_F_B\n", "overlapped F and B or I"),
+        ("0F0,0B0\n1F0,1B0,2F0,2B0\n", "row 1: asked to run global stages \\[1, 2\\]"),
+        ("0F0,0I0\n", "no tick runs W"),
+        ("0F0,0B0\n1F0\n", r"stage 0, block 1 \(B0.0&W0.0\): asked to use what B .* part 1 .* no stage runs that op"),
+        # As torch 2.15 prints 1F1B: its last rank counts its forwards from 1.
+        (
+            "0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F1,1B0,1F2,1B1,1REDUCE_GRAD\n",
+            r"stage 1, block 1 .* use what F \(forward\) of microbatch 0 on part 1 .* no stage .* add F of",
+        ),
+        ("", "it has no cell"),
+        ("0F99999999999,0B99999999999\n", "asked to read `0F99999999999`"),
+        ("0F\u0663,0B\u0663\n", "a cell is global stage"),
+        (",,\n", "it has no cell"),
+    ],
+)
+def test_a_file_that_cannot_be_run(text, message, tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(MeshparError, match=message):
+        Schedule.from_csv(path)
+
+
+def test_what_is_no_text_file(tmp_path):
+    (tmp_path / "bytes.csv").write_bytes(b"\xff\xfe0F0")
+    (tmp_path / "folder.csv").mkdir()
+    for name, message in {"bytes": "it is not UTF-8", "folder": "it is a folder", "gone": "no such file"}.items():
+        with pytest.raises(MeshparError, match=f"{name}.csv: asked to read a schedule, but .*{message}"):
+            Schedule.from_csv(tmp_path / f"{name}.csv")
+
+
+def test_a_spreadsheets_file(tmp_path):
+    (tmp_path / "sheet.csv").write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert Schedule.from_csv(tmp_path / "sheet.csv").microbatches == 1
+
+
+def test_blocks_joined_beyond_the_table():
+    data = make("1f1b", 2, 2).to_json()
+    for at in ([99, 0], [-1, 0], [0, 2]):
+        with pytest.raises(MeshparError, match="`joined` of schedule `1f1b`"):
+            Schedule.from_json({**data, "joined": [at]})
+
+
+def test_blocks_that_the_format_has_no_word_for(tmp_path):
+    schedule = Schedule.from_table(
+        [[("F", 0)], [("B", 0)], [("F", 1)], [[("B", 1), ("W", 0)]], [("W", 1)]], name="odd"
+    )  # fmt: skip
+    with pytest.raises(MeshparError, match="tick 3, stage 0: asked to write B1.0&W0.0 as one cell"):
+        schedule.to_csv(tmp_path / "odd.csv")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_round_trips(name):
+    schedule = make(name, 4, 8)
+    data = json.loads(json.dumps(schedule.to_json()))
+    assert Schedule.from_json(data) == schedule
+    assert data["name"] == name
+    assert (data["stages"], data["microbatches"], data["ticks"]) == (4, 8, schedule.ticks)
+    assert data["bubble_fraction"] == schedule.bubble_fraction
+    assert data["peak_activations"] == schedule.peak_activations.tolist()
+    assert data["makespan"] == schedule.simulate().free.makespan
+    assert data["table"][0][0] == ["F", 0, 0]
+    assert data["table"][0][1] is None
+
+
+def test_text_has_a_line_for_each_stage():
+    assert make("zb-h1", 2, 2).text() == (
+        "stage 0  F0 F1 ·  B0 W0 B1 W1\n"
+        "stage 1  ·  F0 B0 F1 B1 W0 W1"
+    )  # fmt: skip
+    assert str(make("zb-v", 1, 1)) == "stage 0  F0.0 F0.1 B0.1 B0.0 W0.1 W0.0"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_folds_to_a_width(name):
+    schedule = make(name, 4, 8)
+    folded = schedule.text(width=60)
+    assert max(map(len, folded.split("\n"))) <= 60
+    bands = [band.split("\n") for band in folded.split("\n\n")]
+    assert {len(band) for band in bands} == {4}
+    for stage in range(4):
+        cells = [cell for band in bands for cell in band[stage].removeprefix(f"stage {stage}").split()]
+        assert cells == schedule.text().split("\n")[stage].removeprefix(f"stage {stage}").split()

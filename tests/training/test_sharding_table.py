@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import meshpar as mp
+from meshpar.sharding.types import tree_leaves_with_paths
+from meshpar.training.sharding_table import human_bytes, spec_text
+
+# Every dim has a size of its own, so that a factored moment tells which dims it kept.
+SHAPES = {
+    "up": {"kernel": (128, 256), "bias": (256,)},
+    "down": {"kernel": (256, 128), "bias": (128,)},
+    "stack": {"kernel": (3, 128, 512)},
+    "temperature": (),
+}
+NAMES = {
+    "up/kernel": ("embed", "mlp"),
+    "up/bias": ("mlp",),
+    "down/kernel": ("mlp", "embed"),
+    "down/bias": ("embed",),
+    "stack/kernel": ("layers", "embed", "heads"),
+}
+IS_SHAPE = {"is_leaf": lambda x: isinstance(x, tuple)}
+
+
+def init(key):
+    return jax.tree.map(lambda shape: jax.random.normal(key, shape), SHAPES, **IS_SHAPE)
+
+
+MODEL = mp.from_functions(init, lambda params, x: x, names=NAMES)
+MESH = mp.MeshSpec(fsdp=4, tensor=2).abstract()
+STRATEGY = mp.zero1() | mp.tensor_parallel()
+FOLLOWED = {
+    "up/kernel": P("fsdp", "tensor"),
+    "up/bias": P("tensor"),
+    "down/kernel": P("tensor", "fsdp"),
+    "down/bias": P("fsdp"),
+    "stack/kernel": P(None, "fsdp", "tensor"),
+    "temperature": P(),
+}
+MATRICES = {"up/kernel", "down/kernel", "stack/kernel"}
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "other", params)
+
+
+def owner_of(path: str) -> str | None:
+    found = [name for name in FOLLOWED if path.endswith("/" + name) or f"/{name}/" in path]
+    return max(found, key=len) if found else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizer state follows its own rules
+# ---------------------------------------------------------------------------------------------------------------------
+
+# name -> (optimizer, paths of parameters whose state it keeps, copies of each)
+EVERYTHING = set(FOLLOWED)
+OPTIMIZERS = {
+    "adamw": (optax.adamw(1e-3), EVERYTHING, 2),
+    "sgd": (optax.sgd(0.1), set(), 0),
+    "momentum": (optax.sgd(0.1, momentum=0.9), EVERYTHING, 1),
+    "lion": (optax.lion(1e-3), EVERYTHING, 1),
+    "adam in bfloat16": (optax.adam(1e-3, mu_dtype=jnp.bfloat16), EVERYTHING, 2),
+    "clip and schedule": (
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))),
+        EVERYTHING,
+        2,
+    ),
+    "MultiSteps": (optax.MultiSteps(optax.adam(1e-3), 4), EVERYTHING, 3),
+    "inject_hyperparams": (optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3), EVERYTHING, 2),
+    "masked": (optax.masked(optax.adam(1e-3), is_matrix), MATRICES, 2),
+    "masked by a prefix": (
+        optax.masked(optax.adam(1e-3), {"up": True, "down": False, "stack": True, "temperature": False}),
+        {"up/kernel", "up/bias", "stack/kernel"},
+        2,
+    ),
+    "partition": (
+        optax.partition({"matrix": optax.adam(1e-3), "other": optax.sgd(0.1, momentum=0.9)}, labels),
+        None,
+        None,
+    ),
+    "frozen": (
+        optax.partition(
+            {"train": optax.adam(1e-3), "freeze": optax.set_to_zero()},
+            {"up": "train", "down": "freeze", "stack": "train", "temperature": "freeze"},
+        ),
+        {"up/kernel", "up/bias", "stack/kernel"},
+        2,
+    ),
+    "weight decay mask": (optax.adamw(1e-3, mask=is_matrix), EVERYTHING, 2),
+    "ema": (optax.chain(optax.adam(1e-3), optax.ema(0.9)), EVERYTHING, 3),
+    "schedule free": (optax.contrib.schedule_free_adamw(1e-3), EVERYTHING, 2),
+    "apply if finite": (optax.apply_if_finite(optax.adam(1e-3), 3), EVERYTHING, 2),
+    "noise": (optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-3)), EVERYTHING, 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_is_shaped_like_a_parameter_lies_by_the_optimizers_rules(name):
+    tx, kept, copies = OPTIMIZERS[name]
+    table = mp.shardings(MODEL, MESH, STRATEGY, tx=tx)
+    assert table["up/kernel"].spec == P(None, "tensor")  # which is not how the parameters lie
+    owned: dict[str, int] = {}
+    for d in table.optimizer:
+        owner = owner_of(d.path)
+        if owner is None:
+            assert d.rule == "belongs to no parameter"
+            assert d.spec == P()
+            continue
+        owned[owner] = owned.get(owner, 0) + 1
+        assert P(*d.spec) == FOLLOWED[owner], d.path
+        assert d.leaf.names == NAMES.get(owner), d.path
+    if name == "partition":
+        assert owned == {path: 2 if path in MATRICES else 1 for path in EVERYTHING}
+    else:
+        assert owned == dict.fromkeys(kept, copies)
+
+
+def test_a_factored_moment_is_split_where_its_parameter_is():
+    table = mp.shardings(MODEL, MESH, STRATEGY, tx=optax.adafactor(1e-3, multiply_by_parameter_scale=False))
+    found = {d.path.removeprefix("opt_state/0/"): (d.leaf.shape, P(*d.spec)) for d in table.optimizer}
+    assert found["v_row/up/kernel"] == ((128,), P("fsdp"))
+    assert found["v_col/up/kernel"] == ((256,), P("tensor"))
+    assert found["v_row/down/kernel"] == ((128,), P("fsdp"))
+    assert found["v_row/stack/kernel"] == ((3, 128), P(None, "fsdp"))
+    assert found["v_col/stack/kernel"] == ((3, 512), P(None, "tensor"))
+    assert found["v/up/bias"] == ((256,), P("tensor"))
+    assert found["v/up/kernel"] == ((1,), P())  # the place of what is factored
+    assert found["v_row/up/bias"] == ((1,), P())
+
+
+def test_a_memory_of_updates_is_split_like_the_parameter():
+    table = mp.shardings(MODEL, MESH, STRATEGY, tx=optax.scale_by_lbfgs(memory_size=5))
+    (found,) = [d for d in table.optimizer if d.path == "opt_state/diff_params_memory/up/kernel"]
+    assert (found.leaf.shape, found.spec) == ((5, 128, 256), P(None, "fsdp", "tensor"))
+    assert found.leaf.names == (None, "embed", "mlp")
+
+
+def test_a_list_kept_for_each_parameter_belongs_to_it():
+    table = mp.shardings(MODEL, MESH, STRATEGY, tx=optax.sm3(0.1))
+    assert {owner_of(d.path) for d in table.optimizer} == EVERYTHING
+    assert not any(d.rule == "belongs to no parameter" for d in table.optimizer)
+
+
+def test_names_of_parameters_that_are_names_of_state_too():
+    params = {"count": jnp.zeros((8, 16)), "mu": {"count": jnp.zeros((16, 8))}}
+    model = mp.from_functions(
+        lambda key: params, lambda p: p, names={"count": ("embed", "mlp"), "mu/count": ("mlp", "embed")}
+    )
+    table = mp.shardings(model, MESH, mp.fsdp() | mp.tensor_parallel(), tx=optax.adam(1e-3))
+    found = {d.path: d.spec for d in table.optimizer}
+    assert found["opt_state/0/count"] == P()
+    for moment in ("mu", "nu"):
+        assert found[f"opt_state/0/{moment}/count"] == P("fsdp", "tensor")
+        assert found[f"opt_state/0/{moment}/mu/count"] == P("tensor", "fsdp")
+
+
+def test_a_model_that_is_one_array():
+    model = mp.from_functions(lambda key: jnp.zeros((8, 16)), lambda w: w, names={"": ("embed", "mlp")})
+    table = mp.shardings(model, MESH, mp.fsdp() | mp.tensor_parallel(), tx=optax.adam(1e-3))
+    assert [(d.path, d.spec) for d in table.optimizer] == [
+        ("opt_state/0/count", P()),
+        ("opt_state/0/mu", P("fsdp", "tensor")),
+        ("opt_state/0/nu", P("fsdp", "tensor")),
+    ]
+
+
+@pytest.mark.parametrize("name", ["MultiSteps", "partition", "noise"])
+def test_optimizer_state_is_born_in_its_shards(name):
+    mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
+    state = mp.init_state(MODEL, OPTIMIZERS[name][0], mesh=mesh, strategy=STRATEGY, key=0)
+    decisions = {d.path: d for d in state.table.optimizer}
+    leaves = tree_leaves_with_paths(state.opt_state)
+    assert len(leaves) == len(decisions)
+    for path, x in leaves:
+        d = decisions[f"opt_state/{path}"]
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, d.spec), x.ndim)
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            assert {s.data.nbytes for s in x.addressable_shards} == {d.bytes_per_device}
+
+
+def test_state_unlike_its_parameter_is_whole_unless_it_is_big():
+    def doubled():  # keeps every array twice, side by side
+        return optax.GradientTransformation(
+            lambda params: {"twice": jax.tree.map(lambda p: jnp.zeros((2 * p.size,)), params)},
+            lambda grads, state, params=None: (grads, state),
+        )
+
+    small = STRATEGY.replace(big_leaf_bytes=2**30)
+    assert {d.rule for d in mp.shardings(MODEL, MESH, small, tx=doubled()).optimizer} >= {"shape unlike `up/kernel`"}
+    with pytest.raises(mp.MeshparError, match=r"`opt_state/twice/.*kernel`.*use an optimizer whose state"):
+        mp.shardings(MODEL, MESH, STRATEGY.replace(big_leaf_bytes=2**18), tx=doubled())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a model keeps beside parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_statistics() -> mp.Model:
+    from flax import nnx
+
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(64, 128, rngs=rngs)
+            self.norm = nnx.BatchNorm(128, rngs=rngs)
+
+    return mp.from_nnx(Normed)
+
+
+def test_extras_are_whole_unless_a_path_says_otherwise():
+    model = with_statistics()
+    table = mp.shardings(model, MESH, mp.fsdp(min_bytes=0))
+    assert {d.path: d.spec for d in table.extra} == {"norm/mean": P(None), "norm/var": P(None)}
+    placed = mp.shardings(model, MESH, mp.fsdp(min_bytes=0) | mp.Rules(paths={r"norm/mean": ("tensor",)}))
+    assert {d.path: d.spec for d in placed.extra} == {"norm/mean": P("tensor"), "norm/var": P(None)}
+    with pytest.raises(mp.MeshparError, match=r"`norm/mean`.*mp.replicated"):
+        mp.shardings(model, MESH, mp.fsdp(min_bytes=0).replace(big_leaf_bytes=512))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Totals and how they are shown
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table():
+    return mp.shardings(MODEL, MESH, mp.fsdp() | mp.tensor_parallel(), tx=optax.adamw(1e-3))
+
+
+def test_totals_add_up(table):
+    sizes = {path: math.prod(x.shape) for path, x in tree_leaves_with_paths(MODEL.abstract().params)}
+    shards = {"up/kernel": 8, "up/bias": 2, "down/kernel": 8, "down/bias": 4, "stack/kernel": 8, "temperature": 1}
+    params = sum(4 * sizes[path] // shards[path] for path in sizes)
+    assert table.totals._asdict() == {
+        "params_bytes": params,
+        "grads_bytes": params,
+        "optimizer_bytes": 2 * params + 4,
+        "state_bytes": 3 * params + 4,
+        "num_params": sum(sizes.values()),
+        "host_bytes": 0,
+    }
+
+
+def test_a_parameter_dtype_is_counted(table):
+    half = mp.shardings(
+        MODEL,
+        MESH,
+        mp.fsdp() | mp.tensor_parallel(),
+        tx=optax.adamw(1e-3),
+        precision=mp.Precision(params="bfloat16"),
+    )
+    assert half.totals.params_bytes * 2 == table.totals.params_bytes
+    assert half["up/kernel"].leaf.dtype == jnp.bfloat16
+
+
+def test_json_is_plain_and_complete(table):
+    data = json.loads(json.dumps(table.to_json()))
+    assert data["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
+    assert data["strategy"] == "fsdp() | tensor_parallel()"
+    assert data["totals"] == table.totals._asdict()
+    (leaf,) = [leaf for leaf in data["leaves"] if leaf["path"] == "stack/kernel"]
+    assert leaf == {
+        "path": "stack/kernel",
+        "shape": [3, 128, 512],
+        "dtype": "float32",
+        "names": ["layers", "embed", "heads"],
+        "rule": "fsdp: embed='fsdp'; tensor_parallel: heads='tensor'",
+        "spec": [None, "fsdp", "tensor"],
+        "bytes_per_device": 3 * 128 * 512 * 4 // 8,
+    }
+    assert len(data["leaves"]) == len(NAMES) + 1
+
+
+def test_the_printed_table_shows_every_leaf_and_the_totals(table):
+    text = str(table)
+    for d in table.params:
+        (row,) = [line for line in text.splitlines() if f" {d.path} " in line]
+        assert human_bytes(d.bytes_per_device) in row
+        assert d.rule in row
+    assert "mesh fsdp=4, tensor=2 · fsdp() | tensor_parallel()" in text
+    assert f"{table.totals.num_params:,} parameters" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1.5e9, "1.5 GB"), (2**20, "1.05 MB"), (4.2e15, "4.2e+03 TB")],
+)
+def test_bytes_for_people_are_powers_of_ten(count, text):
+    assert human_bytes(count) == text
+
+
+def test_specs_for_people():
+    assert spec_text(P("fsdp", None, ("data", "tensor"))) == "fsdp, –, data×tensor"
+    assert spec_text(P()) == ""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pods
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_llama3_405b_on_4096_devices_without_any():
+    layers, embed, mlp, heads, kv_heads, head_dim, vocab = 126, 16384, 53248, 128, 8, 128, 128256
+    shapes = {
+        "embed/table": ((vocab, embed), ("vocab", "embed")),
+        "layers/attention/query": ((layers, embed, heads, head_dim), ("layers", "embed", "heads", "head_dim")),
+        "layers/attention/key": ((layers, embed, kv_heads, head_dim), ("layers", "embed", "kv_heads", "head_dim")),
+        "layers/attention/value": ((layers, embed, kv_heads, head_dim), ("layers", "embed", "kv_heads", "head_dim")),
+        "layers/attention/out": ((layers, heads, head_dim, embed), ("layers", "heads", "head_dim", "embed")),
+        "layers/mlp/gate": ((layers, embed, mlp), ("layers", "embed", "mlp")),
+        "layers/mlp/up": ((layers, embed, mlp), ("layers", "embed", "mlp")),
+        "layers/mlp/down": ((layers, mlp, embed), ("layers", "mlp", "embed")),
+        "layers/norm1/scale": ((layers, embed), ("layers", "embed")),
+        "layers/norm2/scale": ((layers, embed), ("layers", "embed")),
+        "norm/scale": ((embed,), ("embed",)),
+        "head/kernel": ((embed, vocab), ("embed", "vocab")),
+    }
+    model = mp.from_functions(
+        lambda key: {path: jnp.zeros(shape) for path, (shape, _) in shapes.items()},
+        lambda params: params,
+        names={path: names for path, (_, names) in shapes.items()},
+    )
+    mesh = mp.MeshSpec(data=8, fsdp=64, tensor=8).abstract()
+    table = mp.shardings(model, mesh, mp.hsdp() | mp.tensor_parallel(), tx=optax.adamw(1e-3))
+    assert table.totals.num_params == 405_853_388_800
+    assert table["layers/mlp/up"].spec == P(None, "fsdp", "tensor")
+    assert table["layers/mlp/up"].bytes_per_device == layers * embed * mlp * 4 // 512
+    # Norm scales, 4.1 MB of them, are split over fsdp only.
+    split = 405_853_388_800 - 253 * embed
+    assert table.totals.params_bytes == 4 * (split // 512 + 253 * embed // 64)
+    assert table.totals.state_bytes == 3 * table.totals.params_bytes + 4
+    np.testing.assert_allclose(table.totals.state_bytes, 9.51e9, rtol=1e-3)
