@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, generate
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from tests.equal import model_of
 
 OWN = mp.MeshSpec(fsdp=-1).build()
@@ -151,7 +151,7 @@ def test_a_users_own_calls_go_on_in_every_context(kind, name):
     def given(x):
         return jnp.tanh(state.bound()(x))
 
-    with mp.use(mesh, FSDP):
+    with mp.use_rules(mesh, FSDP):
         expected = np.asarray(given(ROWS))
     loss = float(mp.eval_step(_loss)(state, ROWS)["loss"])
     # jax itself compiles nothing in a context without devices.
@@ -159,7 +159,7 @@ def test_a_users_own_calls_go_on_in_every_context(kind, name):
     with CONTEXTS[name]():
         laid, found = mp.shard_batch(ROWS, mesh, FSDP), []
         for x in (ROWS, laid):
-            with mp.use(mesh, FSDP):
+            with mp.use_rules(mesh, FSDP):
                 found += [f(x) for f in ways]
             if kind == "nnx":  # it calls mp.constrain, outside of a step inside of mp.use alone
                 continue
@@ -184,7 +184,7 @@ def test_text_is_continued_in_every_context(kind):
         mesh = PLAIN if name == "make_mesh" else OWN
 
         def continued(state, prompt, key, mesh=mesh):
-            with mp.use(mesh, FSDP):
+            with mp.use_rules(mesh, FSDP):
                 return generate(state.bound(), prompt, config=config, num_tokens=4, key=key)
 
         with CONTEXTS[name]():
@@ -238,7 +238,7 @@ def test_a_collective_that_nothing_promises_is_refused_where_types_say_it():
 def test_a_model_of_types_is_refused_inside_a_region_by_hand():
     state = mp.abstract_state(_typed(), optax.sgd(0.1), mesh=OWN, strategy=FSDP)
     with pytest.raises(mp.MeshparError, match="makes no axis Explicit where another is Manual"):
-        mp.train_step(_loss, accumulate=2, accumulate_mode="once").trace(state, ROWS)
+        mp.train_step(_loss, accumulate=2, reduce_gradients="once").trace(state, ROWS)
 
 
 @pytest.mark.parametrize("beside", [jnp.add, jnp.multiply])
@@ -257,14 +257,14 @@ def test_a_layout_is_put_down_as_its_axes_ask():
 
     def laid(x):
         assert jax.typeof(x).sharding.spec == P(None, None)
-        x = lay(x, P("fsdp", "tensor"))
+        x = with_layout(x, P("fsdp", "tensor"))
         assert jax.typeof(x).sharding.spec == P("fsdp", None), "the other axis is the compiler's"
-        assert jax.typeof(lay(x, P(P.UNCONSTRAINED, None))).sharding.spec == P("fsdp", None)
+        assert jax.typeof(with_layout(x, P(P.UNCONSTRAINED, None))).sharding.spec == P("fsdp", None)
         return x
 
     with jax.set_mesh(mesh):
         assert jax.jit(laid)(ROWS).sharding.spec == P("fsdp", "tensor")
         manual = jax.shard_map(
-            lambda x: lay(x, P(None, None)), in_specs=P(), out_specs=P(), axis_names=set(mesh.axis_names)
+            lambda x: with_layout(x, P(None, None)), in_specs=P(), out_specs=P(), axis_names=set(mesh.axis_names)
         )
         np.testing.assert_array_equal(jax.jit(manual)(ROWS), ROWS)

@@ -106,7 +106,7 @@ def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_reduction_dtyp
 
 def test_accumulation_each_scatters_every_micro_step_and_once_after_the_loop(program):
     _, each = program(mp.zero2(), accumulate=2)
-    _, once = program(mp.zero2(), accumulate=2, accumulate_mode="once")
+    _, once = program(mp.zero2(), accumulate=2, reduce_gradients="once")
     scattered = weights(each, "reduce-scatter", in_loop=True)
     assert sorted(count for _, count in scattered) == [2] * TABLES + [2 * LAYERS] * MATRICES
     assert not weights(each, "all-reduce", in_loop=True)

@@ -31,7 +31,7 @@ import optax
 from meshpar.data.source import DataSource
 from meshpar.layers.precision import Precision
 from meshpar.optim.ema import ema
-from meshpar.optim.moments import DTYPES, moments_in, offloaded
+from meshpar.optim.moments import DTYPES, low_precision_moments, offload_state
 from meshpar.optim.muon import matrices, muon
 from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
@@ -87,9 +87,9 @@ class AdamW:
     clip_norm: float | None = 1.0
     """Gradients are scaled down to this global norm; None leaves them."""
     moments: str | None = None
-    """Dtype in which both moments are kept, as in `mp.moments_in`; None: that of the parameters."""
+    """Dtype in which both moments are kept, as in `mp.optim.low_precision_moments`; None: that of the parameters."""
     offload: bool = False
-    """Whether both lie in the host's memory between updates, as in `mp.offloaded`."""
+    """Whether both lie in the host's memory between updates, as in `mp.optim.offload_state`."""
     ema: float | None = None
     """Decay of averages of the parameters, as in `mp.ema`; None: there are none. Validation, the sample, `generate` and
     `convert` take them in the parameters' place."""
@@ -151,8 +151,8 @@ class AdamW:
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
         tx = self._rule(self.learning_rate(steps), names)
         tx = tx if self.clip_norm is None else optax.chain(optax.clip_by_global_norm(self.clip_norm), tx)
-        tx = tx if self.moments is None else moments_in(tx, self.moments)
-        tx = offloaded(tx) if self.offload else tx
+        tx = tx if self.moments is None else low_precision_moments(tx, self.moments)
+        tx = offload_state(tx) if self.offload else tx
         return tx if self.ema is None else ema(tx, self.ema)
 
     def _rule(self, rate: Callable[[Any], Any], names: Mapping[str, Names]) -> optax.GradientTransformation:
@@ -287,7 +287,7 @@ class Recipe:
     """Rows of the global batch of one update, over all devices and micro-steps."""
     accumulate: int = 1
     """Micro-steps that share one update."""
-    accumulate_mode: Literal["each", "once"] = "each"
+    reduce_gradients: Literal["each", "once"] = "each"
     """Reduce the gradients of every micro-step into shards, or keep whole sums and reduce once."""
     loss_is: Literal["mean_over_examples"] | None = None
     """States that a scalar loss is a mean over examples that all count the same, as in `train_step`."""
@@ -351,7 +351,7 @@ class Recipe:
     def step_options(self) -> StepOptions:
         return StepOptions(
             accumulate=self.accumulate,
-            accumulate_mode=self.accumulate_mode,
+            reduce_gradients=self.reduce_gradients,
             precision=self.precision,
             remat=self.remat,
             interleave=self.interleave,

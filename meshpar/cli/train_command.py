@@ -66,7 +66,7 @@ from meshpar.loop.goodput import words as goodput_words
 from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.profiler import Profile
 from meshpar.moe.load_metrics import Loads
-from meshpar.optim.ema import averaged, averages_of
+from meshpar.optim.ema import averages_of, ema_params
 from meshpar.sharding.context import use
 from meshpar.sharding.host_resources import check_local, check_memory, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
@@ -242,7 +242,7 @@ def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ())
 
     layout = load_plans(path)[0].layout
     fields = {one.name: getattr(layout, one.name) for one in dataclasses.fields(layout)}
-    planned = recipe.replace(**{**fields, "accumulate": 1, "accumulate_mode": "each"})
+    planned = recipe.replace(**{**fields, "accumulate": 1, "reduce_gradients": "each"})
     return planned.override(f"accumulate={layout.accumulate}", *assignments)
 
 
@@ -270,7 +270,7 @@ def _hooks(
     # Ten looks in a short run, one every hundred steps in a long one.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
     validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
-    of = None if averages_of(setup.abstract.opt_state) is None else averaged
+    of = None if averages_of(setup.abstract.opt_state) is None else ema_params
 
     def also(record: Record) -> dict[str, Any]:
         return {**expert_load.line(record), **goodput.line(record)}
@@ -730,7 +730,7 @@ def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
     from meshpar.models import generate
 
     assert recipe.sample is not None
-    state = state if averages_of(state.opt_state) is None else averaged(state)
+    state = state if averages_of(state.opt_state) is None else ema_params(state)
     wanted, setup = recipe.sample, state.setup
     plain = setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
     prompt = np.asarray(source.encode(wanted.prompt), np.int32)[None]

@@ -26,7 +26,7 @@ from jaxtyping import Array, Num
 
 from meshpar.collectives.kernel_checks import Axis, check_cut, ranks_of
 from meshpar.collectives.wire import pass_on, varying_alike
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.types import is_whole, problem
 
 Weight: TypeAlias = Num[Array, "E ..."]
@@ -335,7 +335,7 @@ def _whole(weight: jax.Array) -> jax.Array:
 
     Not part of what is kept for the backward pass, which gathers it again.
     """
-    return lay(weight, PartitionSpec(*[None] * weight.ndim))
+    return with_layout(weight, PartitionSpec(*[None] * weight.ndim))
 
 
 def _weight_grad(plan: _MatmulPlan, rows: jax.Array, grads: jax.Array, weight: jax.Array) -> jax.Array:

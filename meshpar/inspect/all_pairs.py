@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from meshpar.inspect.traced_collectives import inner_jaxprs
-from meshpar.parallel.expected.step_spec import Facts, Promised
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 
 ROLE = "examples compared with each other"
 
@@ -28,7 +28,7 @@ class _Operand(NamedTuple):
     dtype: str
 
 
-def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iterator[Promised]:
+def promised(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
     """Yield the collectives that products of all pairs of examples may cause.
 
     Args:
@@ -37,7 +37,7 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iter
       rows: number of examples per evaluation of the loss, over all devices.
       facts: of the step.
     """
-    axes = facts.ordered(facts.batch_axes)
+    axes = step_spec.ordered(step_spec.batch_axes)
     if not axes or rows < 2:
         return
     jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), Counter[_Operand]()
@@ -45,15 +45,17 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, facts: Facts) -> Iter
     _follow(jaxpr, [at >= num_others for at in range(len(jaxpr.invars))], rows, 1, found)
     for operand, count in found.items():
         same: dict[str, Any] = {
-            "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": facts.wire(operand.dtype), "tensors": (),
+            "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": step_spec.wire(operand.dtype), "tensors": (),
         }  # fmt: skip
         # Twice, because the backward pass may recompute the forward pass.
-        yield Promised(kind="gather", count=(0, 2 * count), **same)
-        yield Promised(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **same)
+        yield ExpectedCollective(kind="gather", count=(0, 2 * count), **same)
+        yield ExpectedCollective(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **same)
     if found:
         # Maximum, sum and target of a softmax and the sum in its gradient. The forward pass may be recomputed.
-        count, dtype = 4 * sum(found.values()), facts.wire("float32")
-        yield Promised(role=ROLE, kind="sum", axes=axes, elements=rows, dtype=dtype, count=(0, count), tensors=())
+        count, dtype = 4 * sum(found.values()), step_spec.wire("float32")
+        yield ExpectedCollective(
+            role=ROLE, kind="sum", axes=axes, elements=rows, dtype=dtype, count=(0, count), tensors=()
+        )
 
 
 def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, found: Counter[_Operand]) -> list[bool]:

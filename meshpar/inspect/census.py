@@ -30,7 +30,7 @@ from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.groups import Groups, parse_lists
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 from meshpar.inspect.hlo.walk import Loop, Visit, executed
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.pipeline.stage_placement import RETURNED
 from meshpar.sharding.types import AnyMesh, axis_sizes, problem
 
@@ -147,7 +147,7 @@ class Total:
     """Per step."""
 
 
-def census(module: Module, mesh: MeshLike, cells: Cells | None = None) -> tuple[Collective, ...]:
+def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) -> tuple[Collective, ...]:
     """The collectives a program runs, in the order they stand in it, callers before callees.
 
     Groups of a single device send nothing and are left out, as are transfers to and from the host.
@@ -254,7 +254,7 @@ def _check_devices(module: Module, axes: Mapping[str, int]) -> None:
 
 
 def _collective(
-    module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int], cells: Cells | None
+    module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int], cells: ScheduleCounts | None
 ) -> Collective | None:
     kind = ins.opcode.removesuffix("-start")
     if kind not in KINDS or ins.attributes.get("is_host_transfer") == "true":

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from meshpar.inspect.stage_partition import Parts
+from meshpar.inspect.stage_partition import StagePartition
 from meshpar.layers.precision import BY_ROW
 from meshpar.parallel.batch import without_whole
 from meshpar.parallel.expected import fp8_scales as scales
@@ -37,9 +37,9 @@ from meshpar.parallel.expected.step_spec import (
     GRADIENTS,
     RENEWED,
     WEIGHTS,
-    Facts,
-    Promised,
-    Uses,
+    ExpectedCollective,
+    ParamUsage,
+    StepSpec,
     Weight,
     merged,
     of_stage,
@@ -63,8 +63,8 @@ def promised(
     on_cpu: bool = False,
     exchanges_rows: bool = False,
     vocab_chunks: int = 1,
-    uses: Mapping[str, Uses] | None = None,
-) -> tuple[Promised, ...]:
+    uses: Mapping[str, ParamUsage] | None = None,
+) -> tuple[ExpectedCollective, ...]:
     """What a training step without stages promises to send.
 
     Args:
@@ -77,13 +77,13 @@ def promised(
       vocab_chunks: in how many the output layer is used; `traced.vocab_chunks` tells.
       uses: of parameters by path, for a model that lays no activations out; `uses.uses` tells.
     """
-    facts = facts_of(setup, options, batch, on_cpu=on_cpu, uses=uses)
-    facts = dataclasses.replace(facts, exchanges_rows=exchanges_rows, vocab_chunks=vocab_chunks)
-    free = set(facts.untold_axes)
-    return tuple(_not_due(one) if free & set(one.axes) else one for one in setup.strategy.promise(facts))
+    step_spec = facts_of(setup, options, batch, on_cpu=on_cpu, uses=uses)
+    step_spec = dataclasses.replace(step_spec, exchanges_rows=exchanges_rows, vocab_chunks=vocab_chunks)
+    free = set(step_spec.unannotated_axes)
+    return tuple(_not_due(one) if free & set(one.axes) else one for one in setup.strategy.promise(step_spec))
 
 
-def _not_due(one: Promised) -> Promised:
+def _not_due(one: ExpectedCollective) -> ExpectedCollective:
     """The same where nothing says how activations lie: it may be sent in another form."""
     of_leaf = one.role in (WEIGHTS, GRADIENTS, RENEWED)
     counts = tuple((axis, 0, most) for axis, _, most in one.counts)
@@ -91,14 +91,19 @@ def _not_due(one: Promised) -> Promised:
 
 
 def facts_of(
-    setup: Setup, options: StepOptions, batch: Any, *, on_cpu: bool = False, uses: Mapping[str, Uses] | None = None
-) -> Facts:
+    setup: Setup,
+    options: StepOptions,
+    batch: Any,
+    *,
+    on_cpu: bool = False,
+    uses: Mapping[str, ParamUsage] | None = None,
+) -> StepSpec:
     """The facts of a training step; arguments as for `promised`."""
     sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
     specs = zip(with_layers(setup.table.params), grads, updates, strict=True)
-    return setup.strategy.facts(
+    return setup.strategy.step_spec(
         sizes,
         weights=tuple(Weight(*one) for one in specs),
         batch_axes=batch_axes,
@@ -144,8 +149,8 @@ def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
 
 
 def promised_by_stage(
-    setup: Setup, options: StepOptions, batch: Any, parts: Parts, *, on_cpu: bool = False
-) -> tuple[tuple[Promised, ...], ...]:
+    setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, *, on_cpu: bool = False
+) -> tuple[tuple[ExpectedCollective, ...], ...]:
     """What each stage of a pipelined training step promises to send.
 
     Args:
@@ -169,98 +174,98 @@ _SIDES: tuple[_Side, ...] = ("first", "layers", "last")
 @dataclasses.dataclass(frozen=True)
 class _Staged:
     setup: Setup
-    facts: Facts
+    step_spec: StepSpec
     """With microbatches for micro-steps, gathered and reduced once."""
-    parts: Parts
+    parts: StagePartition
     traffic: StageTraffic
     weights: tuple[Weight, ...]
     """Those of `facts` as one stage holds them: of stacked layers its share, with the stages taken for granted."""
 
     @staticmethod
-    def of(setup: Setup, options: StepOptions, batch: Any, parts: Parts, on_cpu: bool) -> _Staged:
-        asked = dataclasses.replace(options, accumulate=parts.schedule.microbatches, accumulate_mode="once")
-        facts = facts_of(setup, asked, batch, on_cpu=on_cpu)
-        facts = dataclasses.replace(facts, by_stages=True, is_once=True, quantize=None)
+    def of(setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, on_cpu: bool) -> _Staged:
+        asked = dataclasses.replace(options, accumulate=parts.schedule.microbatches, reduce_gradients="once")
+        step_spec = facts_of(setup, asked, batch, on_cpu=on_cpu)
+        step_spec = dataclasses.replace(step_spec, by_stages=True, is_once=True, quantize=None)
         axis = _stage_axis(setup)
-        weights = tuple(of_stage(one, axis, parts.schedule.stages) for one in facts.weights)
-        return _Staged(setup, facts, parts, traffic(parts.schedule), weights)
+        weights = tuple(of_stage(one, axis, parts.schedule.stages) for one in step_spec.weights)
+        return _Staged(setup, step_spec, parts, traffic(parts.schedule), weights)
 
-    def everywhere(self) -> Iterator[Promised]:
+    def everywhere(self) -> Iterator[ExpectedCollective]:
         """Weights gathered before the first tick, gradients reduced after the last, new values after the update."""
-        facts = dataclasses.replace(self.facts, weights=self.weights, sequence_axes=(), is_tied=False)
+        step_spec = dataclasses.replace(self.step_spec, weights=self.weights, sequence_axes=(), is_tied=False)
         pipelined = self.setup.strategy.pipeline
         assert pipelined is not None
-        for weight, whole in zip(self.weights, self.facts.weights, strict=True):
+        for weight, whole in zip(self.weights, self.step_spec.weights, strict=True):
             in_cells = whole.decision.leaf.is_stacked and pipelined.gather == "microbatch"
-            gathered = None if in_cells else leaves.gathered(facts, weight)
-            reduced = self._over_stages(weight, leaves.reduced(facts, weight))
+            gathered = None if in_cells else leaves.gathered(step_spec, weight)
+            reduced = self._over_stages(weight, leaves.reduced(step_spec, weight))
             outside = None if reduced is None else dataclasses.replace(reduced, outside=True)
-            yield from (one for one in (gathered, outside, leaves.renewed(facts, weight)) if one is not None)
+            yield from (one for one in (gathered, outside, leaves.renewed(step_spec, weight)) if one is not None)
 
-    def _over_stages(self, weight: Weight, reduced: Promised | None) -> Promised | None:
+    def _over_stages(self, weight: Weight, reduced: ExpectedCollective | None) -> ExpectedCollective | None:
         """The reduction of a gradient, over the stages too where several make it."""
-        facts, path = self.facts, weight.decision.path
+        step_spec, path = self.step_spec, weight.decision.path
         stages = self.traffic.first_stages if path in self.parts.first else frozenset()
         stages |= self.traffic.last_stages if path in self.parts.last else frozenset()
         if len(stages) < 2:
             return reduced
         axis = _stage_axis(self.setup)
-        kept, _ = split_for_good(self.facts, weight)
-        return Promised(
+        kept, _ = split_for_good(self.step_spec, weight)
+        return ExpectedCollective(
             role="gradients of the ends, summed over the stages",
             kind="sum",
-            axes=facts.ordered({axis, *(reduced.axes if reduced else ())}),
+            axes=step_spec.ordered({axis, *(reduced.axes if reduced else ())}),
             scattered=reduced.scattered if reduced else (),
             whole=True,
-            elements=weight.decision.leaf.size // facts.ways(kept),
-            dtype=facts.wire(facts.reduce_dtype(weight.decision)),
+            elements=weight.decision.leaf.size // step_spec.num_shards(kept),
+            dtype=step_spec.wire(step_spec.reduce_dtype(weight.decision)),
             count=(1, 1),
             tensors=(path,),
             of_leaf=True,
         )
 
-    def summed_in_cells(self, stage: int) -> Iterator[Promised]:
+    def summed_in_cells(self, stage: int) -> Iterator[ExpectedCollective]:
         """Gradients of what is replicated over the sequence's axes, norm scales say: summed over them in each W."""
-        facts, count, parts = self.facts, self.traffic, self.parts
-        for weight, whole in zip(self.weights, facts.weights, strict=True):
+        step_spec, count, parts = self.step_spec, self.traffic, self.parts
+        for weight, whole in zip(self.weights, step_spec.weights, strict=True):
             decision, is_layer = weight.decision, whole.decision.leaf.is_stacked
-            own = set(split_axes(facts, decision.spec)) | set(owned_axes(facts, decision))
-            axes = facts.ordered(set(facts.sequence_axes) - own)
+            own = set(split_axes(step_spec, decision.spec)) | set(owned_axes(step_spec, decision))
+            axes = step_spec.ordered(set(step_spec.sequence_axes) - own)
             if not axes:
                 continue
             layers = decision.leaf.shape[0] if is_layer else 1
-            kept, _ = split_for_good(self.facts, weight)
+            kept, _ = split_for_good(self.step_spec, weight)
             path = decision.path
             uses = count.first[stage] * (path in parts.first) + count.last[stage] * (path in parts.last)
             of_part = layers * parts.schedule.stages // parts.schedule.num_parts
             runs = int(count.ops[stage, W] * of_part if is_layer else uses)
-            slices = facts.interleave if is_layer else 1
-            yield Promised(
+            slices = step_spec.interleave if is_layer else 1
+            yield ExpectedCollective(
                 role="gradients of a split sequence",
                 kind="sum",
                 axes=axes,
-                elements=decision.leaf.size // layers // facts.ways(kept),
-                dtype=facts.wire(facts.reduce_dtype(decision)),
+                elements=decision.leaf.size // layers // step_spec.num_shards(kept),
+                dtype=step_spec.wire(step_spec.reduce_dtype(decision)),
                 count=(runs, slices * runs),
                 tensors=(path,),
             )
 
-    def of_side(self, side: _Side) -> tuple[Promised, ...]:
+    def of_side(self, side: _Side) -> tuple[ExpectedCollective, ...]:
         """What the work before the layers, inside or behind them promises, in all microbatches together."""
-        layers = frozenset(one.decision.path for one in self.facts.weights if one.decision.leaf.is_stacked)
+        layers = frozenset(one.decision.path for one in self.step_spec.weights if one.decision.leaf.is_stacked)
         paths = {"first": self.parts.first, "layers": layers, "last": self.parts.last}[side]
-        mine = tuple(one for one in self.facts.weights if one.decision.path in paths)
-        facts = dataclasses.replace(self.facts, weights=mine)
-        return (*scales.promised(facts), *self.setup.strategy.promise_of_layers(facts))
+        mine = tuple(one for one in self.step_spec.weights if one.decision.path in paths)
+        step_spec = dataclasses.replace(self.step_spec, weights=mine)
+        return (*scales.promised(step_spec), *self.setup.strategy.promise_of_layers(step_spec))
 
-    def on_stage(self, side: _Side, one: Promised, stage: int) -> Promised:
+    def on_stage(self, side: _Side, one: ExpectedCollective, stage: int) -> ExpectedCollective:
         """What is promised for all layers and microbatches, as far as it is this stage's."""
         runs = {"first": self.traffic.first, "layers": self.traffic.ops[:, F], "last": self.traffic.last}[side]
         parts = self.parts.schedule.num_parts if side == "layers" else 1
         share = Fraction(int(runs[stage]), parts * self.parts.schedule.microbatches)
         is_backward, (least, most) = "backward" in one.role, one.count
         if side == "last" and is_backward:  # what stands behind the layers always has its input's gradient taken
-            least = most if not self.facts.on_cpu else max(least, 1)
+            least = most if not self.step_spec.on_cpu else max(least, 1)
         # A table that is looked up and multiplied by stands on both sides, once for each.
         is_both = any(path in self.parts.first & self.parts.last for path in one.tensors)
         if (side == "first" and one.role == VOCABULARY) or (is_both and is_backward == (side == "first")):
@@ -269,10 +274,10 @@ class _Staged:
         return dataclasses.replace(one, count=(math.floor(counts[0]), math.ceil(counts[1])))
 
 
-def split_for_good(facts: Facts, weight: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def split_for_good(step_spec: StepSpec, weight: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Axes that split a leaf for good, and those that split the batch, over which it is gathered."""
-    split = split_axes(facts, weight.decision.spec)
-    over = set(facts.batch_axes) - set(owned_axes(facts, weight.decision))
+    split = split_axes(step_spec, weight.decision.spec)
+    over = set(step_spec.batch_axes) - set(owned_axes(step_spec, weight.decision))
     return tuple(axis for axis in split if axis not in over), tuple(axis for axis in split if axis in over)
 
 

@@ -23,15 +23,15 @@ from meshpar.inspect.expected import facts_of, promised, promised_by_stage, scop
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.latencies import Candidate, Rounds, in_rounds, simulated
 from meshpar.inspect.lint import Finding, lint
-from meshpar.inspect.matching import SMALL_SHARE, Promise, hold, most_of
+from meshpar.inspect.matching import SMALL_SHARE, Promise, match_collectives, most_of
 from meshpar.inspect.memory import limit_bytes, memory, remedies
 from meshpar.inspect.model_flops import model_flops, traced_alone
 from meshpar.inspect.param_usage import uses
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
 from meshpar.inspect.report import Report, Sent
-from meshpar.inspect.schedule_counts import Cells
-from meshpar.inspect.stage_partition import Parts, parts_of
+from meshpar.inspect.schedule_counts import ScheduleCounts
+from meshpar.inspect.stage_partition import StagePartition, parts_of
 from meshpar.inspect.stage_summary import stages
 from meshpar.inspect.target import mesh_on, require_aot, traced_for
 from meshpar.inspect.timeline.simulator import Timeline
@@ -41,7 +41,7 @@ from meshpar.layers.precision import cast_back_fix, wide_work
 from meshpar.models import embedding_lookup as lookup
 from meshpar.moe.grouped_matmul import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
 from meshpar.parallel.batch import as_rows, shape_of
-from meshpar.parallel.expected.step_spec import Uses
+from meshpar.parallel.expected.step_spec import ParamUsage
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
 from meshpar.training.options import StepOptions
@@ -140,7 +140,7 @@ def _explain(
             model_flops=asked,
             timeline=times,
             reason=reason,
-            cells=Cells(parts.schedule) if parts is not None else None,
+            cells=ScheduleCounts(parts.schedule) if parts is not None else None,
             cluster=cluster,
         ),
         findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
@@ -165,7 +165,7 @@ def _in_rounds(
     """The program that runs of those that the step's rounds of latencies give, and what they gave."""
     setup, options = state.setup, step.compile_options(state.setup)
     is_staged = setup.strategy.pipeline is not None
-    cells = Cells(parts_of(step, state, batch).schedule) if is_staged else None
+    cells = ScheduleCounts(parts_of(step, state, batch).schedule) if is_staged else None
 
     def compiled(more: Options) -> Candidate[None]:
         program = compiler(traced, options={**options, **more}) if more else compiler(traced)
@@ -181,10 +181,10 @@ def held_to(
     batch: PyTree,
     collectives: Sequence[Collective],
     jaxpr: Any = None,
-    parts: Parts | None = None,
+    parts: StagePartition | None = None,
     *,
     on_cpu: bool = False,
-    uses: Mapping[str, Uses] | None = None,
+    uses: Mapping[str, ParamUsage] | None = None,
 ) -> Promise:
     """A program's collectives held to what the strategy promises and the kernels of the traced step send.
 
@@ -208,19 +208,21 @@ def held_to(
             setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
         )
         if jaxpr is not None:
-            facts = facts_of(setup, options, batch, on_cpu=on_cpu)
-            rows = facts.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
-            promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, facts))
+            step_spec = facts_of(setup, options, batch, on_cpu=on_cpu)
+            rows = step_spec.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
+            promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
-        limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).untold_axes
+        limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).unannotated_axes
         limits["scopes_above"] = scopes_above(setup)
-        return hold(promises, collectives, sent, micro_steps=options.accumulate, **limits)
-    sent = () if jaxpr is None else messages(jaxpr, Cells(parts.schedule))
+        return match_collectives(promises, collectives, sent, micro_steps=options.accumulate, **limits)
+    sent = () if jaxpr is None else messages(jaxpr, ScheduleCounts(parts.schedule))
     stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
-    return most_of([hold(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages])
+    return most_of(
+        [match_collectives(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages]
+    )
 
 
-def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, Uses]:
+def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamUsage]:
     """How parameters are used, by path, where the model lays nothing out; its names say it where it does."""
     decisions = state.setup.table.params
     if not lays_nothing_out(state.setup):
@@ -326,7 +328,7 @@ def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[st
             over = ", ".join(f"`{axis}`" for axis in setup.batch_axes if axis in others)
             yield (
                 f"gradient shards are all-reduced over {over} in each of {options.accumulate} micro-steps; "
-                'accumulate_mode="once" reduces them once, and keeps unsharded gradients until then'
+                'reduce_gradients="once" reduces them once, and keeps unsharded gradients until then'
             )
             return
 
@@ -348,7 +350,7 @@ def _check_equal_parts(state: TrainState) -> None:
             f"count what parts of {'+'.join(map(str, counts))} layers send and compute",
             "layers that only some parts have are chosen at run time, and the program does not tell by which stages",
             f"explain it with {' or '.join(map(str, dict.fromkeys(near)))} layers"
-            + " and without fewer_layers" * any(pipelined.fewer_layers),
+            + " and without fewer_layers" * any(pipelined.stage_layer_offset),
         )
 
 

@@ -23,7 +23,7 @@ from meshpar.hardware.units import si
 from meshpar.inspect.census import Collective, census
 from meshpar.inspect.memory import limit_bytes
 from meshpar.inspect.program import Program, program_of
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.stage_partition import parts_of
 from meshpar.inspect.timeline.simulator import Timeline, timeline
 from meshpar.inspect.timeline.step_prediction import overlap
@@ -131,7 +131,12 @@ def _schedule(one: Candidate[Any], limit_bytes: int | None) -> Round:
 
 
 def simulated(
-    what: What, program: Program, setup: Setup, cluster: Cluster | None, options: Options, cells: Cells | None = None
+    what: What,
+    program: Program,
+    setup: Setup,
+    cluster: Cluster | None,
+    options: Options,
+    cells: ScheduleCounts | None = None,
 ) -> Candidate[What]:
     """A program of a step with its simulation.
 
@@ -176,7 +181,7 @@ def at_hand(step: TrainStep, jitted: Callable[[Options], Any], state: TrainState
     cells = None
     if setup.strategy.pipeline is not None:
         rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.result_type(x)), batch)
-        cells = Cells(parts_of(step, setup.abstract, rows).schedule)
+        cells = ScheduleCounts(parts_of(step, setup.abstract, rows).schedule)
     options = step.compile_options(setup)
 
     def compiled(more: Options) -> Candidate[Any]:

@@ -221,7 +221,7 @@ def _replicated(look: _Look) -> Iterator[Finding]:
 
 
 def _is_whole_by_a_user(setup: Setup, decision: Decision) -> bool:
-    by_user = not decision.meant or any(origin == USER for origin, _ in decision.sources)
+    by_user = not decision.replicated_on_purpose or any(origin == USER for origin, _ in decision.sources)
     least = min(setup.strategy.big_leaf_bytes, BIG_LEAF_BYTES)
     return decision.shards == 1 and by_user and decision.leaf.layer_nbytes >= least
 
@@ -298,7 +298,7 @@ def _loop_invariant(look: _Look) -> Iterator[Finding]:
 
 def _repeats_itself(look: _Look, one: Collective) -> bool:
     trips = [loop.trip_count for loop in one.loops]
-    # In the loop over micro-steps `accumulate_mode="each"` asks for weights anew.
+    # In the loop over micro-steps `reduce_gradients="each_microbatch"` asks for weights anew.
     is_micro_step = look.options.accumulate > 1 and trips == [look.options.accumulate]
     return bool(trips) and trips[-1] != 1 and not is_micro_step and _is_invariant(look.module, one)
 
@@ -534,9 +534,9 @@ def _slow_axis(look: _Look) -> Iterator[Finding]:
 
 def _inner_axes(look: _Look) -> frozenset[str]:
     """Axes that split what is inside a layer, so that the layer waits for them: weights or activations, no rows."""
-    facts, pipelined = facts_of(look.setup, look.options, ()), look.setup.strategy.pipeline
-    weights = {axis for one in facts.weights for axis in split_axes(facts, one.decision.spec)} - look.batch_axes
-    found = {*facts.tensor_axes, *facts.context_axes, *weights}
+    step_spec, pipelined = facts_of(look.setup, look.options, ()), look.setup.strategy.pipeline
+    weights = {axis for one in step_spec.weights for axis in split_axes(step_spec, one.decision.spec)} - look.batch_axes
+    found = {*step_spec.tensor_axes, *step_spec.context_axes, *weights}
     return frozenset(found - (set() if pipelined is None else {pipelined.axis}))
 
 

@@ -24,7 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from meshpar.inspect.census import Collective, bytes_sent, per_array
 from meshpar.inspect.source_scopes import layerless, of_layers, rule_for
 from meshpar.inspect.traced_collectives import Message
-from meshpar.parallel.expected.step_spec import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, Promised
+from meshpar.parallel.expected.step_spec import GRADIENTS, ITEMSIZE, RENEWED, WEIGHTS, ExpectedCollective
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.sharding.printing import Plain
 
@@ -37,7 +37,7 @@ _RING = "collective-permute"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Line(Plain):
+class Entry(Plain):
     """One role of a promise, as it was found."""
 
     role: str
@@ -83,16 +83,16 @@ class Unexpected(Plain):
 class Promise(Plain):
     """What was promised, held against what was found."""
 
-    kept: tuple[Line, ...]
-    missing: tuple[Line, ...]
+    kept: tuple[Entry, ...]
+    missing: tuple[Entry, ...]
     unexpected: tuple[Unexpected, ...]
-    kernels: tuple[Line, ...] = ()
+    kernels: tuple[Entry, ...] = ()
     """Messages of `shard_map` kernels, ours and the user's: as many as the traced step asks for, at the most."""
-    small: tuple[Line, ...] = ()
+    small: tuple[Entry, ...] = ()
     """Losses, metrics, norms."""
-    untold: tuple[Line, ...] = ()
+    untold: tuple[Entry, ...] = ()
     """Over axes that path rules split parameters without names by: nothing says what activations send over these."""
-    untold_axes: tuple[str, ...] = ()
+    unannotated_axes: tuple[str, ...] = ()
 
 
 # ---- What was found --------------------------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ class _Pool:
                 groups.setdefault(same, []).append(at)
         return list(groups.values())
 
-    def fit(self, one: Promised, collective: Collective) -> tuple[Fraction, float]:
+    def fit(self, one: ExpectedCollective, collective: Collective) -> tuple[Fraction, float]:
         """(how many arrays of a promise one run serves, how unlike what is promised it is); 0: it does not fit."""
         if (one.forward and collective.is_backward) or (one.outside and collective.loops):
             return Fraction(0), 0.0
@@ -134,7 +134,7 @@ class _Pool:
         unlike = 0.4 * (worth == 1 < one.stack and not in_layers) + 0.2 * (collective.logical_kind == _RING)
         return worth, unlike + 0.3 * (collective.dtype != one.dtype) + 0.1 * (len(one.axes) - len(collective.axes))
 
-    def _worth(self, one: Promised, collective: Collective, stack: int) -> Fraction:
+    def _worth(self, one: ExpectedCollective, collective: Collective, stack: int) -> Fraction:
         kind, axes, elements = collective.logical_kind, set(collective.axes), _elements(collective)
         if kind == _RING and len(one.axes) == 1 and collective.origin == "kernel" and one.kind != "exchange":
             ranks = self.sizes[one.axes[0]]
@@ -159,7 +159,7 @@ class _Pool:
         loops = sum(loop.trip_count == stack for loop in one.loops)
         return loops > (self.micro_steps == stack)
 
-    def has_layers(self, one: Promised) -> bool:
+    def has_layers(self, one: ExpectedCollective) -> bool:
         """Whether a loop over layers sends what is promised of each."""
         return any(
             self._worth(one, collective, 1) and self.in_layers(collective, one.stack) for collective, _ in self.left
@@ -173,7 +173,7 @@ _ALLOWED = {"gather": ("all-gather",), "sum": ("all-reduce", "reduce-scatter"), 
 class _Claim:
     """A promise, and what it has been given."""
 
-    one: Promised
+    one: ExpectedCollective
     taken: list[tuple[Collective, int, Fraction]] = dataclasses.field(default_factory=list)
     """(collective, runs, arrays)."""
 
@@ -190,7 +190,7 @@ _LACKING, _LEFT = 1000.0, 10.0
 """What an array costs that is due and not found, and one that is found and not claimed, over one that is unlike."""
 
 
-def _claimed(promises: Sequence[Promised], pool: _Pool) -> list[_Claim]:
+def _claimed(promises: Sequence[ExpectedCollective], pool: _Pool) -> list[_Claim]:
     """The pool's arrays shared out among promises, so that fewest are lacking, then fewest left: an integer program."""
     claims, groups = [_Claim(one) for one in promises], pool.alike()
     fits = [
@@ -239,8 +239,8 @@ def _claimed(promises: Sequence[Promised], pool: _Pool) -> list[_Claim]:
     return claims
 
 
-def hold(
-    promises: Sequence[Promised],
+def match_collectives(
+    promises: Sequence[ExpectedCollective],
     collectives: Sequence[Collective],
     messages: Sequence[Message] = (),
     *,
@@ -248,7 +248,7 @@ def hold(
     micro_steps: int = 1,
     longest: int = 0,
     batch_axes: Collection[str] = (),
-    untold_axes: Collection[str] = (),
+    unannotated_axes: Collection[str] = (),
     small_share: float = 0.0,
     scopes_above: int | None = None,
 ) -> Promise:
@@ -286,7 +286,9 @@ def hold(
         moved = runs if is_kernels[at] else traced.serve(one, runs)
         by_kind["kernels"].append((one, moved))
         # Axes of no one shape come from moves between layouts, some of which are over these axes.
-        is_untold = bool(untold_axes) and (set(one.axes) & set(untold_axes) or not set(one.axes) <= sizes.keys())
+        is_untold = bool(unannotated_axes) and (
+            set(one.axes) & set(unannotated_axes) or not set(one.axes) <= sizes.keys()
+        )
         by_kind["untold" if is_untold else "unexpected"].append((one, runs - moved + beyond))
     by_kind = {name: [(one, runs) for one, runs in items if runs] for name, items in by_kind.items()}
     _set_apart(by_kind, small_share * sum(one.bytes_sent_per_device * one.count_per_step for one in found))
@@ -297,7 +299,7 @@ def hold(
         kernels=_joined(_loose(f"kernel `{one.module or one.op_name}`", one, runs) for one, runs in by_kind["kernels"]),
         small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in by_kind["small"]),
         untold=_joined(_loose("activations", *item) for item in by_kind["untold"]),
-        untold_axes=tuple(axis for axis in sizes if axis in untold_axes),
+        unannotated_axes=tuple(axis for axis in sizes if axis in unannotated_axes),
     )
 
 
@@ -350,7 +352,7 @@ def most_of(promises: Sequence[Promise]) -> Promise:
     def most(name: str) -> tuple[Any, ...]:
         found: dict[Any, Any] = {}
         for one in (one for promise in promises for one in getattr(promise, name)):
-            is_line = isinstance(one, Line)
+            is_line = isinstance(one, Entry)
             key = (one.kind, one.axes, *((one.role, one.lowered_as) if is_line else (one.tensor, one.source)))
             weight = (one.bytes_sent_per_device, one.count[1] if is_line else one.count_per_step)
             if key not in found or weight > found[key][0]:
@@ -372,16 +374,16 @@ def _is_bookkeeping(one: Collective, longest: int, batch_axes: set[str]) -> bool
     return is_vector and (one.kind == "all-reduce" or of_optimizer)
 
 
-def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
+def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Entry]:
     """What was found of a promise, by kind and axes."""
     one = claim.one
     by_form: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, int, Fraction]]] = {}
     for item in claim.taken:
         by_form.setdefault((item[0].logical_kind, item[0].axes), []).append(item)
-    meant = {axes: kind for kind, axes, _ in one.forms(dict(sizes))}
+    replicated_on_purpose = {axes: kind for kind, axes, _ in one.forms(dict(sizes))}
     for (kind, axes), taken in by_form.items():
         count = sum(arrays for *_, arrays in taken)
-        as_meant = meant.get(axes) if kind == _RING else kind
+        as_meant = replicated_on_purpose.get(axes) if kind == _RING else kind
         found = sum(part.bytes_sent_per_device * runs for part, runs, _ in taken)
         promised_bytes = found if kind == _RING else sum(
             bytes_sent(kind, _elements(part) * ITEMSIZE.get(one.dtype, 4), part.group_size) * runs
@@ -391,8 +393,8 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
         ways = [one.count_over(axis) for axis in axes]
         least, most = max(low for low, _ in ways), min(high for _, high in ways)
         is_big = 4 * one.elements >= MIN_SHARDED_BYTES
-        is_all = set(meant) == {axes} and len(by_form) == 1 and kind != _RING
-        yield Line(
+        is_all = set(replicated_on_purpose) == {axes} and len(by_form) == 1 and kind != _RING
+        yield Entry(
             role=one.role,
             kind=as_meant or kind,
             axes=axes,
@@ -409,7 +411,7 @@ def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
         )
 
 
-def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
+def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Entry]:
     """What is due of a promise and was not found, in its cheapest form."""
     one = claim.one
     for kind, axes, elements in one.forms(dict(sizes)):
@@ -418,23 +420,23 @@ def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[Line]:
             most = max(one.count_over(axis)[1] - int(claim.served(axis)) for axis in axes)
             nbytes = elements * ITEMSIZE.get(one.dtype, 4)
             sent = lacking * bytes_sent(kind, nbytes, math.prod(sizes[axis] for axis in axes))
-            yield Line(
+            yield Entry(
                 role=one.role, kind=kind, axes=axes, tensors=one.tensors, count=(lacking, most),
                 bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=one.dtype,
             )  # fmt: skip
 
 
-def _loose(role: str, one: Collective, count: int) -> Line:
+def _loose(role: str, one: Collective, count: int) -> Entry:
     sent = one.bytes_sent_per_device * count
-    return Line(
+    return Entry(
         role=role, kind=one.logical_kind, axes=one.axes, tensors=(one.module,) if one.module else (),
         count=(count, count), bytes_sent_per_device=sent, found_count=count, found_bytes=sent,
     )  # fmt: skip
 
 
-def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
+def _joined(lines: Iterable[Entry]) -> tuple[Entry, ...]:
     """One line a role, kind and axes."""
-    joined: dict[tuple[str, str, tuple[str, ...], str], Line] = {}
+    joined: dict[tuple[str, str, tuple[str, ...], str], Entry] = {}
     for line in lines:
         key = (line.role, line.kind, line.axes, line.lowered_as)
         if key in joined:
@@ -457,7 +459,7 @@ def _joined(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 def _unexpected(
     left: Sequence[tuple[Collective, int]],
-    promises: Sequence[Promised],
+    promises: Sequence[ExpectedCollective],
     sizes: Mapping[str, int],
     scopes_above: int | None,
 ) -> tuple[Unexpected, ...]:
@@ -492,7 +494,7 @@ def _unexpected(
     return tuple(sorted(joined, key=lambda one: -one.bytes_sent_per_device))
 
 
-def _weight_of(one: Collective, promises: Sequence[Promised], sizes: dict[str, int]) -> str:
+def _weight_of(one: Collective, promises: Sequence[ExpectedCollective], sizes: dict[str, int]) -> str:
     """A parameter of the size that travels, if some promise names one."""
     for promise in promises:
         if promise.role in (WEIGHTS, GRADIENTS, RENEWED):
@@ -516,12 +518,12 @@ def _fix(one: Collective, weight: str, scopes_above: int | None) -> str:
             "once a pass, and do not constrain it to a layout of its own"
         )
     if kind == "all-gather":
-        lay = (
+        with_layout = (
             'name its dims where it is made and where it is used, mp.constrain(x, "batch", "seq", "act_embed")'
             if scopes_above is None
             else f"say by path how what its module and the one before give lies, {rule_for(one.module, scopes_above)}"
         )
-        return f"an activation is needed replicated over {where}: {lay}, so that no operation asks for another layout"
+        return f"an activation is needed replicated over {where}: {with_layout}, so that no operation asks for another layout"
     if kind == "all-reduce" and weight:
         return (
             f"a gradient is summed over {where} once more, or whole where it should be scattered: see that its rule in "

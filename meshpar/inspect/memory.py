@@ -27,7 +27,7 @@ from meshpar.inspect.source_scopes import layerless
 from meshpar.inspect.timeline import program_work as work
 from meshpar.parallel.batch import without_whole
 from meshpar.parallel.data import Data
-from meshpar.parallel.expected.step_spec import Facts
+from meshpar.parallel.expected.step_spec import StepSpec
 from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import Rules
@@ -439,12 +439,12 @@ def _batch_rows(setup: Setup, batch: PyTree) -> int:
 
 def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:
     """The strategy with a smaller part in a part's place, the mildest first."""
-    strategy, facts = setup.strategy, Facts(sizes=axis_sizes(setup.mesh), accumulate=options.accumulate)
-    parts = [part for part in strategy.parts if part.splits_state == state]
+    strategy, step_spec = setup.strategy, StepSpec(sizes=axis_sizes(setup.mesh), accumulate=options.accumulate)
+    parts = [part for part in strategy.parts if part.shards_state == state]
     if parts or not state:
-        return [smaller for part in parts for smaller in strategy.smaller(part, facts)]
+        return [smaller for part in parts for smaller in strategy.smaller(part, step_spec)]
     found = []
-    for part in Data().smaller(facts):  # rules by hand: ZeRO's own beside them, and the batch as they have it
+    for part in Data().smaller(step_spec):  # rules by hand: ZeRO's own beside them, and the batch as they have it
         params, grads, optimizer, _ = strategy.rules & part.rules()
         label = f"{strategy} | {part}"
         hand = Custom(params=params, grads=grads, optimizer=optimizer, activations=strategy.activations, label=label)

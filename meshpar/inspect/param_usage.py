@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend import core
 
 from meshpar.inspect.traced_collectives import inner_jaxprs
-from meshpar.parallel.expected.step_spec import Uses
+from meshpar.parallel.expected.step_spec import ParamUsage
 
 _SAME = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy",
                    "sharding_constraint", "optimization_barrier", "reduce_precision", "expand_dims"})  # fmt: skip
@@ -23,7 +23,7 @@ _SLICES = frozenset({"slice", "dynamic_slice", "split"})
 _WITHOUT_GRADIENT = frozenset({"stop_gradient"})
 
 
-def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[Uses, ...]:
+def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[ParamUsage, ...]:
     """How each of the first arguments is used.
 
     Args:
@@ -42,7 +42,7 @@ def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[Uses, ...]:
         sizes = counts.get(x, Counter())
         rows = counts.get((x, "rows"), Counter()).total()
         slices = tuple(sorted((n, k) for n, k in sizes.items() if n != x.aval.size))
-        found.append(Uses(sizes[x.aval.size], slices, rows))
+        found.append(ParamUsage(sizes[x.aval.size], slices, rows))
     return tuple(found)
 
 

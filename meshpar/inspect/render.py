@@ -19,7 +19,7 @@ from pathlib import PurePath
 from typing import Any, Literal
 
 from meshpar.hardware.units import si
-from meshpar.inspect.matching import Line, Promise, Unexpected
+from meshpar.inspect.matching import Entry, Promise, Unexpected
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.report import Report, Sent
 from meshpar.sharding.printing import flat, human_mesh
@@ -242,8 +242,8 @@ def _promise_verdict(promise: Promise) -> Cell:
         *([f"{len(promise.unexpected)} unexpected collective(s)"] if promise.unexpected else []),
         *([f"{len(promise.missing)} promise(s) not found"] if promise.missing else []),
     ]
-    if not broken and promise.untold_axes:
-        over = ", ".join(f"`{axis}`" for axis in promise.untold_axes)
+    if not broken and promise.unannotated_axes:
+        over = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
         return Cell(f"✔ sends what the strategy promised; over {over} nothing can be promised", "warn")
     if not broken:
         return Cell("✔ sends what the strategy promised, and nothing else", "good")
@@ -261,8 +261,8 @@ def _promise(report: Report) -> Section:
         parts.append(_lines("Kept", promise.kept, ""))
     if promise.kernels:
         parts.append(_lines("Sent by kernels", promise.kernels, ""))
-    if promise.untold_axes:
-        over = ", ".join(f"`{axis}`" for axis in promise.untold_axes)
+    if promise.unannotated_axes:
+        over = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
         parts.append(
             Cell(
                 f"Rules split parameters over {over}, but nothing says how activations lie there, so what they send "
@@ -351,7 +351,7 @@ def _once(texts: Iterable[str]) -> Iterator[str]:
         seen.add(text)
 
 
-def _lines(title: str, lines: Sequence[Line], style: Style) -> Table:
+def _lines(title: str, lines: Sequence[Entry], style: Style) -> Table:
     rows = tuple(
         (
             Cell(one.role, style),

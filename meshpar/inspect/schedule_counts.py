@@ -30,7 +30,7 @@ from meshpar.schedules.ops import B, F
 _LANE = re.compile(rf"({'|'.join(SENDS)})(?:_([0-9]+))?\Z")
 
 
-class Cells:
+class ScheduleCounts:
     """Counts of a schedule's choices."""
 
     def __init__(self, schedule: Schedule) -> None:

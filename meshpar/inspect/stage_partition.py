@@ -30,7 +30,7 @@ from meshpar.training.step import TrainStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
+class StagePartition:
     """A model under a schedule."""
 
     schedule: Schedule
@@ -45,7 +45,7 @@ class Parts:
     split over axes that split the batch, so that nobody asks."""
 
 
-def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
+def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartition:
     """The parts of a step whose strategy has stages."""
     setup = state.setup
     assert setup.strategy.pipeline is not None
@@ -87,7 +87,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> Parts:
         compute = jax.eval_shape(lambda params: cast_floating(params, step.options.precision.compute), params)
         with tracing(one, setup.strategy), numerics(step.options.precision, step.options.remat):
             reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, like, key)
-    return Parts(
+    return StagePartition(
         schedule=schedule,
         handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
         first=needs(*[True] * (outputs - 1), False),

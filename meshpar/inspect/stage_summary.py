@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshpar.inspect.expected import facts_of, of_stage, split_for_good
-from meshpar.inspect.stage_partition import Parts
+from meshpar.inspect.stage_partition import StagePartition
 from meshpar.inspect.timeline.simulator import Timeline
 from meshpar.parallel.expected.step_spec import ITEMSIZE
 from meshpar.pipeline.traffic import gathers_in_cells, traffic
@@ -59,7 +59,13 @@ class Stages(Plain):
 
 
 def stages(
-    setup: Setup, options: StepOptions, batch: Any, parts: Parts, times: Timeline | None, *, on_cpu: bool = False
+    setup: Setup,
+    options: StepOptions,
+    batch: Any,
+    parts: StagePartition,
+    times: Timeline | None,
+    *,
+    on_cpu: bool = False,
 ) -> Stages:
     """The account of a pipelined step."""
     schedule = parts.schedule
@@ -81,23 +87,25 @@ def stages(
     )
 
 
-def _gathering(setup: Setup, options: StepOptions, batch: Any, parts: Parts, *, on_cpu: bool) -> tuple[Gathering, ...]:
+def _gathering(
+    setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, *, on_cpu: bool
+) -> tuple[Gathering, ...]:
     """Both choices of `gather`; none when no layer is split over axes that split the batch."""
     schedule, pipelined = parts.schedule, setup.strategy.pipeline
     assert pipelined is not None
-    facts = dataclasses.replace(facts_of(setup, options, batch, on_cpu=on_cpu), by_stages=True)
+    step_spec = dataclasses.replace(facts_of(setup, options, batch, on_cpu=on_cpu), by_stages=True)
     rounds = traffic(schedule).rounds
     # An F and a B in one cell hold a part each.
     at_once = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())
     sent, held = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
     in_cells, is_split = np.zeros(schedule.stages), False
-    for weight in (one for one in facts.weights if one.decision.leaf.is_stacked):
+    for weight in (one for one in step_spec.weights if one.decision.leaf.is_stacked):
         decision = of_stage(weight, pipelined.axis, schedule.stages).decision
-        kept, split = split_for_good(facts, dataclasses.replace(weight, decision=decision))
+        kept, split = split_for_good(step_spec, dataclasses.replace(weight, decision=decision))
         is_split |= bool(split)
-        ways, width = facts.ways(split), ITEMSIZE[facts.wire(facts.compute_dtype(decision))]
-        own = decision.leaf.size // facts.ways(kept) * width
-        part = decision.leaf.size * schedule.stages // schedule.num_parts // facts.ways(kept) * width
+        ways, width = step_spec.num_shards(split), ITEMSIZE[step_spec.wire(step_spec.compute_dtype(decision))]
+        own = decision.leaf.size // step_spec.num_shards(kept) * width
+        part = decision.leaf.size * schedule.stages // schedule.num_parts // step_spec.num_shards(kept) * width
         sent["step"] += (1 - 1 / ways) * own + rounds * part
         held["step"] += schedule.chunks * part
         sent["microbatch"] += rounds * part / ways

@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend import core
 
 from meshpar.inspect.hlo.walk import Branch, Loop, Visit
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.models.chunked_cross_entropy import SCOPE
 
 _KINDS = {
@@ -71,7 +71,7 @@ class _Place:
             yield jaxpr, _Place(inner, sizes, scope)
 
 
-def messages(jaxpr: Any, cells: Cells | None = None) -> tuple[Message, ...]:
+def messages(jaxpr: Any, cells: ScheduleCounts | None = None) -> tuple[Message, ...]:
     """Every collective that a function asks for by itself, those in loops counted.
 
     Args:
@@ -109,7 +109,7 @@ def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
     )
 
 
-def _sent(jaxpr: Any, place: _Place, cells: Cells | None) -> Iterator[Message]:
+def _sent(jaxpr: Any, place: _Place, cells: ScheduleCounts | None) -> Iterator[Message]:
     for eqn in jaxpr.eqns:
         # Without what jax puts around a primitive's name for its types.
         base = eqn.primitive.name.removeprefix("unreduced_").removesuffix("_reduced").removesuffix("_invariant")
@@ -121,7 +121,7 @@ def _sent(jaxpr: Any, place: _Place, cells: Cells | None) -> Iterator[Message]:
             yield from _sent(inner, where, cells)
 
 
-def _messages(kind: str, eqn: Any, place: _Place, cells: Cells | None) -> Iterator[Message]:
+def _messages(kind: str, eqn: Any, place: _Place, cells: ScheduleCounts | None) -> Iterator[Message]:
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     named = named if isinstance(named, tuple | list) else (named,)
     axes = tuple(axis for axis, size in place.sizes.items() if axis in named and size > 1)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.layers.auxiliary import is_counted
 from meshpar.sharding.activations import rows_cut
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, current, spec_of
 from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, problem
 
@@ -42,7 +42,7 @@ def joined(parts: tuple[PyTree, ...]) -> PyTree:
     return jax.tree.map(lambda *xs: _joined(xs), *parts)
 
 
-def check_rows(x: PyTree, beside: PyTree, count: int) -> None:
+def check_rows(x: PyTree, per_example: PyTree, count: int) -> None:
     """See that x has the batch first, and what stands beside it either that or one row.
 
     Raises:
@@ -59,13 +59,13 @@ def check_rows(x: PyTree, beside: PyTree, count: int) -> None:
         if jnp.shape(leaf)[:1] != (rows,):
             exists = f"x of scan_layers has shape {jnp.shape(leaf)}, and the batch {rows} rows"
             raise problem(where, asked, exists, "make the batch the first dim of every leaf of x, or use interleave=1")
-    for leaf in jax.tree.leaves(beside):
+    for leaf in jax.tree.leaves(per_example):
         if jnp.shape(leaf)[:1] not in ((rows,), (1,)):
             exists = f"`beside` of scan_layers has shape {jnp.shape(leaf)}, and x {rows} rows"
             raise problem(where, asked, exists, "give it a first dim of as many rows, or of one, x[None], for all")
 
 
-def in_slices(layer: Callable[..., Any], beside: PyTree, count: int) -> Callable[..., Any]:
+def in_slices(layer: Callable[..., Any], per_example: PyTree, count: int) -> Callable[..., Any]:
     """The layer as one of a tuple of slices of x; weights, and what else it has of its own, are the same for all.
 
     Args:
@@ -77,11 +77,11 @@ def in_slices(layer: Callable[..., Any], beside: PyTree, count: int) -> Callable
       loss and all else means. Typed random keys (`jax.random.key`) among the others are another for each slice; of
       keys of other kinds, and of those that a layer closes over, all slices draw the same numbers.
     """
-    rows = max((jnp.shape(one)[0] for one in jax.tree.leaves(beside)), default=1)
-    own = [beside] * count if rows == 1 else _beside(beside, count)
+    rows = max((jnp.shape(one)[0] for one in jax.tree.leaves(per_example)), default=1)
+    own = [per_example] * count if rows == 1 else _per_example_slices(per_example, count)
 
     def each(xs: tuple[PyTree, ...], params: PyTree, *others: PyTree) -> Any:
-        more = [() if beside is None else (one,) for one in own]
+        more = [() if per_example is None else (one,) for one in own]
         with rows_cut(count), _refusals_explained(count):
             given = [
                 layer(x, params, *(_own_keys(other, at) for other in others), *more[at]) for at, x in enumerate(xs)
@@ -101,7 +101,7 @@ def _refusals_explained(count: int) -> Iterator[None]:
         if isinstance(error, MeshparError):
             raise
         exists = str(error).partition("\n")[0].rstrip(".")
-        fix = "where layers close over rows, give these to scan_layers(beside=...); or use interleave=1"
+        fix = "where layers close over rows, give these to scan_layers(per_example=...); or use interleave=1"
         raise problem(f"train_step(interleave={count})", "run a layer on a slice of the rows", exists, fix) from error
 
 
@@ -110,13 +110,13 @@ def _over_slices(*of_each: jax.Array) -> jax.Array:
     return total if is_counted(total) else total / len(of_each)
 
 
-def _beside(beside: PyTree, count: int) -> list[PyTree]:
-    whole = [leaf for leaf in jax.tree.leaves(beside) if leaf.shape[0] == 1]
-    cut = slices([leaf for leaf in jax.tree.leaves(beside) if leaf.shape[0] > 1], count)
+def _per_example_slices(per_example: PyTree, count: int) -> list[PyTree]:
+    whole = [leaf for leaf in jax.tree.leaves(per_example) if leaf.shape[0] == 1]
+    cut = slices([leaf for leaf in jax.tree.leaves(per_example) if leaf.shape[0] > 1], count)
     found = []
     for one in cut:
         rest, once = iter(one), iter(whole)
-        found.append(jax.tree.map(lambda leaf, a=rest, b=once: next(a if leaf.shape[0] > 1 else b), beside))
+        found.append(jax.tree.map(lambda leaf, a=rest, b=once: next(a if leaf.shape[0] > 1 else b), per_example))
     return found
 
 
@@ -146,7 +146,7 @@ def _laid(x: jax.Array, *entries: Any) -> jax.Array:
     if all(entry is None for entry in entries):
         return x
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(entries))
-    return lay(x, PartitionSpec(*entries, *free))
+    return with_layout(x, PartitionSpec(*entries, *free))
 
 
 def _cut(x: jax.Array, count: int) -> list[jax.Array]:

@@ -78,7 +78,7 @@ def scaled(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def float8_dot(
+def fp8_dot_general(
     contracting: Any, batch: Any, reduce: Any, split: Split | None, lhs: Float[Array, ...], rhs: Float[Array, ...]
 ) -> Float[Array, ...]:
     """`lax.dot_general` of activations and a weight in 8-bit floats, in the weight's dtype.
@@ -120,11 +120,11 @@ def _backward(
     return _input_gradient(of_input, *dims), _weight_gradient(of_weight, *dims).astype(rhs.dtype)
 
 
-float8_dot.defvjp(_forward, _backward)
+fp8_dot_general.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def float8_rows_dot(
+def rowwise_fp8_dot_general(
     contracting: Any, batch: Any, reduce: Any, split: Split | None, lhs: Float[Array, ...], rhs: Float[Array, ...]
 ) -> Float[Array, ...]:
     """`float8_dot` with one scale for each row of the activations and one for each column of the weight.
@@ -181,7 +181,7 @@ def _rows_backward(
     return _input_gradient(narrow, *dims), _weight_gradient(wide, *dims).astype(rhs.dtype)
 
 
-float8_rows_dot.defvjp(_rows_forward, _rows_backward)
+rowwise_fp8_dot_general.defvjp(_rows_forward, _rows_backward)
 
 
 def _times(lhs: Array, rhs: Array, numbers: Any, scale: Array, dtype: Any, split: Split | None) -> Array:

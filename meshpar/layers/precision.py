@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from meshpar.layers.fp8_dot import Split, float8_dot, float8_rows_dot, wide_gradient_dot
+from meshpar.layers.fp8_dot import Split, fp8_dot_general, rowwise_fp8_dot_general, wide_gradient_dot
 from meshpar.sharding.context import ambient, current, within
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.rules import check_pattern
@@ -279,7 +279,7 @@ def _split_of(weight: jax.Array, names: tuple[str | None, ...]) -> Split | None:
     return Split(jax.sharding.get_abstract_mesh() if outer_axes() else here.mesh, axes)
 
 
-_NARROW = {"fp8": float8_dot, BY_ROW: float8_rows_dot}
+_NARROW = {"fp8": fp8_dot_general, BY_ROW: rowwise_fp8_dot_general}
 
 
 def dot_general(

@@ -153,7 +153,7 @@ def scan_layers(
     *,
     extra: PyTree = None,
     caches: PyTree = None,
-    beside: PyTree = None,
+    per_example: PyTree = None,
     at: str = "layers",
     staged: bool = True,
 ) -> Any:
@@ -201,9 +201,9 @@ def scan_layers(
     context, rows = current().numerics, (params, extra, caches)
     count = 1 if context is None or caches is not None else context.interleave
     if count > 1:
-        check_rows(x, beside, count)
-        return _scan(in_slices(lambda *given: with_aux(layer(*given)), beside, count), x, rows, at, staged, count)
-    return _scan(layer if beside is None else lambda *given: layer(*given, beside), x, rows, at, staged)
+        check_rows(x, per_example, count)
+        return _scan(in_slices(lambda *given: with_aux(layer(*given)), per_example, count), x, rows, at, staged, count)
+    return _scan(layer if per_example is None else lambda *given: layer(*given, per_example), x, rows, at, staged)
 
 
 def _scan(

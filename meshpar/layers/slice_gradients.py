@@ -25,7 +25,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes
 
 _SUMS = frozenset({"add", "add_any"})
@@ -78,7 +78,7 @@ class SliceRows:
         return self._laid(own, *[PartitionSpec.UNCONSTRAINED] * (own.ndim - 1))
 
     def _laid(self, x: jax.Array, *entries: Any) -> jax.Array:
-        return lay(x, NamedSharding(self.mesh, PartitionSpec(self.axes, *entries)))
+        return with_layout(x, NamedSharding(self.mesh, PartitionSpec(self.axes, *entries)))
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +101,7 @@ class Own:
                 left = [axis for axis in left if axis not in over]
                 # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
                 x = lax.reduce(x, np.zeros((), x.dtype), lax.add, dims)
-                x = lay(x, NamedSharding(rows.mesh, PartitionSpec(*left, *spec)))
+                x = with_layout(x, NamedSharding(rows.mesh, PartitionSpec(*left, *spec)))
         return x
 
 

@@ -512,7 +512,7 @@ class Validator(Hook):
       step: from `eval_step`.
       batches: a list, or what can be iterated again and again and gives the same batches each time.
       every: steps between two validations; None validates after the last step only.
-      of: from the state to the one that is evaluated, as `mp.averaged`; None: itself.
+      of: from the state to the one that is evaluated, as `mp.ema_params`; None: itself.
 
     Raises:
       ValueError: an iterator, which would be empty the second time.

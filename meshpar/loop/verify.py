@@ -32,8 +32,8 @@ from meshpar.layers.losses import MEAN_OVER_EXAMPLES
 from meshpar.layers.precision import Precision, cast_floating
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.parallel import Strategy, ddp, parse_strategy
-from meshpar.parallel.candidates import kinds, tried
-from meshpar.parallel.parallelism import Part, Trial
+from meshpar.parallel.candidates import candidates, kinds
+from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.schedules import SCHEDULES
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.mesh import MeshSpec
@@ -54,12 +54,12 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 """Fields of parts by which a step is computed in another way, and stays the same step; the simplest value first."""
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "accumulate": (1, 2),
-    "accumulate_mode": ("each", "once"),
+    "reduce_gradients": ("each", "once"),
     "interleave": (1, 2),
     "remat": (None, "full", "dots"),
 }
 """Options of `train_step` likewise."""
-_CUT = ("accumulate", "accumulate_mode", "interleave")
+_CUT = ("accumulate", "reduce_gradients", "interleave")
 """Options that cut the rows; the first two are none of pipelines."""
 STEPS = 3
 """The optimizer's state of the first shows in the third."""
@@ -321,13 +321,13 @@ class _Held:
         lengths = [x.shape[1] for x in jax.tree.leaves(self.batch) if x.ndim == 2 and x.dtype.kind in "iu"]
         return max(lengths, default=None)
 
-    def _trial(self, sizes: Mapping[str, int]) -> Trial:
+    def _search_space(self, sizes: Mapping[str, int]) -> SearchSpace:
         num_layers = max((leaf.num_layers for leaf in self._leaves), default=1)
-        return Trial(sizes=sizes, rows=self.rows, seq_len=self._seq_len, num_layers=num_layers)
+        return SearchSpace(sizes=sizes, rows=self.rows, seq_len=self._seq_len, num_layers=num_layers)
 
     def _axes(self) -> list[str]:
         """Axes that a layout of this model can have."""
-        known = {axis for state in (True, False) for kind in kinds(splits_state=state) for axis in kind.axes}
+        known = {axis for state in (True, False) for kind in kinds(shards_state=state) for axis in kind.axes}
         names = {name for leaf in self._leaves for name in leaf.names or ()}
         without = {"expert": "expert" in names, "stage": "layers" in names and not self.left_out,
                    "context": self._seq_len is not None}  # fmt: skip
@@ -351,7 +351,7 @@ class _Held:
             sizes = dict.fromkeys(axes, 1)
             for prime in _primes(draw.choice([*counts, counts[-1]])):
                 sizes[draw.choice(axes)] *= prime
-            forms = list(tried(self._trial(sizes)))
+            forms = list(candidates(self._search_space(sizes)))
             if not forms:
                 continue
             options = {name: draw.choice(values) for name, values in OPTIONS.items()}
@@ -365,13 +365,13 @@ class _Held:
                 seen.add(one.name)
                 yield one
 
-    def _case(self, sizes: Mapping[str, int], parts: tuple[Part, ...], options: Mapping[str, Any]) -> Case:
+    def _case(self, sizes: Mapping[str, int], parts: tuple[Parallelism, ...], options: Mapping[str, Any]) -> Case:
         strategy = Strategy(parts)
         without = _CUT if self.left_out else _CUT[:2] if strategy.pipeline is not None else ()
         options = {name: value for name, value in options.items() if name not in without}
         if options.get("accumulate", 1) == 1:
-            options.pop("accumulate_mode", None)
-        stacked = self._trial(sizes).num_layers > 1
+            options.pop("reduce_gradients", None)
+        stacked = self._search_space(sizes).num_layers > 1
         changed = {
             name: value
             for name, value in options.items()
@@ -491,10 +491,10 @@ class _Held:
         before = {type(part): part for part in case.strategy.parts}
         full = {**dict.fromkeys(self._axes(), 1), **sizes}
 
-        def as_before(part: Part) -> dict[str, Any]:
+        def as_before(part: Parallelism) -> dict[str, Any]:
             return {name: getattr(before.get(type(part)), name, values[0]) for name, values in VARIED.items()}
 
-        for form in tried(self._trial(full)):
+        for form in candidates(self._search_space(full)):
             try:
                 parts = tuple(_replaced(part, as_before(part)) for part in form.parts)
                 yield self._case(full, parts, case.options)
@@ -511,7 +511,7 @@ def _features(case: Case) -> Iterator[str]:
         yield from (f"{part.name} {name}={value}" for name, value in part.arguments().items() if name != "stages")
 
 
-def _replaced(part: Part, values: Mapping[str, Any]) -> Part:
+def _replaced(part: Parallelism, values: Mapping[str, Any]) -> Parallelism:
     there = {field.name for field in dataclasses.fields(part)}
     return dataclasses.replace(part, **{name: value for name, value in values.items() if name in there})
 

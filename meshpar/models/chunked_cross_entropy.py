@@ -74,7 +74,7 @@ def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]
     and Gimelshein 2018, "Online normalizer calculation for softmax".
 
     Args:
-      logits: inside of `mp.use`; its matrix as the parameter lies.
+      logits: inside of `mp.use_rules`; its matrix as the parameter lies.
       targets_BT: integers below V; others give nan.
     """
     dtype = jnp.result_type(logits.h_BTE, logits.matrix)

@@ -212,10 +212,10 @@ def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]
     rows = [axis for axis in spec_axes(spec_of(table_VE, "act_vocab", "act_embed")[0]) if _size_of(axis) > 1]
     if rows:
         raise problem(
-            f"the embedding of shape {table_VE.shape} inside a shard_map (accumulate_mode='once' or quantize=...)",
+            f"the embedding of shape {table_VE.shape} inside a shard_map (reduce_gradients='once' or quantize=...)",
             f"be split over {', '.join(rows)} and looked up at positions split over {', '.join(axes)}",
             f"the compiler of jax {jax.__version__} aborts on it",
-            "use accumulate_mode='each' and no quantize, keep it whole with "
+            "use reduce_gradients='each_microbatch' and no quantize, keep it whole with "
             "mp.Rules(vocab=None, act_vocab=None), or use jax 0.10",
         )
 

@@ -25,7 +25,7 @@ from meshpar.layers.scan import ATTENTION
 from meshpar.models import context_attention as context
 from meshpar.models.config import Attention, RopeScaling, YarnScaling
 from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
 from meshpar.sharding.manual_regions import outer_axes
 from meshpar.sharding.types import axes_of_spec, problem, spec_axes
@@ -140,7 +140,7 @@ def _reduced_first(shards: NamedSharding, x_BTE: Array, kernel_EV: Array) -> tup
 
 def _barrier(shards: NamedSharding, _: None, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
     d_x_BTE, d_kernel_EV = gradients
-    return jax.lax.optimization_barrier((d_x_BTE, lay(d_kernel_EV, shards)))
+    return jax.lax.optimization_barrier((d_x_BTE, with_layout(d_kernel_EV, shards)))
 
 
 _reduced_first.defvjp(lambda _, *given: (given, None), _barrier)

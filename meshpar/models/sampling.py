@@ -36,7 +36,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, "B P+N"]:
-    """Continue prompts, one token after the other. To be called under `jax.jit`, inside `mp.use(mesh, strategy)`.
+    """Continue prompts, one token after the other. To be called under `jax.jit`, inside `mp.use_rules(mesh, strategy)`.
 
     Args:
       model: a bound decoder, as `state.bound()` gives it, NNX or Linen.
@@ -57,7 +57,7 @@ def generate(
 
     Example:
       >>> def sample(state, prompt, key):
-      ...     with mp.use(mesh, strategy):
+      ...     with mp.use_rules(mesh, strategy):
       ...         return generate(state.bound(), prompt, config=cfg, num_tokens=100, key=key)
       >>> tokens = jax.jit(sample)(state, prompt, key)
     """
@@ -138,7 +138,7 @@ def _decoding_layout() -> Iterator[None]:
     """Rules for sequences of any length, down to one token: only batch, heads and vocabulary may be split."""
     here = ambient()
     if here is None:
-        fix = "call it inside `with mp.use(mesh, strategy):`"
+        fix = "call it inside `with mp.use_rules(mesh, strategy):`"
         raise problem("generate", "run the model on its mesh", "no mesh and rules are in force", fix)
     whole = Leaf(path="batch", shape=(here.mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
     axes = resolve(whole, here.rules, here.mesh).spec[0]

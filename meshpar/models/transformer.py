@@ -265,7 +265,7 @@ def run_layers(
         return out if aux is None else (out, aux)
 
     staged = at == "layers"
-    out = scan_layers(layer, x_BTE, params, extra=variables, caches=caches, beside=angles, at=at, staged=staged)
+    out = scan_layers(layer, x_BTE, params, extra=variables, caches=caches, per_example=angles, at=at, staged=staged)
     out, aux = with_aux(out)
     return (out, None, aux) if caches is None else (*out, aux)
 

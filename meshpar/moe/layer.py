@@ -145,7 +145,7 @@ def moe_layer(
       forward and again backward, and their gradients reduce-scattered in float32; over other axes that split tokens,
       but for those of the experts, over which dispatch has summed them, gradients are summed.
 
-    Inside a region that is manual over the axes of the batch (`accumulate_mode="once"`, `quantize=...`, stages) experts
+    Inside a region that is manual over the axes of the batch (`reduce_gradients="once"`, `quantize=...`, stages) experts
     may come whole, and are all computed here, or as the rank's own slice, and tokens travel as always.
 
     Args:

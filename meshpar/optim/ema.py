@@ -25,7 +25,7 @@ class EmaState(NamedTuple):
 def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
     """The optimizer, with an exponential moving average of the parameters it makes: `a = decay a + (1 - decay) p`.
 
-    `mp.averaged` puts the averages in the parameters' place, to evaluate with. They begin as the parameters and are in
+    `mp.ema_params` puts the averages in the parameters' place, to evaluate with. They begin as the parameters and are in
     checkpoints with the rest of the state. A device holds those of the shards that it updates, 4 bytes a number;
     nothing is sent for them. Frozen parameters have none, and an update that is skipped leaves them.
 
@@ -76,7 +76,7 @@ def _wide(x: Any) -> Any:
 
 
 @apart()
-def averaged(state: TrainState) -> TrainState:
+def ema_params(state: TrainState) -> TrainState:
     """The state with the averages of `mp.ema` as its parameters, laid out like them and in their dtype.
 
     For `eval_step`, `generate`, `interop.to_hf`; training goes on with the state as it was.

@@ -31,7 +31,7 @@ class OnHost:
     state: Any
 
 
-def offloaded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+def offload_state(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """The optimizer, with its state in pinned memory of the host between updates.
 
     The step brings it to the device when the gradients are made, and takes it back: twice its bytes travel over the
@@ -40,7 +40,7 @@ def offloaded(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     same. Counters stay on the device.
 
     Args:
-      tx: an optax optimizer; `offloaded(moments_in(tx, "bfloat16"))` halves what travels.
+      tx: an optax optimizer; `offloaded(low_precision_moments(tx, "bfloat16"))` halves what travels.
 
     Raises:
       ValueError: what is no optimizer.
@@ -75,7 +75,7 @@ class InBytes:
 
 
 class RoundedState(NamedTuple):
-    """State of `moments_in`: the number of updates so far, and the optimizer's state with its moments in fewer bits.
+    """State of `low_precision_moments`: the number of updates so far, and the optimizer's state with its moments in fewer bits.
 
     A moment is right on average, and a single one is within about a level of the exact value. Measured for Adam's v
     under a constant gradient after 6,000 updates, as the standard deviation and the range of v / exact v, by the share
@@ -155,7 +155,7 @@ def _rounded(inner: PyTree, is_moment: PyTree, count: Any, dtype: str) -> Rounde
     return RoundedState(count, jax.tree.unflatten(structure, found))
 
 
-def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
+def low_precision_moments(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
     """Keep an optimizer's moments in `dtype`; its updates are computed in the dtype of the parameters as before.
 
     Counters and other scalars stay as they are. So do weights that the optimizer keeps, which are the arrays that begin
@@ -184,8 +184,8 @@ def moments_in(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTr
     """
     if dtype not in DTYPES:
         exists = f"there is {', '.join(DTYPES)}"
-        raise problem(f"moments_in(dtype={dtype!r})", "keep moments in it", exists, near(dtype, DTYPES))
-    tx = optax.with_extra_args_support(checked("moments_in", tx))
+        raise problem(f"low_precision_moments(dtype={dtype!r})", "keep moments in it", exists, near(dtype, DTYPES))
+    tx = optax.with_extra_args_support(checked("low_precision_moments", tx))
 
     def widened(x: Any, as_was: Any) -> Any:
         return _from_bytes(x, as_was.dtype) if isinstance(x, InBytes) else x.astype(as_was.dtype)

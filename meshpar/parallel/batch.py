@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.constraints import lay, with_auto_types
+from meshpar.sharding.constraints import with_auto_types, with_layout
 from meshpar.sharding.context import apart
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, fewer_devices, replicated, resolve
@@ -256,4 +256,4 @@ def split_rows(x: jax.Array, count: int, sharding: NamedSharding) -> jax.Array:
     rows = x.shape[0] // (shards * count)
     by_device = x.reshape(shards, count, rows, *x.shape[1:])
     split = jnp.moveaxis(by_device, 1, 0).reshape(count, shards * rows, *x.shape[1:])
-    return lay(split, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
+    return with_layout(split, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))

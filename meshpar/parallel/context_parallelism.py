@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from meshpar.parallel.expected.step_spec import Facts, Promised, parent, size_of, split_axes
-from meshpar.parallel.parallelism import Need, Part, RuleSets, Trial, activations, split
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent, size_of, split_axes
+from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import DimRule, first
 from meshpar.sharding.types import Decision, near, problem
@@ -16,7 +16,7 @@ Kind: TypeAlias = Literal["ring", "all-to-all"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Context(Part):
+class Context(Parallelism):
     """See `context_parallel`."""
 
     axis: str = "context"
@@ -42,79 +42,79 @@ class Context(Part):
         around = {"seq": self.axis} | (inside if self.kind == "all-to-all" else {})
         return RuleSets(rules, rules, rules, activations(self.name, around))
 
-    def needs(self) -> tuple[Need, ...]:
+    def required_axes(self) -> tuple[RequiredAxis, ...]:
         why = "leave it out, for there is nothing to split the sequence over"
-        return (Need(axis=self.axis, strategy=repr(self), why=why),)
+        return (RequiredAxis(axis=self.axis, strategy=repr(self), why=why),)
 
-    def promise(self, facts: Facts) -> Iterator[Promised]:
+    def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
         """Of the ring nothing: it is a kernel."""
-        return _scattered(facts) if self.kind == "all-to-all" else iter(())
+        return _scattered(step) if self.kind == "all-to-all" else iter(())
 
-    def kernels(self, facts: Facts) -> Iterator[Promised]:
+    def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
         """Of the ring: keys and values go round it forward and backward, their gradients in float32 backward."""
-        tokens = facts.tokens if self.kind == "ring" and facts.tokens else 0
-        for one in facts.weights if tokens else ():
+        tokens = step.tokens if self.kind == "ring" and step.tokens else 0
+        for one in step.weights if tokens else ():
             leaf = one.decision.leaf
             if not {"kv_heads", "embed"} <= set(leaf.names or ()):
                 continue
-            tensor = facts.ways(set(split_axes(facts, one.decision.spec)) & set(facts.tensor_axes))
+            tensor = step.num_shards(set(split_axes(step, one.decision.spec)) & set(step.tensor_axes))
             width = leaf.size // leaf.num_layers // size_of(one.decision, "embed") // tensor
-            runs, compute = leaf.num_layers * facts.accumulate, facts.wire(facts.compute_dtype(one.decision))
-            for dtype, count in ((compute, runs * (1 + facts.recomputed(leaf.num_layers))), ("f32", runs)):
-                yield Promised(
+            runs, compute = leaf.num_layers * step.accumulate, step.wire(step.compute_dtype(one.decision))
+            for dtype, count in ((compute, runs * (1 + step.recomputed(leaf.num_layers))), ("f32", runs)):
+                yield ExpectedCollective(
                     role="keys and values round the ring",
                     kind="gather",
-                    axes=facts.context_axes,
-                    elements=tokens * width * facts.ways(facts.context_axes),
+                    axes=step.context_axes,
+                    elements=tokens * width * step.num_shards(step.context_axes),
                     dtype=dtype,
                     count=(count, count),
                     tensors=(one.decision.path,),
                 )
 
     @classmethod
-    def tried(cls, trial: Trial) -> Iterator[Part]:
-        if trial.seq_len is not None and trial.seq_len % (2 * trial.ways("context")) == 0:
+    def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
+        if space.seq_len is not None and space.seq_len % (2 * space.num_shards("context")) == 0:
             yield from (cls(), cls(kind="all-to-all"))
 
 
-def _scattered(facts: Facts) -> Iterator[Promised]:
+def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
     """4 all-to-alls a layer forward, of queries, keys, values and the heads' output, and 4 of their gradients backward.
 
     A layer with weights of `kv_heads` is one with attention.
     """
     found: dict[tuple[str, int], dict[str, list[Decision]]] = {}
-    for decision in (one.decision for one in facts.weights):
+    for decision in (one.decision for one in step.weights):
         for name in ("kv_heads", "heads"):
             if {name, "embed"} <= set(decision.leaf.names or ()):
                 layer = found.setdefault((parent(decision), decision.leaf.num_layers), {})
                 layer.setdefault(name, []).append(decision)
     for (_, stack), of in found.items():
-        if "kv_heads" not in of or facts.tokens is None:
+        if "kv_heads" not in of or step.tokens is None:
             continue
-        slices = facts.interleave if stack > 1 else 1
-        runs, weights = stack * facts.accumulate * slices, (*of["kv_heads"], *of.get("heads", ()))
-        for numbers in _numbers_a_token(facts, of["kv_heads"][0], of.get("heads", [])):
-            for direction, most in (("forward", facts.recomputed(stack)), ("backward", 1)):
-                yield Promised(
+        slices = step.interleave if stack > 1 else 1
+        runs, weights = stack * step.accumulate * slices, (*of["kv_heads"], *of.get("heads", ()))
+        for numbers in _numbers_a_token(step, of["kv_heads"][0], of.get("heads", [])):
+            for direction, most in (("forward", step.recomputed(stack)), ("backward", 1)):
+                yield ExpectedCollective(
                     role=f"heads scattered for attention, {direction}",
                     kind="exchange",
-                    axes=facts.context_axes,
-                    elements=facts.tokens // slices * numbers,
-                    dtype=facts.wire(facts.compute_dtype(of["kv_heads"][0])),
+                    axes=step.context_axes,
+                    elements=step.tokens // slices * numbers,
+                    dtype=step.wire(step.compute_dtype(of["kv_heads"][0])),
                     count=(runs, most * runs),
                     tensors=tuple(decision.path for decision in weights),
                 )
 
 
-def _numbers_a_token(facts: Facts, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
+def _numbers_a_token(step: StepSpec, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
     """On one device, of queries, keys, the heads' output and values, as they travel.
 
     A query is as wide as a key, a head's output as a value.
     """
     for decision in heads:
         num_heads, num_kv_heads = size_of(decision, "heads"), size_of(keys, "kv_heads")
-        tensor = facts.ways(set(split_axes(facts, decision.spec)) & set(facts.tensor_axes))
-        times = repeats(num_heads, num_kv_heads, tensor * facts.ways(facts.context_axes))
+        tensor = step.num_shards(set(split_axes(step, decision.spec)) & set(step.tensor_axes))
+        times = repeats(num_heads, num_kv_heads, tensor * step.num_shards(step.context_axes))
         numbers = decision.leaf.size // decision.leaf.num_layers // size_of(decision, "embed") // tensor
         yield from (numbers, numbers * num_kv_heads * times // num_heads)
 

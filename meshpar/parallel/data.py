@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.step_spec import Facts
-from meshpar.parallel.parallelism import Part, RuleSets, Trial, activations, replicated_all
+from meshpar.parallel.expected.step_spec import StepSpec
+from meshpar.parallel.parallelism import Parallelism, RuleSets, SearchSpace, activations, replicated_all
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.parallel.zero import stages_above
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Data(Part):
+class Data(Parallelism):
     """See `ddp`."""
 
     name = "ddp"
-    splits_state = True
+    shards_state = True
     axes = ("data",)
 
     def rules(self) -> RuleSets:
@@ -24,11 +24,11 @@ class Data(Part):
         return RuleSets(whole, whole, whole, activations("ddp"))
 
     @classmethod
-    def tried(cls, trial: Trial) -> Iterator[Part]:
-        return iter((cls(),) if trial.ways("fsdp") == 1 else ())
+    def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
+        return iter((cls(),) if space.num_shards("fsdp") == 1 else ())
 
-    def smaller(self, facts: Facts) -> tuple[Part, ...]:
-        return stages_above("ddp", facts)
+    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
+        return stages_above("ddp", step)
 
 
 @preset

@@ -6,14 +6,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.step_spec import Facts, Promised, is_router, parent, size_of
-from meshpar.parallel.parallelism import Axes, Part, RuleSets, Trial, activations, axes_of, split
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, is_router, parent, size_of
+from meshpar.parallel.parallelism import Axes, Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import Decision
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Expert(Part):
+class Expert(Parallelism):
     """See `expert_parallel`."""
 
     axis: Axes = "expert"
@@ -29,26 +29,26 @@ class Expert(Part):
         return RuleSets(rules, rules, rules, activations(self.name, {"act_expert": self.axis}))
 
     @classmethod
-    def tried(cls, trial: Trial) -> Iterator[Part]:
+    def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
         yield cls()
-        if trial.is_node_first and trial.ways("data") > 1:
+        if space.is_node_first and space.num_shards("data") > 1:
             yield cls(("data", "expert"))
 
-    def kernels(self, facts: Facts) -> Iterator[Promised]:
+    def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
         """Rows to their experts and back, once a choice, forward and backward, and again where a layer is computed
         again. Node-first over two axes they go once to each node over the first, from where none comes back again."""
         layers = {
-            (parent(one), one.leaf.num_layers): one for one in (w.decision for w in facts.weights) if is_router(one)
+            (parent(one), one.leaf.num_layers): one for one in (w.decision for w in step.weights) if is_router(one)
         }
-        tokens = 0 if facts.is_by_device else facts.tokens or 0
+        tokens = 0 if step.is_by_device else step.tokens or 0
         for decision in layers.values() if tokens else ():
             stack = decision.leaf.num_layers
-            for axes, rows, ways in self._levels(facts, facts.recomputed(stack)):
+            for axes, rows, ways in self._levels(step, step.recomputed(stack)):
                 forms: Counter[tuple[int, str]] = Counter()
                 for way, times in ways.items():
-                    forms[self._row(facts, decision, way)] += times * stack * facts.accumulate
+                    forms[self._row(step, decision, way)] += times * stack * step.accumulate
                 for (width, dtype), count in forms.items():
-                    yield Promised(
+                    yield ExpectedCollective(
                         role="rows to experts and back",
                         kind="exchange",
                         axes=axes,
@@ -58,22 +58,22 @@ class Expert(Part):
                         tensors=(decision.path,),
                     )
 
-    def _row(self, facts: Facts, router: Decision, way: str) -> tuple[int, str]:
+    def _row(self, step: StepSpec, router: Decision, way: str) -> tuple[int, str]:
         """(numbers, dtype) of a row under way."""
         width = size_of(router, "embed")
-        nbytes = facts.row_bytes and facts.row_bytes(way, width)
-        return (nbytes, "u8") if nbytes else (width, facts.wire(facts.compute_dtype(router)))
+        nbytes = step.row_bytes and step.row_bytes(way, width)
+        return (nbytes, "u8") if nbytes else (width, step.wire(step.compute_dtype(router)))
 
-    def _levels(self, facts: Facts, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
+    def _levels(self, step: StepSpec, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
         """(axes, rows of a token, how often each way) of a layer whose forward pass runs so often."""
-        axes, given = facts.ordered(axes_of(self.name, self.axis)), axes_of(self.name, self.axis)
+        axes, given = step.ordered(axes_of(self.name, self.axis)), axes_of(self.name, self.axis)
         whole = {"dispatch": forward, "combine": forward, "grad": 2}
-        if facts.nodes_visited is None or len(given) != 2 or facts.sizes.get(given[0], 1) == 1:
-            yield axes, facts.choices, whole
+        if step.nodes_visited is None or len(given) != 2 or step.sizes.get(given[0], 1) == 1:
+            yield axes, step.choices, whole
             return
-        yield facts.ordered(given[:1]), facts.nodes_visited(facts.sizes[given[0]]), {**whole, "combine": 1}
-        if inside := facts.ordered(given[1:]):
-            yield inside, facts.choices, whole
+        yield step.ordered(given[:1]), step.nodes_visited(step.sizes[given[0]]), {**whole, "combine": 1}
+        if inside := step.ordered(given[1:]):
+            yield inside, step.choices, whole
 
 
 @preset

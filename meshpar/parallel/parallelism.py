@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from meshpar.parallel.expected.step_spec import Facts, Promised
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES, DimRule, Largest, Rules
 from meshpar.sharding.types import problem
 
@@ -46,7 +46,7 @@ class RuleSets(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Need:
+class RequiredAxis:
     """A mesh axis that must be larger than one for a strategy to be what its name says."""
 
     axis: str
@@ -55,7 +55,7 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
+class SearchSpace:
     """A mesh for which a planner looks for strategies, and what is to be trained on it."""
 
     sizes: Mapping[str, int]
@@ -69,13 +69,13 @@ class Trial:
     is_node_first: bool = False
     """Whether tokens may travel in two levels, across the nodes and inside them."""
 
-    def ways(self, *axes: str) -> int:
+    def num_shards(self, *axes: str) -> int:
         """Ranks along some axes; an axis that the mesh lacks has one."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Parallelism:
     """One parallelism. Frozen, comparable; its repr is how to write it in Python.
 
     A subclass is a frozen dataclass whose fields are the arguments of the function that makes it, and says its `name`.
@@ -83,7 +83,7 @@ class Part:
 
     name: ClassVar[str]
     """Of the function that makes it: `ddp`, `tensor_parallel`."""
-    splits_state: ClassVar[bool] = False
+    shards_state: ClassVar[bool] = False
     """Whether it says how data parallelism keeps parameters, gradients and optimizer state."""
     axes: ClassVar[tuple[str, ...]] = ()
     """Mesh axes that it lives on unless told otherwise: what a planner gives sizes to."""
@@ -92,7 +92,7 @@ class Part:
         """Four rule sets; origin and known names included."""
         raise AssertionError("a part has rules")
 
-    def needs(self) -> tuple[Need, ...]:
+    def required_axes(self) -> tuple[RequiredAxis, ...]:
         """Axes that must be larger than one."""
         return ()
 
@@ -100,7 +100,7 @@ class Part:
         """The module whose `gradients` makes the gradients of a step; None: XLA does it."""
         return None
 
-    def promise(self, facts: Facts) -> Iterator[Promised]:
+    def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
         """The collectives that XLA puts in because of its rules, beside those of parameters (`leaves.promised`).
 
         Args:
@@ -108,19 +108,19 @@ class Part:
         """
         return iter(())
 
-    def kernels(self, facts: Facts) -> Iterator[Promised]:
+    def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
         """What its own kernels send, as collectives of the same bytes: for estimates, where no program is traced."""
         return iter(())
 
     @classmethod
-    def tried(cls, trial: Trial) -> Iterator[Part]:
+    def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
         """The forms of it that are worth trying on a mesh.
 
         Of parts that split the state, one is taken; of any other kind that lives on an axis above one, one of these.
         """
         return iter(())
 
-    def smaller(self, facts: Facts) -> tuple[Part, ...]:
+    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
         """The same with less memory, the mildest change first; empty where there is none."""
         return ()
 

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from meshpar.parallel.expected.step_spec import Facts
-from meshpar.parallel.parallelism import Need, Part, RuleSets, Trial, activations, axes_of, split
+from meshpar.parallel.expected.step_spec import StepSpec
+from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import MeshparError, near, problem
@@ -20,7 +20,7 @@ Gather: TypeAlias = Literal["step", "microbatch"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class Pipeline(Part):
+class Pipeline(Parallelism):
     """How a model's stacked layers are run stage by stage; see `pipeline_parallel`."""
 
     stages: int
@@ -36,7 +36,7 @@ class Pipeline(Part):
     forward and backward of a microbatch and held as shards."""
     axis: str = "stage"
 
-    fewer_layers: tuple[int, int] = (0, 0)
+    stage_layer_offset: tuple[int, int] = (0, 0)
     """How many layers fewer than the parts between them the first and the last part have, beside embedding and head."""
 
     name = "pipeline_parallel"
@@ -44,7 +44,7 @@ class Pipeline(Part):
 
     def __post_init__(self) -> None:
         axes_of(self.name, self.axis)
-        fewer = self.fewer_layers
+        fewer = self.stage_layer_offset
         whole = isinstance(fewer, tuple) and all(type(count) is int and count >= 0 for count in fewer)
         if not whole or len(fewer) != 2:
             where, fix = (
@@ -99,13 +99,13 @@ class Pipeline(Part):
         return _made(self.schedule, self.stages, self.microbatches, self.chunks)
 
     @classmethod
-    def tried(cls, trial: Trial) -> Iterator[Part]:
+    def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
         """Rows of a device in up to eight times as many microbatches as stages: more shorten the bubble by little."""
-        stages, rows = trial.ways("stage"), trial.rows // trial.ways(*BATCH_AXES)
+        stages, rows = space.num_shards("stage"), space.rows // space.num_shards(*BATCH_AXES)
         fits = [count for count in range(2 * stages, 8 * stages + 1, stages) if rows % count == 0]
         for count in fits[-1:]:
             for schedule, parts in _TRIED.items():
-                if trial.num_layers % (parts * stages) == 0:
+                if space.num_layers % (parts * stages) == 0:
                     yield _piped(stages, count, schedule)
 
     def layers_of_parts(self, num_layers: int, num_parts: int) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class Pipeline(Part):
         Raises:
           ValueError: a part would have none.
         """
-        first, last = self.fewer_layers
+        first, last = self.stage_layer_offset
         level, over = divmod(num_layers + first + last, num_parts)
         counts = [level] * num_parts
         for part in [*range(1, num_parts - 1), 0, num_parts - 1][:over]:
@@ -122,11 +122,11 @@ class Pipeline(Part):
         counts[0] -= first
         counts[-1] -= last
         if min(counts) < 1:
-            lighter = any(self.fewer_layers)
+            lighter = any(self.stage_layer_offset)
             least = num_parts * (1 + max(first, last)) - first - last
             raise problem(
                 f"{num_layers} stacked layers under pipeline_parallel(schedule={self.schedule!r})",
-                f"be cut into {num_parts} parts" + f" with fewer_layers={self.fewer_layers}" * lighter,
+                f"be cut into {num_parts} parts" + f" with fewer_layers={self.stage_layer_offset}" * lighter,
                 "every part of the model has one layer at the least",
                 f"use {least} layers or more, or fewer stages (times chunks)" + ", or leave fewer_layers out" * lighter,
             )
@@ -136,14 +136,14 @@ class Pipeline(Part):
         rules = split(self.name, {"layers": self.axis})
         return RuleSets(rules, rules, rules, activations(self.name))
 
-    def needs(self) -> tuple[Need, ...]:
+    def required_axes(self) -> tuple[RequiredAxis, ...]:
         why = "leave it out, for there are no stages to split the layers over"
-        return (Need(axis=self.axis, strategy=repr(self), why=why),)
+        return (RequiredAxis(axis=self.axis, strategy=repr(self), why=why),)
 
     def engine(self) -> str | None:
         return "meshpar.training.gradients.stages"
 
-    def smaller(self, facts: Facts) -> tuple[Part, ...]:
+    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
         """More microbatches, each as much smaller."""
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
 
@@ -173,7 +173,7 @@ def pipeline_parallel(
     schedule: str = "1f1b",
     chunks: int | None = None,
     gather: Gather = "step",
-    fewer_layers: tuple[int, int] = (0, 0),
+    stage_layer_offset: tuple[int, int] = (0, 0),
     axis: str = "stage",
 ) -> Strategy:
     """Pipeline parallel: the stacked layers split over `axis`, and every batch run through them in microbatches.
@@ -219,6 +219,6 @@ def pipeline_parallel(
         chunks=chunks,
         gather=gather,
         axis=axis,
-        fewer_layers=fewer_layers,
+        stage_layer_offset=stage_layer_offset,
     )
     return Strategy((part,))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
 from meshpar.parallel.expected.matmuls import contracted
-from meshpar.parallel.expected.step_spec import Facts, Promised, Uses, Weight, has_vocabulary, merged
-from meshpar.parallel.parallelism import Need, Part, RuleSets, activations, axes_of
+from meshpar.parallel.expected.step_spec import ExpectedCollective, ParamUsage, StepSpec, Weight, has_vocabulary, merged
+from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, activations, axes_of
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
 from meshpar.sharding.types import MeshLike, axes_of_spec, axis_sizes, near, problem
 
@@ -46,11 +46,13 @@ class Strategy:
       big_leaf_bytes: above this size a leaf that no rule splits, and none says to replicate, is an error.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[Parallelism, ...]
     big_leaf_bytes: int = BIG_LEAF_BYTES
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.parts, tuple) and self.parts and all(isinstance(part, Part) for part in self.parts)):
+        if not (
+            isinstance(self.parts, tuple) and self.parts and all(isinstance(part, Parallelism) for part in self.parts)
+        ):
             exists, fix = "a strategy is parts", "join presets: mp.fsdp() | mp.Rules(mlp=None); see mp.custom for rules"
             raise problem(f"Strategy({self.parts!r})", "be made of that", exists, fix)
         if isinstance(self.big_leaf_bytes, bool) or not isinstance(self.big_leaf_bytes, int) or self.big_leaf_bytes < 0:
@@ -87,9 +89,9 @@ class Strategy:
     # -- What parts say -----------------------------------------------------------------------------------------------
 
     @property
-    def needs(self) -> tuple[Need, ...]:
+    def required_axes(self) -> tuple[RequiredAxis, ...]:
         """Axes without which it would be another strategy."""
-        return tuple(need for part in self.parts for need in part.needs())
+        return tuple(need for part in self.parts for need in part.required_axes())
 
     @property
     def engine(self) -> str | None:
@@ -114,10 +116,10 @@ class Strategy:
         """How the layers are run stage by stage; None: one after the other, by all devices."""
         return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
 
-    def facts(
+    def step_spec(
         self, sizes: dict[str, int], *, weights: tuple[Weight, ...], batch_axes: tuple[str, ...], tokens: int | None,
-        uses: Mapping[str, Uses] = MappingProxyType({}), **step: Any,
-    ) -> Facts:  # fmt: skip
+        uses: Mapping[str, ParamUsage] = MappingProxyType({}), **step: Any,
+    ) -> StepSpec:  # fmt: skip
         """The facts of a step under this strategy: which axes split what follows from its rules of activations.
 
         Args:
@@ -140,7 +142,7 @@ class Strategy:
         sequence = axes_of("norm_seq") - context
         free = (one.decision for one in weights if one.decision.leaf.names is None or one.decision.path in uses)
         untold = {axis for one in free for axis in axes_of_spec(one.spec, sizes)} - set(batch_axes)
-        return Facts(
+        return StepSpec(
             sizes=sizes,
             weights=weights,
             batch_axes=batch_axes,
@@ -148,7 +150,7 @@ class Strategy:
             sequence_axes=tuple(axis for axis in sizes if axis in sequence),
             context_axes=tuple(axis for axis in sizes if axis in context),
             uses=uses,
-            untold_axes=tuple(axis for axis in sizes if axis in untold),
+            unannotated_axes=tuple(axis for axis in sizes if axis in untold),
             tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
             quantize=self.quantize,
             is_prefetched=bool(self.prefetched_axes),
@@ -156,27 +158,27 @@ class Strategy:
             **step,
         )
 
-    def promise(self, facts: Facts) -> tuple[Promised, ...]:
+    def expected_collectives(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
         """The collectives that XLA puts in because of all parts' rules.
 
         Those of parameters follow from the rules of all parts together; the others each part tells of its own.
         """
-        return merged([*leaves.promised(facts), *scales.promised(facts), *self.promise_of_layers(facts)])
+        return merged([*leaves.promised(step_spec), *scales.promised(step_spec), *self.promise_of_layers(step_spec)])
 
-    def promise_of_layers(self, facts: Facts) -> tuple[Promised, ...]:
+    def promise_of_layers(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
         """What the work on activations sends; what two parts promise alike counts once."""
-        found: list[Promised] = []
+        found: list[ExpectedCollective] = []
         for part in self.parts:
             before = set(found)
-            found += [one for one in part.promise(facts) if one not in before]
+            found += [one for one in part.expected_collectives(step_spec) if one not in before]
         return tuple(found)
 
-    def smaller(self, part: Part, facts: Facts) -> tuple[Strategy, ...]:
+    def memory_reductions(self, part: Parallelism, step_spec: StepSpec) -> tuple[Strategy, ...]:
         """This strategy with a smaller one in a part's place, for each that it knows."""
         at = self.parts.index(part)
         return tuple(
             dataclasses.replace(self, parts=(*self.parts[:at], other, *self.parts[at + 1 :]))
-            for other in part.smaller(facts)
+            for other in part.memory_reductions(step_spec)
         )
 
     # -- A value ------------------------------------------------------------------------------------------------------
@@ -236,7 +238,7 @@ class Strategy:
         sizes = axis_sizes(mesh)
         if math.prod(sizes.values()) == 1:  # one device: every strategy is the same program
             return
-        for need in self.needs:
+        for need in self.required_axes:
             if sizes.get(need.axis, 1) == 1:
                 exists = f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'no axis above 1'}"
                 fix = f"{need.why}; or give the axis a size: MeshSpec({need.axis}=2, ...)"
@@ -247,7 +249,7 @@ class Strategy:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Bare(Part):
+class Bare(Parallelism):
     """A bare `Rules` in a strategy's place: it serves parameters, gradients, optimizer state and activations."""
 
     given: Rules
@@ -258,8 +260,8 @@ class Bare(Part):
         # Paths are those of parameters: a pattern such as `.*` must not catch the batch.
         return RuleSets(self.given, self.given, self.given, activations("default") | self.given.without_paths())
 
-    def promise(self, facts: Facts) -> Iterator[Promised]:
-        return contracted(facts)  # rules by hand may split weights over any axis, as `tensor_parallel` does
+    def expected_collectives(self, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
+        return contracted(step_spec)  # rules by hand may split weights over any axis, as `tensor_parallel` does
 
     def to_json(self) -> dict[str, Any]:
         return {"part": self.name, **self.given.to_json()}
@@ -269,7 +271,7 @@ class Bare(Part):
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
-class Custom(Part):
+class Custom(Parallelism):
     """See `custom`."""
 
     params: Rules
@@ -291,8 +293,8 @@ class Custom(Part):
     def rules(self) -> RuleSets:
         return RuleSets(self.params, self.grads, self.optimizer, self.activations)
 
-    def promise(self, facts: Facts) -> Iterator[Promised]:
-        return contracted(facts)  # rules by hand may split weights over any axis, as `tensor_parallel` does
+    def expected_collectives(self, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
+        return contracted(step_spec)  # rules by hand may split weights over any axis, as `tensor_parallel` does
 
     def to_json(self) -> dict[str, Any]:
         changed = self.arguments()

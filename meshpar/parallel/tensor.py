@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshpar.parallel.expected.matmuls import contracted
-from meshpar.parallel.expected.step_spec import Facts, Promised
-from meshpar.parallel.parallelism import Part, RuleSets, Trial, activations, axes_of, split
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
+from meshpar.parallel.parallelism import Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Tensor(Part):
+class Tensor(Parallelism):
     """See `tensor_parallel`."""
 
     sequence: bool = False
@@ -35,12 +35,12 @@ class Tensor(Part):
         return RuleSets(rules, rules, rules, activations(self.name, {**inner, **between}))
 
     @classmethod
-    def tried(cls, trial: Trial) -> Iterator[Part]:
-        divides = trial.seq_len is not None and trial.seq_len % trial.ways("tensor", "context") == 0
+    def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
+        divides = space.seq_len is not None and space.seq_len % space.num_shards("tensor", "context") == 0
         return iter((cls(sequence=True) if divides else cls(),))
 
-    def promise(self, facts: Facts) -> Iterator[Promised]:
-        return contracted(facts)
+    def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
+        return contracted(step)
 
 
 @preset

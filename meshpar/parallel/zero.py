@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from meshpar.parallel.expected.step_spec import Facts
+from meshpar.parallel.expected.step_spec import StepSpec
 from meshpar.parallel.parallelism import (
     MIN_SHARDED_BYTES,
     Axes,
-    Need,
-    Part,
+    Parallelism,
+    RequiredAxis,
     RuleSets,
-    Trial,
+    SearchSpace,
     activations,
     axes_of,
     replicated_all,
@@ -34,7 +34,7 @@ _SPLIT_BY = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Zero(Part):
+class Zero(Parallelism):
     """See `zero1`, `zero2`, `zero3`, `fsdp` and `hsdp`."""
 
     stage: Stage
@@ -43,7 +43,7 @@ class Zero(Part):
     quantize: Quantize | None = None
     prefetch: int = 0
 
-    splits_state = True
+    shards_state = True
     axes = ("fsdp",)
 
     def __post_init__(self) -> None:
@@ -73,9 +73,9 @@ class Zero(Part):
             sharded if count > 2 else whole, sharded if count > 1 else whole, sharded, activations(self.stage)
         )
 
-    def needs(self) -> tuple[Need, ...]:
+    def required_axes(self) -> tuple[RequiredAxis, ...]:
         why = "use fsdp(), which it is with nothing to replicate over"
-        return (Need(axis="data", strategy="hsdp()", why=why),) if self.stage == "hsdp" else ()
+        return (RequiredAxis(axis="data", strategy="hsdp()", why=why),) if self.stage == "hsdp" else ()
 
     def engine(self) -> str | None:
         if self.prefetch:
@@ -83,31 +83,33 @@ class Zero(Part):
         return None if self.quantize is None else ENGINE
 
     @classmethod
-    def tried(cls, trial: Trial) -> Iterator[Part]:
-        if trial.ways("fsdp") == 1:
+    def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
+        if space.num_shards("fsdp") == 1:
             return
-        whole: Stage = "hsdp" if trial.ways("data") > 1 else "fsdp"
+        whole: Stage = "hsdp" if space.num_shards("data") > 1 else "fsdp"
         # Ranks that share a sequence have the same weights, as those that share a batch do.
-        axis: Axes = "fsdp" if trial.ways("context") == 1 else ("fsdp", "context")
+        axis: Axes = "fsdp" if space.num_shards("context") == 1 else ("fsdp", "context")
         yield from (cls("zero1", axis), cls("zero2", axis), cls(whole, axis))
-        if trial.ways("stage", "context") == 1:  # where a layer sends rows of its own, gathers hide no better ahead
+        if (
+            space.num_shards("stage", "context") == 1
+        ):  # where a layer sends rows of its own, gathers hide no better ahead
             yield cls(whole, axis, prefetch=1)
 
-    def smaller(self, facts: Facts) -> tuple[Part, ...]:
-        return stages_above(self.stage, facts)
+    def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
+        return stages_above(self.stage, step)
 
     def arguments(self) -> dict[str, Any]:
         return {key: value for key, value in super().arguments().items() if key != "stage"}
 
 
-def stages_above(stage: str, facts: Facts) -> tuple[Part, ...]:
+def stages_above(stage: str, step: StepSpec) -> tuple[Parallelism, ...]:
     """The ZeRO stages that split more of the state than a preset, the mildest first."""
-    over = [axis for axis in ("fsdp", "data") if facts.sizes.get(axis, 1) > 1]
+    over = [axis for axis in ("fsdp", "data") if step.sizes.get(axis, 1) > 1]
     if not over:
         return ()
     if _SPLIT_BY.get(stage, 0) == 3:
         return (Zero("fsdp", axis=tuple(reversed(over))),) if len(over) > 1 else ()
-    first: Stage = "zero2" if facts.accumulate > 1 else "zero1"  # with one micro-step they are the same program
+    first: Stage = "zero2" if step.accumulate > 1 else "zero1"  # with one micro-step they are the same program
     higher: tuple[Stage, ...] = tuple(one for one in (first, "zero3") if _SPLIT_BY[one] > _SPLIT_BY.get(stage, 0))
     return tuple(Zero(one, axis=over[0]) for one in higher)
 
@@ -174,7 +176,7 @@ def fsdp(
 
     With `quantize` it is ZeRO++ (Wang et al. 2023): weights of two dims or more are gathered, and their gradients
     exchanged, in a byte an element. The loss is then given a device's own rows only, as in `train_step` with
-    `accumulate_mode="once"`; `eval_step` gathers weights as they are.
+    `reduce_gradients="once"`; `eval_step` gathers weights as they are.
 
     Args:
       axis: the mesh axis, or axes, to split over.
@@ -203,7 +205,7 @@ def hsdp(
     """Hybrid sharding: ZeRO-3 inside a group of `axis`, replicated over `data`.
 
     Gathers and scatters stay in the group; only 1/size of the gradients is all-reduced across groups. With
-    `train_step(accumulate=n)`, this all-reduce is sent in each of the n micro-steps; `accumulate_mode="once"` sends it
+    `train_step(accumulate=n)`, this all-reduce is sent in each of the n micro-steps; `reduce_gradients="once"` sends it
     once, and keeps unsharded gradients between the micro-steps.
 
     Arguments are those of `fsdp`; with `quantize` the all-reduce across groups is quantized too.

@@ -28,7 +28,7 @@ from meshpar.pipeline.split_backward import SplitVjp, split_vjp
 from meshpar.schedules import Schedule, Slots
 from meshpar.schedules.ops import B, F, W
 from meshpar.schedules.slots import BUFFERS, SHIFTS, STAY
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.types import PyTree
 from meshpar.training.accumulation import Sums
 
@@ -239,7 +239,7 @@ class _Trace:
     def _laid(self, x: PyTree) -> PyTree:
         """What goes from part to part, as the first part lays it out: XLA wants it alike at the end of all branches."""
         leaves, structure = jax.tree.flatten(x)
-        laid = [x if spec is None else lay(x, spec) for x, spec in zip(leaves, self.layout, strict=True)]
+        laid = [x if spec is None else with_layout(x, spec) for x, spec in zip(leaves, self.layout, strict=True)]
         return jax.tree.unflatten(structure, laid)
 
     def _chunk(self, params: PyTree, chunk: jax.Array) -> PyTree:

@@ -32,7 +32,7 @@ from meshpar.pipeline import stage_checks as checks
 from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, StageTotals, micro_key
 from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.schedules import Schedule
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.rules import BATCH_AXES
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is_spec, problem, spec_axes, without_axes
 
@@ -135,7 +135,7 @@ class StagedRun:
 
     def laid(self, tree: PyTree, specs: PyTree) -> PyTree:
         """Every array laid out by its spec."""
-        return _each(lambda spec, x: lay(x, NamedSharding(self.mesh, spec)), specs, tree)
+        return _each(lambda spec, x: with_layout(x, NamedSharding(self.mesh, spec)), specs, tree)
 
     def _over_stages(self, ends: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
         """Gradients `[stage, ...]` of the ends, on all stages: sent from the one that has them, or summed."""
@@ -145,7 +145,7 @@ class StagedRun:
             if len(of) > 1:
                 out.append(_summed(g, 0))
                 continue
-            laid = lay(g, NamedSharding(self.mesh, P(self.axis, *spec)))
+            laid = with_layout(g, NamedSharding(self.mesh, P(self.axis, *spec)))
             out.append(self._sent(laid, next(iter(of), 0)))
         return jax.tree.unflatten(structure, out)
 
@@ -293,7 +293,7 @@ def _but(spec: P, own: P) -> P:
 
 def _pinned(tree: PyTree, specs: PyTree) -> PyTree:
     """Laid out over the axes that are XLA's, inside the `shard_map`."""
-    return _each(lambda spec, x: lay(x, spec) if axes_of_spec(spec) else x, specs, tree)
+    return _each(lambda spec, x: with_layout(x, spec) if axes_of_spec(spec) else x, specs, tree)
 
 
 def _summed(x: jax.Array, dim: int) -> jax.Array:

@@ -16,8 +16,8 @@ from meshpar.models.embedding_lookup import rows_travel
 from meshpar.parallel import Strategy, from_json
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
-from meshpar.parallel.expected.step_spec import Facts, Promised, Weight, is_looked_up, of_stage, size_of
-from meshpar.parallel.parallelism import Part
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, Weight, is_looked_up, of_stage, size_of
+from meshpar.parallel.parallelism import Parallelism
 from meshpar.planner.workload import Held, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
@@ -163,7 +163,7 @@ class Placed:
         work = self.workload
         return self.row_bytes(Held(("seq", "act_vocab"), (work.seq_len or 1, work.vocab_size), 1, 0, is_routed=False))
 
-    def facts(self, layout: Layout) -> Facts:
+    def step(self, layout: Layout) -> StepSpec:
         """The facts of a step; of stages, those of the mean stage."""
         key = layout.microbatches, layout.interleave, layout.remat is None, "facts"
         return self.once(key, lambda: self._facts_of(layout))
@@ -178,13 +178,13 @@ class Placed:
     def _made(self) -> dict[Any, Any]:
         return {}
 
-    def _facts_of(self, layout: Layout) -> Facts:
+    def _facts_of(self, layout: Layout) -> StepSpec:
         work, pipelined = self.workload, self.strategy.pipeline
         rows = work.rows // (self.batch_ways * layout.microbatches)
         weights = self.weights
         if pipelined is not None:
             weights = tuple(of_stage(one, pipelined.axis, pipelined.stages) for one in weights)
-        facts = self.strategy.facts(
+        step = self.strategy.step_spec(
             self.sizes,
             weights=weights,
             batch_axes=self.batch_axes,
@@ -204,53 +204,55 @@ class Placed:
             narrow=work.precision.narrow(one.decision.path for one in weights),
             by_row=work.precision.narrow((one.decision.path for one in weights), BY_ROW),
         )
-        return dataclasses.replace(facts, exchanges_rows=work.looks_up and bool(looked_up(facts)))
+        return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
-    def sent(self, facts: Facts) -> Iterator[tuple[Promised, float]]:
+    def sent(self, step: StepSpec) -> Iterator[tuple[ExpectedCollective, float]]:
         """What a step sends, by XLA and by kernels, each with the share of it that a device sends."""
         share, strategy = 1.0, self.strategy
-        yield from ((one, 1.0) for one in (*leaves.promised(facts), *scales.promised(facts), *_rows_sent(facts)))
+        yield from ((one, 1.0) for one in (*leaves.promised(step), *scales.promised(step), *_rows_sent(step)))
         if strategy.pipeline is not None:  # layers are promised for the whole model: a stage has its share
-            share, facts = 1 / strategy.pipeline.stages, dataclasses.replace(facts, weights=self.weights)
+            share, step = 1 / strategy.pipeline.stages, dataclasses.replace(step, weights=self.weights)
         for part in strategy.parts:
-            yield from ((one, share) for one in (*part.promise(facts), *part.kernels(facts)))
+            yield from ((one, share) for one in (*part.promise(step), *part.kernels(step)))
 
 
-def looked_up(facts: Facts) -> Weight | None:
+def looked_up(step: StepSpec) -> Weight | None:
     """The table whose rows travel to the tokens that name them, as `models.lookup.lookup_of` decides; else None."""
-    if facts.by_stages or facts.is_tied or facts.is_by_device or not facts.tokens:
+    if step.by_stages or step.is_tied or step.is_by_device or not step.tokens:
         return None
-    for one in facts.weights:
+    for one in step.weights:
         if is_looked_up(one.decision):
-            vocab, width = _of_table(facts, one)
-            tokens = facts.tokens // facts.ways(facts.sequence_axes)
-            rows = size_of(one.decision, "vocab") // facts.ways(vocab)
-            can_be = width and set(width) <= set(facts.batch_axes) and set(facts.sequence_axes) <= set(vocab)
-            if can_be and rows_travel(tokens, rows, facts.compute_dtype(one.decision)):
+            vocab, width = _of_table(step, one)
+            tokens = step.tokens // step.num_shards(step.sequence_axes)
+            rows = size_of(one.decision, "vocab") // step.num_shards(vocab)
+            can_be = width and set(width) <= set(step.batch_axes) and set(step.sequence_axes) <= set(vocab)
+            if can_be and rows_travel(tokens, rows, step.compute_dtype(one.decision)):
                 return one
     return None
 
 
-def _of_table(facts: Facts, one: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _of_table(step: StepSpec, one: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Axes that split a table's rows, and its width."""
     by_name = dict(zip(one.decision.leaf.names or (), one.decision.spec, strict=False))
-    vocab = facts.ordered(spec_axes(by_name.get("vocab")))
-    return vocab, facts.ordered(set(spec_axes(by_name.get("embed"))) - set(vocab))
+    vocab = step.ordered(spec_axes(by_name.get("vocab")))
+    return vocab, step.ordered(set(spec_axes(by_name.get("embed"))) - set(vocab))
 
 
-def _rows_sent(facts: Facts) -> Iterator[Promised]:
+def _rows_sent(step: StepSpec) -> Iterator[ExpectedCollective]:
     """What `models.lookup` sends: numbers of rows, rows to their tokens, their gradients back."""
-    one = looked_up(facts) if facts.exchanges_rows else None
-    if one is None or facts.tokens is None:
+    one = looked_up(step) if step.exchanges_rows else None
+    if one is None or step.tokens is None:
         return
-    (vocab, width), embed = _of_table(facts, one), size_of(one.decision, "embed")
-    dtype, steps = facts.wire(facts.compute_dtype(one.decision)), facts.accumulate
-    between, rest = facts.sequence_axes, tuple(axis for axis in vocab if axis not in facts.sequence_axes)
-    summed = tuple(axis for axis in (*facts.batch_axes, *facts.context_axes) if axis not in width)
-    all_rows = facts.tokens * embed
-    send = functools.partial(Promised, role="rows of the table", tensors=(one.decision.path,), outside=True)
-    own = all_rows // facts.ways(between)
-    yield send(kind="gather", axes=width, elements=facts.tokens * facts.ways(width), dtype="s32", count=(steps, steps))
+    (vocab, width), embed = _of_table(step, one), size_of(one.decision, "embed")
+    dtype, steps = step.wire(step.compute_dtype(one.decision)), step.accumulate
+    between, rest = step.sequence_axes, tuple(axis for axis in vocab if axis not in step.sequence_axes)
+    summed = tuple(axis for axis in (*step.batch_axes, *step.context_axes) if axis not in width)
+    all_rows = step.tokens * embed
+    send = functools.partial(ExpectedCollective, role="rows of the table", tensors=(one.decision.path,), outside=True)
+    own = all_rows // step.num_shards(between)
+    yield send(
+        kind="gather", axes=width, elements=step.tokens * step.num_shards(width), dtype="s32", count=(steps, steps)
+    )
     yield send(kind="exchange", axes=width, elements=own, dtype=dtype, count=(2 * steps, 2 * steps))
     if between:
         yield send(kind="sum", axes=between, scattered=between, elements=all_rows, dtype=dtype, count=(steps, steps))
@@ -258,13 +260,13 @@ def _rows_sent(facts: Facts) -> Iterator[Promised]:
     if rest:
         yield send(kind="sum", axes=rest, elements=own, dtype=dtype, count=(steps, steps))
     if summed:
-        part = one.decision.leaf.size // facts.ways((*vocab, *width))
+        part = one.decision.leaf.size // step.num_shards((*vocab, *width))
         # XLA may add the micro-steps' up before it sends them.
-        yield send(kind="sum", axes=facts.ordered(summed), elements=part, dtype="f32", count=(1, steps))
+        yield send(kind="sum", axes=step.ordered(summed), elements=part, dtype="f32", count=(1, steps))
 
 
 @functools.lru_cache(maxsize=1024)
-def look(part: Part) -> tuple[str, ...]:
+def look(part: Parallelism) -> tuple[str, ...]:
     """What tells whether two parts lay everything alike."""
     return tuple(map(repr, part.rules()))
 
@@ -293,7 +295,7 @@ class Placer:
         # Strategies are told apart by number: comparing rules takes longer than all else here. Those with the same
         # rules and stages lie alike.
         pipelined = strategy.pipeline
-        stages = pipelined and (pipelined.stages, pipelined.fewer_layers, pipelined.shortened().num_parts)
+        stages = pipelined and (pipelined.stages, pipelined.stage_layer_offset, pipelined.shortened().num_parts)
         number = self._numbers.setdefault((tuple(map(look, strategy.parts)), stages), len(self._numbers))
 
         def resolved(leaf: Leaf, rules: Rules, *, key: Any) -> Any:

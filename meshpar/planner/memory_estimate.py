@@ -35,7 +35,7 @@ import numpy as np
 
 from meshpar.hardware.cost_model import dropless_bytes
 from meshpar.parallel.expected.step_spec import (
-    Facts,
+    StepSpec,
     Weight,
     has_vocabulary,
     is_expert,
@@ -103,33 +103,33 @@ class MemoryEstimate(Plain):
 
 def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     """The memory of one device under a layout."""
-    work, facts = placed.workload, placed.facts(layout)
+    work, step = placed.workload, placed.step_spec(layout)
     rows = work.rows // (placed.batch_ways * layout.microbatches)
     kept = int(rows * sum(each for each, one in _held(placed, layout.remat) if one.layers))
     # Without remat a layer whose weights are gathered ahead makes again what its MLP would, before its backward pass.
-    of_layer = "stages" if facts.is_prefetched and layout.remat is None else None
+    of_layer = "stages" if step.is_prefetched and layout.remat is None else None
     inside = [(each / one.layers, one) for each, one in _held(placed, of_layer) if one.layers]
     again = int(rows * sum(each for each, one in inside if not one.is_routed))
     # Whether rows are exchanged follows from the tokens of a micro-step.
-    key = layout.accumulate > 1, facts.is_prefetched, facts.exchanges_rows, facts.interleave
-    whole = placed.once(key, lambda: _of_weights(placed, layout, facts))
+    key = layout.accumulate > 1, step.is_prefetched, step.exchanges_rows, step.interleave
+    whole = placed.once(key, lambda: _of_weights(placed, layout, step))
     logits, fresh = _logits_bytes(placed, rows), max(again - kept // work.num_layers, 0)
-    is_twice = facts.is_prefetched and layout.remat is not None
-    under_way = 2 * fresh // facts.interleave if is_twice else fresh
-    head = logits + whole.head + whole.table + fresh * facts.is_prefetched
+    is_twice = step.is_prefetched and layout.remat is not None
+    under_way = 2 * fresh // step.interleave if is_twice else fresh
+    head = logits + whole.head + whole.table + fresh * step.is_prefetched
     layer = whole.layer + whole.table + under_way + logits * (not whole.gathers_head)
-    layer += _routed_bytes(placed, facts, rows)
+    layer += _routed_bytes(placed, step, rows)
     between = rows * placed.once("between", lambda: residual_row_bytes(placed))
-    if facts.tensor_axes:
-        layer += int(between * (PARTIAL + GATHERED * bool(facts.sequence_axes)))
-    if facts.sequence_axes and facts.is_prefetched and facts.interleave > 1:
-        head += int(AGAIN * between * 2 / facts.interleave)
+    if step.tensor_axes:
+        layer += int(between * (PARTIAL + GATHERED * bool(step.sequence_axes)))
+    if step.sequence_axes and step.is_prefetched and step.interleave > 1:
+        head += int(AGAIN * between * 2 / step.interleave)
     small = between / work.compute_itemsize
     parts = 8 * SPLITS * int(max(whole.small, small if small <= MOST_SPLIT else 0))
     if placed.strategy.pipeline is not None:
-        kept = _staged(placed, kept, rows) + _of_waiting_experts(placed, facts)
+        kept = _staged(placed, kept, rows) + _of_waiting_experts(placed, step)
         # A cell that runs forward and backward together has a layer of each at a time.
-        layer = _routed_bytes(placed, facts, rows) * (2 if holds(placed.strategy.pipeline).together else 1)
+        layer = _routed_bytes(placed, step, rows) * (2 if holds(placed.strategy.pipeline).together else 1)
         layer += _ends_bytes(placed)
         head = max(2 * logits, logits + whole.head)
     return MemoryEstimate(
@@ -167,40 +167,40 @@ class _OfWeights(NamedTuple):
     """Numbers of the largest gradient of a layer's weight whose product fills no GPU."""
 
 
-def _of_weights(placed: Placed, layout: Layout, facts: Facts) -> _OfWeights:
+def _of_weights(placed: Placed, layout: Layout, step: StepSpec) -> _OfWeights:
     of_vocabulary = [one for one in placed.weights if has_vocabulary(one.decision)]
     tables = [one for one in of_vocabulary if is_looked_up(one.decision)]
     heads = [one for one in of_vocabulary if one not in tables] or tables
     wide, width = _reduce_itemsize(placed), placed.workload.compute_itemsize
 
     def elements(weights: Sequence[Weight]) -> int:
-        return max((layer_elements(facts, one.decision, gather_axes(facts, one)) for one in weights), default=0)
+        return max((layer_elements(step, one.decision, gather_axes(step, one)) for one in weights), default=0)
 
-    gathered = [one for one in heads if gather_axes(facts, one)]
+    gathered = [one for one in heads if gather_axes(step, one)]
     # Where ranks have a part of the head each, the gradient of its input is made first, which they sum.
-    held = 0 if facts.tensor_axes else width * elements(gathered)
+    held = 0 if step.tensor_axes else width * elements(gathered)
     head = wide * elements(heads) + held
     if placed.workload.vocab_chunk is not None:  # beside a chunk the next is gathered, and gradients of all are kept
         specs = ((one, num_shards(one.update, placed.sizes)) for one in heads)
         stacked = max(width * one.decision.leaf.size // shards for one, shards in specs)
-        head = (wide * elements(heads) + 2 * width * elements(gathered)) // facts.vocab_chunks + stacked
-    is_whole = facts.exchanges_rows or facts.by_stages or heads == tables
+        head = (wide * elements(heads) + 2 * width * elements(gathered)) // step.vocab_chunks + stacked
+    is_whole = step.exchanges_rows or step.by_stages or heads == tables
     return _OfWeights(
-        sums=_sums(placed, layout, facts),
-        copies=_copies(placed, facts),
-        layer=_layer_weights(placed, facts),
+        sums=_sums(placed, layout, step),
+        copies=_copies(placed, step),
+        layer=_layer_weights(placed, step),
         head=head,
         table=0 if is_whole else wide * elements(tables),
         gathers_head=bool(gathered),
-        small=max((size for size in _layer_sizes(placed, facts) if size <= MOST_SPLIT), default=0),
+        small=max((size for size in _layer_sizes(placed, step) if size <= MOST_SPLIT), default=0),
     )
 
 
-def _layer_sizes(placed: Placed, facts: Facts) -> Iterator[int]:
+def _layer_sizes(placed: Placed, step: StepSpec) -> Iterator[int]:
     """Numbers of one layer of every stacked weight, as products take it in."""
     for one in placed.weights:
         if one.decision.leaf.is_stacked:
-            yield layer_elements(facts, one.decision, gather_axes(facts, one))
+            yield layer_elements(step, one.decision, gather_axes(step, one))
 
 
 def _staged(placed: Placed, kept: int, rows: int) -> int:
@@ -219,16 +219,16 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     return int((kept * held.microbatches + handed * (held.between + beside)) / pipelined.stages)
 
 
-def _of_waiting_experts(placed: Placed, facts: Facts) -> int:
+def _of_waiting_experts(placed: Placed, step: StepSpec) -> int:
     """Gradients of a stage's experts that wait for their W: B makes them, with those of their rows, and holds what it
     makes beside, stacked once more where a stage has several layers."""
     pipelined, width = placed.strategy.pipeline, placed.workload.compute_itemsize
     assert pipelined is not None
     held, found = holds(pipelined), 0
     beside = held.share * (1 + (placed.workload.num_layers > pipelined.stages))
-    for one in facts.weights:
+    for one in step.weights:
         if is_expert(one.decision) and not is_router(one.decision):
-            spec = without_axes(one.decision.spec, gather_axes(facts, one))
+            spec = without_axes(one.decision.spec, gather_axes(step, one))
             found += width * one.decision.leaf.size // num_shards(spec, placed.sizes)
     return int(found * (held.between + beside))
 
@@ -279,7 +279,7 @@ def _held(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[fl
     return zip(placed.held_row_bytes[remat], placed.workload.held[remat], strict=True)
 
 
-def _sums(placed: Placed, layout: Layout, facts: Facts) -> int:
+def _sums(placed: Placed, layout: Layout, step: StepSpec) -> int:
     """Bytes of sums over micro-steps or microbatches, and of the layers' gradients of one micro-step."""
     pipelined, work = placed.strategy.pipeline, placed.workload
     copies = 1.0 if pipelined is None else holds(pipelined).copies
@@ -291,7 +291,7 @@ def _sums(placed: Placed, layout: Layout, facts: Facts) -> int:
             nbytes = (
                 width
                 * leaf.size
-                // num_shards(without_axes(one.update, whole_over - set(owned_axes(facts, one.decision))), placed.sizes)
+                // num_shards(without_axes(one.update, whole_over - set(owned_axes(step, one.decision))), placed.sizes)
             )
             found += int(nbytes * copies) if leaf.is_stacked else nbytes
         if leaf.is_stacked and pipelined is None:
@@ -305,33 +305,33 @@ def _reduce_itemsize(placed: Placed) -> int:
     return np.dtype(work.precision.reduce_dtype(work.precision.compute or work.leaves[0].dtype)).itemsize
 
 
-def gather_axes(facts: Facts, one: Weight) -> set[str]:
+def gather_axes(step: StepSpec, one: Weight) -> set[str]:
     """Axes over which a parameter is gathered before use."""
-    split, decision = set(split_axes(facts, one.decision.spec)), one.decision
-    return split - set(facts.tensor_axes) - set(owned_axes(facts, decision))
+    split, decision = set(split_axes(step, one.decision.spec)), one.decision
+    return split - set(step.tensor_axes) - set(owned_axes(step, decision))
 
 
-def _copies(placed: Placed, facts: Facts) -> int:
+def _copies(placed: Placed, step: StepSpec) -> int:
     """Parameters in the compute dtype: cast before they are gathered; those of a stage are gathered once a step."""
     found, width = 0, placed.workload.compute_itemsize
-    for one in facts.weights:
-        axes = gather_axes(facts, one) if facts.by_stages else set()
+    for one in step.weights:
+        axes = gather_axes(step, one) if step.by_stages else set()
         if width != one.decision.leaf.dtype.itemsize or axes:
             found += width * one.decision.leaf.size // num_shards(without_axes(one.decision.spec, axes), placed.sizes)
     return found
 
 
-def _layer_weights(placed: Placed, facts: Facts) -> int:
+def _layer_weights(placed: Placed, step: StepSpec) -> int:
     """Gathered weights and whole gradients of a layer; see above for which of them are there at once."""
     width, reduce = placed.workload.compute_itemsize, _reduce_itemsize(placed)
     gathered = gradients = widest = 0
     for one in placed.weights:
-        if one.decision.leaf.is_stacked and (axes := gather_axes(facts, one)):
-            elements = layer_elements(facts, one.decision, axes)
+        if one.decision.leaf.is_stacked and (axes := gather_axes(step, one)):
+            elements = layer_elements(step, one.decision, axes)
             gathered, gradients = gathered + width * elements, gradients + reduce * elements
             widest = max(widest, reduce * elements)
-    slices = facts.interleave
-    return gathered + (1 + slices) * gradients if facts.is_prefetched else 2 * gathered + slices * widest
+    slices = step.interleave
+    return gathered + (1 + slices) * gradients if step.is_prefetched else 2 * gathered + slices * widest
 
 
 def _logits_bytes(placed: Placed, rows: int) -> int:
@@ -350,12 +350,12 @@ def _is_logits(held: Held) -> bool:
     return held.names[-1:] == ("act_vocab",)
 
 
-def _routed_bytes(placed: Placed, facts: Facts, rows: int) -> int:
+def _routed_bytes(placed: Placed, step: StepSpec, rows: int) -> int:
     """Rows of experts in one layer: what dispatch and combine hold, and what the experts compute of them."""
-    work, tokens = placed.workload, facts.tokens
+    work, tokens = placed.workload, step.tokens
     if not work.choices or not tokens:
         return 0
-    ranks = facts.ways(facts.ordered({axis for one in placed.weights for axis in owned_axes(facts, one.decision)}))
+    ranks = step.num_shards(step.ordered({axis for one in placed.weights for axis in owned_axes(step, one.decision)}))
     # Room is made for any routing; what experts compute comes in blocks of the rows that there are.
     computed = rows * sum(each / one.layers for each, one in _held(placed, "stages") if one.layers and one.is_routed)
     width = max(one.decision.leaf.shape[-2] for one in placed.weights if is_router(one.decision))

@@ -23,9 +23,9 @@ import numpy as np
 from meshpar.hardware.clusters import Cluster
 from meshpar.hardware.cost_model import BLOCKS_A_GROUP
 from meshpar.parallel import Strategy
-from meshpar.parallel.candidates import kinds, tried
-from meshpar.parallel.expected.step_spec import Facts, owned_axes, split_axes
-from meshpar.parallel.parallelism import Part, Trial
+from meshpar.parallel.candidates import candidates, kinds
+from meshpar.parallel.expected.step_spec import StepSpec, owned_axes, split_axes
+from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.layout import Layout, Placed, Placer, look
@@ -246,26 +246,24 @@ class Search:
 
         quickest = min(self.policies, key=work.flops.__getitem__)
         layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=quickest)
-        facts, sums = placed.facts(layout), np.zeros(len(members))
+        step, sums = placed.step_spec(layout), np.zeros(len(members))
         wire_s, wait_s = np.zeros(len(members)), np.zeros(len(members))
         for one in placed.weights:
             size, own = one.decision.leaf.size, axes_of_spec(one.decision.spec)
             state += one.decision.leaf.nbytes / ways(own)
-            split = set(split_axes(facts, one.decision.spec))
-            over = facts.ordered(
-                (split | set(split_axes(facts, one.update))) & {*facts.batch_axes, *facts.context_axes}
-            )
+            split = set(split_axes(step, one.decision.spec))
+            over = step.ordered((split | set(split_axes(step, one.update))) & {*step.batch_axes, *step.context_axes})
             held = size / ways(split - set(over)) * (1 - 1 / ways(over))
             times = (2 if split & set(over) else 1) * work.compute_itemsize + 4
             wire_s += times * held / self._most_bytes_per_s(over, of, ways)
-            sums += 4 * size / ways(set(own) - (set(facts.batch_axes) - set(owned_axes(facts, one.decision))))
+            sums += 4 * size / ways(set(own) - (set(step.batch_axes) - set(owned_axes(step, one.decision))))
         for slot in work.slots:
             spec = () if slot.owner is None else tuple(placed.weights[slot.owner].update)
             state += slot.nbytes / ways(axes_of_spec(spec[dim] for dim in slot.dims if dim < len(spec)))
-        cut = (*facts.batch_axes, *facts.context_axes)
-        share = facts.ways(cut) / ways(cut) / facts.ways(facts.ordered(["stage"]))
+        cut = (*step.batch_axes, *step.context_axes)
+        share = step.num_shards(cut) / ways(cut) / step.num_shards(step.ordered(["stage"]))
         for part in placed.strategy.parts:
-            for sent in (*part.promise(facts), *part.kernels(facts)):
+            for sent in (*part.promise(step), *part.kernels(step)):
                 nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
                 wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
         pipes = [strategy.pipeline for _, strategy in members]
@@ -273,14 +271,14 @@ class Search:
         whole = sums * (1 + work.compute_itemsize / 4) * (placed.strategy.pipeline is not None)
         busy_s: Any = self._products_s(placed, pipes, self.limit_bytes - state - whole, ways)
         busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
-        busy_s = busy_s + self._of_experts_s(placed, facts, members, ways)
+        busy_s = busy_s + self._of_experts_s(placed, step, members, ways)
         if placed.strategy.pipeline is not None:
             ticks, fill, *_ = np.array([_Beat.of(one) for one in pipes if one is not None]).T
             busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
-        hidden = np.array([hidden_of_weights(facts, is_ahead=bool(one.prefetched_axes)) for _, one in members])
+        hidden = np.array([hidden_of_weights(step, is_ahead=bool(one.prefetched_axes)) for _, one in members])
         cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
         pieces = np.array([1 if one is None else one.microbatches for one in pipes])
-        can_slice = work.runs_layers & (work.rows >= SLICES * pieces * ways(facts.batch_axes))
+        can_slice = work.runs_layers & (work.rows >= SLICES * pieces * ways(step.batch_axes))
         hidden_s = wire_s * hidden + wait_s * np.where(can_slice, HIDDEN["interleaved"], 0.0)
         return np.stack([busy_s + wire_s + wait_s - np.minimum(hidden_s, cover * busy_s), state])
 
@@ -289,7 +287,7 @@ class Search:
     ) -> Any:
         """Of the quickest policy; in stages, which hold microbatches, of the quickest whose activations fit what the
         state leaves."""
-        work, of_rows = self.workload, placed.facts(Layout(mesh=_ANY, strategy=placed.strategy))
+        work, of_rows = self.workload, placed.step_spec(Layout(mesh=_ANY, strategy=placed.strategy))
         floors = {
             remat: self.clock.floor_s(placed, Layout(mesh=_ANY, strategy=placed.strategy, remat=remat))
             for remat in sorted(self.policies, key=work.flops.__getitem__, reverse=True)
@@ -307,23 +305,27 @@ class Search:
         return found
 
     def _of_experts_s(
-        self, placed: Placed, facts: Facts, members: Sequence[tuple[dict[str, int], Strategy]], ways: Callable[..., Any]
+        self,
+        placed: Placed,
+        step: StepSpec,
+        members: Sequence[tuple[dict[str, int], Strategy]],
+        ways: Callable[..., Any],
     ) -> Any:
         """What rows of experts move: in blocks, of which a device has at least so many between its own, and as many
         rows as there is room for."""
         each, work = experts(placed), self.workload
         if not each:
             return 0.0
-        ranks, tokens = ways(owned_axes(facts, each[0])), (work.tokens or 0) / ways(facts.batch_axes)
+        ranks, tokens = ways(owned_axes(step, each[0])), (work.tokens or 0) / ways(step.batch_axes)
         here = work.num_experts / ranks
-        one_expert = sum(of_expert(facts, one, work.num_experts, ways) for one in each)
+        one_expert = sum(of_expert(step, one, work.num_experts, ways) for one in each)
         pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
         block_bytes = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES)
         most = ranks * np.minimum(work.choices, here)
         bound = most if work.bound_factor is None else np.minimum(most, work.bound_factor * work.choices)
         room = np.where(ranks > 1, bound, work.choices)
         moved = pieces * block_bytes * one_expert * BLOCKS_A_GROUP * here + routed_bytes(placed, tokens * room)
-        return moved / ways(facts.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
+        return moved / ways(step.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
 
     @property
     def _device_bytes_per_s(self) -> float:
@@ -344,7 +346,7 @@ class Search:
 
     def strategies(self, sizes: Mapping[str, int]) -> Iterator[Strategy]:
         """Yield the strategies of a mesh under which the loss can be evaluated."""
-        for strategy in tried(self._trial(sizes)):
+        for strategy in candidates(self._search_space(sizes)):
             if self.workload.is_divisible or (strategy.pipeline is None and strategy.quantize is None):
                 yield strategy
 
@@ -476,7 +478,7 @@ class Search:
 
     def _axes(self) -> list[str]:
         """Axes that parts live on, in a mesh's order."""
-        named = {axis: 1 for state in (True, False) for kind in kinds(splits_state=state) for axis in kind.axes}
+        named = {axis: 1 for state in (True, False) for kind in kinds(shards_state=state) for axis in kind.axes}
         return list(_spec(named, least=1))
 
     def _sizes_of(self, axis: str) -> list[int]:
@@ -504,9 +506,9 @@ class Search:
                 mesh = {**so_far, axis: size}
                 yield from self._filled(mesh, rest, left // size) if rest else iter([mesh])
 
-    def _trial(self, sizes: Mapping[str, int]) -> Trial:
+    def _search_space(self, sizes: Mapping[str, int]) -> SearchSpace:
         work = self.workload
-        return Trial(
+        return SearchSpace(
             sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers,
             is_node_first=work.nodes_visited is not None,
         )  # fmt: skip
@@ -527,7 +529,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _is_used(placed: Placed, part: Part) -> bool:
+def _is_used(placed: Placed, part: Parallelism) -> bool:
     """Whether a part is about some parameter, as far as it is about parameters at all."""
     if not any(list(rules.sources) for rules in part.rules()[:3]):
         return True

@@ -26,8 +26,8 @@ from meshpar.parallel.expected.step_spec import (
     GRADIENTS,
     ITEMSIZE,
     WEIGHTS,
-    Facts,
-    Promised,
+    ExpectedCollective,
+    StepSpec,
     is_expert,
     is_router,
     layer_elements,
@@ -213,8 +213,8 @@ class Clock:
 
     def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
         """The time of a step under a layout that holds so much."""
-        facts, pipelined, update = placed.facts(layout), placed.strategy.pipeline, update_of(placed)
-        facts = dataclasses.replace(facts, on_cpu=True) if self.cluster.is_shared else facts
+        step, pipelined, update = placed.step_spec(layout), placed.strategy.pipeline, update_of(placed)
+        step = dataclasses.replace(step, on_cpu=True) if self.cluster.is_shared else step
         network: dict[str, float] = defaultdict(float)
         hidden: dict[str, float] = defaultdict(float)
         sent: dict[str, float] = defaultdict(float)
@@ -225,21 +225,21 @@ class Clock:
         }
         stacked = sum(leaf.layer_ndim > 1 for leaf in layers.values())
         # Messages of one slice, and of a cell's forward, go behind the products of another and of its backward.
-        beside = 1.0 if facts.interleave > 1 else 0.0 if pipelined is None else holds(pipelined).together
-        key = layout.microbatches, layout.interleave, facts.is_remat, "sent"
-        for one, share in placed.once(key, lambda: [*placed.sent(facts)]):
+        beside = 1.0 if step.interleave > 1 else 0.0 if pipelined is None else holds(pipelined).together
+        key = layout.microbatches, layout.interleave, step.is_remat, "sent"
+        for one, share in placed.once(key, lambda: [*placed.sent(step)]):
             in_layers = not layers.keys().isdisjoint(one.tensors)
-            for kind, axes, nbytes, count in _messages(facts, one, layout.remat):
-                label, price = "*".join(axes), self._price(kind, axes, facts.sizes)
-                together = stacked if one.role == GRADIENTS or facts.is_prefetched else 1
+            for kind, axes, nbytes, count in _messages(step, one, layout.remat):
+                label, price = "*".join(axes), self._price(kind, axes, step.sizes)
+                together = stacked if one.role == GRADIENTS or step.is_prefetched else 1
                 time_s = share * count * price.time_s(nbytes, together=together if one.stack > 1 else 1)
                 sent[label] += share * count * nbytes * price.sent
                 # For CPUs what is gathered along another dim than the first is laid out anew.
-                is_laid_anew = kind == "all-gather" and set(axes) <= set(facts.sequence_axes)
+                is_laid_anew = kind == "all-gather" and set(axes) <= set(step.sequence_axes)
                 buffers += share * count * nbytes * (2 if is_laid_anew else 1)
                 network[label] += time_s
-                hidden[label] += time_s * _hidden(facts, one, beside=beside * in_layers)
-        self._add_update(update, facts.sizes, sent, network)
+                hidden[label] += time_s * _hidden(step, one, beside=beside * in_layers)
+        self._add_update(update, step.sizes, sent, network)
         compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
         if pipelined is not None:
             work = placed.workload
@@ -248,14 +248,14 @@ class Clock:
             stretch = beat.stretch
             copied = COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
             copied *= SHARED_RUN if self.cluster.is_shared else 1.0
-            price = self._price("collective-permute", (pipelined.axis,), facts.sizes)
-            for count, nbytes in self._between_stages(placed, layout, facts, beat):
+            price = self._price("collective-permute", (pipelined.axis,), step.sizes)
+            for count, nbytes in self._between_stages(placed, layout, step, beat):
                 sent[pipelined.axis] += count * nbytes
                 network[pipelined.axis] += count * price.time_s(nbytes)
         moved = self._moved_bytes(placed, layout, memory) + copied + SHARED_SENT * buffers * self.cluster.is_shared
         memory_s = moved / self.cluster.gpu.memory_bytes_per_s
         # What is hidden is hidden behind compute, of which there may be less.
-        cover_s = (COVER_AHEAD if facts.is_prefetched else COVER) * (compute_s + memory_s)
+        cover_s = (COVER_AHEAD if step.is_prefetched else COVER) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
         covered *= 0.0 if self.cluster.is_shared else 0.1 if self.is_crowded(memory) else 1.0
         if self.cluster.is_shared:
@@ -299,34 +299,34 @@ class Clock:
     def _of_experts(self, placed: Placed, layout: Layout) -> float:
         """What rows of experts move in a micro-step beside what is kept: gradients of weights block by block of rows
         (`meshpar.moe.grouped_matmul`), and the rows that there is room for."""
-        work, facts = placed.workload, placed.facts(layout)
+        work, step = placed.workload, placed.step_spec(layout)
         each = experts(placed)
-        if not each or not facts.tokens:
+        if not each or not step.tokens:
             return 0.0
-        ranks = facts.ways(owned_axes(facts, each[0]))
-        here, one_expert = work.num_experts // ranks, sum(of_expert(facts, one, work.num_experts) for one in each)
-        routed, slices = facts.tokens * work.choices // facts.interleave, facts.interleave
+        ranks = step.num_shards(owned_axes(step, each[0]))
+        here, one_expert = work.num_experts // ranks, sum(of_expert(step, one, work.num_experts) for one in each)
+        routed, slices = step.tokens * work.choices // step.interleave, step.interleave
         blocks = slices * cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
-        room = cost.dropless_rows(facts.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
+        room = cost.dropless_rows(step.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
         each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
         return each_block * one_expert * blocks + routed_bytes(placed, room)
 
     def _between_stages(
-        self, placed: Placed, layout: Layout, facts: Facts, beat: Rhythm
+        self, placed: Placed, layout: Layout, step: StepSpec, beat: Rhythm
     ) -> Iterator[tuple[int, float]]:
         """Messages over the stages as (number, bytes): what a microbatch hands on; gradients of the ends, which all
         stages keep; and parts of the layers that the schedule holds elsewhere, there and back."""
         rows = placed.workload.rows // (placed.batch_ways * layout.microbatches)
-        yield beat.hops, rows * residual_row_bytes(placed) / facts.ways(facts.sequence_axes)
+        yield beat.hops, rows * residual_row_bytes(placed) / step.num_shards(step.sequence_axes)
         rounds = math.ceil(math.log2(beat.stages))
         for weight in placed.weights:
             decision = weight.decision
             size = decision.leaf.size // decision.shards
-            wide = facts.reduce_dtype(decision).itemsize if decision.leaf.is_trained else 0
+            wide = step.reduce_dtype(decision).itemsize if decision.leaf.is_trained else 0
             if decision.leaf.num_layers == 1:
                 yield rounds, size * wide
             elif beat.rounds:
-                yield beat.rounds, size / beat.chunks * (facts.compute_dtype(decision).itemsize + wide)
+                yield beat.rounds, size / beat.chunks * (step.compute_dtype(decision).itemsize + wide)
 
     def _price(self, kind: str, axes: tuple[str, ...], sizes: Mapping[str, int]) -> _Price:
         if self.cluster.is_shared and kind == "reduce-scatter":
@@ -348,7 +348,7 @@ def experts(placed: Placed) -> list[Decision]:
     return [one.decision for one in placed.weights if is_expert(one.decision) and not is_router(one.decision)]
 
 
-def of_expert(facts: Facts, decision: Decision, num_experts: int, ways: Callable[..., Any] | None = None) -> Any:
+def of_expert(step: StepSpec, decision: Decision, num_experts: int, ways: Callable[..., Any] | None = None) -> Any:
     """Elements of one expert's weight, in all layers, on a rank that multiplies with it: gathered, but for what tensor
     ranks share.
 
@@ -357,9 +357,9 @@ def of_expert(facts: Facts, decision: Decision, num_experts: int, ways: Callable
       num_experts: of a layer.
       ways: ranks along some axes, where those of `facts` are not meant.
     """
-    own = set(owned_axes(facts, decision))
-    shared = facts.ordered(set(split_axes(facts, decision.spec)) & set(facts.tensor_axes) - own)
-    return decision.leaf.size / num_experts / (ways or facts.ways)(shared)
+    own = set(owned_axes(step, decision))
+    shared = step.ordered(set(split_axes(step, decision.spec)) & set(step.tensor_axes) - own)
+    return decision.leaf.size / num_experts / (ways or step.num_shards)(shared)
 
 
 def routed_bytes(placed: Placed, room: Any) -> Any:
@@ -372,11 +372,11 @@ def routed_bytes(placed: Placed, room: Any) -> Any:
 def product_size(placed: Placed, layout: Layout) -> float:
     """n of the square matrices whose product has as many FLOPs as that of the tokens that a layer runs at once with a
     weight of it, the mean weight by its FLOPs."""
-    facts = placed.facts(layout)
-    weights = [one for one in facts.weights if one.decision.leaf.is_stacked and one.decision.leaf.layer_ndim > 1]
-    elements = [layer_elements(facts, one.decision, gather_axes(facts, one)) for one in weights]
+    step = placed.step_spec(layout)
+    weights = [one for one in step.weights if one.decision.leaf.is_stacked and one.decision.leaf.layer_ndim > 1]
+    elements = [layer_elements(step, one.decision, gather_axes(step, one)) for one in weights]
     mean = sum(size * size for size in elements) / max(sum(elements), 1)
-    at_once = (facts.tokens or facts.rows or 1) / facts.interleave
+    at_once = (step.tokens or step.rows or 1) / step.interleave
     return max(at_once * max(mean, 1), 1) ** (1 / 3)
 
 
@@ -397,28 +397,30 @@ def _stages(placed: Placed) -> int:
     return 1 if placed.strategy.pipeline is None else placed.strategy.pipeline.stages
 
 
-def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
+def _messages(
+    step: StepSpec, one: ExpectedCollective, remat: Remat
+) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
     """(kind, axes, bytes, how often) of what is promised, in the form and number that compiled programs had."""
     itemsize, (least, most), times_over = ITEMSIZE.get(one.dtype, 4), one.count, 1
     if one.role == GRADIENTS and one.stack > 1:  # of every slice's, unless they are summed before
-        times_over = facts.interleave if facts.is_prefetched else 1
-        least = most if facts.interleave > times_over else least
+        times_over = step.interleave if step.is_prefetched else 1
+        least = most if step.interleave > times_over else least
     if one.role == WEIGHTS:
         # Outside of the layers a micro-step gathers once for both directions.
         least = max(least, most // 2) if one.stack == 1 else least
-    elif facts.on_cpu and one.role == PARTIAL_SUMS:
+    elif step.on_cpu and one.role == PARTIAL_SUMS:
         least = most
     elif most > least and one.role != GRADIENTS and remat is not None:
         # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs:
         # of exchanges all, of sums and gathers half, and seven eighths where a stage's F is another program.
         is_kept, share = one.kind == "sum" and remat != "full", 1 if one.kind == "exchange" else 0.5
-        least = least if is_kept else least + int((0.875 if facts.by_stages else share) * (most - least))
+        least = least if is_kept else least + int((0.875 if step.by_stages else share) * (most - least))
     each = {axis for axis, *_ in one.counts}
     if each:  # sums over micro-steps that stay whole are reduced in each, but what stands outside of the layers behind
         scattered = tuple(axis for axis in one.scattered if axis not in each)
-        nbytes = one.elements * itemsize / facts.ways(scattered)
+        nbytes = one.elements * itemsize / step.num_shards(scattered)
         times = max(count for _, _, count in one.counts) if one.stack > 1 or each & set(one.scattered) else least
-        yield "all-reduce", facts.ordered(each), nbytes, float(times // times_over)
+        yield "all-reduce", step.ordered(each), nbytes, float(times // times_over)
         axes = tuple(axis for axis in one.axes if axis not in each)
         if not axes:
             return
@@ -426,21 +428,21 @@ def _messages(facts: Facts, one: Promised, remat: Remat) -> Iterator[tuple[str, 
     if one.kind == "sum" and one.whole and one.elements * itemsize <= MIN_SHARDED_BYTES:
         yield "all-reduce", one.axes, float(one.elements * itemsize), float(least)
         return
-    for kind, axes, elements in one.forms(facts.sizes):
+    for kind, axes, elements in one.forms(step.sizes):
         yield kind, axes, float(elements * itemsize), float(least)
 
 
-def _hidden(facts: Facts, one: Promised, *, beside: float) -> float:
+def _hidden(step: StepSpec, one: ExpectedCollective, *, beside: float) -> float:
     """The share of a message's time that compute can hide, of which so much stands beside independent compute."""
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
-        return hidden_of_weights(facts, is_ahead=facts.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
+        return hidden_of_weights(step, is_ahead=step.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
     alone = HIDDEN["exchange" if one.kind == "exchange" else "other"]
     return alone if one.role in (WEIGHTS, GRADIENTS) else alone + beside * (HIDDEN["interleaved"] - alone)
 
 
-def hidden_of_weights(facts: Facts, *, is_ahead: bool) -> float:
+def hidden_of_weights(step: StepSpec, *, is_ahead: bool) -> float:
     """The share of gathers and scatters of weights that compute hides."""
-    return HIDDEN["context" if facts.context_axes else "prefetched" if is_ahead else WEIGHTS]
+    return HIDDEN["context" if step.context_axes else "prefetched" if is_ahead else WEIGHTS]
 
 
 def _layout_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:

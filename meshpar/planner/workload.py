@@ -286,7 +286,7 @@ def _zeros(variables: Variables, key: Any) -> Variables:
 
 
 def _whole(leaf: Leaf) -> Decision:
-    return Decision(leaf=leaf, rule="", spec=PartitionSpec(), shards=1, meant=True)
+    return Decision(leaf=leaf, rule="", spec=PartitionSpec(), shards=1, replicated_on_purpose=True)
 
 
 def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Leaf]) -> tuple[Slot, ...]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import Ambient, ambient, constrain, current, spec_of, within
 from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
 
@@ -219,4 +219,4 @@ def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
     if not spec_axes(spec[0]):
         return x
     boundaries.num_held += 1
-    return lay(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))
+    return with_layout(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))

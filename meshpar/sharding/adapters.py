@@ -103,7 +103,7 @@ def explicit(model: Model) -> Model:
 
     Raises:
       ValueError: no model, or one with adapters; when a step is made with an engine inside `shard_map` (stages,
-        `quantize`, `accumulate_mode="once"`), for jax gives Manual axes no types.
+        `quantize`, `reduce_gradients="once"`), for jax gives Manual axes no types.
 
     Example:
       >>> model = mp.explicit(mp.from_functions(init, apply))  # doctest: +SKIP

@@ -19,7 +19,7 @@ from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, spec_axes, without_axes
 
 
-def lay(x: jax.Array, layout: PartitionSpec | NamedSharding) -> jax.Array:
+def with_layout(x: jax.Array, layout: PartitionSpec | NamedSharding) -> jax.Array:
     """x, laid out, over the axes that are the compiler's or types' where this is traced.
 
     Args:

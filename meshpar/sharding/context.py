@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from meshpar.sharding.constraints import abstract_of, lay
+from meshpar.sharding.constraints import abstract_of, with_layout
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, problem, without_axes
@@ -143,7 +143,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         current().boundaries.num_held += 1
     # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
     sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
-    return lay(x, sharding)
+    return with_layout(x, sharding)
 
 
 def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
@@ -175,7 +175,7 @@ def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple
     here = _context.value.ambient
     if here is None:
         where = f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})"
-        fix = "call the model inside `with mp.use(mesh, strategy):`; train_step and eval_step do it for you"
+        fix = "call the model inside `with mp.use_rules(mesh, strategy):`; train_step and eval_step do it for you"
         raise problem(where, "lay an activation on the mesh", "no mesh and rules are in force", fix)
     path = f"activation {'×'.join(str(n) for n in names)}"
     return here, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)

@@ -75,9 +75,9 @@ def _check_order(outer: Sequence[str], inner: Collection[str], mesh_axes: Sequen
     if not outer or ordered == sorted(ordered, key=mesh_axes.index) or jax.__version_info__ < (0, 12):
         return
     raise problem(
-        "a kernel of the model inside another shard_map (accumulate_mode='once' or quantize=...)",
+        "a kernel of the model inside another shard_map (reduce_gradients='once' or quantize=...)",
         f"run over {', '.join(sorted(inner))} inside {', '.join(sorted(outer))}",
         f"the mesh has its axes in the order {', '.join(mesh_axes)}, and the compiler of jax {jax.__version__} aborts "
         "when inner ones stand before outer ones",
-        "let the axes that split the batch stand first, or use accumulate_mode='each' and no quantize",
+        "let the axes that split the batch stand first, or use reduce_gradients='each_microbatch' and no quantize",
     )

@@ -567,14 +567,14 @@ def _fitting_names(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
 
 def _by_path(leaf: Leaf, rule: _Rule, rules: Rules, sizes: dict[str, int]) -> Decision:
     if isinstance(rule.value, _Replicated):
-        return _decision(leaf, str(rule), [None] * len(leaf.shape), sizes, meant=True, used=[rule])
+        return _decision(leaf, str(rule), [None] * len(leaf.shape), sizes, replicated_on_purpose=True, used=[rule])
     if len(rule.value) > len(leaf.shape):
         where, asked = f"`{leaf.path}` of shape {leaf.shape}", f"lie as {rule.value!r} by the path rule `{rule.key}`"
         exists = f"it has {len(leaf.shape)} dims, fewer than the {len(rule.value)} of the rule"
         raise problem(where, asked, exists, "give at most one entry per dim, or narrow the pattern")
     wanted = [*rule.value, *[None] * (len(leaf.shape) - len(rule.value))]
-    entries, meant = _fit(leaf, wanted, [str(rule)] * len(wanted), rules, sizes)
-    return _decision(leaf, str(rule), entries, sizes, meant=meant, used=[rule])
+    entries, replicated_on_purpose = _fit(leaf, wanted, [str(rule)] * len(wanted), rules, sizes)
+    return _decision(leaf, str(rule), entries, sizes, replicated_on_purpose=replicated_on_purpose, used=[rule])
 
 
 def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, via: _Rule | None, num_named: int) -> Decision:
@@ -588,15 +588,22 @@ def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, via: _Rule | N
         labels.append("" if rule is None else str(rule))
         if rule is not None:
             used.append(rule)
-    entries, meant = _fit(leaf, wanted, labels, rules, sizes)
+    entries, replicated_on_purpose = _fit(leaf, wanted, labels, rules, sizes)
     said = [label for label, value in zip(labels, wanted, strict=True) if label and value is not None]
     if num_named < len(wanted):
         label, more = _split_largest(leaf, rules, sizes, entries, num_named)
         said, used = [*said, *[label] * bool(more)], [*used, *more]
     if rules.everything and num_shards(entries, sizes) == 1:
-        said, meant = said or [f"{rules.everything}: replicated"], True
+        said, replicated_on_purpose = said or [f"{rules.everything}: replicated"], True
     label = "; ".join(said) or "named, not split"
-    return _decision(leaf, label if via is None else f"{via} → {label}", entries, sizes, meant=meant, used=used)
+    return _decision(
+        leaf,
+        label if via is None else f"{via} → {label}",
+        entries,
+        sizes,
+        replicated_on_purpose=replicated_on_purpose,
+        used=used,
+    )
 
 
 def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
@@ -630,9 +637,9 @@ def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
     if rules.largest is None or leaf.nbytes < rules.largest.min_bytes:
         origin = rules.largest.origin if rules.largest else rules.everything
         label = f"{origin}: {'small, ' if rules.largest else ''}replicated" if origin else "no names, no rule"
-        return _decision(leaf, label, whole, sizes, meant=bool(rules.everything), used=[])
+        return _decision(leaf, label, whole, sizes, replicated_on_purpose=bool(rules.everything), used=[])
     label, used = _split_largest(leaf, rules, sizes, whole)
-    return _decision(leaf, label, whole, sizes, meant=False, used=used)
+    return _decision(leaf, label, whole, sizes, replicated_on_purpose=False, used=used)
 
 
 def _split_largest(
@@ -666,7 +673,7 @@ def _fit(
     """
     entries: list[Any] = [None] * len(wanted)
     taken: dict[str, int] = {}
-    meant = any(isinstance(value, _Replicated) for value in wanted)
+    replicated_on_purpose = any(isinstance(value, _Replicated) for value in wanted)
     for dim, value in enumerate(wanted):
         if isinstance(value, str | tuple):
             entries[dim] = _place(leaf, dim, value, labels[dim], rules, sizes, taken)
@@ -681,12 +688,14 @@ def _fit(
         if dim not in settled and not any(axis in taken for axis in spec_axes(choice)):
             settled.add(dim)
             entries[dim] = None if choice is None else _place(leaf, dim, choice, labels[dim], rules, sizes, taken)
-            meant = meant or choice is None
+            replicated_on_purpose = replicated_on_purpose or choice is None
     for dim, value in enumerate(wanted):
         if isinstance(value, First) and not isinstance(value, InTurn):
             entries[dim] = _first_that_fits(leaf, dim, value, labels[dim], rules, sizes, taken)
-            meant = meant or (None in value.alternatives and num_shards([entries[dim]], sizes) == 1)
-    return entries, meant
+            replicated_on_purpose = replicated_on_purpose or (
+                None in value.alternatives and num_shards([entries[dim]], sizes) == 1
+            )
+    return entries, replicated_on_purpose
 
 
 def _place(
@@ -765,13 +774,13 @@ def _mesh_text(sizes: dict[str, int]) -> str:
 
 
 def _decision(
-    leaf: Leaf, rule: str, entries: list[Any], sizes: dict[str, int], *, meant: bool, used: list[_Rule]
+    leaf: Leaf, rule: str, entries: list[Any], sizes: dict[str, int], *, replicated_on_purpose: bool, used: list[_Rule]
 ) -> Decision:
     return Decision(
         leaf=leaf,
         rule=rule,
         spec=PartitionSpec(*entries),
         shards=num_shards(entries, sizes),
-        meant=meant,
+        replicated_on_purpose=replicated_on_purpose,
         sources=frozenset((rule.origin, rule.key) for rule in used),
     )

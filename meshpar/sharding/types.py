@@ -86,7 +86,7 @@ class Decision:
     spec: PartitionSpec
     shards: int
     """Over how many different pieces the leaf is split."""
-    meant: bool
+    replicated_on_purpose: bool
     """False when the leaf is replicated and no rule said it should be."""
     sources: frozenset[tuple[str, str]] = frozenset()
     """The rules that were used, each as (origin, key): the others are idle."""

@@ -12,7 +12,7 @@ from jax import lax
 
 from meshpar.layers.losses import Loss
 from meshpar.layers.precision import cast_floating
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.types import PyTree, path_str
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
@@ -100,7 +100,7 @@ def in_compute(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
 
 def constrained(tree: PyTree, shardings: PyTree) -> PyTree:
     """Every array laid out by its sharding."""
-    return jax.tree.map(lay, tree, shardings)
+    return jax.tree.map(with_layout, tree, shardings)
 
 
 def wide(x: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ class StepOptions:
     """Options of a training step; see `train_step`."""
 
     accumulate: int = 1
-    accumulate_mode: Literal["each", "once"] = "each"
+    reduce_gradients: Literal["each", "once"] = "each"
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
     interleave: int = 1
@@ -37,7 +37,7 @@ class StepOptions:
                 exists = "that is no positive integer" if least else "that is no whole number"
                 raise problem(f"{field}={value!r}", what, exists, f"use {least} or more")
         for field, known in (
-            ("accumulate_mode", ("each", "once")),
+            ("reduce_gradients", ("each", "once")),
             ("nonfinite", ("raise", "skip", "ignore")),
             ("loss_is", (None, MEAN_OVER_EXAMPLES)),
         ):
@@ -56,4 +56,4 @@ class StepOptions:
     @property
     def is_once(self) -> bool:
         """Whether gradients of several micro-steps are summed on each device, and reduced once behind them."""
-        return self.accumulate > 1 and self.accumulate_mode == "once"
+        return self.accumulate > 1 and self.reduce_gradients == "once"

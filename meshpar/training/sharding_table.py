@@ -399,7 +399,7 @@ def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: MeshLike) ->
     kept = None if owner is None else _kept_dims(leaf.shape, owner.leaf.shape)
     if owner is None or kept is None:
         rule = "belongs to no parameter" if owner is None else f"shape unlike `{owner.path}`"
-        return Decision(leaf=leaf, rule=rule, spec=PartitionSpec(), shards=1, meant=False)
+        return Decision(leaf=leaf, rule=rule, spec=PartitionSpec(), shards=1, replicated_on_purpose=False)
     names = owner.leaf.names
     entries = [None if dim is None or dim >= len(owner.spec) else owner.spec[dim] for dim in kept]
     # A factored moment (Adafactor) has some of its parameter's dims, a memory of updates (L-BFGS) has one before them.
@@ -498,7 +498,7 @@ def _other_ways(origin: str, *, by_size: bool, undivided: bool) -> str:
 
 
 def _check_not_replicated_by_accident(decision: Decision, strategy: Strategy, mesh: AnyMesh) -> None:
-    if decision.meant or decision.shards > 1 or mesh.size == 1:
+    if decision.replicated_on_purpose or decision.shards > 1 or mesh.size == 1:
         return
     leaf = decision.leaf
     if leaf.layer_nbytes < strategy.big_leaf_bytes:

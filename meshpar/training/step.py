@@ -1,6 +1,6 @@
 """train_step and eval_step: loss, gradients, accumulation and update as one compiled program.
 
-Where the gradients of several micro-steps are reduced is the caller's choice. With `accumulate_mode="each"` XLA reduces
+Where the gradients of several micro-steps are reduced is the caller's choice. With `reduce_gradients="each_microbatch"` XLA reduces
 the gradients of every micro-step and the sums are kept in shards: least memory. With `"once"` every device sums its own
 gradients, replicated, and one reduction follows the loop: least traffic. `engines/` holds the ways gradients are made.
 Gradients of complex parameters are conjugated before the update, so that optimizers go downhill.
@@ -223,7 +223,7 @@ def train_step(
     loss_fn: LossFn,
     *,
     accumulate: int = 1,
-    accumulate_mode: Literal["each", "once"] = "each",
+    reduce_gradients: Literal["each", "once"] = "each",
     precision: Precision | None = None,
     remat: str | None = None,
     interleave: int = 1,
@@ -239,7 +239,7 @@ def train_step(
         a scalar. Metrics are a dict of scalars: floats are means, with the weight of the loss, and integers are counts.
         `model` is what the adapter promised: the NNX module, the bound Linen module, or `apply` with parameters.
       accumulate: micro-steps that share one update; every device keeps its own rows.
-      accumulate_mode: "each" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
+      reduce_gradients: "each_microbatch" reduces the gradients of every micro-step into shards; "once" keeps replicated sums and
         reduces after the loop. The second gathers sharded parameters once and holds them replicated, too, and gives the
         loss a device's own rows only; `key` and an NNX module's own random streams then differ by device.
       precision: dtypes of parameters, compute and gradient reduction.
@@ -255,7 +255,7 @@ def train_step(
       nonfinite: what to do when loss or gradients are not finite. "skip" leaves the update out and counts it in
         `state.skipped`; "raise" does the same, and `fit` raises when it sees the metric; "ignore" does not look.
       loss_is: "mean_over_examples" states that a scalar loss is a mean over examples that all count the same. Without
-        it, micro-steps, stages, quantized gradients and `accumulate_mode="once"` refuse a scalar, because the mean of
+        it, micro-steps, stages, quantized gradients and `reduce_gradients="once"` refuse a scalar, because the mean of
         the means of unequal parts is not the mean of the batch.
       xla: compile options, names of XLA's flags without dashes; they join and override `compile_options`.
       latency_rounds: how often the step is compiled again on GPUs by what kernels and collectives take in the simulated
@@ -273,7 +273,7 @@ def train_step(
     check_loss("train_step", loss_fn)
     options = StepOptions(
         accumulate=accumulate,
-        accumulate_mode=accumulate_mode,
+        reduce_gradients=reduce_gradients,
         precision=as_precision(precision, "train_step"),
         remat=remat,
         interleave=interleave,
@@ -373,11 +373,11 @@ def check_prefetch(strategy: Strategy, options: StepOptions) -> None:
         exists = "weights that are quantized are gathered by a kernel, in the layer that needs them"
         raise problem(where, spec, exists, "leave out prefetch, or quantize")
     if options.is_once:
-        exists = 'accumulate_mode="once" gathers all weights before the first micro-step'
-        raise problem(where, spec, exists, 'leave prefetch out, or use accumulate_mode="each"')
+        exists = 'reduce_gradients="once" gathers all weights before the first micro-step'
+        raise problem(where, spec, exists, 'leave prefetch out, or use reduce_gradients="each_microbatch"')
 
 
-ONCE = ', accumulate_mode="once"'
+ONCE = ', reduce_gradients="once"'
 
 
 def _check_explicit(setup: Setup, options: StepOptions) -> None:
@@ -388,7 +388,7 @@ def _check_explicit(setup: Setup, options: StepOptions) -> None:
             "trace the model on Explicit axes",
             "stages, kernels that quantize, and one reduction behind all micro-steps run it inside a shard_map, and "
             "jax makes no axis Explicit where another is Manual already",
-            'use accumulate_mode="each" and a strategy without stages and quantize, or leave mp.explicit out',
+            'use reduce_gradients="each_microbatch" and a strategy without stages and quantize, or leave mp.explicit out',
         )
 
 
@@ -400,7 +400,7 @@ def _check_overwritten(setup: Setup, options: StepOptions) -> None:
             f"collection `{OVERWRITTEN}` of the model and {setup.strategy.label}" + ONCE * options.is_once,
             "measure one scale over all rows",
             "stages, kernels that quantize and one reduction behind all micro-steps give a device its own rows alone",
-            'use accumulate_mode="each" and a strategy without stages and quantize, or mp.Precision(matmul="fp8")',
+            'use reduce_gradients="each_microbatch" and a strategy without stages and quantize, or mp.Precision(matmul="fp8")',
         )
 
 
@@ -413,8 +413,8 @@ def _check_batch_stats(setup: Setup, options: StepOptions) -> None:
         raise problem(
             f"`{stats[0]}` of the model, and {setup.strategy.label}" + ONCE * options.is_once,
             "compute batch statistics over the global batch",
-            'stages, quantize and accumulate_mode="once" run the model on the local rows of each device',
-            'use accumulate_mode="each" and a strategy without stages and quantize, or normalize without batch '
+            'stages, quantize and reduce_gradients="once" run the model on the local rows of each device',
+            'use reduce_gradients="each_microbatch" and a strategy without stages and quantize, or normalize without batch '
             "statistics (LayerNorm, GroupNorm)",
         )
 
@@ -425,7 +425,7 @@ def _check_whole(setup: Setup, options: StepOptions, batch: PyTree) -> None:
     if (engine != "plain" or setup.model.is_explicit) and not isinstance(batch, NamedSharding):
         where = f"inputs rules with replicated, and {setup.strategy.label}" + ONCE * options.is_once
         exists = "stages, kernels that quantize, one reduction behind all micro-steps and mp.explicit take rows alone"
-        fix = 'use accumulate_mode="each" and a strategy without stages and quantize, or repeat it for every row'
+        fix = 'use reduce_gradients="each_microbatch" and a strategy without stages and quantize, or repeat it for every row'
         raise problem(where, "give every device a leaf of the batch whole", exists, fix)
 
 

@@ -183,7 +183,7 @@ def test_plain_flax_is_the_same_model():
     given = jax.tree_util.tree_map_with_path(lambda path, x: jnp.asarray(ours[named(path)]).reshape(x.shape), theirs)
     graph, _ = nnx.split(nnx.eval_shape(lambda: plain.Decoder(size.config, "float32", rngs=nnx.Rngs(0))))
     one = jax.jit(lambda params: plain.loss(nnx.merge(graph, params), batch))(given)
-    with mp.use(setup.mesh, setup.strategy):
+    with mp.use_rules(setup.mesh, setup.strategy):
         other = jax.jit(lambda params: mean_loss(setup.model.bind(params, {}), batch)[0])(params)
     # float32, and sums in another order.
     np.testing.assert_allclose(one, other, rtol=1e-6)

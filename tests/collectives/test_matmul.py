@@ -249,7 +249,7 @@ SPLIT = mp.MeshSpec(fsdp=2, tensor=4)
 TRAINED = {
     "fsdp|tensor": (SPLIT, {}),
     "remat": (SPLIT, {"remat": "dots", "accumulate": 2}),
-    "once": (mp.MeshSpec(fsdp=4, tensor=2), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=4, tensor=2), {"accumulate": 2, "reduce_gradients": "once"}),
 }
 
 
@@ -340,11 +340,11 @@ def test_remat_policies_keep_what_a_matmul_gives(framework):
     """Permutes that the backward pass repeats: none where results are kept, all four kernels' but the last's else."""
     model = model_of(framework, config(num_layers=1), ROWS, SEQ)
     tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
-    with mp.use(SPLIT.build(), BOTH):
+    with mp.use_rules(SPLIT.build(), BOTH):
         params = model.abstract().params
 
     def repeated(policy):
-        with mp.use(SPLIT.build(), BOTH), numerics(Precision(), policy):
+        with mp.use_rules(SPLIT.build(), BOTH), numerics(Precision(), policy):
             traced = jax.make_jaxpr(
                 jax.grad(lambda p: mean_loss(model.bind(p, {}), {"inputs": tokens, "targets": tokens})[0])
             )(params)
@@ -372,7 +372,7 @@ def test_what_cannot_be_overlapped_is_told():
 
     def run(spec, strategy, **fields):
         model = config(**fields).build()
-        with mp.use(spec.build(jax.devices()[: int(np.prod(list(spec.values())))]), strategy):
+        with mp.use_rules(spec.build(jax.devices()[: int(np.prod(list(spec.values())))]), strategy):
             return jax.eval_shape(lambda p: model.bind(p, {})(tokens), model.abstract().params)
 
     with pytest.raises(mp.MeshparError, match=re.escape("use mp.tensor_parallel(sequence=True)")):

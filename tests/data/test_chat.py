@@ -99,7 +99,7 @@ def test_a_packed_row_is_learnt_as_its_conversations_alone(tmp_path):
 
     @jax.jit
     def losses(params, rows):
-        with mp.use(mesh, mp.ddp()):
+        with mp.use_rules(mesh, mp.ddp()):
             return next_token_loss(config.build().bind(params, {}), rows, None)[0]
 
     together = losses(state.params, packed(found, 16))

@@ -127,7 +127,7 @@ def test_explain_raises_no_false_alarm(name, strategy):
     assert not [one for one in report.promise.unexpected if not re.fullmatch(case.costly, one.module)], str(report)
     assert not report.promise.missing, str(report)
     assert report.promise.kept
-    assert report.promise.untold_axes == (("tensor",) if "path" in strategy else ())
+    assert report.promise.unannotated_axes == (("tensor",) if "path" in strategy else ())
     assert ("over `tensor` nothing can be promised" in str(report)) == ("path" in strategy and report.is_as_promised)
 
 

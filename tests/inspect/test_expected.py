@@ -188,7 +188,7 @@ def test_promised_bytes_are_the_found_ones(read, case, target):
 OPTIONS = {
     "accumulate each": {"accumulate": 2},
     "as many micro-steps as layers": {"accumulate": L},
-    "accumulate once": {"accumulate": 2, "accumulate_mode": "once"},
+    "accumulate once": {"accumulate": 2, "reduce_gradients": "once"},
     "remat full": {"remat": "full"},
     "remat dots": {"remat": "dots"},
 }
@@ -237,7 +237,7 @@ def test_each_micro_step_reduces_and_gathers(compiled):
     fetch rows of the embedding, which is gathered for one reduction."""
 
     def verdict_of(mode):
-        plant, program = compiled("zero3", "cpu", accumulate=2, accumulate_mode=mode)
+        plant, program = compiled("zero3", "cpu", accumulate=2, reduce_gradients=mode)
         jaxpr = plant.step.trace(plant.state, plant.batch).jaxpr
         found = census(program.module, plant.mesh)
         return verdict(plant.state.setup, plant.step.options, found, jaxpr, "cpu", plant.batch)

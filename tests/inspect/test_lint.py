@@ -115,7 +115,7 @@ def test_the_reference_decoder_gives_no_finding_on_a_cpu(compiled, name):
 
 OPTIONS = {
     "accumulate": {"accumulate": 2},
-    "once": {"accumulate": 2, "accumulate_mode": "once"},
+    "once": {"accumulate": 2, "reduce_gradients": "once"},
     "remat": {"remat": "full"},
     "float32": {"precision": mp.Precision()},
     "reduce": {"precision": mp.Precision(compute="bfloat16", reduce="bfloat16")},

@@ -119,7 +119,7 @@ def test_a_batch_counts_as_jax_takes_it():
         (mp.zero1(min_bytes=0), {}, 64 * 32 * 4 // 8),  # one micro-step: they go straight to the optimizer's shards
         (mp.zero1(min_bytes=0), {"accumulate": 2}, 64 * 32 * 4),
         (mp.zero2(min_bytes=0), {"accumulate": 2}, 64 * 32 * 4 // 8),
-        (mp.zero3(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}, 64 * 32 * 4),
+        (mp.zero3(min_bytes=0), {"accumulate": 2, "reduce_gradients": "once"}, 64 * 32 * 4),
         (mp.zero3(min_bytes=0), {"precision": mp.Precision(compute="bfloat16", reduce="bfloat16")}, 64 * 32 * 2 // 8),
     ],
 )

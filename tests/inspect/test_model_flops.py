@@ -43,7 +43,7 @@ LAYOUTS = (
     (mp.ddp() | mp.tensor_parallel(), {"tensor": 8}),
     (mp.fsdp() | mp.tensor_parallel(sequence=True), {"fsdp": 4, "tensor": 2}),
 )
-ONCE = {"accumulate": 2, "accumulate_mode": "once"}
+ONCE = {"accumulate": 2, "reduce_gradients": "once"}
 OPTIONS = ({}, {"remat": "full"}, {"accumulate": 2}, ONCE, {"precision": mp.Precision(compute="bfloat16")})
 
 

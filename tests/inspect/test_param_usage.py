@@ -12,7 +12,7 @@ from flax import linen as nn
 import meshpar as mp
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.param_usage import uses
-from meshpar.parallel.expected.step_spec import Uses
+from meshpar.parallel.expected.step_spec import ParamUsage
 from meshpar.training.state import abstract_state
 
 VOCAB, WIDTH, ROWS, SEQ = 64, 32, 16, 4
@@ -67,20 +67,20 @@ def test_how_often_each_parameter_is_used_and_how_much_of_it():
     like = {"bias": (8,), "layer": (4, 4), "table": (8, 4), "taps": (2, 8)}
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in like.items()}
     jaxpr = jax.make_jaxpr(loss)(params, np.zeros((2, 3), np.int32)).jaxpr
-    assert uses(jaxpr, 4) == (Uses(0), Uses(3), Uses(2, rows=6), Uses(0, ((8, 2),)))
+    assert uses(jaxpr, 4) == (ParamUsage(0), ParamUsage(3), ParamUsage(2, rows=6), ParamUsage(0, ((8, 2),)))
 
 
 def test_nothing_of_a_model_without_names_is_unexpected_or_missing():
     report = _report()
     assert report.is_as_promised, str(report)
     assert not report.promise.missing, str(report)
-    assert not report.promise.untold_axes
+    assert not report.promise.unannotated_axes
 
 
 def test_of_axes_that_only_paths_name_nothing_can_be_promised():
     report = _report(paths={r"h_.*/up/kernel": ("fsdp", "tensor"), r"h_.*/down/kernel": ("tensor", "fsdp")})
     assert report.is_as_promised, str(report)
-    assert report.promise.untold_axes == ("tensor",)
+    assert report.promise.unannotated_axes == ("tensor",)
     assert any("all-reduce" in line.kind and line.axes == ("tensor",) for line in report.promise.untold)
     assert "over `tensor` nothing can be promised" in str(report)
     assert "join mp.tensor_parallel()" in str(report)

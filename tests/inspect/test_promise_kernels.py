@@ -138,7 +138,7 @@ def test_a_kernel_sends_what_the_formulas_say(read, case, target):
 
 OPTIONS = {
     "accumulate each": {"accumulate": 2},
-    "accumulate once": {"accumulate": 2, "accumulate_mode": "once"},
+    "accumulate once": {"accumulate": 2, "reduce_gradients": "once"},
     "remat full": {"remat": "full"},
 }
 

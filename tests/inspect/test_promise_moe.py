@@ -336,7 +336,7 @@ def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found,
 @pytest.mark.matrix
 def test_whole_weights_on_every_device_send_no_tokens(found):
     """Gradients reduced once after all micro-steps: experts are gathered over all axes, and tokens stay."""
-    case = Case(step={"accumulate": 2, "accumulate_mode": "once"})
+    case = Case(step={"accumulate": 2, "reduce_gradients": "once"})
     state, step = case.state_and_step
     traced = step.trace(state, case.batch)
     assert not [one for one in messages(traced.jaxpr) if one.kind == "all-to-all"]

@@ -20,9 +20,9 @@ from meshpar.inspect.census import census, on_stage
 from meshpar.inspect.expected import promised_by_stage
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.hlo.walk import executed
-from meshpar.inspect.matching import SMALL, hold
+from meshpar.inspect.matching import SMALL, match_collectives
 from meshpar.inspect.program import compile_here
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.stage_partition import parts_of
 from meshpar.inspect.target import missing_aot
 from meshpar.inspect.traced_collectives import by_stage, messages
@@ -175,12 +175,14 @@ class Built:
     def verdict(self, stage):
         sent = by_stage(self.messages, stage)
         sizes, axes = axis_sizes(self.setup.mesh), self.setup.batch_axes
-        return hold(self.promises[stage], on_stage(self.collectives, stage), sent, sizes=sizes, batch_axes=axes)
+        return match_collectives(
+            self.promises[stage], on_stage(self.collectives, stage), sent, sizes=sizes, batch_axes=axes
+        )
 
 
 def built_of(case, program, step, state, batch, *, on_cpu=True):
     parts = parts_of(step, state, batch)
-    cells = Cells(parts.schedule)
+    cells = ScheduleCounts(parts.schedule)
     return Built(
         case=case,
         setup=state.setup,
@@ -279,7 +281,7 @@ def test_parts_change_stages_as_shards():
     """Before their weights are gathered and after their gradients are reduced: a quarter of each part on fsdp=4."""
     case = Case(mp.MeshSpec(stage=2, fsdp=4), "zb-v", 2, mp.fsdp(), deep=False)
     step, state, batch = case.step(case.mesh.build())
-    moved = messages(step.trace(state, batch).jaxpr, Cells(make("zb-v", 2, 2)))
+    moved = messages(step.trace(state, batch).jaxpr, ScheduleCounts(make("zb-v", 2, 2)))
     sizes = [one.elements for one in moved if one.axes == ("stage",)]
     # A part is one layer, of two arrays; one part of each stage changes it, there and back.
     assert (sizes.count(D * F // 4), sizes.count(D * F)) == (4, 0)
@@ -343,7 +345,7 @@ def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
     schedule = dataclasses.replace(schedule, joined=np.zeros_like(schedule.joined))
     share = schedule.stages / schedule.num_parts
     lengths = (schedule.table[..., 0] >= 0).sum(2) * share
-    found, simulated = Cells(schedule).makespan(lengths), schedule.simulate()
+    found, simulated = ScheduleCounts(schedule).makespan(lengths), schedule.simulate()
     assert simulated.free.makespan - 1e-9 <= found <= simulated.lockstep.makespan + 1e-9
 
 

@@ -33,7 +33,7 @@ def logits_of(state, tokens) -> np.ndarray:
     setup = state.setup
 
     def run(state, tokens):
-        with mp.use(setup.mesh, setup.strategy):
+        with mp.use_rules(setup.mesh, setup.strategy):
             return state.bound()(tokens)
 
     rows = np.resize(np.arange(len(tokens)), 8)  # a number that every mesh here divides

@@ -30,7 +30,7 @@ AHEAD = "fsdp(prefetch=1) | tensor_parallel(sequence=True)"
 CASES = {
     **{name: one for name, one in dense.CASES.items() if "accumulate" not in name},
     "ahead": (mp.MeshSpec(fsdp=4, tensor=2), parse_strategy(AHEAD), {"remat": "full"}),
-    "once": (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp(), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp(), {"accumulate": 2, "reduce_gradients": "once"}),
     "ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
     "explicit": (mp.MeshSpec(fsdp=4, tensor=2, axis_types="explicit"), parse_strategy(AHEAD), {"remat": "full"}),
     "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), parse_strategy(f"{SEQUENCE} | {STAGES}, schedule='zb-h1')"), {}),
@@ -158,7 +158,7 @@ def test_slices_leave_rows_on_their_devices():
 
     @jax.jit
     def cut(x):
-        with mp.use(mesh, mp.fsdp()):
+        with mp.use_rules(mesh, mp.fsdp()):
             parts = slices({"x": x}, 2)
             return parts, joined(parts)
 
@@ -233,14 +233,14 @@ def test_rows_that_are_not_the_batch():
 
 
 @pytest.mark.parametrize("beside", [jnp.float32(2), jnp.ones((2, 1)), (jnp.ones((4, 1)), 3)])
-def test_what_stands_beside_has_rows_or_one(beside):
+def test_what_stands_beside_has_rows_or_one(per_example):
     with pytest.raises(MeshparError, match=r"`beside` of scan_layers.*of as many rows, or of one"):
-        run(lambda x, one, beside: x, jnp.ones((4, 2)), 2, beside=beside)
+        run(lambda x, one, per_example: x, jnp.ones((4, 2)), 2, per_example=per_example)
 
 
 def test_what_a_layer_closes_over_is_not_cut():
     rows = jnp.ones((4, 2))
-    with pytest.raises(MeshparError, match=r"scan_layers\(beside=\.\.\.\)"):
+    with pytest.raises(MeshparError, match=r"scan_layers\(per_example=\.\.\.\)"):
         run(lambda x, one: x * rows, rows, 2)
 
 

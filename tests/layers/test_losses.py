@@ -40,9 +40,11 @@ ONE_DEVICE = Engine({"fsdp": 1}, mp.fsdp())
 TWO_LEVELS = mp.fsdp(axis=("data", "fsdp"), min_bytes=0, quantize=EXACT)
 ENGINES = {
     "micro-steps": Engine({"fsdp": 4}, mp.fsdp(min_bytes=0), {"accumulate": 4}),
-    "reduced once": Engine({"data": 2, "fsdp": 2}, mp.hsdp(), {"accumulate": 2, "accumulate_mode": "once"}),
+    "reduced once": Engine({"data": 2, "fsdp": 2}, mp.hsdp(), {"accumulate": 2, "reduce_gradients": "once"}),
     "quantized": Engine({"data": 2, "fsdp": 4}, TWO_LEVELS),
-    "quantized, reduced once": Engine({"data": 2, "fsdp": 4}, TWO_LEVELS, {"accumulate": 2, "accumulate_mode": "once"}),
+    "quantized, reduced once": Engine(
+        {"data": 2, "fsdp": 4}, TWO_LEVELS, {"accumulate": 2, "reduce_gradients": "once"}
+    ),
     "quantized micro-steps": Engine({"data": 2, "fsdp": 4}, TWO_LEVELS, {"accumulate": 2}),
     "1f1b": Engine({"data": 2, "stage": 2}, mp.pipeline_parallel(stages=2, microbatches=4) | mp.ddp()),
     "zb-v": Engine(
@@ -177,7 +179,7 @@ def test_metrics_of_one_device_are_those_computed_by_hand():
 
 
 def applied(params, x):
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         return model().bind(params, {})(x)
 
 
@@ -341,7 +343,7 @@ def test_a_contrastive_loss_is_that_of_all_examples():
         (mp.fsdp(min_bytes=0, quantize="int8"), {}),
         (mp.fsdp(min_bytes=0, quantize="fp8"), {}),
         (mp.fsdp(min_bytes=0), {"accumulate": 2}),
-        (mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+        (mp.fsdp(min_bytes=0), {"accumulate": 2, "reduce_gradients": "once"}),
     ],
     ids=str,
 )

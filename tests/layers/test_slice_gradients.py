@@ -61,7 +61,7 @@ def gradient(use, mesh, dtype, *, first):
 
     @jax.jit
     def run(xs, w):
-        with mp.use(mesh, mp.fsdp()), numerics(Precision(compute=dtype), None, 2):
+        with mp.use_rules(mesh, mp.fsdp()), numerics(Precision(compute=dtype), None, 2):
             y, vjp = jax.vjp(lambda w: tuple(jnp.tanh(use(x.astype(dtype), w)) for x in xs), w.astype(dtype))
             back = lambda dy: vjp(dy)[0]  # noqa: E731
             dw = (summed_first(back, True, rows) if first else back)(jax.tree.map(jnp.cos, y))
@@ -130,7 +130,7 @@ def test_a_result_that_others_read_keeps_its_value():
         made = jax.jit(lambda a, b: jnp.einsum("bsd,bsf->df", a, a) + jnp.einsum("bsd,bsf->df", b, b))(a, b)
         return made, made * 2 + w
 
-    with mp.use(rows.mesh, mp.fsdp()):
+    with mp.use_rules(rows.mesh, mp.fsdp()):
         found, twice = jax.jit(summed_first(back, (True, False), rows))(*xs, w)
     expected, wanted = back(*xs, w)
     assert isinstance(found, Own)
@@ -159,11 +159,11 @@ def test_every_matrix_of_an_mlp_is_summed_first():
         vocab_size=8, num_layers=1, embed_dim=WIDTH, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=WIDTH
     )
     mlp, x = LinenMLP(config), jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), np.float32)
-    with mp.use(mesh, mp.fsdp()):
+    with mp.use_rules(mesh, mp.fsdp()):
         params = jax.eval_shape(mlp.init, jax.random.key(0), x)
 
     def back(params, x):
-        with mp.use(mesh, mp.fsdp()), numerics(Precision(compute="bfloat16"), None, 2):
+        with mp.use_rules(mesh, mp.fsdp()), numerics(Precision(compute="bfloat16"), None, 2):
             y, vjp = jax.vjp(lambda params: [mlp.apply(params, x) for _ in range(2)], params)
             return summed_first(lambda dy: vjp(dy)[0], True, SliceRows(mesh, ("fsdp",), ROWS))(y)
 

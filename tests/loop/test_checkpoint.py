@@ -837,7 +837,7 @@ def test_parameters_without_elements_are_saved_and_restored(dtype, tmp_path):
         return mp.constrain(x, "batch", None) @ params["w"] + params["none"].sum() + params["thin"].sum()
 
     model, tx = mp.from_functions(init, apply), optax.adam(1e-2)
-    tx = tx if dtype is None else mp.moments_in(tx, dtype)
+    tx = tx if dtype is None else mp.optim.low_precision_moments(tx, dtype)
     arguments = {"mesh": mp.MeshSpec(fsdp=8).build(), "strategy": mp.fsdp(min_bytes=0)}
     step = mp.train_step(lambda model, batch, key: ((model(batch) ** 2).mean(), {}))
     state, _ = step(mp.init_state(model, tx, key=0, **arguments), np.ones((8, 8), np.float32))

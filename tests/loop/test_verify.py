@@ -77,7 +77,7 @@ class Fault(NamedTuple):
     words: str = "step 1: "
 
 
-ONCE = "accumulate=2, accumulate_mode=once"
+ONCE = "accumulate=2, reduce_gradients=once"
 FAULTS = {
     "a dropped psum of the loss": Fault(
         "training.engines.by_device", "lax.psum((sums.loss, sums.metrics), axes)",

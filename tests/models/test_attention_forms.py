@@ -26,7 +26,7 @@ MESHES = {
     "keys whole": (mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel() | KEYS_WHOLE, {}),
     "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
     "once": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(),
-             {"accumulate": 2, "accumulate_mode": "once"}),
+             {"accumulate": 2, "reduce_gradients": "once"}),
     "ring": (mp.MeshSpec(fsdp=2, context=2, tensor=2),
              mp.fsdp() | mp.context_parallel() | mp.tensor_parallel(), {}),
     "by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(kind="all-to-all"), {}),
@@ -85,7 +85,7 @@ def test_both_frameworks_and_latent_heads(framework, latent, case):
 def test_packed_sequences_have_the_logits_they_have_alone():
     """Positions begin anew and nothing is seen across; the window is longer than what a sequence has before it."""
     cfg = config(attention="blockwise", attention_window=None)
-    with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
         model, tokens = cfg.build(), packed()["inputs"][:1]
         params = model.init(np.uint32([0, 1])).params
         decode = jax.jit(lambda tokens, segments=None: model.bind(params, {})(tokens, segments=segments))

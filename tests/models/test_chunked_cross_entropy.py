@@ -49,7 +49,7 @@ def test_values_and_gradients_are_those_of_whole_logits(vocab_dim, chunk, cap):
         found = loss(h, matrix, targets, vocab_dim)
         return (found.nats_BT * slopes[0] + found.log_z_BT * slopes[1]).sum(), found
 
-    with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
         (expected, of_whole), (found, of_chunks) = (
             jax.jit(jax.grad(functools.partial(weighed, loss), argnums=(0, 1), has_aux=True))(h, matrix)
             for loss in (whole, chunked)
@@ -64,7 +64,7 @@ def test_targets_outside_the_vocabulary_are_nan_as_with_whole_logits():
     rng = np.random.default_rng(0)
     h, matrix = rng.normal(size=(1, 4, WIDTH)).astype(np.float32), rng.normal(size=(WIDTH, 10)).astype(np.float32)
     targets = np.array([[-1, -100, 10, 3]], np.int32)
-    with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
         found = chunked_cross_entropy(Unembedding(h, matrix, 1, 3), targets)
     np.testing.assert_allclose(found.nats_BT, cross_entropy(h @ matrix, targets).nats_BT, rtol=1e-6)
     assert np.isnan(found.nats_BT).tolist() == [[True, True, True, False]]
@@ -74,7 +74,7 @@ def test_targets_outside_the_vocabulary_are_nan_as_with_whole_logits():
 
 def test_logits_far_from_zero_stay_finite():
     h, matrix = jnp.full((1, 1, 1), 1e30), jnp.float32([[1.0, 0.0, -1.0]])
-    with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
+    with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
         loss = jax.jit(
             jax.value_and_grad(
                 lambda h: chunked_cross_entropy(Unembedding(h, matrix, 1, 2), jnp.ones((1, 1), int))[0][0, 0]
@@ -109,7 +109,7 @@ def test_a_split_decoder_has_the_same_gradients_and_no_logits(mesh8):
 
     def compiled(model, mesh, strategy):
         def of(params, batch):
-            with mp.use(mesh, strategy):  # the backward pass is traced in here, too
+            with mp.use_rules(mesh, strategy):  # the backward pass is traced in here, too
                 return jax.value_and_grad(lambda p: loss(model.bind(p, {}), batch, None), has_aux=True)(params)
 
         abstract = abstract_state(model, optax.sgd(1.0), mesh=mesh, strategy=strategy)
@@ -131,7 +131,7 @@ PROMISES = {
     "prefetch": (mp.MeshSpec(fsdp=8), mp.fsdp(prefetch=1), {"remat": "full"}),
     "fsdp|sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
     "accumulate": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {"accumulate": 2}),
-    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(), {"accumulate": 2, "reduce_gradients": "once"}),
     "context": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
     "int8": (mp.MeshSpec(fsdp=8), mp.fsdp(quantize="int8"), {}),
 }  # fmt: skip

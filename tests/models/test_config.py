@@ -56,7 +56,7 @@ def test_flops_are_those_of_the_compiled_program(seq_len, tied):
     def loss(params, batch):
         return mean_loss(model.bind(params, {}), batch)[0]
 
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         compiled = jax.jit(jax.grad(loss)).lower(model.abstract().params, batch).compile()
     counted = compiled.cost_analysis()["flops"] / (4 * seq_len)
     # XLA counts norms, softmax and the loss too: a few percent at this width, less the wider the model.

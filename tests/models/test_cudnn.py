@@ -31,7 +31,7 @@ GRID = {
     "keys whole, queries split": (mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel() | KEYS_WHOLE, {}),
     "sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
     "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
-    "once": (mp.MeshSpec(fsdp=4, tensor=2), FSDP_TP[1], {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=4, tensor=2), FSDP_TP[1], {"accumulate": 2, "reduce_gradients": "once"}),
     "each": (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(), {"accumulate": 2}),
     "quantized": (mp.MeshSpec(fsdp=8), mp.fsdp(quantize="int8"), {}),
     "by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | HEADS, {}),
@@ -103,7 +103,7 @@ RINGS = {
     "latent": (mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(), {}),
     "once": (
         mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(),
-        {"accumulate": 2, "accumulate_mode": "once"},
+        {"accumulate": 2, "reduce_gradients": "once"},
     ),
 }  # fmt: skip
 

@@ -46,7 +46,7 @@ def test_rows_that_travel_are_those_of_indexing(case):
     table, weights = rng.normal(size=(ROWS, WIDTH)), rng.normal(size=(BATCH, SEQ, WIDTH))
     tokens = rng.integers(-ROWS, ROWS, (BATCH, SEQ))
     tokens[0, 0], tokens[-1, -1] = ROWS, -ROWS - 1  # the table has neither
-    with jax.enable_x64(True), mp.use(mesh_of(spec), strategy):
+    with jax.enable_x64(True), mp.use_rules(mesh_of(spec), strategy):
         assert lookup_of(jnp.asarray(table), tokens) is not None
         rows, gradient = jax.jit(lookup)(table, tokens, weights)
     expected = np.zeros_like(table)
@@ -59,7 +59,7 @@ def test_rows_that_travel_are_those_of_indexing(case):
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int8])
 def test_tokens_of_any_whole_numbers(dtype):
-    with mp.use(mesh_of(mp.MeshSpec(data=2, fsdp=4)), mp.hsdp()):
+    with mp.use_rules(mesh_of(mp.MeshSpec(data=2, fsdp=4)), mp.hsdp()):
         table, tokens = normal_table(), np.arange(64, dtype=dtype).reshape(8, 8)
         np.testing.assert_array_equal(jax.jit(layers.embed)(table, tokens), table[tokens])
 
@@ -69,7 +69,7 @@ def normal_table():
 
 
 def test_a_gradient_of_many_rows_is_summed_in_float32():
-    with mp.use(mesh_of(mp.MeshSpec(data=2, fsdp=4)), mp.hsdp()):
+    with mp.use_rules(mesh_of(mp.MeshSpec(data=2, fsdp=4)), mp.hsdp()):
         table, tokens = jnp.ones((4096, 8), jnp.bfloat16), jnp.zeros((8, 64), jnp.int32)
         _, gradient = jax.jit(lookup)(table, tokens, jnp.ones((8, 64, 8), jnp.bfloat16))
     assert gradient.dtype == jnp.bfloat16
@@ -79,7 +79,7 @@ def test_a_gradient_of_many_rows_is_summed_in_float32():
 def sent(tokens: int, vocab: int, strategy=None, spec=None):
     """Bytes that a kernel's messages of a lookup and its gradient hold, by kind; none where XLA gathers the table."""
     strategy, spec = strategy or mp.fsdp(), spec or mp.MeshSpec(fsdp=8)
-    with mp.use(mesh_of(spec), strategy):
+    with mp.use_rules(mesh_of(spec), strategy):
         given = (
             jax.ShapeDtypeStruct((vocab, WIDTH), np.float32),
             jax.ShapeDtypeStruct((8, tokens), np.int32),

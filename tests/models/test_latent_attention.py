@@ -50,7 +50,7 @@ NAMES = {
 
 @pytest.fixture
 def one_device():
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         yield
 
 
@@ -61,13 +61,13 @@ def models(cfg):
 
 def loss_and_gradient(model, params, mesh, strategy, batch=BATCH):
     """Of parameters and a batch that lie on the mesh as the strategy says."""
-    with mp.use(mesh, strategy):
+    with mp.use_rules(mesh, strategy):
         table = mp.shardings(model, mesh, strategy)
     shardings = {decision.path: jax.NamedSharding(mesh, decision.spec) for decision in table.params}
     placed = jax.device_put(params, jax.tree.unflatten(jax.tree.structure(params), shardings.values()))
 
     def run(params, batch):
-        with mp.use(mesh, strategy):
+        with mp.use_rules(mesh, strategy):
             return jax.value_and_grad(lambda p: mean_loss(model.bind(p, {}), batch)[0])(params)
 
     return jax.jit(run)(placed, mp.shard_batch(batch, mesh, strategy))

@@ -15,7 +15,7 @@ from tests.grid import cases
 
 @pytest.fixture(autouse=True)
 def one_device():
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         yield
 
 

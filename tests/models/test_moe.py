@@ -113,7 +113,7 @@ def test_recomputed_layers_train_alike(options, sequence):
 def test_accumulated_steps_move_the_bias_once(framework, mode):
     """By the counts of both micro-steps together. Without auxiliary losses, which are those of a micro-step."""
     cfg = deepseek_like(param_dtype="float64", losses={})
-    options = {"accumulate": 2, "accumulate_mode": mode}
+    options = {"accumulate": 2, "reduce_gradients": mode}
     expected = five_steps(cfg, framework, *ONE)
     found = five_steps(cfg, framework, *SHARDED, **options)
     assert_same(found.extra, expected.extra, atol=0)
@@ -182,13 +182,13 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
     prompt = jnp.asarray(token_batches(ROWS, SEQ, 1)[0]["inputs"][:1, :3])
 
     def sample(state, prompt):
-        with mp.use(mesh, strategy):
+        with mp.use_rules(mesh, strategy):
             options = {"config": cfg, "num_tokens": 4, "key": jax.random.key(0), "temperature": 0.0}
             return generate(state.bound(), prompt, **options)
 
     def greedy(params, extra, tokens):
         one = jax.sharding.AbstractMesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        with mp.use(one, mp.ddp()):
+        with mp.use_rules(one, mp.ddp()):
             return model_of(framework, free, ROWS, SEQ).bind(params, extra)(tokens).argmax(-1)
 
     tokens = np.asarray(jax.jit(sample)(state, prompt))
@@ -207,7 +207,7 @@ def test_decoding_step_by_step_is_the_whole_sequence(framework):
 def test_num_params_is_the_real_count(make):
     cfg = make()
     assert cfg.num_params == sum(leaf.size for leaf in cfg.build().leaves())
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         linen = model_of("linen", cfg, ROWS, SEQ).leaves()
     assert {(leaf.path, leaf.names, leaf.shape) for leaf in linen} == {
         (leaf.path, leaf.names, leaf.shape) for leaf in cfg.build().leaves()

@@ -54,7 +54,7 @@ def test_the_parts_of_deepseek_v3(trees):
 @pytest.mark.matrix
 def test_linen_has_the_same_tree(trees):
     tokens = jax.ShapeDtypeStruct((1, 8), "int32")
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         linen = mp.from_linen(LinenTransformer(SHAPES["deepseek_v3"]), tokens).abstract().params
     expected = {path: x.shape for path, x in tree_leaves_with_paths(trees["deepseek_v3"])}
     assert {path: x.shape for path, x in tree_leaves_with_paths(linen)} == expected

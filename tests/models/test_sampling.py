@@ -44,7 +44,7 @@ def one_device():
 def greedy_by_hand(num_tokens):
     """The whole forward pass anew for every token, over a sequence filled up with tokens that nothing sees."""
     tokens = np.pad(PROMPT, ((0, 0), (0, num_tokens)))
-    with mp.use(one_device(), mp.ddp()):
+    with mp.use_rules(one_device(), mp.ddp()):
         logits = functools.partial(jax.jit(lambda params, tokens: model().bind(params, {})(tokens)), params())
         for position in range(PROMPT.shape[1], tokens.shape[1]):
             tokens[:, position] = logits(tokens)[:, position - 1].argmax(-1)
@@ -56,7 +56,7 @@ def sampler(framework, mesh, strategy, options):
     seen = model(framework)
 
     def sample(params, prompt, key):
-        with mp.use(mesh, strategy):
+        with mp.use_rules(mesh, strategy):
             return generate(seen.bind(params, {}), prompt, config=CONFIG, key=key, **dict(options))
 
     return jax.jit(sample)
@@ -129,7 +129,7 @@ def test_top_1_is_greedy():
 
 def test_the_cache_is_split_by_heads():
     mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
-    with mp.use(mesh, mp.fsdp() | mp.tensor_parallel()):
+    with mp.use_rules(mesh, mp.fsdp() | mp.tensor_parallel()):
         cache = jax.jit(lambda: empty_cache(CONFIG, 8, 5, jnp.bfloat16))()
     assert cache.k_LBSKD.shape == (2, 8, 5, 2, 8)
     assert cache.k_LBSKD.dtype == jnp.bfloat16
@@ -166,7 +166,7 @@ def test_prompts_of_any_length_reach_experts_that_train_in_chunks():
     mesh, strategy = mp.MeshSpec(expert=4).build(jax.devices()[:4]), mp.expert_parallel()
 
     def sample(params, prompt):
-        with mp.use(mesh, strategy):
+        with mp.use_rules(mesh, strategy):
             bound = cfg.build().bind(params, {})
             return generate(bound, prompt, config=cfg, num_tokens=3, key=jax.random.key(0), temperature=0.0)
 

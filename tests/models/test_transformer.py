@@ -58,7 +58,7 @@ NAMES = {
 
 @pytest.fixture
 def one_device():
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         yield
 
 
@@ -222,7 +222,7 @@ def test_an_error_names_all_rules_to_change_where_one_key_head_is_split_over_fou
         init(strategy)
     for value in (None, mp.first("tensor", None)):
         changed = strategy | mp.Rules(kv_heads=value, act_kv_heads=value)
-        with mp.use(mesh, changed):
+        with mp.use_rules(mesh, changed):
             logits = jax.eval_shape(init(changed).bound(), TOKENS)
         assert logits.shape == (2, 7, 32)
 

@@ -197,11 +197,11 @@ def test_layers_that_do_not_fit_the_rules():
     x, weights = layer_arrays()
     fewer = Weights(weights.router, *(of[:4] for of in weights[1:]))
     alone = mp.MeshSpec(expert=4).build(jax.devices()[:4])
-    with pytest.raises(MeshparError, match="be 4 of 8 experts"), mp.use(alone, mp.expert_parallel()):
+    with pytest.raises(MeshparError, match="be 4 of 8 experts"), mp.use_rules(alone, mp.expert_parallel()):
         moe_layer(x, fewer, CONFIG)
     strategy = mp.expert_parallel() | mp.Rules(act_expert=("expert", "inner"), batch="expert")
     mesh = mp.MeshSpec(expert=2, inner=2).build(jax.devices()[:4])
-    with pytest.raises(MeshparError, match="replicated over `inner`"), mp.use(mesh, strategy):
+    with pytest.raises(MeshparError, match="replicated over `inner`"), mp.use_rules(mesh, strategy):
         moe_layer(x, weights, CONFIG)
 
 

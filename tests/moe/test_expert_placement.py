@@ -345,7 +345,7 @@ def with_zipf(params):
 
 @jax.jit
 def output(state, batch):
-    with mp.use(state.setup.mesh, state.setup.strategy):
+    with mp.use_rules(state.setup.mesh, state.setup.strategy):
         return state.bound()(batch["x"])
 
 
@@ -423,7 +423,7 @@ def decoder(tx=None, strategy=None, mesh=None, kind="nnx", rows=8, routing=None,
 
     @jax.jit
     def logits(state):
-        with mp.use(state.setup.mesh, state.setup.strategy):
+        with mp.use_rules(state.setup.mesh, state.setup.strategy):
             return state.bound()(words)
 
     return state, logits, np.stack([zipf(NUM_EXPERTS, seed=seed) for seed in range(2)])

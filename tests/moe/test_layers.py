@@ -103,7 +103,7 @@ def on_mesh(cfg, axes, strategy, x, weights, bias, cotangent):
     mesh = mesh_of(axes)
 
     def run(x, weights):
-        with mp.use(mesh, strategy):
+        with mp.use_rules(mesh, strategy):
             return loss_of(cfg, x, weights, bias, cotangent)
 
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
@@ -231,7 +231,7 @@ def test_a_decoder_drops_nothing_and_takes_tokens_as_they_come():
 
 
 def under(mesh, strategy, *args, **options):
-    with mp.use(mesh, strategy):
+    with mp.use_rules(mesh, strategy):
         return moe_layer(*args, **options)
 
 
@@ -249,7 +249,7 @@ def test_tokens_that_are_whole_over_the_experts_stay():
 @pytest.mark.parametrize("own", cases(True, grid=[True, False]), ids=["own slices", "all experts"])
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_inside_a_region_that_is_manual_over_the_batch(own, tensor):
-    """As in stages, and with accumulate_mode="once": every device differentiates its own part of the loss."""
+    """As in stages, and with reduce_gradients="once": every device differentiates its own part of the loss."""
     strategy = EXPERT | mp.tensor_parallel()
     with jax.enable_x64(True):
         x, weights, _, cotangent = arrays()
@@ -277,7 +277,7 @@ def test_inside_a_region_that_is_manual_over_the_batch(own, tensor):
         )
 
         def ruled(x, weights):
-            with mp.use(mesh, strategy):
+            with mp.use_rules(mesh, strategy):
                 return run(x, weights, cotangent)
 
         check(jax.jit(ruled)(x, weights), wanted, wanted[0][1])
@@ -296,7 +296,7 @@ def test_stages_sum_counts_themselves():
     run = jax.shard_map(
         inside, mesh=mesh, in_specs=(P("expert"), P()), out_specs=P("expert"), axis_names={"expert"}, check_vma=False
     )
-    with mp.use(mesh, EXPERT):
+    with mp.use_rules(mesh, EXPERT):
         load = jax.jit(run)(x, weights)
     assert load.shape == (4, EXPERTS)
     assert (load.sum(1) == ROWS * SEQ * 2 // 4).all()
@@ -313,7 +313,7 @@ def test_what_is_kept_for_the_backward_pass_are_shards_of_the_weights():
     mesh, cfg = mesh_of({"fsdp": 8}), dataclasses.replace(config(), mlp_dim=hidden)
 
     def run(stacked, x):
-        with mp.use(mesh, mp.fsdp()):
+        with mp.use_rules(mesh, mp.fsdp()):
             x, _ = jax.lax.scan(lambda x, weights: (x + moe_layer(x, weights, cfg)[0], None), x, stacked)
         return (x**2).sum()
 
@@ -364,7 +364,7 @@ def test_bfloat16_with_the_hidden_width_split(within):
     run = jax.shard_map(gradients, mesh=mesh, axis_names={"expert"}, check_vma=False, **specs)
 
     def ruled(*given):
-        with mp.use(mesh, strategy):
+        with mp.use_rules(mesh, strategy):
             return (gradients if within == "alone" else run)(*given)
 
     found = jax.tree.leaves(jax.jit(ruled)(x, weights, cotangent))
@@ -380,7 +380,7 @@ def test_gradients_of_experts_meet_in_float32():
     mesh = mesh_of({"data": 2, "expert": 2})
 
     def run(weights, x):
-        with mp.use(mesh, mp.ddp() | EXPERT):
+        with mp.use_rules(mesh, mp.ddp() | EXPERT):
             return loss_of(config(auxiliary_weight=0.0, z_weight=0.0), x, weights, None, cotangent)[0]
 
     sums = [
@@ -525,7 +525,7 @@ def test_metrics_of_all_layers():
     aux = moe.RouterStats(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2, z_weight=1.0)
     mesh = mesh_of({"expert": 2})
-    with collecting() as reports, mp.use(mesh, EXPERT):
+    with collecting() as reports, mp.use_rules(mesh, EXPERT):
         moe.report_layers(aux, cfg)
     found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
     assert found["moe/load"] == load.tolist()
@@ -541,7 +541,7 @@ def test_metrics_of_all_layers():
 def test_a_model_of_one_layer_reports_what_that_told():
     told = moe.RouterStats(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2)
-    with collecting() as reports, mp.use(mesh_of({"expert": 2}), EXPERT):
+    with collecting() as reports, mp.use_rules(mesh_of({"expert": 2}), EXPERT):
         moe.report_layers(told, cfg)
     found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
     assert (found["moe/load"], found["moe/rank_load"], found["moe/drop_rate"]) == ([[4, 0, 0, 4]], [[4, 4]], [0.25])

@@ -35,9 +35,9 @@ def trained(tx, spec, strategy, steps=3, **options):
         pytest.param(lambda tx: mp.ema(tx, DECAY), mp.fsdp(min_bytes=0), None, id="fsdp"),
         pytest.param(lambda tx: mp.ema(tx, DECAY), mp.zero1(min_bytes=0), "w|v", id="zero1, frozen",
                      marks=pytest.mark.matrix),
-        pytest.param(lambda tx: mp.offloaded(mp.ema(tx, DECAY)), mp.fsdp(min_bytes=0), None, id="on the host",
+        pytest.param(lambda tx: mp.optim.offload_state(mp.ema(tx, DECAY)), mp.fsdp(min_bytes=0), None, id="on the host",
                      marks=pytest.mark.matrix),
-        pytest.param(lambda tx: optax.chain(optax.clip(1.0), mp.ema(mp.moments_in(tx, "int8"), DECAY)),
+        pytest.param(lambda tx: optax.chain(optax.clip(1.0), mp.ema(mp.optim.low_precision_moments(tx, "int8"), DECAY)),
                      mp.fsdp(min_bytes=0), None, id="in a chain", marks=pytest.mark.matrix),
     ],
 )  # fmt: skip
@@ -46,7 +46,7 @@ def test_averages_are_those_of_the_parameters_of_every_step(wrapped, strategy, t
     expected = params[0]
     for one in params[1:]:
         expected = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, expected, one)
-    found = mp.averaged(state)
+    found = mp.ema_params(state)
     for path, x in found.params.items():
         np.testing.assert_allclose(x, expected[path], rtol=1e-6, err_msg=path)
         assert x.sharding.is_equivalent_to(state.params[path].sharding, x.ndim)
@@ -72,7 +72,7 @@ def test_nothing_is_sent_for_averages():
     ("wrapped", "trainable"),
     [
         (lambda tx: mp.ema(tx, DECAY), None),
-        (lambda tx: mp.offloaded(mp.ema(tx, DECAY)), None),
+        (lambda tx: mp.optim.offload_state(mp.ema(tx, DECAY)), None),
         (lambda tx: optax.chain(optax.clip(1.0), mp.ema(tx, DECAY)), "w|v"),
         (lambda tx: tx, None),
     ],
@@ -85,7 +85,7 @@ def test_a_checkpoints_averages_are_read_as_parameters(wrapped, trainable, tmp_p
         checkpoints.save(state, wait=True)
         found = {kind: checkpoints.restore(to.setup, weights_only=kind).state.params for kind in (True, "averaged")}
     keeps = any("average" in one.path for one in state.table.optimizer)
-    wanted = {True: state, "averaged": mp.averaged(state) if keeps else state}
+    wanted = {True: state, "averaged": mp.ema_params(state) if keeps else state}
     for kind, params in found.items():
         for path, x in params.items():
             np.testing.assert_array_equal(x, wanted[kind].params[path], err_msg=path)
@@ -107,7 +107,7 @@ def test_averages_are_wider_than_narrow_parameters():
         (lambda: mp.ema(optax.sgd(0.1), False), r"a decay is a number in \[0, 1\)"),
         (lambda: mp.ema(optax.sgd, 0.9), "no init and update"),
         (lambda: (tx := mp.ema(optax.sgd(0.1), 0.9)).update({}, tx.init({})), "it is given none"),
-        (lambda: mp.averaged(abstract(optax.sgd(0.1))), "the optimizer keeps none"),
+        (lambda: mp.ema_params(abstract(optax.sgd(0.1))), "the optimizer keeps none"),
     ],
 )
 def test_mistakes(act, says):
@@ -117,7 +117,7 @@ def test_mistakes(act, says):
 
 def test_averages_are_restored_as_the_parameters(tmp_path):
     _, state, params = trained(mp.ema(optax.adam(1e-2), DECAY), mp.MeshSpec(fsdp=2), mp.fsdp(min_bytes=0), steps=2)
-    expected = jax.device_get(mp.averaged(state).params)
+    expected = jax.device_get(mp.ema_params(state).params)
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, wait=True)
         found = {kind: checkpoints.restore(state.setup, weights_only=kind).state.params for kind in (True, "averaged")}

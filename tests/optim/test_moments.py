@@ -42,7 +42,7 @@ def moments(state):
 
 
 def test_moments_are_kept_in_bfloat16_and_computed_with_as_before():
-    tx, small = optax.adam(1e-2), mp.moments_in(optax.adam(1e-2), "bfloat16")
+    tx, small = optax.adam(1e-2), mp.optim.low_precision_moments(optax.adam(1e-2), "bfloat16")
     params = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.float32(2)}
     state, expected = small.init(params), tx.init(params)
     for k in range(3):
@@ -126,7 +126,7 @@ def gradients_of(case, b2):
 def _adam_over(dtype):
     def run(grads, b2):
         tx = optax.adam(1e-3, b2=b2)
-        tx = tx if dtype is None else mp.moments_in(tx, dtype)
+        tx = tx if dtype is None else mp.optim.low_precision_moments(tx, dtype)
         params = {"w": jnp.zeros(grads.shape[1:])}
 
         def body(carry, grad):
@@ -172,7 +172,7 @@ def test_second_moments_follow_those_in_float32(case, b2, bfloat16, int8, dtype)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_moments_are_rounded_alike_under_every_sharding(dtype):
-    tx, rng = mp.moments_in(optax.trace(0.9), dtype), np.random.default_rng(0)
+    tx, rng = mp.optim.low_precision_moments(optax.trace(0.9), dtype), np.random.default_rng(0)
     params = {"w": rng.normal(size=(8, 8, 16)).astype(np.float32), "b": rng.normal(size=8).astype(np.float32)}
     # The first momentum is the gradient, so that no sum depends on the layout.
     update = jax.jit(lambda grads: tx.update(grads, tx.init(grads), grads)[1])
@@ -188,7 +188,10 @@ def test_a_restored_run_rounds_as_one_that_goes_on(dtype, tmp_path):
         lambda key: {"w": jax.random.normal(key, (8, 16))},
         lambda params, x: mp.constrain(x, "batch", None) @ params["w"],
     )
-    tx, batch = mp.moments_in(optax.adam(1e-2), dtype), np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    tx, batch = (
+        mp.optim.low_precision_moments(optax.adam(1e-2), dtype),
+        np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32),
+    )
     arguments = {"mesh": FSDP.build(), "strategy": mp.fsdp(min_bytes=0)}
     step = mp.train_step(lambda model, batch, key: ((model(batch) ** 2).mean(), {}))
     state = mp.init_state(model, tx, key=0, **arguments)
@@ -217,7 +220,7 @@ def test_a_restored_run_rounds_as_one_that_goes_on(dtype, tmp_path):
 def test_weights_that_an_optimizer_keeps_are_not_rounded(tx, kept):
     """Steps of less than 2⁻⁹ of a weight would not move it."""
     params = {"w": np.full((2, 2), 1.001, np.float32), "b": np.full(3, 1.001, np.float32)}
-    small = mp.moments_in(tx, "bfloat16")
+    small = mp.optim.low_precision_moments(tx, "bfloat16")
     state = small.init(params)
     state = small.update(jax.tree.map(np.ones_like, params), state, params)[1]
     wide = {path: x for path, x in tree_leaves_with_paths(state) if x.ndim and x.dtype == np.float32}
@@ -228,7 +231,7 @@ def test_weights_that_an_optimizer_keeps_are_not_rounded(tx, kept):
 def test_a_small_step_moves_the_weights_that_an_optimizer_keeps():
     params = {"w": np.full(4, 1.001, np.float32)}
     tx = optax.contrib.schedule_free(optax.sgd(1e-4), 1e-4, b1=0.9)
-    small = mp.moments_in(tx, "bfloat16")
+    small = mp.optim.low_precision_moments(tx, "bfloat16")
     kept, expected = (one.update({"w": np.ones(4, np.float32)}, one.init(params), params)[1] for one in (small, tx))
     np.testing.assert_array_equal(kept.inner.z["w"], expected.z["w"])
     assert (kept.inner.z["w"] != params["w"]).all()
@@ -240,7 +243,7 @@ def plain():
 
 
 def test_offloaded_it_lies_on_the_host_and_changes_nothing(plain):
-    state, loss = after(mp.offloaded(optax.adam(1e-2)))
+    state, loss = after(mp.optim.offload_state(optax.adam(1e-2)))
     assert loss == plain[1]
     jax.tree.map(np.testing.assert_array_equal, state.params, plain[0].params)
     assert {x.sharding.memory_kind for x in moments(state)} == {"pinned_host"}
@@ -258,23 +261,25 @@ def test_offloaded_it_lies_on_the_host_and_changes_nothing(plain):
 @pytest.mark.parametrize(
     "within",
     [
-        lambda tx: mp.moments_in(tx, "bfloat16"),
+        lambda tx: mp.optim.low_precision_moments(tx, "bfloat16"),
         lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
         lambda tx: optax.masked(tx, lambda params: jax.tree.map(lambda _: True, params)),
         lambda tx: optax.apply_if_finite(tx, 3),
     ],
 )
 def test_offloaded_as_a_part_of_another_optimizer(within):
-    tx, tokens = within(mp.offloaded(optax.adam(1e-2))), {"mesh": FSDP.build(), "strategy": mp.fsdp()}
+    tx, tokens = within(mp.optim.offload_state(optax.adam(1e-2))), {"mesh": FSDP.build(), "strategy": mp.fsdp()}
     state = mp.abstract_state(CONFIG.build(), tx, **tokens)
     assert {x.sharding.memory_kind for x in moments(state)} == {"pinned_host"}
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("options", [{"nonfinite": "ignore"}, {"accumulate": 2, "accumulate_mode": "once"}])
+@pytest.mark.parametrize("options", [{"nonfinite": "ignore"}, {"accumulate": 2, "reduce_gradients": "once"}])
 def test_both_in_other_steps(options):
-    both = mp.offloaded(
-        mp.moments_in(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95)), "bfloat16")
+    both = mp.optim.offload_state(
+        mp.optim.low_precision_moments(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95)), "bfloat16"
+        )
     )
     strategy = mp.zero1()
     state, loss = after(both, strategy=strategy, **options)
@@ -296,7 +301,7 @@ def test_both_in_other_steps(options):
     ),
 )
 def test_in_bytes_every_layout_keeps_the_same_in_shards(spec, strategy):
-    tx = mp.moments_in(optax.adam(1e-2), "int8")
+    tx = mp.optim.low_precision_moments(optax.adam(1e-2), "int8")
     one, loss = after(tx, spec=mp.MeshSpec(data=1), strategy=mp.ddp())
     state, found = after(tx, spec=spec, strategy=strategy)
     assert found == pytest.approx(loss, rel=1e-5)
@@ -320,7 +325,7 @@ def test_in_bytes_every_layout_keeps_the_same_in_shards(spec, strategy):
 def test_in_bytes_nothing_unexpected_is_sent():
     spec, strategy = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()
     state = mp.abstract_state(
-        CONFIG.build(), mp.moments_in(optax.adam(1e-2), "int8"), mesh=spec.build(), strategy=strategy
+        CONFIG.build(), mp.optim.low_precision_moments(optax.adam(1e-2), "int8"), mesh=spec.build(), strategy=strategy
     )
     report = mp.explain(mp.train_step(next_token_loss), state, BATCH)
     assert not report.promise.unexpected
@@ -329,7 +334,7 @@ def test_in_bytes_nothing_unexpected_is_sent():
 
 @pytest.mark.matrix
 def test_a_checkpoint_brings_it_back_to_the_host(tmp_path):
-    tx = mp.offloaded(mp.moments_in(optax.adam(1e-2), "int8"))
+    tx = mp.optim.offload_state(mp.optim.low_precision_moments(optax.adam(1e-2), "int8"))
     state, _ = after(tx)
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state)
@@ -342,7 +347,7 @@ def test_a_checkpoint_brings_it_back_to_the_host(tmp_path):
 
 @pytest.mark.matrix
 def test_pretrained_weights_begin_with_moments_on_the_host():
-    tx = mp.offloaded(optax.adam(1e-2))
+    tx = mp.optim.offload_state(optax.adam(1e-2))
     state = mp.init_state(CONFIG.build(), tx, mesh=FSDP.build(), strategy=mp.fsdp(), key=0)
     loaded = mp.load_params(state, state.params)
     assert {x.sharding.memory_kind for x in moments(loaded)} == {"pinned_host"}
@@ -350,7 +355,9 @@ def test_pretrained_weights_begin_with_moments_on_the_host():
 
 @pytest.mark.matrix
 def test_the_account_of_memory_says_where_it_lies(plain):
-    state = mp.abstract_state(CONFIG.build(), mp.offloaded(optax.adam(1e-2)), mesh=FSDP.build(), strategy=mp.fsdp())
+    state = mp.abstract_state(
+        CONFIG.build(), mp.optim.offload_state(optax.adam(1e-2)), mesh=FSDP.build(), strategy=mp.fsdp()
+    )
     program = compile_here(mp.train_step(next_token_loss).trace(state, BATCH))
     account = memory(program, state.setup, BATCH, None)
     assert account.host_bytes == plain[0].table.totals.optimizer_bytes - 4
@@ -368,9 +375,9 @@ def test_the_recipe_s_optimizer_takes_both():
     ("make", "says"),
     [
         (lambda: mp.AdamW(moments="int3"), "moments.*int3.*bfloat16"),
-        (lambda: mp.moments_in(optax.adam(1e-3), "bfloat"), "bfloat.*`bfloat16`"),
-        (lambda: mp.moments_in(optax.adam, "bfloat16"), "it has no init and update"),
-        (lambda: mp.offloaded(3e-4), "take 0.0003 as the optimizer"),
+        (lambda: mp.optim.low_precision_moments(optax.adam(1e-3), "bfloat"), "bfloat.*`bfloat16`"),
+        (lambda: mp.optim.low_precision_moments(optax.adam, "bfloat16"), "it has no init and update"),
+        (lambda: mp.optim.offload_state(3e-4), "take 0.0003 as the optimizer"),
     ],
 )
 def test_what_does_not_go_is_told(make, says):
@@ -389,11 +396,11 @@ def test_offloaded_the_gpu_holds_less_by_its_bytes(pod):
     )
     batch = {name: jax.ShapeDtypeStruct((64, 1024), np.int32) for name in BATCH}
     found = {}
-    for name, tx in {"plain": optax.adam(1e-3), "offloaded": mp.offloaded(optax.adam(1e-3))}.items():
+    for name, tx in {"plain": optax.adam(1e-3), "offloaded": mp.optim.offload_state(optax.adam(1e-3))}.items():
         state = mp.abstract_state(cfg.build(), tx, mesh=FSDP.abstract(), strategy=mp.fsdp())
         step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
         found[name] = mp.explain(step, state, batch, "h100:1x8", pod=pod, advise=False).memory
-    plain, offloaded = found["plain"], found["offloaded"]
-    moved = plain.optimizer_bytes - offloaded.optimizer_bytes
-    assert offloaded.host_bytes == moved
-    assert plain.peak_bytes - offloaded.peak_bytes == pytest.approx(moved, rel=0.05)
+    plain, offload_state = found["plain"], found["offloaded"]
+    moved = plain.optimizer_bytes - offload_state.optimizer_bytes
+    assert offload_state.host_bytes == moved
+    assert plain.peak_bytes - offload_state.peak_bytes == pytest.approx(moved, rel=0.05)

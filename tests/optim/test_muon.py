@@ -31,7 +31,7 @@ CASES = {
     "hsdp": (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(), {}),
     "hsdp|tensor": (mp.MeshSpec(data=2, fsdp=2, tensor=2), mp.hsdp() | mp.tensor_parallel(), {}),
     "fsdp|tensor+sequence": (FSDP_TENSOR[0], mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
-    "fsdp|tensor|accumulate once": (*FSDP_TENSOR, {"accumulate": 2, "accumulate_mode": "once"}),
+    "fsdp|tensor|accumulate once": (*FSDP_TENSOR, {"accumulate": 2, "reduce_gradients": "once"}),
     "stages": (
         mp.MeshSpec(stage=2, fsdp=2, tensor=2),
         mp.fsdp() | mp.tensor_parallel() | mp.pipeline_parallel(stages=2, microbatches=4, schedule="1f1b"),

@@ -94,8 +94,8 @@ def test_what_inputs_rules_do_not_fit_is_an_error():
         (INPUTS | mp.Rules(inputs={"graph/globals": "batch"}), {}, "inputs rule `graph/globals`.*none of the batch's"),
         (mp.Rules(inputs={"graph/.*": "batch", "table": "batch"}), {}, "`table` of shape .5, 8. dim 0.*5 rows are not"),
         (INPUTS, {"accumulate": 4}, "`graph/n_node`|.*16 rows are not a positive multiple of 32"),
-        (INPUTS, {"accumulate": 2, "accumulate_mode": "once"}, "inputs rules with replicated.*accumulate_mode='each'|"
-         'accumulate_mode="each"'),
+        (INPUTS, {"accumulate": 2, "reduce_gradients": "once"}, "inputs rules with replicated.*reduce_gradients='each_microbatch'|"
+         'reduce_gradients="each_microbatch"'),
         (mp.Rules(inputs={".*": mp.replicated}), {}, "inputs rules say that every leaf is whole"),
     ):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):

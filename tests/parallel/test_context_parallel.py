@@ -44,7 +44,7 @@ def on_one_device(framework, dtype):
 
 
 KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None)
-ONCE = {"accumulate": 2, "accumulate_mode": "once"}
+ONCE = {"accumulate": 2, "reduce_gradients": "once"}
 CP, TP, TP_SEQ = mp.context_parallel(), mp.tensor_parallel(), mp.tensor_parallel(sequence=True)
 HEADS = mp.context_parallel(kind="all-to-all")
 OTHER_WAY_ROUND = mp.Rules(seq=("tensor", "context"), norm_seq=("tensor", "context"))
@@ -99,7 +99,7 @@ def test_once_with_a_vocabulary_that_is_split_too_is_an_error_where_the_compiler
         found = run("nnx", "float32", spec, strategy, **ONCE)
         np.testing.assert_allclose(found.losses, on_one_device("nnx", "float32").losses, rtol=1e-5)
         return
-    with pytest.raises(mp.MeshparError, match="accumulate_mode='each'"):
+    with pytest.raises(mp.MeshparError, match="reduce_gradients='each_microbatch'"):
         run("nnx", "float32", spec, strategy, **ONCE)
     found = run("nnx", "float32", spec, strategy | mp.Rules(vocab=None, act_vocab=None), **ONCE)
     np.testing.assert_allclose(found.losses, on_one_device("nnx", "float32").losses, rtol=1e-5)
@@ -183,16 +183,16 @@ def test_a_policy_that_keeps_matmuls_keeps_no_scores():
 @pytest.mark.parametrize("strategy", [CP | TP_SEQ, TP_SEQ | CP, mp.Rules(seq="context") | TP_SEQ], ids=str)
 def test_the_residual_stream_is_split_over_both_axes_in_either_order(strategy):
     x = jax.ShapeDtypeStruct((8, 16, 4), np.float32)
-    with mp.use(mp.MeshSpec(context=2, tensor=2).abstract(), strategy):
+    with mp.use_rules(mp.MeshSpec(context=2, tensor=2).abstract(), strategy):
         assert spec_of(x, None, "norm_seq", None)[1] == ("context", "tensor")
         assert spec_of(x, None, "seq", None)[1] == "context"
 
 
 def test_a_rule_of_the_users_for_the_residual_stream_counts():
     x = jax.ShapeDtypeStruct((8, 16, 4), np.float32)
-    with mp.use(mp.MeshSpec(context=2, tensor=2).abstract(), CP | mp.Rules(norm_seq=None)):
+    with mp.use_rules(mp.MeshSpec(context=2, tensor=2).abstract(), CP | mp.Rules(norm_seq=None)):
         assert spec_of(x, None, "norm_seq", None)[1] is None
-    with mp.use(mp.MeshSpec(context=2, tensor=2).abstract(), CP):
+    with mp.use_rules(mp.MeshSpec(context=2, tensor=2).abstract(), CP):
         assert spec_of(x, None, "norm_seq", None)[1] == "context"
 
 
@@ -241,13 +241,13 @@ def bound(request):
 
     def call(f, *args):
         def run(state, *args):
-            with mp.use(mesh, strategy):
+            with mp.use_rules(mesh, strategy):
                 return f(state.bound(), *args)
 
         whole = mp.init_state(config().build(), optax.sgd(0.1), mesh=mesh_of(mp.MeshSpec()), strategy=mp.ddp(), key=0)
 
         def on_one(state, *args):
-            with mp.use(mesh_of(mp.MeshSpec()), mp.ddp()):
+            with mp.use_rules(mesh_of(mp.MeshSpec()), mp.ddp()):
                 return f(state.bound(), *args)
 
         return jax.jit(run)(state, *args), jax.jit(on_one)(whole, *args)
@@ -276,11 +276,11 @@ def test_decoding_with_a_cache_does_not_split_the_sequence(bound):
 def test_axes_of_one_rank_split_nothing():
     x = jnp.zeros((2, 8), jnp.int32)
     assert context.sequence_axes(x) == ()
-    with mp.use(mp.MeshSpec(context=1, fsdp=2).abstract(), mp.fsdp() | CP):
+    with mp.use_rules(mp.MeshSpec(context=1, fsdp=2).abstract(), mp.fsdp() | CP):
         assert context.sequence_axes(x) == ()
-    with mp.use(mp.MeshSpec(context=2).abstract(), CP):
+    with mp.use_rules(mp.MeshSpec(context=2).abstract(), CP):
         assert context.sequence_axes(x) == ("context",)
-    with mp.use(mp.MeshSpec(context=2).abstract(), HEADS):
+    with mp.use_rules(mp.MeshSpec(context=2).abstract(), HEADS):
         assert context.sequence_axes(x) == ()
         assert context.sequence_axes(x, "seq") == ("context",)
 
@@ -290,7 +290,7 @@ def test_tokens_positions_and_segments_enter_in_one_order(given):
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3], [4, 4, 5, 5, 5, 5, 5, 5]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]], np.int32)
-    with mp.use(mesh_of(mp.MeshSpec(context=2)), mp.ddp() | CP):
+    with mp.use_rules(mesh_of(mp.MeshSpec(context=2)), mp.ddp() | CP):
         found = jax.jit(context.entered)(tokens, 10 + positions if given == "positions" else None, segments)
     order = [0, 1, 6, 7, 2, 3, 4, 5]  # of two ranks: the first and the last quarter, then the two in between
     expected = tokens, positions + 10 * (given == "positions"), segments

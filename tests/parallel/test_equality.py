@@ -38,7 +38,7 @@ CASES = {
     "fsdp|tensor|accumulate once": (
         mp.MeshSpec(fsdp=4, tensor=2),
         mp.fsdp() | mp.tensor_parallel(),
-        {"accumulate": 2, "accumulate_mode": "once"},
+        {"accumulate": 2, "reduce_gradients": "once"},
     ),
     "zero2|accumulate": (mp.MeshSpec(fsdp=8), mp.zero2(), {"accumulate": 2}),
     # Keys have two heads, for four ranks.

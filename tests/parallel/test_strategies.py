@@ -134,10 +134,10 @@ def test_context_parallel_is_about_activations_only():
     q = jax.ShapeDtypeStruct((4, 8, 16, 2), np.float32)
     around, inside = (None, "seq", "act_heads", None), (None, "attn_seq", "attn_heads", None)
     by_key_heads = (*inside[:2], "attn_kv_heads", None)
-    with mp.use(mp.MeshSpec(context=2, tensor=4).abstract(), ring | mp.tensor_parallel()):
+    with mp.use_rules(mp.MeshSpec(context=2, tensor=4).abstract(), ring | mp.tensor_parallel()):
         assert spec_of(q, *around) == spec_of(q, *inside) == P(None, "context", "tensor", None)
     for strategy in (heads | mp.tensor_parallel(), mp.tensor_parallel() | heads):
-        with mp.use(mp.MeshSpec(context=2, tensor=4).abstract(), strategy):
+        with mp.use_rules(mp.MeshSpec(context=2, tensor=4).abstract(), strategy):
             assert spec_of(q, *around) == P(None, "context", "tensor", None)
             assert spec_of(q, *inside) == spec_of(q, *by_key_heads) == P(None, None, ("tensor", "context"), None)
             few = jax.ShapeDtypeStruct((4, 8, 4, 2), np.float32)
@@ -349,8 +349,8 @@ def test_a_leaf_as_big_as_the_threshold_is_not_replicated_by_accident(big_leaf_b
     else:
         with pytest.raises(mp.MeshparError, match="replicated on every device, and nothing says that is meant"):
             mp.shardings(model, mesh, strategy)
-    meant = mp.shardings(model, mesh, strategy | mp.Rules(paths={"w": mp.replicated}))
-    assert meant["w"].meant
+    replicated_on_purpose = mp.shardings(model, mesh, strategy | mp.Rules(paths={"w": mp.replicated}))
+    assert replicated_on_purpose["w"].replicated_on_purpose
 
 
 @pytest.mark.parametrize("part", ["params", "grads", "optimizer"])

@@ -19,7 +19,7 @@ import meshpar as mp
 from meshpar.hardware.compile_options import IN_PLACE
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
 from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.pipeline.traffic import gathers_in_cells
@@ -494,7 +494,7 @@ def test_a_cell_gathers_the_weights_of_a_part_once(run):
     schedule = Schedule.from_table(cells, name="pairs")
     one = run(Case(schedule=schedule, m=2, fsdp=2, gather="microbatch"))
     same(one)
-    found = census(hlo.parse(one.compiled.as_text()), one.case.mesh, Cells(schedule))
+    found = census(hlo.parse(one.compiled.as_text()), one.case.mesh, ScheduleCounts(schedule))
     gathers = [c.count_by_stage for c in found if c.kind == "all-gather" and c.in_loop]
     assert np.sum(gathers, 0).tolist() == [8, 6]
     assert gathers_in_cells(schedule, (True, True, False)).tolist() == [4, 3]

@@ -309,7 +309,7 @@ def test_integers_have_no_gradient():
     """The first stage begins with tokens: all of its backward pass is W."""
     table, tokens = normal(10, 4), jnp.array([1, 3, 3])
     fn = lambda table, tokens: jnp.tanh(layers.embed(table, tokens[None]))[0]  # noqa: E731
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
         split = split_vjp(fn, table, tokens)
         y, dtable, dtokens, _ = run(split, table, tokens)
         assert_same((y, dtable, dtokens), plain(fn, table, tokens), rtol=1e-6)
@@ -420,7 +420,7 @@ def transformer_layers(remat: str | None):
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("remat", [None, "full"])
 def test_a_transformer_layer(remat, compute):
-    with mp.use(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()), numerics(Precision(compute=compute), None):
+    with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()), numerics(Precision(compute=compute), None):
         stage, params, h = transformer_layers(remat)
         split = split_vjp(stage, params, h)
         y, dparams, dx, (shared, stash, backlog) = compiled(functools.partial(run, split), params, h)

@@ -30,7 +30,7 @@ from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
 from meshpar.optim.muon import exchange, matrices
 from meshpar.parallel.candidates import _strategy, kinds
-from meshpar.parallel.expected.step_spec import Promised
+from meshpar.parallel.expected.step_spec import ExpectedCollective
 from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.advice import advice
@@ -336,7 +336,7 @@ def test_node_first_rows_go_once_to_each_node_and_choice_by_choice_inside():
         placed = search.placer.place(dict(layout.mesh), pair)
         (part,) = (one for one in pair.parts if one.name == "expert_parallel")
         for remat in (None, "full"):
-            told = part.kernels(placed.facts(dataclasses.replace(layout, remat=remat)))
+            told = part.kernels(placed.step_spec(dataclasses.replace(layout, remat=remat)))
             sent[name, remat] = [(one.axes, one.elements, one.count[0] // layers) for one in told]
         tried = {one for sizes in search.meshes() for one in search.strategies(sizes)}
         pairs = {one for one in tried if "('data', 'expert')" in str(one)}
@@ -454,9 +454,9 @@ def test_tensor_ranks_share_the_weights_of_an_expert():
     placed = Placer(workload(MOE, 16, 64)).place(
         dict(mp.MeshSpec(fsdp=2, expert=2, tensor=2)), mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
     )
-    facts = placed.facts(Layout(mesh=mp.MeshSpec(fsdp=2, expert=2, tensor=2), strategy=placed.strategy))
+    step_spec = placed.step_spec(Layout(mesh=mp.MeshSpec(fsdp=2, expert=2, tensor=2), strategy=placed.strategy))
     layers, width, inner = CONFIG.num_layers, CONFIG.embed_dim, CONFIG.mlp_dim
-    assert {of_expert(facts, one, 4) for one in experts(placed)} == {layers * width * inner / 2}
+    assert {of_expert(step_spec, one, 4) for one in experts(placed)} == {layers * width * inner / 2}
 
 
 # ---- The search ------------------------------------------------------------------------------------------------------
@@ -525,7 +525,7 @@ def test_slices_of_layers_hide_nothing_of_what_stands_outside_of_them():
     search = Search(workload(dataclasses.replace(CONFIG, vocab_size=65_536), 64, 64), parse_cluster("h100:1x8"))
     layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(prefetch=1))
     placed = search.placer.place(dict(layout.mesh), layout.strategy)
-    assert placed.facts(layout).exchanges_rows
+    assert placed.step_spec(layout).exchanges_rows
     whole, sliced = (
         search.estimate(dataclasses.replace(layout, interleave=slices)).time.exposed_s for slices in (1, 2)
     )
@@ -623,12 +623,12 @@ def test_as_many_heads_of_a_group_as_groups_are_not_split_twice():
 @pytest.fixture
 def forgotten():
     """Parts are found by being defined: those of a test are forgotten with it, that no other test's search has them."""
-    known = {*kinds(splits_state=True), *kinds(splits_state=False)}
+    known = {*kinds(shards_state=True), *kinds(shards_state=False)}
     yield
     for cached in (look, _strategy):
         cached.cache_clear()
     gc.collect()
-    assert {*kinds(splits_state=True), *kinds(splits_state=False)} == known
+    assert {*kinds(shards_state=True), *kinds(shards_state=False)} == known
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -644,9 +644,9 @@ def test_a_part_takes_part_by_its_answers(small):
         axes = ("rows",)
         sent: ClassVar[int] = 0
 
-        def promise(self, facts):
+        def promise(self, step_spec):
             if self.sent:
-                yield Promised(
+                yield ExpectedCollective(
                     role="rows", kind="sum", axes=("rows",), elements=self.sent, dtype="f32", count=(1, 1),
                     tensors=("rows",),
                 )  # fmt: skip

@@ -210,7 +210,7 @@ def test_a_model_of_functions_without_names_is_told():
     with pytest.warns(UserWarning, match=r"1 parameters .`up`, .* split over `fsdp`.*mp.constrain"):
         mp.train_step(_loss).trace(_abstract(mp.from_functions(init, free)), X)
     mp.train_step(_loss).trace(_abstract(mp.from_functions(init, held)), X)
-    once = mp.train_step(_loss, accumulate=2, accumulate_mode="once")
+    once = mp.train_step(_loss, accumulate=2, reduce_gradients="once")
     once.trace(_abstract(mp.from_functions(init, free)), X)
     mp.train_step(_loss).trace(_abstract(mp.from_functions(init, free), mp.ddp(), mp.MeshSpec(data=-1).build()), X)
 
@@ -257,7 +257,7 @@ def test_logical_constraints_of_flax_are_honoured(names, rules, spec):
     ("kind", "accumulate"), cases(("nnx", 1), grid=[("nnx", 1), ("nnx", 2), ("linen", 1), ("linen", 2)])
 )
 def test_modules_that_rules_name_compute_in_a_wider_dtype(kind, accumulate):
-    options = {"accumulate": accumulate, "accumulate_mode": "once"} if accumulate > 1 else {}
+    options = {"accumulate": accumulate, "reduce_gradients": "once"} if accumulate > 1 else {}
     rules = mp.Rules(precision={r"block\d/up": "float32"})
     assert mp.Rules.from_json(rules.to_json()) == rules == eval(repr(rules), {"Rules": mp.Rules})
     state = _abstract(MODELS[kind](), FSDP | rules)
@@ -447,7 +447,7 @@ def test_modules_in_layers_of_a_decoder_are_made_again(linen, layout):
     )
     ids = jax.ShapeDtypeStruct((ROWS, 8), np.int32)
     model = mp.from_linen(mp.models.LinenTransformer(cfg), ids) if linen else cfg.build()
-    options = {"accumulate": 2, "accumulate_mode": "once"} if layout == "once" else {}
+    options = {"accumulate": 2, "reduce_gradients": "once"} if layout == "once" else {}
     mesh, strategy = mp.MeshSpec(fsdp=8), FSDP
     batch = {name: np.arange(ROWS * 8, dtype=np.int32).reshape(ROWS, 8) % 32 for name in ("inputs", "targets")}
     found = []
@@ -489,20 +489,20 @@ def test_layers_of_a_decoder_compute_in_a_wider_dtype(linen):
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_bare_specs_in_a_model_find_the_mesh(kind):
-    def lay(x):
+    def with_layout(x):
         return jax.lax.with_sharding_constraint(x, P("fsdp", None, None))
 
     class LinenBare(nn.Module):
         @nn.compact
         def __call__(self, x):
-            return lay(nn.Dense(WIDTH)(lay(x)))
+            return with_layout(nn.Dense(WIDTH)(with_layout(x)))
 
     class NnxBare(nnx.Module):
         def __init__(self, rngs):
             self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
         def __call__(self, x):
-            return lay(self.dense(lay(x)))
+            return with_layout(self.dense(with_layout(x)))
 
     model = mp.from_linen(LinenBare(), X) if kind == "linen" else mp.from_nnx(NnxBare)
     state = _state(model)

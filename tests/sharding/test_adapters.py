@@ -593,7 +593,7 @@ def test_typed_keys_in_the_state_of_a_model_train_and_are_restored(kind, impl, m
     tx, x = optax.sgd(0.1), np.ones((16, 4), np.float32)
     arguments = {"mesh": mesh, "strategy": mp.ddp()}
     state = mp.init_state(model, tx, key=0, **arguments)
-    step = mp.train_step(_square, accumulate=2, accumulate_mode="once")
+    step = mp.train_step(_square, accumulate=2, reduce_gradients="once")
     (words,) = [np.asarray(leaf) for leaf in jax.tree.leaves(state.extra) if leaf.dtype == np.uint32]
     np.testing.assert_array_equal(words, jax.random.key_data(jax.random.key(3, impl=impl)))
     state, first = step(state, x)

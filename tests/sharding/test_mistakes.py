@@ -212,12 +212,12 @@ KINDS: dict[str, Callable[[], Any]] = {
     "an activation with too few names": lambda: constrained((8, 4, 2), "batch", "seq"),
     "an activation with a mistyped name": lambda: constrained((8, 4), "batch", "act_mpl"),
     "an activation that does not divide": lambda: constrained((8, 5), "batch", "act_mlp"),
-    "use without a strategy": lambda: mp.use(MESH, None).__enter__(),
+    "use without a strategy": lambda: mp.use_rules(MESH, None).__enter__(),
 }
 
 
 def constrained(shape, *names):
-    with mp.use(MESH, TP):
+    with mp.use_rules(MESH, TP):
         return jax.eval_shape(lambda x: mp.constrain(x, *names), jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
@@ -252,7 +252,7 @@ def stepped(batch, **options):
 STEPS: dict[str, Callable[[], Any]] = {
     "no micro-steps": steps(accumulate=0),
     "a micro-step that is True": steps(accumulate=True),
-    "an unknown way to accumulate": steps(accumulate=2, accumulate_mode="all"),
+    "an unknown way to accumulate": steps(accumulate=2, reduce_gradients="all"),
     "an unknown answer to NaN": steps(nonfinite="crash"),
     "an unknown remat policy": steps(remat="ful"),
     "a dtype by its short name": lambda: mp.Precision(compute="bf16"),

@@ -73,10 +73,10 @@ def test_a_decision_says_which_rules_made_it():
         (mp.first(["fsdp", "tensor"], None), 8, ("fsdp", "tensor"), False),
     ],
 )
-def test_first_takes_the_first_that_fits(rule, size, expected, meant):
+def test_first_takes_the_first_that_fits(rule, size, expected, replicated_on_purpose):
     decision = resolve(leaf(size, names=("kv_heads",)), mp.Rules(kv_heads=rule), MESH)
     assert decision.spec == P(expected)
-    assert decision.meant == meant
+    assert decision.replicated_on_purpose == replicated_on_purpose
 
 
 def test_first_leaves_axes_to_dims_without_a_choice():
@@ -147,8 +147,8 @@ def test_names_for_the_first_dims_leave_the_others_their_own():
 
 
 def test_replicated_is_meant_and_none_is_not():
-    for value, meant in ((mp.replicated, True), ((None, None), False)):
-        assert resolve(leaf(8, 16), mp.Rules(paths={".*": value}), MESH).meant == meant
+    for value, replicated_on_purpose in ((mp.replicated, True), ((None, None), False)):
+        assert resolve(leaf(8, 16), mp.Rules(paths={".*": value}), MESH).replicated_on_purpose == replicated_on_purpose
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_unnamed_leaves_are_split_on_their_largest_dim(shape, expected):
 def test_what_no_dim_of_divides_stays_whole_and_is_not_meant(shape):
     decision = resolve(leaf(*shape), largest("fsdp"), MESH)
     assert decision.spec == P(*[None] * len(shape))
-    assert (decision.shards, decision.meant) == (1, False)
+    assert (decision.shards, decision.replicated_on_purpose) == (1, False)
     assert decision.rule == "zero: no dim divides by 4"
 
 
@@ -291,7 +291,7 @@ def test_constrain_lays_an_activation_out(mesh):
     def f(x):
         return mp.constrain(x * 2, "batch", "norm_seq", "act_mlp")
 
-    with mp.use(mesh, mp.fsdp() | mp.tensor_parallel()):
+    with mp.use_rules(mesh, mp.fsdp() | mp.tensor_parallel()):
         y = f(jnp.ones((8, 3, 4)))
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "fsdp"), None, "tensor")), 3)
     assert {s.data.shape for s in y.addressable_shards} == {(2, 3, 2)}
@@ -306,7 +306,7 @@ def test_a_function_jitted_before_follows_the_mesh_and_rules_in_force(mesh):
     x = jnp.ones((8, 8))
     seen = []
     for strategy in (mp.fsdp(), mp.fsdp() | mp.tensor_parallel(), mp.Rules(batch=None, act_mlp="fsdp")):
-        with mp.use(mesh, strategy):
+        with mp.use_rules(mesh, strategy):
             seen.append(f(x).sharding.shard_shape((8, 8)))
     assert seen == [(2, 8), (2, 4), (8, 4)]
 
@@ -314,9 +314,9 @@ def test_a_function_jitted_before_follows_the_mesh_and_rules_in_force(mesh):
 def test_use_nests_and_ends(mesh):
     assert ambient() is None
     outer, inner = mp.fsdp(), mp.Rules(batch="data")
-    with mp.use(mesh, outer) as here:
+    with mp.use_rules(mesh, outer) as here:
         assert here.rules == outer.activations
-        with mp.use(mesh, inner):
+        with mp.use_rules(mesh, inner):
             assert ambient().rules == inner
         assert ambient() == here
     assert ambient() is None
@@ -326,7 +326,7 @@ def test_inside_a_shard_map_its_axes_are_left_out(mesh):
     def body(x):  # a device's own rows: [4, 4] of [8, 4]
         return mp.constrain(x + 1, "batch", "act_mlp")
 
-    with mp.use(mesh, mp.fsdp() | mp.tensor_parallel()):
+    with mp.use_rules(mesh, mp.fsdp() | mp.tensor_parallel()):
         f = jax.shard_map(body, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
         y = jax.jit(f)(jnp.zeros((8, 4)))
         np.testing.assert_array_equal(y, 1)
@@ -337,7 +337,7 @@ def test_inside_a_shard_map_its_axes_are_left_out(mesh):
 
 def test_on_one_device_names_are_still_checked():
     one = mp.MeshSpec().build(jax.devices()[:1])
-    with mp.use(one, mp.tensor_parallel()):
+    with mp.use_rules(one, mp.tensor_parallel()):
         x = jnp.ones((3, 5))
         assert mp.constrain(x, "batch", "act_mlp") is x
         with pytest.raises(mp.MeshparError, match="no rule knows the logical name `act_mpl`"):

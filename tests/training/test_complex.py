@@ -81,7 +81,7 @@ RUNS = {
     "one device": (ONE, mp.ddp(), {}),
     "fsdp": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"precision": mp.Precision(reduce="bfloat16")}),
     "accumulated": (mp.MeshSpec(fsdp=4), mp.zero1(min_bytes=0), {"accumulate": 2}),
-    "once": (mp.MeshSpec(data=4), mp.ddp(), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(data=4), mp.ddp(), {"accumulate": 2, "reduce_gradients": "once"}),
     "prefetch": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0, prefetch=1), {}),
     "slices": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"interleave": 2}),
     "1f1b": (mp.MeshSpec(stage=2, data=2), mp.pipeline_parallel(**STAGES) | mp.ddp(), {}),

@@ -61,7 +61,7 @@ GRID = [
     ("nnx", "fsdp=4,context=2", mp.fsdp() | mp.context_parallel(), {"accumulate": 1}),
     ("nnx", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 3, "remat": "full"}),
     ("linen", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 2, "accumulate": 2}),
-    ("nnx", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(), {"accumulate": 2, "accumulate_mode": "once"}),
+    ("nnx", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(), {"accumulate": 2, "reduce_gradients": "once"}),
     ("nnx", "data=2,fsdp=4", mp.zero3(axis=("data", "fsdp"), quantize=EXACT), {"layers": 2}),
     ("nnx", "fsdp=8", mp.fsdp(prefetch=1), {"layers": 2, "interleave": 2, "remat": "full"}),
     ("linen", "fsdp=4,tensor=2", mp.fsdp() | mp.tensor_parallel(sequence=True), {"layers": 2, "interleave": 2}),
@@ -74,7 +74,7 @@ EXPERTS = [
      {"moe": MOE, "layers": 2}),
     ("linen", "fsdp=4,expert=2", mp.fsdp() | mp.expert_parallel(), {"moe": MOE, "layers": 2, "accumulate": 2}),
     ("nnx", "fsdp=2,expert=2,tensor=2", mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(),
-     {"moe": MOE, "accumulate": 2, "accumulate_mode": "once"}),
+     {"moe": MOE, "accumulate": 2, "reduce_gradients": "once"}),
 ]  # fmt: skip
 STAGES = [
     ("nnx", "stage=2,fsdp=2,expert=2", mp.fsdp() | mp.expert_parallel() | staged("1f1b"), {"layers": 2, "moe": MOE}),
@@ -119,7 +119,7 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
     # The chain rule from the gradient of the merged model, on one device: dA = s dW Bᵀ, dB = s Aᵀ dW.
     plain = decoder(kind, config)
     alone = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
-    with mp.use(alone.setup.mesh, mp.ddp()):
+    with mp.use_rules(alone.setup.mesh, mp.ddp()):
         of_whole = jax.jit(jax.grad(lambda p: mean_loss(plain.bind(p, alone.extra), BATCH)[0]))(whole)
     gradients = dict(tree_leaves_with_paths(of_whole))
     after, start = dict(tree_leaves_with_paths(state.params)), dict(tree_leaves_with_paths(before))
@@ -261,7 +261,7 @@ def test_what_has_no_adapters_is_an_error():
         (lambda: mp.lora(modules=".*/router")(experts.build()).abstract(), "matrix: routers and tables have none"),
         (lambda: mp.lora(modules=".*router")(decoder("linen", experts)).abstract(), "routers and tables have none"),
     ):
-        with pytest.raises(mp.MeshparError, match=match), mp.use(mesh, mp.fsdp()):
+        with pytest.raises(mp.MeshparError, match=match), mp.use_rules(mesh, mp.fsdp()):
             make()
     alone = mp.lora(rank=2, modules="")(mp.from_linen(linen.Dense(4), np.ones((8, 8), np.float32)))
     assert set(alone.abstract().params) == {"bias", "kernel", "lora_a", "lora_b"}
@@ -329,7 +329,7 @@ def test_adapters_of_experts_count_as_often_as_they_say(kind):
     config, mesh = dataclasses.replace(CONFIG, moe=MOE), mp.MeshSpec().build(jax.devices()[:1])
     model = mp.lora(rank=2, alpha=10, modules=r".*/(shared_)?(gate|up|down)")(decoder(kind, config))
     state = moved(mp.init_state(model, optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0))
-    with mp.use(mesh, mp.ddp()):
+    with mp.use_rules(mesh, mp.ddp()):
         merged = decoder(kind, config).bind(merged_params(state), state.extra)
         found, expected = jax.jit(lambda tokens: (state.bound()(tokens), merged(tokens)))(BATCH["inputs"][:2])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

@@ -100,7 +100,7 @@ def in_one_piece():
 )
 def test_micro_steps_add_up_to_the_whole_batch(spec, strategy, mode, in_one_piece):
     whole, whole_losses = in_one_piece
-    step = mp.train_step(loss_fn, accumulate=2, accumulate_mode=mode)
+    step = mp.train_step(loss_fn, accumulate=2, reduce_gradients=mode)
     split, losses = run(step, make_state(spec, strategy), [make_batch(i) for i in range(3)])
     np.testing.assert_allclose(losses, whole_losses, rtol=1e-5)
     for path, x in tree_leaves_with_paths(split.params):
@@ -114,7 +114,7 @@ def test_each_reduces_inside_the_loop_and_once_after_it():
 
     def in_micro_steps(mode):
         """Gradient reductions by how many loops they stand in; scalars (loss, norm) are not gradients."""
-        step = mp.train_step(loss_fn, accumulate=4, accumulate_mode=mode)
+        step = mp.train_step(loss_fn, accumulate=4, reduce_gradients=mode)
         found = [c for c in collectives(step, state, make_batch(0, rows=32)) if c.payload_bytes > 64]
         return [(c.kind, c.count_per_step) for c in found]
 
@@ -129,7 +129,7 @@ def test_each_reduces_inside_the_loop_and_once_after_it():
 
 def test_reduced_once_every_device_keeps_its_part_of_what_other_axes_split():
     state = make_state(mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel())
-    step = mp.train_step(loss_fn, accumulate=2, accumulate_mode="once")
+    step = mp.train_step(loss_fn, accumulate=2, reduce_gradients="once")
     found = [c for c in collectives(step, state, make_batch(0)) if c.payload_bytes > 64]
     assert not [c for c in found if c.axes == ("tensor",) and not c.in_loop]
 
@@ -157,7 +157,7 @@ def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
         return mp.train_step(weighed, **options)(state, make_batch(0))
 
     wide, expected = trained()
-    state, metrics = trained(accumulate=accumulate, accumulate_mode=mode, precision=mp.Precision(reduce=dtype))
+    state, metrics = trained(accumulate=accumulate, reduce_gradients=mode, precision=mp.Precision(reduce=dtype))
     assert bool(metrics["finite"])
     assert float(metrics["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-5)
     # Each of a few rounded additions is off by at most half a unit in the last place: 2^-11, or 2^-8.
@@ -167,7 +167,7 @@ def test_big_weights_fit_a_narrow_reduction(accumulate, mode, dtype):
 
 
 def test_a_weighed_reduction_is_as_narrow_as_asked():
-    step = mp.train_step(masked_rows, accumulate=2, accumulate_mode="once", precision=mp.Precision(reduce="float16"))
+    step = mp.train_step(masked_rows, accumulate=2, reduce_gradients="once", precision=mp.Precision(reduce="float16"))
     state = make_state(mp.MeshSpec(data=8), mp.ddp())
     text = step.lower(state, make_batch(0)).as_text()
     sums = [line for line in text.splitlines() if "stablehlo.reduce(" in line and "xf16>, tensor<f16>" in line]
@@ -250,7 +250,7 @@ def test_a_modules_own_random_streams_differ_by_row_and_stay_one_state(spec, str
     model = mp.from_nnx(Dropping)
     assert model.random_keys().keys() >= {"dropout/rngs/key", "moving"}
     state = make_state(spec, strategy, tx=optax.sgd(1.0), model=model)
-    step = mp.train_step(linear, accumulate=2, accumulate_mode=mode, loss_is="mean_over_examples")
+    step = mp.train_step(linear, accumulate=2, reduce_gradients=mode, loss_is="mean_over_examples")
     masks, noises = set(), set()
     for _ in range(2):
         before = jax.device_get((state.params, state.extra))
@@ -299,7 +299,7 @@ class LinenNormed(linen.Module):
 
 INPUTS = (np.random.default_rng(0).normal(size=(ROWS, EMBED)) + np.arange(ROWS)[:, None]).astype(np.float32)
 LOCAL_ROWS = {
-    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), {"accumulate": 2, "reduce_gradients": "once"}),
     "quantize": (mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0, quantize="int8"), {}),
     "stages": (mp.MeshSpec(stage=2), mp.pipeline_parallel(stages=2, microbatches=2), {}),
 }
@@ -354,7 +354,7 @@ def masked_stack() -> mp.Model:
 
 BY_ENGINE = {
     "plain": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2}),
-    "once": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2, "accumulate_mode": "once"}),
+    "once": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0), {"accumulate": 2, "reduce_gradients": "once"}),
     "quantize": (mp.MeshSpec(fsdp=4), mp.fsdp(min_bytes=0, quantize="int8"), {"accumulate": 2}),
     "stages": (
         mp.MeshSpec(stage=2, data=2, fsdp=2),
@@ -513,7 +513,7 @@ def test_eval_step_gives_the_loss_and_keeps_the_state():
     assert float(again["loss"]) == float(metrics["loss"])
 
 
-MICRO_STEPS = [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "once"}]
+MICRO_STEPS = [{}, {"accumulate": 2}, {"accumulate": 2, "reduce_gradients": "once"}]
 
 
 @pytest.mark.parametrize("options", cases(MICRO_STEPS[1], grid=MICRO_STEPS), ids=str)

@@ -14,7 +14,7 @@ import dataclasses
 
 from meshpar.hardware.clusters import Cluster
 from meshpar.inspect.hlo.parser import Module
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline.simulator import Timeline, timeline
 from meshpar.sharding.printing import Plain
 
@@ -29,7 +29,7 @@ class Bracket(Plain):
     """Of the rates of kernels, and of every link that is used."""
 
 
-def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: Cells | None = None) -> Bracket:
+def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: ScheduleCounts | None = None) -> Bracket:
     """Return the error bar of a step simulated at the cluster's expected rates."""
     rates = f"{cluster.rates}"
     if cluster.best_rates != cluster.rates:

@@ -13,7 +13,7 @@ from meshpar.collectives import flash
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
 from meshpar.inspect.hlo.walk import branches, executed, runs, trip_count
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.moe.tokamax_kernels import SCOPE
 
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
@@ -87,7 +87,7 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
     )
 
 
-def flops_per_step(module: Module, cells: Cells | None = None) -> int:
+def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
     """FLOPs of the matrix products one device runs in one step; of a conditional's branches the costliest counts.
 
     Args:
@@ -136,7 +136,7 @@ def _costs(module: Module) -> dict[str, int]:
     return cost
 
 
-def custom_calls(module: Module, cells: Cells | None = None, *, seen: bool = False) -> dict[str, int]:
+def custom_calls(module: Module, cells: ScheduleCounts | None = None, *, seen: bool = False) -> dict[str, int]:
     """How often per step the program calls each kernel of a library that `matmuls` cannot see into, by target.
 
     Args:

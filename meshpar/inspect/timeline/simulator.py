@@ -40,7 +40,7 @@ from meshpar.inspect.census import Collective
 from meshpar.inspect.hlo.groups import Groups
 from meshpar.inspect.hlo.parser import Computation, Instruction, Module
 from meshpar.inspect.hlo.walk import branches, runs, trip_count
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.roofline import Roofline
 from meshpar.sharding.types import problem
@@ -189,7 +189,7 @@ def timeline(
     module: Module,
     collectives: Sequence[Collective],
     cluster: Cluster,
-    cells: Cells | None = None,
+    cells: ScheduleCounts | None = None,
     *,
     overlap_limit: int = 1,
     rates: Rates | None = None,
@@ -316,7 +316,7 @@ class _Simulation:
         module: Module,
         collectives: Sequence[Collective],
         cluster: Cluster,
-        cells: Cells | None,
+        cells: ScheduleCounts | None,
         overlap_limit: int,
         rates: Rates,
     ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from meshpar.hardware.clusters import Cluster
 from meshpar.inspect.hlo.parser import Module
 from meshpar.inspect.model_flops import ModelFlops
-from meshpar.inspect.schedule_counts import Cells
+from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.error_bounds import Bracket, bracket
 from meshpar.inspect.timeline.simulator import Timed, Timeline
@@ -118,7 +118,7 @@ def compute(
     model_flops: ModelFlops | None = None,
     timeline: Timeline | None = None,
     reason: str = "",
-    cells: Cells | None = None,
+    cells: ScheduleCounts | None = None,
     cluster: Cluster | None = None,
 ) -> Compute:
     """What a step computes, and how long it takes.

@@ -14,19 +14,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from meshpar.parallel.expected.step_spec import Facts, Promised, has_vocabulary, is_expert
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, has_vocabulary, is_expert
 from meshpar.sharding.types import Decision, spec_axes
 
 SCALES = "scales of 8-bit rows"
 
 
-def promised(facts: Facts) -> Iterator[Promised]:
+def promised(step: StepSpec) -> Iterator[ExpectedCollective]:
     """Of every weight that is multiplied so. Experts' are not: a rank takes the scales of what it has."""
-    for decision in (one.decision for one in facts.weights):
+    for decision in (one.decision for one in step.weights):
         is_multiplied = decision.leaf.layer_ndim > 1 and not (is_expert(decision) or has_vocabulary(decision))
-        if decision.path in facts.by_row and is_multiplied:
-            yield from _of_columns(facts, decision)
-            yield from _of_tokens(facts, decision)
+        if decision.path in step.by_row and is_multiplied:
+            yield from _of_columns(step, decision)
+            yield from _of_tokens(step, decision)
 
 
 def _contracted(decision: Decision) -> tuple[range, range]:
@@ -38,62 +38,62 @@ def _contracted(decision: Decision) -> tuple[range, range]:
     return range(dims.start, at), range(at, dims.stop)
 
 
-def _split(facts: Facts, decision: Decision, dims: Sequence[int]) -> set[str]:
+def _split(step: StepSpec, decision: Decision, dims: Sequence[int]) -> set[str]:
     entries = [decision.spec[dim] for dim in dims if dim < len(decision.spec)]
-    return {axis for entry in entries for axis in spec_axes(entry) if facts.sizes[axis] > 1}
+    return {axis for entry in entries for axis in spec_axes(entry) if step.sizes[axis] > 1}
 
 
-def _of_columns(facts: Facts, decision: Decision) -> Iterator[Promised]:
+def _of_columns(step: StepSpec, decision: Decision) -> Iterator[ExpectedCollective]:
     """In the forward pass, and where that runs again; the backward pass is left the scales."""
     leaf, (contracted, columns) = decision.leaf, _contracted(decision)
-    of_sum, of_columns = _split(facts, decision, contracted), _split(facts, decision, columns)
-    stack, tensor = leaf.num_layers, set(facts.tensor_axes)
-    if facts.is_prefetched or facts.is_once or facts.by_stages or facts.quantize is not None:
+    of_sum, of_columns = _split(step, decision, contracted), _split(step, decision, columns)
+    stack, tensor = leaf.num_layers, set(step.tensor_axes)
+    if step.is_prefetched or step.is_once or step.by_stages or step.quantize is not None:
         of_sum, of_columns = of_sum & tensor, of_columns & tensor  # it is replicated over the others
-    runs, recomputed = stack * facts.accumulate, facts.recomputed(stack)
-    slices = facts.interleave if stack > 1 else 1
+    runs, recomputed = stack * step.accumulate, step.recomputed(stack)
+    slices = step.interleave if stack > 1 else 1
     width = math.prod(leaf.shape[dim] for dim in columns)
     is_sure = stack > 1 and leaf.names is not None  # XLA gathers others first, or as it likes
     for axes, kind, dtype, own, least, most in (
-        (of_sum, "sum", facts.compute_dtype(decision), of_columns, 1, recomputed * slices),
+        (of_sum, "sum", step.compute_dtype(decision), of_columns, 1, recomputed * slices),
         (of_columns - tensor, "gather", "float32", of_columns & tensor, 1, (1 + recomputed) * slices),
     ):
         if axes:
-            yield Promised(
+            yield ExpectedCollective(
                 role=SCALES,
                 kind=kind,  # type: ignore[arg-type]
-                axes=facts.ordered(axes),
-                elements=width // facts.ways(own),
-                dtype=facts.wire(dtype),
+                axes=step.ordered(axes),
+                elements=width // step.num_shards(own),
+                dtype=step.wire(dtype),
                 count=(least * runs if is_sure else 0, most * runs),
                 tensors=(decision.path,),
                 stack=stack,
             )
 
 
-def _of_tokens(facts: Facts, decision: Decision) -> Iterator[Promised]:
+def _of_tokens(step: StepSpec, decision: Decision) -> Iterator[ExpectedCollective]:
     contracted, columns = _contracted(decision)
     stack = decision.leaf.num_layers
-    slices, recomputed = facts.interleave if stack > 1 else 1, facts.recomputed(stack)
-    runs = stack * facts.accumulate * slices
-    for axis in facts.tensor_axes:
-        is_row, is_column = (axis in _split(facts, decision, dims) for dims in (contracted, columns))
-        gathered = axis in facts.sequence_axes
-        compute = facts.wire(facts.compute_dtype(decision))
+    slices, recomputed = step.interleave if stack > 1 else 1, step.recomputed(stack)
+    runs = stack * step.accumulate * slices
+    for axis in step.tensor_axes:
+        is_row, is_column = (axis in _split(step, decision, dims) for dims in (contracted, columns))
+        gathered = axis in step.sequence_axes
+        compute = step.wire(step.compute_dtype(decision))
         for kind, dtype, least, most in (
             ("sum", compute, is_row, is_row * recomputed),
-            ("sum", facts.wire("float32"), is_column, is_column),
-            ("gather", facts.wire("float32"), 0, gathered * (is_row + is_column * (1 + recomputed))),
+            ("sum", step.wire("float32"), is_column, is_column),
+            ("gather", step.wire("float32"), 0, gathered * (is_row + is_column * (1 + recomputed))),
         ):
             if most:
-                yield Promised(
+                yield ExpectedCollective(
                     role=SCALES,
                     kind=kind,  # type: ignore[arg-type]
                     axes=(axis,),
                     scattered=(axis,) if kind == "sum" and gathered else (),
                     whole=gathered,
-                    elements=max(1, facts.rows // slices) if facts.tokens is None else facts.tokens // slices,
-                    multiple=facts.tokens is None,
+                    elements=max(1, step.rows // slices) if step.tokens is None else step.tokens // slices,
+                    multiple=step.tokens is None,
                     dtype=dtype,
                     count=(least * runs, most * runs),
                     tensors=(decision.path,),

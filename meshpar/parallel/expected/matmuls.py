@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from meshpar.parallel.expected.step_spec import Facts, Promised, has_vocabulary, is_expert, parent
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, has_vocabulary, is_expert, parent
 from meshpar.sharding.types import BESIDE, PAIR, Decision, axes_of_spec, spec_axes
 
 VOCABULARY = "loss over a split vocabulary"
@@ -42,7 +42,7 @@ class _SplitWeights:
         self.narrow = self.narrow if self.of_narrow else []
 
 
-def contracted(facts: Facts) -> Iterator[Promised]:
+def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
     """What matmuls send whose weights are split over an axis that splits activations too.
 
         a weight contracted over a split dim    all-reduce of its result, forward       (row-parallel, Megatron's g)
@@ -55,14 +55,14 @@ def contracted(facts: Facts) -> Iterator[Promised]:
     split makes a narrow vector, out of which those that are make their heads (latent attention), it is the narrow
     vector that is gathered, and its gradient that is summed.
     """
-    leaves = [one.decision for one in facts.weights]
+    leaves = [one.decision for one in step.weights]
     blocks: dict[tuple[str, str, int, bool], _SplitWeights] = {}
     for decision in leaves:
-        for axis in facts.tensor_axes:
+        for axis in step.tensor_axes:
             if decision.path.rpartition("/")[2] in PAIR:
                 if is_expert(decision):  # which are in the layer's own sums
                     continue
-                yield from _of_pair(facts, decision, axis)
+                yield from _of_pair(step, decision, axis)
                 continue
             side = _side(decision, axis)
             if side is not None:
@@ -71,17 +71,17 @@ def contracted(facts: Facts) -> Iterator[Promised]:
                 (block.rows if side == "row" else block.columns).append(decision)
     for (where, *_), block in blocks.items():
         block.part(leaves, where)
-        yield from _of_block(facts, block)
-        yield from _of_narrow(facts, block)
+        yield from _of_block(step, block)
+        yield from _of_narrow(step, block)
     split = {axis for (_, axis, *_), block in blocks.items() if any(map(has_vocabulary, block.rows + block.columns))}
-    for axis in facts.ordered(split) if facts.tokens is not None else ():
-        yield Promised(
+    for axis in step.ordered(split) if step.tokens is not None else ():
+        yield ExpectedCollective(
             role=VOCABULARY,
             kind="sum",
             axes=(axis,),
-            elements=facts.tokens or 0,
+            elements=step.tokens or 0,
             dtype="f32",
-            count=(0, 3 * facts.accumulate),
+            count=(0, 3 * step.accumulate),
             tensors=("max, sum and target logit of each token",),
             forward=True,
         )
@@ -102,100 +102,100 @@ def _side(decision: Decision, axis: str) -> str | None:
     return None if at == embed else "row" if at < embed else "column"
 
 
-def _of_block(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
+def _of_block(step: StepSpec, block: _SplitWeights) -> Iterator[ExpectedCollective]:
     some = (block.rows or block.columns)[0]
-    stack, by_sequence = some.leaf.num_layers, block.axis in facts.sequence_axes
+    stack, by_sequence = some.leaf.num_layers, block.axis in step.sequence_axes
     num_rows, num_lookups = len(block.rows), sum(map(has_vocabulary, block.rows))
-    if facts.exchanges_rows:
+    if step.exchanges_rows:
         num_rows, num_lookups = num_rows - num_lookups, 0
-    is_tied = facts.is_tied and any(map(has_vocabulary, block.rows))
+    is_tied = step.is_tied and any(map(has_vocabulary, block.rows))
     inputs = num_rows if num_rows and block.columns else 1 if block.columns or is_tied else 0
-    recomputed = facts.recomputed(stack)
+    recomputed = step.recomputed(stack)
     # XLA:CPU sums every weight's share of the input's gradient over devices by itself; a MoE layer does not.
     columns = [one for one in block.columns if not is_expert(one)]
-    shares = max(1, _num_shares(facts, columns)) if facts.on_cpu else 1
+    shares = max(1, _num_shares(step, columns)) if step.on_cpu else 1
     # Where the order of the sequence changes before the head, XLA sums the gradient whole and slices it after. So do
     # experts, for the sum is taken inside of their layer.
-    is_reordered = bool(facts.context_axes) and any(map(has_vocabulary, block.columns))
-    promise = _promise_of(facts, block.axis, _width(some), stack, some, (*block.rows, *block.columns))
+    is_reordered = bool(step.context_axes) and any(map(has_vocabulary, block.columns))
+    expected_collectives = _promise_of(step, block.axis, _width(some), stack, some, (*block.rows, *block.columns))
     if num_rows > num_lookups:
         least = num_rows - num_lookups
-        yield promise("partial sums, forward", "sum", least, least * recomputed)
+        yield expected_collectives("partial sums, forward", "sum", least, least * recomputed)
     if num_lookups:  # XLA sums the result of a lookup whole, and slices it then
-        yield promise("partial sums, forward", "sum", num_lookups, num_lookups, whole=True)
+        yield expected_collectives("partial sums, forward", "sum", num_lookups, num_lookups, whole=True)
     if inputs:
         # The first block's input may be the batch itself, which needs no gradient.
-        whole = facts.on_cpu or is_reordered or len(columns) < len(block.columns)
+        whole = step.on_cpu or is_reordered or len(columns) < len(block.columns)
         least, most = inputs if stack > 1 else 0, inputs * shares
-        yield promise("partial sums, backward", "sum", least, most, whole="only" if shares > 1 else whole)
+        yield expected_collectives("partial sums, backward", "sum", least, most, whole="only" if shares > 1 else whole)
     if by_sequence and inputs:
-        yield promise("sequence made whole, forward", "gather", inputs, inputs * (1 + recomputed))
+        yield expected_collectives("sequence made whole, forward", "gather", inputs, inputs * (1 + recomputed))
     if by_sequence and num_rows:  # for the gradient of a table, where that is trained
         frozen = sum(has_vocabulary(one) and not one.leaf.is_trained for one in block.rows)
-        yield promise("sequence made whole, backward", "gather", max(0, num_rows - frozen), num_rows)
+        yield expected_collectives("sequence made whole, backward", "gather", max(0, num_rows - frozen), num_rows)
 
 
-def _num_shares(facts: Facts, columns: Sequence[Decision]) -> int:
+def _num_shares(step: StepSpec, columns: Sequence[Decision]) -> int:
     """Products whose gradients of the input are partial sums: of columns, and of low-rank pairs beside them."""
-    paths = {one.decision.path for one in facts.weights}
+    paths = {one.decision.path for one in step.weights}
     beside = [module for one in columns for module in (one.path.rpartition("/")[0], one.path + BESIDE)]
-    pairs = 0 if facts.by_stages or facts.is_by_device else len(paths & {f"{module}/{PAIR[0]}" for module in beside})
+    pairs = 0 if step.by_stages or step.is_by_device else len(paths & {f"{module}/{PAIR[0]}" for module in beside})
     return len(columns) + pairs
 
 
-def _of_narrow(facts: Facts, block: _SplitWeights) -> Iterator[Promised]:
+def _of_narrow(step: StepSpec, block: _SplitWeights) -> Iterator[ExpectedCollective]:
     """What narrow vectors send: gathered where the sequence is split between blocks, and the sum of their gradient."""
     for one in block.narrow:
         stack, width = one.leaf.num_layers, one.leaf.shape[-1]
         takers = [column for column in block.of_narrow if _width(column) == width]
-        shares = _num_shares(facts, takers) if facts.on_cpu else 1
-        promise = _promise_of(facts, block.axis, width, stack, one, (one,))
-        yield promise("partial sums, backward", "sum", 1, max(1, shares), whole=True)
-        if block.axis in facts.sequence_axes:
-            yield promise("sequence made whole, forward", "gather", 1, 1 + facts.recomputed(stack))
+        shares = _num_shares(step, takers) if step.on_cpu else 1
+        expected_collectives = _promise_of(step, block.axis, width, stack, one, (one,))
+        yield expected_collectives("partial sums, backward", "sum", 1, max(1, shares), whole=True)
+        if block.axis in step.sequence_axes:
+            yield expected_collectives("sequence made whole, forward", "gather", 1, 1 + step.recomputed(stack))
 
 
-def _of_pair(facts: Facts, decision: Decision, axis: str) -> Iterator[Promised]:
+def _of_pair(step: StepSpec, decision: Decision, axis: str) -> Iterator[ExpectedCollective]:
     """What the few numbers between a low-rank pair send: partial sums, of them where a split input makes them, and of
     their gradient where they make a split output, unless ranks make them each for itself (`leaves.outputs_of_pair`).
     Both are as narrow as the rank.
     """
     is_inward, stack = decision.path.endswith(PAIR[0]), decision.leaf.num_layers
-    is_by_rank = not is_inward and not (facts.by_stages or facts.is_by_device)
+    is_by_rank = not is_inward and not (step.by_stages or step.is_by_device)
     if axis not in axes_of_spec(decision.spec) or is_by_rank:
         return
     width = decision.leaf.shape[-1] if is_inward else decision.leaf.shape[stack > 1]
-    promise = _promise_of(facts, axis, width, stack, decision, (decision,))
-    role, most = ("forward", facts.recomputed(stack)) if is_inward else ("backward", 1)
-    yield promise(f"partial sums, {role}", "sum", 1, most, whole=True)
-    if is_inward and axis in facts.sequence_axes:
-        yield promise("sequence made whole, backward", "gather", 1, 1)
+    expected_collectives = _promise_of(step, axis, width, stack, decision, (decision,))
+    role, most = ("forward", step.recomputed(stack)) if is_inward else ("backward", 1)
+    yield expected_collectives(f"partial sums, {role}", "sum", 1, most, whole=True)
+    if is_inward and axis in step.sequence_axes:
+        yield expected_collectives("sequence made whole, backward", "gather", 1, 1)
 
 
 def _promise_of(
-    facts: Facts, axis: str, width: int, stack: int, some: Decision, tensors: Sequence[Decision]
-) -> Callable[..., Promised]:
+    step: StepSpec, axis: str, width: int, stack: int, some: Decision, tensors: Sequence[Decision]
+) -> Callable[..., ExpectedCollective]:
     """A function of (role, kind, fewest, most), both a layer and micro-step, for activations of a width."""
-    slices = facts.interleave if stack > 1 else 1
-    runs, by_sequence = stack * facts.accumulate * slices, axis in facts.sequence_axes
+    slices = step.interleave if stack > 1 else 1
+    runs, by_sequence = stack * step.accumulate * slices, axis in step.sequence_axes
 
-    def promise(
+    def expected_collectives(
         role: str, kind: Literal["gather", "sum"], least: int, most: int, *, whole: bool | Literal["only"] = False
-    ) -> Promised:
-        return Promised(
+    ) -> ExpectedCollective:
+        return ExpectedCollective(
             role=role,
             kind=kind,
             axes=(axis,),
             scattered=(axis,) if kind == "sum" and by_sequence else (),
             whole=whole if by_sequence else False,
-            elements=width * (max(1, facts.rows // slices) if facts.tokens is None else facts.tokens // slices),
-            multiple=facts.tokens is None,
-            dtype=facts.wire(facts.compute_dtype(some)),
+            elements=width * (max(1, step.rows // slices) if step.tokens is None else step.tokens // slices),
+            multiple=step.tokens is None,
+            dtype=step.wire(step.compute_dtype(some)),
             count=(least * runs, most * runs),
             tensors=tuple(decision.path for decision in tensors),
         )
 
-    return promise
+    return expected_collectives
 
 
 def _is_narrow(decision: Decision) -> bool:

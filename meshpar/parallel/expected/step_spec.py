@@ -38,7 +38,7 @@ WEIGHTS, GRADIENTS, RENEWED = "weights before use", "gradients", "new parameters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Promised:
+class ExpectedCollective:
     """What will be sent for some arrays of one size, and how often a step."""
 
     role: str
@@ -69,7 +69,7 @@ class Promised:
     """Whether only the forward pass sends it."""
     outside: bool = False
     """Whether it is sent outside of every loop."""
-    stacked: Promised | None = None
+    stacked: ExpectedCollective | None = None
     """For a leaf without names: the promise if its first dim turns out to be layers that a loop runs over."""
 
     @property
@@ -99,7 +99,7 @@ class Weight:
     update: PartitionSpec
 
 
-class Uses(NamedTuple):
+class ParamUsage(NamedTuple):
     """How a model that lays no activations out uses a parameter; see `meshpar.inspect.param_usage`."""
 
     whole: int
@@ -111,7 +111,7 @@ class Uses(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts:
+class StepSpec:
     """What a part has to know of a training step."""
 
     sizes: dict[str, int]
@@ -135,9 +135,9 @@ class Facts:
     """Of one device in one micro-step."""
     tokens: int | None = None
     """Of one device in one micro-step; None when the batch holds no tokens."""
-    uses: Mapping[str, Uses] = dataclasses.field(default_factory=dict)
+    uses: Mapping[str, ParamUsage] = dataclasses.field(default_factory=dict)
     """Of parameters by path, of a model that lays no activations out."""
-    untold_axes: tuple[str, ...] = ()
+    unannotated_axes: tuple[str, ...] = ()
     """Axes that split such parameters and not the batch: nothing says what activations send over them."""
     choices: int = 0
     """Experts that a token visits; told for estimates only."""
@@ -209,7 +209,7 @@ class Facts:
         wanted = set(axes)
         return tuple([axis for axis, size in self.sizes.items() if axis in wanted and size > 1]) if wanted else ()
 
-    def ways(self, axes: Iterable[str]) -> int:
+    def num_shards(self, axes: Iterable[str]) -> int:
         """Ranks along some axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
@@ -221,9 +221,9 @@ class Facts:
 # ---- Leaves ----------------------------------------------------------------------------------------------------------
 
 
-def split_axes(facts: Facts, spec: PartitionSpec) -> tuple[str, ...]:
+def split_axes(step: StepSpec, spec: PartitionSpec) -> tuple[str, ...]:
     """Axes of more than one rank that a spec names, in the mesh's order."""
-    return facts.ordered(axes_of_spec(spec))
+    return step.ordered(axes_of_spec(spec))
 
 
 def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
@@ -261,15 +261,15 @@ def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
     return Weight(dataclasses.replace(decision, leaf=leaf, spec=own), grads, update)
 
 
-def owned_axes(facts: Facts, decision: Decision) -> tuple[str, ...]:
+def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
     """Axes whose ranks own whole experts: their weights are neither gathered nor reduced there.
 
     A router, whose last dim is that of the experts, is no expert's: every rank scores all of them.
     """
     names = decision.leaf.names or ()
-    if "expert" not in names or is_router(decision) or facts.is_by_device:
+    if "expert" not in names or is_router(decision) or step.is_by_device:
         return ()
-    return facts.ordered(
+    return step.ordered(
         axis for entry, name in zip(decision.spec, names, strict=False) if name == "expert" for axis in spec_axes(entry)
     )
 
@@ -295,10 +295,10 @@ def is_looked_up(decision: Decision) -> bool:
     return {"vocab", "embed"} <= set(names) and names.index("vocab") < names.index("embed")
 
 
-def layer_elements(facts: Facts, decision: Decision, whole: Iterable[str]) -> int:
+def layer_elements(step: StepSpec, decision: Decision, whole: Iterable[str]) -> int:
     """Numbers of one layer of a leaf that a rank holds once the axes `whole` no longer split it."""
-    others = set(split_axes(facts, decision.spec)) - set(whole)
-    return decision.leaf.size // decision.leaf.num_layers // facts.ways(others)
+    others = set(split_axes(step, decision.spec)) - set(whole)
+    return decision.leaf.size // decision.leaf.num_layers // step.num_shards(others)
 
 
 def parent(decision: Decision) -> str:
@@ -311,9 +311,9 @@ def size_of(decision: Decision, name: str) -> int:
     return decision.leaf.shape[(decision.leaf.names or ()).index(name)]
 
 
-def merged(found: Iterable[Promised]) -> tuple[Promised, ...]:
+def merged(found: Iterable[ExpectedCollective]) -> tuple[ExpectedCollective, ...]:
     """Promises that differ in their tensors only, as one."""
-    joined: dict[Any, Promised] = {}
+    joined: dict[Any, ExpectedCollective] = {}
     for one in found:
         key = dataclasses.replace(one, tensors=(), count=(0, 0), counts=tuple((axis, 0, 0) for axis, *_ in one.counts))
         if key in joined:

@@ -27,7 +27,7 @@ from meshpar.layers.losses import Loss
 from meshpar.layers.scan import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
 from meshpar.layers.slice_gradients import Own, SliceRows, summed_first
 from meshpar.parallel.expected.step_spec import is_expert, is_router
-from meshpar.sharding.constraints import lay
+from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, spec_of
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
 from meshpar.training.accumulation import Sums
@@ -131,7 +131,7 @@ def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree
             spec = _without(found, without)
             if isinstance(weight, Own):
                 return weight.reduced(spec)
-            laid = lay(weight, NamedSharding(setup.mesh, spec))
+            laid = with_layout(weight, NamedSharding(setup.mesh, spec))
             # An MoE layer gathers its experts in a region by hand, and scatters their gradients there: given whole ones
             # alone, it would reduce gradients whole.
             of_expert = is_expert(found) and not is_router(found)

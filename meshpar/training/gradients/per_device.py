@@ -3,7 +3,7 @@
 The step is manual over the axes that split the batch. Two ways, by what enters:
 
     whole weights                  gradients summed whole on every device, one reduction behind the last micro-step
-                                   (`accumulate_mode="once"`)
+                                   (`reduce_gradients="once"`)
     shards, strategy with quantize weights gathered and gradients scattered in few bits, by hand (`unshard.py`)
 """
 
@@ -35,7 +35,7 @@ from meshpar.training.accumulation import (
     micro_step,
     wide,
 )
-from meshpar.training.gradients.zeropp import Unshard, make_unshard
+from meshpar.training.gradients.zeropp import QuantizedGather, make_unshard
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
@@ -94,7 +94,7 @@ def _reduced_once(loss: Loss, options: StepOptions, state: TrainState, batch: Py
 
 
 def _quantized(
-    loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, unshard: Unshard
+    loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, unshard: QuantizedGather
 ) -> Sums:
     """Weights gathered and gradients scattered in few bits, by hand: `meshpar.training.gradients.zeropp` says how.
 
@@ -160,7 +160,7 @@ def _by_device(
 
 
 def _gathering(
-    setup: Setup, unshard: Unshard, noise: jax.Array, terms: Any, params: PyTree, extra: PyTree, rows: PyTree,
+    setup: Setup, unshard: QuantizedGather, noise: jax.Array, terms: Any, params: PyTree, extra: PyTree, rows: PyTree,
     key: jax.Array,
 ) -> Any:  # fmt: skip
     """Evaluate a loss of whole weights on shards: stacked layers are gathered one by one, everything else before."""
@@ -193,7 +193,7 @@ def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> Mic
     return micro_step
 
 
-def _check_layers_gathered(setup: Setup, unshard: Unshard, context: Numerics, cause: Exception | None) -> None:
+def _check_layers_gathered(setup: Setup, unshard: QuantizedGather, context: Numerics, cause: Exception | None) -> None:
     """A model that computes with a layer's shards fails by their shapes: this is why."""
     if unshard.per_layer and not context.num_scans:
         where = f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}"
@@ -224,7 +224,7 @@ def _local_sums(
     count = options.accumulate
     micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
     keys = here[None] if count == 1 else micro_keys(here, count)
-    where = f"{setup.strategy.label}, train_step(accumulate={count}, accumulate_mode={options.accumulate_mode!r})"
+    where = f"{setup.strategy.label}, train_step(accumulate={count}, reduce_gradients={options.reduce_gradients!r})"
     over = {axis: setup.sizes[axis] for axis in axes}
     loss = loss.over_parts(
         where, lambda terms, args, *of: call(terms, *args, *of), (params, own), micro_batches, keys, axes=over

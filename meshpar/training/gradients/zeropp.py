@@ -58,7 +58,7 @@ class _Leaf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unshard:
+class QuantizedGather:
     """Makes whole weights of shards, and shards of whole gradients, inside a `shard_map` over `batch_axes`."""
 
     quantize: Quantize
@@ -253,7 +253,7 @@ class Unshard:
         return run
 
 
-def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]) -> Unshard | None:
+def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]) -> QuantizedGather | None:
     """For a setup whose strategy quantizes; None where it does not, or where one device holds the whole batch.
 
     Raises:
@@ -272,7 +272,7 @@ def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]
         fix = "give the axis that splits parameters a size above 1, or leave `quantize` out"
         raise problem(f"strategy {setup.strategy.label}", "quantize what is gathered and scattered", exists, fix)
     specs = [PartitionSpec(*(dim or None for dim in leaf.batch)) for leaf in leaves.values()]
-    return Unshard(
+    return QuantizedGather(
         quantize=quantize,
         batch_axes=batch_axes,
         other_axes=tuple(axis for axis, size in sizes.items() if size > 1 and axis not in batch_axes),

@@ -273,8 +273,8 @@ def test_layers_without_weights_are_the_plain_scan():
 
 def test_steps_that_cannot_be():
     spec, _, strategy = both("fsdp")
-    with pytest.raises(MeshparError, match='use accumulate_mode="each"'):
-        traced(CONFIG.build(), strategy, spec, accumulate=2, accumulate_mode="once")
+    with pytest.raises(MeshparError, match='use reduce_gradients="each_microbatch"'):
+        traced(CONFIG.build(), strategy, spec, accumulate=2, reduce_gradients="once")
     with pytest.raises(MeshparError, match="leave out prefetch, or quantize"):
         traced(CONFIG.build(), mp.fsdp(quantize="int8") | strategy, spec)
     staged = strategy | mp.pipeline_parallel(stages=2, microbatches=2)

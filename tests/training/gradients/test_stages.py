@@ -118,7 +118,7 @@ def test_tied_embeddings_and_recomputation(x64):
 CUTS = {
     "whole": (mp.MeshSpec(), mp.ddp(), {}),
     "micro-steps": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4}),
-    "each device by itself": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4, "accumulate_mode": "once"}),
+    "each device by itself": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4, "reduce_gradients": "once"}),
     "stages": (mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp(), {}),
 }
 
@@ -183,7 +183,7 @@ def test_a_metric_is_one_number(strategy, metric):
     ],
 )  # fmt: skip
 def test_layers_are_cut_as_even_as_they_go(num_layers, parts, fewer, counts):
-    pipelined = mp.pipeline_parallel(stages=parts, microbatches=1, fewer_layers=fewer).pipeline
+    pipelined = mp.pipeline_parallel(stages=parts, microbatches=1, stage_layer_offset=fewer).pipeline
     assert pipelined.layers_of_parts(num_layers, parts) == counts
 
 
@@ -287,7 +287,7 @@ def test_a_linen_stack_made_with_param(depth, stages, schedule, x64):
 @pytest.mark.parametrize("fewer", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
 def test_lighter_ends_are_two_whole_numbers(fewer):
     with pytest.raises(mp.MeshparError, match="two whole numbers.*write fewer_layers"):
-        mp.pipeline_parallel(stages=2, microbatches=2, fewer_layers=fewer)
+        mp.pipeline_parallel(stages=2, microbatches=2, stage_layer_offset=fewer)
 
 
 def test_explain_tells_that_it_cannot_count_unequal_parts():

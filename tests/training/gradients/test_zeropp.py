@@ -161,7 +161,7 @@ def close(found, expected, *, rtol):
 
 
 TWO_LEVELS = {"data": 2, "fsdp": 4}
-ONCE = {"accumulate": 2, "accumulate_mode": "once"}
+ONCE = {"accumulate": 2, "reduce_gradients": "once"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
