@@ -330,6 +330,6 @@ def test_help_has_examples(command):
 
 def test_the_package_lists_its_names():
     assert set(bench.__all__) <= set(dir(bench))
-    assert bench.step.__module__ == "meshpar.bench.training"
-    with pytest.raises(AttributeError, match="it has Figures, Measure"):
+    assert bench.products.__module__ == "meshpar.bench.gpu"
+    with pytest.raises(AttributeError, match="it has collectives, products"):
         bench.nothing  # noqa: B018
