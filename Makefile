@@ -28,7 +28,7 @@ SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/pa
     tests/cli/test_launch.py tests/cli/test_recipe.py \
     $(addprefix tests/training/test_,$(addsuffix .py,state precision step checkpoint loop))
 
-.PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types notebooks programs bench constraints clean
+.PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types notebooks programs constraints clean
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1 | /p' Makefile | awk -F' [|] ' '{ printf "  make %-12s %s\n", $$1, $$2 }'
 
@@ -72,9 +72,6 @@ notebooks: $(VENV)/.dev ## run the notebooks again and keep their outputs
 
 programs: $(VENV)/.dev ## compile again the programs for GPUs that tests read
 	$(BIN)/python -m tests.inspect.saved
-
-bench: $(VENV)/.core ## time a training step against hand-written shardings
-	$(BIN)/meshpar bench step $(ARGS)
 
 constraints: $(VENV)/.dev ## look for newer third-party versions and pin them
 	.ci/pin $(BIN)/uv

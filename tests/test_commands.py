@@ -249,17 +249,9 @@ SMALLER = {
 }  # fmt: skip
 """Fields of a recipe that is trained; those that the command itself sets stay, but for the number of steps."""
 FEWER = {
-    "step": ("--pairs", "2"),
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
-    "overlap": ("--options", "default"),
-    "run": (
-        "--part", "input", "--pairs", "1", "--set", "data.seq_len=16", "--set", "data.max_bytes=600000",
-        "--set", "model.num_layers=1", "--set", "data.valid_fraction=0.2", "--set", "data.valid_batches=1",
-    ),
-    "watch": ("--pairs", "1", "--steps", "10"),
-    "moe": ("--experts", "8", "--tokens", "64", "--repeats", "1"),
-    "gpu": ("--size", "64", "--repeats", "1", "--steps", "1"),
-}  # fmt: skip
+    "gpu": ("--size", "64", "--repeats", "1"),
+}
 """Options of a measurement."""
 ABSENT = {"/data": "data", "/mnt/disk": "."}
 """Folders that examples name, and what stands for them."""

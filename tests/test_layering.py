@@ -169,14 +169,14 @@ def test_a_function_fits_on_a_screen() -> None:
 
 
 def test_two_classes_have_two_names() -> None:
-    """Public ones; `bench.plain` is the decoder again, in plain Flax, and `executor` and `planner` each make a plan."""
+    """Public classes only; `executor` and `planner` each have a `Plan`."""
     homes: dict[str, list[str]] = {}
     for module in modules():
         for node in source_of(module).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes.setdefault(node.name, []).append(module)
     twice = {name: found for name, found in homes.items() if len(found) > 1}
-    assert twice.keys() == {"Attention", "Block", "Plan"}, twice
+    assert twice.keys() == {"Plan"}, twice
 
 
 HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich", "tokenizers", "pyarrow", "sklearn"]

@@ -1,16 +1,10 @@
-"""Measurements behind `meshpar bench`: ratios of programs taken in one run, never absolute claims.
+"""Measurements for cluster profiles, which `plan` and `explain` read.
 
-    report.py     figures, and ratios of two programs in turn
-    training.py   step: a training step against bare jax.jit
-    kernels.py    collectives: every algorithm against XLA's own, as nccl-tests does
-    gpu.py        gpu: products by size, copies, whole steps, as a profile
-    decoder.py    whole steps of a decoder: utilisation, kernels, measured against predicted
-    plain.py      the same decoder in plain Flax
-    fit.py        α and β of a link, from times
-    found.py      the rows and links of such a measurement; the profile they make
-    moe.py        moe: MoE layers against one-hot einsums
-    run.py        run: what a run costs beside its steps
-    overlap.py    overlap: what compile options hide of a step's communication
+    kernels.py    collectives: each algorithm against XLA's own, in the style of nccl-tests
+    fit.py        latency and bandwidth of a link, fitted to the times
+    found.py      the measured rows and links, and the profile that they make
+    gpu.py        gpu: matrix products by size, copies and kernel launches, and their profile
+    timing.py     wall times and quartiles
 
 Names are imported when they are first used.
 """
@@ -21,9 +15,8 @@ from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.bench.collective_timing import collectives
-    from meshpar.bench.figures import Figures, Measure, paired_ratios
-    from meshpar.bench.training import step
+    from meshpar.bench.gpu import products
 
 __getattr__, __dir__ = lazy(__name__)
 
-__all__ = ["Figures", "Measure", "collectives", "paired_ratios", "step"]
+__all__ = ["collectives", "products"]

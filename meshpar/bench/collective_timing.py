@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as kernels
-from meshpar.bench.figures import quartiles, seconds_of
 from meshpar.bench.found import FITTED, XLA, CollectiveRow, Collectives
 from meshpar.bench.link_fit import Fit, Point, fit_link
+from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.kernel_checks import check_op
 from meshpar.hardware import cost_model as cost

@@ -1,4 +1,4 @@
-"""What a device reaches, for a profile: square products by size, copies, launches, and whole steps of a decoder."""
+"""Measure a device for a cluster profile: square matrix products by size, copies and kernel launches."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.bench.decoder import Steps, size_for, steps
-from meshpar.bench.figures import seconds_of
+from meshpar.bench.timing import seconds_of
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, cluster_of, gpu_of_kind, parse_profile
 from meshpar.hardware.units import si
-from meshpar.sharding.printing import Plain, Printed, plain, table
+from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import is_int, near, problem
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
@@ -46,21 +45,16 @@ class Products(Printed, Plain):
     source: str
     launch_s: float = 0.0
     """From one kernel to the next where neither does much."""
-    steps: Steps | None = None
-    """Of a decoder; None: none were measured."""
 
     def profile(self, path: str | Path) -> Cluster:
-        """A cluster with these products and steps: the one that a file holds, else one node of this GPU.
+        """Add these products to the cluster profile in the file, or to one node of this GPU if there is no file.
 
         Raises:
           ValueError: a device that the catalogue does not know, or a file of other devices.
         """
         known = profile_of(self.device, path)
         source = "; ".join(filter(None, (known.source, self.source)))
-        measured = known.steps if self.steps is None else plain(self.steps)
-        return dataclasses.replace(
-            known, products=self.flops_per_s, launch_s=self.launch_s, steps=measured, source=source
-        )
+        return dataclasses.replace(known, products=self.flops_per_s, launch_s=self.launch_s, source=source)
 
     def __rich__(self) -> Any:
         gpu = gpu_of_kind(self.device)
@@ -71,12 +65,7 @@ class Products(Printed, Plain):
         ]
         caption = f"copies move {si(self.bytes_per_s, 'B/s')}; a launch takes {si(self.launch_s, 's')}; {self.source}"
         title, columns = f"{self.device}: {self.dtype} products", ("n", "rate", "of the data sheet")
-        alone = table(title, columns, rows, caption=caption)
-        if self.steps is None:
-            return alone
-        from rich.console import Group
-
-        return Group(alone, self.steps)
+        return table(title, columns, rows, caption=caption)
 
 
 def profile_of(device: str, path: str | Path) -> Cluster:
@@ -125,33 +114,6 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
         launch_s=_launch_s(repeats),
         source=f"meshpar bench gpu, jax {jax.__version__}, {device.device_kind}, {today}",
     )  # fmt: skip
-
-
-def whole(found: Products, *, rows: int | None = None, seq_len: int | None = None, **options: Any) -> Products:
-    """The products, and beside them whole steps of a decoder as large as the device's memory lets it be.
-
-    Args:
-      found: of bfloat16, from `products`: the best of them is the ceiling, and all together tell the predicted step.
-      rows, seq_len: of a batch; None: by the device's memory.
-      options: of `decoder.steps`.
-
-    """
-    device = jax.devices()[0]
-    gpu = gpu_of_kind(device.device_kind)
-    known = None if gpu is None else cluster_of(gpu, nodes=1, gpus_per_node=1)
-    cluster = known and dataclasses.replace(
-        known, products=found.flops_per_s, launch_s=found.launch_s, source=found.source
-    )
-    size = size_for(device.platform, _memory_bytes(device))
-    size = dataclasses.replace(size, rows=rows or size.rows, seq_len=seq_len or size.seq_len)
-    ceiling = max(found.flops_per_s.values())
-    return dataclasses.replace(found, steps=steps(size, ceiling_flops_per_s=ceiling, cluster=cluster, **options))
-
-
-def _memory_bytes(device: jax.Device) -> float:
-    """What jax may use of a device's memory; 0 where it does not say."""
-    stats = device.memory_stats() or {}
-    return float(stats.get("bytes_limit", 0))
 
 
 def _product_s(n: int, dtype: str, repeats: int) -> float:

@@ -153,8 +153,7 @@ COMMANDS: dict[str, Lazy] = {
         "Continue prompts by the model of a run, or of a folder of Hugging Face's.",
     ),
     "bench": Lazy(
-        "meshpar.cli.bench_command:bench",
-        "Measure: a training step against bare jax.jit, collectives against XLA's own.",
+        "meshpar.cli.bench_command:bench", "Measure collectives and a GPU, as profiles for plan and explain."
     ),
     "checkpoint": Lazy(
         "meshpar.cli.checkpoint_command:checkpoint",

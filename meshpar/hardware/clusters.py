@@ -232,8 +232,6 @@ class Cluster(_Measured):
     """FLOP/s that were measured of products of n × n matrices, by n (`meshpar bench gpu`); empty: none were."""
     launch_s: float = 0.0
     """From the start of a kernel to the next one's at the least (`meshpar bench gpu`); 0: nobody measured it."""
-    steps: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False, repr=False)
-    """What whole training steps took on one of them, as `meshpar bench gpu` saves it: kept for who reads the file."""
     is_shared: bool = False
     """Whether the devices share the cores of one machine, as jax's host devices do: messages are work of the same
     cores, so that nothing hides them, and who waits leaves its cores to others."""
@@ -339,7 +337,6 @@ class Cluster(_Measured):
             "across": dataclasses.asdict(self.across),
             **({"products": {str(n): rate for n, rate in self.products.items()}} if self.products else {}),
             **({"launch_s": self.launch_s} if self.launch_s else {}),
-            **({"steps": dict(self.steps)} if self.steps else {}),
             **({"is_shared": True} if self.is_shared else {}),
             **super().to_json(),
         }
@@ -351,14 +348,13 @@ class Cluster(_Measured):
         Raises:
           ValueError: a field is missing, unknown or of the wrong kind.
         """
-        own = {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "launch_s", "steps", "is_shared"}
+        own = {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "launch_s", "is_shared"}
         _check_fields(data, {*own, *_MEASURED})
-        steps, is_shared, launch_s = data.get("steps", {}), data.get("is_shared", False), data.get("launch_s", 0.0)
+        is_shared, launch_s = data.get("is_shared", False), data.get("launch_s", 0.0)
         is_time = (
             isinstance(launch_s, int | float) and not isinstance(launch_s, bool) and 0 <= launch_s < LONGEST_LAUNCH_S
         )
         _check("launch_s", launch_s, is_time, f"seconds below {LONGEST_LAUNCH_S:g}, as 2.5e-06")
-        _check("steps", steps, isinstance(steps, Mapping), "what `meshpar bench gpu` writes there")
         _check("is_shared", is_shared, isinstance(is_shared, bool), "true or false")
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
@@ -370,8 +366,7 @@ class Cluster(_Measured):
             for key in ("inside", "across"):
                 links[key] = dataclasses.replace(getattr(usual, key), **data.get(key, {}))
             products = _products_from_json(data.get("products", {}))
-            told = {"launch_s": float(launch_s), "steps": steps, "is_shared": is_shared}
-            return dataclasses.replace(usual, products=products, **told, **links)
+            return dataclasses.replace(usual, products=products, launch_s=float(launch_s), is_shared=is_shared, **links)
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:

@@ -202,7 +202,7 @@ def _replicated(look: _Look) -> Iterator[Finding]:
     paths = {one.path for one in table.params}
     for decisions in (table.params, table.optimizer):
         if any(decision.shards > 1 for decision in decisions):
-            for decision in filter(functools.partial(_is_whole_by_a_user, look.setup), decisions):
+            for decision in filter(functools.partial(_is_int_by_a_user, look.setup), decisions):
                 found.setdefault(owner_of(decision.path, paths), []).append(decision)
     most = max((decision.shards for decision in (*table.params, *table.optimizer)), default=1)
     for path, whole in found.items():
@@ -220,7 +220,7 @@ def _replicated(look: _Look) -> Iterator[Finding]:
         )
 
 
-def _is_whole_by_a_user(setup: Setup, decision: Decision) -> bool:
+def _is_int_by_a_user(setup: Setup, decision: Decision) -> bool:
     by_user = not decision.replicated_on_purpose or any(origin == USER for origin, _ in decision.sources)
     least = min(setup.strategy.big_leaf_bytes, BIG_LEAF_BYTES)
     return decision.shards == 1 and by_user and decision.leaf.layer_nbytes >= least

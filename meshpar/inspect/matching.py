@@ -123,8 +123,8 @@ class _Pool:
         """(how many arrays of a promise one run serves, how unlike what is promised it is); 0: it does not fit."""
         if (one.forward and collective.is_backward) or (one.outside and collective.loops):
             return Fraction(0), 0.0
-        is_whole_number = collective.dtype.startswith(("s", "u", "pred"))
-        if is_whole_number != one.dtype.startswith("s") or not set(collective.axes) <= set(one.axes):
+        is_int_number = collective.dtype.startswith(("s", "u", "pred"))
+        if is_int_number != one.dtype.startswith("s") or not set(collective.axes) <= set(one.axes):
             return Fraction(0), 0.0  # counts, and what is quantized, are no weights
         if one.of_leaf and one.stack == 1 and any(self.in_layers(collective, layers) for layers in self.stacks):
             return Fraction(0), 0.0

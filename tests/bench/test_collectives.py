@@ -71,7 +71,7 @@ def test_every_algorithm_has_a_row_beside_xlas_own(measured):
     assert len(found) == len(measured.rows) == 3 + 3 + 2 + 2
 
 
-def test_a_row_is_whole(measured):
+def test_a_row_is_int(measured):
     for row in measured.rows:
         assert (row.axis, row.num_ranks, row.dtype) == ("data", 2, "float32")
         assert row.op == ("sum" if row.collective in ("all_reduce", "reduce_scatter") else "")
@@ -330,6 +330,6 @@ def test_help_has_examples(command):
 
 def test_the_package_lists_its_names():
     assert set(bench.__all__) <= set(dir(bench))
-    assert bench.step.__module__ == "meshpar.bench.training"
-    with pytest.raises(AttributeError, match="it has Figures, Measure"):
+    assert bench.products.__module__ == "meshpar.bench.gpu"
+    with pytest.raises(AttributeError, match="it has collectives, products"):
         bench.nothing  # noqa: B018

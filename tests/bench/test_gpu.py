@@ -28,7 +28,7 @@ MEASURED = Products(
 
 
 def test_what_is_measured_here(meshpar):
-    code, out, _ = meshpar("bench", "gpu", "--size", "8", "--size", "16", "--repeats", "2", "--no-step", "--json")
+    code, out, _ = meshpar("bench", "gpu", "--size", "8", "--size", "16", "--repeats", "2", "--json")
     found = json.loads(out)
     assert code == 0
     assert list(found["flops_per_s"]) == ["8", "16"]

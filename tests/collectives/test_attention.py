@@ -189,7 +189,7 @@ def test_under_vmap_in_a_scan_and_with_the_check_of_varying_axes_off(ranks):
     close(found, all_of(plain(), plain()), 1e-4)
 
 
-def test_what_is_whole_on_some_ranks_and_split_on_others(ranks):
+def test_what_is_int_on_some_ranks_and_split_on_others(ranks):
     """Keys and values that all rows share: their gradients are summed over the rows' axis."""
     mesh, (qkv, weights) = ranks(rows=2, x=2).mesh, arrays(2, dtype="float32")
     spec = P(None, "x")

@@ -257,7 +257,7 @@ def test_nothing_is_taken_for_markup_in_a_browser(nasty):
     }
 
 
-def test_html_for_a_notebook_is_a_piece_and_a_file_is_whole(report):
+def test_html_for_a_notebook_is_a_piece_and_a_file_is_int(report):
     piece = report._repr_html_()
     assert piece.startswith('<div class="meshpar">')
     read(piece)

@@ -34,7 +34,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.bench import collective_timing as kernels
 from meshpar.bench import gpu
-from meshpar.bench.figures import Figures, Measure, load, quartiles, seconds_of
+from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, cluster_of, gpu_by_name
 from meshpar.models import TransformerConfig, next_token_loss
@@ -44,6 +44,7 @@ from meshpar.planner.layout import Layout
 from meshpar.planner.search import Search
 from meshpar.planner.time_estimate import TimeEstimate
 from meshpar.planner.workload import describe
+from tests.measure.report import Figures, Measure, load
 
 DEVICES = 8
 Cut = tuple[str, str, str | None, int]

@@ -3,7 +3,7 @@
     python -m tests.measure.scalax --rounds 40        # on 8 host devices; scalax is in the extra `notebooks`
 
 Both have 4 layers of width 256 with the same parameters by path and shape, float32, Adam, and keep what their matmuls
-with weights gave. scalax's is `meshpar.bench.plain`: parameters by its rules, activations held to the batch's rows
+with weights gave. scalax's is `tests.measure.plain`: parameters by its rules, activations held to the batch's rows
 where each block begins. meshpar's is as it ships: blockwise attention, a look whether loss and gradients are finite,
 with norm scales whole on every device as scalax's rules have them: `fsdp` would split and gather these, too, 0.02 MB a
 step. What then is left over at fsdp=8 are 70 bytes: the norm that is reported, and the accuracy.
@@ -30,11 +30,11 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.bench import plain
-from meshpar.bench.figures import quartiles
+from meshpar.bench.timing import quartiles
 from meshpar.inspect.census import census
 from meshpar.inspect.program import compile_here
 from meshpar.models import TransformerConfig, next_token_loss
+from tests.measure import plain
 
 CONFIG = TransformerConfig(
     vocab_size=512, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=4, head_dim=32, mlp_dim=768

@@ -29,8 +29,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.bench.figures import Figures, Measure, in_turn, load, quartiles
+from meshpar.bench.timing import quartiles
 from meshpar.pipeline import SCHEDULES, Params, Schedule, make, value_and_grad
+from tests.measure.report import Figures, Measure, in_turn, load
 
 CASES = ((4, 8), (4, 16), (8, 16))
 """Stages and microbatches."""

@@ -105,7 +105,7 @@ def test_rows_travel_where_they_are_fewer_bytes_than_the_table():
     ],
     ids=str,
 )
-def test_a_table_that_is_whole_or_split_as_no_batch_is_stays_where_it_is(strategy, spec):
+def test_a_table_that_is_int_or_split_as_no_batch_is_stays_where_it_is(strategy, spec):
     assert sent(4, 1000, strategy, spec) == {}
 
 

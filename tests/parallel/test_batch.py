@@ -114,7 +114,7 @@ def test_what_inputs_rules_do_not_fit_is_an_error():
 
 @pytest.mark.matrix
 @pytest.mark.call_stacks
-def test_explain_counts_what_is_whole_on_every_device():
+def test_explain_counts_what_is_int_on_every_device():
     state = state_on(mp.MeshSpec(fsdp=8), FSDP)
     report = mp.explain(mp.train_step(loss), state.setup.abstract, batch())
     assert report.is_as_promised, str(report)

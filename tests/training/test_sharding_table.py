@@ -193,7 +193,7 @@ def test_optimizer_state_is_born_in_its_shards(name):
             assert {s.data.nbytes for s in x.addressable_shards} == {d.bytes_per_device}
 
 
-def test_state_unlike_its_parameter_is_whole_unless_it_is_big():
+def test_state_unlike_its_parameter_is_int_unless_it_is_big():
     def doubled():  # keeps every array twice, side by side
         return optax.GradientTransformation(
             lambda params: {"twice": jax.tree.map(lambda p: jnp.zeros((2 * p.size,)), params)},

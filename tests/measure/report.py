@@ -1,18 +1,17 @@
-"""Figures of a benchmark, and ratios of two programs taken in turn.
+"""Tables of measured figures, and timing of several programs in turn.
 
-Machines are shared and noisy, so the two sides of a ratio run in turn, A B A B …, and the median of the pairs is kept
-with its spread.
+Machines are shared and noisy, so programs run in turn, A B A B …, and the median of the repeats is kept with its
+quartiles.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import statistics
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 
+from meshpar.bench.timing import seconds_of
 from meshpar.sharding.printing import Plain, table
 
 _Key = TypeVar("_Key", bound=Hashable)
@@ -57,20 +56,8 @@ def _cells(m: Measure) -> tuple[str, ...]:
     return m.name, f"{m.value:.4g} {m.unit}", spread, limit, verdict, m.detail
 
 
-def paired_ratios(a: Callable[[], None], b: Callable[[], None], pairs: int) -> list[float]:
-    """Time of a over time of b, pair by pair, the order within a pair alternating; one pair of warm-up."""
-    a()
-    b()
-    ratios = []
-    for index in range(pairs):
-        first, second = (a, b) if index % 2 == 0 else (b, a)
-        one, two = seconds_of(first), seconds_of(second)
-        ratios.append(one / two if first is a else two / one)
-    return ratios
-
-
 def in_turn(programs: Mapping[_Key, Callable[[], object]], repeats: int) -> dict[_Key, list[float]]:
-    """Seconds of each, round by round, after one of warm-up."""
+    """Return the seconds of each program by round, after one round of warm-up."""
     for program in programs.values():
         program()
     found: dict[_Key, list[float]] = {key: [] for key in programs}
@@ -80,19 +67,6 @@ def in_turn(programs: Mapping[_Key, Callable[[], object]], repeats: int) -> dict
     return found
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The second is the median."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    return low, median, high
-
-
 def load() -> float:
-    """The machine's, over the last minute; NaN where it is unknown."""
+    """Return the load average of the last minute, or NaN if the platform has none."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-
-
-def seconds_of(run: Callable[[], object]) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
