@@ -22,7 +22,7 @@ from meshpar.data.tokens import load_tokenizer
 from meshpar.hardware.clusters import parse_profile
 from meshpar.inspect.budget import Budget
 from meshpar.planner.plan import load_plans
-from meshpar.sharding.host_resources import check_memory, read_json
+from meshpar.sharding.host_resources import check_memory, read_json, replace_file
 from meshpar.sharding.types import MeshparError
 from tests import grid
 
@@ -436,3 +436,11 @@ def test_damaged_metrics_of_a_run_are_dropped(meshpar, place, monkeypatch, tmp_p
     code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--out", tmp_path)
     assert code == 0, err
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]
+
+
+def test_a_file_that_cannot_be_replaced_is_named_and_nothing_is_left(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    with pytest.raises(IsADirectoryError) as error:
+        replace_file(tmp_path / "summary.json", "{}")
+    assert error.value.filename == str(tmp_path / "summary.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]

@@ -239,7 +239,9 @@ def _bind_address(launch: Launch, env: Env) -> str | None:
                     probe.bind(address)
                     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
     text = f"{name} is no address of this machine: process 0 listens on all interfaces, at port {port}"
-    print(f"meshpar: {text}; JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT chooses one", file=sys.stderr, flush=True)
+    fix = "JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT chooses one"
+    fix += "" if _value(env, roll.TOKEN) else f", and {roll.TOKEN} in every process protects the join"
+    print(f"meshpar: {text}; {fix}", file=sys.stderr, flush=True)
     return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -9,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from meshpar.cli import roll
 from meshpar.loop import signals as interrupts
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 PARENT = "MESHPAR_PARENT"
 """Set for a process that was started here: the id of the one that started it."""
+NEWS = "MESHPAR_NEWS"
+"""Set for a local process: the descriptor of an empty file. If a process fails, the parent writes there which one."""
 BEGAN_WITH = "MESHPAR_BEGAN_WITH"
 """Set for it where a lost process takes its devices along: how many processes there were at first."""
 GRACE_S = 20.0
@@ -32,6 +36,7 @@ RESTART_GRACE_S = 2.0
 COMMAND = (sys.executable, "-m", "meshpar.cli.main")
 _GIVEN_UP = 1  # what the watchdog of a process that lives exits with when another is lost; not when another has failed
 _POLL_S = 0.1
+_FOLLOW_S = 0.25
 
 
 def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
@@ -94,14 +99,17 @@ def shrunk(mesh: MeshSpec) -> MeshSpec:
 def _start(
     args: Sequence[str], envs: Sequence[Mapping[str, str]], watch: interrupts.Watch | None, *, grace_s: float
 ) -> int:
-    # A session each: a terminal's Ctrl-C comes here alone, and is handed on once.
-    started = [subprocess.Popen([*COMMAND, *args], env=env, start_new_session=True) for env in envs]
-    try:
-        return _wait(started, watch, grace_s)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
+    with tempfile.TemporaryFile(buffering=0) as news:
+        # A session each: a terminal's Ctrl-C comes here alone, and is handed on once.
+        options: dict[str, Any] = {"start_new_session": True, "pass_fds": [news.fileno()]}
+        own = {NEWS: str(news.fileno())}
+        started = [subprocess.Popen([*COMMAND, *args], env={**env, **own}, **options) for env in envs]
+        try:
+            return _wait(started, watch, grace_s, news)
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
 
 
 def _survivors(processes: int, began_with: int) -> int:
@@ -116,20 +124,42 @@ def _host_devices(env: Mapping[str, str]) -> re.Match[str] | None:
 
 
 def follow_parent() -> None:
-    """End this process when the one that started it is gone; nothing for one that was not started here."""
+    """End this process if its parent is gone or says that another local process is lost. Else do nothing."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
+    news = int(os.environ[NEWS])
 
     def follow() -> None:
+        is_told = False
         while os.getppid() == int(parent):
-            time.sleep(1.0)
+            if not is_told and (text := os.pread(news, 100, 0)):
+                is_told = True
+                _end_without(**json.loads(text))
+            time.sleep(_FOLLOW_S)
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=follow, name="meshpar-parent", daemon=True).start()
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float) -> int:
+def _end_without(*, process: int, code: int) -> None:
+    """End this process, because another one has ended with a code.
+
+    The parent has reported it. A process that waits for others to join can only end. After that the watchdog reports
+    errors of other processes, but notices a killed process late.
+    """
+    from meshpar.loop import heartbeat as watchdog
+
+    watch = watchdog.current()
+    if watch is None:
+        os._exit(watchdog.EXIT_CODE)
+    if code < 0:
+        watch.without(process, how=f"was killed ({signal.Signals(-code).name})")
+
+
+def _wait(
+    started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float, news: IO[bytes]
+) -> int:
     failed: int | None = None
     kill_at = float("inf")
     handed_on = False
@@ -138,23 +168,24 @@ def _wait(started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | 
             handed_on = True
             for process in started:
                 process.send_signal(watch.received)
-        if failed is None and (failed := _first_failed(started)) is not None:
+        if failed is None and (failed := _first_failed(started, news)) is not None:
             kill_at = time.monotonic() + grace_s
         if time.monotonic() > kill_at:
             for process in started:
                 process.kill()
         time.sleep(_POLL_S)
-    return _first_failed(started) or 0 if failed is None else failed
+    return _first_failed(started, news) or 0 if failed is None else failed
 
 
-def _first_failed(started: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """The exit code of one that has failed, which is named; None when none has."""
+def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -> int | None:
+    """Return the exit code of a process that has failed, after reporting it to the user and the others; else None."""
     for number, process in enumerate(started):
         if process.poll():
             how = f"exit code {process.returncode}"
             if process.returncode < 0:
                 how = f"{signal.Signals(-process.returncode).name}"
             print(f"meshpar: process {number} of {len(started)} ended with {how}", file=sys.stderr, flush=True)
+            news.write(json.dumps({"process": number, "code": process.returncode}).encode())
             return process.returncode
     return None
 

@@ -299,7 +299,6 @@ COMPARED_LATER = (
     help="Train on your own text: files, globs or folders of .txt .py .md .jsonl .parquet; may be repeated.",
 )  # fmt: skip
 @click.option("--tokenizer", metavar="JSON", help="A Hugging Face tokenizer.json; the model's vocabulary follows it.")
-@click.option("--verify-data", is_flag=True, help="Verify all of the token cache, not a sample of it.")
 @click.option(
     "--from-hf", metavar="DIR", help="Begin with the model, weights and tokenizer of a folder of Hugging Face's."
 )
@@ -396,7 +395,6 @@ def _train(
     accept_changes: bool,
     text: tuple[str, ...],
     tokenizer: str | None,
-    verify_data: bool,
     from_hf: str | None,
     writers: tuple[str, ...],
     profile: str | None,
@@ -423,8 +421,6 @@ def _train(
         check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:
         found = found.replace(data=_own_text(found.data, text, tokenizer))
-    if verify_data:
-        found = found.replace(data=_verified(found.data))
     fit_vocab = (
         tokenizer is not None and from_hf is None and not any(a.startswith("model.vocab_size") for a in assignments)
     )
@@ -436,15 +432,6 @@ def _train(
         _print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":
         sys.exit(interrupts.exit_code())
-
-
-def _verified(data: Any) -> Any:
-    from meshpar.data import TextData
-
-    if not isinstance(data, TextData):
-        exists, fix = f"the recipe's data is {type(data).__name__}, which has no token cache", "leave it out"
-        raise problem("--verify-data", "verify the token cache", exists, fix)
-    return dataclasses.replace(data, verify_data=True)
 
 
 def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:

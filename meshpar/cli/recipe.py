@@ -541,7 +541,6 @@ def _plain(value: Any) -> Any:
 RESUMABLE = (
     "name", "steps", "mesh", "strategy", "remat", "nonfinite", "max_skipped", "xla", "latency_rounds", "validate_every",
     "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
-    "data.verify_data",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""
 

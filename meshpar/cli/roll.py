@@ -4,6 +4,7 @@
     process 3   connects, says who it is, waits ───────────────────────────── "go" ────────► jax's client connects there
 
 Every line ends with an HMAC under the run's token, which itself is never sent. Lines without it are ignored.
+If no token is set, the key is empty: any program that can reach the port can then disturb the join.
 
 jax's own service tells nobody who is missing: its barrier ends in an abort that names no task, and a process that asks
 its store before all have registered is aborted, too ("wrong service incarnation": jax 0.10 and 0.12).

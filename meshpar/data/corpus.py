@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
 from typing import Any, Literal
 
 import jax
@@ -18,9 +16,8 @@ from meshpar.data.source import RowSource, check_least, check_names
 from meshpar.data.split import check_fraction
 from meshpar.data.streams import Streams, token_streams
 from meshpar.data.text import STDLIB, Reading, find
-from meshpar.data.token_file import BLOCK_BYTES, TokenFile, pieces
+from meshpar.data.token_file import TokenFile
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer
-from meshpar.sharding.types import problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,9 +42,7 @@ class TextData:
     """Batches a validation serves, spread evenly over the held-out set; fewer where it has not as many."""
     cache: str | None = None
     """A folder where tokens are kept between runs, for tokenizers that take their time; None keeps nothing: longer text
-    goes to a temporary file. Either way they are mapped from disk, and text need not fit into memory."""
-    verify_data: bool = False
-    """Verify every block of `cache` when it is opened. By default, verify a random sample of 64 MB of each stream."""
+    goes to a temporary file. Either way text need not fit into memory. All kept tokens are verified when opened."""
     prefetch: int = PREFETCH
     """Batches made ahead in the background; 0 makes each when it is needed."""
 
@@ -56,9 +51,6 @@ class TextData:
         check_fraction("`TextData.valid_fraction`", self.valid_fraction)
         for name, least in (("seq_len", 1), ("valid_batches", 1), ("max_bytes", 1), ("prefetch", 0)):
             check_least(f"TextData.{name}", getattr(self, name), least)
-        if self.verify_data and self.cache is None:
-            fix = "set `cache` to a folder, or leave `verify_data` out"
-            raise problem("`TextData.verify_data`", "verify the token cache", "`TextData.cache` is None", fix)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of a batch; reads nothing."""
@@ -73,9 +65,7 @@ class TextData:
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=self.separator)
         reading = Reading(files=find(self.files), text_field=self.text_field, max_bytes=self.max_bytes)
-        streams = token_streams(
-            reading, tokenizer, valid_fraction=self.valid_fraction, cache=self.cache, verify_all=self.verify_data
-        )
+        streams = token_streams(reading, tokenizer, valid_fraction=self.valid_fraction, cache=self.cache)
         return TextSource(self, tokenizer, streams, batch_size=batch_size, seed=seed)
 
 
@@ -89,6 +79,7 @@ class TextSource(RowSource):
         self.data, self.tokenizer = data, tokenizer
         self.train_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.train
         self.valid_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.valid
+        self._fingerprint = streams.fingerprint
         super().__init__(
             Windows(self.train_tokens, data.seq_len, what="training set"),
             Windows(self.valid_tokens, data.seq_len, what="held-out set"),
@@ -112,15 +103,10 @@ class TextSource(RowSource):
         separators = 0 if self.tokenizer.separator_id is None else held_out["documents"]
         return (held_out["bytes"] + separators) / held_out["tokens"]
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """A hash of the tokenizer, the training tokens and the held-out tokens, in their order."""
-        digest = hashlib.blake2b(f"text {self.tokenizer.name} {self.tokenizer.separator_id}".encode(), digest_size=16)
-        for tokens in (self.train_tokens, self.valid_tokens):
-            digest.update(f" {len(tokens)} {tokens.dtype} ".encode())
-            for piece in pieces(tokens, BLOCK_BYTES):
-                digest.update(np.ascontiguousarray(piece).data)
-        return digest.hexdigest()
+        """A hash of the tokenizer, the training tokens and the held-out tokens, in order."""
+        return self._fingerprint
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
         return self.tokenizer.encode(text)

@@ -46,19 +46,17 @@ class Windows:
                 f"it has {len(tokens)} tokens",
                 f"set seq_len to {max(len(tokens) - 1, 1)} or less, give more text, or choose another `valid_fraction`",
             )
-        self._file = tokens if isinstance(tokens, TokenFile) else None
-        mapping = tokens.mapping if isinstance(tokens, TokenFile) else tokens
-        self._windows = np.lib.stride_tricks.sliding_window_view(mapping, seq_len + 1)[::seq_len]
+        self._tokens, self._seq_len = tokens, seq_len
 
     def __len__(self) -> int:
-        return len(self._windows)
+        return (len(self._tokens) - 1) // self._seq_len
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-        if self._file is not None:
-            self._file.check_size()
-        windows = self._windows[indices]
-        if self._file is not None:
-            self._file.check_ids(windows)
+        if isinstance(self._tokens, TokenFile):
+            windows = self._tokens.windows(indices * self._seq_len, self._seq_len + 1)
+        else:
+            view = np.lib.stride_tricks.sliding_window_view(self._tokens, self._seq_len + 1)
+            windows = view[indices * self._seq_len]
         return {"inputs": windows[:, :-1].astype(np.int32), "targets": windows[:, 1:].astype(np.int32)}
 
 

@@ -1,6 +1,6 @@
-"""Token streams: documents tokenized one after the other into files, and mapped from there.
+"""Token streams: documents tokenized one after the other into files, and read from there.
 
-    files ─► documents, one at a time ─► train | held out ─► train.tokens, valid.tokens ─► mapped
+    files ─► documents, one at a time ─► train | held out ─► train.tokens, valid.tokens
 
 Memory holds a few megabytes of text, however long documents and streams are.
 """
@@ -19,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -29,7 +29,7 @@ from jaxtyping import UInt
 
 from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
-from meshpar.data.token_file import TokenFile, block_checksums
+from meshpar.data.token_file import TokenFile, pieces
 from meshpar.data.tokens import Tokenizer, token_dtype
 from meshpar.sharding.host_resources import check_name, open_no_link, read_json
 from meshpar.sharding.types import is_int, problem
@@ -43,7 +43,9 @@ _IN_MEMORY_BYTES = 64_000_000
 _SEAM_CHARS = 1000
 """So much text on both sides of a cut has to give the tokens that it gives uncut."""
 _SEAMS_TRIED = 64
-_FORMAT = 2
+_PIECE_TOKENS = 1 << 20
+"""Number of tokens that are hashed at once."""
+_FORMAT = 3
 """Version of the cache's files. Another version is another folder."""
 _LOCK_LIMIT_S = 45.0
 """How long a process waits for the lock of another one that shows no sign of life."""
@@ -59,6 +61,8 @@ class Streams:
 
     train: UInt[np.ndarray, " tokens"] | TokenFile
     valid: UInt[np.ndarray, " tokens"] | TokenFile
+    fingerprint: str
+    """A hash of the tokenizer, the training tokens and the held-out tokens, in order."""
     facts: dict[str, Any]
     """`held_out`, `skipped`, and of each side its `documents`, `bytes` and `tokens`; JSON values only."""
 
@@ -69,7 +73,6 @@ def token_streams(
     *,
     valid_fraction: float,
     cache: str | None = None,
-    verify_all: bool = False,
 ) -> Streams:
     """Splits and tokenizes documents.
 
@@ -77,9 +80,8 @@ def token_streams(
       reading: the documents.
       tokenizer: how.
       valid_fraction: about which part of the documents is held out.
-      cache: a folder where the result is kept and, when it is there already, mapped from. Of several processes that
-        want the same one, one makes it and the others wait. None: a temporary file that goes with the process.
-      verify_all: verify every block of the cache; the default is a random sample.
+      cache: a folder that keeps the result. If it already has the result, the files are verified and nothing is
+        tokenized. If several processes need the same result, one makes it and the others wait. None: a temporary file.
 
     Raises:
       ValueError: what `Reading` and `DocumentSplit` raise; no room for the tokens; a damaged file in the cache; a
@@ -89,12 +91,12 @@ def token_streams(
     try:
         if cache is not None:
             folder = _kept(_folder(cache), reading, tokenizer, valid_fraction)
-            return _read(folder, dtype, vocab_size=tokenizer.vocab_size, verify_all=verify_all)
+            return _open(folder, tokenizer)
         with contextlib.ExitStack() as until_mapped:
             files = [until_mapped.enter_context(spooled()) for _ in SIDES]
             facts = _write(files, reading, tokenizer, valid_fraction)
             train, valid = (mapped(file, facts[side]["tokens"], dtype) for file, side in zip(files, SIDES, strict=True))
-            return Streams(train=train, valid=valid, facts=facts)
+            return Streams(train=train, valid=valid, fingerprint=_digests(tokenizer, train, valid)[-1], facts=facts)
     except OSError as error:
         where = tempfile.gettempdir() if cache is None else cache
         fix = "free some room, or name a folder that can be written and has room as `cache`"
@@ -128,6 +130,18 @@ def _write(files: Iterable[IO[bytes]], reading: Reading, tokenizer: Tokenizer, v
     for file in files:
         file.flush()
     return facts
+
+
+def _digests(tokenizer: Tokenizer, *streams: UInt[np.ndarray, " tokens"] | TokenFile) -> list[str]:
+    """Return the hash of the tokenizer and of all tokens up to the end of each stream."""
+    digest = hashlib.blake2b(f"text {tokenizer.name} {tokenizer.separator_id}".encode(), digest_size=16)
+    found = []
+    for tokens in streams:
+        digest.update(f" {len(tokens)} {tokens.dtype} ".encode())
+        for piece in pieces(tokens, _PIECE_TOKENS):
+            digest.update(np.ascontiguousarray(piece).data)
+        found.append(digest.hexdigest())
+    return found
 
 
 def _check_ids(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -204,6 +218,7 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     if math.prod(shape) * np.dtype(dtype).itemsize <= _IN_MEMORY_BYTES:
         return np.zeros(shape, dtype)
     with tempfile.TemporaryFile() as file:
+        os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)  # a full disk is no SIGBUS
         return np.asarray(np.memmap(file, dtype=dtype, mode="w+", shape=shape))
 
 
@@ -242,7 +257,7 @@ def _kept(folder: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: 
                 facts = _write(files, reading, tokenizer, valid_fraction)
                 for file in files:
                     os.fsync(file.fileno())
-            facts["checksums"] = {side: block_checksums(partial / f"{side}.tokens") for side in SIDES}
+            facts["digests"] = _digests(tokenizer, *_token_files(partial, tokenizer, facts))
             (partial / "about.json").write_text(json.dumps(facts))
             _check_same(reading.files, before)
             if is_alone or not whole.is_dir():
@@ -342,31 +357,36 @@ def _held(path: Path, file: IO[bytes]) -> ValueError:
     return problem("`TextData.cache`", f"lock {path}", exists, fix)
 
 
-def _read(folder: Path, dtype: np.dtype, *, vocab_size: int, verify_all: bool) -> Streams:
-    """Open the streams in a folder of the cache and verify them."""
+def _open(folder: Path, tokenizer: Tokenizer) -> Streams:
+    """Open the streams in a folder of the cache, and compare all tokens with their digests."""
     fix = f"delete {folder}; it is made again"
     facts = read_json(folder / "about.json", "`TextData.cache`", fix, asked=f"read {folder / 'about.json'}")
     if not _is_complete(facts):
         exists = "a field is missing or has another type"
         raise problem("`TextData.cache`", f"read {folder / 'about.json'}", exists, fix)
-    checksums, sides = facts.pop("checksums"), {}
-    for side in SIDES:
-        count, path = facts[side]["tokens"], folder / f"{side}.tokens"
-        sides[side] = TokenFile(
-            path, dtype, num_tokens=count, checksums=checksums[side], vocab_size=vocab_size, fix=fix
-        )
-        sides[side].verify(all_blocks=verify_all)
-    return Streams(**sides, facts=facts)
+    train, valid = files = _token_files(folder, tokenizer, facts)
+    expected, digests = facts.pop("digests"), _digests(tokenizer, *files)
+    for file, found, should_be in zip(files, digests, expected, strict=True):
+        if found != should_be:
+            raise file.damaged("its tokens do not match their digest in about.json")
+    return Streams(train=train, valid=valid, fingerprint=digests[-1], facts=facts)
+
+
+def _token_files(folder: Path, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> list[TokenFile]:
+    options: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "fix": f"delete {folder}; it is made again"}
+    dtype = token_dtype(tokenizer.vocab_size)
+    return [TokenFile(folder / f"{side}.tokens", dtype, num_tokens=facts[side]["tokens"], **options) for side in SIDES]
 
 
 def _is_complete(facts: object) -> bool:
-    """Whether `about.json` has all fields that are read from it."""
-    if not isinstance(facts, dict) or not isinstance(facts.get("checksums"), dict):
+    """Return whether `about.json` has all fields that are read from it."""
+    if not isinstance(facts, dict):
         return False
-    counts, checksums = ([whole.get(side) for side in SIDES] for whole in (facts, facts["checksums"]))
+    counts, digests = [facts.get(side) for side in SIDES], facts.get("digests")
     return (
         all(isinstance(count, dict) and all(is_int(count.get(name), 0) for name in COUNTS) for count in counts)
-        and all(isinstance(values, list) and all(is_int(value, 0) for value in values) for values in checksums)
+        and isinstance(digests, list)
+        and len(digests) == len(SIDES)
         and isinstance(facts.get("held_out"), str)
         and is_int(facts.get("skipped"), 0)
     )

@@ -1,67 +1,50 @@
-"""TokenFile: the tokens in a file of the token cache, with checks that find damage before training does."""
+"""TokenFile: the tokens in a file of the token cache."""
 
 from __future__ import annotations
 
 import os
-import random
 import weakref
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Integer, Shaped, UInt
+from jaxtyping import Int64, Shaped, UInt
 
 from meshpar.sharding.host_resources import check_file
 from meshpar.sharding.types import problem
 
-BLOCK_BYTES = 1 << 20
-"""Bytes that one checksum covers."""
-SAMPLED_BLOCKS = 64
-"""Blocks that are verified when a file is opened. A file with no more blocks is verified completely."""
-
 
 class TokenFile:
-    """A one-dimensional, read-only array of tokens in a file.
+    """A read-only vector of tokens in a file.
 
-    A slice is a copy, made with `pread`: if the file has become shorter, that is an error. Reading a mapping of such a
-    file would end the process with SIGBUS.
+    Each read is a copy (`pread`). If the file is truncated, a read raises an error. If the file were mapped into
+    memory, the kernel would kill the process with SIGBUS.
 
     Args:
       path: the file.
       dtype: the dtype of the tokens.
-      num_tokens: the length that the file must have.
-      checksums: the CRC-32 of each block, as `block_checksums` returns them.
-      vocab_size: every id must be below it.
-      fix: what errors tell the user to do.
+      num_tokens: the expected length of the file.
+      vocab_size: the upper bound of the ids.
+      fix: the advice at the end of error messages.
 
     Raises:
-      ValueError: the file is missing, cannot be read, or has another length.
+      ValueError: the file is missing, cannot be read, or has the wrong length.
     """
 
-    def __init__(
-        self, path: Path, dtype: np.dtype, *, num_tokens: int, checksums: Sequence[int], vocab_size: int, fix: str
-    ) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, *, num_tokens: int, vocab_size: int, fix: str) -> None:
         self.path, self.dtype = path, dtype
-        self._num_bytes, self._checksums = num_tokens * dtype.itemsize, checksums
+        self._num_tokens, self._num_bytes = num_tokens, num_tokens * dtype.itemsize
         self._vocab_size, self._fix = vocab_size, fix
         check_file(path, f"`TextData.cache`: {path}", fix, most_bytes=None)
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            weakref.finalize(self, os.close, self._descriptor)
-            self.check_size()
-            # An empty file cannot be mapped.
-            with os.fdopen(os.dup(self._descriptor), "rb") as file:
-                mapping = np.memmap(file, dtype, "r", shape=(num_tokens,)) if num_tokens else np.zeros(0, dtype)
-            self.mapping: UInt[np.ndarray, " tokens"] = mapping
-            """All tokens. Call `check_size` right before each read."""
         except OSError as error:
-            raise self._damaged(f"opening it failed ({error.strerror})") from error
-        if len(checksums) != -(-self._num_bytes // BLOCK_BYTES):
-            raise self._damaged(f"it has {len(checksums)} checksums, which do not cover its {self._num_bytes} bytes")
+            raise self.damaged(f"opening it failed ({error.strerror})") from error
+        weakref.finalize(self, os.close, self._descriptor)
+        self._check_size()
 
     def __len__(self) -> int:
-        return len(self.mapping)
+        return self._num_tokens
 
     def __getitem__(self, where: slice) -> UInt[np.ndarray, " tokens"]:
         start, stop, step = where.indices(len(self))
@@ -71,58 +54,42 @@ class TokenFile:
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> Shaped[np.ndarray, " tokens"]:
         return np.array(self[:], dtype=dtype)
 
-    def verify(self, *, all_blocks: bool) -> None:
-        """Compare blocks with their checksums and their ids with the vocabulary.
-
-        Args:
-          all_blocks: verify every block. Otherwise verify `SAMPLED_BLOCKS` random ones.
+    def windows(self, starts: Int64[np.ndarray, " windows"], length: int) -> UInt[np.ndarray, "windows length"]:
+        """Return `length` tokens from each start.
 
         Raises:
-          ValueError: a block is damaged.
+          ValueError: the length of the file has changed, or an id is outside the vocabulary.
         """
-        num = len(self._checksums)
-        is_sampled = num > SAMPLED_BLOCKS and not all_blocks
-        for block in sorted(random.SystemRandom().sample(range(num), SAMPLED_BLOCKS)) if is_sampled else range(num):
-            start = block * BLOCK_BYTES
-            data = self._read(start, min(BLOCK_BYTES, self._num_bytes - start))
-            if zlib.crc32(data) != self._checksums[block]:
-                raise self._damaged(f"bytes {start:,} to {start + len(data):,} do not match their checksum")
-            self.check_ids(np.frombuffer(data, self.dtype))
-
-    def check_size(self) -> None:
-        """Raise `ValueError` if the file has not the length that it must have."""
-        if (found := os.fstat(self._descriptor).st_size) != self._num_bytes:
-            raise self._damaged(f"it has {found:,} bytes and should have {self._num_bytes:,}")
-
-    def check_ids(self, tokens: Integer[np.ndarray, " ..."]) -> None:
-        """Raise `ValueError` if an id is outside the vocabulary."""
+        self._check_size()
+        size = self.dtype.itemsize
+        data = b"".join([self._read(start, length * size) for start in (starts * size).tolist()])
+        tokens = np.frombuffer(data, self.dtype).reshape(len(starts), length)
         if tokens.size and (largest := int(tokens.max())) >= self._vocab_size:
-            raise self._damaged(f"it contains token {largest}, and the vocabulary has {self._vocab_size} tokens")
+            raise self.damaged(f"it contains token {largest}, and the vocabulary has {self._vocab_size} tokens")
+        return tokens
 
-    def _read(self, start: int, num_bytes: int) -> bytearray:
-        data = bytearray(num_bytes)
-        view, done = memoryview(data), 0
-        while done < num_bytes:
+    def damaged(self, reason: str) -> ValueError:
+        """Return the error for a damaged file."""
+        return problem("`TextData.cache`", f"read the tokens in {self.path}", f"it is damaged: {reason}", self._fix)
+
+    def _check_size(self) -> None:
+        if (size := os.fstat(self._descriptor).st_size) != self._num_bytes:
+            raise self.damaged(f"it has {size:,} bytes and should have {self._num_bytes:,}")
+
+    def _read(self, start: int, num_bytes: int) -> bytes:
+        data = b""
+        while len(data) < num_bytes:  # the kernel returns at most 2 GiB per call
             try:
-                got = os.preadv(self._descriptor, [view[done:]], start + done)
+                more = os.pread(self._descriptor, num_bytes - len(data), start + len(data))
             except OSError as error:
-                raise self._damaged(f"reading it failed ({error.strerror})") from error
-            if not got:
-                raise self._damaged(f"it ends at byte {start + done:,} and should have {self._num_bytes:,} bytes")
-            done += got
+                raise self.damaged(f"reading it failed ({error.strerror})") from error
+            if not more:
+                raise self.damaged(f"it ends at byte {start + len(data):,} and should have {self._num_bytes:,} bytes")
+            data = data + more if data else more
         return data
-
-    def _damaged(self, why: str) -> ValueError:
-        return problem("`TextData.cache`", f"read the tokens in {self.path}", f"it is damaged: {why}", self._fix)
 
 
 def pieces(tokens: UInt[np.ndarray, " tokens"] | TokenFile, length: int) -> Iterator[UInt[np.ndarray, " piece"]]:
     """Yield the tokens in pieces of `length`, so that a long stream needs little memory."""
     for start in range(0, len(tokens), length):
         yield tokens[start : start + length]
-
-
-def block_checksums(path: Path) -> list[int]:
-    """Return the CRC-32 of each block of a file."""
-    with path.open("rb") as file:
-        return [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK_BYTES), b"")]

@@ -100,8 +100,7 @@ class Checkpoints:
         if "://" not in str(self.folder):
             # A name is complete here, and the listing all there is to ask; every save asks several times.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.folder) as found:
-                names = [one.name for one in found if one.name.isdecimal() and one.is_dir()]
-                return sorted(int(name) for name in names if name == str(int(name)))
+                return _numbers(one.name for one in found if one.is_dir())
             return []
         from orbax.checkpoint import path as ocp_path
 
@@ -110,8 +109,7 @@ class Checkpoints:
     def _misplaced(self) -> list[int]:
         """Steps of files in the local folder that stand where a checkpoint would."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(str(self.folder)) as found:
-            names = [one.name for one in found if one.name.isdecimal() and not one.is_dir()]
-            return sorted(int(name) for name in names if name == str(int(name)))
+            return _numbers(one.name for one in found if not one.is_dir())
         return []
 
     @apart()
@@ -127,7 +125,8 @@ class Checkpoints:
           wait: return when it is on disk.
 
         Returns:
-          False when this object has just written or restored that very step, so that nothing is left to do.
+          False when this object has just written or restored that very step, so that nothing is left to do. If someone
+          has removed that checkpoint, a call with `wait` writes it again.
 
         Raises:
           NoRoomError: the disk has less room than the newest takes; nothing was begun.
@@ -135,10 +134,14 @@ class Checkpoints:
         """
         step = int(state.step)
         new = step != self._current
-        if new:
+        if new or wait:
             self.wait()
-            later = sorted({*self.steps(), *self._misplaced()})
-            self._set_aside([one for one in _as_process_0_sees(later) if one >= step])
+            found = _as_process_0_sees(sorted({*self.steps(), *self._misplaced()}))
+            if self._current not in (None, *found):
+                new = True
+                self._report_lost(found)
+        if new:
+            self._set_aside([one for one in found if one >= step])
             self._write(step, state, data_state)
             self._current = step
         if wait:
@@ -363,6 +366,18 @@ class Checkpoints:
             return Restored(state=whole, data_state=None, step=step)
         state = jax.tree.unflatten(jax.tree.structure(setup.abstract), values.values())
         return Restored(state=state, data_state=run["data_state"], step=step)
+
+    def _report_lost(self, found: Sequence[int]) -> None:
+        """Warn that the newest checkpoint is gone; `found` are the steps of those that are left."""
+        if jax.process_index() == 0:
+            left = f"those of steps {', '.join(map(str, found))} are left" if found else "none is left"
+            warnings.warn(
+                f"{self.folder} was removed, renamed or emptied while the run goes on: the checkpoint of step "
+                f"{self._current} is gone, {left}. The next one is written now.",
+                stacklevel=3,
+            )
+        if self._manager is not None:
+            self._manager.reload()
 
     def _set_aside(self, steps: Sequence[int]) -> None:
         """Move checkpoints out of the way of a run that restarted before them: they would be taken for its newest."""
@@ -782,6 +797,12 @@ def _agreed(read: Any) -> Any:
     if failure is not None:
         raise _DamagedError(failure)
     return value
+
+
+def _numbers(names: Iterable[str]) -> list[int]:
+    """Return the names that are numbers of steps, which are int32, in ascending order."""
+    found = (int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name)))
+    return sorted(number for number in found if number <= np.iinfo(np.int32).max)
 
 
 def _as_process_0_sees(steps: list[int], most: int = 256) -> list[int]:

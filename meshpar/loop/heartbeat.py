@@ -135,7 +135,7 @@ class Watchdog:
     """
 
     log: Path | None = None
-    """The file for stacks, in the run folder; standard error before there is one."""
+    """The file for stacks, in the run folder; None before there is one."""
 
     def __init__(self, pod: Pod, *, stall_s: float = STALL_S, leave: Callable[[str], None] | None = None) -> None:
         self._pod, self.stall_s, self._leave = pod, stall_s, leave or self._dump_and_exit
@@ -150,6 +150,7 @@ class Watchdog:
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
         self._answers = True
+        self._num_gone = 0
         self._leaving = threading.Lock()
         self._native: int | None = None
         self._native_seen = self._native_shown = 0
@@ -342,6 +343,14 @@ class Watchdog:
         name = f"process 0 of {self._pod.num_processes}, the coordinator at {self._pod.coordinator},"
         self._go(f"{name} is gone: it died, or it was killed")
 
+    def without(self, number: int, *, how: str) -> None:
+        """End this process, because process `number` is known to be gone."""
+        if number == 0:
+            self._go_without_coordinator()
+        else:
+            self._num_gone = 1
+            self._go(f"process {number} of {self._pod.num_processes} {how}")
+
     def _go(self, verdict: str) -> None:
         if not self._leaving.acquire(blocking=False):
             self._ended.wait()  # another thread ends this process
@@ -352,7 +361,8 @@ class Watchdog:
     def _wait_for_the_others(self) -> None:
         deadline = time.monotonic() + _GRACE_S
         with contextlib.suppress(Exception):
-            while time.monotonic() < deadline and len(self._pod.below("left")) < self._pod.num_processes:
+            num_live = self._pod.num_processes - self._num_gone
+            while time.monotonic() < deadline and len(self._pod.below("left")) < num_live:
                 time.sleep(BEAT_S / 10)
         time.sleep(BEAT_S / 10)  # the last has said so, and has yet to leave
 
@@ -371,22 +381,23 @@ class Watchdog:
         self._exit(code)
 
     def _write_stacks(self) -> None:
-        """Write the error met here, the stacks of all threads, and what C++ has written last."""
-        to = self._stderr
-        with contextlib.suppress(OSError):
-            if self.log is not None:
-                to = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        """Write the local error, the stacks of all threads and the last C++ messages to a file, and report its name.
+
+        If there is no run folder, the file is a temporary one.
+        """
+        try:
+            path = str(self.log)
+            to = os.open(self.log or "", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+        except OSError:
+            to, path = tempfile.mkstemp(prefix=f"meshpar-process-{self._pod.process_id}-", suffix=".log")
         if self._failed is not None:
             os.write(to, f"{self._failed['text']}\n\n".encode())
         faulthandler.dump_traceback(file=to, all_threads=True)
         if self._native is not None:
             size = os.fstat(self._native).st_size - self._native_shown
             os.write(to, os.pread(self._native, size, self._native_shown))
-        if to != self._stderr:
-            os.close(to)
-            os.write(
-                self._stderr, f"meshpar: the stacks of process {self._pod.process_id} are in {self.log}\n".encode()
-            )
+        os.close(to)
+        os.write(self._stderr, f"meshpar: the stacks of process {self._pod.process_id} are in {path}\n".encode())
 
     def _exit(self, code: int) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -130,13 +131,18 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file of a run under another name and rename it: a reader sees all of it or none, and no link is followed.
 
     Raises:
-      OSError: the system does not let it be written.
+      OSError: the system does not let it be written. The error has the name of the file.
     """
     fresh = path.with_name(f"{path.name}.new")
-    fresh.unlink(missing_ok=True)  # of a process that was killed, or a link
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-    fresh.replace(path)
+    try:
+        fresh.unlink(missing_ok=True)  # of a process that was killed, or a link
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        fresh.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def check_inside(path: Path, folder: Path) -> None:

@@ -345,6 +345,26 @@ def test_local_processes_end_together(what: str, code: int, monkeypatch: pytest.
     assert (f"process {what[0]} of 2 ended with exit code 7" in capfd.readouterr().err) == bool(code)
 
 
+JOINS = """
+import os, signal, time
+from meshpar.cli.local_processes import follow_parent
+follow_parent()
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+
+def test_a_process_that_dies_before_it_joins_ends_the_others(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setattr(processes, "GRACE_S", 600)
+    monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", JOINS))
+    began_s = time.monotonic()
+    assert processes.run([], processes=3) == 128 + signal.SIGKILL
+    assert time.monotonic() - began_s < 60
+    assert capfd.readouterr().err.startswith("meshpar: process 1 of 3 ended with SIGKILL\n")
+
+
 def test_when_a_process_is_lost_the_others_start_again(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(processes, "RESTART_GRACE_S", 0.2)
@@ -402,6 +422,35 @@ def start_locally(folder: Path, *args: str) -> subprocess.Popen:
     base = [sys.executable, "-m", "meshpar.cli.main", "train", "recipe.py", "--processes", "2", "--devices", "2"]
     with (folder / "log").open("w") as log:
         return subprocess.Popen([*base, *args], cwd=folder, env=env, stdout=log, stderr=log)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "other"])
+def test_a_local_process_that_is_killed_is_named_first(tmp_path: Path, victim: int) -> None:
+    with start_locally(tmp_path, "--set", "steps=1000000") as process:
+        try:
+            log, deadline = tmp_path / "log", time.monotonic() + PATIENCE_S
+            while "step 1/" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            os.kill(int(children[victim]), signal.SIGKILL)
+            killed_s = time.monotonic()
+            assert process.wait(PATIENCE_S) == 128 + signal.SIGKILL, log.read_text()
+            assert time.monotonic() - killed_s < processes.GRACE_S
+        finally:
+            process.terminate()
+    said, survivor = log.read_text(), 1 - victim
+    by_meshpar = [line for line in said.splitlines() if line.startswith("meshpar: ") and "warning" not in line]
+    assert by_meshpar[0].startswith(f"meshpar: process {victim} of 2")
+    of_parent = f"meshpar: process {victim} of 2 ended with SIGKILL"
+    of_survivor = [line for line in by_meshpar if line != of_parent]
+    assert len(of_survivor) == 2
+    assert of_survivor[0].startswith(f"meshpar: process {victim} of 2")
+    assert of_survivor[1] == f"meshpar: the stacks of process {survivor} are in runs/pod/process-{survivor}.log"
+    assert "most recent call first" not in said
+    assert "stack trace" not in said
+    assert "most recent call first" in (tmp_path / "runs" / "pod" / f"process-{survivor}.log").read_text()
 
 
 @pytest.mark.matrix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import fcntl
 import hashlib
@@ -228,10 +229,13 @@ def test_the_cache_knows_what_it_depends_on(corpus, words, tmp_path):
      ("about.json", lambda file: file.write_text('{"train": {}}')), ("about.json", lambda file: file.write_text("?")),
      ("about.json", lambda file: file.write_text(file.read_text().replace('"documents"', '"x"', 1))),
      ("about.json", lambda file: file.write_text(file.read_text().replace("held_out", "x"))),
-     ("about.json", lambda file: file.write_text(file.read_text().replace('"checksums"', '"x"'))),
-     ("about.json", lambda file: file.write_text(file.read_text().replace('{"train": [', '{"train": [1,'))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('"digests"', '"x"'))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('"digests": [', '"digests": ["",'))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('"digests": ["', '"digests": ["0'))),
      ("valid.tokens", lambda file: file.write_bytes(bytes(file.stat().st_size))),
-     ("train.tokens", lambda file: file.write_bytes(file.read_bytes()[::-1]))],
+     ("train.tokens", lambda file: file.write_bytes(file.read_bytes()[::-1])),
+     ("train.tokens", lambda file: file.write_bytes(file.read_bytes()[:-1] + b"?")),
+     ("valid.tokens", lambda file: file.write_bytes(b"?" + file.read_bytes()[1:]))],
 )  # fmt: skip
 def test_a_damaged_cache_is_named(corpus, tmp_path, name, damage):
     made(corpus[0], cache=str(tmp_path))
@@ -407,7 +411,7 @@ def watch():
     while not over.wait(0.005):
         peak = max(peak, kilobytes("RssAnon") - before)
 
-thread = threading.Thread(target=watch)
+thread = threading.Thread(target=watch, daemon=True)  # ends with the process, also after an error
 thread.start()
 print("begins", flush=True)
 source = data.open(batch_size=16, seed=0)
@@ -421,10 +425,16 @@ print(json.dumps({"peak": peak * 1024, "rows": rows, "told": source.describe()})
 """
 
 
+@contextlib.contextmanager
 def child(*arguments):
+    """Run `CHILD`; kill it if it is still there when the context ends."""
     code = textwrap.dedent(CHILD)
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def large(folder, kind, num_bytes):
@@ -477,11 +487,10 @@ def test_processes_that_are_killed_while_they_tokenize(scratch):
             process.stdout.readline()
             time.sleep(wait_s)
             process.send_signal(signal.SIGKILL)
-    both = [child(file, cache, 0) for _ in range(2)]
-    for process in both:
-        with process:
+    with child(file, cache, 0) as first, child(file, cache, 0) as second:
+        for process in (first, second):
             found = json.loads(process.communicate(timeout=300)[0].splitlines()[-1])
-        assert (found["rows"], found["told"]) == (expected["rows"], expected["told"])
+            assert (found["rows"], found["told"]) == (expected["rows"], expected["told"])
     assert [one.name for one in cache.iterdir() if one.is_dir()] == [
         one.parent.name for one in cache.glob("*/about.json")
     ]

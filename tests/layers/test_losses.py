@@ -190,10 +190,16 @@ def test_weights_may_be_floats(name):
     assert found.metrics["loss_weight"].dtype == np.float32
 
 
-@pytest.mark.parametrize("name", cases(grid=ENGINES))
-def test_constant_weights_are_summed(name):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    cases(
+        *itertools.product(["micro-steps"], [np.int32, np.float32, np.array]),
+        grid=itertools.product(ENGINES, [int, np.int32, np.float32, np.array]),
+    ),
+)
+def test_constant_weights_are_summed(name, kind):
     def constant(model, batch, key):
-        return mp.MeanLoss(errors_of(model, batch).sum(), len(batch["x"])), {}
+        return mp.MeanLoss(errors_of(model, batch).sum(), kind(len(batch["x"]))), {}
 
     found = one_step(ENGINES[name], constant, batch_of(WEIGHTS))
     assert_equal(found, one_step(ONE_DEVICE, constant, batch_of(WEIGHTS)))

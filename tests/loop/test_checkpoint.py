@@ -209,6 +209,28 @@ def test_the_newest_are_kept(tmp_path, setup):
     assert Checkpoints(tmp_path).steps() == [2, 3]
 
 
+@pytest.mark.parametrize("how", ["removed", "renamed", "emptied"])
+@pytest.mark.parametrize("last_step", [3, 2])
+def test_a_folder_that_goes_away_is_reported_at_the_next_save(tmp_path, setup, how, last_step):
+    """`last_step` 2: after the last save of a run; the checkpoint is then written again."""
+    folder, last = tmp_path / "checkpoints", trained(setup, last_step)
+    with Checkpoints(folder) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(trained(setup, step), wait=True)
+        if how == "renamed":
+            folder.rename(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(folder)
+        if how == "emptied":
+            folder.mkdir()
+        with pytest.warns(UserWarning, match="checkpoints was removed, .* of step 2 is gone, none is left") as warned:
+            checkpoints.save(last, wait=True)
+        assert len(warned) == 1
+        assert not checkpoints.save(last, wait=True)
+        assert checkpoints.steps() == [last_step]
+        assert_same(checkpoints.restore(setup).state, on_host(last))
+
+
 def test_half_of_one_that_was_being_removed_is_no_checkpoint_and_goes_with_the_next_save(tmp_path, setup, monkeypatch):
     state = setup.init(0)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
@@ -631,6 +653,14 @@ def test_a_newer_format_is_refused(setup, folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 0)
     with pytest.raises(mp.MeshparError, match=r"format 0.*wrote it in format 2.*install meshpar"):
         Checkpoints(folder).restore(setup)
+
+
+def test_only_numbers_of_steps_are_checkpoints(folder):
+    for name in ("0002", "-3", "9999999999", "9" * 100, "٣", "2.bak"):
+        shutil.copytree(folder / "2", folder / name)
+    (folder / "8888888888").touch()
+    assert Checkpoints(folder).steps() == [1, 2]
+    assert Checkpoints(folder)._misplaced() == []
 
 
 def test_nothing_there(tmp_path, setup):

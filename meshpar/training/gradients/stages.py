@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from meshpar.hardware.compile_options import APART, IN_PLACE, Options
-from meshpar.layers.losses import Loss, LossTerms, MicrobatchTotals, ScalarLoss
+from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, ScalarLoss
 from meshpar.layers.scan import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.parallel.batch import check_rows
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
@@ -359,17 +359,19 @@ class _Behind:
             params, y, rows, data = others
             with running(lambda layer, x, params: y if aux is None else (y, aux), in_part=True):
                 terms, after = loss.terms(params, extra, rows, jax.random.wrap_key_data(data))
+            is_weighted.append(isinstance(terms.loss, MeanLoss))
             value, _ = terms.normalized()
             # Metrics of the Aux are not weighted: they would depend on the examples.
             _, metrics = dataclasses.replace(terms, loss=ScalarLoss(value)).normalized()
             return value, metrics, after
 
         given = (extra, aux, (params, y, batch, jax.random.key_data(key)))
+        is_weighted: list[bool] = []
         closed, (value, metrics, after) = flat_jaxpr(traced, *given)
         marks = _Marks(closed, given, (value, metrics, after))
         made_of_aux = marks.names(metrics)
         marks.check(where, made_of_aux)
-        share: jax.Array | float = 0.0 if aux is None else _share(traced, given, where)
+        share: jax.Array | float = 0.0 if aux is None else _share(traced, given, where, is_weighted=is_weighted[-1])
         wanted = [False, *(name in made_of_aux for name in metrics), *[True] * len(jax.tree.leaves(after))]
         cut = Cut(closed, first=wanted)
 
@@ -464,8 +466,10 @@ class _Marks:
             )
 
 
-def _share(traced: Callable[..., Any], given: tuple[PyTree, Any, PyTree], where: str) -> jax.Array:
-    """The constant by which the loss multiplies the auxiliary one."""
+def _share(
+    traced: Callable[..., Any], given: tuple[PyTree, Any, PyTree], where: str, *, is_weighted: bool
+) -> jax.Array:
+    """Return the constant factor of the auxiliary loss in the loss. `is_weighted`: the loss is a `MeanLoss`."""
 
     def slope(extra: PyTree, aux: Aux, others: PyTree) -> Any:
         return jax.grad(lambda loss: traced(extra, aux._replace(loss=loss), others)[0])(aux.loss), ()
@@ -474,6 +478,9 @@ def _share(traced: Callable[..., Any], given: tuple[PyTree, Any, PyTree], where:
     if depends(closed.jaxpr, [True] * len(closed.jaxpr.invars))[0]:
         exists = "its derivative by that is no constant, and no other stage would know it in time"
         fix = "write `loss + aux.loss`, or times a constant"
+        if is_weighted:
+            exists = "`MeanLoss` divides its total by the weight of the batch, also the auxiliary loss in it"
+            fix = "leave it out of the total, and call `meshpar.layers.auxiliary.report(loss=aux.loss)` instead"
         raise problem(f"the loss under {where}", "be made of the layers' auxiliary loss", exists, fix)
     return Cut(closed, first=[True]).run_first([None] * len(closed.jaxpr.invars))[0][0]
 
