@@ -108,54 +108,7 @@ def test_a_packed_row_is_learnt_as_its_conversations_alone(tmp_path):
     np.testing.assert_allclose(together.total, sum(one.total for one in alone), rtol=1e-5)
 
 
-TWICE = "{{% set n = namespace(x='xy') %}}{{% for a in range(60) %}}{{% set n.x = {} %}}{{% endfor %}}"
-
-
-def test_templates_reach_nothing_and_errors_have_four_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("meshpar.data.chat.MOST_STEPS", 2000)
-    monkeypatch.setattr("meshpar.data.chat.MOST_LENGTH", 20_000)
-    chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    for source, match in (
-        ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
-        ("{{ messages.append(1) }}", "SecurityError"),
-        ("{{ ''.__class__ }}{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        (
-            "{% for m in messages %}{{ m.content }}{{ messages | length }}{% endfor %}",
-            "in another way once it is there",
-        ),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
-        ("{{ range(999999999) | list }}", "OverflowError|Range too big"),
-        ("{{ 'x' * 10**15 }}", "repeats something"),
-        ("{{ 2 ** 999999999 }}", "power of a large number"),
-        ("{% for a in range(999) %}{% for b in range(999) %}{% endfor %}{% endfor %}", "more than 2,000 steps"),
-        ("{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(99) }}", "more than 2,000 steps"),
-        ("{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}", "RecursionError|steps"),
-        ("{{ cycler() }}", "RuntimeError"),
-        *((TWICE.format(one), "longer than") for one in (
-            "n.x ~ n.x", "n.x + n.x", "[n.x, n.x] | join", "''.join([n.x, n.x])", "n.x | replace('x', n.x)",
-            "n.x.replace('x', n.x)",
-        )),
-        *((TWICE.format(one) + "{{ n.x }}", "more than 2,000 steps") for one in (
-            "[n.x, n.x]", "(n.x, n.x)", "{1: n.x, 2: n.x}", "dict(a=n.x, b=n.x)", "namespace(a=n.x, b=n.x)",
-            "[n.x] * 2", "([n.x] + [n.x]) | batch(2) | list",
-        )),
-        ("{% set n = namespace(x=9) %}{% for a in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}", "large numbers"),
-        ("{% set x = 'x' * 999 %}{{ x.translate({120: x}) }}", "longer than"),
-        ("{{ lipsum(n=10 ** 9) }}", "UndefinedError"),
-        ("{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}", "longer than"),
-        ("{% set x %}{% for a in range(999) %}{{ 'x' * 99999 }}{% endfor %}{% endset %}", "longer than"),
-        *(("{{ " + one + " }}", "wider than") for one in (
-            "'%999999999d' % 1", "'{:>999999999}'.format(1)", "'x'.ljust(10 ** 9)", "'x' | center(10 ** 9)",
-            "[1] | tojson(indent=10 ** 9)",
-        )),
-    ):  # fmt: skip
-        with pytest.raises(mp.MeshparError, match=match):
-            Template(source, {}, where="template").render("line 1", chat)
-    with pytest.raises(mp.MeshparError, match="read it as a chat template"):
-        Template("{% if %}", {}, where="template")
-    with pytest.raises(mp.MeshparError, match="SyntaxError"):
-        Template("{% break %}", {}, where="template")
+def test_errors_of_conversations_and_settings_have_four_parts(tmp_path):
     template = Template(TEMPLATE, {}, where="template")
     for wrong in (None, [], "text", ["x"], [{"content": "x"}], [{"role": "user", "contents": "x"}]):
         with pytest.raises(mp.MeshparError, match="line 1"):
@@ -201,7 +154,7 @@ def test_turns_that_are_written_otherwise_later_are_learnt_behind_what_is_writte
     ((text, spans),) = Template(marking, {}, where="template").render("line 1", thinking[:4])
     assert text == "[user]a.[assistant]b.[user]c.[assistant]<think></think>d."
     assert [text[slice(*span)] for span in spans] == ["a.", "b.", "c.", "d."]
-    with pytest.raises(mp.MeshparError, match="half a character"):
+    with pytest.raises(mp.MeshparError, match="has a surrogate"):
         Template(marking, {}, where="template").render("line 1", [{"role": "user", "content": "\ud800a\udfff"}])
 
 
