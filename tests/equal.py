@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
+from flax.nnx import bridge
 
 import meshpar as mp
 from meshpar.layers.losses import scalar
-from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models import Transformer, TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import TrainState, make_setup
 
@@ -36,6 +38,11 @@ def mesh_of(spec: mp.MeshSpec) -> jax.sharding.Mesh:
     return spec.build(jax.devices()[: math.prod(spec.values())])
 
 
+def linen_decoder(cfg: TransformerConfig) -> nn.Module:
+    """Return the decoder as a Linen module."""
+    return bridge.to_linen(Transformer, cfg)
+
+
 def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.Model:
     decoder = cfg.build()
     if framework == "nnx":
@@ -46,7 +53,7 @@ def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.
             lambda params, *args, **more: decoder.bind(params, {})(*args, **more),
             names=decoder.names(),
         )
-    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((rows, seq), np.int32))
+    return mp.from_linen(linen_decoder(cfg), jax.ShapeDtypeStruct((rows, seq), np.int32))
 
 
 def token_batches(rows: int, seq: int, steps: int, vocab: int = VOCAB) -> list[dict[str, np.ndarray]]:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from meshpar.collectives.reduction import all_reduce
     from meshpar.collectives.ring import all_gather, reduce_scatter
-    from meshpar.collectives.zigzag import from_zigzag, to_zigzag, unzigzag, zigzag
+    from meshpar.collectives.zigzag_order import from_zigzag, to_zigzag, unzigzag, zigzag
 
 __getattr__, __dir__ = lazy(__name__)
 

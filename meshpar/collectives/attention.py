@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, ranks_of
 from meshpar.collectives.wire import pass_on, put, take, varying, varying_alike
-from meshpar.collectives.zigzag import check_two_chunks
+from meshpar.collectives.zigzag_order import check_two_chunks
 from meshpar.sharding.types import problem
 
 ORDERS = ("zigzag", "contiguous")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num, Shaped
 
-from meshpar.collectives.zigzag import unzigzag, zigzag
+from meshpar.collectives.zigzag_order import unzigzag, zigzag
 
 _REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min}
 

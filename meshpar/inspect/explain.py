@@ -212,7 +212,7 @@ def held_to(
             rows = step_spec.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
             promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
-        limits["untold_axes"] = facts_of(setup, options, batch, uses=uses).unannotated_axes
+        limits["unannotated_axes"] = facts_of(setup, options, batch, uses=uses).unannotated_axes
         limits["scopes_above"] = scopes_above(setup)
         return match_collectives(promises, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, ScheduleCounts(parts.schedule))
@@ -350,7 +350,7 @@ def _check_equal_parts(state: TrainState) -> None:
             f"count what parts of {'+'.join(map(str, counts))} layers send and compute",
             "layers that only some parts have are chosen at run time, and the program does not tell by which stages",
             f"explain it with {' or '.join(map(str, dict.fromkeys(near)))} layers"
-            + " and without fewer_layers" * any(pipelined.stage_layer_offset),
+            + " and without stage_layer_offset" * any(pipelined.stage_layer_offset),
         )
 
 

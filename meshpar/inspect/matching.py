@@ -262,7 +262,7 @@ def match_collectives(
       micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
       longest: the longest dim of a parameter; what is summed over the batch and no longer is bookkeeping.
       batch_axes: over which gradients are summed.
-      untold_axes: of which no promise is made.
+      unannotated_axes: of which no promise is made.
       small_share: of all bytes, that small arrays may send unexpectedly.
       scopes_above: for advice by paths of modules, as `promise.scopes_above` says.
     """

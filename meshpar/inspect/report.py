@@ -92,7 +92,7 @@ class Report(Plain):
         """Whether nothing is sent that the strategy did not promise.
 
         Of a model that lays no activations out this says: between modules they lie as the batch, and nothing is sent
-        but parameters and gradients. It says nothing of `promise.untold_axes`.
+        but parameters and gradients. It says nothing of `promise.unannotated_axes`.
         """
         return not self.promise.unexpected
 

@@ -1,4 +1,4 @@
-"""Annotated Flax decoders: `Transformer` (NNX) and `LinenTransformer`, their loss, sampling, and published shapes."""
+"""Annotated Flax decoders: `Transformer`, its loss, sampling, and published configurations."""
 
 from typing import TYPE_CHECKING
 
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from meshpar.models.sampling import generate
     from meshpar.models.token_loss import next_token_loss
     from meshpar.models.transformer import Transformer
-    from meshpar.models.transformer_linen import LinenTransformer
 
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "LatentAttention", "LinenTransformer", "RopeScaling", "Transformer", "TransformerConfig", "YarnScaling",
+    "LatentAttention", "RopeScaling", "Transformer", "TransformerConfig", "YarnScaling",
     "deepseek_v3", "generate", "kimi_k2", "llama3_8b", "llama3_70b", "llama3_405b", "mixtral_8x7b", "next_token_loss",
     "qwen3_8b", "qwen3_235b",
 ]  # fmt: skip

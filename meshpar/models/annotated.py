@@ -1,18 +1,16 @@
-"""Makes the annotated matrices and norms that the decoders are built of: each once in NNX and once in Linen."""
+"""Linear layers and norms of the decoder, with logical names for their dims."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import nnx
 from jaxtyping import Array, Float
 
-from meshpar.layers.precision import NamedDot, dot_general
+from meshpar.layers.precision import NamedDot
 from meshpar.layers.scan import keeps_are_others
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import PAIR, problem
@@ -117,49 +115,3 @@ def nnx_norm(
         scale_init=nnx.with_partitioning(nnx.initializers.ones_init(), (name,)),
         rngs=rngs,
     )
-
-
-def linen_linear(
-    cfg: TransformerConfig,
-    name: str,
-    outputs: Any,
-    names: tuple[str | None, ...],
-    *,
-    axis: Any = -1,
-    init: Initializer | None = None,
-    dot: Callable[..., Array] = dot_general,
-) -> nn.DenseGeneral:
-    """A matrix without bias, with logical names."""
-    return nn.DenseGeneral(
-        outputs,
-        axis=axis,
-        use_bias=False,
-        param_dtype=jnp.dtype(cfg.param_dtype),
-        kernel_init=nn.with_logical_partitioning(init or nn.initializers.lecun_normal(), names),
-        dot_general=NamedDot(names) if dot is dot_general else dot,
-        name=name,
-    )
-
-
-def linen_kernel(inputs: Array, kernel: Array, *_: Any, **__: Any) -> Array:
-    """In place of a layer's matmul: its weight, made and named by the layer as always, for a matmul elsewhere."""
-    return kernel
-
-
-class LinenNorm(nn.RMSNorm):
-    """Flax's, as `Norm` is."""
-
-    @nn.compact
-    def __call__(self, x: Array, *, mask: Array | None = None) -> Array:
-        """As x is."""
-        assert mask is None
-        if keeps_are_others():
-            return super().__call__(x)
-        return rms_norm(self.epsilon, x, self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype))
-
-
-def linen_norm(cfg: TransformerConfig, name: str, *, dim: str = "embed", in_layers: bool = True) -> nn.RMSNorm:
-    """RMSNorm over the last dim of what it is given, whose logical name is `dim`; `in_layers` as for `nnx_norm`."""
-    init = nn.with_logical_partitioning(nn.initializers.ones_init(), (dim,))
-    kind = LinenNorm if in_layers else nn.RMSNorm
-    return kind(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)

@@ -17,17 +17,13 @@ made of, N of the part of a key that is not rotated, R of the one that is; D = N
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import jax.numpy as jnp
-from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.models import layers
-from meshpar.models.annotated import bare, into_residual, linen_kernel, linen_linear, linen_norm, nnx_linear, nnx_norm
+from meshpar.models.annotated import bare, into_residual, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import LayerCache, Rope
 
@@ -86,42 +82,6 @@ class NNXLatentAttention(nnx.Module):
             up = (bare(self.key_up), bare(self.value_up))
             o_BTHW, cache = attend_to_latents(self.cfg, q_BTHD, c_BTC, r_BTR, *up, angles, cache, length)
         return self.out(o_BTHW), cache
-
-
-class LinenLatentAttention(nn.Module):
-    """Multi-head latent attention in Linen: the same parameters under the same paths as the NNX one."""
-
-    cfg: TransformerConfig
-
-    @nn.compact
-    def __call__(
-        self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
-    ) -> tuple[Array, LayerCache | None]:
-        """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
-        assert not overlapped, "the config refuses it"
-        cfg, latent, heads = self.cfg, self.cfg.latent, self.cfg.num_heads
-        assert latent is not None
-
-        def linear(name: str, outputs: Any, **more: Any) -> Callable[[Array], Array]:
-            return linen_linear(cfg, name, outputs, NAMES[name], **more)
-
-        query = (heads, latent.head_dim)
-        if latent.q_rank is None:
-            q_BTHD = linear("query", query)(layers.block_input(h_BTE))
-        else:
-            q_BTQ = linen_norm(cfg, "query_norm")(linear("query_down", latent.q_rank)(layers.residual(h_BTE)))
-            q_BTHD = linear("query_up", query)(layers.block_input(q_BTQ))
-        h_BTE = layers.residual(h_BTE)
-        c_BTC = layers.block_input(linen_norm(cfg, "latent_norm")(linear("latent_down", latent.kv_rank)(h_BTE)))
-        r_BTR = layers.block_input(linear("key_rope", latent.rope_dim)(h_BTE))
-        more = {} if cache is None else {"dot": linen_kernel}
-        key = linear("key_up", (heads, latent.nope_dim), **more)(c_BTC)
-        value = linear("value_up", (heads, latent.v_dim), **more)(c_BTC)
-        if cache is None:
-            o_BTHW = attend(cfg, q_BTHD, key, r_BTR, value, angles)
-        else:
-            o_BTHW, cache = attend_to_latents(cfg, q_BTHD, c_BTC, r_BTR, key, value, angles, cache, length)
-        return linear("out", cfg.embed_dim, axis=(-2, -1), init=into_residual(cfg))(o_BTHW), cache
 
 
 def attend(

@@ -1,6 +1,10 @@
 """The decoder as a Flax NNX module: annotated parameters, constrained activations, layers under one scan.
 
-Shape suffixes as in `meshpar.models.layers`.
+Shape suffixes as in `meshpar.models.layers`. For a decoder in Linen, wrap it with `flax.nnx.bridge`; the logical names
+stay:
+
+    module = bridge.to_linen(Transformer, cfg)
+    model = mp.from_linen(module, jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32))
 """
 
 from __future__ import annotations

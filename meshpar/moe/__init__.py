@@ -6,7 +6,7 @@
     dispatch_combine.py  tokens to their experts and back: paths.py (in buffers, sorted, node first), order.py (what
                   stands where), exchange.py (rows on the wire), choice.py (how they travel when nothing is said)
     grouped.py    rows sorted by expert, each times its own expert's weight
-    config.py     what an MoE layer is: layer.py computes it, nnx.py and linen.py make Flax modules of it
+    config.py     what an MoE layer is: layer.py computes it, nnx.py makes a Flax module of it
     placement.py  expert rebalancing: which rank owns which experts, by measured loads
     check.py      four-part errors of the functions on routed tokens
     reference.py  what an MoE layer computes, every token through every expert
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from meshpar.moe.grouped_matmul import choose_grouped_matmul, grouped_matmul, grouped_swiglu
     from meshpar.moe.layer import RouterStats, Weights, moe_layer, report_layers
     from meshpar.moe.layer_config import MoEConfig
-    from meshpar.moe.linen import LinenMoE
     from meshpar.moe.load_metrics import Advice, Load, Loads, advice, loads, measure, scalars
     from meshpar.moe.nnx import MoE
     from meshpar.moe.routing import Routed, Routing, capacity, count, kept, route
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
-    "Advice", "Dispatched", "ExpertPlacement", "KernelChoice", "LinenMoE", "Load", "Loads", "MoE", "MoEConfig",
+    "Advice", "Dispatched", "ExpertPlacement", "KernelChoice", "Load", "Loads", "MoE", "MoEConfig",
     "Payload", "Rebalanced", "Routed", "RouterStats", "Routing", "Weights", "advice", "auxiliary_loss", "capacity",
     "choose_dispatch", "choose_grouped_matmul", "count", "dispatch", "grouped_matmul", "grouped_swiglu", "kept",
     "loads", "measure", "moe_layer", "permute", "place", "rebalance", "reference", "report_layers", "route", "scalars",

@@ -3,7 +3,7 @@
     x [B, T, d] ─► router ─► dispatch over the axes of experts ─► SwiGLU, column and row parallel ─► combine ─► y
                      └─► RouterStats: auxiliary losses, tokens of every expert
 
-What Flax modules are made of (`meshpar.moe.nnx`, `meshpar.moe.linen`), and usable without Flax. The rules in force say
+What the Flax module is made of (`meshpar.moe.nnx`), and usable without Flax. The rules in force say
 which mesh axes split what: tokens by `batch` and `seq`, experts by `act_expert`, their hidden width by `act_mlp`.
 """
 

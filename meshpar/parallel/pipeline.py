@@ -48,8 +48,8 @@ class Pipeline(Parallelism):
         whole = isinstance(fewer, tuple) and all(type(count) is int and count >= 0 for count in fewer)
         if not whole or len(fewer) != 2:
             where, fix = (
-                f"pipeline_parallel(fewer_layers={fewer!r})",
-                "write fewer_layers=(0, 1) for a lighter last part",
+                f"pipeline_parallel(stage_layer_offset={fewer!r})",
+                "write stage_layer_offset=(0, 1) for a lighter last part",
             )
             exists = "it is two whole numbers, of the first part and of the last"
             raise problem(where, "make parts that much lighter", exists, fix)
@@ -126,9 +126,10 @@ class Pipeline(Parallelism):
             least = num_parts * (1 + max(first, last)) - first - last
             raise problem(
                 f"{num_layers} stacked layers under pipeline_parallel(schedule={self.schedule!r})",
-                f"be cut into {num_parts} parts" + f" with fewer_layers={self.stage_layer_offset}" * lighter,
+                f"be cut into {num_parts} parts" + f" with stage_layer_offset={self.stage_layer_offset}" * lighter,
                 "every part of the model has one layer at the least",
-                f"use {least} layers or more, or fewer stages (times chunks)" + ", or leave fewer_layers out" * lighter,
+                f"use {least} layers or more, or fewer stages (times chunks)"
+                + ", or leave stage_layer_offset out" * lighter,
             )
         return tuple(counts)
 
@@ -198,8 +199,8 @@ def pipeline_parallel(
         "eager-1f1b" all do the same, and it holds twice as many microbatches.
       chunks: shares of the layers on one stage, for "interleaved-1f1b" and "eager-1f1b".
       gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
-      fewer_layers: how many layers fewer than the parts between them the first and the last part of the model have, to
-        make up for embedding and head.
+      stage_layer_offset: numbers of layers that the first and the last chunk have less than the others, to balance
+        embedding and head.
       axis: the mesh axis of the stages.
 
     Raises:

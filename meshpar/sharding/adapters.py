@@ -580,8 +580,8 @@ class _Linen:
         with linen_methods(watch):
             variables = jax.eval_shape(self._boxed, key_data_like())
         leaves = jax.tree_util.tree_leaves_with_path(variables["params"], is_leaf=_is_box)
-        named = ((path_str(path), leaf) for path, leaf in leaves if _is_box(leaf) and getattr(leaf, "names", None))
-        names = {path: _for_each_dim(leaf.names, leaf.value.ndim) for path, leaf in named}
+        named = ((path_str(path), leaf, _names_of_box(leaf)) for path, leaf in leaves if _is_box(leaf))
+        names = {path: _for_each_dim(names, leaf.value.ndim) for path, leaf, names in named if names}
         return LinenInfo(names, frozenset(sown), jax.tree.map(_unboxed, variables["params"], is_leaf=_is_box))
 
     def _boxed(self, key: jax.Array) -> Any:
@@ -813,6 +813,11 @@ def _is_box(x: Any) -> bool:
     from flax.core import meta
 
     return isinstance(x, meta.AxisMetadata)
+
+
+def _names_of_box(box: Any) -> Names | None:
+    """Return the logical names in Linen metadata, or in that of an NNX module that `flax.nnx.bridge.ToLinen` wraps."""
+    return getattr(box, "names", None) or getattr(box, "metadata", {}).get("out_sharding")
 
 
 def _unboxed(x: Any) -> Any:

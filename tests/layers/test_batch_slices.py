@@ -232,7 +232,7 @@ def test_rows_that_are_not_the_batch():
         jax.vmap(lambda one: run(layer, one, 2))(jnp.ones((4, 6, 2)))
 
 
-@pytest.mark.parametrize("beside", [jnp.float32(2), jnp.ones((2, 1)), (jnp.ones((4, 1)), 3)])
+@pytest.mark.parametrize("per_example", [jnp.float32(2), jnp.ones((2, 1)), (jnp.ones((4, 1)), 3)])
 def test_what_stands_beside_has_rows_or_one(per_example):
     with pytest.raises(MeshparError, match=r"`beside` of scan_layers.*of as many rows, or of one"):
         run(lambda x, one, per_example: x, jnp.ones((4, 2)), 2, per_example=per_example)

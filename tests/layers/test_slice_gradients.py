@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.nnx import bridge
 
 import meshpar as mp
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.precision import dot_general as dot
 from meshpar.layers.slice_gradients import Own, SliceRows, summed_first
 from meshpar.models import TransformerConfig
-from meshpar.models.transformer_linen import LinenMLP
+from meshpar.models.transformer import MLP
 from tests.equal import mesh_of
 from tests.grid import cases
 
@@ -158,7 +159,7 @@ def test_every_matrix_of_an_mlp_is_summed_first():
     config = TransformerConfig(
         vocab_size=8, num_layers=1, embed_dim=WIDTH, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=WIDTH
     )
-    mlp, x = LinenMLP(config), jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), np.float32)
+    mlp, x = bridge.to_linen(MLP, config), jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), np.float32)
     with mp.use_rules(mesh, mp.fsdp()):
         params = jax.eval_shape(mlp.init, jax.random.key(0), x)
 

@@ -10,10 +10,10 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, layers, next_token_loss
+from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
 from meshpar.models.layers import KVCache
 from meshpar.models.transformer import rope_of
-from tests.equal import mesh_of
+from tests.equal import linen_decoder, mesh_of
 from tests.grid import cases
 
 ROWS, SEQ = 16, 12
@@ -50,7 +50,7 @@ def packed():
 def after_a_step(cfg, case, batch, framework="nnx"):
     spec, strategy, options = case
     like = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
-    model = cfg.build() if framework == "nnx" else mp.from_linen(LinenTransformer(cfg), like)
+    model = cfg.build() if framework == "nnx" else mp.from_linen(linen_decoder(cfg), like)
     state = mp.init_state(model, optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy, key=0)
     state, metrics = mp.train_step(next_token_loss, **options)(state, batch)
     return float(metrics["loss"]), jax.device_get(state.params)

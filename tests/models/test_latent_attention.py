@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.models import LatentAttention, LinenTransformer, TransformerConfig, YarnScaling
+from meshpar.models import LatentAttention, TransformerConfig, YarnScaling
 from meshpar.models.sampling import empty_cache
 from meshpar.sharding.types import tree_leaves_with_paths
-from tests.equal import mean_loss, mesh_of
+from tests.equal import linen_decoder, mean_loss, mesh_of
 from tests.grid import cases
 from tests.models import by_hand
 from tests.models.by_hand import random_params
@@ -56,7 +56,7 @@ def one_device():
 
 def models(cfg):
     shape = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)
-    return {"nnx": cfg.build(), "linen": mp.from_linen(LinenTransformer(cfg), shape)}
+    return {"nnx": cfg.build(), "linen": mp.from_linen(linen_decoder(cfg), shape)}
 
 
 def loss_and_gradient(model, params, mesh, strategy, batch=BATCH):

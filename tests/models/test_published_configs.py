@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import meshpar as mp
-from meshpar.models import LinenTransformer, deepseek_v3, mixtral_8x7b
+from meshpar.models import deepseek_v3, mixtral_8x7b
 from meshpar.sharding.types import tree_leaves_with_paths
+from tests.equal import linen_decoder
 
 SHAPES = {"mixtral_8x7b": mixtral_8x7b(), "deepseek_v3": deepseek_v3()}
 
@@ -55,6 +56,6 @@ def test_the_parts_of_deepseek_v3(trees):
 def test_linen_has_the_same_tree(trees):
     tokens = jax.ShapeDtypeStruct((1, 8), "int32")
     with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
-        linen = mp.from_linen(LinenTransformer(SHAPES["deepseek_v3"]), tokens).abstract().params
+        linen = mp.from_linen(linen_decoder(SHAPES["deepseek_v3"]), tokens).abstract().params
     expected = {path: x.shape for path, x in tree_leaves_with_paths(trees["deepseek_v3"])}
     assert {path: x.shape for path, x in tree_leaves_with_paths(linen)} == expected

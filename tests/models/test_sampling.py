@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import meshpar as mp
-from meshpar.models import LinenTransformer, RopeScaling, TransformerConfig, generate
+from meshpar.models import RopeScaling, TransformerConfig, generate
 from meshpar.models.sampling import empty_cache, sample_token
 from meshpar.moe import MoEConfig, Routing
+from tests.equal import linen_decoder
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
@@ -33,7 +34,7 @@ def params():
 def model(framework="nnx"):
     if framework == "nnx":
         return CONFIG.build()
-    return mp.from_linen(LinenTransformer(CONFIG), jax.ShapeDtypeStruct((8, 4), np.int32))
+    return mp.from_linen(linen_decoder(CONFIG), jax.ShapeDtypeStruct((8, 4), np.int32))
 
 
 def one_device():

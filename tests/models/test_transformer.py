@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.nnx import bridge
 from jax.extend.core import jaxprs_in_params
 
 import meshpar as mp
@@ -20,7 +21,6 @@ from meshpar.inspect.hlo.parser import parse
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.scan import REMAT_POLICIES
 from meshpar.models import (
-    LinenTransformer,
     RopeScaling,
     Transformer,
     TransformerConfig,
@@ -28,9 +28,8 @@ from meshpar.models import (
     next_token_loss,
 )
 from meshpar.models.transformer import MLP
-from meshpar.models.transformer_linen import LinenMLP
 from meshpar.sharding.types import tree_leaves_with_paths
-from tests.equal import mean_loss, mesh_of
+from tests.equal import linen_decoder, mean_loss, mesh_of
 from tests.grid import cases
 from tests.models import by_hand
 from tests.models.by_hand import random_params
@@ -63,7 +62,7 @@ def one_device():
 
 
 def linen(cfg):
-    return mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype))
+    return mp.from_linen(linen_decoder(cfg), jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype))
 
 
 def forward(model, params, tokens=TOKENS, **kwargs):
@@ -171,8 +170,8 @@ def test_the_backward_pass_of_an_mlp_is_left_gate_and_up_and_nothing_else_as_wid
         def call(params, x):
             return nnx.merge(graph, params)(x)
     else:
-        call = LinenMLP(config).apply
-        params = jax.eval_shape(LinenMLP(config).init, jax.random.key(0), x)
+        call = bridge.to_linen(MLP, config).apply
+        params = jax.eval_shape(bridge.to_linen(MLP, config).init, jax.random.key(0), x)
     left = jax.eval_shape(lambda params, x: jax.vjp(call, params, x)[1], params, x)
     assert sum(leaf.shape == (2, 3, 20) for leaf in jax.tree.leaves(left)) == 2
 
@@ -279,7 +278,7 @@ def test_the_trace_does_not_grow_with_depth(one_device, framework):
 def collectives_of_a_step(spec, strategy, cfg, framework="nnx"):
     mesh = mesh_of(spec)
     rows = jax.ShapeDtypeStruct((8, 16), np.int32)
-    model = cfg.build() if framework == "nnx" else mp.from_linen(LinenTransformer(cfg), rows)
+    model = cfg.build() if framework == "nnx" else mp.from_linen(linen_decoder(cfg), rows)
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
     compiled = mp.train_step(next_token_loss).lower(state, {"inputs": rows, "targets": rows}).compile()
     return census(parse(compiled.as_text()), mesh)
@@ -305,7 +304,7 @@ def test_linen_trains_in_a_mesh(mesh8):
     """Its kernels of three dims, in a mesh, whose names are no activations'."""
     cfg = CONFIG(num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16)
     batch = {name: np.tile(x, (4, 1)) for name, x in BATCH.items()}
-    model = mp.from_linen(LinenTransformer(cfg), jax.ShapeDtypeStruct((8, 7), np.int32))
+    model = mp.from_linen(linen_decoder(cfg), jax.ShapeDtypeStruct((8, 7), np.int32))
     state = mp.init_state(model, optax.sgd(0.1), mesh=mesh8, strategy=mp.fsdp(), key=jax.random.key(0))
     step = mp.train_step(next_token_loss)
     state, first = step(state, batch)

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.nnx import bridge
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar import moe
 from meshpar.layers.auxiliary import report
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, dispatch, grouped_matmul, grouped_swiglu, moe_layer
+from meshpar.moe.nnx import MoE
 from meshpar.sharding.types import MeshparError
 
 WHOLE, FLOATS = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 8))
@@ -220,7 +222,7 @@ def test_modules_that_cannot_be_made(width, cfg, dtype, told):
     with pytest.raises(MeshparError, match=told):
         moe.MoE(width, cfg, param_dtype=dtype, rngs=nnx.Rngs(0))
     with pytest.raises(MeshparError, match=told):
-        moe.LinenMoE(width, cfg, dtype).init(jax.random.key(0), jnp.zeros((1, 1, 4)))
+        bridge.to_linen(MoE, width, cfg, dtype).init(jax.random.key(0), jnp.zeros((1, 1, 4)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

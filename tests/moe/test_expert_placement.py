@@ -11,16 +11,17 @@ import numpy as np
 import optax
 import pytest
 from flax import linen, nnx
+from flax.nnx import bridge
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar import moe
-from meshpar.models import LinenTransformer, TransformerConfig
+from meshpar.models import TransformerConfig
 from meshpar.moe import MoEConfig, Routing
-from meshpar.moe.linen import LinenMoE
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.types import MeshparError
+from tests.equal import linen_decoder
 from tests.grid import cases
 
 
@@ -304,7 +305,7 @@ class LinenLayer(linen.Module):
     @linen.compact
     def __call__(self, x):
         routing = Routing(num_experts=NUM_EXPERTS, top_k=2)
-        y, told = LinenMoE(WIDTH, MoEConfig(routing=routing, mlp_dim=HIDDEN, bias_rate=0.05), name="moe")(x)
+        y, told = bridge.to_linen(MoE, WIDTH, MoEConfig(routing=routing, mlp_dim=HIDDEN, bias_rate=0.05), name="moe")(x)
         return y * self.param("scale", linen.with_partitioning(linen.initializers.ones, ("embed",)), (WIDTH,)), told
 
 
@@ -416,7 +417,7 @@ def decoder(tx=None, strategy=None, mesh=None, kind="nnx", rows=8, routing=None,
         moe=MoEConfig(routing=routing, mlp_dim=32, **config),
     )  # fmt: skip
     words = np.random.default_rng(0).integers(0, 64, (rows, 32)).astype(np.int32)
-    model = cfg.build() if kind == "nnx" else mp.from_linen(LinenTransformer(cfg), words)
+    model = cfg.build() if kind == "nnx" else mp.from_linen(linen_decoder(cfg), words)
     mesh = (mesh or mp.MeshSpec(fsdp=2, expert=4)).build()
     strategy = mp.fsdp() | mp.expert_parallel() if strategy is None else strategy
     state = mp.init_state(model, tx or optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.nnx import bridge
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
@@ -20,6 +21,7 @@ from meshpar.collectives.kernel_checks import ranks_of
 from meshpar.layers.auxiliary import collecting, is_listening, report
 from meshpar.layers.scan import running
 from meshpar.moe import MoEConfig, Routing, Weights, moe_layer
+from meshpar.moe.nnx import MoE
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
 
@@ -421,21 +423,6 @@ def modules():
     return module, params, x, nnx.jit(lambda module, x: module(x))(nnx.clone(module), x)
 
 
-def test_both_modules_are_the_same_layer(modules):
-    module, params, x, (y, told) = modules
-    linen = moe.LinenMoE(WIDTH, BIASED)
-    made = jax.eval_shape(linen.init, jax.random.key(1), x)
-    assert jax.tree.map(jnp.shape, dict(nnx.to_pure_dict(nnx.state(module, nnx.Param)))) == {
-        name: box.value.shape for name, box in made["params"].items()
-    }
-    balance = {"bias": jnp.zeros(EXPERTS), "load": jnp.zeros(EXPERTS, jnp.int32)}
-    run = jax.jit(functools.partial(linen.apply, mutable=["balance"]))
-    (other, other_told), after = run({"params": params, "balance": balance}, x)
-    np.testing.assert_allclose(y, other, rtol=1e-5, atol=1e-6)
-    np.testing.assert_array_equal(told.load, after["balance"]["load"])
-    np.testing.assert_array_equal(told.load, other_told.load)
-
-
 def test_shared_experts_are_for_every_token(modules):
     _, params, x, (y, _) = modules
 
@@ -462,7 +449,7 @@ def test_the_names_of_parameters(modules):
         "shared_down": ("mlp", "embed"),
     }
     assert sum(math.prod(leaf.shape) for leaf in model.leaves()) == BIASED.num_params(WIDTH)
-    linen = mp.from_linen(moe.LinenMoE(WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
+    linen = mp.from_linen(bridge.to_linen(MoE, WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
     assert {leaf.path: leaf.names for leaf in linen.leaves()} == names
 
 
@@ -474,12 +461,8 @@ def test_experts_are_drawn_each_by_itself(modules):
     assert np.std(np.asarray(wide.gate[...])) == pytest.approx(1 / 8, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", cases("nnx", grid=["nnx", "linen"]))
-def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
-    if kind == "nnx":
-        model = mp.from_nnx(lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs))
-    else:
-        model = mp.from_linen(moe.LinenMoE(WIDTH, BIASED), jax.ShapeDtypeStruct((2, 2, WIDTH), jnp.float32))
+def test_the_bias_moves_after_a_step_and_by_all_that_was_counted():
+    model = mp.from_nnx(lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs))
 
     @jax.jit
     def run(params, extra, rows):
@@ -492,13 +475,11 @@ def test_the_bias_moves_after_a_step_and_by_all_that_was_counted(kind):
         load, extra = run(params, extra, rows)
         loads.append(load)
     total = np.asarray(loads[0] + loads[1])
-    of = extra["balance"] if kind == "linen" else extra
-    np.testing.assert_array_equal(of["load"], total)
-    np.testing.assert_array_equal(of["bias"], np.zeros(EXPERTS))
+    np.testing.assert_array_equal(extra["load"], total)
+    np.testing.assert_array_equal(extra["bias"], np.zeros(EXPERTS))
     after = model.after_update(extra)
-    of = after["balance"] if kind == "linen" else after
-    np.testing.assert_array_equal(of["load"], np.zeros(EXPERTS))
-    np.testing.assert_array_equal(of["bias"], -0.5 * np.sign(total - total.mean()))
+    np.testing.assert_array_equal(after["load"], np.zeros(EXPERTS))
+    np.testing.assert_array_equal(after["bias"], -0.5 * np.sign(total - total.mean()))
     assert jax.tree.structure(after) == jax.tree.structure(extra)
 
 

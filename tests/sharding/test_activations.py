@@ -21,6 +21,7 @@ from meshpar.inspect.expected import facts_of
 from meshpar.layers.precision import products
 from meshpar.sharding import adapters
 from tests.grid import cases
+from tests.linen_decoder import linen_model
 
 WIDTH, MLP, ROWS = 64, 128, 16
 X = np.random.default_rng(0).normal(size=(ROWS, 4, WIDTH)).astype(np.float32)
@@ -445,8 +446,7 @@ def test_modules_in_layers_of_a_decoder_are_made_again(linen, layout):
     cfg = mp.models.TransformerConfig(
         vocab_size=32, embed_dim=16, num_layers=4, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
     )
-    ids = jax.ShapeDtypeStruct((ROWS, 8), np.int32)
-    model = mp.from_linen(mp.models.LinenTransformer(cfg), ids) if linen else cfg.build()
+    model = linen_model(cfg, ROWS, 8) if linen else cfg.build()
     options = {"accumulate": 2, "reduce_gradients": "once"} if layout == "once" else {}
     mesh, strategy = mp.MeshSpec(fsdp=8), FSDP
     batch = {name: np.arange(ROWS * 8, dtype=np.int32).reshape(ROWS, 8) % 32 for name in ("inputs", "targets")}
@@ -475,8 +475,7 @@ def test_layers_of_a_decoder_compute_in_a_wider_dtype(linen):
     cfg = mp.models.TransformerConfig(
         vocab_size=32, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
     )
-    ids = jax.ShapeDtypeStruct((ROWS, 8), np.int32)
-    model = mp.from_linen(mp.models.LinenTransformer(cfg), ids) if linen else cfg.build()
+    model = linen_model(cfg, ROWS, 8) if linen else cfg.build()
     losses = []
     for rules in (mp.Rules(), mp.Rules(precision={"layers/(mlp|.*_norm)": "float32"})):
         state = mp.init_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=-1).build(), strategy=FSDP | rules, key=0)

@@ -61,7 +61,7 @@ def test_a_decision_says_which_rules_made_it():
 
 
 @pytest.mark.parametrize(
-    ("rule", "size", "expected", "meant"),
+    ("rule", "size", "expected", "replicated_on_purpose"),
     [
         (mp.first("tensor", None), 4, "tensor", False),
         (mp.first("tensor", None), 3, None, True),

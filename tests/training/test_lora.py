@@ -14,12 +14,13 @@ import pytest
 from flax import linen, nnx
 
 import meshpar as mp
-from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from meshpar.sharding.types import matrix_of, tree_leaves_with_paths
 from meshpar.training.lora import merged_params, of_pair
 from tests.equal import mean_loss
 from tests.grid import cases
+from tests.linen_decoder import linen_model
 
 CONFIG = TransformerConfig(
     vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
@@ -32,7 +33,7 @@ BATCH = {"inputs": ROWS[:, :-1], "targets": ROWS[:, 1:], "weights": (ROWS[:, 1:]
 def decoder(kind: str, config: TransformerConfig = CONFIG) -> mp.Model:
     if kind == "nnx":
         return config.build()
-    return mp.from_linen(LinenTransformer(config), jax.ShapeDtypeStruct((8, 8), jnp.int32))
+    return linen_model(config, 8, 8)
 
 
 def moved(state):
@@ -68,11 +69,11 @@ GRID = [
 ]
 EXPERTS = [
     ("nnx", "fsdp=4,expert=2", mp.fsdp() | mp.expert_parallel(), {"moe": MOE}),
-    ("linen", "fsdp=2,expert=2,tensor=2", mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(), {"moe": MOE}),
+    ("nnx", "fsdp=2,expert=2,tensor=2", mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(), {"moe": MOE}),
     ("nnx", "data=2,fsdp=2,tensor=2", mp.hsdp() | mp.tensor_parallel(sequence=True), {"moe": MOE, "remat": "full"}),
     ("nnx", "fsdp=2,expert=2,tensor=2", mp.fsdp(prefetch=1) | mp.expert_parallel() | mp.tensor_parallel(),
      {"moe": MOE, "layers": 2}),
-    ("linen", "fsdp=4,expert=2", mp.fsdp() | mp.expert_parallel(), {"moe": MOE, "layers": 2, "accumulate": 2}),
+    ("nnx", "fsdp=4,expert=2", mp.fsdp() | mp.expert_parallel(), {"moe": MOE, "layers": 2, "accumulate": 2}),
     ("nnx", "fsdp=2,expert=2,tensor=2", mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel(),
      {"moe": MOE, "accumulate": 2, "reduce_gradients": "once"}),
 ]  # fmt: skip
@@ -259,7 +260,6 @@ def test_what_has_no_adapters_is_an_error():
             "did you mean `layers/attention",
         ),
         (lambda: mp.lora(modules=".*/router")(experts.build()).abstract(), "matrix: routers and tables have none"),
-        (lambda: mp.lora(modules=".*router")(decoder("linen", experts)).abstract(), "routers and tables have none"),
     ):
         with pytest.raises(mp.MeshparError, match=match), mp.use_rules(mesh, mp.fsdp()):
             make()
@@ -267,10 +267,9 @@ def test_what_has_no_adapters_is_an_error():
     assert set(alone.abstract().params) == {"bias", "kernel", "lora_a", "lora_b"}
 
 
-@pytest.mark.parametrize("kind", cases("nnx", grid=["nnx", "linen"]))
-def test_a_matrix_that_the_loss_reads_by_itself_is_left_out(kind):
+def test_a_matrix_that_the_loss_reads_by_itself_is_left_out():
     mesh = mp.MeshSpec(fsdp=8).build()
-    adapted = mp.lora(modules="head")(decoder(kind))
+    adapted = mp.lora(modules="head")(CONFIG.build())
     state = mp.abstract_state(adapted, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp())
     with pytest.raises(mp.MeshparError, match="lora.*matrix is .*leave it out"):
         mp.train_step(next_token_loss).trace(state, BATCH)

@@ -18,10 +18,11 @@ from meshpar.inspect.model_flops import matmul_flops
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.target import traced_for
 from meshpar.layers.scan import remat_policy
-from meshpar.models import LinenTransformer, TransformerConfig, llama3_8b, next_token_loss
+from meshpar.models import TransformerConfig, llama3_8b, next_token_loss
 from meshpar.training.state import abstract_state
 from tests.equal import assert_same, token_batches, train
 from tests.grid import cases
+from tests.linen_decoder import linen_model
 
 TABLE = Path(__file__).with_name("remat.txt")
 SPECS = (
@@ -50,7 +51,7 @@ def staged(rules):
 
 def built(framework):
     if framework == "linen":
-        return mp.from_linen(LinenTransformer(config()), jax.ShapeDtypeStruct((16, 8), np.int32))
+        return linen_model(config(), 16, 8)
     return config().build()
 
 

@@ -195,10 +195,10 @@ def test_layers_are_cut_as_even_as_they_go(num_layers, parts, fewer, counts):
         *(
             pytest.param(*rare, marks=pytest.mark.matrix)
             for rare in (
-                (5, 4, {}), (4, 2, {"fewer_layers": (0, 2)}),
+                (5, 4, {}), (4, 2, {"stage_layer_offset": (0, 2)}),
                 (6, 4, {"schedule": "zb-h2"}), (3, 2, {"schedule": "zb-h1"}), (5, 2, {"schedule": "dualpipe-v"}),
                 (7, 2, {"schedule": "interleaved-1f1b", "chunks": 3}),
-                (9, 4, {"schedule": "dualpipe", "fewer_layers": (1, 1)}),
+                (9, 4, {"schedule": "dualpipe", "stage_layer_offset": (1, 1)}),
             )
         ),
     ],
@@ -286,7 +286,7 @@ def test_a_linen_stack_made_with_param(depth, stages, schedule, x64):
 
 @pytest.mark.parametrize("fewer", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
 def test_lighter_ends_are_two_whole_numbers(fewer):
-    with pytest.raises(mp.MeshparError, match="two whole numbers.*write fewer_layers"):
+    with pytest.raises(mp.MeshparError, match="two whole numbers.*write stage_layer_offset"):
         mp.pipeline_parallel(stages=2, microbatches=2, stage_layer_offset=fewer)
 
 
@@ -377,7 +377,7 @@ def balanced_batches():
     ids=str,
 )
 def test_what_layers_give_beside_their_output(spec, schedule, fewer, loss, x64):
-    asked = {"stages": spec["stage"], "microbatches": 4, "schedule": schedule, "fewer_layers": fewer}
+    asked = {"stages": spec["stage"], "microbatches": 4, "schedule": schedule, "stage_layer_offset": fewer}
     model, batches = mp.from_nnx(lambda rngs: Balanced(rngs)), balanced_batches()
     wanted = train(model, batches, mp.MeshSpec(), mp.ddp(), loss=loss)
     strategy, loss_is = mp.pipeline_parallel(**asked), None if loss is weighted_loss else "mean_over_examples"
@@ -450,8 +450,8 @@ MISTAKES = {
         "3 stacked layers .*cut into 4 parts, but every part .* use 4 layers or more, or fewer stages",
     ),
     "lighter": (
-        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "fewer_layers": (0, 4)}, mp.ddp(), {},
-        r"2 parts with fewer_layers=\(0, 4\), but .* use 6 layers or more, .*or leave fewer_layers out",
+        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "stage_layer_offset": (0, 4)}, mp.ddp(), {},
+        r"2 parts with stage_layer_offset=\(0, 4\), but .* use 6 layers or more, .*or leave stage_layer_offset out",
     ),
     "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "use a batch of 21"),
     "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "splits the batch"),

@@ -19,8 +19,9 @@ from meshpar.cli.recipe import load_recipe, override
 from meshpar.collectives.quantized import error_bound
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect import census
-from meshpar.models import LinenTransformer, TransformerConfig, next_token_loss
+from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import Quantize, parse_strategy
+from tests.equal import linen_decoder
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
@@ -98,7 +99,7 @@ MODELS = {
     "functions": lambda: (stacked_model(), squares, rows()),
     "nnx": lambda: (CONFIG.build(), next_token_loss, tokens()),
     "linen": lambda: (
-        mp.from_linen(LinenTransformer(CONFIG), jnp.zeros((ROWS, 12), "int32")),
+        mp.from_linen(linen_decoder(CONFIG), jnp.zeros((ROWS, 12), "int32")),
         next_token_loss,
         tokens(),
     ),

@@ -1,0 +1,114 @@
+"""A dense decoder written in Linen, with the parameters and paths of `meshpar.models.Transformer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+import meshpar as mp
+from meshpar.layers.precision import NamedDot
+from meshpar.models import TransformerConfig, layers
+from meshpar.models.transformer import embedding_init, rope_of, run_layers
+from meshpar.sharding.activations import below
+
+
+def linear(cfg: TransformerConfig, name: str, outputs: Any, names: tuple[str, ...], axis: Any = -1) -> nn.DenseGeneral:
+    init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+    dtype = jnp.dtype(cfg.param_dtype)
+    return nn.DenseGeneral(
+        outputs, axis=axis, use_bias=False, param_dtype=dtype, kernel_init=init, dot_general=NamedDot(names), name=name
+    )
+
+
+def norm(cfg: TransformerConfig, name: str) -> nn.RMSNorm:
+    init = nn.with_logical_partitioning(nn.initializers.ones_init(), ("embed",))
+    return nn.RMSNorm(epsilon=cfg.norm_eps, param_dtype=jnp.dtype(cfg.param_dtype), scale_init=init, name=name)
+
+
+class Attention(nn.Module):
+    cfg: TransformerConfig
+
+    @nn.compact
+    def __call__(self, h_BTE: jax.Array, angles: layers.Rope) -> jax.Array:
+        cfg = self.cfg
+        heads, kv_heads = (cfg.num_heads, cfg.head_dim), (cfg.num_kv_heads, cfg.head_dim)
+        h_BTE = layers.block_input(h_BTE)
+        q_BTHD = linear(cfg, "query", heads, ("embed", "heads", "head_dim"))(h_BTE)
+        k_BTKD = linear(cfg, "key", kv_heads, ("embed", "kv_heads", "head_dim"))(h_BTE)
+        v_BTKD = linear(cfg, "value", kv_heads, ("embed", "kv_heads", "head_dim"))(h_BTE)
+        o_BTHD, _ = layers.attend(
+            q_BTHD,
+            k_BTKD,
+            v_BTKD,
+            angles,
+            implementation=cfg.attention,
+            cache=None,
+            length=None,
+            **cfg.attention_limits,
+        )
+        return linear(cfg, "out", cfg.embed_dim, ("heads", "head_dim", "embed"), axis=(-2, -1))(o_BTHD)
+
+
+class MLP(nn.Module):
+    cfg: TransformerConfig
+
+    @nn.compact
+    def __call__(self, h_BTE: jax.Array) -> jax.Array:
+        cfg, h_BTE = self.cfg, layers.block_input(h_BTE)
+        gate_BTM = linear(cfg, "gate", cfg.mlp_dim, ("embed", "mlp"))(h_BTE)
+        up_BTM = linear(cfg, "up", cfg.mlp_dim, ("embed", "mlp"))(h_BTE)
+        return linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"))(layers.swiglu(*layers.gated(gate_BTM, up_BTM)))
+
+
+class Block(nn.Module):
+    cfg: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x_BTE: jax.Array, angles: layers.Rope) -> tuple[jax.Array, None]:
+        h_BTE = norm(self.cfg, "attention_norm")(x_BTE)
+        x_BTE = x_BTE + layers.added(Attention(self.cfg, name="attention")(h_BTE, angles), "attention_out")
+        h_BTE = norm(self.cfg, "mlp_norm")(x_BTE)
+        return layers.residual(x_BTE + layers.added(MLP(self.cfg, name="mlp")(h_BTE), "mlp_out")), None
+
+
+class Decoder(nn.Module):
+    """Logits of the next token, [B T] -> [B T V]."""
+
+    cfg: TransformerConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        cfg = self.cfg
+        init = nn.with_logical_partitioning(embedding_init(), ("vocab", "embed"))
+        dtype = jnp.dtype(cfg.param_dtype)
+        embed = nn.Embed(cfg.vocab_size, cfg.embed_dim, param_dtype=dtype, embedding_init=init, name="embed")
+        x_BTE = layers.embed(embed.embedding, tokens, is_tied=False)
+        angles = rope_of(cfg, tokens, None, None, x_BTE.dtype, None)
+        if self.is_initializing():
+            stacked = nn.scan(
+                Block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                in_axes=nn.broadcast,
+                length=cfg.num_layers,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            stacked(cfg, name="layers")(x_BTE, angles)
+        params = nn.meta.unbox(self.variables["params"]["layers"])
+        one = Block(cfg, parent=None)
+
+        def block(x_BTE: jax.Array, params: Any, variables: Any, angles: layers.Rope, cache: None) -> Any:
+            with below("layers"):
+                return one.apply({"params": params}, x_BTE, angles)[0], None, None
+
+        x_BTE, _, _ = run_layers(block, x_BTE, params, {}, angles, None, "layers")
+        h_BTE = layers.block_input(norm(cfg, "final_norm")(x_BTE))
+        return linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
+
+
+def linen_model(cfg: TransformerConfig, batch_size: int, seq_len: int) -> mp.Model:
+    return mp.from_linen(Decoder(cfg), jax.ShapeDtypeStruct((batch_size, seq_len), np.int32))
