@@ -36,7 +36,6 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     if here is None or watch is None:
         yield
         return
-    watch.keep_native_text()
     if (signals := interrupts.current()) is not None:
         signals.farewell = watch.interrupted
     code = 0
@@ -48,6 +47,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
 
     checkpoint.told_of_failed_writes.append(failed)
     try:
+        watch.keep_native_text()
         facts = {**environment(os.environ), "command": dict(command)}
         here.agree("environment", facts, fix="install and set the same on every host, and give the same options")
         try:
@@ -110,9 +110,10 @@ def _end(watch: watchdog.Watchdog, error: Exception) -> None:
 
 
 def _say(watch: watchdog.Watchdog, error: Exception) -> None:
-    watch.show_native_text()
-    if "--traceback" in sys.argv:
-        traceback.print_exception(error)
-    else:
-        shown = error if isinstance(error, MeshparError) else unexpected(error, command="meshpar train")
-        print(f"meshpar: {shown}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # standard error is a closed pipe or on a full disk
+        watch.show_native_text()
+        if "--traceback" in sys.argv:
+            traceback.print_exception(error)
+        else:
+            shown = error if isinstance(error, MeshparError) else unexpected(error, command="meshpar train")
+            print(f"meshpar: {shown}", file=sys.stderr, flush=True)

@@ -218,7 +218,6 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     if math.prod(shape) * np.dtype(dtype).itemsize <= _IN_MEMORY_BYTES:
         return np.zeros(shape, dtype)
     with tempfile.TemporaryFile() as file:
-        os.posix_fallocate(file.fileno(), 0, math.prod(shape) * np.dtype(dtype).itemsize)  # a full disk is no SIGBUS
         return np.asarray(np.memmap(file, dtype=dtype, mode="w+", shape=shape))
 
 

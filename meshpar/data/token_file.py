@@ -41,7 +41,8 @@ class TokenFile:
         except OSError as error:
             raise self.damaged(f"opening it failed ({error.strerror})") from error
         weakref.finalize(self, os.close, self._descriptor)
-        self._check_size()
+        self._modified_ns = os.fstat(self._descriptor).st_mtime_ns
+        self._check_unchanged()
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -58,9 +59,9 @@ class TokenFile:
         """Return `length` tokens from each start.
 
         Raises:
-          ValueError: the length of the file has changed, or an id is outside the vocabulary.
+          ValueError: the file was written to after it was opened, or an id is outside the vocabulary.
         """
-        self._check_size()
+        self._check_unchanged()
         size = self.dtype.itemsize
         data = b"".join([self._read(start, length * size) for start in (starts * size).tolist()])
         tokens = np.frombuffer(data, self.dtype).reshape(len(starts), length)
@@ -72,9 +73,12 @@ class TokenFile:
         """Return the error for a damaged file."""
         return problem("`TextData.cache`", f"read the tokens in {self.path}", f"it is damaged: {reason}", self._fix)
 
-    def _check_size(self) -> None:
-        if (size := os.fstat(self._descriptor).st_size) != self._num_bytes:
-            raise self.damaged(f"it has {size:,} bytes and should have {self._num_bytes:,}")
+    def _check_unchanged(self) -> None:
+        status = os.fstat(self._descriptor)
+        if status.st_size != self._num_bytes:
+            raise self.damaged(f"it has {status.st_size:,} bytes and should have {self._num_bytes:,}")
+        if status.st_mtime_ns != self._modified_ns:
+            raise self.damaged("it was written to while it was read")
 
     def _read(self, start: int, num_bytes: int) -> bytes:
         data = b""

@@ -136,12 +136,12 @@ class Checkpoints:
         new = step != self._current
         if new or wait:
             self.wait()
-            found = _as_process_0_sees(sorted({*self.steps(), *self._misplaced()}))
+            found, misplaced = _as_process_0_sees(self.steps()), _as_process_0_sees(self._misplaced())
             if self._current not in (None, *found):
                 new = True
                 self._report_lost(found)
         if new:
-            self._set_aside([one for one in found if one >= step])
+            self._set_aside(sorted(one for one in {*found, *misplaced} if one >= step))
             self._write(step, state, data_state)
             self._current = step
         if wait:
@@ -288,15 +288,16 @@ class Checkpoints:
 
     def _opened(self) -> Any:
         """orbax's manager; opening it removes what a killed process has left half-written."""
+        # If the folder cannot be written, orbax retries in a background thread for minutes.
+        if jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / "writable"
+            probe.unlink(missing_ok=True)
+            probe.touch(exist_ok=False)  # follows no link
+            probe.unlink()
         if self._manager is None:
             import orbax.checkpoint as ocp
 
-            if jax.process_index() == 0:  # orbax would meet it in a background thread, and take minutes to give up
-                self.folder.mkdir(parents=True, exist_ok=True)
-                probe = self.folder / "writable"
-                probe.unlink(missing_ok=True)
-                probe.touch(exist_ok=False)  # follows no link
-                probe.unlink()
             # Called when another is written and about to get its name; one whole one is there at any moment.
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
             late = ocp.options.AsyncOptions(post_finalization_callback=remove)

@@ -231,7 +231,8 @@ class Watchdog:
 
     def say(self, text: str) -> None:
         """On the standard error that the process began with."""
-        os.write(self._stderr, f"\nmeshpar: {text}\n".encode())
+        with contextlib.suppress(OSError):  # a closed pipe, or a full disk
+            os.write(self._stderr, f"\nmeshpar: {text}\n".encode())
 
     def wait_to_leave(self) -> None:
         """After `failed`: wait for the verdict, with which this process ends; returns when none comes."""

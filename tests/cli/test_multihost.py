@@ -158,6 +158,50 @@ def test_a_process_on_its_own_has_nobody_to_agree_with() -> None:
         raise ZeroDivisionError
 
 
+def test_an_error_before_processes_agree_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a file size limit of 0 in one process: the others would wait for it."""
+    told: list[Exception] = []
+
+    class Watch:
+        interrupted = None
+
+        def keep_native_text(self) -> None:
+            raise FileNotFoundError(2, "No usable temporary directory")
+
+    def end(watch: Watch, error: Exception) -> None:
+        told.append(error)
+        sys.exit(1)
+
+    monkeypatch.setattr(together, "this_pod", object)
+    monkeypatch.setattr(together.watchdog, "watch", lambda *_, **__: Watch())
+    monkeypatch.setattr(together.checkpoint, "told_of_failed_writes", [])
+    monkeypatch.setattr(together, "_end", end)
+    with pytest.raises(SystemExit), together.pod(stall_s=40, command={}):
+        pass
+    assert [type(error) for error in told] == [FileNotFoundError]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_an_error_that_cannot_be_printed_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    """Standard error is a closed pipe, or a log on a full disk."""
+    told: list[Exception] = []
+
+    class Watch:
+        def show_native_text(self) -> None:
+            raise OSError(28, "No space left on device")
+
+        def failed(self, error: Exception) -> None:
+            told.append(error)
+
+        def wait_to_leave(self) -> None:
+            pass
+
+    monkeypatch.setattr(together.watchdog, "is_own", lambda error: own)
+    monkeypatch.setattr(together.os, "_exit", lambda code: None)
+    together._end(Watch(), error := ValueError("no such batch"))
+    assert told == [error]
+
+
 ODD = {
     "learning rate": ({}, ("--set", "optimizer.lr=0.1"), "optimizer.lr is 0.1 there and 0.0003 in process 0"),
     "name": ({}, ("--name", "other"), "name is 'other' there and 'pod' in process 0"),

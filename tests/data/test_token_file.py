@@ -78,6 +78,14 @@ def test_a_change_of_the_length_is_an_error(path, size):
         opened(path)
 
 
+def test_other_tokens_of_the_same_length_are_an_error(path):
+    rows = Windows(opened(path), 10, what="training set")
+    rows.read(np.array([0]))
+    os.utime(path, ns=(0, 0))  # what a write does, whatever the resolution of the clock
+    with pytest.raises(MeshparError, match="written to while it was read"):
+        rows.read(np.array([0]))
+
+
 def test_truncation_after_the_size_check_is_an_error(path):
     """In a process of its own: reading a mapping of the file would end it with SIGBUS."""
     code = """
@@ -88,8 +96,8 @@ def test_truncation_after_the_size_check_is_an_error(path):
 
         path = sys.argv[1]
         tokens = TokenFile(path, np.dtype(np.uint16), num_tokens=500, vocab_size=300, fix="delete it")
-        check = tokens._check_size
-        tokens._check_size = lambda: (check(), os.truncate(path, 0))
+        check = tokens._check_unchanged
+        tokens._check_unchanged = lambda: (check(), os.truncate(path, 0))
         try:
             tokens.windows(np.array([0, 10]), 11)
         except MeshparError as error:

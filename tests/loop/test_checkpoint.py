@@ -209,8 +209,10 @@ def test_the_newest_are_kept(tmp_path, setup):
     assert Checkpoints(tmp_path).steps() == [2, 3]
 
 
-@pytest.mark.parametrize("how", ["removed", "renamed", "emptied"])
-@pytest.mark.parametrize("last_step", [3, 2])
+@pytest.mark.parametrize(
+    ("how", "last_step"),
+    [("removed", 3), ("renamed", 3), ("emptied", 3), ("newest replaced by a file", 3), ("removed", 2), ("emptied", 2)],
+)
 def test_a_folder_that_goes_away_is_reported_at_the_next_save(tmp_path, setup, how, last_step):
     """`last_step` 2: after the last save of a run; the checkpoint is then written again."""
     folder, last = tmp_path / "checkpoints", trained(setup, last_step)
@@ -221,6 +223,9 @@ def test_a_folder_that_goes_away_is_reported_at_the_next_save(tmp_path, setup, h
             folder.rename(tmp_path / "elsewhere")
         else:
             shutil.rmtree(folder)
+        if how.startswith("newest"):
+            folder.mkdir()
+            (folder / "2").touch()
         if how == "emptied":
             folder.mkdir()
         with pytest.warns(UserWarning, match="checkpoints was removed, .* of step 2 is gone, none is left") as warned:
@@ -229,6 +234,21 @@ def test_a_folder_that_goes_away_is_reported_at_the_next_save(tmp_path, setup, h
         assert not checkpoints.save(last, wait=True)
         assert checkpoints.steps() == [last_step]
         assert_same(checkpoints.restore(setup).state, on_host(last))
+
+
+def test_a_file_in_place_of_the_folder_fails_the_next_save_at_once(tmp_path, setup):
+    """If the save began, orbax would retry for minutes in the background."""
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(trained(setup, 1), wait=True)
+        shutil.rmtree(folder)
+        folder.touch()
+        warned, failed = pytest.warns(UserWarning, match="of step 1 is gone"), "save step 2, but writing failed"
+        with warned, pytest.raises(mp.MeshparError, match=failed):
+            checkpoints.save(trained(setup, 2))
+        folder.unlink()
+        assert checkpoints.save(trained(setup, 2), wait=True)
+        assert checkpoints.steps() == [2]
 
 
 def test_half_of_one_that_was_being_removed_is_no_checkpoint_and_goes_with_the_next_save(tmp_path, setup, monkeypatch):
