@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from meshpar.sharding.mesh import MeshSpec
     from meshpar.sharding.rules import Rules, first, names, replicated
     from meshpar.sharding.types import Decision, Leaf, MeshparError
+    from meshpar.training.expert_rebalancing import rebalance_experts
     from meshpar.training.lora import Lora, lora
     from meshpar.training.sharding_table import ShardingTable, shardings
     from meshpar.training.state import TrainState, abstract_state, init_state, load_params
@@ -70,6 +71,6 @@ __all__ = [
     "context_parallel", "custom", "data", "ddp", "ema", "ema_params", "eval_step", "expert_parallel", "explain",
     "explicit", "first", "fit", "from_functions", "from_linen", "from_nnx", "fsdp", "hsdp", "init_state", "inspect",
     "interop", "load_params", "lora", "models", "moe", "muon", "names", "optim", "pipeline", "pipeline_parallel",
-    "plan", "planner", "plots", "replicated", "scan_layers", "shard_batch", "shardings", "tensor_parallel",
-    "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
+    "plan", "planner", "plots", "rebalance_experts", "replicated", "scan_layers", "shard_batch", "shardings",
+    "tensor_parallel", "train_step", "use_rules", "verify", "zero1", "zero2", "zero3",
 ]  # fmt: skip

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshpar.moe.balance import auxiliary_loss, update_bias, z_loss
     from meshpar.moe.dispatch_combine import dispatch
     from meshpar.moe.dispatch_paths import Dispatched, Payload
-    from meshpar.moe.expert_placement import ExpertPlacement, Rebalanced, permute, place, rebalance
+    from meshpar.moe.expert_placement import ExpertPlacement, permute, place
     from meshpar.moe.grouped_matmul import choose_grouped_matmul, grouped_matmul, grouped_swiglu
     from meshpar.moe.layer import RouterStats, Weights, moe_layer, report_layers
     from meshpar.moe.layer_config import MoEConfig
@@ -36,8 +36,8 @@ __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Advice", "Dispatched", "ExpertPlacement", "KernelChoice", "Load", "Loads", "MoE", "MoEConfig",
-    "Payload", "Rebalanced", "Routed", "RouterStats", "Routing", "Weights", "advice", "auxiliary_loss", "capacity",
+    "Payload", "Routed", "RouterStats", "Routing", "Weights", "advice", "auxiliary_loss", "capacity",
     "choose_dispatch", "choose_grouped_matmul", "count", "dispatch", "grouped_matmul", "grouped_swiglu", "kept",
-    "loads", "measure", "moe_layer", "permute", "place", "rebalance", "reference", "report_layers", "route", "scalars",
+    "loads", "measure", "moe_layer", "permute", "place", "reference", "report_layers", "route", "scalars",
     "update_bias", "z_loss",
 ]  # fmt: skip

@@ -180,7 +180,7 @@ def _uneven_ranks(loads: Loads) -> Advice | None:
     text = (
         f"{_where(layers, loads)} {_degree(ratio)} over ranks: all wait for one that gets {over_mean:.3g} times the "
         f"mean (busiest over least busy {ratio:.3g}, healthy up to {HEALTHY_MAX_OVER_MIN}): rebalance them "
-        "with `moe.rebalance`"
+        "with `mp.rebalance_experts`"
     )
     return Advice("ranks", layers, text)
 

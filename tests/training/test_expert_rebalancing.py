@@ -22,6 +22,7 @@ from meshpar.moe import MoEConfig, Routing
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.types import MeshparError
 from tests.equal import linen_decoder
+from tests.errors import raises
 from tests.grid import cases
 
 
@@ -52,24 +53,21 @@ def every_sharing(experts, num_ranks):
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (6, 3), (8, 2), (8, 4), (9, 3), (10, 5)])
-def test_optimal_is_the_best_of_all(num_experts, num_ranks):
+def test_place_is_close_to_the_optimum(num_experts, num_ranks):
     rng = np.random.default_rng(num_experts)
     for loads in (rng.integers(0, 100, num_experts), zipf(num_experts), rng.random(num_experts)):
         best = min(
             max(sum(loads[e] for e in share) for share in shares)
             for shares in every_sharing(list(range(num_experts)), num_ranks)
         )
-        placed = moe.place(loads, num_ranks, method="optimal")
-        assert busiest(loads, placed.order, num_ranks) == pytest.approx(best)
-        greedy = moe.place(loads, num_ranks, method="greedy")
-        assert best * (1 - 1e-12) <= max(greedy.after) <= max(greedy.before)
+        placed = moe.place(loads, num_ranks)
+        assert best * (1 - 1e-12) <= busiest(loads, placed.order, num_ranks) <= best * 1.02
 
 
-@pytest.mark.parametrize("method", ["greedy", "auto"])
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 4), (8, 1), (16, 4), (64, 8), (256, 8)])
-def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ranks, method):
+def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ranks):
     loads = zipf(num_experts)
-    placed = moe.place(loads, num_ranks, method=method)
+    placed = moe.place(loads, num_ranks)
     assert sorted(placed.order) == list(range(num_experts))
     assert max(placed.before) == busiest(loads, range(num_experts), num_ranks)
     assert max(placed.after) == busiest(loads, placed.order, num_ranks)
@@ -81,14 +79,6 @@ def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ran
     assert all(place == expert for place, expert in stay)
 
 
-def test_greedy_gives_the_next_to_the_least_loaded_rank_with_room():
-    placed = moe.place([9, 8, 7, 6, 5, 4], 2, method="greedy")
-    # 9 | 8, then 7 to the second, 6 to the first, 5 to the first at 15 each, 4 to the only place left.
-    # The second share takes the first rank, which holds two of it already.
-    assert [sorted(placed.order[:3]), sorted(placed.order[3:])] == [[1, 2, 5], [0, 3, 4]]
-    assert (placed.before, placed.after) == ((24, 15), (19, 20))
-
-
 @pytest.mark.parametrize("loads", [[5, 5, 5, 5], [3, 1, 1, 3], [0, 0, 0, 0]])
 def test_nothing_moves_for_no_gain(loads):
     placed = moe.place(loads, 2)
@@ -98,7 +88,7 @@ def test_nothing_moves_for_no_gain(loads):
 
 def test_where_one_swap_will_do_the_others_stay():
     placed = moe.place([10, 9, 8, 1, 5, 6, 5, 6], 2)
-    assert placed.order == (0, 7, 2, 3, 4, 5, 6, 1)
+    assert placed.order == (0, 5, 2, 3, 4, 1, 6, 7)
     assert (placed.before, placed.after, placed.moved) == ((28, 22), (25, 25), 2)
     assert str(placed) == "busiest of 2 ranks 1.12 → 1 times the mean load, gain 1.12; 2 of 8 experts move"
 
@@ -189,7 +179,7 @@ def test_the_busiest_rank_gets_as_much_less_as_predicted_and_the_output_has_the_
     params, x = model(), tokens()
     y, experts = forward(params, x, routing, capacity)
     loads = moe.count(experts, NUM_EXPERTS)
-    done = moe.rebalance(params, loads, names=NAMES, num_ranks=num_ranks, groups=routing.groups)
+    done = mp.rebalance_experts(params, loads, names=NAMES, num_ranks=num_ranks, groups=routing.groups)
     (placed,) = done.placements[""]
     assert placed.gain > gain
     assert done.gain == placed.gain
@@ -214,7 +204,7 @@ def test_without_the_router_the_model_would_be_another():
     other, _ = forward(moe.permute(params, placed.order, names=without), x, routing)
     assert np.abs(other - y).max() > 0.1
     with pytest.raises(MeshparError, match="no router is among the leaves with a dim named `expert` .*`moe/bias`"):
-        moe.rebalance(params, loads, names=without, num_ranks=4)
+        mp.rebalance_experts(params, loads, names=without, num_ranks=4)
 
 
 def test_what_is_kept_elsewhere_is_permuted_by_itself():
@@ -232,12 +222,12 @@ def test_stacked_layers_are_placed_each_by_itself(layers_first):
     together = jax.tree.map(lambda *leaves: np.stack(leaves, axis=min(at, leaves[0].ndim)), *params)
     names = {path: (*given[:at], "layers", *given[at:]) for path, given in NAMES.items()}
     loads = np.stack([zipf(NUM_EXPERTS, seed=seed) for seed in range(3)])
-    done = moe.rebalance(together, loads, names=names, num_ranks=4)
+    done = mp.rebalance_experts(together, loads, names=names, num_ranks=4)
     placed = done.placements[""]
     assert len({one.order for one in placed}) == 3
     assert done.gain == sum(max(p.before) for p in placed) / sum(max(p.after) for p in placed)
     for layer, (one, row) in enumerate(zip(params, loads, strict=True)):
-        alone = moe.rebalance(one, row, names=NAMES, num_ranks=4)
+        alone = mp.rebalance_experts(one, row, names=NAMES, num_ranks=4)
         assert alone.placements[""] == (placed[layer],)
         found = jax.tree.map(lambda leaf, layer=layer: np.take(leaf, layer, axis=min(at, leaf.ndim - 1)), done.state)
         jax.tree.map(np.testing.assert_array_equal, found, alone.state)
@@ -247,7 +237,7 @@ def test_layers_at_paths_of_their_own():
     tree = {"block_0": model(0), "block_1": model(1), "block_10": model(2)}
     names = {f"{block}/{path}": given for block in tree for path, given in NAMES.items()}
     loads = {"block_0/moe": zipf(16, seed=0), "block_1": zipf(16, seed=1)}
-    done = moe.rebalance(tree, loads, names=names, num_ranks=4)
+    done = mp.rebalance_experts(tree, loads, names=names, num_ranks=4)
     for block, scope in (("block_0", "block_0/moe"), ("block_1", "block_1")):
         (placed,) = done.placements[scope]
         np.testing.assert_array_equal(done.state[block]["moe"]["up"], tree[block]["moe"]["up"][list(placed.order)])
@@ -261,8 +251,8 @@ def test_arrays_keep_their_sharding_and_dtype(mesh8):
     placed_on = jax.tree.map(lambda spec: NamedSharding(mesh8, spec), specs, is_leaf=lambda x: isinstance(x, P))
     sharded = params | {"moe": jax.device_put(jax.tree.map(jnp.bfloat16, params["moe"]), placed_on)}
     loads = zipf(NUM_EXPERTS)
-    found = moe.rebalance(sharded, loads, names=NAMES, num_ranks=4).state["moe"]
-    expected = moe.rebalance(params, loads, names=NAMES, num_ranks=4).state["moe"]
+    found = mp.rebalance_experts(sharded, loads, names=NAMES, num_ranks=4).state["moe"]
+    expected = mp.rebalance_experts(params, loads, names=NAMES, num_ranks=4).state["moe"]
     for (path, one), other, where in zip(
         jax.tree_util.tree_leaves_with_path(found), *map(jax.tree.leaves, (expected, placed_on)), strict=True
     ):
@@ -275,12 +265,12 @@ def test_arrays_keep_their_sharding_and_dtype(mesh8):
 
 
 def test_leaves_that_do_not_fit_the_loads():
-    with pytest.raises(MeshparError, match="`moe/bias`: cannot rebalance 8 experts"):
-        moe.rebalance(model(), zipf(8), names=NAMES, num_ranks=4)
-    with pytest.raises(MeshparError, match="16 experts in 2 layers"):
-        moe.rebalance(model(), np.stack([zipf(16)] * 2), names=NAMES, num_ranks=4)
-    with pytest.raises(MeshparError, match=r"leaves below `block`: .*none at all"):
-        moe.rebalance(model(), {"block": zipf(16)}, names=NAMES, num_ranks=4)
+    with raises("wrong-shape", "`moe/bias`"):
+        mp.rebalance_experts(model(), zipf(8), names=NAMES, num_ranks=4)
+    with raises("wrong-shape"):
+        mp.rebalance_experts(model(), np.stack([zipf(16)] * 2), names=NAMES, num_ranks=4)
+    with raises("not-found", "`block`"):
+        mp.rebalance_experts(model(), {"block": zipf(16)}, names=NAMES, num_ranks=4)
 
 
 # A whole state -------------------------------------------------------------------------------------------------------
@@ -355,7 +345,7 @@ def test_a_state_is_permuted_as_a_whole_and_goes_on_as_it_would_have(kind):
     state, step, batch = trained(kind)
     y, told = output(state, batch)
     before = np.asarray(told.load)
-    done = moe.rebalance(state, before)
+    done = mp.rebalance_experts(state, before)
     (placed,) = done.placements[""]
     order, new = np.array(placed.order), done.state
 
@@ -389,20 +379,20 @@ def test_a_state_whose_experts_are_whole_and_parameters_without_names():
     state, _, _ = trained("nnx")
     mesh = mp.MeshSpec(fsdp=8).build()
     whole = mp.init_state(state.setup.model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=0), key=0)
-    with pytest.raises(MeshparError, match="split no dim named `expert` over more than one"):
-        moe.rebalance(whole, zipf(NUM_EXPERTS))
-    assert moe.rebalance(whole, zipf(NUM_EXPERTS), num_ranks=4).gain > 1
-    with pytest.raises(MeshparError, match="without names and num_ranks"):
-        moe.rebalance(state.params, zipf(NUM_EXPERTS))
-    with pytest.raises(MeshparError, match="leaves below `decoder`"):
-        moe.rebalance(state, {"decoder": zipf(NUM_EXPERTS)})
+    with raises("missing-argument", "state, loads"):
+        mp.rebalance_experts(whole, zipf(NUM_EXPERTS))
+    assert mp.rebalance_experts(whole, zipf(NUM_EXPERTS), num_ranks=4).gain > 1
+    with raises("missing-argument"):
+        mp.rebalance_experts(state.params, zipf(NUM_EXPERTS))
+    with raises("not-found", "`decoder`"):
+        mp.rebalance_experts(state, {"decoder": zipf(NUM_EXPERTS)})
 
 
 def test_loads_that_are_not_there():
-    with pytest.raises(MeshparError, match="by no loads"):
-        moe.rebalance(model(), {}, names=NAMES, num_ranks=4)
-    with pytest.raises(MeshparError, match="outside of jax.jit"):
-        jax.jit(lambda loads: moe.rebalance(model(), loads, names=NAMES, num_ranks=4))(zipf(16))
+    with raises("missing-argument"):
+        mp.rebalance_experts(model(), {}, names=NAMES, num_ranks=4)
+    with raises("wrong-type"):
+        jax.jit(lambda loads: mp.rebalance_experts(model(), loads, names=NAMES, num_ranks=4))(zipf(16))
 
 
 # What stays the same to the bit, and what does not -----------------------------------------------------------------
@@ -442,7 +432,7 @@ def decoder(tx=None, strategy=None, mesh=None, kind="nnx", rows=8, routing=None,
 )
 def test_logits_have_the_same_bits_where_tokens_travel(config):
     state, logits, loads = decoder(**config)
-    done = moe.rebalance(state, loads)
+    done = mp.rebalance_experts(state, loads)
     assert all(placed.moved for placed in done.placements[""])
     np.testing.assert_array_equal(logits(done.state), logits(state))
 
@@ -451,8 +441,8 @@ def test_logits_have_the_same_bits_where_tokens_travel(config):
 @pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
 def test_a_bound_between_ranks_drops_others_and_rebalance_says_so(kind):
     state, logits, loads = decoder(bound_factor=1.0, kind=kind)
-    with pytest.warns(UserWarning, match=r"bound_factor=1\.0 .*from bound_factor=4 on"):
-        done = moe.rebalance(state, loads)
+    with pytest.warns(UserWarning, match=r"bound_factor=1\.0.*with bound_factor=4"):
+        done = mp.rebalance_experts(state, loads)
     assert np.abs(logits(done.state) - logits(state)).max() > 0.1
 
 
@@ -465,37 +455,36 @@ def test_another_order_of_sums_is_told_and_changes_by_rounding(what):
     elif what == "node first":
         levels = mp.expert_parallel(axis=("data", "expert"))
         own = {"mesh": mp.MeshSpec(data=2, expert=4), "strategy": mp.ddp() | levels, "implementation": "node-first"}
-        told = "to others of 2 nodes.*by rounding.*hierarchical"
+        told = "between 2 nodes.*by rounding.*hierarchical"
     else:
         chosen = {"choice": "expert", "force": True, "normalize": False}
-        own, told = {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, **chosen)}, "that choose.*by rounding"
+        own, told = {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, **chosen)}, "that choose tokens"
     state, logits, loads = decoder(**own)
     with pytest.warns(UserWarning, match=told):
-        done = moe.rebalance(state, loads)
+        done = mp.rebalance_experts(state, loads)
     np.testing.assert_allclose(logits(done.state), logits(state), atol=1e-5)  # logits of up to 3, sums of float32
 
 
 def test_nothing_is_told_where_nothing_moves():
     state, _, _ = decoder(bound_factor=1.0, kind="nnx")
     even = np.full((2, NUM_EXPERTS), 7)
-    assert not any(placed.moved for placed in moe.rebalance(state, even).placements[""])
+    assert not any(placed.moved for placed in mp.rebalance_experts(state, even).placements[""])
 
 
 @pytest.mark.matrix
 def test_groups_of_the_models_own_routers_are_asked_for():
     routing = Routing(num_experts=NUM_EXPERTS, top_k=2, groups=8, top_groups=2)
     state, _, loads = decoder(routing=routing)
-    with pytest.raises(MeshparError, match=r"rebalance\(groups=1\).*model's have 8.*write groups=8"):
-        moe.rebalance(state, loads)
-    assert all(placed.moved for placed in moe.rebalance(state, loads, groups=8).placements[""])
+    with raises("conflict", "groups=1"):
+        mp.rebalance_experts(state, loads)
+    assert all(placed.moved for placed in mp.rebalance_experts(state, loads, groups=8).placements[""])
 
 
 @pytest.mark.matrix
 def test_an_optimizer_that_keeps_one_number_for_all_layers():
     state, logits, loads = decoder(tx=optax.sm3(0.1))
-    told = r"`opt_state/\S+`.*each by itself.*one number for an expert of all layers.*loads\.sum\(0\)"
-    with pytest.raises(MeshparError, match=told):
-        moe.rebalance(state, loads)
-    done = moe.rebalance(state, loads.sum(0))  # what the message says to do
+    with raises("wrong-shape", "`opt_state/"):
+        mp.rebalance_experts(state, loads)
+    done = mp.rebalance_experts(state, loads.sum(0))  # what the message says to do
     np.testing.assert_array_equal(logits(done.state), logits(state))
     assert done.gain > 1

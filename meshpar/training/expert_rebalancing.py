@@ -1,0 +1,269 @@
+"""Rebalancing of experts: a training state with its experts on other ranks, and the same model function.
+
+The permutation of a placement is applied to experts and router alike, so it only renumbers the experts. Outputs stay
+equal to the bit if each rank sends its own tokens to the experts, with a capacity or dropless: neither the weights of
+`route`, nor the dropped tokens, nor the order of summation depends on the numbers of the experts, except for tokens
+with exactly equal scores. Outputs change in four cases, which are reported as warnings:
+
+- `bound_factor`: the assignments over the bound between two ranks are dropped, which depends on the experts of a rank.
+- Tokens replicated over the expert axes: each rank sums over its local experts, so outputs change by rounding.
+- `Routing(choice="expert")`: outputs of experts are summed in the order of their numbers.
+- `implementation="node-first"`: outputs are summed node by node.
+
+Auxiliary losses and gradients are sums over experts and change by rounding.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshpar.moe.expert_placement import ExpertPlacement, expert_leaves, is_below, permute_leaves, place
+from meshpar.moe.layer import axes_over
+from meshpar.moe.layer_config import MoEConfig
+from meshpar.moe.transport_choice import NODE_FIRST
+from meshpar.sharding.types import Names, PyTree, axis_sizes, owner_of, problem, spec_axes, tree_leaves_with_paths
+from meshpar.training.state import Setup, TrainState
+
+ExpertLeaves = dict[str, tuple[Names, str]]
+"""Leaves with a dim named `expert`, by path: their names, and the path in the model that a scope selects."""
+
+
+class Rebalanced(NamedTuple):
+    """A model with rebalanced experts."""
+
+    state: Any
+    """The TrainState or the parameters, as they were passed."""
+    placements: dict[str, tuple[ExpertPlacement, ...]]
+    """One placement per layer, by the path of the loads ("" if there was none)."""
+
+    @property
+    def gain(self) -> float:
+        """Return the sum over layers of the busiest rank's load before, divided by that after."""
+        layers = [placement for placements in self.placements.values() for placement in placements]
+        after = sum(max(placement.after) for placement in layers)
+        return sum(max(placement.before) for placement in layers) / after if after else 1.0
+
+
+def rebalance_experts(
+    state: TrainState | PyTree,
+    loads: np.ndarray | jax.Array | Mapping[str, Any],
+    *,
+    names: Mapping[str, Names] | None = None,
+    num_ranks: int | None = None,
+    groups: int = 1,
+) -> Rebalanced:
+    """Move experts between ranks, so that the busiest rank of each layer has fewer tokens.
+
+    Arrays keep their dtype and sharding. In a TrainState, the optimizer's moments are permuted with their parameters,
+    and so are vectors with one number per expert in the module of a router, such as the balancing bias.
+
+    Args:
+      state: a TrainState, or a tree of parameters. Arrays of the experts outside such a tree need the same placement:
+        apply it with `moe.permute`.
+      loads: [E] or [layers, E], tokens per expert; or several such arrays, by the path of the layers.
+      names: logical names of the dims by path, as `Model.names()` returns them. Required for a tree of parameters. The
+        last dim of a router must be named `expert`.
+      num_ranks: size of the mesh axes that experts are sharded over. Required for a tree of parameters.
+      groups: number of expert groups of the router, as in `Routing`.
+
+    Returns:
+      The new state and the placement of every layer.
+
+    Warns:
+      UserWarning: experts move, and outputs will not be equal to the bit.
+
+    Raises:
+      ValueError: invalid loads; no router among the leaves; names or number of ranks missing; other groups than those
+        of the model's routers; called inside `jax.jit`.
+    """
+    is_state = isinstance(state, TrainState)
+    _check_arguments(loads, is_state, names, num_ranks)
+    trees = {"params": state.params, "opt_state": state.opt_state, "extra": state.extra} if is_state else {"": state}
+    leaves = _leaves_of_state(state, names or {}) if is_state else {"": _with_paths(expert_leaves(state, names or {}))}
+    num_ranks = num_ranks if num_ranks is not None else _num_expert_ranks(state)
+    configs = _moe_configs(state.bound()) if is_state else []
+    _check_groups(configs, groups)
+    placements = {}
+    for scope, of_scope in (loads if isinstance(loads, Mapping) else {"": loads}).items():
+        _check_router(leaves["params" if is_state else ""], scope)
+        loads_LE = np.atleast_2d(np.asarray(of_scope))
+        placements[scope] = tuple(place(loads_E, num_ranks, groups=groups) for loads_E in loads_LE)
+        order = np.array([placement.order for placement in placements[scope]]).reshape(np.shape(of_scope))
+        for name, of_tree in leaves.items():
+            selected = {path: dims for path, (dims, home) in of_tree.items() if is_below(home, scope)}
+            trees[name] = permute_leaves(trees[name], order, selected, name)
+    layers = [placement for of_scope in placements.values() for placement in of_scope]
+    if is_state and any(placement.moved for placement in layers):
+        for reason in _rounding_reasons(state.setup, configs, num_ranks, layers):
+            warnings.warn(f"rebalance_experts: {reason}", stacklevel=2)
+    return Rebalanced(state.replace(**trees) if is_state else trees[""], placements)
+
+
+# ---- Arrays of the experts -------------------------------------------------------------------------------------------
+
+
+def _with_paths(names: dict[str, Names]) -> ExpertLeaves:
+    return {path: (dims, path) for path, dims in names.items()}
+
+
+def _leaves_of_state(state: TrainState, names: Mapping[str, Names]) -> dict[str, ExpertLeaves]:
+    known = {decision.path: decision.leaf.names for decision in state.table.params if decision.leaf.names is not None}
+    params = expert_leaves(state.params, {**known, **names})
+    slots: ExpertLeaves = {}
+    for decision in state.table.optimizer:
+        path = decision.path.removeprefix("opt_state/")
+        if "expert" in (decision.leaf.names or ()):
+            slots[path] = (decision.leaf.names or (), owner_of(path, params))
+    extra = _vectors_of_routers(state.extra, state.params, params, names)
+    return {"params": _with_paths(params), "opt_state": slots, "extra": extra}
+
+
+def _vectors_of_routers(
+    extra: PyTree, params: PyTree, names_of_params: dict[str, Names], names: Mapping[str, Names]
+) -> ExpertLeaves:
+    """Return the variables with one number per expert that stand in the module of a router."""
+    leaves = _with_paths(expert_leaves(extra, names))
+    shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
+    for router in filter(lambda path: _is_router(names_of_params[path]), names_of_params):
+        dims = zip(names_of_params[router], shapes[router], strict=True)
+        sizes = {name: size for name, size in dims if name in ("layers", "expert")}
+        module = router.rpartition("/")[0]
+        for path, x in tree_leaves_with_paths(extra):
+            # In Linen, the name of the collection comes first.
+            for inside in (path, path.partition("/")[2]):
+                is_near = inside and inside.rpartition("/")[0] in (module, module.rpartition("/")[0])
+                if path not in leaves and is_near and jnp.shape(x) == tuple(sizes.values()):
+                    leaves[path] = (tuple(sizes), inside)
+    return leaves
+
+
+def _num_expert_ranks(state: TrainState) -> int:
+    sizes, num_ranks = axis_sizes(state.setup.mesh), 1
+    for decision in state.table.params:
+        for name, entry in zip(decision.leaf.names or (), decision.spec, strict=False):
+            if name == "expert":
+                num_ranks = max(num_ranks, math.prod(sizes[axis] for axis in spec_axes(entry)))
+    if num_ranks == 1:
+        raise problem(
+            "rebalance_experts(state, loads)",
+            "place experts on ranks",
+            "the rules of the state shard no dim named `expert`",
+            "create the state with mp.expert_parallel() on a mesh with expert > 1, or pass num_ranks",
+            code="missing-argument",
+        )
+    return num_ranks
+
+
+def _is_router(names: Names) -> bool:
+    return names[-1] == "expert" and len([name for name in names if name != "layers"]) > 1
+
+
+# ---- Cases in which outputs change by rounding -----------------------------------------------------------------------
+
+
+def _moe_configs(model: Any) -> list[MoEConfig]:
+    """Return the MoE configurations in the attributes of a model, at any depth."""
+    configs: dict[MoEConfig, None] = {}
+    queue: list[Any] = [model]
+    seen: set[int] = set()
+    while queue:
+        x = queue.pop()
+        if id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, MoEConfig):
+            configs[x] = None
+        elif isinstance(x, Mapping | list | tuple):
+            queue += x.values() if isinstance(x, Mapping) else x
+        elif type(x).__module__.partition(".")[0] not in ("builtins", "jax", "jaxlib", "numpy"):
+            queue += getattr(x, "__dict__", {}).values()
+    return list(configs)
+
+
+def _rounding_reasons(
+    setup: Setup, configs: Sequence[MoEConfig], num_ranks: int, placements: Sequence[ExpertPlacement]
+) -> list[str]:
+    """Return the reasons why outputs change when experts move."""
+    reasons = []
+    rules = setup.strategy.activations
+    levels = axes_over(setup.mesh, rules, "act_expert")
+    expert_axes, token_axes = set(levels), set(axes_over(setup.mesh, rules, "batch", "seq"))
+    is_dispatched = expert_axes <= token_axes
+    num_nodes = axis_sizes(setup.mesh)[levels[0]] if len(levels) == 2 else 1
+    for config in configs:
+        routing, factor = config.routing, config.bound_factor
+        largest_factor = num_ranks * min(1, routing.num_experts / num_ranks / routing.top_k)
+        if is_dispatched and factor is not None and factor < largest_factor:
+            reasons.append(
+                f"with bound_factor={factor}, the dropped tokens depend on the experts of each rank; outputs stay "
+                f"equal if nothing is dropped, as without a bound or with bound_factor={largest_factor:g} and more"
+            )
+        node = np.arange(routing.num_experts) * num_nodes // routing.num_experts
+        changes_node = any((node[list(placement.order)] != node).any() for placement in placements)
+        if is_dispatched and config.implementation == NODE_FIRST and changes_node:
+            reasons.append(
+                f"node-first dispatch sums outputs node by node, and experts move between {num_nodes} nodes: outputs "
+                'change by rounding; implementation="hierarchical" keeps them'
+            )
+        if routing.choice == "expert":
+            reasons.append("experts that choose tokens are summed in the order of their numbers")
+    if not is_dispatched:
+        axes = " × ".join(f"`{axis}`" for axis in sorted(expert_axes - token_axes))
+        reasons.append(
+            f"tokens are replicated over {axes}, and outputs are summed rank by rank: they change by rounding; they "
+            "stay equal if the rule for `batch` names the axes of the experts"
+        )
+    return reasons
+
+
+# ---- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_arguments(loads: Any, is_state: bool, names: object, num_ranks: object) -> None:
+    if isinstance(loads, Mapping) and not loads:
+        fix = 'pass {"decoder/moe": tokens of each expert}, or the tokens alone'
+        raise problem("rebalance_experts", "place experts", "`loads` is empty", fix, code="missing-argument")
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(loads)):
+        requested, reason = "place experts inside jax.jit", "loads are unknown while a program is traced"
+        raise problem("rebalance_experts", requested, reason, "call it outside of jax.jit", code="wrong-type")
+    missing = [name for name, value in (("names", names), ("num_ranks", num_ranks)) if value is None]
+    if missing and not is_state:
+        raise problem(
+            "rebalance_experts",
+            f"place the experts of parameters without {' and '.join(missing)}",
+            "a tree of arrays has neither",
+            "pass the TrainState, or names=model.names() and num_ranks=mesh.shape['expert']",
+            code="missing-argument",
+        )
+
+
+def _check_router(leaves: ExpertLeaves, scope: str) -> None:
+    names = {path: dims for path, (dims, _) in leaves.items() if is_below(path, scope)}
+    if not any(map(_is_router, names.values())):
+        shown = ", ".join(f"`{path}`" for path in list(names)[:4]) or "none"
+        raise problem(
+            f"leaves below `{scope}`" if scope else "parameters",
+            "rebalance experts",
+            f"no router is among the leaves with a dim named `expert` ({shown})",
+            "name the last dim of the router's kernel [d, E] `expert`",
+            code="not-found",
+        )
+
+
+def _check_groups(configs: Sequence[MoEConfig], groups: int) -> None:
+    known = {config.routing.groups for config in configs}
+    if known and groups not in known:
+        raise problem(
+            f"rebalance_experts(groups={groups})",
+            "place experts in these groups",
+            f"the routers of the model have {' or '.join(map(str, sorted(known)))}",
+            f"use groups={max(known)}",
+            code="conflict",
+        )
