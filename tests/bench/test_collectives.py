@@ -141,14 +141,14 @@ def test_sizes():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"mesh": "data=2", "axes": ["dat"]}, "did you mean `data`"),
+        ({"mesh": "data=2", "axes": ["dat"]}, "Did you mean `data`"),
         ({"mesh": "data=2", "axes": ["tensor"]}, "no other to send to"),
         ({"mesh": "data=2", "axes": ["data*data"]}, "names an axis twice"),
         ({"mesh": "data=2", "names": ["all_gather"], "algorithms": ["tree"]}, "none of these goes that way"),
         ({"mesh": "data=1"}, "no other to send to"),
-        ({"mesh": "data=2", "names": ["all_reduced"]}, "did you mean `all_reduce`"),
-        ({"mesh": "data=2", "algorithms": ["rings"]}, "did you mean `ring`"),
-        ({"mesh": "data=2", "dtype": "float31"}, "did you mean `float32`"),
+        ({"mesh": "data=2", "names": ["all_reduced"]}, "Did you mean `all_reduce`"),
+        ({"mesh": "data=2", "algorithms": ["rings"]}, "Did you mean `ring`"),
+        ({"mesh": "data=2", "dtype": "float31"}, "Did you mean `float32`"),
         ({"mesh": "data=2", "names": ["all_reduce"], "op": "median"}, "there are `sum`"),
         ({"mesh": "data=2", "op": "mean", "dtype": "int32"}, "a mean of int32"),
         ({"mesh": "data=2", "min_bytes": 0}, "grow from one above 0"),
@@ -301,7 +301,7 @@ def test_the_command_on_devices(command):
         (["--save", "nowhere/my.json"], "there is no folder"),
         (["--save", "links"], "a profile is a .json. Name it links.json"),
         (["--plot", "times.foo"], "name it times.png"),
-        (["--mesh", "data=2", "--axis", "dat"], "did you mean `data`"),
+        (["--mesh", "data=2", "--axis", "dat"], "Did you mean `data`"),
         (["--repeats", "0"], "x>=1"),
     ],
 )

@@ -359,7 +359,7 @@ def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pyt
     assert launch.detect(env) == launch.Launch(
         source="torchrun", num_processes=4, process_id=1, coordinator="127.0.0.1:5", local_device_ids=(1,)
     )
-    with pytest.raises(MeshparError, match="share 8 host devices, but 8 is not a multiple of 3.*say --devices 9"):
+    with pytest.raises(MeshparError, match="share 8 host devices: 8 is not a multiple of 3.*Say --devices 9"):
         processes._environment(0, 3, port=5, began_with=3)
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(MeshparError, match=r"a launcher started this one \(RANK=0\)"):
@@ -449,8 +449,8 @@ def test_a_mesh_shrinks_by_the_processes_that_are_lost(monkeypatch: pytest.Monke
     ("more", "said"),
     [
         (["--restarts", "1", "--processes", "2", "--fresh"], "a restart would begin anew"),
-        (["--restarts", "1"], "add --processes N"),
-        (["--processes", "2", "--shrink"], "add --restarts K"),
+        (["--restarts", "1"], "Add --processes N"),
+        (["--processes", "2", "--shrink"], "Add --restarts K"),
     ],
 )
 def test_restarts_that_cannot_be_are_refused(more: list[str], said: str) -> None:

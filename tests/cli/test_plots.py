@@ -181,7 +181,7 @@ def test_a_timeline_shows_the_loop_that_takes_longest_unless_one_is_named():
     both = dataclasses.replace(STEP, segments=(STEP.segments[0], quick, LAYER))
     assert "backward" in plots.timeline(both).axes[0].get_title(loc="left")
     assert "forward" in plots.timeline(both, loop="while.2").axes[0].get_title(loc="left")
-    with pytest.raises(mp.MeshparError, match="did you mean `while.1`"):
+    with pytest.raises(mp.MeshparError, match="Did you mean `while.1`"):
         plots.timeline(both, loop="while.11")
 
 
@@ -363,7 +363,7 @@ def test_curves_are_the_values_given(log):
     assert band.get_y() + band.get_height() == 1.3
 
 
-@pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "stack the loads"), ([[1, 2, 3]], 2, "3 experts")])
+@pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "Stack the loads"), ([[1, 2, 3]], 2, "3 experts")])
 def test_loads_that_cannot_be_drawn(load, num_ranks, told):
     with pytest.raises(mp.MeshparError, match=told):
         plots.expert_load(load, num_ranks=num_ranks)

@@ -331,8 +331,8 @@ Q, KV = (2, 4, 4, 3), (2, 4, 2, 3)
 @pytest.mark.parametrize(
     ("shapes", "options", "message"),
     [
-        (((2, 3, 4, 3), (2, 3, 2, 3), (2, 3, 2, 3)), {}, "the 3 positions of a rank.*3 is odd.*pad .* to 4 positions"),
-        ((Q, KV, KV), {"order": "zig-zag"}, "order='zig-zag'.*did you mean `zigzag`"),
+        (((2, 3, 4, 3), (2, 3, 2, 3), (2, 3, 2, 3)), {}, "the 3 positions of a rank.*3 is odd.*Pad .* to 4 positions"),
+        ((Q, KV, KV), {"order": "zig-zag"}, "order='zig-zag'.*Did you mean `zigzag`"),
         ((Q, KV, KV), {"tile": 0}, "tile=0"),
         ((Q, (2, 4, 3, 3), (2, 4, 3, 3)), {}, "4 query heads are no multiple of 3"),
         ((Q, KV, (2, 4, 2, 5)), {}, "keys and values travel as one array"),
@@ -342,7 +342,7 @@ Q, KV = (2, 4, 4, 3), (2, 4, 2, 3)
         ((Q, KV, KV), {"causal": "no"}, "causal='no'"),
         ((Q, KV, KV), {"scale": "a"}, "scale='a'"),
         ((Q, KV, KV), {"cap": 3.0, "kernel": STAND_IN}, "attend with cap.*a kernel for tiles takes none"),
-        ((Q, KV, KV), {"window": 2, "causal": False}, "window=2.*use causal=False.*leave out one"),
+        ((Q, KV, KV), {"window": 2, "causal": False}, "window=2.*use causal=False.*Leave out one"),
         ((Q, KV, KV), {"window": 0}, "window=0"),
         ((Q, KV, KV), {"segments": jnp.zeros((2, 5), "int32")}, r"take int32\[2, 5\].*whole numbers, \[2, 4\]"),
     ],
@@ -367,7 +367,7 @@ def test_outside_a_shard_map():
 
 def test_a_sequence_that_has_no_such_chunks():
     for move in (mc.zigzag, mc.unzigzag):
-        with pytest.raises(MeshparError, match="into 6 chunks.*8 is not a multiple of 6.*pad it to 12"):
+        with pytest.raises(MeshparError, match="into 6 chunks.*8 is not a multiple of 6.*Pad it to 12"):
             move(jnp.ones((2, 8)), 3)
 
 

@@ -165,11 +165,11 @@ def test_a_choice_says_why_and_prints_all_it_looked_at():
 
 def test_choices_that_cannot_be_made():
     for arguments, cluster, said in (
-        (("all_reduced", 1, 2), "h100:1x8", "did you mean `all_reduce`"),
+        (("all_reduced", 1, 2), "h100:1x8", "Did you mean `all_reduce`"),
         (("all_reduce", -1, 2), "h100:1x8", "a number of bytes, 0 or more"),
         (("all_reduce", 1, 0), "h100:1x8", "ranks=0"),
         (("all_reduce", 1, 16), "h100:1x8", "it has 8 GPUs"),
-        (("all_reduce", 1, 2), "h1000:1x8", "did you mean `h100`"),
+        (("all_reduce", 1, 2), "h1000:1x8", "Did you mean `h100`"),
     ):
         with pytest.raises(MeshparError, match=said):
             mc.choose(*arguments, cluster=cluster)
@@ -304,7 +304,7 @@ def test_the_environment_names_a_cluster_or_a_profile(ranks, monkeypatch, tmp_pa
     monkeypatch.setenv(choice.VARIABLE, str(tmp_path / "mine.json"))
     assert trace(ranks, algorithm="auto").shape == (2, 24)
     monkeypatch.setenv(choice.VARIABLE, "h1000:1x8")
-    with pytest.raises(MeshparError, match="did you mean `h100`"):
+    with pytest.raises(MeshparError, match="Did you mean `h100`"):
         trace(ranks, algorithm="auto")
     trace(ranks, algorithm="auto", cluster=SLOW_START)  # the argument comes first
 

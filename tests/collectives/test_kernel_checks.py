@@ -57,7 +57,7 @@ def test_an_axis_nearly_right_an_odd_one_and_one_left_to_the_compiler(ranks):
 
 
 def test_algorithms_and_their_options(ranks):
-    assert "did you mean `ring`?" in told(ranks, "all_reduce", algorithm="rings")
+    assert "Did you mean `ring`?" in told(ranks, "all_reduce", algorithm="rings")
     assert "there are `ring`, `bidirectional`" in told(ranks, "all_gather", algorithm="tree")
     assert "did you mean `halving_doubling`" in told(ranks, "all_reduce", algorithm="halving-doubling")
     assert "that one has no channels" in told(ranks, "all_reduce", algorithm="tree", channels=2)

@@ -413,7 +413,7 @@ def test_a_scatter_divides(ranks):
 
 
 def test_an_array_comes_back_in_its_own_shape():
-    with pytest.raises(MeshparError, match="give the shape of the array that was quantized"):
+    with pytest.raises(MeshparError, match="Give the shape of the array that was quantized"):
         mc.dequantize(mc.quantize(normal(10)), shape=(11,))
 
 

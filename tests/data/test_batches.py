@@ -134,7 +134,7 @@ def test_the_state_holds_what_makes_it_valid():
     [
         ({"seed": 1}, "set seed to 0"),
         ({"batch_size": 5}, "set batch_size to 4"),
-        ({"fingerprint": "other"}, "bring back the data"),
+        ({"fingerprint": "other"}, "Bring back the data"),
         ({"extra": {"seq_len": 16}}, "set seq_len to 8"),
     ],
 )
@@ -280,10 +280,10 @@ def test_the_spec_tells_what_comes(mesh8):
     [
         (
             lambda m: NamedSharding(m, P(("fsdp", "tensor"))),
-            r"dim 0 \(batch_size 12\).*not a multiple of 8.*make it 16",
+            r"dim 0 \(batch_size 12\).*not a multiple of 8.*Make it 16",
         ),
         (lambda m: NamedSharding(m, P("fsdp", "tensor")), "`number` of shape.*a dict with one sharding per name"),
-        (lambda m: {"number": NamedSharding(m, P())}, "add one for `wide`"),
+        (lambda m: {"number": NamedSharding(m, P())}, "Add one for `wide`"),
         (lambda m: dict.fromkeys(("number", "wide", "wild"), NamedSharding(m, P())), "lay out `wild`.*`wide`"),
         (lambda m: {"number": NamedSharding(m, P()), "wide": NamedSharding(m, P(None, ("fsdp", "tensor")))}, "dim 1"),
     ],

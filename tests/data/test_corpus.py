@@ -115,7 +115,7 @@ def test_changed_text_is_another_corpus(folder):
     (folder / "00.txt").write_text("file 0 was changed")
     after = opened(folder)
     assert before.fingerprint != after.fingerprint
-    with pytest.raises(MeshparError, match="bring back the data"):
+    with pytest.raises(MeshparError, match="Bring back the data"):
         after.train().set_state(before.train().get_state())
 
 

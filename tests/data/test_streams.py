@@ -261,7 +261,7 @@ def test_what_was_interrupted_is_not_taken_for_whole(corpus, tmp_path, monkeypat
             made(corpus[0], cache=str(tmp_path))
     with monkeypatch.context() as patch:
         failing(patch, OSError(errno.ENOSPC, "No space left on device"))
-        with pytest.raises(MeshparError, match=r"No space left.*free some room"):
+        with pytest.raises(MeshparError, match=r"No space left.*Free some room"):
             made(corpus[0], cache=str(tmp_path))
     assert not [one for one in tmp_path.iterdir() if one.is_dir()]
     whole = made(corpus[0], cache=str(tmp_path)).train[:].tolist()
@@ -320,7 +320,7 @@ def test_a_stopped_builder_is_named(corpus, tmp_path, monkeypatch):
         file.truncate(0)
         file.write(b'{"host": "node7", "pid": 4321}')  # and no sign of life after that
         began_s = time.monotonic()
-        with pytest.raises(MeshparError, match=r"process 4321 on node7 holds the lock.*continue or end that process"):
+        with pytest.raises(MeshparError, match=r"process 4321 on node7 holds the lock.*Continue or end that process"):
             made(corpus[0], cache=str(tmp_path))
         assert time.monotonic() - began_s < 20
     assert len(made(corpus[0], cache=str(tmp_path)).train)
@@ -380,7 +380,7 @@ def test_a_cache_that_shrinks_while_a_run_reads_it_is_an_error(corpus, tmp_path)
 
 @pytest.mark.parametrize("name", [3, "", "a\0b", "n" * 300, "~nobody-here/x"])
 def test_a_cache_that_no_folder_can_be_is_named(corpus, name):
-    with pytest.raises(MeshparError, match=r"`TextData.cache`.*name a folder"):
+    with pytest.raises(MeshparError, match=r"`TextData.cache`.*Name a folder"):
         made(corpus[0], cache=name)
 
 

@@ -79,7 +79,7 @@ def test_both_satisfy_the_protocol(tokenizer_json):
 def test_the_separator_is_found_or_named(tokenizer_json, tmp_path):
     assert HuggingFaceTokenizer(tokenizer_json, separator="[CLS]").separator_id == 0
     assert HuggingFaceTokenizer(tokenizer_json, separator="").separator_id is None
-    with pytest.raises(MeshparError, match=r"did you mean `\[CLS\]`"):
+    with pytest.raises(MeshparError, match=r"Did you mean `\[CLS\]`"):
         HuggingFaceTokenizer(tokenizer_json, separator="[CLZ]")
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     plain.save(str(tmp_path / "plain.json"))

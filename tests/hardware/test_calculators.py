@@ -115,7 +115,7 @@ def test_mistakes():
         calculate("zero", {}, parse_cluster("h100:1x8"))
     with pytest.raises(mp.MeshparError, match="it is a str. Read it"):
         tp(cluster="h100:1x8")
-    with pytest.raises(mp.MeshparError, match="calculator `zer`: .* did you mean `zero`"):
+    with pytest.raises(mp.MeshparError, match="calculator `zer`: .* Did you mean `zero`"):
         calculate("zer", {})
     with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
         zero(params=-1)

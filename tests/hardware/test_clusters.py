@@ -42,7 +42,7 @@ def test_what_is_no_cluster_is_refused(text):
 
 
 def test_an_unknown_gpu_lists_near_names():
-    with pytest.raises(MeshparError, match="did you mean `h100`"):
+    with pytest.raises(MeshparError, match="Did you mean `h100`"):
         parse_cluster("h1000:1x8")
 
 
@@ -82,7 +82,7 @@ def test_which_axes_leave_a_node():
     assert not cluster.crosses_node(["stage"], mesh)
     assert not cluster.crosses_node([], mesh)
     assert parse_cluster("h100:4x2").crosses_node(["fsdp"], mesh)
-    with pytest.raises(MeshparError, match="did you mean `fsdp`"):
+    with pytest.raises(MeshparError, match="Did you mean `fsdp`"):
         cluster.crosses_node(["fsp"], mesh)
 
 
@@ -120,7 +120,7 @@ def test_a_profile_may_be_short(tmp_path):
     ("data", "said"),
     [
         ({"gpu": "h100", "nodes": 1}, "gpus_per_node"),
-        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "acros": {}}, "did you mean `across`"),
+        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "acros": {}}, "Did you mean `across`"),
         ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "across": {"bandwidth": 1}}, "bandwidth"),
         ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "across": {"bytes_per_s": 0}}, "above 0"),
         ({"gpu": "h100", "nodes": "many", "gpus_per_node": 8}, "many"),
@@ -258,7 +258,7 @@ def test_the_default_of_host_devices_holds_for_any_axis_and_says_where_it_is_fro
         ({"axes": {"data": 3}}, "axes.data"),
         ({"permutes": {"data": {"alpha_s": "1", "bytes_per_s": 1e9}}}, "permutes.data"),
         ({"axes": {"data": {"alpha_s": -1, "bytes_per_s": 1e9}}}, "at least 0"),
-        ({"axis": {}}, "did you mean `axes`"),
+        ({"axis": {}}, "Did you mean `axes`"),
     ],
 )
 def test_a_garbled_link_of_an_axis_is_told(tmp_path, wrong, said):
@@ -293,7 +293,7 @@ def test_how_a_group_lies_on_the_nodes():
     assert cluster.layout(["data", "tensor"], mesh) == (2, 2)
     assert parse_cluster("h100:3x2").layout(["tensor"], {"data": 2, "tensor": 3}) == (2, 1)
     assert cluster.layout([], mesh) == (1, 1)
-    with pytest.raises(MeshparError, match="did you mean `tensor`"):
+    with pytest.raises(MeshparError, match="Did you mean `tensor`"):
         cluster.layout(["tensr"], mesh)
     with pytest.raises(MeshparError, match="16 devices"):
         cluster.layout(["data"], {"data": 16})

@@ -108,9 +108,9 @@ def test_other_names():
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        (("rings", 1, 2, LINK), {}, "did you mean `ring`"),
+        (("rings", 1, 2, LINK), {}, "Did you mean `ring`"),
         (("ring", 1, 0, LINK), {}, "ranks=0"),
-        (("ring", -1, 2, LINK), {}, "-1 bytes, but it is a number of bytes, 0 or more"),
+        (("ring", -1, 2, LINK), {}, "-1 bytes: it is a number of bytes, 0 or more"),
         (("ring", "x", 2, LINK), {}, "'x' bytes"),
         (("ring", 1, 2.0, LINK), {}, "ranks=2.0"),
         (("ring", 1, 10**30, LINK), {}, "a whole number from 1 to 16,777,216"),
@@ -122,7 +122,7 @@ def test_other_names():
         (("ring", float("inf"), 2, LINK), {}, "inf bytes"),
         (("hierarchical", 1, 12, LINK), {"inner": 5}, "divisor of 12"),
         (("hierarchical", 1, 12, LINK), {}, "--inner 8"),
-        (("parameter-server", 1, 4, LINK), {"servers": 5}, "use 1 to 4"),
+        (("parameter-server", 1, 4, LINK), {"servers": 5}, "Use 1 to 4"),
         (("doubling-all-gather", 1, 6, LINK), {}, "power of two"),
         (("ring", 1, 65, POD), {}, "it has 64 GPUs"),
         (("ring", 1, 2, Links(devices="cpu", axes={"data": LINK})), {}, "measured along `data`"),
@@ -134,7 +134,7 @@ def test_what_cannot_be_priced(arguments, options, said):
 
 
 def test_a_bus_needs_a_kind():
-    with pytest.raises(MeshparError, match="did you mean `all-reduce`"):
+    with pytest.raises(MeshparError, match="Did you mean `all-reduce`"):
         bus_factor("all-reduces", 2)
 
 

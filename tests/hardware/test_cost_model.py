@@ -285,7 +285,7 @@ def test_negative_messages_are_refused(kind, payload):
 
 
 def test_unknown_kinds_are_refused():
-    with pytest.raises(MeshparError, match="did you mean `all-gather`"):
+    with pytest.raises(MeshparError, match="Did you mean `all-gather`"):
         cost.collective_time_s("all_gather", 1, 8, LINK)
 
 

@@ -90,5 +90,5 @@ def test_a_trace_that_is_none_is_told(tmp_path):
     with pytest.raises(MeshparError, match="holds no operation of a program"):
         trace.read(path)
     path.write_bytes(b"\xff\xff\xff no protobuf")
-    with pytest.raises(MeshparError, match=r"read it, but (that failed|it holds no operation)"):
+    with pytest.raises(MeshparError, match=r"read it: (that failed|it holds no operation)"):
         trace.read(path)

@@ -85,7 +85,7 @@ def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_
     keep_beside(source, run_folder)
     check_source(source, run_folder)
     check_source(run_folder / BESIDE_RUN, run_folder)
-    with pytest.raises(mp.MeshparError, match="began with weights of its own.*leave --from-hf out"):
+    with pytest.raises(mp.MeshparError, match="began with weights of its own.*Leave --from-hf out"):
         check_source(source, tmp_path / "another run")
     content = bytearray((other / "model.safetensors").read_bytes())
     content[-1] ^= 1

@@ -231,7 +231,7 @@ def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
         ({"lora_alpha": "x"}, "alpha='x'"), ({"bias": "all"}, "bias.*be 'all'"), ({"rank_pattern": {"q": 3}}, "rank_"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
         ({"init_lora_weights": "lora_ga"}, "changed the model's matrices"), ({"r": 3}, "k_proj` rank 2.*`r` is 3"),
-        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens.*take an adapter without it"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens.*Take an adapter without it"),
         ({"use_qalora": True}, "`use_qalora`.*be True"), ({"kasa_config": {"beta": 1}}, "`kasa_config`"),
         ({"next_years_variant": False}, "`next_years_variant`.*this field is unknown"),
     ):  # fmt: skip
@@ -281,7 +281,7 @@ def test_pairs_in_some_layers_or_of_several_ranks_are_refused_before_a_model_is_
     save_file(tensors | wide, adapter / "adapter_model.safetensors")
     of_layer = {"rank_pattern": {"layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"layers.0.self_attn.q_proj": 8}}
     edited(adapter / "adapter_config.json", lambda said: said.update(of_layer))
-    with pytest.raises(mp.MeshparError, match=r"rank_pattern.*layers.0.self_attn.q_proj` rank 4.*merge the adapter"):
+    with pytest.raises(mp.MeshparError, match=r"rank_pattern.*layers.0.self_attn.q_proj` rank 4.*Merge the adapter"):
         lora_of_peft(adapter, config)
     save_file({name: x for name, x in tensors.items() if name not in pair}, adapter / "adapter_model.safetensors")
     edited(adapter / "adapter_config.json", lambda said: said.update(rank_pattern={}, alpha_pattern={}))

@@ -196,7 +196,7 @@ def test_what_is_sent_is_what_is_promised(mesh, strategy):
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])
 def test_a_number_of_slices_that_is_none(count):
-    with pytest.raises(MeshparError, match="interleave=.*use 1 or more"):
+    with pytest.raises(MeshparError, match="interleave=.*Use 1 or more"):
         mp.train_step(lambda *_: None, interleave=count)
 
 
@@ -205,7 +205,7 @@ def test_rows_that_do_not_go_into_slices():
     state = mp.init_state(
         CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(fsdp=8)), strategy=mp.fsdp(), key=0
     )
-    with pytest.raises(MeshparError, match="accumulate=1, interleave=2.*use a batch of 16"):
+    with pytest.raises(MeshparError, match="accumulate=1, interleave=2.*Use a batch of 16"):
         mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
 
 

@@ -275,7 +275,7 @@ def test_the_name_of_the_weights_metric_is_taken():
 
     with pytest.raises(mp.MeshparError, match="metric `loss_weight`.*MeanLoss adds a metric of that name"):
         one_step(ONE_DEVICE, loss, batch_of(WEIGHTS))
-    with pytest.raises(mp.MeshparError, match="loss_is='mean'.*use one of"):
+    with pytest.raises(mp.MeshparError, match="loss_is='mean'.*Use one of"):
         mp.train_step(loss, loss_is="mean")
 
 
@@ -355,7 +355,7 @@ def test_a_contrastive_loss_is_that_of_all_examples():
 )
 def test_a_contrastive_loss_is_refused_for_parts(strategy, options):
     state = state_of(Engine({"fsdp": 8}, strategy), built=towers())
-    with pytest.raises(mp.MeshparError, match=r"parts of the batch, but it returns a scalar.*mp\.MeanLoss"):
+    with pytest.raises(mp.MeshparError, match=r"parts of the batch: it returns a scalar.*mp\.MeanLoss"):
         mp.train_step(contrastive, **options).trace(state.setup.abstract, batch_of(WEIGHTS))
 
 

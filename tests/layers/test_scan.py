@@ -54,7 +54,7 @@ def test_weights_are_gathered_one_layer_at_a_time_by_their_path(remat):
 
 
 def test_a_cache_that_the_layer_keeps_for_itself():
-    with pytest.raises(mp.MeshparError, match=r"gives back x alone.*return \(x, cache\)"):
+    with pytest.raises(mp.MeshparError, match=r"gives back x alone.*Return \(x, cache\)"):
         mp.scan_layers(lambda x, one, cache: x * one["w"], 1.0, PARAMS, caches=CACHES)
 
 
@@ -63,5 +63,5 @@ def test_stages_take_what_they_share_and_no_caches():
     with running(lambda layer, x, rows: "by stage"):
         assert mp.scan_layers(lambda x, one: x * one["w"], 1.0, PARAMS) == "by stage"
         assert mp.scan_layers(lambda x, one: x * one["w"], 1.0, PARAMS, staged=False) == 30
-        with pytest.raises(mp.MeshparError, match="decode with a strategy without stages"):
+        with pytest.raises(mp.MeshparError, match="Decode with a strategy without stages"):
             mp.scan_layers(layer, 1.0, PARAMS, extra=BIAS, caches=CACHES)

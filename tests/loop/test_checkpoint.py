@@ -243,7 +243,7 @@ def test_a_file_in_place_of_the_folder_fails_the_next_save_at_once(tmp_path, set
         checkpoints.save(trained(setup, 1), wait=True)
         shutil.rmtree(folder)
         folder.touch()
-        warned, failed = pytest.warns(UserWarning, match="of step 1 is gone"), "save step 2, but writing failed"
+        warned, failed = pytest.warns(UserWarning, match="of step 1 is gone"), "save step 2: writing failed"
         with warned, pytest.raises(mp.MeshparError, match=failed):
             checkpoints.save(trained(setup, 2))
         folder.unlink()
@@ -569,7 +569,7 @@ def test_a_read_that_fails_leaves_nothing_behind(setup, folder, monkeypatch):
 
 def test_a_damaged_one_asked_for_by_step_is_an_error(setup, folder):
     DAMAGES["bits flipped"](folder / "2")
-    with pytest.raises(mp.MeshparError, match="restore step 2, but step 2 is damaged"):
+    with pytest.raises(mp.MeshparError, match="restore step 2: step 2 is damaged"):
         Checkpoints(folder).restore(setup, 2)
 
 
@@ -665,13 +665,13 @@ def test_a_misfit_is_no_damage(setup, two_steps):
 
 def test_an_older_format_is_refused(setup, folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 3)
-    with pytest.raises(mp.MeshparError, match=r"format 3.*wrote it in format 2.*train anew"):
+    with pytest.raises(mp.MeshparError, match=r"format 3.*wrote it in format 2.*Train anew"):
         Checkpoints(folder).restore(setup)
 
 
 def test_a_newer_format_is_refused(setup, folder, monkeypatch):
     monkeypatch.setattr(checkpoint, "FORMAT", 0)
-    with pytest.raises(mp.MeshparError, match=r"format 0.*wrote it in format 2.*install meshpar"):
+    with pytest.raises(mp.MeshparError, match=r"format 0.*wrote it in format 2.*Install meshpar"):
         Checkpoints(folder).restore(setup)
 
 
@@ -705,7 +705,7 @@ def test_keep_is_a_positive_integer(tmp_path, keep):
 
 def test_a_folder_that_cannot_be_written(tmp_path, setup):
     (tmp_path / "file").write_text("")
-    with pytest.raises(mp.MeshparError, match="save step 0, but writing failed"):
+    with pytest.raises(mp.MeshparError, match="save step 0: writing failed"):
         Checkpoints(tmp_path / "file" / "checkpoints").save(setup.init(0))
 
 

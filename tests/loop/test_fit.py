@@ -224,7 +224,7 @@ def test_hooks_are_called_by_their_order():
 
 def test_batches_that_end_too_early_are_an_error_after_hooks_have_ended():
     log = Log()
-    with pytest.raises(MeshparError, match=r"batch of step 4 of 10, but they ended after 3.*steps=3"):
+    with pytest.raises(MeshparError, match=r"batch of step 4 of 10: they ended after 3.*steps=3"):
         run(10, hooks=[log], batches=[1, 2, 3])
     assert log.log[-2:] == ["record 3", "end exhausted"]
 

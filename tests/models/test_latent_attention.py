@@ -221,9 +221,9 @@ def test_model_flops_are_those_of_its_matmuls():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_kv_heads": 2}, "use num_kv_heads=4"),
-        ({"head_dim": 8}, "use head_dim=10"),
-        ({"tensor_matmul": "overlapped"}, 'use tensor_matmul="xla"'),
+        ({"num_kv_heads": 2}, "Use num_kv_heads=4"),
+        ({"head_dim": 8}, "Use head_dim=10"),
+        ({"tensor_matmul": "overlapped"}, 'Use tensor_matmul="xla"'),
     ],
 )
 def test_a_config_that_contradicts_itself(changes, says):

@@ -241,7 +241,7 @@ def test_flops_of_fine_experts():
     [
         ({"num_dense_layers": 3}, "one of experts at least"),
         ({"num_dense_layers": -1}, "whole number, 0 or more"),
-        ({"num_dense_layers": 0}, "use mlp_dim=8"),
+        ({"num_dense_layers": 0}, "Use mlp_dim=8"),
         ({"moe": None}, "without `moe` all layers are dense"),
     ],
 )

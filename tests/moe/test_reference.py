@@ -126,7 +126,7 @@ def test_with_expert_choice():
 def test_mistakes():
     x, experts, weights, params = case(4, 2)
     reference = functools.partial(moe.reference.moe, expert_fn=mlp, params=params)
-    with pytest.raises(MeshparError, match="give each token its experts and their weights"):
+    with pytest.raises(MeshparError, match="Give each token its experts and their weights"):
         reference(x[:-1], experts, weights)
     with pytest.raises(MeshparError, match="cut tokens over 5 ranks"):
         reference(x, experts, weights, token_ranks=5)

@@ -217,7 +217,7 @@ def test_sequences_are_two_chunks_for_each_rank():
 
 @pytest.mark.parametrize(("spec", "rules"), [({"context": 8}, HEADS), ({"context": 4, "tensor": 2}, HEADS | TP)])
 def test_heads_that_cannot_be_scattered_are_told_with_how_many_ranks_can(spec, rules):
-    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*let it be 1, 2, 4 ranks.*context_parallel\\(\\)"
+    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*Let it be 1, 2, 4 ranks.*context_parallel\\(\\)"
     with pytest.raises(mp.MeshparError, match=wanted):
         traced(config(), spec=mp.MeshSpec(**spec), strategy=rules)
 

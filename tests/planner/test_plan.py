@@ -699,7 +699,7 @@ def test_plans_are_values(plans, tmp_path):
     assert "begin with" not in shown
     with pytest.raises(mp.MeshparError, match="it remembers no model"):
         again.why_not(mesh="fsdp=8")
-    with pytest.raises(mp.MeshparError, match="`nope`, but there is no such preset"):
+    with pytest.raises(mp.MeshparError, match="`nope`: there is no such preset"):
         plans.why_not(mesh="fsdp=8", strategy="nope()")
     told = {"mesh": "stage=2,fsdp=4", "strategy": "pipeline_parallel(stages=2,microbatches=2)|fsdp()"}
     assert "train_step(accumulate=2) under" in plans.why_not(**told, accumulate=2)
@@ -750,7 +750,7 @@ def test_what_cannot_be_planned_is_told_in_four_parts(plans):
         ({"batch": {"inputs": "text"}}, "batch leaf `inputs`: .* it is a str"),
         ({"batch": {**tokens(16, 64), "mask": np.ones(8)}}, "its leaves differ in rows: \\(16, 64\\), \\(8,\\)"),
         ({"batch": {"tokens": np.ones((16, 64), np.int32)}}, "next_token_loss: .* it has tokens"),
-        ({"precision": "bfloat16"}, 'plan\\(precision=.bfloat16.\\): .* write mp.Precision\\(compute="bfloat16"\\)'),
+        ({"precision": "bfloat16"}, 'plan\\(precision=.bfloat16.\\): .* Write mp.Precision\\(compute="bfloat16"\\)'),
         ({"xla": 3}, "xla=3: cannot compile by it"),
         ({"xla": {"--xla_gpu_x": 1}}, "the names of XLA's options begin with xla_"),
         ({"latency_rounds": -1}, "latency_rounds=-1"),
@@ -807,7 +807,7 @@ def test_why_not(plans, asked, answer):
 def test_mistakes_say_what_is_short_and_what_would_fit():
     small = dataclasses.replace(parse_cluster("h100:1x2").gpu, memory_bytes=30e6)
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
-    with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* take about \d+ nodes"):
+    with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* Take about \d+ nodes"):
         mp.plan(CONFIG, tokens(16, 64), cluster)
     for named, text in (("h1000:1x8", "h100"), ("h100:0x8", "0 nodes, but it is a whole number from 1")):
         with pytest.raises(mp.MeshparError, match=text):
@@ -863,7 +863,7 @@ def test_stages_of_the_guide_come_with_four_times_as_many_microbatches(small):
 
 
 def test_how_a_step_is_cut_is_asked_of_a_strategy(plans):
-    with pytest.raises(mp.MeshparError, match="name the strategy, too"):
+    with pytest.raises(mp.MeshparError, match="Name the strategy, too"):
         plans.why_not(mesh="fsdp=8", remat="full")
 
 
@@ -877,7 +877,7 @@ def test_what_does_not_fit_as_compiled_is_left_out_and_the_next_compiled(plans, 
     assert [one.compiled is not None for one in found] == [True, False]
     assert "compiled it takes 1 TB" in left_out[0]
     assert "1 TB" in str(dataclasses.replace(plans, left_out=tuple(left_out)))
-    with pytest.raises(mp.MeshparError, match="does not fit.*look at more than 3: --top 6"):
+    with pytest.raises(mp.MeshparError, match="does not fit.*Look at more than 3: --top 6"):
         _verified(*how)
 
 

@@ -125,7 +125,7 @@ def test_what_is_written_is_what_torch_reads(name, p, m, tmp_path):
     [
         ("0F0,0X0\n", "row 0, column 1: cannot read `0X0`"),
         ("0F0,0B0,1UNSHARD\n", "column 2: cannot read `1UNSHARD`: that row computes for global stages \\[0\\]"),
-        ("0F0,0B0,0SEND_F1\n", "read `0SEND_F1`, but .*for 1 microbatches"),
+        ("0F0,0B0,0SEND_F1\n", "read `0SEND_F1`: .*for 1 microbatches"),
         ("0UNSHARD,0RESHARD\n", "run global stages \\[\\] on that rank"),
         ("0F0,0UNSHARD0\n", "cannot read `0UNSHARD0`"),
         ("0F0,0SEND_F\n", "cannot read `0SEND_F`"),
@@ -137,7 +137,7 @@ def test_what_is_written_is_what_torch_reads(name, p, m, tmp_path):
         # As torch 2.15 prints 1F1B: its last rank counts its forwards from 1.
         (
             "0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F1,1B0,1F2,1B1,1REDUCE_GRAD\n",
-            r"stage 1, block 1 .* use what F \(forward\) of microbatch 0 on part 1 .* no stage .* add F of",
+            r"stage 1, block 1 .* use what F \(forward\) of microbatch 0 on part 1 .* no stage .* Add F of",
         ),
         ("", "it has no cell"),
         ("0F99999999999,0B99999999999\n", "cannot read `0F99999999999`"),

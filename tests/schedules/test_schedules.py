@@ -245,7 +245,7 @@ def test_steps_without_a_meeting_point():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: make("zb-h3", 4, 8), "schedule `zb-h3`.*did you mean `zb-h2` or `zb-h1`"),
+        (lambda: make("zb-h3", 4, 8), "schedule `zb-h3`.*Did you mean `zb-h2` or `zb-h1`"),
         (lambda: make("gpipe", 0, 8), "schedule `gpipe`: cannot run with 0 stages.*at least 1"),
         (lambda: make("gpipe", 2.0, 8), "cannot run with 2.0 stages: it takes a whole number"),
         (lambda: make("zb-v", 4, "8"), "cannot run with '8' microbatches"),
@@ -254,10 +254,10 @@ def test_steps_without_a_meeting_point():
         (lambda: make("interleaved-1f1b", 2, 4, chunks=10**9), "up to 1e.06"),
         (lambda: make("zb-h2", 4, 8, limit=2.5), "hold 2.5 microbatches' activations"),
         (lambda: make("1f1b", 2, 0), "0 microbatches"),
-        (lambda: make("dualpipe", 5, 8), "take 4 or 6 stages, or `dualpipe-v`"),
+        (lambda: make("dualpipe", 5, 8), "Take 4 or 6 stages, or `dualpipe-v`"),
         (lambda: make("1f1b", 2, 4, chunks=2), "`1f1b`: cannot set `chunks`: it has no options"),
         (lambda: make("zb-h2", 2, 4, chunks=2), "its options are `limit`"),
-        (lambda: make("zb-h2", 2, 4, limit=0), "give a limit of 1 to 3"),
+        (lambda: make("zb-h2", 2, 4, limit=0), "Give a limit of 1 to 3"),
         (lambda: make("interleaved-1f1b", 2, 4, chunks=0), "0 chunks"),
     ],
 )

@@ -227,8 +227,8 @@ def ops(text: str) -> list:
             r"stage 0, block 1 \(W0.0\): cannot run W \(weight gradient\) of microbatch 0 on part 0 .* before "
             r"B \(input gradient\) .*W uses what B .* block 2 .* move B of microbatch 0 in front of its W",
         ),
-        (["B0 F0 W0", "F0 B0 W0"], r"stage 0, block 0 \(B0.0\): cannot run B .* before F .* move F of"),
-        (["F0 B0 W0", "B0 F0 W0"], r"stage 1, block 0 \(B0.0\): cannot run B .* before F .* move F of"),
+        (["B0 F0 W0", "F0 B0 W0"], r"stage 0, block 0 \(B0.0\): cannot run B .* before F .* Move F of"),
+        (["F0 B0 W0", "B0 F0 W0"], r"stage 1, block 0 \(B0.0\): cannot run B .* before F .* Move F of"),
         (["F0 B0 W0 F1 B1 W1", "F0 F1 B0 W0 W1 B1"], "stage 1, block 4 .* cannot run W .* microbatch 1 .* before B"),
     ],
 )  # fmt: skip

@@ -185,7 +185,7 @@ def test_a_model_that_names_parameters_alone_has_its_activations_held_too():
 
 def test_an_activation_rule_that_fits_nothing_is_an_error():
     for given, match in (
-        ({"blok0/up": ("batch", None, None)}, "`blok0/up`.*none of the 8 modules.*did you mean `block0/up`"),
+        ({"blok0/up": ("batch", None, None)}, "`blok0/up`.*none of the 8 modules.*Did you mean `block0/up`"),
         ({"block0/up": ("batch", None)}, "`block0/up` at module.*arrays of 3 dims.*narrow"),
         ({"out": ("batch", "seqq", None)}, "`seqq`"),
     ):
@@ -355,7 +355,7 @@ def _remats(jaxpr) -> int:
 @pytest.mark.parametrize("kind", ["nnx", LINEN])
 def test_a_remat_rule_that_says_nothing_is_an_error(kind):
     for given, match in (
-        ({"blocks.7": "full"}, "remat rule `blocks.7`.*none of the 1. modules.*did you mean"),
+        ({"blocks.7": "full"}, "remat rule `blocks.7`.*none of the 1. modules.*Did you mean"),
         ({"blocks.0": "ful"}, "remat rule `blocks.0`: 'ful'.*did you mean `full`"),
         ({"blocks.0": "save:hiden"}, "remat rule `blocks.0`.*`hiden`.*did you mean `hidden`"),
     ):

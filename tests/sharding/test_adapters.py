@@ -620,7 +620,7 @@ def test_a_batch_norm_over_an_axis_of_pmap_is_told_that_it_is_global_already(mes
 
     x = np.ones((8, 4), np.float32)
     state = mp.init_state(mp.from_linen(PerDevice(), x), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
-    with pytest.raises(mp.MeshparError, match="`devices`.*over all rows already.*leave out axis_name"):
+    with pytest.raises(mp.MeshparError, match="`devices`.*over all rows already.*Leave out axis_name"):
         mp.train_step(_square)(state, x)
 
 

@@ -27,7 +27,7 @@ def test_an_error_reads_as_one_paragraph_and_keeps_its_parts():
 
 
 def test_a_fix_that_asks_ends_with_its_question_mark():
-    assert str(types.problem("a", "b", "c", types.near("fdsp", ["fsdp"]))).endswith("did you mean `fsdp`?")
+    assert str(types.problem("a", "b", "c", types.near("fdsp", ["fsdp"]))).endswith("Did you mean `fsdp`?")
 
 
 def test_an_error_crosses_processes():
@@ -40,7 +40,7 @@ def test_an_error_crosses_processes():
 @pytest.mark.parametrize(
     ("word", "options", "expected"),
     [
-        ("fdsp", ["data", "fsdp", "tensor"], "did you mean `fsdp`?"),
+        ("fdsp", ["data", "fsdp", "tensor"], "Did you mean `fsdp`?"),
         ("embd", ["embed", "embeds", "mlp"], "did you mean `embed` or `embeds`?"),
         ("zzz", ["b", "a", "b"], "known: `a`, `b`"),
         ("zzz", [], "none are known"),

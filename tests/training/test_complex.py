@@ -142,7 +142,7 @@ def test_complex_parameters_are_loaded_saved_and_restored(tmp_path):
 
 
 def test_quantized_messages_and_matmuls_refuse_complex_parameters():
-    says = r"parameter `first` under fsdp.*send complex64 quantized.*leave quantize out"
+    says = r"parameter `first` under fsdp.*send complex64 quantized.*Leave quantize out"
     with pytest.raises(mp.MeshparError, match=says):
         trained(PARAMS, spec=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(min_bytes=0, quantize="int8"))
     with pytest.raises(mp.MeshparError, match="multiply by a weight in complex64"):

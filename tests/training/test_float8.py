@@ -274,7 +274,7 @@ def traced(model, precision):
     [
         ({"matmul": "fp9"}, CONFIG, "there is fp8"),
         ({"matmul": ("fp8",)}, CONFIG, "there is fp8"),
-        ({"matmul": "mxfp8"}, CONFIG, "in 16 bits.*use 'fp8-rowwise'"),
+        ({"matmul": "mxfp8"}, CONFIG, "in 16 bits.*Use 'fp8-rowwise'"),
         ({"matmul": {"layers/.*": "nvfp4"}}, CONFIG, "for inference"),
         ({"matmul": "fp8-blockwise"}, CONFIG, "XLA has no kernel"),
         ({"matmul": "fp8", "compute": "float16"}, CONFIG, "bfloat16"),

@@ -257,7 +257,7 @@ def test_what_has_no_adapters_is_an_error():
         (lambda: mp.lora()(adapted), "it has some already"),
         (
             lambda: mp.lora(modules="layers/attention/querry")(CONFIG.build()).abstract(),
-            "did you mean `layers/attention",
+            "Did you mean `layers/attention",
         ),
         (lambda: mp.lora(modules=".*/router")(experts.build()).abstract(), "matrix: routers and tables have none"),
     ):
@@ -271,7 +271,7 @@ def test_a_matrix_that_the_loss_reads_by_itself_is_left_out():
     mesh = mp.MeshSpec(fsdp=8).build()
     adapted = mp.lora(modules="head")(CONFIG.build())
     state = mp.abstract_state(adapted, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp())
-    with pytest.raises(mp.MeshparError, match="lora.*matrix is .*leave it out"):
+    with pytest.raises(mp.MeshparError, match="lora.*matrix is .*Leave it out"):
         mp.train_step(next_token_loss).trace(state, BATCH)
 
 

@@ -114,7 +114,7 @@ def test_a_state_in_another_parameter_dtype():
     state = mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp(), key=0, precision=precision)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     assert state.table.totals.params_bytes == NUM_PARAMS * 2 // 8
-    with pytest.raises(mp.MeshparError, match="give the same precision to init_state"):
+    with pytest.raises(mp.MeshparError, match="Give the same precision to init_state"):
         mp.train_step(loss, precision=mp.Precision(params="float32")).lower(state, {"x": jnp.ones((8, 3))})
 
 
@@ -128,7 +128,7 @@ def test_weights_are_put_in_cast_and_sharded():
     np.testing.assert_array_equal(loaded.params["up"], np.full_like(state.params["up"], 2.0))
     np.testing.assert_array_equal(loaded.params["scale"], state.params["scale"])
     for wrong, match in (
-        ({**given, "upp": given["up"]}, "`upp`.*no such parameter.*did you mean `up`"),
+        ({**given, "upp": given["up"]}, "`upp`.*no such parameter.*Did you mean `up`"),
         ({"up": given["up"], "down": given["down"]}, "`scale`.*find weights for it.*take it from the state"),
         ({}, r"load_params: cannot put weights in: none are given; the model has 3.*\*\*state.params"),
         ({**given, "up": None}, r"`up`: cannot put weights in it: None is given.*\*\*state.params"),
@@ -184,7 +184,7 @@ def test_weights_are_loaded_where_two_paths_are_the_same_string():
 def test_two_parameters_of_one_path_that_are_sharded_unlike_are_refused():
     params = {"a/b": jnp.ones((8, 8)), "a": {"b": jnp.ones((16, 3))}}
     model = mp.from_functions(lambda key: params, lambda params, x: x)
-    with pytest.raises(mp.MeshparError, match="two parameters of path `a/b`.*rename one"):
+    with pytest.raises(mp.MeshparError, match="two parameters of path `a/b`.*Rename one"):
         mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp(min_bytes=0))
 
 

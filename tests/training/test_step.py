@@ -596,7 +596,7 @@ def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(opti
 
 def test_what_cannot_be_frozen_is_an_error():
     mesh = mp.MeshSpec(fsdp=8).build()
-    for trainable, match in (("lora", "chooses none of the model's 3 parameters.*did you mean"), ("(", "no regular"),
+    for trainable, match in (("lora", "chooses none of the model's 3 parameters.*Did you mean"), ("(", "no regular"),
                              (["base"], "is a list, and must be a pattern"),
                              (lambda path: "yes", "`base` it says .yes., neither True nor.*return True")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):

@@ -286,7 +286,7 @@ def test_a_linen_stack_made_with_param(depth, stages, schedule, x64):
 
 @pytest.mark.parametrize("fewer", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
 def test_lighter_ends_are_two_whole_numbers(fewer):
-    with pytest.raises(mp.MeshparError, match="two whole numbers.*write stage_layer_offset"):
+    with pytest.raises(mp.MeshparError, match="two whole numbers.*Write stage_layer_offset"):
         mp.pipeline_parallel(stages=2, microbatches=2, stage_layer_offset=fewer)
 
 
@@ -447,13 +447,13 @@ MISTAKES = {
     "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "run 2 stages over mesh axis"),
     "layers": (
         mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {},
-        "3 stacked layers .*cut into 4 parts, but every part .* use 4 layers or more, or fewer stages",
+        "3 stacked layers .*cut into 4 parts: every part .* Use 4 layers or more, or fewer stages",
     ),
     "lighter": (
         mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "stage_layer_offset": (0, 4)}, mp.ddp(), {},
         r"2 parts with stage_layer_offset=\(0, 4\), but .* use 6 layers or more, .*or leave stage_layer_offset out",
     ),
-    "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "use a batch of 21"),
+    "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "Use a batch of 21"),
     "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "splits the batch"),
     "no file": (
         mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2, "schedule": "no.csv"}, mp.ddp(), {}, "no such file",
@@ -486,7 +486,7 @@ def test_no_such_schedule():
         mp.pipeline_parallel(stages=2, microbatches=2, schedule="zb-h")
     with pytest.raises(mp.MeshparError, match="whole number"):
         mp.pipeline_parallel(stages=0, microbatches=2)
-    with pytest.raises(mp.MeshparError, match="leave chunks out"):
+    with pytest.raises(mp.MeshparError, match="Leave chunks out"):
         mp.pipeline_parallel(stages=2, microbatches=2, schedule="file.csv", chunks=2)
 
 

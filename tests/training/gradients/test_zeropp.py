@@ -458,9 +458,9 @@ def test_a_recipe_takes_it_as_text():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("int4", "weights='int4'.*did you mean `int8`"),
-        ({"weight": "int8"}, "set `weight`.*did you mean `weights`"),
-        ({"gradients": "f8"}, "gradients='f8'.*did you mean `fp8`"),
+        ("int4", "weights='int4'.*Did you mean `int8`"),
+        ({"weight": "int8"}, "set `weight`.*Did you mean `weights`"),
+        ({"gradients": "f8"}, "gradients='f8'.*Did you mean `fp8`"),
         ({"block": 0}, "block=0.*one or more"),
         ({"stochastic": 1}, "stochastic=1"),
         ({"weights": None, "gradients": None}, "what quantize=None does"),
