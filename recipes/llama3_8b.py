@@ -9,9 +9,8 @@ Hardware: 64 GPUs of 80 GB. State is 12 bytes a parameter over 64 devices: 1.51 
 One step is 2,097,152 tokens. Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
 `explain` takes two minutes and 0.9 GB on two busy CPU cores. It finds 59 GB of 80 in use, 117 GB sent by each GPU in a
-step (in each micro-step weights are gathered twice and gradients scattered once), and a step of 3.1 s, 97 % of the
-communication hidden. It compiles twice: with XLA's own estimate of the latencies of messages (--set latency_rounds=0)
-the step takes 3.2 s and 89 % is hidden. Four micro-steps with remat="dots" take half the memory and send twice as much.
+step (in each micro-step weights are gathered twice and gradients scattered once), and a step of 3.2 s, 89 % of the
+communication hidden. Four micro-steps with remat="dots" take half the memory and send twice as much.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def recipe(devices: int = 64) -> mp.Recipe:
     optimizer = mp.AdamW(lr=3e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
     # Run: bfloat16 compute on float32 parameters, four rows a GPU in two micro-steps. Layers keep the results of
-    # matmuls and attention. XLA schedules by simulated latencies.
+    # matmuls and attention.
     return mp.Recipe(
         name="llama3_8b",
         mesh=mesh,
@@ -52,7 +51,6 @@ def recipe(devices: int = 64) -> mp.Recipe:
         accumulate=2,
         precision=mp.Precision(compute="bfloat16"),
         remat="minimal",
-        latency_rounds=1,
         nonfinite="skip",
         validate_every=1000,
         checkpoint_every=1000,

@@ -9,10 +9,9 @@ parameter, experts over all 64 GPUs, the rest over eight. One step is 4,194,304 
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
 `explain` finds 49 GB of 80 in use, and in a step of two micro-steps 183 GB of tokens sent by each GPU over expert,
-inside a node, and 100 GB of weights and gradients over fsdp; with --check it passes. A step takes 15.8 s, 82 % of the
-communication hidden. It compiles twice: with XLA's own estimate of the latencies of messages (--set latency_rounds=0)
-the step takes 16.5 s and 53 % is hidden. Where 49 GB are too much, accumulate=4 with strategy=fsdp()|expert_parallel()
-and latency_rounds=0 takes 33 GB, sends those weights twice as often and takes 18.6 s.
+inside a node, and 100 GB of weights and gradients over fsdp; with --check it passes. A step takes 16.5 s, 53 % of the
+communication hidden. Where 49 GB are too much, accumulate=4 with strategy=fsdp()|expert_parallel() takes 33 GB, sends
+those weights twice as often and takes 18.6 s.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ def recipe(devices: int = 64) -> mp.Recipe:
     optimizer = mp.AdamW(lr=2e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
     # Run: four rows of 8,192 tokens for each GPU and micro-step: half as many gathers of weights as by two rows.
-    # XLA schedules by the clock's latencies.
     return mp.Recipe(
         name="mixtral_8x7b",
         mesh=mesh,
@@ -55,7 +53,6 @@ def recipe(devices: int = 64) -> mp.Recipe:
         accumulate=2,
         precision=mp.Precision(compute="bfloat16"),
         remat="full",
-        latency_rounds=1,
         nonfinite="skip",
         validate_every=1000,
         checkpoint_every=500,

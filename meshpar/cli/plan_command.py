@@ -147,7 +147,6 @@ def plans_for(
         tx=build_optimizer(recipe, model, MeshSpec().abstract(1)),
         precision=recipe.precision,
         xla=recipe.xla,
-        latency_rounds=recipe.latency_rounds,
         remat=recipe.remat,
         **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _OF_MOE},
     )

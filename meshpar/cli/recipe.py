@@ -304,8 +304,11 @@ class Recipe:
     """With nonfinite="skip": the run stops at this many skipped updates in a row."""
     xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
     """XLA's compile options, names without dashes; they join and override those for GPUs."""
-    latency_rounds: int = 0
-    """How often the step is compiled again on GPUs by the latencies of its simulated schedule, as in `train_step`."""
+    pgle: bool = False
+    """Profile-guided latency estimation: jax measures the first steps on GPUs (three by default) and compiles the step
+    again with the measured times, so that XLA starts collectives in time. The program stays in jax's compilation cache,
+    in `runs/jax_cache` unless `jax_compilation_cache_dir` is set; later starts load it. Training refuses it on other
+    devices and with --profile."""
     seed: int = 0
     """Chooses the initial weights, dropout and the order of the data."""
     validate_every: int | None = None
@@ -332,6 +335,7 @@ class Recipe:
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
             _check(f"Recipe.{field}", value, optional or is_int(value, 1), "it is a positive integer")
+        _check("Recipe.pgle", self.pgle, isinstance(self.pgle, bool), "it is True or False")
         retries = self.checkpoint_retries
         _check("Recipe.checkpoint_retries", retries, is_int(retries, 0), "it is an integer of at least 0")
         _check(
@@ -358,7 +362,6 @@ class Recipe:
             nonfinite=self.nonfinite,
             loss_is=self.loss_is,
             xla=self.xla,
-            latency_rounds=self.latency_rounds,
         )
 
     def replace(self, **changes: Any) -> Recipe:
@@ -539,7 +542,7 @@ def _plain(value: Any) -> Any:
 
 
 RESUMABLE = (
-    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "max_skipped", "xla", "latency_rounds", "validate_every",
+    "name", "steps", "mesh", "strategy", "remat", "nonfinite", "max_skipped", "xla", "pgle", "validate_every",
     "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may differ when a run is resumed: none of them changes what is trained on what."""

@@ -38,7 +38,7 @@ from meshpar.data.arrays import ArraySource
 from meshpar.data.batches import Batches
 from meshpar.data.source import Source
 from meshpar.hardware.clusters import peak_flops_per_s
-from meshpar.hardware.compile_options import fingerprint, why_no_rounds
+from meshpar.hardware.compile_options import fingerprint
 from meshpar.interop.hf import check_weights, config_of, load_hf
 from meshpar.interop.runs import BESIDE_RUN, RUN_MODE, check_source, keep_beside
 from meshpar.layers.precision import cast_floating
@@ -72,17 +72,18 @@ from meshpar.sharding.host_resources import check_local, check_memory, read_json
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import problem
 from meshpar.training.lora import merged_params
+from meshpar.training.pgle import check_pgle, pgle_enabled
 from meshpar.training.sharding_table import human_bytes
 from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Fields of a recipe's model that stay where it begins with a folder of Hugging Face's."""
-REPLAYED = ("steps", "remat", "nonfinite", "latency_rounds")
+REPLAYED = ("steps", "remat", "nonfinite")
 """Fields that may change when a run goes on, with which the earlier program is lowered again to compare it."""
 NO_PROGRAM = (
     "name", "max_skipped", "validate_every", "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample",
-    "writers", "data.prefetch", "data.cache",
+    "writers", "pgle", "data.prefetch", "data.cache",
 )  # fmt: skip
 """Fields that may change when a run goes on, and that are not in its program."""
 VOCAB_MULTIPLE = 128
@@ -137,12 +138,16 @@ def train(
     if pod is not None:
         pod.agree("recipe", recipe.to_json(), fix="start every process with the same command and recipe file")
     mesh = recipe.mesh.build(devices)
+    if recipe.pgle:
+        check_pgle(mesh, profile)
     source = _opened(recipe, screen)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     check_ids(recipe, source)
     _check_sample(recipe, source)
     setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as until_end:
+        if recipe.pgle:
+            until_end.enter_context(pgle_enabled(Path(out)))
         step = build_step(recipe)
         with screen.doing("traces and lowers the training step"):
             program = StepProgram(recipe, setup, batches, step)
@@ -157,7 +162,7 @@ def train(
             screen.line(_where_it_starts(before, recipe.steps) + _what_is_lost(folder, before))
             screen.line(str(program))
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=began_s)
-            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput, step)
+            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput)
             hooks = [_RunFolder(folder, write), *hooks, *_profile(profile, folder, str(program))]
             result = fit(step, state, batches, hooks=hooks, **_fit_options(recipe, batches, setup))
             del state
@@ -265,7 +270,6 @@ def _hooks(
     checkpoints: Checkpoints,
     screen: Screen,
     goodput: Goodput,
-    step: TrainStep,
 ) -> list[Hook]:
     # Ten looks in a short run, one every hundred steps in a long one.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
@@ -278,7 +282,6 @@ def _hooks(
     return [
         expert_load,
         goodput,
-        _Rounds(step, screen),
         JsonlWriter(folder / "metrics.jsonl", also=also),
         *writers(recipe.writers, folder, config=_finite(recipe.to_json()), also=also),
         ProgressBar(stream=screen.stream, also=expert_load.words),
@@ -326,18 +329,6 @@ class _RunFolder(Hook):
         warnings.warn(f"run {self._folder} {text}", stacklevel=2)
 
 
-class _Rounds(Hook):
-    """Says once what rounds of latencies gave, behind the first step, in whose call they are made."""
-
-    def __init__(self, step: TrainStep, screen: Screen) -> None:
-        self._step, self._screen, self._is_said = step, screen, False
-
-    def on_dispatched(self, run: Run) -> None:
-        if not self._is_said and self._step.rounds is not None:
-            self._screen.line(f"latency rounds: {self._step.rounds}")
-        self._is_said = True
-
-
 def _profile(steps: tuple[int, int] | None, folder: Path, program: str) -> list[Hook]:
     if steps is None:
         return []
@@ -348,10 +339,7 @@ def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
     """The fingerprint of what is about to run, and the options it is compiled by; `meshpar explain` has the same."""
     options = step.compile_options(setup)
     words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-    if rounds := step.options.latency_rounds:
-        why = why_no_rounds(setup.mesh)
-        words.append(f"latency_rounds={rounds}" + f" (left out: {why})" * bool(why))
-    found = fingerprint(step.lower(setup.abstract, batches.spec), options, rounds)
+    found = fingerprint(step.lower(setup.abstract, batches.spec), options)
     return f"program {found}" + f" with {' '.join(words)}" * bool(words)
 
 

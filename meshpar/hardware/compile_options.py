@@ -1,4 +1,4 @@
-"""XLA's compile options: the one set by which `train`, `explain` and `bench` compile a step, and its fingerprint."""
+"""XLA's compile options: the one set by which `train` and `explain` compile a step, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -40,9 +40,6 @@ the same weights, norms say, and one slice would wait there for the other's mess
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
 """The option that names a file of what kernels and collectives were measured to take, by which XLA's scheduler hides
 them. Left to its own estimate it gives all collectives one latency."""
-
-PROFILE = "fdo_profile"
-"""jax's compile option with the same as bytes, of no file: part of jax's cache key, and not one of XLA's flags."""
 
 
 def overlap_limit(options: Options) -> int:
@@ -119,42 +116,25 @@ def check_options(options: Options) -> Options:
     return options
 
 
-def fingerprint(lowered: jax.stages.Lowered, options: Options, latency_rounds: int = 0) -> str:
-    """Of a lowered program, its compile options and rounds: twelve hexadecimal digits, equal where all are.
+def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:
+    """Return twelve hexadecimal digits that are equal for equal lowered programs and compile options.
 
-    A file of latencies counts by what it holds. Those of rounds follow from the rest, and count by how many there are.
-    Devices are the same where a program is lowered for as many of one kind in one order: their numbers are part of it.
+    A file of latencies counts by its content. Devices count by their number, kind and order: their numbers are part
+    of the lowered program.
     """
     if LATENCIES in options:
         held = Path(str(options[LATENCIES])).read_bytes()
         options = {**options, LATENCIES: hashlib.sha256(held).hexdigest()}
-    rounds = [latency_rounds] if latency_rounds else []
-    words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text(), *rounds])
+    words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
     return hashlib.sha256(words.encode()).hexdigest()[:12]
 
 
 def _check_latencies(where: str, path: str) -> None:
     """Raises `ValueError` for a file that XLA would leave out without a word."""
-    asked, fix = f"schedule by {path}", "name one that a profiler wrote, or let the step make its own: latency_rounds=1"
+    asked, fix = f"schedule by {path}", "name one that a profiler wrote"
     if not path.endswith(".pbtxt"):
         raise problem(where, asked, "XLA reads its text from *.pbtxt only", "name it FILE.pbtxt")
     if not Path(path).is_file():
         raise problem(where, asked, "there is no such file", fix)
     if not Path(path).read_text(encoding="utf-8", errors="replace").startswith("costs {"):
         raise problem(where, asked, "it does not begin with `costs {`, as latencies do", fix)
-
-
-def profile(latencies: Mapping[str, float]) -> str:
-    """What kernels and collectives take as a text of XLA's `ProfiledInstructionsProto`, for `PROFILE`.
-
-    Args:
-      latencies: seconds by instruction, as `Timeline.latencies`.
-    """
-    lines = (f'costs {{ name: "{name}" cost_us: {seconds * 1e6:.3f} }}' for name, seconds in latencies.items())
-    return "\n".join([*lines, ""])
-
-
-def why_no_rounds(mesh: AnyMesh) -> str:
-    """Why a step is compiled without rounds of latencies on the devices of a mesh; empty where it is not."""
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else "gpu"
-    return "" if platform == "gpu" else f"only XLA's compiler for GPUs schedules by latencies, these are {platform}s"

@@ -16,15 +16,14 @@ import jax
 from jax.sharding import Mesh
 
 from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
-from meshpar.hardware.compile_options import Options, fingerprint
+from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.inspect import all_pairs as pairs
-from meshpar.inspect.census import Collective, on_stage
+from meshpar.inspect.census import Collective, census, on_stage
 from meshpar.inspect.expected import facts_of, promised, promised_by_stage, scopes_above
 from meshpar.inspect.hlo.shapes import dtype_bits
-from meshpar.inspect.latencies import Candidate, Rounds, in_rounds, simulated
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, Promise, match_collectives, most_of
-from meshpar.inspect.memory import limit_bytes, memory, remedies
+from meshpar.inspect.memory import memory, remedies
 from meshpar.inspect.model_flops import model_flops, traced_alone
 from meshpar.inspect.param_usage import uses
 from meshpar.inspect.pod import PodProcess
@@ -34,7 +33,7 @@ from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.stage_partition import StagePartition, parts_of
 from meshpar.inspect.stage_summary import stages
 from meshpar.inspect.target import mesh_on, require_aot, traced_for
-from meshpar.inspect.timeline.simulator import Timeline
+from meshpar.inspect.timeline.simulator import Timeline, timeline
 from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed
 from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab_chunks
 from meshpar.layers.precision import cast_back_fix, wide_work
@@ -106,20 +105,18 @@ def _explain(
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
     traced = step.trace(state, batch)
     lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
-    options, rounds = step.compile_options(setup), step.options.latency_rounds
+    options = step.compile_options(setup)
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
-
-    def in_rounds_of(step: TrainStep, state: TrainState, batch: PyTree, traced: Any) -> Any:
-        return _in_rounds(step, state, batch, traced, compiler, cluster)
-
-    found, scheduled = in_rounds_of(step, state, batch, lowered)
-    program, collectives, times = found.program, found.collectives, found.timeline
+    program, cells = compiler(lowered), None if parts is None else ScheduleCounts(parts.schedule)
+    collectives = census(program.module, sizes, cells)
     on_cpu, reason = program.target == "cpu", why_not_timed(program.target, cluster)
+    times = None
+    if cluster is not None and not reason:
+        times = timeline(program.module, collectives, cluster, cells, overlap_limit=overlap_limit(options))
     account = memory(program, setup, batch, cluster, options=step.options)
     if advise and account.fits is False:
         assert account.limit_bytes is not None
-        kept = None if not rounds else lambda *asked: in_rounds_of(*asked)[0].program
-        tried = remedies(step, setup, batch, compiler, account.limit_bytes, scheduled=kept)
+        tried = remedies(step, setup, batch, compiler, account.limit_bytes)
         account = dataclasses.replace(account, remedies=tried)
     asked = model_flops(step, state, batch)
     used = _uses(step, state, batch)
@@ -140,39 +137,22 @@ def _explain(
             model_flops=asked,
             timeline=times,
             reason=reason,
-            cells=ScheduleCounts(parts.schedule) if parts is not None else None,
+            cells=cells,
             cluster=cluster,
         ),
         findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
-        fingerprint=fingerprint(lowered, options, rounds),
+        fingerprint=fingerprint(lowered, options),
         notes=(
             *_notes(program, collectives, account.host_bytes, is_for_pod=compiler is not compile_here),
             *_grouped_note(program, step.options),
             *_repeated_reductions_note(setup, step.options),
         ),
         stages=None if parts is None else stages(setup, step.options, batch, parts, times, on_cpu=on_cpu),
-        rounds=scheduled if rounds else None,
         timeline=times,
         program=program,
     )
-
-
-def _in_rounds(
-    step: TrainStep, state: TrainState, batch: PyTree, traced: Any, compiler: Compile, cluster: Cluster | None
-) -> tuple[Candidate[None], Rounds]:
-    """The program that runs of those that the step's rounds of latencies give, and what they gave."""
-    setup, options = state.setup, step.compile_options(state.setup)
-    is_staged = setup.strategy.pipeline is not None
-    cells = ScheduleCounts(parts_of(step, state, batch).schedule) if is_staged else None
-
-    def compiled(more: Options) -> Candidate[None]:
-        program = compiler(traced, options={**options, **more}) if more else compiler(traced)
-        timed = None if why_not_timed(program.target, cluster) else cluster
-        return simulated(None, program, setup, timed, options, cells)
-
-    return in_rounds(compiled, step.options.latency_rounds, limit_bytes=limit_bytes(setup, cluster))
 
 
 def held_to(

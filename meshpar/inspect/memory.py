@@ -307,8 +307,6 @@ def remedies(
     batch: PyTree,
     compile: Callable[[jax.stages.Traced], Program],
     limit_bytes: int,
-    *,
-    scheduled: Callable[[TrainStep, TrainState, PyTree, jax.stages.Traced], Program] | None = None,
 ) -> tuple[Remedy, ...]:
     """What would make a step fit that does not: each change is really made, compiled, and its peak taken.
 
@@ -316,8 +314,6 @@ def remedies(
     model numbers them instead of stacking them, by a rule), cheap ones first, then several together.
     The first that fits ends the search; at most `MOST_COMPILATIONS` are compiled. What cannot be made (a batch that
     does not divide, a model that marks no layers), or would not fit with its state and batch alone, says so.
-
-    `scheduled` compiles in place of `compile` what asks for rounds of latencies: the program that would be kept.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     found: list[Remedy] = []
@@ -329,9 +325,7 @@ def remedies(
         try:
             state = _abstract(setup, change.strategy or setup.strategy)
             changed = TrainStep(step.loss_fn, dataclasses.replace(step.options, **change.options))
-            traced = changed.trace(state, shapes)
-            program = compile(traced) if scheduled is None else scheduled(changed, state, shapes, traced)
-            peak = program.peak_bytes
+            peak = compile(changed.trace(state, shapes)).peak_bytes
         except Exception as error:  # a model of the user's may raise anything at another batch
             found.append(_unmade(change, str(error).partition("\n")[0] or type(error).__name__))
             broken.update(change.parts if len(change.parts) == 1 else ())

@@ -128,7 +128,7 @@ def _where(module: str, source: str) -> str:
 
 def sections(report: Report) -> tuple[Section, ...]:
     """The report as titled tables of plain cells."""
-    parts = (_memory, _promise, _stages, _collectives, _overlap, _rounds, _compute, _lint, _notes)
+    parts = (_memory, _promise, _stages, _collectives, _overlap, _compute, _lint, _notes)
     return tuple(section for part in parts if (section := part(report)) is not None)
 
 
@@ -439,18 +439,6 @@ def _groups(report: Report) -> Table:
         )
     columns = ("kind", "axes", "where", "pass?", "arrays?", "runs>", "sent>", *(("time>", "hidden>") if timed else ()))
     return Table(title="Each, with what XLA combined as one", columns=columns, rows=tuple(rows), rest="more, smaller")
-
-
-def _rounds(report: Report) -> Section | None:
-    if report.rounds is None:
-        return None
-    if report.rounds.reason:
-        return Section(title="Latency rounds", parts=(Cell(f"none: {report.rounds.reason}", "warn"),))
-    verdict = Cell(f"✔ round {report.rounds.kept} is the quickest", "good")
-    if not report.rounds.kept:
-        verdict = Cell("✘ no gain: the program without latencies is kept; leave latency_rounds out", "bad")
-    parts = tuple(Cell(f"· {line}") for line in report.rounds.lines)
-    return Section(title="Latency rounds", verdict=verdict, parts=parts)
 
 
 def _overlap(report: Report) -> Section | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 from meshpar.inspect import census
 from meshpar.inspect.census import Collective, Total
-from meshpar.inspect.latencies import Rounds
 from meshpar.inspect.lint import Finding
 from meshpar.inspect.matching import Promise
 from meshpar.inspect.memory import Memory
@@ -69,13 +68,11 @@ class Report(Plain):
     compile_options: Mapping[str, Any]
     """XLA's options by which it was compiled, beside its own defaults."""
     fingerprint: str
-    """Of the lowered program, its options and rounds: `meshpar train` prints the same where it runs the same."""
+    """Of the lowered program and its options: `meshpar train` prints the same where it runs the same."""
     notes: tuple[str, ...] = ()
     """What the reader of the numbers should know about the target."""
     stages: Stages | None = None
     """How stages share the work; None without them."""
-    rounds: Rounds | None = None
-    """The programs of which this is about the kept one, where the step has `latency_rounds`."""
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
     """The simulated step, to draw; not part of the JSON."""
     program: Program | None = dataclasses.field(default=None, repr=False, compare=False)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.hardware.clusters import Cluster, Gpu, cluster_of, parse_cluster
-from meshpar.hardware.compile_options import GPU_OPTIONS, PROFILE
+from meshpar.hardware.compile_options import GPU_OPTIONS
 from meshpar.inspect import compiler_messages as messages
 from meshpar.inspect.program import Program, memory_of
 from meshpar.moe.transport_choice import compiled_for
@@ -182,8 +182,7 @@ def compile_stablehlo(
     Args:
       module: what `stablehlo_of` gave.
       cluster: the pod.
-      options: XLA flags without their dashes; they join and override those by which a step is compiled for GPUs. What
-        kernels and collectives take is among them, as `PROFILE`.
+      options: XLA flags without their dashes; they join and override those by which a step is compiled for GPUs.
       listen: keep the compiler's warnings; False when whoever started this process reads its standard error.
     """
     # jax compiles a Lowered for other devices only when its mesh is abstract; a live step has a concrete one. So this
@@ -200,7 +199,6 @@ def compile_stablehlo(
     devices = topology(cluster)
     client = devices[0].client
     overrides: dict[str, Any] = {**GPU_OPTIONS, **(options or {})}
-    profile = overrides.pop(PROFILE, None)
     with mlir.make_ir_context() as context, ir.Location.unknown(context):
         parsed = ir.Module.parse(module)
         main: Any = ir.SymbolTable(parsed.operation)["main"]
@@ -209,7 +207,6 @@ def compile_stablehlo(
             num_partitions=len(devices),
             device_assignment=np.array([[device.id for device in devices]]),
             env_options_overrides=overrides,
-            fdo_profile=profile,
             backend=client,
         )
         build = compile_options.executable_build_options

@@ -247,7 +247,7 @@ def plan(
     tx: optax.GradientTransformation | None = None, precision: Precision | None = None,
     bound_factor: float | None = None, nodes_visited: Callable[[int], int] | None = None,
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
-    latency_rounds: int = 0, remat: str | None = None,
+    remat: str | None = None,
 ) -> Plans:  # fmt: skip
     """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps, slices.
 
@@ -266,7 +266,7 @@ def plan(
       precision: of the step; None: bfloat16 compute on float32 parameters.
       bound_factor, nodes_visited, row_bytes: of MoE layers, as `MoEConfig` has them, where the model's config does not
         say them.
-      xla, latency_rounds: as of `train_step`, for what is compiled.
+      xla: compile options, as for `train_step`.
       remat: a policy to consider in addition to `full`, `dots`, `minimal` and the like, as `save:query,attention_out`.
 
     Raises:
@@ -276,9 +276,7 @@ def plan(
     cluster = parse_cluster(cluster)
     _check_asked(model, loss, tx, top, verify)
     precision = Precision(compute="bfloat16") if precision is None else as_precision(precision, "plan")
-    how = StepOptions(
-        precision=precision, loss_is=loss_is, xla={} if xla is None else xla, latency_rounds=latency_rounds
-    )
+    how = StepOptions(precision=precision, loss_is=loss_is, xla={} if xla is None else xla)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from meshpar.hardware.compile_options import LATENCIES, Options, check_kind
+from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import MEAN_OVER_EXAMPLES
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.scan import check_remat
@@ -24,18 +24,15 @@ class StepOptions:
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
     loss_is: Literal["mean_over_examples"] | None = None
     xla: Options = dataclasses.field(default_factory=dict, hash=False)
-    latency_rounds: int = 0
 
     def __post_init__(self) -> None:
-        for field, what, least in (
-            ("accumulate", "run that many micro-steps", 1),
-            ("interleave", "run that many slices of the rows beside each other", 1),
-            ("latency_rounds", "compile that often by simulated latencies", 0),
+        for field, what in (
+            ("accumulate", "run that many micro-steps"),
+            ("interleave", "run that many slices of the rows beside each other"),
         ):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                exists = "that is no positive integer" if least else "that is no whole number"
-                raise problem(f"{field}={value!r}", what, exists, f"use {least} or more")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise problem(f"{field}={value!r}", what, "that is no positive integer", "use 1 or more")
         for field, known in (
             ("reduce_gradients", ("each_microbatch", "once")),
             ("nonfinite", ("raise", "skip", "ignore")),
@@ -48,10 +45,6 @@ class StepOptions:
         as_precision(self.precision, "train_step")
         check_remat(self.remat)
         check_kind(self.xla)
-        if self.latency_rounds and LATENCIES in self.xla:
-            exists = f"xla={{{LATENCIES!r}: ...}} names measured ones, and XLA goes by one of the two"
-            asked = "compile by simulated latencies"
-            raise problem(f"latency_rounds={self.latency_rounds}", asked, exists, "leave out one of them")
 
     @property
     def is_once(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import re
 import warnings
@@ -25,7 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from meshpar.hardware.compile_options import Options, Value, check_kind, check_options, options_for, why_no_rounds
+from meshpar.hardware.compile_options import Options, Value, check_kind, check_options, options_for
 from meshpar.layers.auxiliary import checked, collecting, is_counted
 from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, MicrobatchTotals, SumLoss
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
@@ -107,11 +106,7 @@ class _Program:
         if state.setup not in self._told:
             self._told.add(state.setup)
             self._tell(state.setup, _traced(program.trace, state, batch))
-        return self._scheduled(program, state, batch)(state, batch)
-
-    def _scheduled(self, program: Any, state: TrainState, batch: PyTree) -> Any:
-        """The jitted function that is called, for these shapes."""
-        return program
+        return program(state, batch)
 
     def _tell(self, setup: Setup, traced: Any) -> None:
         """Before the first step, what its trace shows to be unlike what was asked. The call uses the same trace."""
@@ -124,8 +119,7 @@ class _Program:
 
     @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
-        """The lowered program, as `jax.jit(...).lower` gives it; arrays may be abstract. Compiled by `.compile()` it is
-        compiled once, without rounds of latencies."""
+        """Return the lowered program, as from `jax.jit(...).lower`. Arrays may be abstract."""
         program, batch = self._taking(state, batch)
         return _traced(program.lower, state, batch)
 
@@ -143,9 +137,6 @@ class TrainStep(_Program):
         super().__init__()
         self.loss_fn, self.options = loss_fn, options
         self._num_micro_steps, self._num_slices, self._xla = options.accumulate, options.interleave, options.xla
-        self._by_latencies: weakref.WeakKeyDictionary[Setup, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self.rounds: Any = None
-        """What rounds of latencies gave, a `meshpar.inspect.latencies.Rounds`, once a call has made some."""
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         engine = engine_of(setup.strategy, self.options, setup.batch_axes)
@@ -155,23 +146,6 @@ class TrainStep(_Program):
         wide = wide_work(traced.jaxpr.jaxpr, self.options.precision, setup.strategy.activations.dtypes)
         if wide is not None:
             warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=4)
-
-    def _scheduled(self, program: Any, state: TrainState, batch: PyTree) -> Any:
-        setup, options = state.setup, self.options
-        if not options.latency_rounds or why_no_rounds(setup.mesh):
-            return program
-        shapes = jax.tree.structure(batch), tuple((np.shape(x), np.result_type(x)) for x in jax.tree.leaves(batch))
-        known = self._by_latencies.setdefault(setup, {})
-        if shapes not in known:
-            lies = lying(batch, setup.batch_sharding)
-
-            def jitted(profile: Options) -> Any:
-                return self._jit(setup, {**self.compile_options(setup), **profile}, lies) if profile else program
-
-            # What simulates programs stands on steps, so it is looked up here.
-            latencies = importlib.import_module("meshpar.inspect.latencies")
-            known[shapes], self.rounds = latencies.at_hand(self, jitted, state, batch)
-        return known[shapes]
 
     def loss_of(self, setup: Setup) -> Loss:
         """The loss of some rows, with what the model adds to it."""
@@ -219,7 +193,6 @@ def train_step(
     nonfinite: Literal["raise", "skip", "ignore"] = "raise",
     loss_is: Literal["mean_over_examples"] | None = None,
     xla: Options | None = None,
-    latency_rounds: int = 0,
 ) -> TrainStep:
     """Make a training step from a loss.
 
@@ -247,9 +220,6 @@ def train_step(
         it, micro-steps, stages, quantized gradients and `reduce_gradients="once"` refuse a scalar, because the mean of
         the means of unequal parts is not the mean of the batch.
       xla: compile options, names of XLA's flags without dashes; they join and override `compile_options`.
-      latency_rounds: how often the step is compiled again on GPUs by what kernels and collectives take in the simulated
-        schedule before, so that XLA starts messages in time; the quickest runs, by process 0's clock. On other devices
-        nothing happens. Not beside `jax_enable_pgle`, by which jax does the same with measured times.
 
     Returns:
       `step(state, batch) -> (state, metrics)`. The state given is donated. Metrics are device scalars: the loss,
@@ -269,7 +239,6 @@ def train_step(
         nonfinite=nonfinite,
         loss_is=loss_is,
         xla={} if xla is None else xla,
-        latency_rounds=latency_rounds,
     )
     return TrainStep(loss_fn, options)
 

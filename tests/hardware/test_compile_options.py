@@ -18,7 +18,7 @@ from meshpar.cli.explain_command import Subject
 from meshpar.cli.recipe import build_model, build_optimizer, build_step, load_recipe
 from meshpar.cli.train_command import _program
 from meshpar.hardware.clusters import parse_cluster
-from meshpar.hardware.compile_options import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for, profile
+from meshpar.hardware.compile_options import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for
 from meshpar.inspect.target import missing_aot, topology, traced_for
 from meshpar.models import TransformerConfig
 from meshpar.training.state import make_setup
@@ -128,13 +128,12 @@ def test_latencies_of_a_profiler_are_a_text_that_xla_reads_by_its_name(mesh8, tm
     step, state = step_and_state(mesh8)
     lowered, file = step.lower(state, BATCH), tmp_path / "of.pbtxt"
     found = []
-    for seconds in (1e-6, 2.5e-3):
-        file.write_text(profile({"fusion.1": seconds, "all-gather-start": 1e-3}))
+    for cost_us in (1, 2500):
+        file.write_text(f'costs {{ name: "fusion.1" cost_us: {cost_us} }}\n')
         found.append(fingerprint(lowered, {LATENCIES: str(file)}))
-    assert file.read_text().splitlines()[0] == 'costs { name: "fusion.1" cost_us: 2500.000 }'
     assert found[0] != found[1]
     assert dict(check_options({LATENCIES: str(file)})) == {LATENCIES: str(file)}
-    with pytest.raises(mp.MeshparError, match=r"there is no such file.*latency_rounds=1"):
+    with pytest.raises(mp.MeshparError, match=r"there is no such file.*a profiler wrote"):
         check_options({LATENCIES: str(tmp_path / "none.pbtxt")})
     with pytest.raises(mp.MeshparError, match=r"from \*.pbtxt only"):
         check_options({LATENCIES: str(tmp_path / "of.txt")})
@@ -182,16 +181,6 @@ class Lowering:
         raise Compiled(lowered, options)
 
 
-def test_what_train_says_counts_rounds_and_that_cpus_leave_them_out(mesh8):
-    found = []
-    for rounds in (0, 1):
-        step, state = step_and_state(mesh8, latency_rounds=rounds)
-        found.append(_program(step, state.setup, SimpleNamespace(spec=BATCH)))
-    assert "latency_rounds" not in found[0]
-    assert re.search(r" with latency_rounds=1 \(left out: only XLA's compiler for GPUs.*these are cpus\)$", found[1])
-    assert found[0].split()[1] != found[1].split()[1]
-
-
 @pytest.mark.pod
 @pytest.mark.parametrize("name", PODS)
 def test_what_train_runs_is_what_explain_compiles(name):
@@ -209,7 +198,4 @@ def test_what_train_runs_is_what_explain_compiles(name):
     setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
     with traced_for(cluster):
         line = _program(build_step(recipe), setup, SimpleNamespace(spec=subject.batch))
-    assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(
-        *stopped.value.args, recipe.latency_rounds
-    )
-    assert ("latency_rounds=1" in line) == (name in ("llama3_8b", "llama3_70b", "mixtral_8x7b", "deepseek_v3"))
+    assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(*stopped.value.args)

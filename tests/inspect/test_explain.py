@@ -11,7 +11,6 @@ import pytest
 
 import meshpar as mp
 from meshpar.hardware.clusters import parse_cluster
-from meshpar.hardware.compile_options import PROFILE
 from meshpar.inspect import explain as explain_module
 from meshpar.inspect import target
 from meshpar.inspect.census import census
@@ -109,24 +108,6 @@ def test_what_does_not_fit_comes_with_what_would(planted, pod):
     assert {one.peak_bytes for one in tried} != {found.memory.peak_bytes}
     unadvised = mp.explain(plant.step, plant.state, plant.batch, cluster, pod=pod, advise=False)
     assert unadvised.memory.remedies == ()
-
-
-@pytest.mark.pod
-def test_what_would_fit_is_compiled_in_rounds_as_the_step_is(planted, pod, monkeypatch):
-    plant = planted.reference("ddp")
-    gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, memory_bytes=0.05e9)
-    cluster = dataclasses.replace(parse_cluster("h100:1x8"), gpu=gpu)
-    step, compiled = mp.train_step(plant.step.loss_fn, latency_rounds=1), []
-
-    def compile(*args, options=None, **more):
-        compiled.append(PROFILE in (options or {}))
-        return type(pod).compile(pod, *args, options=options, **more)
-
-    monkeypatch.setattr(pod, "compile", compile)
-    found = mp.explain(step, plant.state, plant.batch, cluster, pod=pod)
-    tried = [one for one in found.memory.remedies if one.peak_bytes is not None]
-    assert tried
-    assert compiled == [False, True] * (1 + len(tried))
 
 
 # What cannot be explained

@@ -22,7 +22,6 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
     (recipe, cluster, tuple(fields.split()))
     for recipe, cluster, fields in (
         (B8, "h100:8x8", "strategy=fsdp() remat=dots accumulate=4"),
-        (B8, "h100:8x8", "latency_rounds=1"),
         (B70, "h100:64x8", "remat=dots accumulate=4"),
         ("mixtral_8x7b", "h100:8x8", "strategy=fsdp()|expert_parallel() accumulate=4"),
         ("llama3_405b", "h100:512x8", "accumulate=2"),
@@ -115,8 +114,6 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
          " mesh=stage=8,fsdp=4,tensor=8 remat=full accumulate=1 batch_size=64"),
         ("mixtral_8x7b", "h100:16x8",
          "strategy=fsdp()|expert_parallel() mesh=fsdp=32,expert=4 batch_size=128 accumulate=1"),
-        (B70, "h100:64x8", "interleave=4 latency_rounds=1"),
-        ("mixtral_8x7b", "h100:8x8", "latency_rounds=1"),
         ("llama3_405b", "h100:512x8", "interleave=2"),
         ("llama3_405b", "h100:64x8",
          "strategy=fsdp()|tensor_parallel(sequence=True) mesh=fsdp=64,tensor=8 remat=full batch_size=128"
@@ -137,14 +134,14 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = tuple(
          " model.num_layers=16 batch_size=16 accumulate=1 interleave=2"),
     )
 )  # fmt: skip
-"""A recipe, a cluster, and fields of the recipe; `interleave` and `latency_rounds` are off unless set here."""
+"""A recipe, a cluster, and fields of the recipe; `interleave` is off unless set here."""
 
 
 def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  # type: ignore[no-untyped-def]
     from meshpar.cli.explain_command import Subject
     from meshpar.inspect.explain import explain
 
-    path, fields_set = str(RECIPES / f"{recipe}.py"), ("interleave=1", "latency_rounds=0", *fields)
+    path, fields_set = str(RECIPES / f"{recipe}.py"), ("interleave=1", *fields)
     subject = Subject.of(path, cluster, layout=(), assignments=fields_set, shapes=None)
     report = explain(*subject.step_and_state(), dict(subject.batch), subject.cluster, pod=pod, advise=False)
     totals = report.to_json()["totals"].items()

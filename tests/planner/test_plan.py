@@ -753,7 +753,6 @@ def test_what_cannot_be_planned_is_told_in_four_parts(plans):
         ({"precision": "bfloat16"}, 'plan\\(precision=.bfloat16.\\): .* Write mp.Precision\\(compute="bfloat16"\\)'),
         ({"xla": 3}, "xla=3: cannot compile by it"),
         ({"xla": {"--xla_gpu_x": 1}}, "the names of XLA's options begin with xla_"),
-        ({"latency_rounds": -1}, "latency_rounds=-1"),
         ({"verify": 6}, "plan\\(verify=6\\): .* top=5 gives fewer"),
         ({"loss": lambda model, batch: 0.0}, "plan: cannot call <lambda> with model, batch, key"),
         ({"loss": lambda model, batch, key: None}, "it returned NoneType"),

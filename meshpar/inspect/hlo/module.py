@@ -36,7 +36,6 @@ class Metadata:
     source_line: int = 0
     stack_frame_id: int = 0
     """Row of the module's stack table, 0 for none; `Module.stack` gives the frames."""
-    scheduling_name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

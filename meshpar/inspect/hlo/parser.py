@@ -238,7 +238,6 @@ def _metadata(text: str, frames: Mapping[int, tuple[Frame, int]]) -> Metadata:
         source_file=unquote(fields.get("source_file", "")) or frame.file,
         source_line=_small_int(fields.get("source_line", "")) or frame.line,
         stack_frame_id=frame_id,
-        scheduling_name=unquote(fields.get("scheduling_name", "")),
     )
 
 

@@ -48,11 +48,6 @@ from meshpar.sharding.types import problem
 Stream = Literal["compute", "communication"]
 Cover = Literal["matmul", "kernels", "nothing"]
 
-MARGIN = 2.0
-"""Latency of a collective that XLA's scheduler is told, over the simulated one: it then starts messages earlier. With
-kernels at the data sheet's peak, a step of Llama 3.1 8B on 64 H100 took 2.17 s and hid 98 % (with a margin of 1: 2.20 s
-and 95 %), and one of Mixtral 8x7B 11.365 s and 80.5 % (11.354 s and 78.3 %). Compiled with jax 0.12."""
-
 _MAX_HOPS = 64
 
 
@@ -71,11 +66,6 @@ class Op:
     """Mesh axes of a collective: `data*fsdp`; empty for others."""
     module: str
     """Named scopes it stands in: `decoder/mlp`."""
-    queued_s: float = 0.0
-    """Of a collective: from its start instruction until its link was free."""
-    scheduled_as: str = ""
-    """Its name when XLA scheduled it, where it has another one since: a collective with nothing to hide behind becomes
-    synchronous, and is named anew."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,19 +157,6 @@ class Timeline:
         return max(spent, key=lambda what: spent[what])
 
     @property
-    def latencies(self) -> dict[str, float]:
-        """Seconds from the start of one run of every kernel, collective and inner loop until it is over, by the
-        name under which XLA's scheduler meets it. A collective waits for those before it on its link: the scheduler,
-        which lets several run at a time, knows of no link that they share. It counts `MARGIN` times, queue and all.
-        """
-        return {
-            op.scheduled_as or op.name: (op.end_s - op.start_s + op.queued_s)
-            * (MARGIN if op.stream == "communication" else 1.0)
-            for one in self.segments
-            for op in one.ops
-        }
-
-    @property
     def loops(self) -> tuple[Segment, ...]:
         """The loops' segments."""
         return self.segments[1:]
@@ -238,7 +215,6 @@ class _Flight:
     collective: Collective
     start_s: float
     end_s: float
-    queued_s: float = 0.0
     cover: Cover = "nothing"
 
 
@@ -290,7 +266,6 @@ class _ComputationRun:
                 kind=kind,
                 label="",
                 module=scopes.module_path(ins.metadata.op_name),
-                scheduled_as=ins.metadata.scheduling_name,
             )
         )
 
@@ -408,7 +383,7 @@ class _Simulation:
             start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))
             end_s = start_s + self._time_s(one)
             block.free_s |= dict.fromkeys(links, end_s)
-            flights.append(_Flight(collective=one, start_s=start_s, end_s=end_s, queued_s=start_s - block.duration_s))
+            flights.append(_Flight(collective=one, start_s=start_s, end_s=end_s))
         block.flights += flights
         if any(flight.collective.is_async for flight in flights):
             block.pending[ins.name] = flights
@@ -436,8 +411,6 @@ class _Simulation:
                     kind=one.kind,
                     label=one.axes_label,
                     module=one.module,
-                    queued_s=flight.queued_s,
-                    scheduled_as=self._module.computations[one.computation][one.name].metadata.scheduling_name,
                 )
             )
         block.ops.sort(key=lambda op: (op.start_s, op.end_s))

@@ -23,7 +23,7 @@ from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline import step_prediction as prediction
-from meshpar.inspect.timeline.simulator import MARGIN, Timeline, timeline
+from meshpar.inspect.timeline.simulator import Timeline, timeline
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.sharding.types import MeshparError
 
@@ -178,7 +178,6 @@ def test_two_collectives_queue():
     assert (first.hidden_s, second.hidden_s) == (pytest.approx(MS), pytest.approx(0))
     assert (first.cover, second.cover) == ("kernels", "kernels")
     assert second.has_nothing_to_hide_behind
-    assert [found.latencies[name] for name in ("s1", "s2")] == pytest.approx([MARGIN * MS, MARGIN * 2 * MS])
     check(found)
 
 
