@@ -23,6 +23,7 @@ ABOVE = "everything above"
 HOUSE: dict[str, list[str] | str] = {
     "sharding.lazy": [],
     "sharding.printing": [],
+    "sharding.jaxprs": [],
     "training.interrupts": [],
     "sharding.errors": [],
     "commands.roll": ["sharding.errors"],
@@ -39,7 +40,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.reports": ["sharding.context"],
     "training.losses": ["training.reports"],
     "training.products": ["sharding.types"],
-    "training.precision": ["sharding.context", "sharding.regions", "training.products"],
+    "training.precision": ["sharding.context", "sharding.jaxprs", "sharding.regions", "training.products"],
     "training.interleaved": ["sharding.activations", "training.reports"],
     "training.slice_sums": ["sharding.lay"],
     "training.layers": ["training.precision", "training.interleaved"],
