@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
-from meshpar.inspect.traced_collectives import inner_jaxprs
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 
 ROLE = "examples compared with each other"
@@ -59,6 +58,10 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) 
         )
 
 
+_WITH_SEVERAL = frozenset({"cond", "custom_linear_solve"})
+"""Primitives with several jaxprs in one parameter, of which none alone gives the results."""
+
+
 def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, found: Counter[_Operand]) -> list[bool]:
     """Count products of pairs in a jaxpr, and return a flag for each result that depends on the batch."""
     marked = {v for v, mark in zip(jaxpr.invars, is_of_batch, strict=True) if mark}
@@ -73,13 +76,13 @@ def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, foun
             for x in eqn.invars:
                 found[_Operand(x.aval.size, x.aval.dtype.name)] += times
         # Inside a `shard_map`, XLA inserts no collectives over the axes of the batch.
-        for inner, num_inner in () if eqn.primitive.name == "shard_map" else inner_jaxprs(eqn):
+        for inner in () if eqn.primitive.name == "shard_map" else jaxprs_in_params(eqn.params):
             count, is_loop = len(inner.invars), eqn.primitive.name == "scan"
             own = given[-count:] if count and len(given) >= count else [any(given)] * count
             if is_loop:
                 own = _carried(eqn, inner, own)
             out = _follow(inner, own, rows, times * (eqn.params["length"] if is_loop else 1), found)
-            if num_inner == 1 and len(out) == len(results):
+            if eqn.primitive.name not in _WITH_SEVERAL and len(out) == len(results):
                 results = out
         marked.update(v for v, mark in zip(eqn.outvars, results, strict=True) if mark)
     return marks(jaxpr.outvars)

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from meshpar.collectives import flash
 from meshpar.inspect.timeline.program_work import causal_share
-from meshpar.inspect.traced_collectives import inner_jaxprs, num_trips
+from meshpar.inspect.traced_collectives import num_trips
 from meshpar.layers.losses import scalar
 from meshpar.layers.precision import cast_floating, numerics
 from meshpar.moe import tokamax_kernels as kernels
@@ -93,7 +93,7 @@ def _equation_flops(equation: Any, notes: dict[str, None], products: Mapping[str
         return _attention_flops(equation)
     if name in _RULES and (product := flash.product_flops(str(equation.source_info.name_stack))) is not None:
         return 2 * product  # tokamax's, which has kernels of no jaxpr in there
-    inner = [matmul_flops(one, notes, products=products) for one, _ in inner_jaxprs(equation)]
+    inner = [matmul_flops(one, notes, products=products) for one in core.jaxprs_in_params(params)]
     if name == "cond":
         return max(inner, default=0)
     runs = num_trips(equation) if name == "while" else _times(name, params)

@@ -13,7 +13,6 @@ from typing import Any
 
 from jax.extend import core
 
-from meshpar.inspect.traced_collectives import inner_jaxprs
 from meshpar.parallel.expected.step_spec import ParamUsage
 
 _SAME = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy",
@@ -62,8 +61,8 @@ def _count(
                 of[out] = of[taken[0]]
                 sizes[out] = min(sizes[taken[0]], math.prod(out.aval.shape))
             continue
-        inner = list(inner_jaxprs(eqn))
-        for one, _ in inner:
+        inner = list(core.jaxprs_in_params(eqn.params))
+        for one in inner:
             args = eqn.invars[len(eqn.invars) - len(one.invars) :]  # a conditional's index, say, stands before them
             into = {mine: x for mine, x in zip(one.invars, args, strict=False) if x in taken}
             runs = times * (eqn.params["length"] if name == "scan" else 1)

@@ -16,6 +16,7 @@ from jax.extend import core
 from meshpar.inspect.hlo.walk import Branch, Loop, Visit
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.models.chunked_cross_entropy import SCOPE
+from meshpar.sharding.jaxprs import equations, in_scope
 
 _KINDS = {
     "psum": "all-reduce",
@@ -63,10 +64,10 @@ class _Place:
         if name in ("scan", "while"):
             trips = eqn.params["length"] if name == "scan" else num_trips(eqn)
             visit = dataclasses.replace(visit, loops=(*visit.loops, Loop(name, name, trips, scope)))
-        for index, (jaxpr, of) in enumerate(inner_jaxprs(eqn)):
+        for index, jaxpr in enumerate(core.jaxprs_in_params(eqn.params)):
             inner = visit
             if name == "cond":
-                branch = Branch(name, index, of, len(visit.loops), f"{scope}/cond")
+                branch = Branch(name, index, len(eqn.params["branches"]), len(visit.loops), f"{scope}/cond")
                 inner = dataclasses.replace(visit, branches=(*visit.branches, branch))
             yield jaxpr, _Place(inner, sizes, scope)
 
@@ -84,22 +85,13 @@ def messages(jaxpr: Any, cells: ScheduleCounts | None = None) -> tuple[Message, 
 
 def enters(jaxpr: Any, scope: str) -> bool:
     """Whether a traced function runs a `shard_map` within a named scope."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == "shard_map" and scope in str(eqn.source_info.name_stack):
-            return True
-        if any(enters(inner, scope) for inner, _ in inner_jaxprs(eqn)):
-            return True
-    return False
+    return any(eqn.primitive.name == "shard_map" and in_scope(eqn, scope) for eqn, _ in equations(jaxpr))
 
 
 def vocab_chunks(jaxpr: Any) -> int:
     """In how many chunks the loss uses the head's matrix; the last stands outside of `models.unembed`'s loop."""
-    jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), [1]
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "scan" and SCOPE in str(eqn.source_info.name_stack):
-            found.append(int(eqn.params["length"]) + 1)
-        found += [vocab_chunks(inner) for inner, _ in inner_jaxprs(eqn)]
-    return max(found)
+    scans = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan" and in_scope(eqn, SCOPE))
+    return max((int(eqn.params["length"]) + 1 for eqn in scans), default=1)
 
 
 def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
@@ -154,11 +146,3 @@ def num_trips(loop: Any) -> int | None:
     start, stop = (x if isinstance(x, core.Literal) else initial.get(x) for x in test.invars)
     known = isinstance(start, core.Literal) and isinstance(stop, core.Literal)
     return max(0, int(stop.val) - int(start.val)) if known else None  # type: ignore[union-attr]
-
-
-def inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
-    """The jaxprs among an equation's parameters, each with how many there are beside it."""
-    for value in eqn.params.values():
-        several = value if isinstance(value, tuple | list) else (value,)
-        found = [getattr(one, "jaxpr", one) for one in several if isinstance(one, core.ClosedJaxpr | core.Jaxpr)]
-        yield from ((one, len(found)) for one in found)

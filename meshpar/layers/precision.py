@@ -17,6 +17,7 @@ from jax.extend import source_info_util
 
 from meshpar.layers.fp8_dot import Split, fp8_dot_general, rowwise_fp8_dot_general, wide_gradient_dot
 from meshpar.sharding.context import ambient, current, within
+from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.rules import check_pattern
 from meshpar.sharding.types import PyTree, near, problem
@@ -188,9 +189,9 @@ def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> 
     return WideWork(precision=precision, share=sum(wide.values()) / all_flops, dtype=dtype, where=where)
 
 
-def products(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, Any]]:
-    """(FLOPs, equation) of every matmul and convolution, those in loops as often as they run."""
-    for eqn in jaxpr.eqns:
+def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the FLOPs and the equation of each matmul and convolution, multiplied by the runs of enclosing scans."""
+    for eqn, times in equations(jaxpr):
         if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
             lhs, rhs = (x.aval for x in eqn.invars[:2])
             numbers = eqn.params["dimension_numbers"]
@@ -199,12 +200,6 @@ def products(jaxpr: Any, times: int = 1) -> Iterator[tuple[int, Any]]:
             else:  # the kernel's window and input features
                 each = rhs.size // max(rhs.shape[numbers.rhs_spec[0]], 1)
             yield 2 * times * eqn.outvars[0].aval.size * each, eqn
-        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for value in eqn.params.values():
-            for one in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(one, "jaxpr", one)
-                if hasattr(inner, "eqns"):
-                    yield from products(inner, times * length)
 
 
 @dataclasses.dataclass(eq=False)

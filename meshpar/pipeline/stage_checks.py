@@ -15,6 +15,7 @@ from meshpar.layers.scan import check_alike
 from meshpar.pipeline.executor import Micro, Params, layout_of
 from meshpar.pipeline.jaxpr_slicing import Cut, flat_jaxpr
 from meshpar.schedules import Schedule
+from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.types import (
     AnyMesh,
     PyTree,
@@ -238,7 +239,7 @@ LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})
 
 def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> None:
     """Nothing communicates over the stages: each is in another part of the model, in another microbatch."""
-    for eqn in jaxpr.eqns:
+    for eqn, _ in equations(jaxpr):
         named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
         axes = named if isinstance(named, tuple | list | frozenset | set) else (named,)
         if axis in axes and eqn.primitive.name not in LOCAL:
@@ -254,8 +255,3 @@ def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> 
                 "leave out what sends around a ring (context_parallel, matmuls that overlap their messages) under "
                 "stages; tensor_parallel(sequence=True) works",
             )
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    _check_apart(name, inner, axis, sizes)

@@ -23,7 +23,7 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.inspect.expected import rows_and_tokens
 from meshpar.inspect.model_flops import attention_flops, matmul_flops
 from meshpar.inspect.target import traced_for
-from meshpar.inspect.traced_collectives import inner_jaxprs, vocab_chunks
+from meshpar.inspect.traced_collectives import vocab_chunks
 from meshpar.layers.auxiliary import checked
 from meshpar.layers.losses import LossTerms, ScalarLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics, products
@@ -36,6 +36,7 @@ from meshpar.parallel.batch import shape_of
 from meshpar.parallel.expected.step_spec import has_vocabulary, is_expert, is_router, size_of, with_layers
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.context import tracing
+from meshpar.sharding.jaxprs import equations, has_scope
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
 from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
@@ -210,7 +211,7 @@ def describe(
     with traced_for(cluster), compiled_for("cpu"), tracing(one, ddp()):
         terms = jax.eval_shape(terms_of(known, loss, precision, None), *arrays)
         alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
-        choices, looks_up = _choices(alone, leaves), _is_in_scope(alone, GATHERED)
+        choices, looks_up = _choices(alone, leaves), has_scope(alone, GATHERED)
         visited = _visited(alone, leaves) * choices * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
         counted, held, runs_layers = _by_policy(
@@ -419,26 +420,11 @@ def _has_vocabulary(leaf: Leaf) -> bool:
 def _vocab_chunk(jaxpr: Any, leaves: Sequence[Leaf]) -> int | None:
     """Tokens in a chunk of the vocabulary, where `models.unembed` makes logits of one at a time; at the least."""
     sizes = [size_of(_whole(leaf), "vocab") for leaf in leaves if _has_vocabulary(leaf)]
-    return -(-max(sizes) // vocab_chunks(jaxpr)) if sizes and _is_in_scope(jaxpr, SCOPE) else None
+    return -(-max(sizes) // vocab_chunks(jaxpr)) if sizes and has_scope(jaxpr, SCOPE) else None
 
 
 def _choices(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
     """Experts that a token visits: what `top_k` takes out of all of them."""
     experts = {leaf.shape[-1] for leaf in leaves if is_router(_whole(leaf))}
-    return max((k for k, of in _top_k(jaxpr) if of in experts), default=0)
-
-
-def _is_in_scope(jaxpr: Any, scope: str) -> bool:
-    """Whether something of a traced function stands in a named scope."""
-    return any(
-        scope in str(one.source_info.name_stack) or any(_is_in_scope(inner, scope) for inner, _ in inner_jaxprs(one))
-        for one in jaxpr.eqns
-    )
-
-
-def _top_k(jaxpr: Any) -> Iterator[tuple[int, int]]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "top_k":
-            yield int(equation.params["k"]), equation.invars[0].aval.shape[-1]
-        for inner, _ in inner_jaxprs(equation):
-            yield from _top_k(inner)
+    found = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "top_k")
+    return max((int(eqn.params["k"]) for eqn in found if eqn.invars[0].aval.shape[-1] in experts), default=0)

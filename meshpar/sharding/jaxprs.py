@@ -1,0 +1,32 @@
+"""Iterate over the equations of a jaxpr and of the jaxprs nested in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import jaxprs_in_params
+
+
+def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yield each equation, and how often it runs inside of scans; an equation comes before its nested jaxprs.
+
+    Args:
+      jaxpr: a `Jaxpr` or a `ClosedJaxpr`.
+      runs: how often the jaxpr itself runs.
+    """
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn, runs
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in jaxprs_in_params(eqn.params):
+            yield from equations(inner, runs * length)
+
+
+def in_scope(eqn: Any, scope: str) -> bool:
+    """Return whether an equation was traced within a named scope of its jaxpr."""
+    return scope in str(eqn.source_info.name_stack)
+
+
+def has_scope(jaxpr: Any, scope: str) -> bool:
+    """Return whether any equation of a jaxpr was traced within a named scope."""
+    return any(in_scope(eqn, scope) for eqn, _ in equations(jaxpr))
