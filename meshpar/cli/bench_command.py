@@ -12,6 +12,8 @@ from typing import Any
 import click
 
 from meshpar.cli.main import (
+    HOST_DEVICES,
+    MAX_HOST_DEVICES,
     PICTURES,
     check_file,
     devices_option,
@@ -25,6 +27,11 @@ from meshpar.cli.main import (
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import check_local
 
+host_devices_option = click.option(
+    "--devices", default=HOST_DEVICES, show_default=True, type=click.IntRange(1, MAX_HOST_DEVICES),
+    help="XLA host devices.",
+)  # fmt: skip
+
 
 @click.group()
 def bench() -> None:
@@ -33,7 +40,7 @@ def bench() -> None:
 
 @bench.command("step", short_help="A training step against bare jax.jit.")
 @click.option("--pairs", default=20, show_default=True, type=click.IntRange(min=2), help="How often both run in turn.")
-@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
+@host_devices_option
 @output_options
 def step(pairs: int, devices: int, as_json: bool) -> None:
     """A training step against the same model in bare jax.jit with hand-written shardings."""
@@ -186,7 +193,7 @@ def gpu(
 @click.option("--hidden", default=128, show_default=True, type=click.IntRange(min=1), help="Hidden width of an expert.")
 @click.option("--form", "forms", metavar="NAME", multiple=True, help="Only this one; may be repeated.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
-@click.option("--devices", default=8, show_default=True, type=click.IntRange(min=1), help="XLA host devices.")
+@host_devices_option
 @output_options
 def moe(num_experts: tuple[int, ...], forms: tuple[str, ...], devices: int, as_json: bool, **options: Any) -> None:
     """An MoE layer in every form, against the one-hot einsums that most JAX code sends tokens with.

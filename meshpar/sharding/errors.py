@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import numbers
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,6 +57,13 @@ def near_or(word: str, options: Iterable[str], otherwise: str) -> str:
     """What to do about a string that is not among the options: the near ones first, or else another way out."""
     hint = near(word, options)
     return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
+
+
+def named(f: Any) -> str:
+    """Return the name of a function with its file and line, if it is a Python function."""
+    code = getattr(inspect.unwrap(f), "__code__", None)
+    name = getattr(f, "__name__", str(f))
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def check_takes(

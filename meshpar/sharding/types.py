@@ -16,6 +16,7 @@ from meshpar.sharding.errors import MeshparError as MeshparError
 from meshpar.sharding.errors import check_count as check_count
 from meshpar.sharding.errors import check_takes as check_takes
 from meshpar.sharding.errors import is_whole as is_whole
+from meshpar.sharding.errors import named as named
 from meshpar.sharding.errors import near as near
 from meshpar.sharding.errors import near_or as near_or
 from meshpar.sharding.errors import problem as problem
