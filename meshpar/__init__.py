@@ -14,9 +14,7 @@
 Names are imported when they are first used, so `import meshpar` costs little.
 """
 
-from typing import TYPE_CHECKING
-
-from meshpar.sharding.lazy_imports import lazy
+from meshpar.sharding.lazy_imports import TYPE_CHECKING, lazy
 
 if TYPE_CHECKING:
     from meshpar import bench, collectives, data, inspect, interop, models, moe, optim, pipeline, planner

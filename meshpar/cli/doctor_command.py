@@ -17,6 +17,7 @@ from meshpar.cli import launch
 from meshpar.cli.main import devices_option, output_options, prepare_devices, print_report
 from meshpar.cli.multihost import PACKAGES, version_of
 from meshpar.sharding.errors import MeshparError
+from meshpar.sharding.host_resources import check_name
 from meshpar.sharding.printing import Plain
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
@@ -89,6 +90,7 @@ def doctor(devices: int | None, out: str, check: bool, as_json: bool) -> None:
 
     It joins no pod: run it on a host as the job would be, `srun --ntasks-per-node=1 meshpar doctor`.
     """
+    check_name(out, f"--out {out}", "name a folder")
     environment = dict(os.environ)  # as the user set it
     prepare_devices(devices)
     facts = gather(environment, out=out)

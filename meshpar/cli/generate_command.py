@@ -10,6 +10,7 @@ import click
 from meshpar.cli.convert_command import layout_of, where_options
 from meshpar.cli.main import _print_json
 from meshpar.sharding.errors import problem
+from meshpar.sharding.host_resources import check_unicode
 
 if TYPE_CHECKING:
     from meshpar.data.tokens import Tokenizer
@@ -37,6 +38,8 @@ def generate(
     batch. A text ends where the model says so (`eos_token_id` of config.json); one that is to go beyond its
     `max_position_embeddings` is told of.
     """
+    for text in prompts:
+        check_unicode(text, "--prompt")
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.runs import opened
 

@@ -19,13 +19,15 @@ import click
 
 from meshpar.loop import signals as interrupts
 from meshpar.sharding.errors import MeshparError, problem
-from meshpar.sharding.host_resources import check_local, unexpected
+from meshpar.sharding.host_resources import check_local, unexpected, user_line
 
 if TYPE_CHECKING:
     from meshpar.cli.recipe import Recipe
 
 HOST_DEVICES = 8
 """XLA host devices where there is no accelerator and no number is given."""
+MAX_HOST_DEVICES = 1024
+"""Each host device takes threads of its own, and XLA aborts if the system gives it no more."""
 
 # Devices of one machine take turns on its cores: a thread may wait long for its turn before that means a deadlock.
 _PATIENCE = {
@@ -218,7 +220,7 @@ def options(*each: Callable[..., Any]) -> Callable[[Any], Any]:
 
 
 devices_option = click.option(
-    "--devices", metavar="N", type=click.IntRange(min=1),
+    "--devices", metavar="N", type=click.IntRange(1, MAX_HOST_DEVICES),
     help=f"Run on N XLA host devices. Without it: on this machine's accelerators, else on {HOST_DEVICES} host devices.",
 )  # fmt: skip
 layout_options = options(
@@ -525,6 +527,8 @@ def check_folder(path: str) -> None:
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise problem(path, "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
+    if Path(path).is_fifo():
+        raise problem(path, "write to it", "it is a pipe, which may have no reader", "name a file")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise problem(path, "write to it", "you may not", "name a file in a folder of yours")
 
@@ -596,13 +600,13 @@ def _run(args: Sequence[str]) -> None:
     except (click.Abort, KeyboardInterrupt):
         _complain("interrupted", interrupts.exit_code())
     except Exception as error:  # ours are written for a person; others are no pass, and no mistake of the user's
-        code = 2 if isinstance(error, MeshparError) else 1
+        code = 2 if isinstance(error, MeshparError) or user_line(error) else 1
         if "--traceback" in args:
             import traceback
 
             traceback.print_exception(error)
             sys.exit(code)
-        if code == 1:
+        if not isinstance(error, MeshparError):
             error = unexpected(error, command=" ".join(["meshpar", *args[:1]]))
         # jax adds a note on its tracebacks, of which none is shown.
         notes = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
@@ -621,6 +625,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _complain(text: str, code: int) -> None:
+    text = re.sub(r"\S{400,}", lambda word: f"{word[0][:200]}…", text)  # somebody's value of thousands of characters
     click.secho(f"meshpar: {text}", fg="red", err=True)
     sys.exit(code)
 

@@ -15,7 +15,7 @@ from meshpar.loop import checkpoint
 from meshpar.loop import heartbeat as watchdog
 from meshpar.loop import signals as interrupts
 from meshpar.loop.coordination import this_pod
-from meshpar.sharding.host_resources import unexpected
+from meshpar.sharding.host_resources import unexpected, user_line
 from meshpar.sharding.types import MeshparError
 
 PACKAGES = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain")
@@ -106,7 +106,8 @@ def _end(watch: watchdog.Watchdog, error: Exception) -> None:
     watch.wait_to_leave()
     if not own:
         _say(watch, error)
-    os._exit(watchdog.MISTAKE_CODE if own and isinstance(error, MeshparError) else watchdog.EXIT_CODE)
+    is_mistake = own and (isinstance(error, MeshparError) or user_line(error))
+    os._exit(watchdog.MISTAKE_CODE if is_mistake else watchdog.EXIT_CODE)
 
 
 def _say(watch: watchdog.Watchdog, error: Exception) -> None:

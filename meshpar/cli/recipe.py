@@ -38,10 +38,21 @@ from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 # Not for type checkers only: overrides read the annotations at run time.
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import use_rules
-from meshpar.sharding.host_resources import check_file
+from meshpar.sharding.host_resources import check_file, check_unicode
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import AnyMesh, MeshparError, Names, PyTree, is_int, near, path_str, problem
+from meshpar.sharding.types import (
+    AnyMesh,
+    MeshparError,
+    Names,
+    PyTree,
+    check_takes,
+    is_int,
+    named,
+    near,
+    path_str,
+    problem,
+)
 from meshpar.training.lora import Lora
 from meshpar.training.options import StepOptions
 from meshpar.training.step import TrainStep
@@ -259,6 +270,7 @@ class Sample:
         _check("Sample.num_tokens", self.num_tokens, self.num_tokens >= 1, "it is at least 1")
         _check("Sample.temperature", self.temperature, self.temperature >= 0, "it is at least 0")
         _check("Sample.prompt", self.prompt, bool(self.prompt), "a text begins with something")
+        check_unicode(self.prompt, "Sample.prompt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,6 +343,8 @@ class Recipe:
         _check_kind("lora", Lora() if self.lora is None else self.lora, Lora, "mp.lora(rank=8)")
         for field, wants in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
             _check_offers(field, getattr(self, field), wants)
+        fix = "def loss(model, batch, key): return loss, metrics"
+        check_takes("Recipe.loss", self.loss, ("model", "batch", "key"), fix, name=named(self.loss))
         for field in ("steps", "batch_size", "max_skipped", "validate_every", "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
@@ -619,6 +633,7 @@ def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     """
     tree: _Tree = {}
     for assignment in assignments:
+        check_unicode(assignment, f"override `{assignment}`")
         path, equals, text = assignment.partition("=")
         if not equals or not all(part.strip() for part in path.split(".")):
             raise problem(
@@ -798,17 +813,17 @@ def _read_number(text: str, kind: type[int] | type[float]) -> int | float:
         number = kind(text)
     except ValueError:
         raise _Unreadable from None
+    if kind is int and abs(number) >= 2**63:  # a larger one may overflow a float, too
+        raise _Unreadable("give one below 2^63")
     if not math.isfinite(number):
         raise _Unreadable("give a finite one")
-    if kind is int and abs(number) >= 2**63:
-        raise _Unreadable("give one below 2^63")
     return number
 
 
 def _read_literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deep
         return text
 
 
@@ -830,7 +845,7 @@ def _items(text: str) -> list[str]:
     if text[:1] in ("(", "["):
         try:
             return [item if isinstance(item, str) else repr(item) for item in ast.literal_eval(text)]
-        except (ValueError, SyntaxError, TypeError):
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             inner = text[1:-1]
             if not inner.strip() or text[-1] != {"(": ")", "[": "]"}[text[0]] or set(inner) & set("()[]"):
                 raise _Unreadable("write it like a,b") from None

@@ -13,7 +13,7 @@ from meshpar.cli.main import output_options, prepare_devices, print_report, writ
 from meshpar.schedules import SCHEDULES, Schedule, Simulation, make
 from meshpar.schedules.ops import Block, unreadable
 from meshpar.schedules.rendering import bands_of, grid
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import read_json
 from meshpar.sharding.printing import table
 
@@ -88,7 +88,9 @@ def _read(path: str) -> Schedule:
     fix = "give a file that `meshpar schedule NAME --json` printed"
     try:
         return Schedule.from_json(read_json(path, path, fix, asked="read a schedule"))
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except MeshparError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise unreadable(path, error, fix) from error
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.sharding.context import current, within
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import named, problem
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,7 +113,7 @@ def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[s
       ValueError: it is something else; what is no number; to train, a loss that has no gradient.
     """
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
-        where = f"loss function `{getattr(loss_fn, '__name__', loss_fn)}`"
+        where = f"loss function `{named(loss_fn)}`"
         fix = "return a scalar and a dict of scalars, which may be empty"
         raise problem(where, "return (loss, metrics)", f"it returned {type(out).__name__}", fix)
     loss, metrics = out

@@ -375,10 +375,11 @@ def parse_strategy(text: str) -> Strategy:
     """
 
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        return _evaluate(ast.parse(text.strip(), mode="eval").body, text)
     except SyntaxError as error:
         raise _unreadable(text, f"it is no Python expression ({error.msg})") from error
-    return _evaluate(tree, text)
+    except (RecursionError, MemoryError):
+        raise _unreadable(f"{text[:100]}…", "it has too many parts") from None
 
 
 def _evaluate(node: object, text: str) -> Strategy:
@@ -389,7 +390,9 @@ def _evaluate(node: object, text: str) -> Strategy:
     if not isinstance(name, ast.Name):
         raise _unreadable(text, "it is not presets joined with `|`")
     if name.id not in PRESETS:
-        raise problem(f"strategy `{text}`", f"use `{name.id}`", "there is no such preset", near(name.id, PRESETS))
+        raise problem(
+            f"strategy `{text[:100]}`", f"use `{name.id[:100]}`", "there is no such preset", near(name.id, PRESETS)
+        )
     if isinstance(node, ast.Call) and node.args:
         raise _unreadable(text, f"`{name.id}` takes its arguments by name")
     arguments = {}
@@ -405,4 +408,6 @@ def _evaluate(node: object, text: str) -> Strategy:
 
 
 def _unreadable(text: str, why: str) -> Exception:
-    return problem(f"strategy `{text}`", "read it", why, 'write it like "fsdp() | tensor_parallel(sequence=True)"')
+    return problem(
+        f"strategy `{text[:100]}`", "read it", why, 'write it like "fsdp() | tensor_parallel(sequence=True)"'
+    )

@@ -225,7 +225,7 @@ def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
         raise problem(
             f"schedule `{name}`",
             f"lay out {microbatches} microbatches on {stages} stages" + (f", {chunks} chunks each" * (chunks > 1)),
-            f"p·(p+m) cells of each kind for every chunk are {size:.3g}, of which a table holds up to {MOST_CELLS:.0e}",
+            f"p·(p+m) cells of each kind for every chunk are {size:,}, of which a table holds up to {MOST_CELLS:,}",
             "give fewer",
         )
 

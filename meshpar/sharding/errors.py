@@ -6,6 +6,7 @@ import difflib
 import inspect
 import math
 import numbers
+import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -108,6 +109,13 @@ def near_or(word: str, options: Iterable[Any], otherwise: str) -> str:
     """Return the hint of `near`, followed by another fix in case that the word was not a typo."""
     hint = near(word, options)
     return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
+
+
+def named(f: Any) -> str:
+    """Return the name of a function with its file and line, if it is a Python function."""
+    code = getattr(inspect.unwrap(f), "__code__", None)
+    name = getattr(f, "__name__", str(f))
+    return name if code is None else f"{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
 def check_takes(

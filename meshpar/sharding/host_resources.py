@@ -7,13 +7,17 @@ import json
 import os
 import re
 import stat
+import sysconfig
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from meshpar.sharding.errors import MeshparError, problem
 
 MOST_BYTES = 1 << 28
 """A file of settings (a plan, a profile, a recipe.json) that is larger is none."""
+MOST_DIGITS = 100
+"""Digits of a whole number in a file of settings."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe, whose other end may never write",
@@ -51,6 +55,15 @@ def check_local(path: str | os.PathLike[str], where: str, fix: str) -> None:
         raise problem(where[:200], "use it", "it is a URL, and only local files can be read and written", fix)
 
 
+def check_unicode(text: str, where: str) -> None:
+    """Raise `ValueError` for half a surrogate pair, which Python makes of an argument that is not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        exists = f"character {error.start + 1} is half of a surrogate pair, which no file and no tokenizer takes"
+        raise problem(where, f"use {text!r:.100}", exists, "write it in UTF-8") from None
+
+
 def check_name(path: str | os.PathLike[str], where: str, fix: str) -> None:
     """Raise `ValueError` for a URL, a name that is too long, or a link to itself. The file may be missing."""
     check_local(path, where, fix)
@@ -75,11 +88,18 @@ def read_json(path: str | os.PathLike[str], where: str, fix: str, *, asked: str 
     """The JSON value of a small file; errors as in `read_text`, and for what is not JSON."""
     text = read_text(path, where, fix, asked=asked)
     try:
-        return json.loads(text)
+        return json.loads(text, parse_int=_whole_number)
     except RecursionError:
         raise problem(where, asked, "its JSON is nested too deep", fix) from None
     except ValueError as error:
         raise problem(where, asked, f"it is no JSON ({str(error)[:200]})", fix) from None
+
+
+def _whole_number(digits: str) -> int:
+    """Return a number of a JSON file; a float64 holds it, so no conversion overflows later."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits, and {MOST_DIGITS} are the most")
+    return int(digits)
 
 
 def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:
@@ -175,8 +195,18 @@ def check_memory(where: str, asked: str, needed_bytes: float, fix: str) -> None:
         raise problem(where, asked, exists, fix)
 
 
+def user_line(error: BaseException) -> str | None:
+    """Return the last line of the user's code that an error went through, as `recipe.py:17`; None if there is none."""
+    paths = sysconfig.get_paths()
+    libraries = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = {Path(__file__).resolve().parents[1], *(Path(path).resolve() for path in libraries)}
+    lines = [(Path(frame.f_code.co_filename).resolve(), line) for frame, line in walk_tb(error.__traceback__)]
+    own = [f"{file.name}:{line}" for file, line in lines if file.is_file() and installed.isdisjoint(file.parents)]
+    return own[-1] if own else None
+
+
 def unexpected(error: BaseException, *, command: str) -> MeshparError:
-    """An error that nobody wrote for a person, as one: what the system refused, or a mistake of the program."""
+    """An error that nobody wrote for a person, as one: what the system refused, or a mistake of a program."""
     where = f"`{command}`"
     if isinstance(error, OSError) and error.filename is not None:
         return problem(str(error.filename)[:200], "use it", _why(error), "name another, or make this one usable")
@@ -184,8 +214,12 @@ def unexpected(error: BaseException, *, command: str) -> MeshparError:
         return problem(where, "run", "there is not enough memory", "use smaller sizes, or more devices")
     said = " ".join(str(error).split())
     said = said[:300] + ("…" if len(said) > 300 else "")
-    fix = "correct what it is about, if it is yours; --traceback shows where it happened"
-    return problem(where, "run", f"{type(error).__name__} was raised" + (f" ({said})" if said else ""), fix)
+    raised, line = f"{type(error).__name__} was raised" + (f" ({said})" if said else ""), user_line(error)
+    if line is not None:
+        return problem(where, "run", f"{raised} at {line}", "correct that line; --traceback shows how it got there")
+    return problem(
+        where, "run", raised, "correct what it is about, if it is yours; --traceback shows where it happened"
+    )
 
 
 def _why(error: BaseException) -> str:

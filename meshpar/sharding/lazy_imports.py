@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import ast
+import functools
 import importlib
-import inspect
 import sys
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # `typing` and `ast` take longer than the rest of `import meshpar`
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -17,11 +19,18 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
       package: its `__name__`. What its source imports under `if TYPE_CHECKING:` are the names.
     """
     module = sys.modules[package]
-    blocks = (block for block in ast.parse(inspect.getsource(module)).body if isinstance(block, ast.If))
-    imports = (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom))
-    home_of = {one.name: str(line.module) for line in imports for one in line.names}
+
+    @functools.cache
+    def homes() -> dict[str, str]:
+        import ast
+
+        source = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]
+        blocks = (block for block in ast.parse(source).body if isinstance(block, ast.If))
+        imports = (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom))
+        return {one.name: str(line.module) for line in imports for one in line.names}
 
     def get(name: str) -> Any:
+        home_of = homes()
         if name not in home_of:
             raise AttributeError(f"{package} has no {name!r}; it has {', '.join(sorted(home_of))}")
         home = importlib.import_module(home_of[name])
@@ -30,4 +39,4 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         setattr(module, name, value)
         return value
 
-    return get, lambda: sorted({*home_of, *module.__all__})
+    return get, lambda: sorted({*homes(), *module.__all__})

@@ -123,9 +123,9 @@ class MeshSpec(Mapping[str, int]):
         for entry in filter(None, (part.strip() for part in text.split(","))):
             name, _, size = (part.strip() for part in entry.partition("="))
             taken = name in (*sizes, "inside_node", "axis_types")
-            if not re.fullmatch("-?[0-9]+", size) or not name.isidentifier() or taken:
+            if not re.fullmatch("-?[0-9]{1,18}", size) or not name.isidentifier() or taken:
                 exists = "each entry is one axis, once, as axis=size"
-                raise problem(f"mesh `{text}`", f"read `{entry}`", exists, "write it like fsdp=64,tensor=8")
+                raise problem(f"mesh `{text[:100]}`", f"read `{entry[:100]}`", exists, "write it like fsdp=64,tensor=8")
             sizes[name] = int(size)
         return _remake(sizes, ("tensor",))
 

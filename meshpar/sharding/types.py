@@ -20,6 +20,7 @@ from meshpar.sharding.errors import check_int as check_int
 from meshpar.sharding.errors import check_positive_int as check_positive_int
 from meshpar.sharding.errors import check_takes as check_takes
 from meshpar.sharding.errors import is_int as is_int
+from meshpar.sharding.errors import named as named
 from meshpar.sharding.errors import near as near
 from meshpar.sharding.errors import near_or as near_or
 from meshpar.sharding.errors import problem as problem
