@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from meshpar.loop.checkpoint import Checkpoints
     from meshpar.loop.fit import fit
     from meshpar.loop.verify import verify
-    from meshpar.optim.ema import ema, ema_params
-    from meshpar.optim.muon import muon
+    from meshpar.optim.averages import ema, ema_params
+    from meshpar.optim.orthogonalized import muon
     from meshpar.parallel import (
         Quantize,
         Strategy,

@@ -293,9 +293,9 @@ FAULTS = (
         "training/test_float8.py",
     ),
     Fault(
-        "averages follow the last step", "optim/ema.py",
+        "averages follow the last step", "optim/averages.py",
         "decay * a + (1 - decay) * p.astype(a.dtype)", "(1 - decay) * a + decay * p.astype(a.dtype)",
-        "optim/test_ema.py",
+        "optim/test_averages.py",
     ),
     Fault(
         "adapters count once, whatever alpha is", "training/lora.py",
@@ -405,10 +405,10 @@ FAULTS = (
         "collectives/test_quantized.py -k draws_of_their_own",
     ),
     Fault(
-        "blocks of a group are rounded before they are summed", "moe/grouped_matmul.py",
+        "blocks of a group are rounded before they are summed", "moe/grouped.py",
         "jnp.where(block.is_first, jnp.zeros_like(total), total) + term",
         "jnp.where(block.is_first, jnp.zeros_like(total), total) + term.astype(out.dtype)",
-        "moe/test_grouped_matmul.py -k blocks_of_a_group",
+        "moe/test_grouped.py -k blocks_of_a_group",
     ),
     Fault(
         "segments in the natural order, tokens in zigzag order", "models/context_attention.py",
@@ -497,7 +497,7 @@ FAULTS = (
     ),
     Fault(
         "parameters are restored instead of averages", "loop/checkpoint.py",
-        'if weights_only == "averaged" and run.get("averages"):', "if False:", "optim/test_ema.py -k restored_as",
+        'if weights_only == "averaged" and run.get("averages"):', "if False:", "optim/test_averages.py -k restored_as",
     ),
     Fault(
         "biases of experts are written in bfloat16", "interop/hf.py",

@@ -362,7 +362,7 @@ def test_a_url_is_refused_where_a_local_file_is_written(meshpar, place, monkeypa
     before = set(place.folder.iterdir())
     code, _, err = meshpar(*args)
     assert code == 2
-    assert "it is a URL, and only local files can be read and written. " in err
+    assert "it is a URL, and only local files can be read and written" in err
     assert set(place.folder.iterdir()) == before
 
 

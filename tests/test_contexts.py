@@ -237,7 +237,7 @@ def test_a_collective_that_nothing_promises_is_refused_where_types_say_it():
 
 def test_a_model_of_types_is_refused_inside_a_region_by_hand():
     state = mp.abstract_state(_typed(), optax.sgd(0.1), mesh=OWN, strategy=FSDP)
-    with pytest.raises(mp.MeshparError, match="makes no axis Explicit where another is Manual"):
+    with pytest.raises(mp.MeshparError, match="no Explicit axis next to a Manual"):
         mp.train_step(_loss, accumulate=2, reduce_gradients="once").trace(state, ROWS)
 
 

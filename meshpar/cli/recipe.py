@@ -30,9 +30,9 @@ import optax
 
 from meshpar.data.source import DataSource
 from meshpar.layers.precision import Precision
-from meshpar.optim.ema import ema
+from meshpar.optim.averages import ema
 from meshpar.optim.moments import DTYPES, low_precision_moments, offload_state
-from meshpar.optim.muon import matrices, muon
+from meshpar.optim.orthogonalized import matrices, muon
 from meshpar.parallel import Strategy, as_strategy, fsdp, parse_strategy
 
 # Not for type checkers only: overrides read the annotations at run time.
@@ -181,8 +181,8 @@ class AdamW:
 class Muon(AdamW):
     """Momentum, orthogonalised, for the matrices inside the model; AdamW for the rest: tables, heads, norms, routers.
 
-    `mp.muon` does it where arrays are split; `meshpar.optim.muon.matrices` says which are matrices. `lr` is that of
-    AdamW: updates are scaled to what AdamW's usually are (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    `mp.muon` applies it to sharded arrays; `meshpar.optim.orthogonalized.matrices` selects the matrices. `lr` is that
+    of AdamW: updates are scaled to what AdamW's usually are (Liu et al. 2025, "Muon is Scalable for LLM Training").
     """
 
     momentum: float = 0.95

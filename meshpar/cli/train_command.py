@@ -66,7 +66,7 @@ from meshpar.loop.goodput import words as goodput_words
 from meshpar.loop.metric_writers import check_writers, writers
 from meshpar.loop.profiler import Profile
 from meshpar.moe.load_metrics import Loads
-from meshpar.optim.ema import averages_of, ema_params
+from meshpar.optim.averages import averages_of, ema_params
 from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_local, check_memory, read_json, replace_file
 from meshpar.sharding.printing import human_mesh

@@ -38,7 +38,7 @@ from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_t
 from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab_chunks
 from meshpar.layers.precision import cast_back_fix, wide_work
 from meshpar.models import embedding_lookup as lookup
-from meshpar.moe.grouped_matmul import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
+from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
 from meshpar.parallel.batch import as_rows, shape_of
 from meshpar.parallel.expected.step_spec import ParamUsage
 from meshpar.sharding.context import apart

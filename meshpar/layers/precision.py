@@ -40,7 +40,7 @@ class Precision:
 
     matmul: str | Mapping[str, str | None] | None = None
     """Matmuls with weights inside of layers: "fp8" rounds both operands to 8-bit floats, forward and backward, each by
-    a scale of its own (`meshpar.layers.fp8_dot.float8_dot`; experts: `meshpar.moe.grouped_matmul`);
+    a scale of its own (`meshpar.layers.fp8_dot.float8_dot`; experts: `meshpar.moe.grouped`);
     "fp8-rowwise" has one for each row of activations and column of a weight, and weights' gradients stay wide
     (`float8_rows_dot`).
     Attention, router, output layer and everything else stay in the compute dtype. None: as they are. A mapping says it

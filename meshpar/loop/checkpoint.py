@@ -38,7 +38,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.optim.ema import averages_of
+from meshpar.optim.averages import averages_of
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, path_str, problem
 from meshpar.training.state import Setup, TrainState

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshpar.moe.dispatch_combine import dispatch
     from meshpar.moe.dispatch_paths import Dispatched, Payload
     from meshpar.moe.expert_placement import ExpertPlacement, permute, place
-    from meshpar.moe.grouped_matmul import choose_grouped_matmul, grouped_matmul, grouped_swiglu
+    from meshpar.moe.grouped import choose_grouped_matmul, grouped_matmul, grouped_swiglu
     from meshpar.moe.layer import RouterStats, Weights, moe_layer, report_layers
     from meshpar.moe.layer_config import MoEConfig
     from meshpar.moe.load_metrics import Advice, Load, Loads, advice, loads, measure, scalars

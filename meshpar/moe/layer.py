@@ -33,7 +33,7 @@ from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.dispatch_combine import ExpertFn, dispatch
 from meshpar.moe.dispatch_paths import Dispatched
 from meshpar.moe.expert_reduction import Dims, ahead, alike, scattered, total, varies_beside, whole
-from meshpar.moe.grouped_matmul import grouped_swiglu
+from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.moe.transport_choice import NODE_FIRST, TWO_LEVELS

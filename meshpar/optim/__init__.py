@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
-    from meshpar.optim.ema import ema, ema_params
+    from meshpar.optim.averages import ema, ema_params
     from meshpar.optim.moments import low_precision_moments, offload_state
-    from meshpar.optim.muon import muon
+    from meshpar.optim.orthogonalized import muon
 
 __getattr__, __dir__ = lazy(__name__)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from meshpar.inspect.traced_collectives import Message, messages
 from meshpar.layers.precision import cast_floating, products
-from meshpar.optim.muon import Updating
+from meshpar.optim.orthogonalized import Updating
 from meshpar.planner.layout import Placed
 from meshpar.planner.workload import Workload
 from meshpar.sharding.context import within

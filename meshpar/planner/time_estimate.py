@@ -298,7 +298,7 @@ class Clock:
 
     def _of_experts(self, placed: Placed, layout: Layout) -> float:
         """What rows of experts move in a micro-step beside what is kept: gradients of weights block by block of rows
-        (`meshpar.moe.grouped_matmul`), and the rows that there is room for."""
+        (`meshpar.moe.grouped`), and the rows that there is room for."""
         work, step = placed.workload, placed.step_spec(layout)
         each = experts(placed)
         if not each or not step.tokens:

@@ -41,7 +41,7 @@ class InForce:
     run: Any = None
     """What runs stacked layers instead of a scan: `meshpar.layers.scan.running`."""
     updates: Any = None
-    """How what an optimizer updates lies: `meshpar.optim.muon.Updating`."""
+    """How what an optimizer updates lies: `meshpar.optim.orthogonalized.Updating`."""
 
 
 # A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.layers.precision import Precision, as_precision, cast_floating
-from meshpar.optim.muon import Updating
+from meshpar.optim.orthogonalized import Updating
 from meshpar.parallel import Strategy, as_strategy
 from meshpar.parallel.batch import batch_sharding, split_by
 from meshpar.sharding.adapters import (

@@ -300,7 +300,7 @@ def test_the_command_on_devices(command):
         (["--min-bytes", "x"], "no number of bytes"),
         (["--save", "nowhere/my.json"], "there is no folder"),
         (["--save", "links"], "a profile is a .json. Name it links.json"),
-        (["--plot", "times.foo"], "name it times.png"),
+        (["--plot", "times.foo"], "Name it times.png"),
         (["--mesh", "data=2", "--axis", "dat"], "Did you mean `data`"),
         (["--repeats", "0"], "x>=1"),
     ],

@@ -280,7 +280,7 @@ def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
             "there are 8 (cpu). Name the pod it is for, as --cluster h100:64x8",
         ),
         (("RECIPE", "--cluster", "h1000:8x8"), "Did you mean `h100`"),
-        (("RECIPE", "--cluster", "eight"), "write it as `h100:8x8`"),
+        (("RECIPE", "--cluster", "eight"), "Write it as `h100:8x8`"),
         (("RECIPE", "--cluster", "FOLDER/none.json"), "none.json"),
         (("RECIPE", "--cluster", "FOLDER/broken.json"), "broken.json"),
         (("RECIPE", "--cluster", "h100:8x8", "--mesh", "fsdp=8"), "the cluster has 64 GPUs"),
@@ -290,7 +290,7 @@ def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
         (("RECIPE", "--budget", "FOLDER/broken.json"), "it is no JSON"),
         (("RECIPE", "--budget", "FOLDER/other.json"), "it lacks jax_version"),
         (("RECIPE", "--batch", "inputs=int33[4,8]"), "a dtype that NumPy knows"),
-        (("RECIPE", "--batch", "inputs"), "write it like 'inputs=int32[64,1024]"),
+        (("RECIPE", "--batch", "inputs"), "Write it like 'inputs=int32[64,1024]"),
         (("RECIPE:streamed",), "--batch 'inputs=int32[16,1024]"),
         (("RECIPE", "--against", "fdsp()"), "fsdp"),
     ],
@@ -325,7 +325,7 @@ def test_an_operation_that_asks_for_its_devices_is_told_with_the_way_round(expla
     monkeypatch.setattr("meshpar.training.step.TrainStep.trace", refuse)
     code, _, error = explain(recipe, "--cluster", "h100:1x8")
     assert code == 2
-    assert "set JAX_PLATFORMS=cpu before Python starts" in error
+    assert "Set JAX_PLATFORMS=cpu before Python starts" in error
 
 
 # Batches -------------------------------------------------------------------------------------------------------------

@@ -127,16 +127,16 @@ def test_other_types(text, hint, value):
 @pytest.mark.parametrize(
     ("assignment", "says"),
     [
-        ("stpes=20", "did you mean `steps`"),
+        ("stpes=20", "Did you mean `steps`"),
         ("optimizer.leraning_rate=1", "known: `b1`"),
-        ("optimizer.weight_decy=1", "did you mean `weight_decay`"),
-        ("model.num_layer=2", "did you mean `num_layers`"),
-        ("modle.num_layers=2", "did you mean `model`"),
-        ("fsdp=8", "did you mean `mesh.fsdp`"),
-        ("num_layers=8", "did you mean `model.num_layers`"),
+        ("optimizer.weight_decy=1", "Did you mean `weight_decay`"),
+        ("model.num_layer=2", "Did you mean `num_layers`"),
+        ("modle.num_layers=2", "Did you mean `model`"),
+        ("fsdp=8", "Did you mean `mesh.fsdp`"),
+        ("num_layers=8", "Did you mean `model.num_layers`"),
         ("mesh.fdsp=8", "Did you mean `fsdp`"),
         ("strategy=fspd()", "Did you mean `fsdp`"),
-        ("optimizer.schedule=cosin", "did you mean `cosine`"),
+        ("optimizer.schedule=cosin", "Did you mean `cosine`"),
         ("steps.x=1", "has no fields"),
         ("loss.x=1", "has no fields"),
         ("strategy.params=x", "change the recipe file"),
@@ -213,7 +213,7 @@ def test_an_optimizers_numbers_are_finite(field, value):
 @pytest.mark.parametrize(("make", "field"), [(mp.AdamW, "lr"), (mp.AdamW, "warmup_steps"), (mp.Muon, "rms")])
 def test_an_optimizers_numbers_are_numbers(make, field):
     for wrong in ("x", None, True):
-        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.{field}: .*but it is a number"):
+        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.{field}: .*: it is a number"):
             make(**{field: wrong})
 
 

@@ -104,7 +104,7 @@ def test_a_port_that_another_program_has_is_told(address: str, monkeypatch: pyte
         with pytest.raises(MeshparError, match=r"open it: the port cannot be opened.*Name another port"):
             roll.call(address, process_id=0, num_processes=2, timeout_s=60)
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(MeshparError, match=r"find process 0 there, but another program listens there"):
+        with pytest.raises(MeshparError, match=r"find process 0 there: another program listens there"):
             roll.call(address, process_id=1, num_processes=2, timeout_s=60)
 
 

@@ -109,8 +109,8 @@ def test_without_a_name_all_stand_side_by_side(schedule):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["zb-h3"], "did you mean `zb-h2` or `zb-h1`"),
-        (["dualpipe", "--stages", 3], "take 2 or 4 stages"),
+        (["zb-h3"], "Did you mean `zb-h2` or `zb-h1`"),
+        (["dualpipe", "--stages", 3], "Take 2 or 4 stages"),
         (["gpipe", "--chunks", 2], "it has no options"),
         (["gpipe", "--f", -1], "`f` of schedule `gpipe`"),
         (["--csv"], "--csv takes one schedule"),
@@ -123,7 +123,7 @@ def test_without_a_name_all_stand_side_by_side(schedule):
         (["--chunks", 2], "--chunks takes one schedule"),
         (["gpipe", "--csv", "--json"], "two formats"),
         (["gpipe", "--f", "nan"], "`f` of schedule `gpipe`"),
-        (["file.csv", "--limit", 4], "leave --limit out"),
+        (["file.csv", "--limit", 4], "Leave --limit out"),
     ],
 )
 def test_mistakes_are_one_paragraph(args, told, schedule):

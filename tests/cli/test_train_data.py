@@ -31,5 +31,5 @@ def test_check_ids_accepts_the_vocabulary_and_ignored_targets():
     ("name", "value"), [("targets", 256), ("targets", -1), ("inputs", 300), ("inputs", -100)], ids=str
 )
 def test_check_ids_names_the_array_and_the_id(name, value):
-    with pytest.raises(mp.MeshparError, match=f"data array `{name}`.*token id {value}, but the model knows"):
+    with pytest.raises(mp.MeshparError, match=f"data array `{name}`.*token id {value}: the model knows"):
         checked(**{name: (7, value)})

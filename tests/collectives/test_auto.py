@@ -173,7 +173,7 @@ def test_choices_that_cannot_be_made():
     ):
         with pytest.raises(MeshparError, match=said):
             mc.choose(*arguments, cluster=cluster)
-    with pytest.raises(MeshparError, match="along mesh axis `y`, but it was measured along `x`"):
+    with pytest.raises(MeshparError, match="along mesh axis `y`: it was measured along `x`"):
         mc.choose("all_reduce", 1, 2, cluster=SLOW_START, axes=("y",), mesh={"y": 2})
 
 

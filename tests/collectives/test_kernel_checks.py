@@ -28,17 +28,17 @@ def told(ranks, name, *, shape=(4, 4), dtype="float32", axis="x", **options):
 
 @pytest.mark.parametrize("name", AXIS_KERNELS)
 def test_outside_shard_map(name):
-    with pytest.raises(MeshparError, match=f"^{name}: .*mesh axis `x`, but it is not inside a `jax.shard_map`"):
+    with pytest.raises(MeshparError, match=f"^{name}: .*mesh axis `x`: it is not inside a `jax.shard_map`"):
         getattr(mc, name)(jnp.ones(4), axis="x")
 
 
 @pytest.mark.parametrize("name", AXIS_KERNELS)
 def test_an_unknown_axis(ranks, name):
-    assert "`y`, but the `shard_map` around it is manual over `x`" in told(ranks, name, axis="y")
+    assert "`y`: the `shard_map` around it is manual over `x`" in told(ranks, name, axis="y")
 
 
 def test_an_axis_nearly_right_an_odd_one_and_one_left_to_the_compiler(ranks):
-    assert "`xx`, but the `shard_map` around it is manual over `x`. Did you mean `x`?" in told(
+    assert "`xx`: the `shard_map` around it is manual over `x`. Did you mean `x`?" in told(
         ranks, "all_reduce", axis=("x", "xx")
     )
     for odd in (0, (), ["x"], ("x", 1)):
@@ -52,14 +52,14 @@ def test_an_axis_nearly_right_an_odd_one_and_one_left_to_the_compiler(ranks):
         out_specs=P("outer"),
         axis_names={"outer"},
     )
-    with pytest.raises(MeshparError, match="manual over `outer` only.*add `inner` to its axis_names"):
+    with pytest.raises(MeshparError, match="manual over `outer` only.*Add `inner` to its axis_names"):
         jax.eval_shape(partly, jnp.ones(4))
 
 
 def test_algorithms_and_their_options(ranks):
     assert "Did you mean `ring`?" in told(ranks, "all_reduce", algorithm="rings")
     assert "there are `ring`, `bidirectional`" in told(ranks, "all_gather", algorithm="tree")
-    assert "did you mean `halving_doubling`" in told(ranks, "all_reduce", algorithm="halving-doubling")
+    assert "Did you mean `halving_doubling`" in told(ranks, "all_reduce", algorithm="halving-doubling")
     assert "that one has no channels" in told(ranks, "all_reduce", algorithm="tree", channels=2)
     assert "that one has no num_servers" in told(ranks, "all_reduce", num_servers=2)
     servers = {"algorithm": "parameter_server", "num_servers": 3}
@@ -85,7 +85,7 @@ def test_roots_that_do_not_exist(ranks, name, root):
 @pytest.mark.parametrize(("name", "dim"), [("scatter", "dim"), ("reduce_scatter", "dim"), ("all_to_all", "split_dim")])
 def test_dims_that_cannot_be_cut(ranks, name, dim):
     odd = told(ranks, name, shape=(4, 5), **{dim: 1})
-    assert "cut dim 1 of size 5 into 2 equal parts, but 5 is not a multiple of 2. Pad it to 6" in odd
+    assert "cut dim 1 of size 5 into 2 equal parts: 5 is not a multiple of 2. Pad it to 6" in odd
     assert "as long as there are ranks" in told(ranks, name, tiled=False)
     assert "the array has 2 dims" in told(ranks, name, **{dim: 2})
     assert "the array is a scalar" in told(ranks, name, shape=())
@@ -113,12 +113,12 @@ def test_distances_that_are_no_number_of_ranks(ranks, by):
 @pytest.mark.parametrize("name", ["scatter", "gather", "all_gather", "reduce_scatter", "all_to_all"])
 @pytest.mark.parametrize("tiled", ["no", 0, None])
 def test_tiled_is_true_or_false(ranks, name, tiled):
-    assert "write True or False" in told(ranks, name, tiled=tiled)
+    assert "Write True or False" in told(ranks, name, tiled=tiled)
 
 
 @pytest.mark.parametrize("bucket_bytes", ["25", None, True])
 def test_buckets_without_a_size(ranks, bucket_bytes):
-    assert "use a positive size" in told(ranks, "bucketed_all_reduce", bucket_bytes=bucket_bytes)
+    assert "Use a positive size" in told(ranks, "bucketed_all_reduce", bucket_bytes=bucket_bytes)
 
 
 @pytest.mark.parametrize("name", ["hierarchical_all_reduce", "hierarchical_all_to_all"])

@@ -222,11 +222,11 @@ BAD = {
     "axis": ((2, 3), lambda x: mc.all_gather_matmul(x, jnp.ones((3, 4)), axis="y"), "run over mesh axis `y`"),
     "no weights": ((2, 3), lambda x: gather(x, ()), "no weights"),
     "inner": ((2, 3), lambda x: gather(x, jnp.ones((4, 4))), "the dims that would be contracted are (3,) and (4,)"),
-    "dtype": ((2, 3), lambda x: gather(x, jnp.ones((3, 4), "bfloat16")), "cast the weight to float32"),
+    "dtype": ((2, 3), lambda x: gather(x, jnp.ones((3, 4), "bfloat16")), "Cast the weight to float32"),
     "last dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=1), "the last is no row"),
-    "no such dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=-3), "give one of 0 to 0"),
+    "no such dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=-3), "Give one of 0 to 0"),
     "rows": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "cut dim 0 of size 4 into 3 equal parts"),
-    "pad": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "pad it to 6"),
+    "pad": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "Pad it to 6"),
     "nothing": ((2, 0), lambda x: gather(x, jnp.ones((0, 4))), "there is nothing to sum"),
     "vector": ((4, 3), lambda h: scatter(h, jnp.ones(4)), "the dims that would be contracted are () and ()"),
 }
@@ -375,9 +375,9 @@ def test_what_cannot_be_overlapped_is_told():
         with mp.use_rules(spec.build(jax.devices()[: int(np.prod(list(spec.values())))]), strategy):
             return jax.eval_shape(lambda p: model.bind(p, {})(tokens), model.abstract().params)
 
-    with pytest.raises(mp.MeshparError, match=re.escape("use mp.tensor_parallel(sequence=True)")):
+    with pytest.raises(mp.MeshparError, match=re.escape("Use mp.tensor_parallel(sequence=True)")):
         run(mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel())
-    with pytest.raises(mp.MeshparError, match=re.escape("use mp.tensor_parallel(sequence=True)")):
+    with pytest.raises(mp.MeshparError, match=re.escape("Use mp.tensor_parallel(sequence=True)")):
         run(mp.MeshSpec(fsdp=8), mp.fsdp())
     with pytest.raises(mp.MeshparError, match=re.escape("`act_kv_heads` (size 4)")):
         run(SPLIT, BOTH | mp.Rules(act_kv_heads=None))

@@ -134,7 +134,7 @@ def test_the_state_holds_what_makes_it_valid():
     [
         ({"seed": 1}, "set seed to 0"),
         ({"batch_size": 5}, "set batch_size to 4"),
-        ({"fingerprint": "other"}, "Bring back the data"),
+        ({"fingerprint": "other"}, "bring back the data"),
         ({"extra": {"seq_len": 16}}, "set seq_len to 8"),
     ],
 )

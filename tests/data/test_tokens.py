@@ -83,7 +83,7 @@ def test_the_separator_is_found_or_named(tokenizer_json, tmp_path):
         HuggingFaceTokenizer(tokenizer_json, separator="[CLZ]")
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     plain.save(str(tmp_path / "plain.json"))
-    with pytest.raises(MeshparError, match="name one of its tokens as `separator`"):
+    with pytest.raises(MeshparError, match="Name one of its tokens as `separator`"):
         HuggingFaceTokenizer(tmp_path / "plain.json")
     assert HuggingFaceTokenizer(tmp_path / "plain.json", separator="b").vocab_size == 8  # the ids have gaps
 

@@ -121,7 +121,7 @@ def test_mistakes():
         zero(params=-1)
     for stage, ranks, text in (
         (3, 8, "ZeRO stage `3`"),
-        ("zero1", 0, "over 0 ranks"),
+        ("zero1", 0, "num_ranks=0"),
         ("zero1", "8", "over '8' ranks"),
     ):
         with pytest.raises(mp.MeshparError, match=text):

@@ -85,7 +85,7 @@ def test_a_strategy_that_prefetches_brings_what_it_needs():
     ("options", "wanted"),
     [
         ({"xla_gpu_no_such": 1}, "No such compile option.*flags"),
-        ({"xla_gpu_enable_latency_hiding_schedule": True}, f"did you mean {SCHEDULER}"),
+        ({"xla_gpu_enable_latency_hiding_schedule": True}, f"Did you mean {SCHEDULER}"),
         ({THRESHOLD: "many"}, "not a valid int64"),
         ({"--" + THRESHOLD: 1}, "names of XLA's options begin with xla_"),
         ({THRESHOLD: None}, "no NoneType"),

@@ -241,7 +241,7 @@ def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
         with pytest.raises(mp.MeshparError):
             load_peft(state, config, tmp_path / "adapter")
     path.write_text(json.dumps(good | {"lora_alpha": 5}))
-    with pytest.raises(mp.MeshparError, match=r"lora_alpha / r 2\.5, but the model.s adapters have alpha / rank 8"):
+    with pytest.raises(mp.MeshparError, match=r"lora_alpha / r 2\.5: the model.s adapters have alpha / rank 8"):
         load_peft(state, config, tmp_path / "adapter")
     assert not (tmp_path / "none").exists()
 

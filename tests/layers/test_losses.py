@@ -238,7 +238,7 @@ def test_a_scalar_is_refused_for_parts(name):
     engine, batch = ENGINES[name], batch_of(WEIGHTS)
     with pytest.raises(mp.MeshparError) as error:
         mp.train_step(scalar, **engine.options).trace(state_of(engine).setup.abstract, batch)
-    assert "return `mp.MeanLoss((losses * weights).sum(), weights.sum()), metrics`" in str(error.value)
+    assert "Return `mp.MeanLoss((losses * weights).sum(), weights.sum()), metrics`" in str(error.value)
     assert 'train_step(..., loss_is="mean_over_examples")' in str(error.value)
 
 

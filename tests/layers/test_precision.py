@@ -120,7 +120,7 @@ def test_what_is_no_precision_is_told_at_once():
         ("eval_step", lambda word: mp.eval_step(mp.models.next_token_loss, precision=word)),
         ("init_state", lambda word: mp.abstract_state(model, optax.sgd(1e-3), precision=word, **how)),
     ):
-        with pytest.raises(mp.MeshparError, match=f'{where}.* write mp.Precision\\(compute="float32"\\)'):
+        with pytest.raises(mp.MeshparError, match=f'{where}.* Write mp.Precision\\(compute="float32"\\)'):
             make("float32")
         with pytest.raises(mp.MeshparError, match="it is a dict, no Precision"):
             make({})

@@ -699,7 +699,7 @@ def test_an_abstract_mesh_holds_no_arrays(two_steps):
 
 @pytest.mark.parametrize("keep", [0, -1, True, 2.0])
 def test_keep_is_a_positive_integer(tmp_path, keep):
-    with pytest.raises(mp.MeshparError, match="keep that many"):
+    with pytest.raises(mp.MeshparError, match="set keep="):
         Checkpoints(tmp_path, keep=keep)
 
 

@@ -115,5 +115,5 @@ def test_a_model_without_experts_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5])
 def test_every_is_a_positive_integer(every):
-    with pytest.raises(MeshparError, match="positive integer"):
+    with pytest.raises(MeshparError, match="integer of at least 1"):
         ExpertLoad(every=every)

@@ -762,9 +762,9 @@ def test_validation_batches_must_be_there_each_time():
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_every_is_a_positive_integer(tmp_path, every):
-    with pytest.raises(MeshparError, match="positive integer"):
+    with pytest.raises(MeshparError, match="integer of at least 1"):
         Validator(None, [], every=every)
-    with pytest.raises(MeshparError, match="positive integer"):
+    with pytest.raises(MeshparError, match="integer of at least 1"):
         Checkpointer(Checkpoints(tmp_path), every=every)
 
 

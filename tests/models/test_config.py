@@ -79,7 +79,7 @@ def test_flops_of_a_known_shape():
         ({"rope_theta": 0.0}, ["rope_theta", "above 0"]),
         ({"norm_eps": -1e-5}, ["norm_eps", "above 0"]),
         ({"param_dtype": "float23"}, ["param_dtype", "float32"]),
-        ({"attention": "cuddn"}, ["attention", "did you mean `cudnn`"]),
+        ({"attention": "cuddn"}, ["attention", "Did you mean `cudnn`"]),
         ({"moe": "mixtral"}, ["moe=", "it is a MoEConfig"]),
         ({"moe": 0}, ["moe=", "it is a MoEConfig"]),
         ({"latent": {"kv_rank": 4}}, ["latent=", "it is a LatentAttention"]),

@@ -234,7 +234,7 @@ def test_a_config_that_contradicts_itself(changes, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"rope_dim": 3}, "use 4"),
+        ({"rope_dim": 3}, "Use 4"),
         ({"kv_rank": 0}, "whole number, 1 or more"),
         ({"q_rank": 1.5}, "whole number, 1 or more"),
     ],

@@ -159,7 +159,7 @@ def test_advice_names_the_layers_the_numbers_and_a_way_out():
     assert "auxiliary loss or a balancing bias" in experts.text
     assert (ranks.kind, ranks.layers) == ("ranks", (2,))
     assert "layer 2 is imbalanced over ranks: all wait for one that gets 1.71 times the mean" in ranks.text
-    assert "`moe.rebalance`" in ranks.text
+    assert "`mp.rebalance_experts`" in ranks.text
     assert (drops.kind, drops.layers) == ("drops", (2, 0))
     assert "layer 2 (and 1 more of 3) drops 20.0% of its choices" in drops.text
     assert "this load needs 2.29 at least" in drops.text  # 3000 / 1312.5

@@ -28,7 +28,7 @@ from meshpar.inspect.target import traced_for
 from meshpar.inspect.timeline.program_work import causal_share
 from meshpar.models import next_token_loss
 from meshpar.moe import MoEConfig, Payload, Routing
-from meshpar.optim.muon import exchange, matrices
+from meshpar.optim.orthogonalized import exchange, matrices
 from meshpar.parallel.candidates import _strategy, kinds
 from meshpar.parallel.expected.step_spec import ExpectedCollective
 from meshpar.parallel.tensor import Tensor
@@ -716,7 +716,7 @@ def test_plans_are_values(plans, tmp_path):
     assert "estimates are made for None, " in plans.why_not(mesh="fsdp=8", strategy="fsdp()", remat="save:x")
     data = json.loads((tmp_path / "plan.json").read_text())
     for change, text in (
-        ({"colour": 1}, "read `colour`, but a Plans has no such field"),
+        ({"colour": 1}, "read `colour`: a Plans has no such field"),
         ({"rates": None}, "lacks it"),
         *(({"plans": [{**data["plans"][0], "layout": layout}]}, text) for layout, text in garbled(data)),
         ({"considered": "x"}, '`considered`: cannot read "x": of a Plans it is a whole number'),
@@ -762,7 +762,7 @@ def test_what_cannot_be_planned_is_told_in_four_parts(plans):
         given = {"model": CONFIG, "batch": tokens(16, 64), "cluster": "h100:1x8", **change}
         with pytest.raises(mp.MeshparError, match=text):
             mp.plan(**given)
-    with pytest.raises(mp.MeshparError, match="compare them with 3, but it is a int"):
+    with pytest.raises(mp.MeshparError, match="compare them with 3: it is a int"):
         plans.diff(3)
     with pytest.raises(mp.MeshparError, match="its folder does not exist"):
         plans.save("/no/such/folder/plan.json")
@@ -808,7 +808,7 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
     with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* Take about \d+ nodes"):
         mp.plan(CONFIG, tokens(16, 64), cluster)
-    for named, text in (("h1000:1x8", "h100"), ("h100:0x8", "0 nodes, but it is a whole number from 1")):
+    for named, text in (("h1000:1x8", "h100"), ("h100:0x8", "0 nodes: it is a whole number from 1")):
         with pytest.raises(mp.MeshparError, match=text):
             mp.plan(CONFIG, tokens(16, 64), named)
     with pytest.raises(mp.MeshparError, match="it is a whole number from 1 on"):
@@ -942,7 +942,7 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
     assert "it names the axes of one" in error
     code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
     assert code == 2
-    assert "write them with meshpar plan" in error
+    assert "Write them with meshpar plan" in error
 
 
 @pytest.mark.matrix

@@ -218,14 +218,14 @@ def ops(text: str) -> list:
         (
             ["F0 B0 W0", "B0 W0"],
             r"stage 1, block 0 \(B0.0\): cannot use what F \(forward\) of microbatch 0 on part 1 of the model makes, "
-            r"but no stage runs that op. Add F of microbatch 0 to the row of the stage that holds part 1",
+            r"no stage runs that op. Add F of microbatch 0 to the row of the stage that holds part 1",
         ),
         (["B0 W0", "F0 B0 W0"], r"stage 1, block 0 \(F0.0\): cannot use what F .* microbatch 0 on part 0 .*no stage"),
         (["F0 B0 W0", "F0 W0"], r"stage [01], block 1 .*: cannot use what B .* microbatch 0 on part 1 .*no stage"),
         (
             ["F0 W0 B0", "F0 B0 W0"],
             r"stage 0, block 1 \(W0.0\): cannot run W \(weight gradient\) of microbatch 0 on part 0 .* before "
-            r"B \(input gradient\) .*W uses what B .* block 2 .* move B of microbatch 0 in front of its W",
+            r"B \(input gradient\) .*W uses what B .* block 2 .* Move B of microbatch 0 in front of its W",
         ),
         (["B0 F0 W0", "F0 B0 W0"], r"stage 0, block 0 \(B0.0\): cannot run B .* before F .* Move F of"),
         (["F0 B0 W0", "B0 F0 W0"], r"stage 1, block 0 \(B0.0\): cannot run B .* before F .* Move F of"),

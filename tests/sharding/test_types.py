@@ -40,7 +40,7 @@ def test_an_error_crosses_processes():
 @pytest.mark.parametrize(
     ("word", "options", "expected"),
     [
-        ("fdsp", ["data", "fsdp", "tensor"], "Did you mean `fsdp`?"),
+        ("fdsp", ["data", "fsdp", "tensor"], "did you mean `fsdp`?"),
         ("embd", ["embed", "embeds", "mlp"], "did you mean `embed` or `embeds`?"),
         ("zzz", ["b", "a", "b"], "known: `a`, `b`"),
         ("zzz", [], "none are known"),

@@ -539,5 +539,5 @@ def micro_steps(batch, micro, ranks):
 def test_delayed_scaling_is_refused_where_a_device_sees_its_own_rows_alone():
     state = delayed_state(mp.MeshSpec(data=8), mp.ddp())
     rows = {name: jax.ShapeDtypeStruct(x.shape, np.float32) for name, x in ROWS.items()}
-    with pytest.raises(ValueError, match=r"collection `_overwrite_with_gradient` .* one scale over all rows"):
+    with pytest.raises(ValueError, match="collection `_overwrite_with_gradient` .* scales over the global batch"):
         mp.train_step(squares, accumulate=2, reduce_gradients="once").trace(state, rows)

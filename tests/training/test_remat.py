@@ -138,8 +138,8 @@ def test_stages_make_again_by_patterns_that_reach_beyond_a_stage(framework):
 @pytest.mark.parametrize(
     ("by_path", "remat", "told"),
     [
-        ({}, "offload:attention", "keep a microbatch's activations on the host"),
-        ({"layers/mlp": "offload:gate"}, None, "`layers/mlp` under .*activations on the host"),
+        ({}, "offload:attention", "activations of a microbatch in host memory"),
+        ({"layers/mlp": "offload:gate"}, None, "activations of a microbatch in host memory"),
         ({"layers/mpl": "full"}, None, "`layers/mpl`.*none of the .* modules.*`layers/mlp`"),
         pytest.param({"": "full"}, None, "remat rule ``.*none of the .* modules", marks=pytest.mark.matrix),
         pytest.param({"layers/0/mlp": "full"}, None, "`layers/0/mlp`.*`layers/mlp`", marks=pytest.mark.matrix),

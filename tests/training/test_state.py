@@ -129,7 +129,7 @@ def test_weights_are_put_in_cast_and_sharded():
     np.testing.assert_array_equal(loaded.params["scale"], state.params["scale"])
     for wrong, match in (
         ({**given, "upp": given["up"]}, "`upp`.*no such parameter.*Did you mean `up`"),
-        ({"up": given["up"], "down": given["down"]}, "`scale`.*find weights for it.*take it from the state"),
+        ({"up": given["up"], "down": given["down"]}, "`scale`.*find weights for it.*Take it from the state"),
         ({}, r"load_params: cannot put weights in: none are given; the model has 3.*\*\*state.params"),
         ({**given, "up": None}, r"`up`: cannot put weights in it: None is given.*\*\*state.params"),
         ({**given, "scale": given["scale"].T}, r"`scale`.*float16\[64, 4\].*float32\[4, 64\].*transpose"),

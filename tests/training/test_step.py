@@ -318,7 +318,7 @@ def test_engines_that_see_only_local_rows_refuse_batch_statistics(model, engine)
     spec, strategy, options = LOCAL_ROWS[engine]
     mesh = spec.build(jax.devices()[: int(np.prod(list(spec.values())))])
     state = mp.abstract_state(model, ADAM, mesh=mesh, strategy=strategy)
-    with pytest.raises(mp.MeshparError, match=r"/mean` of the model, and .*over the global batch.*LayerNorm"):
+    with pytest.raises(mp.MeshparError, match="batch statistics of the model with .*LayerNorm"):
         mp.train_step(never, **options).trace(state, INPUTS)
 
 
@@ -598,7 +598,7 @@ def test_what_cannot_be_frozen_is_an_error():
     mesh = mp.MeshSpec(fsdp=8).build()
     for trainable, match in (("lora", "chooses none of the model's 3 parameters.*Did you mean"), ("(", "no regular"),
                              (["base"], "is a list, and must be a pattern"),
-                             (lambda path: "yes", "`base` it says .yes., neither True nor.*return True")):  # fmt: skip
+                             (lambda path: "yes", "`base` it says .yes., neither True nor False. Return True")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.init_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=0, trainable=trainable)
     counts = mp.from_functions(lambda key: {"w": jnp.ones((16, 8)), "n": jnp.ones((16, 8), jnp.int8)}, jnp.add)

@@ -275,7 +275,7 @@ def test_steps_that_cannot_be():
     spec, _, strategy = both("fsdp")
     with pytest.raises(MeshparError, match='use reduce_gradients="each_microbatch"'):
         traced(CONFIG.build(), strategy, spec, accumulate=2, reduce_gradients="once")
-    with pytest.raises(MeshparError, match="leave out prefetch, or quantize"):
+    with pytest.raises(MeshparError, match="Remove prefetch, or stages"):
         traced(CONFIG.build(), mp.fsdp(quantize="int8") | strategy, spec)
     staged = strategy | mp.pipeline_parallel(stages=2, microbatches=2)
     with pytest.raises(MeshparError, match="leave prefetch out, or the stages"):

@@ -451,7 +451,7 @@ MISTAKES = {
     ),
     "lighter": (
         mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "stage_layer_offset": (0, 4)}, mp.ddp(), {},
-        r"2 parts with stage_layer_offset=\(0, 4\), but .* use 6 layers or more, .*or leave stage_layer_offset out",
+        r"2 parts with stage_layer_offset=\(0, 4\): .* Use 6 layers or more, .*or leave stage_layer_offset out",
     ),
     "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "Use a batch of 21"),
     "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "splits the batch"),

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.optim.muon import Updating, exchange, matrices
+from meshpar.optim.orthogonalized import Updating, exchange, matrices
 from meshpar.sharding.context import within
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
 from tests.grid import cases
