@@ -353,7 +353,6 @@ def test_a_value_that_means_nothing_is_refused(meshpar, place, monkeypatch, fiel
         ("explain", "recipe.py", "--html", "gs://bucket/report.html"),
         ("plan", "recipe.py", "--cluster", "h100:1x8", "--save", "gs://bucket/plan.json"),
         ("convert", "from-hf", "folder.json", "gs://bucket/run"),
-        ("bench", "gpu", "--trace", "gs://bucket/trace"),
     ],
     ids=lambda args: " ".join(map(str, args)),
 )

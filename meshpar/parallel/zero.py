@@ -206,7 +206,7 @@ def hsdp(
     Arguments are those of `fsdp`; with `quantize` the all-reduce across groups is quantized too.
 
     Example:
-      >>> hsdp().params, hsdp().needs[0].axis
+      >>> hsdp().params, hsdp().required_axes[0].axis
       (Rules(embed='fsdp'), 'data')
     """
     return _fully_sharded("hsdp", axis, min_bytes, quantize, prefetch)

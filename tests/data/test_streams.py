@@ -241,7 +241,7 @@ def test_a_damaged_cache_is_named(corpus, tmp_path, name, damage):
     made(corpus[0], cache=str(tmp_path))
     (file,) = tmp_path.glob(f"*/{name}")
     damage(file)
-    with pytest.raises(MeshparError, match=f"delete {file.parent}"):
+    with pytest.raises(MeshparError, match=f"Delete {file.parent}"):
         made(corpus[0], cache=str(tmp_path))
 
 

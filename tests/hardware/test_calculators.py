@@ -122,7 +122,7 @@ def test_mistakes():
     for stage, ranks, text in (
         (3, 8, "ZeRO stage `3`"),
         ("zero1", 0, "num_ranks=0"),
-        ("zero1", "8", "over '8' ranks"),
+        ("zero1", "8", "num_ranks='8'"),
     ):
         with pytest.raises(mp.MeshparError, match=text):
             zero_bytes_per_param(stage, ranks)

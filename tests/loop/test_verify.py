@@ -80,19 +80,19 @@ class Fault(NamedTuple):
 ONCE = "accumulate=2, reduce_gradients=once"
 FAULTS = {
     "a dropped psum of the loss": Fault(
-        "training.engines.by_device", "lax.psum((sums.loss, sums.metrics), axes)",
+        "training.gradients.per_device", "lax.psum((sums.loss, sums.metrics), axes)",
         "(sums.loss, sums.metrics)", f"data=2; ddp(); {ONCE}",
     ),
     "gradients of one device": Fault(
-        "training.engines.by_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
+        "training.gradients.per_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
         f"data=2; ddp(); {ONCE}", words="step 1: gradient",
     ),
     "a reduction over the wrong axis": Fault(
-        "training.engines.by_device", "sums = _reduce_all_but_gradients(sums, axes)",
+        "training.gradients.per_device", "sums = _reduce_all_but_gradients(sums, axes)",
         "sums = _reduce_all_but_gradients(sums, axes[:1])", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
     ),
     "a lost micro-step": Fault(
-        "training.sums", "(batches, keys))",
+        "training.accumulation", "(batches, keys))",
         "(jax.tree.map(lambda x: x.at[0].set(x[-1]), batches), keys))", "data=2; ddp(); accumulate=2",
     ),
     "a lost microbatch of a pipeline": Fault(
@@ -100,20 +100,20 @@ FAULTS = {
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "a mean of the means of micro-steps": Fault(
-        "training.losses", "return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)",
+        "layers.losses", "return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)",
         "return Normalizer(num_parts, weight_of(part, keys[0]) * num_parts)", "data=2; ddp(); accumulate=2",
     ),
     "a mean of the means of devices": Fault(
-        "training.losses", "lax.psum(total, tuple(axes)) if axes else total", "total * num_parts / len(keys)",
+        "layers.losses", "lax.psum(total, tuple(axes)) if axes else total", "total * num_parts / len(keys)",
         f"data=2; ddp(); {ONCE}",
     ),
     "a mean of the means of microbatches": Fault(
-        "training.losses", "total = jax.vmap(weight_of)(rows, keys).sum()",
+        "layers.losses", "total = jax.vmap(weight_of)(rows, keys).sum()",
         "total = jax.vmap(weight_of)(rows, keys)[0] * len(keys)",
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "weights of a layer before": Fault(
-        "training.engines.prefetch", "self._weights_of(params, at + 1)", "self._weights_of(params, at)",
+        "training.gradients.fsdp_prefetch", "self._weights_of(params, at + 1)", "self._weights_of(params, at)",
         "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
     ),
     "weights that stay as they were": Fault(
@@ -127,12 +127,12 @@ FAULTS = {
         loss=noisy,
     ),
     "an optimizer that begins anew at a restart": Fault(
-        "training.checkpoint", "Restored(state=state, data_state=",
+        "loop.checkpoint", "Restored(state=state, data_state=",
         "Restored(state=state.replace(opt_state=setup.init(0).opt_state), data_state=", "data=2; ddp()",
         words="step 3 after a restart: ",
     ),
     "a restart that repeats a step's random numbers": Fault(
-        "training.checkpoint", "Restored(state=state, data_state=",
+        "loop.checkpoint", "Restored(state=state, data_state=",
         "Restored(state=state.replace(step=state.step * 0), data_state=", "data=2; ddp()", loss=noisy,
         words="step 2 after a restart: loss",
     ),
@@ -144,7 +144,7 @@ def plant(monkeypatch):
     """Run a module's source with one line changed, and put its functions wherever the old ones are known."""
 
     def planted(fault):
-        for engine in ("by_device", "plain", "prefetch", "staged"):  # what is imported later would keep the fault
+        for engine in ("per_device", "xla", "fsdp_prefetch", "stages"):  # what is imported later would keep the fault
             importlib.import_module(f"meshpar.training.gradients.{engine}")
         module = importlib.import_module(f"meshpar.{fault.module}")
         source = Path(module.__file__).read_text()

@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from flax.nnx import bridge
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar import moe
 from meshpar.layers.auxiliary import report
 from meshpar.moe import MoEConfig, Payload, Routing, Weights, dispatch, grouped_matmul, grouped_swiglu, moe_layer
-from meshpar.moe.nnx import MoE
 from meshpar.sharding.types import MeshparError
 
 WHOLE, FLOATS = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 8))
@@ -58,7 +56,7 @@ CONFIGS = [
     ({"z_weight": math.inf}, "from 0 on"),
     ({"implementation": "rugged"}, "`ragged`"),
     ({"bound_factor": -1.0}, "be -1.0"),
-    ({"bound_factor": "2"}, "set num_ranks='2'"),
+    ({"bound_factor": "2"}, "be '2'"),
     ({"bound_factor": 1.5, "routing": WITH_ROOM}, "or the capacity_factor"),
     ({"implementation": "ragged", "routing": WITH_ROOM}, "travel whole"),
     ({"implementation": "ragged", "routing": BY_EXPERTS}, "Leave implementation out"),
@@ -107,8 +105,8 @@ FUNCTIONS = [
     (lambda: moe.measure(WHOLE[:0], FLOATS[:0]), "of one at the least"),
     (lambda: moe.measure(WHOLE.astype(float), FLOATS), "`experts` of shape .* dtype float32"),
     (lambda: moe.measure(WHOLE, FLOATS.astype(int)), "`scores` of shape .* dtype int"),
-    (lambda: moe.measure(WHOLE, FLOATS, num_ranks=2.0), "set num_ranks=2.0"),
-    (lambda: moe.measure(WHOLE, FLOATS, num_ranks=True), "set num_ranks=True"),
+    (lambda: moe.measure(WHOLE, FLOATS, num_ranks=2.0), "be 2.0"),
+    (lambda: moe.measure(WHOLE, FLOATS, num_ranks=True), "be True"),
     (lambda: moe.measure(WHOLE, FLOATS, num_ranks=3), "split experts over 3 ranks"),
     (lambda: moe.measure(WHOLE, FLOATS, kept=np.ones((1,), bool)), "whether it was kept"),
     (lambda: moe.measure(WHOLE, FLOATS, kept=np.ones((4, 2), np.float32)), "whether it was kept"),
@@ -130,16 +128,14 @@ PLACEMENTS = [
     ([1, 2, 3, 4], 2.0, {}, "set num_ranks=2.0"),
     ([1, 2, 3, 4], True, {}, "set num_ranks=True"),
     ([1, 2, 3, 4], "2", {}, "set num_ranks='2'"),
-    ([1, 2, 3, 4], 2, {"groups": 2.0}, "set num_ranks=2.0"),
+    ([1, 2, 3, 4], 2, {"groups": 2.0}, "set groups=2.0"),
     ([1, -2], 1, {}, "finite, non-negative"),
     ([1, np.nan], 1, {}, "finite, non-negative"),
     ([[1, 2], [3]], 2, {}, "finite, non-negative"),
     ([[1, 2]], 1, {}, "of one layer"),
     ([True, False], 1, {}, "numbers of tokens"),
-    ([1, 2, 3, 4], 2, {"method": "optimum"}, "Did you mean `optimal`"),
     ([1, 2, 3, 4], 2, {"groups": 3}, "place 3 groups of 4"),
     (range(12), 6, {"groups": 4}, "a multiple of the other"),
-    (range(64), 8, {"method": "optimal"}, 'Use method="greedy"'),
 ]
 
 
@@ -221,8 +217,6 @@ def test_layers_that_do_not_fit_the_rules():
 def test_modules_that_cannot_be_made(width, cfg, dtype, told):
     with pytest.raises(MeshparError, match=told):
         moe.MoE(width, cfg, param_dtype=dtype, rngs=nnx.Rngs(0))
-    with pytest.raises(MeshparError, match=told):
-        bridge.to_linen(MoE, width, cfg, dtype).init(jax.random.key(0), jnp.zeros((1, 1, 4)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,7 +241,7 @@ INT, FLOAT = "int32", "float32"
         ({"capacity": 2, "bound_factor": 1.0}, "Leave out one of them"),
         ({"bound_factor": 0.0}, "be 0.0"),
         ({"bound_factor": math.nan}, "be nan"),
-        ({"bound_factor": "2"}, "set num_ranks='2'"),
+        ({"bound_factor": "2"}, "be '2'"),
         ({"payload": "int8"}, "says of each way how rows travel"),
         ({"chunks": 16, "capacity": 1}, "8 is not a multiple of 16"),
         ({"chunks": 3}, "8 is not a multiple of 3.*one of 1, 2, 4, 8"),
@@ -285,7 +279,7 @@ def test_mistakes_in_a_dispatch_are_told_before_anything_is_sent(changes, told):
         ((4, 3), (2, 3, 3), 3, {}, "one size a group"),
         ((4, 3), (0, 3, 3), 0, {}, "at least one group"),
         ((4, 0), (2, 0, 3), 2, {}, "of some width"),
-        ((4, 3), (2, 3, 3), 2, {"implementation": "blocks"}, "did you mean `blocked`"),
+        ((4, 3), (2, 3, 3), 2, {"implementation": "blocks"}, "Did you mean `blocked`"),
         ((4, 3), (2, 3, 3), 2, {"block": 0}, "block=0"),
         ((4, 3), (2, 3, 3), 2, {"typical_rows": 0}, "typical_rows=0"),
     ],

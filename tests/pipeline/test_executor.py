@@ -680,8 +680,8 @@ PARTS, ROWS = Case(dtype="float32").data
 MISTAKES = {
     "ranks": ({"schedule": make("1f1b", 4, 4)}, "run the 4 stages", "MeshSpec\\(stage=4"),
     "axis": ({"axis": "tensor"}, "run the 2 stages", "tensor=1"),
-    "parts": ({"schedule": make("zb-v", 2, 4)}, "`down` of shape .2, 2, 16, 8. dim 0", "stack 4 parts"),
-    "rows": ({"batch": {name: x[:7] for name, x in ROWS.items()}}, "7 rows", "use a batch of 8"),
+    "parts": ({"schedule": make("zb-v", 2, 4)}, "`down` of shape .2, 2, 16, 8. dim 0", "Stack 4 parts"),
+    "rows": ({"batch": {name: x[:7] for name, x in ROWS.items()}}, "7 rows", "Use a batch of 8"),
     "no rows": ({"batch": {**ROWS, "scale": jnp.float32(1)}}, "`scale`", "it has no rows"),
     "gather": ({"gather": "never"}, "gather='never'", "microbatch"),
     "remat": ({"remat": "some"}, "some", "full"),
@@ -698,7 +698,7 @@ MISTAKES = {
     ),
     "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
     "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
-    "no metrics": ({"last": lambda ends, y, micro: y.mean()}, "from its result", "return loss, {}"),
+    "no metrics": ({"last": lambda ends, y, micro: y.mean()}, "from its result", "Return loss, {}"),
     "loss of rows": ({"last": lambda ends, y, micro: (y.mean(-1), {})}, r"a loss of shape \(2,\)", "loss.mean()"),
     "total of rows": (
         {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(-1), y.size), {})},

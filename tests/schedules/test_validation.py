@@ -217,7 +217,7 @@ def ops(text: str) -> list:
     [
         (
             ["F0 B0 W0", "B0 W0"],
-            r"stage 1, block 0 \(B0.0\): cannot use what F \(forward\) of microbatch 0 on part 1 of the model makes, "
+            r"stage 1, block 0 \(B0.0\): cannot use what F \(forward\) of microbatch 0 on part 1 of the model makes: "
             r"no stage runs that op. Add F of microbatch 0 to the row of the stage that holds part 1",
         ),
         (["B0 W0", "F0 B0 W0"], r"stage 1, block 0 \(F0.0\): cannot use what F .* microbatch 0 on part 0 .*no stage"),

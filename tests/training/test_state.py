@@ -135,7 +135,7 @@ def test_weights_are_put_in_cast_and_sharded():
         ({**given, "scale": given["scale"].T}, r"`scale`.*float16\[64, 4\].*float32\[4, 64\].*transpose"),
         ({**given, "scale": given["scale"].astype(int)}, "`scale`.*cast it first"),
         ({**given, "up": np.full_like(given["up"], np.nan)}, "`up`.*infinite or not a number"),
-        ({**given, "up": np.full(given["up"].shape, 1e300)}, r"`up`.*float64 as float32.*up to 1e\+300.*scale or clip"),
+        ({**given, "up": np.full(given["up"].shape, 1e300)}, r"`up`.*float64 as float32.*up to 1e\+300.*Scale or clip"),
     ):
         with pytest.raises(mp.MeshparError, match=match):
             mp.load_params(state, wrong)

@@ -449,7 +449,7 @@ def test_the_later_of_two_joined_wins():
 
 
 def test_a_recipe_takes_it_as_text():
-    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py")
+    recipe = load_recipe(Path(__file__).parents[3] / "recipes" / "gpt_stdlib.py")
     changed = override(recipe, ['strategy=fsdp(quantize="int8") | tensor_parallel()'])
     assert changed.strategy.quantize == Quantize()
     assert changed.to_json()["strategy"] == "fsdp(quantize='int8') | tensor_parallel()"
