@@ -13,8 +13,8 @@ from meshpar.schedules.ticks import filled
 from meshpar.sharding.errors import check_positive_int, near, problem
 
 # Legend: p stages, m microbatches, v chunks per stage. F, B and W are the durations of the forward, input gradient and
-# weight gradient of a stage. M is the size of the activations of one microbatch on one stage. Bubbles are span bubbles, and
-# exact within the stated range. `Schedule.simulate` computes all other cases.
+# weight gradient of a stage. M is the size of a microbatch's activations on a stage. Bubbles are span bubbles, and exact
+# within the stated range. `Schedule.simulate` computes all other cases.
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -258,8 +258,8 @@ def dualpipe_v(stages: int, microbatches: int) -> Schedule:
     Args, returns and raises as in `gpipe`.
 
     Example:
-      >>> dualpipe_v(stages=2, microbatches=4).bubble_fraction <= dualpipe(stages=2, microbatches=4).bubble_fraction
-      True
+      >>> dualpipe_v(stages=2, microbatches=4)
+      Schedule('dualpipe-v', stages=2, microbatches=4, ticks=19)
     """
     _check("dualpipe-v", stages, microbatches)
     stream = [*range(microbatches)]
