@@ -13,8 +13,8 @@ from meshpar.schedules.ticks import filled
 from meshpar.sharding.errors import check_positive_int, near, problem
 
 # Legend: p stages, m microbatches, v chunks per stage. F, B and W are the durations of the forward, input gradient and
-# weight gradient of a stage. M is the size of a microbatch's activations on a stage. Bubbles are span bubbles, and exact
-# within the stated range. `Schedule.simulate` computes all other cases.
+# weight gradient of a stage. M is the size of a microbatch's activations on a stage. Bubbles are span bubbles,
+# exact within the stated range. `Schedule.simulate` computes all other cases.
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:

@@ -20,7 +20,7 @@ from meshpar.hardware.compile_options import IN_PLACE
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.schedule_counts import ScheduleCounts
-from meshpar.pipeline import SCHEDULES, Aux, Micro, Params, Schedule, make, split_vjp, value_and_grad
+from meshpar.pipeline import SCHEDULES, Aux, MicrobatchInputs, Params, Schedule, make, split_vjp, value_and_grad
 from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.pipeline.traffic import gathers_in_cells
 from meshpar.sharding.types import MeshparError
@@ -82,7 +82,7 @@ class Case:
 
     # The model
 
-    def stage(self, layers, x, micro):
+    def stage(self, layers, x, inputs):
         def layer(x, weights):
             return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
 
@@ -90,18 +90,18 @@ class Case:
             x = x + jnp.sin(x)
         y, _ = jax.lax.scan(layer, x, layers)
         if self.noise:
-            y = y * jax.random.bernoulli(micro.key, 0.7, y.shape).astype(y.dtype)
+            y = y * jax.random.bernoulli(inputs.key, 0.7, y.shape).astype(y.dtype)
         if not self.aux:
             return y
         return y, Aux((y**2).mean() * 0.1, {"square": (y**2).mean(), "of_dims": jnp.abs(y).mean(0)})
 
-    def first(self, ends, micro):
-        return micro.rows["x"] @ ends["in"]
+    def first(self, ends, inputs):
+        return inputs.examples["x"] @ ends["in"]
 
-    def last(self, ends, y, micro):
-        error = (y @ (ends["in"].T if self.tied else ends["out"]) - micro.rows["t"]) ** 2
+    def last(self, ends, y, inputs):
+        error = (y @ (ends["in"].T if self.tied else ends["out"]) - inputs.examples["t"]) ** 2
         if self.weighted:
-            total, weight = (error.mean(-1) * micro.rows["weight"]).sum(), micro.rows["weight"].sum()
+            total, weight = (error.mean(-1) * inputs.examples["weight"]).sum(), inputs.examples["weight"].sum()
             return mp.MeanLoss(total, weight), {"double": 2 * total / weight}
         return error.mean(), {"double": 2 * error.mean()}
 
@@ -134,14 +134,14 @@ class Case:
 
     def whole(self, params, rows, key):
         """(MeanLoss, auxiliary loss, metrics, aux) of some rows; their key folded with each part."""
-        x, losses, aux = self.first(params.ends, Micro(rows, key, 0)), 0.0, []
+        x, losses, aux = self.first(params.embedding_and_head, MicrobatchInputs(rows, key, 0)), 0.0, []
         for part in range(self.table.num_parts):
-            micro = Micro(rows, jax.random.fold_in(key, part), part)
-            x = self.stage(jax.tree.map(lambda leaf, at=part: leaf[at], params.parts), x, micro)
+            inputs = MicrobatchInputs(rows, jax.random.fold_in(key, part), part)
+            x = self.stage(jax.tree.map(lambda leaf, at=part: leaf[at], params.chunks), x, inputs)
             if self.aux:
                 x, one = x
                 losses, aux = losses + one.loss, [*aux, one.metrics]
-        loss, metrics = self.last(params.ends, x, Micro(rows, key, 0))
+        loss, metrics = self.last(params.embedding_and_head, x, MicrobatchInputs(rows, key, 0))
         if not isinstance(loss, mp.MeanLoss):
             loss = mp.MeanLoss(loss, jnp.ones_like(loss))
         return loss, losses, metrics, jax.tree.map(lambda *xs: jnp.stack(xs), *aux) if aux else {}
@@ -219,8 +219,8 @@ def arguments(case: Case):
 
     axes = tuple(axis for axis in ("fsdp", "expert") if getattr(case, axis) > 1)
     at_rest = Params(
-        {name: laid(x, case.specs[name]) for name, x in params.parts.items()},
-        {name: laid(x, P()) for name, x in params.ends.items()},
+        {name: laid(x, case.specs[name]) for name, x in params.chunks.items()},
+        {name: laid(x, P()) for name, x in params.embedding_and_head.items()},
     )
     rows = {name: laid(x, P(axes or None)) for name, x in batch.items()}
     return at_rest, rows, jax.eval_shape(lambda: jax.random.key(7))
@@ -407,10 +407,10 @@ def test_memory_of_1f1b_does_not_grow_with_microbatches_and_gpipes_does(run):
     assert many >= 3 * few
     # What F keeps of a microbatch, and the last part's output: once each, and no copy of either.
     case = program("gpipe", 8)
-    part = jax.tree.map(lambda x: x[0], case.data[0].parts)
+    part = jax.tree.map(lambda x: x[0], case.data[0].chunks)
     x = jax.ShapeDtypeStruct((case.rows, EMBED), jnp.float32)
-    stash = split_vjp(lambda layers, x: case.stage(layers, x, None), part, x).stash
-    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in (*stash, x))
+    saved = split_vjp(lambda layers, x: case.stage(layers, x, None), part, x).saved_activations
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in (*saved, x))
     assert (many - few) / 24 == pytest.approx(kept, rel=0.05)
 
 
@@ -421,7 +421,7 @@ def test_memory_is_what_peak_activations_says(run):
         held[name] = run(program(name, 8)).temporary_bytes
         peak[name] = int(make(name, 4, 8).peak_activations.max())
     assert (peak["1f1b"], peak["zb-h2"]) == (4, 7)
-    # XLA of older releases copies a backlog of several slots.
+    # Older releases of XLA copy a buffer of deferred weight gradients with several slots.
     more = 1.0 if jax.__version_info__ >= (0, 11) else 1.25
     assert held["zb-h2"] / held["1f1b"] == pytest.approx(7 / 4 * more, rel=0.15)
 
@@ -458,7 +458,7 @@ def shared_ends(case):
     parts = case.table.parts
     first, last = ((parts == part).any(1) for part in (0, case.table.num_parts - 1))
     owners = {"in": first | last if case.tied else first, "out": last}
-    return [x.size for name, x in case.data[0].ends.items() if owners[name].sum() > 1]
+    return [x.size for name, x in case.data[0].embedding_and_head.items() if owners[name].sum() > 1]
 
 
 @pytest.mark.parametrize("case", CROSSED, ids=label)
@@ -471,8 +471,8 @@ def test_gradients_are_reduced_once_behind_the_loop(run, case):
     assert all(c.count_per_step == 1 and not c.in_loop and not c.in_branch for c in reductions)
     if case.shards > 1:
         params, _ = case.data
-        of_stage = sum(x.size for x in jax.tree.leaves(params.parts)) // case.table.stages // case.tensor
-        ends = sum(x.size for x in jax.tree.leaves(params.ends))
+        of_stage = sum(x.size for x in jax.tree.leaves(params.chunks)) // case.table.stages // case.tensor
+        ends = sum(x.size for x in jax.tree.leaves(params.embedding_and_head))
         assert sum(math.prod(a.dims) for c in reductions if "stage" not in c.axes for a in c.arrays) == of_stage + ends
     if case.gather == "step":
         assert all(c.count_per_step == 1 and not c.in_loop for c in gathers)
@@ -617,11 +617,13 @@ def test_parts_go_out_and_their_gradients_come_back(name):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffer", cases("stash", grid=["stash", "inbox", "backlog"]))
+@pytest.mark.parametrize(
+    "buffer", cases("saved_activations", grid=["saved_activations", "receive_buffer", "deferred_weight_grads"])
+)
 def test_a_stale_buffer_is_seen_in_the_gradients(monkeypatch, buffer):
     """A B or W that reads another slot than it should: every other gradient test would fail so."""
     case = Case(schedule="zb-h2", p=3, m=6)
-    kind = 1 if buffer == "inbox" else 2
+    kind = 1 if buffer == "receive_buffer" else 2
     slots, schedule = case.table.slots(), case.table
     array = getattr(slots, buffer).copy()
     stage = array.max((0, 2)).argmax()
@@ -672,7 +674,7 @@ def called(params=None, batch=None, stage=None, last=None, key=None, late=None, 
     return jax.eval_shape(lambda *args: run(*args, key, late), params or given[0], batch or given[1])
 
 
-def wider(layers, x, micro):
+def wider(layers, x, inputs):
     return jnp.concatenate([x, x], -1)
 
 
@@ -692,42 +694,46 @@ MISTAKES = {
     "batch over stages": ({"batch_axes": ("stage",)}, "split the batch over `stage`", "the stages'"),
     "shape": ({"stage": wider}, "float32.2, 16.", "each takes float32.2, 8."),
     "dtype": (
-        {"stage": lambda layers, x, micro: x.astype(jnp.bfloat16)},
+        {"stage": lambda layers, x, inputs: x.astype(jnp.bfloat16)},
         "bfloat16.2, 8.",
         "before the layers or behind",
     ),
     "schedule": ({"schedule": "1f1b"}, "it is a str", "one_f_one_b"),
     "inputs": ({"first_fn": None}, "`inputs`", "a first_fn"),
-    "no metrics": ({"last": lambda ends, y, micro: y.mean()}, "from its result", "return loss, {}"),
-    "loss of rows": ({"last": lambda ends, y, micro: (y.mean(-1), {})}, r"a loss of shape \(2,\)", "loss.mean()"),
+    "no metrics": ({"last": lambda ends, y, inputs: y.mean()}, "from its result", "return loss, {}"),
+    "loss of rows": ({"last": lambda ends, y, inputs: (y.mean(-1), {})}, r"a loss of shape \(2,\)", "loss.mean()"),
     "total of rows": (
-        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(-1), y.size), {})},
+        {"last": lambda ends, y, inputs: (mp.MeanLoss(y.sum(-1), y.size), {})},
         r"a loss of shape \(2,\)",
         "loss.mean()",
     ),
-    "whole loss": ({"last": lambda ends, y, micro: (y.sum().astype(int), {})}, "a loss of dtype int", "real number"),
-    "no loss": ({"last": lambda ends, y, micro: (None, {})}, "dtype object", "astype"),
-    "a metric of words": ({"last": lambda ends, y, micro: (y.mean(), {"a": "b"})}, "`a`.*it is a str", "scalar"),
-    "a metric of nothing": ({"last": lambda ends, y, micro: (y.mean(), {"a": None})}, "it is a NoneType", "scalar"),
-    "a metric of keys": ({"last": lambda ends, y, micro: (y.mean(), {"a": micro.key})}, "of dtype key<fry>", "scalar"),
-    "a metric of rows": ({"last": lambda ends, y, micro: (y.mean(), {"a": y.mean(-1)})}, "of shape .2,.", "its mean"),
+    "whole loss": ({"last": lambda ends, y, inputs: (y.sum().astype(int), {})}, "a loss of dtype int", "real number"),
+    "no loss": ({"last": lambda ends, y, inputs: (None, {})}, "dtype object", "astype"),
+    "a metric of words": ({"last": lambda ends, y, inputs: (y.mean(), {"a": "b"})}, "`a`.*it is a str", "scalar"),
+    "a metric of nothing": ({"last": lambda ends, y, inputs: (y.mean(), {"a": None})}, "it is a NoneType", "scalar"),
+    "a metric of keys": (
+        {"last": lambda ends, y, inputs: (y.mean(), {"a": inputs.key})},
+        "of dtype key<fry>",
+        "scalar",
+    ),
+    "a metric of rows": ({"last": lambda ends, y, inputs: (y.mean(), {"a": y.mean(-1)})}, "of shape .2,.", "its mean"),
     "weights of rows": (
-        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), jnp.ones(len(y))), {})},
+        {"last": lambda ends, y, inputs: (mp.MeanLoss(y.sum(), jnp.ones(len(y))), {})},
         "`weight`.*of shape .2,.",
         "its sum",
     ),
     "a weight of outputs": (
-        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), (y > 0).sum()), {})},
+        {"last": lambda ends, y, inputs: (mp.MeanLoss(y.sum(), (y > 0).sum()), {})},
         "MeanLoss.weight.*depends on the model's",
         "from the batch and the key only",
     ),
     "a weight of ends": (
-        {"last": lambda ends, y, micro: (mp.MeanLoss(y.sum(), jnp.abs(ends["out"]).sum()), {})},
+        {"last": lambda ends, y, inputs: (mp.MeanLoss(y.sum(), jnp.abs(ends["out"]).sum()), {})},
         "MeanLoss.weight.*depends on the model's",
         "from the batch and the key only",
     ),
-    "another structure": ({"stage": lambda layers, x, micro: [x]}, r"float32.2, 8. in PyTreeDef.\[", "x's structure"),
-    "keys": ({"first_fn": lambda ends, micro: micro.key}, "as key<fry>", "micro.key"),
+    "another structure": ({"stage": lambda layers, x, inputs: [x]}, r"float32.2, 8. in PyTreeDef.\[", "x's structure"),
+    "keys": ({"first_fn": lambda ends, inputs: inputs.key}, "as key<fry>", "inputs.key"),
     "keys as parameters": (
         {"params": Params({"k": jax.random.split(jax.random.key(0))}, {})},
         "as key<fry>",
@@ -759,7 +765,7 @@ MISTAKES = {
         "`up`",
         "tensor=3",
     ),
-    "params": ({"params": {"parts": PARTS.parts}}, "a model of dict", "Params\\(parts, ends\\)"),
+    "params": ({"params": {"chunks": PARTS.chunks}}, "a model of dict", "Params\\(parts, ends\\)"),
 }
 
 
@@ -778,14 +784,14 @@ def test_a_mistake_is_told_in_four_parts(mistake):
 def test_one_stage_is_a_pipeline_too(name):
     mesh = jax.make_mesh((1,), ("stage",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
     run = value_and_grad(
-        lambda w, x, micro: jnp.tanh(x * w), lambda ends, y, micro: ((y**2).mean(), {}), schedule=make(name, 1, 4),
+        lambda w, x, inputs: jnp.tanh(x * w), lambda ends, y, inputs: ((y**2).mean(), {}), schedule=make(name, 1, 4),
         mesh=mesh,
     )  # fmt: skip
     w, x = np.full((1, 3), 0.5, np.float32), np.arange(12, dtype=np.float32).reshape(4, 3)
     result, grads = jax.jit(run)(Params(w), {"inputs": x})
     loss, wanted = jax.jit(jax.value_and_grad(lambda w: (jnp.tanh(x * w) ** 2).mean()))(w)
     np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
-    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5)
+    np.testing.assert_allclose(grads.chunks, wanted, rtol=1e-5)
 
 
 TWO = np.float32([[0.5, 0.7, 0.9], [0.4, 0.2, 0.1]])
@@ -806,18 +812,18 @@ def assert_as(whole, result, grads):
     """Loss and gradients are those of the whole model."""
     loss, wanted = jax.jit(jax.value_and_grad(whole))(TWO)
     np.testing.assert_allclose(result.loss, loss, rtol=1e-6)
-    np.testing.assert_allclose(grads.parts, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(grads.chunks, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_whole_numbers_go_from_part_to_part():
     """They have no gradient; and numbers of Python's own are results as any."""
     rows = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "id": np.int32([0, 2, 1, 1])}
 
-    def stage(w, given, micro):
+    def stage(w, given, inputs):
         x, ids, even = given
         return (jnp.tanh(x * w[ids][:, None] + w), ids, ~even), Aux(0.5, {"count": 3})
 
-    def last(ends, given, micro):
+    def last(ends, given, inputs):
         x, ids, even = given
         told = {"one": 1.0, "even": even.sum(), "small": even.sum(dtype=jnp.int8), "any": even.any()}
         return (x**2 * (1 + ids[:, None])).mean() + even.mean(), told
@@ -829,7 +835,7 @@ def test_whole_numbers_go_from_part_to_part():
         return last(None, given, None)[0] + 2 * 0.5
 
     result, grads = of_two(
-        stage, last, lambda ends, micro: (micro.rows["x"], micro.rows["id"], micro.rows["id"] % 2 == 0), rows,
+        stage, last, lambda ends, inputs: (inputs.examples["x"], inputs.examples["id"], inputs.examples["id"] % 2 == 0), rows,
     )  # fmt: skip
     assert_as(whole, result, grads)
     assert result.aux["count"].tolist() == [6, 6]
@@ -841,16 +847,16 @@ def test_whole_numbers_go_from_part_to_part():
 def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
     rows = {"inputs": np.arange(12, dtype=np.float32).reshape(4, 3), "weight": np.float32([0, 0, 1, 3])}
 
-    def last(ends, y, micro):
-        weight = micro.rows["weight"].sum()
-        total = ((y**2).mean(-1) * micro.rows["weight"]).sum()
+    def last(ends, y, inputs):
+        weight = inputs.examples["weight"].sum()
+        total = ((y**2).mean(-1) * inputs.examples["weight"]).sum()
         return mp.MeanLoss(total, weight), {"mean": total / weight, "rows": len(y)}
 
     def whole(w):
         y = jnp.tanh(jnp.tanh(rows["inputs"] * w[0]) * w[1])
-        return mean_of(last(None, y, Micro(rows, None, 0))[0])
+        return mean_of(last(None, y, MicrobatchInputs(rows, None, 0))[0])
 
-    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows)
+    result, grads = of_two(lambda w, x, inputs: jnp.tanh(x * w), last, None, rows)
     assert_as(whole, result, grads)
     # The first microbatch has 0 / 0 as its mean.
     np.testing.assert_allclose(result.metrics["mean"], result.loss, rtol=1e-6)
@@ -860,22 +866,22 @@ def test_a_microbatch_of_no_weight_has_no_part_in_the_mean():
 def test_microbatches_without_any_weight_have_loss_zero():
     rows = {"inputs": np.ones((4, 3), np.float32), "weight": np.zeros(4, np.float32)}
 
-    def last(ends, y, micro):
-        weights = micro.rows["weight"]
+    def last(ends, y, inputs):
+        weights = inputs.examples["weight"]
         return mp.MeanLoss((y * weights[:, None]).sum(), weights.sum()), {"mean": (y.T @ weights).sum() / weights.sum()}
 
-    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows)
+    result, grads = of_two(lambda w, x, inputs: jnp.tanh(x * w), last, None, rows)
     assert float(result.loss) == float(result.metrics["loss_weight"]) == float(result.metrics["mean"]) == 0
-    np.testing.assert_array_equal(grads.parts, 0)
+    np.testing.assert_array_equal(grads.chunks, 0)
 
 
 def test_a_sum_is_not_divided():
     rows = {"inputs": np.arange(12, dtype=np.float32).reshape(4, 3)}
 
-    def last(ends, y, micro):
+    def last(ends, y, inputs):
         return mp.SumLoss((y**2).sum()), {"mean": y.mean(), "rows": len(y)}
 
-    result, grads = of_two(lambda w, x, micro: jnp.tanh(x * w), last, None, rows)
+    result, grads = of_two(lambda w, x, inputs: jnp.tanh(x * w), last, None, rows)
     assert_as(lambda w: (jnp.tanh(jnp.tanh(rows["inputs"] * w[0]) * w[1]) ** 2).sum(), result, grads)
     assert int(result.metrics["rows"]) == 4
     assert "loss_weight" not in result.metrics
@@ -885,20 +891,20 @@ def test_a_sum_is_not_divided():
 def test_what_has_no_gradient_goes_along_under_a_weight(dtype):
     rows = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "weight": np.float32([0, 0, 1, 3])}
 
-    def first(ends, micro):
-        return micro.rows["x"], (micro.rows["x"] > 4).astype(dtype)
+    def first(ends, inputs):
+        return inputs.examples["x"], (inputs.examples["x"] > 4).astype(dtype)
 
-    def stage(w, given, micro):
+    def stage(w, given, inputs):
         x, big = given
         return jnp.tanh(x * w) + big, big
 
-    def last(ends, given, micro):
-        weights = micro.rows["weight"]
+    def last(ends, given, inputs):
+        weights = inputs.examples["weight"]
         return mp.MeanLoss(((given[0] ** 2).mean(-1) * weights).sum(), weights.sum()), {}
 
     def whole(w):
-        micro = Micro(rows, None, 0)
-        return mean_of(last(None, stage(w[1], stage(w[0], first(None, micro), micro), micro), micro)[0])
+        inputs = MicrobatchInputs(rows, None, 0)
+        return mean_of(last(None, stage(w[1], stage(w[0], first(None, inputs), inputs), inputs), inputs)[0])
 
     result, grads = of_two(stage, last, first, rows)
     assert_as(whole, result, grads)
@@ -906,9 +912,9 @@ def test_what_has_no_gradient_goes_along_under_a_weight(dtype):
 
 def test_the_axes_of_the_batch():
     case = Case(fsdp=2)
-    for given, found in ((None, {"fsdp": 2}), ("fsdp", {"fsdp": 2}), (("data", "fsdp"), {"fsdp": 2}), ((), {})):
-        step = value_and_grad(case.stage, case.last, schedule=case.table, mesh=case.mesh, batch_axes=given)
-        assert step.run.split_by == found
+    for axes, sizes in ((None, {"fsdp": 2}), ("fsdp", {"fsdp": 2}), (("data", "fsdp"), {"fsdp": 2}), ((), {})):
+        step = value_and_grad(case.stage, case.last, schedule=case.table, mesh=case.mesh, batch_axes=axes)
+        assert step.run.batch_axis_sizes == sizes
 
 
 def test_the_gradient_of_a_tied_end_is_summed_over_its_two_stages(run):

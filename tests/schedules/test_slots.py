@@ -21,9 +21,9 @@ def test_every_op_finds_what_is_meant_for_it(name):
             continue
         schedule = make(name, p, m)
         counts = replay(schedule).counts()
-        assert np.array_equal(counts["stash"], schedule.peak_activations)
-        assert (counts["backlog"] <= schedule.peak_activations).all()
-        assert (counts["inbox"] <= schedule.peak_activations).all()
+        assert np.array_equal(counts["saved_activations"], schedule.peak_activations)
+        assert (counts["deferred_weight_grads"] <= schedule.peak_activations).all()
+        assert (counts["receive_buffer"] <= schedule.peak_activations).all()
 
 
 @pytest.mark.parametrize(
@@ -44,42 +44,42 @@ def test_messages_are_as_many_as_hops():
         schedule = make(name, 4, 8)
         slots = schedule.slots()
         hops = 2 * schedule.microbatches * (schedule.num_parts - 1)
-        assert (slots.sends >= 0).sum() == (slots.arrives >= 0).sum() == (slots.inbox >= 0).sum() == hops
+        assert (slots.sends >= 0).sum() == (slots.arrives >= 0).sum() == (slots.receive_buffer >= 0).sum() == hops
 
 
 def test_whole_backwards_keep_nothing_for_later():
     """The weight gradient follows at once: one slot between B and W, however many are in flight."""
     for name in ("gpipe", "1f1b", "interleaved-1f1b"):
-        assert make(name, 4, 8).slots().counts()["backlog"].tolist() == [1] * 4
+        assert make(name, 4, 8).slots().counts()["deferred_weight_grads"].tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("buffer", ["stash", "backlog", "inbox", "arrives"])
+@pytest.mark.parametrize("buffer", ["saved_activations", "deferred_weight_grads", "receive_buffer", "arrives"])
 def test_a_stale_slot_is_caught(name, buffer):
     """One use of any slot moved to another slot: somebody reads what was not meant for him."""
     schedule = make(name, 4, 8)
     slots = schedule.slots()
     array = getattr(slots, buffer)
     used = np.argwhere(array >= 0)
-    sizes = slots.counts()["inbox" if buffer == "arrives" else buffer]
+    sizes = slots.counts()["receive_buffer" if buffer == "arrives" else buffer]
     checked = 0
     for at in used[:: max(1, len(used) // 12)]:
         stale = array.copy()
         stale[tuple(at)] = (stale[tuple(at)] + 1) % max(2, sizes[at[1]])
-        with pytest.raises(Stale, match=r"tick \d+, stage \d, .*: wants what [FB] of microbatch"):
+        with pytest.raises(Stale, match=r"tick \d+, stage \d, .*: expected [FB] of microbatch"):
             replay(schedule, dataclasses.replace(slots, **{buffer: stale}))
         checked += 1
-    assert checked or (name, buffer) == ("eager-1f1b", "backlog")  # each W stands in the cell of its B
+    assert checked or (name, buffer) == ("eager-1f1b", "deferred_weight_grads")  # each W stands in the cell of its B
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_slot_less_is_too_few(name):
     schedule = make(name, 4, 8)
     slots = schedule.slots()
-    last = slots.counts()["stash"] - 1
-    squeezed = np.where((slots.stash == last[:, None]) & (last[:, None] > 0), 0, slots.stash)
-    with pytest.raises(Stale, match="wants what F of microbatch .*, finds F of microbatch"):
-        replay(schedule, dataclasses.replace(slots, stash=squeezed))
+    last = slots.counts()["saved_activations"] - 1
+    squeezed = np.where((slots.saved_activations == last[:, None]) & (last[:, None] > 0), 0, slots.saved_activations)
+    with pytest.raises(Stale, match="expected F of microbatch .*, got F of microbatch"):
+        replay(schedule, dataclasses.replace(slots, saved_activations=squeezed))
 
 
 def test_a_message_that_is_not_sent_is_missed():
@@ -88,5 +88,5 @@ def test_a_message_that_is_not_sent_is_missed():
     at = tuple(np.argwhere(slots.sends >= 0)[20])
     sends = slots.sends.copy()
     sends[at] = -1
-    with pytest.raises(Stale, match="inbox"):
+    with pytest.raises(Stale, match="receive_buffer"):
         replay(schedule, dataclasses.replace(slots, sends=sends))
