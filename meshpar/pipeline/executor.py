@@ -12,7 +12,7 @@ inside a stage run within a tick and never cross stages.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -120,6 +120,23 @@ class _Carry:
     """Sums of `late` over the stages before and after this one, as far as they have arrived."""
 
 
+class Columns(NamedTuple):
+    """The table of a schedule and its buffer slots, int32 arrays `[tick, stage, ...]`; see `Slots` and `Schedule`."""
+
+    arrives: Any
+    deferred_weight_grads: Any
+    branch: Any
+    """Index in `Plan.cells` of the ops in a tick."""
+    chunk: Any
+    receive_buffer: Any
+    microbatch: Any
+    part: Any
+    """Index of the model part of each op; −1 if there is no op."""
+    sends: Any
+    saved_activations: Any
+    pending_outputs: Any
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """Table and buffer slots of a schedule, as arrays that a scan over ticks reads."""
@@ -128,8 +145,7 @@ class Plan:
     slots: Slots
     cells: tuple[tuple[bool, ...], ...]
     """Distinct combinations of ops in a tick: (F, B, W, whether W is computed together with its own B)."""
-    columns: dict[str, np.ndarray]
-    """int32 `[tick, stage, ...]`."""
+    columns: Columns
     moves: np.ndarray
     """int32 `[tick, direction, lane]`: 1 if any stage sends."""
 
@@ -142,18 +158,18 @@ class Plan:
         keys = np.concatenate([has_op, is_full_backward[..., None]], -1)
         cells, branch = np.unique(keys.reshape(-1, 4), axis=0, return_inverse=True)
         stage = np.arange(schedule.stages)[None, :, None]
-        columns = {
-            "branch": branch.reshape(has_op.shape[:2]),
-            "microbatch": schedule.table[..., 0],
-            "chunk": schedule.table[..., 1],
-            "part": np.where(has_op, schedule.parts[stage, schedule.table[..., 1]], -1),
+        columns = Columns(
+            branch=branch.reshape(has_op.shape[:2]),
+            microbatch=schedule.table[..., 0],
+            chunk=schedule.table[..., 1],
+            part=np.where(has_op, schedule.parts[stage, schedule.table[..., 1]], -1),
             **{name: getattr(slots, name) for name in (*BUFFERS, "sends", "arrives")},
-        }
+        )
         return Plan(
             schedule=schedule,
             slots=slots,
             cells=tuple(tuple(bool(x) for x in cell) for cell in cells),
-            columns={name: np.asarray(column, np.int32) for name, column in columns.items()},
+            columns=jax.tree.map(lambda column: np.asarray(column, np.int32), columns),
             moves=np.any(slots.sends >= 0, axis=1).astype(np.int32),
         )
 
@@ -176,7 +192,7 @@ class Executor:
     constrain_grads: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda chunks, other: (chunks, other)
     """Applies the sharding constraints of accumulated gradients over the axes that are left to XLA."""
 
-    def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, embedding_and_head: PyTree, examples: PyTree,
+    def __call__(self, columns: Columns, params: PyTree, embedding_and_head: PyTree, examples: PyTree,
                  key: jax.Array, late: jax.Array, extra: PyTree = ()) -> tuple[StageTotals, jax.Array]:  # fmt: skip
         """Return the sums over all microbatches, and the sum of `late` over all stages.
 
@@ -195,7 +211,7 @@ class Executor:
             column, moves = xs
             return trace.tick(carry, column, moves, late), None
 
-        carry, _ = lax.scan(tick, trace.zeros(late), (dict(columns), jnp.asarray(self.plan.moves)))
+        carry, _ = lax.scan(tick, trace.zeros(late), (columns, jnp.asarray(self.plan.moves)))
         return carry.totals, carry.below + late + carry.above
 
 
@@ -289,12 +305,12 @@ class _Trace:
 
     # -- One tick -----------------------------------------------------------------------------------------------------
 
-    def tick(self, carry: _Carry, column: Mapping[str, jax.Array], moves: jax.Array, late: jax.Array) -> _Carry:
+    def tick(self, carry: _Carry, column: Columns, moves: jax.Array, late: jax.Array) -> _Carry:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
             buffers = (carry.saved_activations, carry.pending_outputs, carry.deferred_weight_grads)
             totals, (saved, pending, deferred), up, down = lax.switch(
-                column["branch"], branches, carry.totals, buffers, carry.receive_buffer, column
+                column.branch, branches, carry.totals, buffers, carry.receive_buffer, column
             )
         receive_buffer = self._messages(carry.receive_buffer, (up, down), column, moves)
         below, above = carry.below, carry.above
@@ -311,7 +327,7 @@ class _Trace:
         return lax.ppermute(x, self.axis, pairs) if pairs else jax.tree.map(jnp.zeros_like, x)
 
     def _messages(
-        self, receive_buffer: PyTree, results: tuple[PyTree, PyTree], column: Any, moves: jax.Array
+        self, receive_buffer: PyTree, results: tuple[PyTree, PyTree], column: Columns, moves: jax.Array
     ) -> PyTree:
         """Send the results of F and B, each at most once, and write received messages to the receive buffer."""
         for direction, shift in enumerate(SHIFTS):
@@ -319,9 +335,9 @@ class _Trace:
                 sends = self.plan.moves[:, direction, lane]
                 if not sends.any():
                     continue
-                kind = column["sends"][direction, lane]
+                kind = column.sends[direction, lane]
                 out = jax.tree.map(lambda f, b, kind=kind: jnp.where(kind == B, b, f), *results)
-                slot = column["arrives"][direction, lane]
+                slot = column.arrives[direction, lane]
                 if direction == STAY:
                     receive_buffer = write(receive_buffer, slot, out)
                     continue
@@ -351,7 +367,7 @@ class _Trace:
         """Return the function that runs a combination of ops, one of `plan.cells`."""
         has_f, has_b, has_w, is_full_backward = kinds
 
-        def run(totals: StageTotals, buffers: Any, receive_buffer: PyTree, column: Mapping[str, jax.Array]) -> Any:
+        def run(totals: StageTotals, buffers: Any, receive_buffer: PyTree, column: Columns) -> Any:
             saved, pending, deferred = buffers
             weights_of = self._weights_of(column)
             up, down = _zeros(self.x), _zeros(self.x)
@@ -361,14 +377,14 @@ class _Trace:
                 steps[F] = _scoped("forward", self._forward(weights_of(F), receive_buffer, column))
             if has_b:
                 run_b = self.split.at_once_steps if is_full_backward else self.split.backward_steps
-                weights, residuals = weights_of(B), read(saved, column["saved_activations"][B])
+                weights, residuals = weights_of(B), read(saved, column.saved_activations[B])
                 steps[B] = _scoped(
                     "backward", self._backward(run_b, weights, residuals, receive_buffer, pending, sums, column)
                 )
             if has_w and not is_full_backward:
-                from_b = read(deferred, column["deferred_weight_grads"][W])
+                from_b = read(deferred, column.deferred_weight_grads[W])
                 shared = self.split.shared(weights_of(W))
-                residuals = read(saved, column["saved_activations"][W])
+                residuals = read(saved, column.saved_activations[W])
                 steps[W] = _scoped("weights", self.split.weights_steps(shared, residuals, from_b))
             out = dict(zip(steps, together(*steps.values()), strict=True))
             if has_b:
@@ -376,65 +392,65 @@ class _Trace:
             if has_w:
                 with jax.named_scope("weights"):
                     grads = self._trained(from_b if is_full_backward else out[W], "chunks")
-                    chunks = _sum(sums.grads.chunks, grads, None if self.num_chunks == 1 else column["chunk"][W])
+                    chunks = _sum(sums.grads.chunks, grads, None if self.num_chunks == 1 else column.chunk[W])
                     sums = sums.replace(grads=sums.grads._replace(chunks=chunks))
             if has_f:
                 up, residuals, aux_loss, metrics = out[F]
                 # Every F has a B, so residuals are always saved. Only the output of the last chunk is pending.
-                saved = put(saved, column["saved_activations"][F], residuals)
-                pending = write(pending, column["pending_outputs"][F], up)
+                saved = put(saved, column.saved_activations[F], residuals)
+                pending = write(pending, column.pending_outputs[F], up)
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
-                aux = {k: x.at[column["chunk"][F]].add(metrics[k].astype(x.dtype)) for k, x in aux.items()}
+                aux = {k: x.at[column.chunk[F]].add(metrics[k].astype(x.dtype)) for k, x in aux.items()}
             if has_b and not is_full_backward and deferred:
-                deferred = put(deferred, column["deferred_weight_grads"][B], from_b)
+                deferred = put(deferred, column.deferred_weight_grads[B], from_b)
             return StageTotals(sums, aux), (saved, pending, deferred), self._constrain(up), self._constrain(down)
 
         return run
 
-    def _weights_of(self, column: Mapping[str, jax.Array]) -> Callable[[int], PyTree]:
+    def _weights_of(self, column: Columns) -> Callable[[int], PyTree]:
         """Return a function from op kind to weights. With one chunk per stage, all ops of a tick share one gather."""
         gathered: dict[int, PyTree] = {}
 
         def weights_of(kind: int) -> PyTree:
             key = 0 if self.num_chunks == 1 else kind
             if key not in gathered:
-                gathered[key] = self.executor.gather_weights(self._chunk(self.params, column["chunk"][kind]))
+                gathered[key] = self.executor.gather_weights(self._chunk(self.params, column.chunk[kind]))
             return gathered[key]
 
         return weights_of
 
     def _forward(
-        self, weights: PyTree, receive_buffer: PyTree, column: Any
+        self, weights: PyTree, receive_buffer: PyTree, column: Columns
     ) -> Steps[tuple[PyTree, Buffers, jax.Array, Any]]:
         """Return y, the residuals for B and W, the auxiliary loss and its metrics."""
-        inputs = self.inputs(column["microbatch"][F], column["part"][F])
+        inputs = self.inputs(column.microbatch[F], column.part[F])
         with jax.named_scope(IF_FIRST):
             x = lax.cond(
-                column["part"][F] == 0,
+                column.part[F] == 0,
                 lambda: self._constrain(self._first(self.embedding_and_head, inputs)),
-                lambda: self._constrain(read(receive_buffer, column["receive_buffer"][F])),
+                lambda: self._constrain(read(receive_buffer, column.receive_buffer[F])),
             )
         ((y, aux_loss), metrics), residuals = yield from self.split.forward_steps(weights, (x, _with_key_data(inputs)))
         return y, residuals, aux_loss, metrics
 
     def _backward(
         self, run: Any, weights: PyTree, residuals: Buffers, receive_buffer: PyTree, pending: PyTree,
-        sums: MicrobatchTotals, column: Any,
+        sums: MicrobatchTotals, column: Columns,
     ) -> Steps[tuple[PyTree, Any, MicrobatchTotals]]:  # fmt: skip
         """Return dx, the second result of `run` (weight gradients, or deferred values for W), and the sums."""
-        part = column["part"][B]
-        inputs = self.inputs(column["microbatch"][B], part)
+        part = column.part[B]
+        inputs = self.inputs(column.microbatch[B], part)
 
         def from_loss(sums: MicrobatchTotals) -> tuple[PyTree, MicrobatchTotals]:
             totals, (d_params, dy) = self._last(
-                self.embedding_and_head, read(pending, column["pending_outputs"][B]), inputs
+                self.embedding_and_head, read(pending, column.pending_outputs[B]), inputs
             )
             added = jax.tree.map(jnp.add, sums.replace(grads=None), totals)
             grads = sums.grads._replace(embedding_and_head=_sum(sums.grads.embedding_and_head, d_params))
             return self._constrain(_without_float0(dy, self.x)), added.replace(grads=grads)
 
         def from_next(sums: MicrobatchTotals) -> tuple[PyTree, MicrobatchTotals]:
-            return self._constrain(read(receive_buffer, column["receive_buffer"][B])), sums
+            return self._constrain(read(receive_buffer, column.receive_buffer[B])), sums
 
         with jax.named_scope(IF_LAST):
             dy, sums = lax.cond(part == self.plan.schedule.num_parts - 1, from_loss, from_next, sums)
