@@ -89,13 +89,13 @@ class ScheduleCounts:
         columns = self._plan.columns
         scope, last = ["", "", *scopes.components(branch.op_name)[:-1]][-2:]  # right around it
         if last == CELL and branch.of == len(self._plan.cells):
-            return columns["branch"] == branch.index
+            return columns.branch == branch.index
         if branch.of != 2:
             return None
         if last in (IF_FIRST, IF_LAST):
             kind = F if scope == "forward" else B
             part = 0 if last == IF_FIRST else self.schedule.num_parts - 1
-            is_so = columns["part"][..., kind] == part
+            is_so = columns.part[..., kind] == part
         elif lane := _LANE.match(last):
             sent = self._plan.moves[:, SENDS.index(lane.group(1)), int(lane.group(2) or 0)] > 0
             is_so = np.repeat(sent[:, None], self.schedule.stages, axis=1)

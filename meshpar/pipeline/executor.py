@@ -1,17 +1,18 @@
-"""One program for every schedule: a scan over the ticks of its table, the same on all stages.
+"""The executor that runs any schedule: a scan over the ticks of its table, the same program on all stages.
 
-    tick:   cell (F, B, W of some microbatch, or idle) ─► results ─► one message up, one down ─► inbox of the neighbours
-             │ reads and writes stash and backlog            only where some cell of the tick has something to send
+    tick:   F, B and W of this stage  ─►  results  ─►  one message up, one down  ─►  receive buffers of the neighbors
+             │ reads and writes saved activations         only if some stage sends in this tick
+             │ and deferred weight gradients
 
-Manual over the stages and over the axes that split the batch, so gradients are summed where they are made and reduced
-once, behind the loop. All other axes stay XLA's: what splits a stage's own work puts its collectives into the cells,
-whose groups never leave a stage.
+The program is manual over the stages and over the axes that shard the batch, so each device accumulates its gradients
+locally and reduces them once, after the loop. All other axes are left to XLA: collectives of layers that are sharded
+inside a stage run within a tick and never cross stages.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -34,443 +35,483 @@ from meshpar.sharding.types import PyTree
 Buffers: TypeAlias = tuple[jax.Array, ...]
 
 CELL, IF_FIRST, IF_LAST, SENDS = "cell", "if_first", "if_last", ("send_up", "send_down")
-"""Scopes of the choices of a tick: which branch runs is in the schedule's table, not in the program."""
+"""Named scopes of the conditionals in a tick. The schedule, not the program, determines which branch runs."""
 
 
-class Micro(NamedTuple):
-    """What a stage may know of the microbatch before it."""
+class MicrobatchInputs(NamedTuple):
+    """Inputs of a stage function other than activations and parameters."""
 
-    rows: PyTree
-    """This device's rows of the batch; every stage has them."""
+    examples: PyTree
+    """Local examples of the microbatch. All stages receive them."""
     key: jax.Array
-    """For random numbers: of this microbatch, of this part of the model and of this device's rows."""
-    part: jax.Array
-    """int32: which part of the model is run, from 0 on."""
+    """PRNG key, unique per microbatch, pipeline chunk and data-parallel rank."""
+    chunk: jax.Array
+    """int32 index of the pipeline chunk in the model, starting at 0."""
     extra: PyTree = ()
-    """What the model keeps beside parameters, as it was before the step."""
+    """Variables of the model other than parameters, as they were before the step."""
 
 
-def micro_key(key: jax.Array, microbatch: jax.Array, part: jax.Array) -> jax.Array:
-    """Return the random key of a microbatch in a part of the model."""
-    return jax.random.fold_in(jax.random.fold_in(key, microbatch), part)
+def micro_key(key: jax.Array, microbatch: jax.Array, chunk: jax.Array) -> jax.Array:
+    """Return the PRNG key of a microbatch in a pipeline chunk."""
+    return jax.random.fold_in(jax.random.fold_in(key, microbatch), chunk)
 
 
-First: TypeAlias = Callable[[PyTree, Micro], PyTree]
-"""(ends, micro) -> the first part's input."""
-Last: TypeAlias = Callable[[PyTree, PyTree, Micro], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
-"""(ends, the last part's output, micro) -> (loss, metrics)."""
+First: TypeAlias = Callable[[PyTree, MicrobatchInputs], PyTree]
+"""(embedding_and_head, inputs) -> input activations of the first chunk."""
+Last: TypeAlias = Callable[
+    [PyTree, PyTree, MicrobatchInputs], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]
+]
+"""(embedding_and_head, output of the last chunk, inputs) -> (loss, metrics)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Functions:
-    """A model cut into parts; none of them may communicate over the stages."""
+    """A model as pipeline chunks. The functions must not communicate over the stages."""
 
     first: First
-    stage: Callable[[PyTree, PyTree, Micro], tuple[PyTree, Aux]]
-    """(parameters of one part, x, micro) -> (y, aux); y is as x is."""
-    last: Callable[[PyTree, PyTree, Micro], LossTerms]
+    stage: Callable[[PyTree, PyTree, MicrobatchInputs], tuple[PyTree, Aux]]
+    """(parameters of one chunk, x, inputs) -> (y, aux); y has the shapes and dtypes of x."""
+    last: Callable[[PyTree, PyTree, MicrobatchInputs], LossTerms]
     normalizer: Normalizer = ONE_PART
-    """Of the losses of all microbatches and devices."""
-    inside: Callable[[PyTree, PyTree, PyTree, Micro], PyTree] | None = None
-    """(parameters of one part, ends, x, micro) -> y, where `stage` leaves out ends that it must not depend on."""
+    """Normalizer for the losses of all microbatches and devices."""
+    inside: Callable[[PyTree, PyTree, PyTree, MicrobatchInputs], PyTree] | None = None
+    """(parameters of one chunk, embedding_and_head, x, inputs) -> y. Used to check that stages do not depend on
+    `embedding_and_head`, which `stage` replaces by zeros."""
     trained: Params | None = None
-    """A truth for each leaf of the parts and of the ends: whether it has a gradient. None: all have."""
+    """Boolean pytrees, True for trainable leaves. None means that all leaves are trainable."""
 
-    def of_trained(self, tree: PyTree, what: Literal["parts", "ends"]) -> PyTree:
-        """Of a tree like the parts or the ends what has a gradient; None stands for the others."""
+    def of_trained(self, tree: PyTree, group: Literal["chunks", "embedding_and_head"]) -> PyTree:
+        """Replace the leaves of frozen parameters by None."""
         if self.trained is None:
             return tree
-        return jax.tree.map(lambda on, x: x if on else None, getattr(self.trained, what), tree)
+        return jax.tree.map(lambda trainable, x: x if trainable else None, getattr(self.trained, group), tree)
 
 
 class Params(NamedTuple):
-    """The parameters of a model that is cut into parts, and likewise their gradients."""
+    """Parameters of a pipelined model, or their gradients."""
 
-    parts: PyTree
-    """Each leaf `[part, ...]`, in the order of the model; split over the mesh axis of the stages."""
-    ends: PyTree = None
-    """Of what stands before the first part and behind the last: embedding, head. Whole on every stage. None: nothing
-    does that has parameters."""
+    chunks: PyTree
+    """Parameters of the stacked layers. Leaves are `[chunk, ...]` in model order, sharded over the stage axis."""
+    embedding_and_head: PyTree = None
+    """Parameters used before the first chunk and after the last one, replicated over the stages."""
 
 
 class StageTotals(NamedTuple):
-    """What one device has added up over its microbatches."""
+    """Sums over the microbatches of one device."""
 
     sums: MicrobatchTotals
-    """With gradients as `Params`: of this stage's parts, `[chunk, ...]`, and of the ends. All but these and auxiliary
-    losses is zero but on the stages of the last part; gradients of ends also come from those of the first."""
+    """Gradients are `Params` with leaves `[chunk, ...]` of this stage. The loss and the metrics are nonzero only on
+    stages with the last chunk; gradients of the embedding also come from stages with the first chunk."""
     aux: dict[str, jax.Array]
-    """`[chunk, ...]`, of this stage's parts; not weighed."""
+    """Auxiliary metrics `[chunk, ...]` of this stage, unweighted."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Carry:
-    stash: Buffers
-    backlog: Buffers
-    inbox: PyTree
-    turn: PyTree
-    """Outputs of the last part that wait for the loss."""
+    saved_activations: Buffers
+    deferred_weight_grads: Buffers
+    receive_buffer: PyTree
+    pending_outputs: PyTree
+    """Outputs of the last chunk whose loss has not been computed yet."""
     totals: StageTotals
     below: jax.Array
     above: jax.Array
-    """`late` of the stages before and behind this one, as far as it has come."""
+    """Sums of `late` over the stages before and after this one, as far as they have arrived."""
+
+
+class Columns(NamedTuple):
+    """The table of a schedule and its buffer slots, int32 arrays `[tick, stage, ...]`; see `Slots` and `Schedule`."""
+
+    arrives: Any
+    deferred_weight_grads: Any
+    branch: Any
+    """Index in `Plan.cells` of the ops in a tick."""
+    chunk: Any
+    receive_buffer: Any
+    microbatch: Any
+    part: Any
+    """Index of the model part of each op; −1 if there is no op."""
+    sends: Any
+    saved_activations: Any
+    pending_outputs: Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """A schedule's table with its buffer slots, as arrays that a scan over ticks reads."""
+    """Table and buffer slots of a schedule, as arrays that a scan over ticks reads."""
 
     schedule: Schedule
     slots: Slots
     cells: tuple[tuple[bool, ...], ...]
-    """What kinds of cells there are: (F, B, W, whether W follows its own B)."""
-    columns: dict[str, np.ndarray]
-    """`[tick, stage, ...]`, int32."""
+    """Distinct combinations of ops in a tick: (F, B, W, whether W is computed together with its own B)."""
+    columns: Columns
     moves: np.ndarray
-    """int32 `[tick, direction, lane]`: 1 where some stage sends."""
+    """int32 `[tick, direction, lane]`: 1 if any stage sends."""
 
     @staticmethod
     def of(schedule: Schedule) -> Plan:
+        """Return the plan of a schedule, after validating it."""
         slots = schedule.validate().slots()
-        has = schedule.table[..., 0] >= 0
-        own = has[..., B] & has[..., W] & (slots.backlog[..., W] < 0)
-        keys = np.concatenate([has, own[..., None]], -1)
+        has_op = schedule.table[..., 0] >= 0
+        is_full_backward = has_op[..., B] & has_op[..., W] & (slots.deferred_weight_grads[..., W] < 0)
+        keys = np.concatenate([has_op, is_full_backward[..., None]], -1)
         cells, branch = np.unique(keys.reshape(-1, 4), axis=0, return_inverse=True)
-        part = np.where(has, schedule.parts[np.arange(schedule.stages)[None, :, None], schedule.table[..., 1]], -1)
-        columns = {
-            "branch": branch.reshape(has.shape[:2]),
-            "microbatch": schedule.table[..., 0],
-            "chunk": schedule.table[..., 1],
-            "part": part,
+        stage = np.arange(schedule.stages)[None, :, None]
+        columns = Columns(
+            branch=branch.reshape(has_op.shape[:2]),
+            microbatch=schedule.table[..., 0],
+            chunk=schedule.table[..., 1],
+            part=np.where(has_op, schedule.parts[stage, schedule.table[..., 1]], -1),
             **{name: getattr(slots, name) for name in (*BUFFERS, "sends", "arrives")},
-        }
+        )
         return Plan(
             schedule=schedule,
             slots=slots,
             cells=tuple(tuple(bool(x) for x in cell) for cell in cells),
-            columns={name: np.asarray(column, np.int32) for name, column in columns.items()},
+            columns=jax.tree.map(lambda column: np.asarray(column, np.int32), columns),
             moves=np.any(slots.sends >= 0, axis=1).astype(np.int32),
         )
 
     def buffers(self) -> dict[str, int]:
-        """Slots of each buffer on every device: those of the stage that needs most, for all run one program."""
+        """Return the slots of each buffer. All stages run one program, so this is the maximum over stages."""
         return {name: int(count.max(initial=0)) for name, count in self.slots.counts().items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Executor:
-    """Runs a plan on one device's view; call it inside a `shard_map` that is manual over `axis`."""
+    """Runs a plan in the per-device view, inside a `shard_map` that is manual over `axis`."""
 
     plan: Plan
     functions: Functions
     axis: str
     grad_dtype: Callable[[Any], Any]
-    """From a parameter's dtype to that in which its gradient is summed."""
-    whole: Callable[[PyTree], PyTree] = lambda params: params
-    """Makes a part's weights of what the loop is given, in every cell: for shards."""
-    pin: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda params, ends: (params, ends)
-    """Lays the sums of gradients out over the axes that are XLA's."""
+    """Maps the dtype of a parameter to the dtype in which its gradient is accumulated."""
+    gather_weights: Callable[[PyTree], PyTree] = lambda params: params
+    """Gathers the sharded weights of a chunk in every tick that uses them."""
+    constrain_grads: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda chunks, other: (chunks, other)
+    """Applies the sharding constraints of accumulated gradients over the axes that are left to XLA."""
 
-    def __call__(self, columns: Mapping[str, jax.Array], params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
-                 late: jax.Array, extra: PyTree = ()) -> tuple[StageTotals, jax.Array]:  # fmt: skip
-        """Sums over all microbatches; and over all stages, of `late`.
+    def __call__(self, columns: Columns, params: PyTree, embedding_and_head: PyTree, examples: PyTree,
+                 key: jax.Array, late: jax.Array, extra: PyTree = ()) -> tuple[StageTotals, jax.Array]:  # fmt: skip
+        """Return the sums over all microbatches, and the sum of `late` over all stages.
 
         Args:
-          columns: `plan.columns`, of this stage: `[tick, ...]`.
-          params: of this stage's parts, each leaf `[chunk, ...]`.
-          ends: what `first` and `last` take, whole.
-          rows: `[microbatch, rows, ...]`.
-          key: of this device's rows.
-          late: `[numbers]` that this stage brought from the step before.
-          extra: what the model keeps beside parameters.
+          columns: `plan.columns` of this stage, `[tick, ...]`.
+          params: parameters of the chunks of this stage, `[chunk, ...]`.
+          embedding_and_head: unsharded parameters of `first` and `last`.
+          examples: `[microbatch, examples, ...]`.
+          key: PRNG key of this data-parallel rank.
+          late: `[n]`, values of this stage from the previous step.
+          extra: variables of the model other than parameters.
         """
-        trace = _Trace(self, params, ends, rows, key, extra)
-        carry = trace.zeros(late)
+        trace = _Trace(self, params, embedding_and_head, examples, key, extra)
 
         def tick(carry: _Carry, xs: Any) -> tuple[_Carry, None]:
-            at, moves = xs
-            return trace.tick(carry, at, moves, late), None
+            column, moves = xs
+            return trace.tick(carry, column, moves, late), None
 
-        carry, _ = lax.scan(tick, carry, (dict(columns), jnp.asarray(self.plan.moves)))
+        carry, _ = lax.scan(tick, trace.zeros(late), (columns, jnp.asarray(self.plan.moves)))
         return carry.totals, carry.below + late + carry.above
 
 
 class _Trace:
-    """One trace of the loop: its arguments, and the shapes that follow from them."""
+    """The arguments of one trace of the loop, and the shapes that follow from them."""
 
-    def __init__(self, executor: Executor, params: PyTree, ends: PyTree, rows: PyTree, key: jax.Array,
+    def __init__(self, executor: Executor, params: PyTree, embedding_and_head: PyTree, examples: PyTree, key: jax.Array,
                  extra: PyTree) -> None:  # fmt: skip
         self.executor, self.plan, self.axis = executor, executor.plan, executor.axis
-        self.params, self.ends, self.rows, self.key, self.extra = params, ends, rows, key, extra
-        self.chunks = self.plan.schedule.chunks
+        self.params, self.embedding_and_head, self.examples = params, embedding_and_head, examples
+        self.key, self.extra = key, extra
+        self.num_chunks = self.plan.schedule.chunks
         self.functions = executor.functions
         self._trained = self.functions.of_trained
         zero = jnp.zeros((), jnp.int32)
-        micro = self.micro(zero, zero)
-        self.x = jax.eval_shape(self.functions.first, ends, micro)
-        self.layout = layout_of(self.functions.first, ends, micro)
-        one = jax.eval_shape(lambda params: executor.whole(self._chunk(params, zero)), params)
-        self.part_params = one
-        self.split = split_stage(self.functions, one, self.x, micro)
-        (_, self.aux_loss), self.aux = jax.eval_shape(_stage(self.functions), one, (self.x, _data(micro)))
-        self.of_last, _ = jax.eval_shape(self._last, ends, self.x, micro)
+        inputs = self.inputs(zero, zero)
+        self.x = jax.eval_shape(self.functions.first, embedding_and_head, inputs)
+        self.x_specs = layout_of(self.functions.first, embedding_and_head, inputs)
+        self.chunk_params = jax.eval_shape(lambda params: executor.gather_weights(self._chunk(params, zero)), params)
+        self.split = split_stage(self.functions, self.chunk_params, self.x, inputs)
+        (_, self.aux_loss), self.aux = jax.eval_shape(
+            _stage(self.functions), self.chunk_params, (self.x, _with_key_data(inputs))
+        )
+        self.loss_totals, _ = jax.eval_shape(self._last, embedding_and_head, self.x, inputs)
+        self.deferred = self.split.deferred_weight_grads if self.plan.buffers()["deferred_weight_grads"] else ()
 
-    # -- The model's parts --------------------------------------------------------------------------------------------
+    # -- The model ----------------------------------------------------------------------------------------------------
 
-    def micro(self, microbatch: jax.Array, part: jax.Array) -> Micro:
-        return Micro(read(self.rows, microbatch), micro_key(self.key, microbatch, part), part, self.extra)
+    def inputs(self, microbatch: jax.Array, chunk: jax.Array) -> MicrobatchInputs:
+        key = micro_key(self.key, microbatch, chunk)
+        return MicrobatchInputs(read(self.examples, microbatch), key, chunk, self.extra)
 
-    def _last(self, ends: PyTree, y: PyTree, micro: Micro) -> tuple[MicrobatchTotals, tuple[PyTree, PyTree]]:
-        """Return loss and metrics of one microbatch, and the gradients of the ends and of y."""
+    def _last(
+        self, embedding_and_head: PyTree, y: PyTree, inputs: MicrobatchInputs
+    ) -> tuple[MicrobatchTotals, tuple[PyTree, PyTree]]:
+        """Return the loss and metrics of a microbatch, and the gradients of `embedding_and_head` and y."""
 
         def last(trained: PyTree, y: PyTree) -> tuple[jax.Array, dict[str, jax.Array]]:
             with jax.named_scope("loss"):
-                return self.functions.last(_with_frozen(trained, ends), y, micro).normalized(self.functions.normalizer)
+                terms = self.functions.last(_with_frozen(trained, embedding_and_head), y, inputs)
+                return terms.normalized(self.functions.normalizer)
 
-        loss, vjp, metrics = jax.vjp(last, self._trained(ends, "ends"), y, has_aux=True)
+        trained = self._trained(embedding_and_head, "embedding_and_head")
+        loss, vjp, metrics = jax.vjp(last, trained, y, has_aux=True)
         return MicrobatchTotals(loss, metrics, None, None), vjp(jnp.ones_like(loss))
 
-    def _first(self, ends: PyTree, micro: Micro) -> PyTree:
+    def _first(self, embedding_and_head: PyTree, inputs: MicrobatchInputs) -> PyTree:
         with jax.named_scope("first"):
-            return self.functions.first(ends, micro)
+            return self.functions.first(embedding_and_head, inputs)
 
-    def _laid(self, x: PyTree) -> PyTree:
-        """What goes from part to part, as the first part lays it out: XLA wants it alike at the end of all branches."""
+    def _constrain(self, x: PyTree) -> PyTree:
+        """Constrain activations to the layout of the first chunk, because XLA needs the same layout in all branches."""
         leaves, structure = jax.tree.flatten(x)
-        laid = [x if spec is None else with_layout(x, spec) for x, spec in zip(leaves, self.layout, strict=True)]
-        return jax.tree.unflatten(structure, laid)
+        constrained = [
+            x if spec is None else with_layout(x, spec) for x, spec in zip(leaves, self.x_specs, strict=True)
+        ]
+        return jax.tree.unflatten(structure, constrained)
 
     def _chunk(self, params: PyTree, chunk: jax.Array) -> PyTree:
-        if self.chunks == 1:
-            return jax.tree.map(lambda p: p[0], params)
-        return read(params, chunk)
-
-    def _weights_of(self, at: Mapping[str, jax.Array]) -> Callable[[int], PyTree]:
-        """From the kind of an op in a cell to the weights of its part, gathered once for all ops of one part."""
-        made: dict[int, PyTree] = {}
-
-        def whole(kind: int) -> PyTree:
-            key = 0 if self.chunks == 1 else kind
-            if key not in made:
-                made[key] = self.executor.whole(self._chunk(self.params, at["chunk"][kind]))
-            return made[key]
-
-        return whole
-
-    @property
-    def _handed(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What a B hands on, where some W is in another cell than its B."""
-        return self.split.backlog if self.plan.buffers()["backlog"] else ()
+        return jax.tree.map(lambda p: p[0], params) if self.num_chunks == 1 else read(params, chunk)
 
     # -- Buffers ------------------------------------------------------------------------------------------------------
 
     def zeros(self, late: jax.Array) -> _Carry:
         counts = self.plan.buffers()
 
-        def room(like: PyTree, count: int) -> PyTree:
+        def buffer(like: PyTree, count: int) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
 
-        def sums(like: PyTree, *lead: int) -> PyTree:
+        def grad_sums(like: PyTree, *lead: int) -> PyTree:
             return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
 
-        parts, ends = self._trained(self.part_params, "parts"), self._trained(self.ends, "ends")
-        grads = Params(*self.executor.pin(sums(parts, self.chunks), sums(ends)))
-        wide = {k: jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32 for k, x in self.aux.items()}
-        dtypes = {k: jnp.promote_types(x.dtype, wide[k]) for k, x in self.aux.items()}
-        aux = {k: jnp.zeros((self.chunks, *x.shape), dtypes[k]) for k, x in self.aux.items()}
+        def aux_sum(x: Any) -> jax.Array:
+            dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32
+            return jnp.zeros((self.num_chunks, *x.shape), jnp.promote_types(x.dtype, dtype))
+
+        chunks = grad_sums(self._trained(self.chunk_params, "chunks"), self.num_chunks)
+        embedding_and_head = grad_sums(self._trained(self.embedding_and_head, "embedding_and_head"))
+        grads = Params(*self.executor.constrain_grads(chunks, embedding_and_head))
+        aux = {k: aux_sum(x) for k, x in self.aux.items()}
         return _Carry(
-            stash=room(self.split.stash, counts["stash"]),
-            backlog=room(self._handed, counts["backlog"]),
-            # One part alone is sent nothing; what would read it is traced all the same.
-            inbox=room(self.x, max(counts["inbox"], 1)),
-            turn=room(self.x, counts["turn"]),
-            totals=StageTotals(_zeros(self.of_last).replace(grads=grads), aux),
+            saved_activations=buffer(self.split.saved_activations, counts["saved_activations"]),
+            deferred_weight_grads=buffer(self.deferred, counts["deferred_weight_grads"]),
+            # A single chunk receives nothing, but the branch that reads the buffer is traced anyway.
+            receive_buffer=buffer(self.x, max(counts["receive_buffer"], 1)),
+            pending_outputs=buffer(self.x, counts["pending_outputs"]),
+            totals=StageTotals(_zeros(self.loss_totals).replace(grads=grads), aux),
             below=jnp.zeros_like(late),
             above=jnp.zeros_like(late),
         )
 
     # -- One tick -----------------------------------------------------------------------------------------------------
 
-    def tick(self, carry: _Carry, at: Mapping[str, jax.Array], moves: jax.Array, late: jax.Array) -> _Carry:
+    def tick(self, carry: _Carry, column: Columns, moves: jax.Array, late: jax.Array) -> _Carry:
         branches = [self._cell(cell) for cell in self.plan.cells]
         with jax.named_scope(CELL):
-            held = (carry.stash, carry.turn, carry.backlog)
-            totals, (stash, turn, backlog), up, down = lax.switch(
-                at["branch"], branches, carry.totals, held, carry.inbox, at
+            buffers = (carry.saved_activations, carry.pending_outputs, carry.deferred_weight_grads)
+            totals, (saved, pending, deferred), up, down = lax.switch(
+                column.branch, branches, carry.totals, buffers, carry.receive_buffer, column
             )
-        inbox = self._messages(carry.inbox, (up, down), at, moves)
+        receive_buffer = self._messages(carry.receive_buffer, (up, down), column, moves)
         below, above = carry.below, carry.above
         if late.size:
             with jax.named_scope("late"):
                 below, above = self._send(below + late, 1, False), self._send(above + late, -1, False)
-        return _Carry(stash=stash, backlog=backlog, inbox=inbox, turn=turn, totals=totals, below=below, above=above)
+        return _Carry(saved_activations=saved, deferred_weight_grads=deferred, receive_buffer=receive_buffer,
+                      pending_outputs=pending, totals=totals, below=below, above=above)  # fmt: skip
 
-    def _send(self, x: PyTree, by: int, ring: bool) -> PyTree:
-        """To the stage `by` further; the ends of a line get zeros."""
+    def _send(self, x: PyTree, shift: int, ring: bool) -> PyTree:
+        """Send to stage + `shift`. Without a ring, the stage at the end of the line receives zeros."""
         stages = self.plan.schedule.stages
-        pairs = [(stage, (stage + by) % stages) for stage in range(stages) if ring or 0 <= stage + by < stages]
+        pairs = [(stage, (stage + shift) % stages) for stage in range(stages) if ring or 0 <= stage + shift < stages]
         return lax.ppermute(x, self.axis, pairs) if pairs else jax.tree.map(jnp.zeros_like, x)
 
-    def _messages(self, inbox: PyTree, results: tuple[PyTree, PyTree], at: Any, moves: jax.Array) -> PyTree:
-        """What the cells made goes where it is used; results are F's and B's, in a tick each is sent at most once."""
-        lanes = self.plan.slots.sends.shape[3]
-        for direction, by in enumerate(SHIFTS):
-            for lane in range(lanes):
-                if not self.plan.moves[:, direction, lane].any():
+    def _messages(
+        self, receive_buffer: PyTree, results: tuple[PyTree, PyTree], column: Columns, moves: jax.Array
+    ) -> PyTree:
+        """Send the results of F and B, each at most once, and write received messages to the receive buffer."""
+        for direction, shift in enumerate(SHIFTS):
+            for lane in range(self.plan.slots.sends.shape[3]):
+                sends = self.plan.moves[:, direction, lane]
+                if not sends.any():
                     continue
-                kind = at["sends"][direction, lane]
+                kind = column.sends[direction, lane]
                 out = jax.tree.map(lambda f, b, kind=kind: jnp.where(kind == B, b, f), *results)
-                slot = at["arrives"][direction, lane]
+                slot = column.arrives[direction, lane]
                 if direction == STAY:
-                    inbox = write(inbox, slot, out)
+                    receive_buffer = write(receive_buffer, slot, out)
                     continue
-                ring = self._wraps(direction, lane)
+                last_stage = -1 if shift > 0 else 0
+                ring = bool((self.plan.slots.sends[:, last_stage, direction, lane] >= 0).any())
+
+                def send(buffer: PyTree, out: PyTree, slot: jax.Array, shift: int = shift, ring: bool = ring) -> PyTree:
+                    return write(buffer, slot, self._send(out, shift, ring))
+
                 with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
-                    if self.plan.moves[:, direction, lane].all():
-                        inbox = write(inbox, slot, self._send(out, by, ring))
-                    else:  # the same choice on all stages, so no stage waits for a message that is not sent
-                        inbox = lax.cond(
+                    if sends.all():
+                        receive_buffer = send(receive_buffer, out, slot)
+                    else:  # The condition is the same on all stages, so no stage waits for a message that is not sent.
+                        receive_buffer = lax.cond(
                             moves[direction, lane] > 0,
-                            lambda inbox, out, slot, by=by, ring=ring: write(inbox, slot, self._send(out, by, ring)),
-                            lambda inbox, out, slot: inbox,
-                            inbox, out, slot,
-                        )  # fmt: skip
-        return inbox
+                            send,
+                            lambda buffer, out, slot: buffer,
+                            receive_buffer,
+                            out,
+                            slot,
+                        )
+        return receive_buffer
 
-    def _wraps(self, direction: int, lane: int) -> bool:
-        edge = -1 if SHIFTS[direction] > 0 else 0
-        return bool((self.plan.slots.sends[:, edge, direction, lane] >= 0).any())
-
-    # -- Cells --------------------------------------------------------------------------------------------------------
+    # -- Ops ----------------------------------------------------------------------------------------------------------
 
     def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
-        has_f, has_b, has_w, own = kinds
+        """Return the function that runs a combination of ops, one of `plan.cells`."""
+        has_f, has_b, has_w, is_full_backward = kinds
 
-        def run(totals: StageTotals, held: Any, inbox: PyTree, at: Mapping[str, jax.Array]) -> Any:
-            stash, turn, backlog = held
-            whole = self._weights_of(at)
+        def run(totals: StageTotals, buffers: Any, receive_buffer: PyTree, column: Columns) -> Any:
+            saved, pending, deferred = buffers
+            weights_of = self._weights_of(column)
             up, down = _zeros(self.x), _zeros(self.x)
             sums, aux = totals
             steps = {}
             if has_f:
-                steps[F] = _scoped("forward", self._forward(whole(F), inbox, at))
+                steps[F] = _scoped("forward", self._forward(weights_of(F), receive_buffer, column))
             if has_b:
-                run_b = self.split.at_once_steps if own else self.split.backward_steps
+                run_b = self.split.at_once_steps if is_full_backward else self.split.backward_steps
+                weights, residuals = weights_of(B), read(saved, column.saved_activations[B])
                 steps[B] = _scoped(
-                    "backward", self._backward(run_b, whole(B), read(stash, at["stash"][B]), inbox, turn, sums, at)
+                    "backward", self._backward(run_b, weights, residuals, receive_buffer, pending, sums, column)
                 )
-            if has_w and not own:
-                left = read(backlog, at["backlog"][W])
-                shared = self.split.shared(whole(W))
-                steps[W] = _scoped("weights", self.split.weights_steps(shared, read(stash, at["stash"][W]), left))
+            if has_w and not is_full_backward:
+                from_b = read(deferred, column.deferred_weight_grads[W])
+                shared = self.split.shared(weights_of(W))
+                residuals = read(saved, column.saved_activations[W])
+                steps[W] = _scoped("weights", self.split.weights_steps(shared, residuals, from_b))
             out = dict(zip(steps, together(*steps.values()), strict=True))
             if has_b:
-                down, handed, sums = out[B]
+                down, from_b, sums = out[B]
             if has_w:
                 with jax.named_scope("weights"):
-                    grads = self._trained(handed if own else out[W], "parts")
-                    parts = _sum(sums.grads.parts, grads, None if self.chunks == 1 else at["chunk"][W])
-                    sums = sums.replace(grads=sums.grads._replace(parts=parts))
+                    grads = self._trained(from_b if is_full_backward else out[W], "chunks")
+                    chunks = _sum(sums.grads.chunks, grads, None if self.num_chunks == 1 else column.chunk[W])
+                    sums = sums.replace(grads=sums.grads._replace(chunks=chunks))
             if has_f:
-                up, left, aux_loss, more = out[F]
-                # Every F has a B to keep something for; only the last part's hands its result to the loss.
-                stash, turn = put(stash, at["stash"][F], left), write(turn, at["turn"][F], up)
+                up, residuals, aux_loss, metrics = out[F]
+                # Every F has a B, so residuals are always saved. Only the output of the last chunk is pending.
+                saved = put(saved, column.saved_activations[F], residuals)
+                pending = write(pending, column.pending_outputs[F], up)
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
-                aux = {k: x.at[at["chunk"][F]].add(more[k].astype(x.dtype)) for k, x in aux.items()}
-            if has_b and not own and backlog:
-                backlog = put(backlog, at["backlog"][B], handed)
-            return StageTotals(sums, aux), (stash, turn, backlog), self._laid(up), self._laid(down)
+                aux = {k: x.at[column.chunk[F]].add(metrics[k].astype(x.dtype)) for k, x in aux.items()}
+            if has_b and not is_full_backward and deferred:
+                deferred = put(deferred, column.deferred_weight_grads[B], from_b)
+            return StageTotals(sums, aux), (saved, pending, deferred), self._constrain(up), self._constrain(down)
 
         return run
 
-    def _forward(self, weights: PyTree, inbox: PyTree, at: Any) -> Steps[tuple[PyTree, Buffers, jax.Array, Any]]:
-        """(y, what is left for B and W, auxiliary loss, its metrics)."""
-        micro = self.micro(at["microbatch"][F], at["part"][F])
+    def _weights_of(self, column: Columns) -> Callable[[int], PyTree]:
+        """Return a function from op kind to weights. With one chunk per stage, all ops of a tick share one gather."""
+        gathered: dict[int, PyTree] = {}
+
+        def weights_of(kind: int) -> PyTree:
+            key = 0 if self.num_chunks == 1 else kind
+            if key not in gathered:
+                gathered[key] = self.executor.gather_weights(self._chunk(self.params, column.chunk[kind]))
+            return gathered[key]
+
+        return weights_of
+
+    def _forward(
+        self, weights: PyTree, receive_buffer: PyTree, column: Columns
+    ) -> Steps[tuple[PyTree, Buffers, jax.Array, Any]]:
+        """Return y, the residuals for B and W, the auxiliary loss and its metrics."""
+        inputs = self.inputs(column.microbatch[F], column.part[F])
         with jax.named_scope(IF_FIRST):
             x = lax.cond(
-                at["part"][F] == 0,
-                lambda: self._laid(self._first(self.ends, micro)),
-                lambda: self._laid(read(inbox, at["inbox"][F])),
+                column.part[F] == 0,
+                lambda: self._constrain(self._first(self.embedding_and_head, inputs)),
+                lambda: self._constrain(read(receive_buffer, column.receive_buffer[F])),
             )
-        ((y, aux_loss), metrics), left = yield from self.split.forward_steps(weights, (x, _data(micro)))
-        return y, left, aux_loss, metrics
+        ((y, aux_loss), metrics), residuals = yield from self.split.forward_steps(weights, (x, _with_key_data(inputs)))
+        return y, residuals, aux_loss, metrics
 
     def _backward(
-        self, run: Any, weights: PyTree, stash: Buffers, inbox: PyTree, turn: PyTree, sums: MicrobatchTotals, at: Any
-    ) -> Steps[tuple[PyTree, Any, MicrobatchTotals]]:
-        """(dx, what `run` gives beside it: the parameters' gradients, or what is handed to W; sums)."""
-        part = at["part"][B]
-        micro = self.micro(at["microbatch"][B], part)
-        last = self.plan.schedule.num_parts - 1
+        self, run: Any, weights: PyTree, residuals: Buffers, receive_buffer: PyTree, pending: PyTree,
+        sums: MicrobatchTotals, column: Columns,
+    ) -> Steps[tuple[PyTree, Any, MicrobatchTotals]]:  # fmt: skip
+        """Return dx, the second result of `run` (weight gradients, or deferred values for W), and the sums."""
+        part = column.part[B]
+        inputs = self.inputs(column.microbatch[B], part)
 
         def from_loss(sums: MicrobatchTotals) -> tuple[PyTree, MicrobatchTotals]:
-            one, (d_ends, dy) = self._last(self.ends, read(turn, at["turn"][B]), micro)
-            added = jax.tree.map(jnp.add, sums.replace(grads=None), one)
-            grads = sums.grads._replace(ends=_sum(sums.grads.ends, d_ends))
-            return self._laid(_solid(dy, self.x)), added.replace(grads=grads)
+            totals, (d_params, dy) = self._last(
+                self.embedding_and_head, read(pending, column.pending_outputs[B]), inputs
+            )
+            added = jax.tree.map(jnp.add, sums.replace(grads=None), totals)
+            grads = sums.grads._replace(embedding_and_head=_sum(sums.grads.embedding_and_head, d_params))
+            return self._constrain(_without_float0(dy, self.x)), added.replace(grads=grads)
 
         def from_next(sums: MicrobatchTotals) -> tuple[PyTree, MicrobatchTotals]:
-            return self._laid(read(inbox, at["inbox"][B])), sums
+            return self._constrain(read(receive_buffer, column.receive_buffer[B])), sums
 
         with jax.named_scope(IF_LAST):
-            dy, sums = lax.cond(part == last, from_loss, from_next, sums)
+            dy, sums = lax.cond(part == self.plan.schedule.num_parts - 1, from_loss, from_next, sums)
         shared = self.split.shared(weights)
-        # Auxiliary losses count equally for each microbatch.
+        # Auxiliary losses have the same weight for each microbatch.
         ones = jnp.ones(self.aux_loss.shape, self.aux_loss.dtype)
-        (dx, _), handed = yield from run(shared, stash, ((dy, ones), _zeros(self.aux)))
+        (dx, _), from_b = yield from run(shared, residuals, ((dy, ones), _zeros(self.aux)))
 
-        def into_first(ends: PyTree) -> PyTree:
-            trained = self._trained(self.ends, "ends")
-            (d_ends,) = jax.vjp(lambda e: self._first(_with_frozen(e, self.ends), micro), trained)[1](dx)
-            return _sum(ends, d_ends)
+        def into_first(grads: PyTree) -> PyTree:
+            trained = self._trained(self.embedding_and_head, "embedding_and_head")
+            _, vjp = jax.vjp(lambda p: self._first(_with_frozen(p, self.embedding_and_head), inputs), trained)
+            return _sum(grads, vjp(dx)[0])
 
         with jax.named_scope(IF_FIRST):
-            ends = lax.cond(part == 0, into_first, lambda ends: ends, sums.grads.ends)
-        return _solid(dx, self.x), handed, sums.replace(grads=sums.grads._replace(ends=ends))
+            grads = lax.cond(part == 0, into_first, lambda grads: grads, sums.grads.embedding_and_head)
+        return _without_float0(dx, self.x), from_b, sums.replace(grads=sums.grads._replace(embedding_and_head=grads))
 
 
 def _scoped(name: str, steps: Steps[Any]) -> Steps[Any]:
-    """The same program under a scope, which it leaves where it stops."""
-    gave: list[Any] | None = None
+    """Run steps under a named scope, which is left at each loop so that other programs can run there."""
+    outputs: list[Any] | None = None
     while True:
         try:
             with jax.named_scope(name):
-                due = next(steps) if gave is None else steps.send(gave)
+                loop = next(steps) if outputs is None else steps.send(outputs)
         except StopIteration as end:
             return end.value
-        gave = yield due
+        outputs = yield loop
 
 
-def split_stage(functions: Functions, params: PyTree, x: PyTree, micro: Micro) -> SplitVjp:
-    """F, B and W of a part, as the executor runs them: of `(params, (x, the microbatch))`."""
-    trained = None if functions.trained is None else functions.trained.parts
-    return split_vjp(_stage(functions), params, (x, _data(micro)), trained=trained)
+def split_stage(functions: Functions, params: PyTree, x: PyTree, inputs: MicrobatchInputs) -> SplitVjp:
+    """Return F, B and W of a pipeline chunk, as functions of `(params, (x, inputs))`."""
+    trained = None if functions.trained is None else functions.trained.chunks
+    return split_vjp(_stage(functions), params, (x, _with_key_data(inputs)), trained=trained)
 
 
 def _with_frozen(trained: PyTree, tree: PyTree) -> PyTree:
-    """The tree, with what is trained in its place."""
+    """Replace the None leaves of `trained` by the leaves of `tree`."""
     return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
 
 def _stage(functions: Functions) -> Callable[[PyTree, tuple[PyTree, Any]], Any]:
-    def stage(params: PyTree, given: tuple[PyTree, Any]) -> Any:
-        x, data = given
-        micro = _micro(lax.stop_gradient(data))
+    def stage(params: PyTree, x_and_data: tuple[PyTree, Any]) -> Any:
+        x, data = x_and_data
+        inputs = _with_typed_key(lax.stop_gradient(data))
         with jax.named_scope("stage"):
-            y, aux = functions.stage(params, x, micro)
+            y, aux = functions.stage(params, x, inputs)
         return (y, aux.loss), lax.stop_gradient(aux.metrics)
 
     return stage
 
 
-def layout_of(first: Callable[[PyTree, Micro], PyTree], ends: PyTree, micro: Micro) -> list[PartitionSpec | None]:
-    """How a function lays out each leaf of its result where it splits it over axes that are XLA's; else None."""
-    closed, _ = flat_jaxpr(lambda ends, data: (first(ends, _micro(data)), ()), ends, _data(micro))
-    made = {out: eqn for eqn in closed.jaxpr.eqns for out in eqn.outvars}
+def layout_of(first: First, embedding_and_head: PyTree, inputs: MicrobatchInputs) -> list[PartitionSpec | None]:
+    """Return the PartitionSpec of each output of `first` that ends with a sharding constraint, else None."""
+    closed, _ = flat_jaxpr(
+        lambda params, data: (first(params, _with_typed_key(data)), ()), embedding_and_head, _with_key_data(inputs)
+    )
+    producers = {out: eqn for eqn in closed.jaxpr.eqns for out in eqn.outvars}
 
     def spec_of(out: Any) -> PartitionSpec | None:
-        eqn = None if isinstance(out, core.Literal) else made.get(out)
+        eqn = None if isinstance(out, core.Literal) else producers.get(out)
         if eqn is None or eqn.primitive.name != "sharding_constraint":
             return None
         sharding = eqn.params["sharding"]
@@ -479,12 +520,11 @@ def layout_of(first: Callable[[PyTree, Micro], PyTree], ends: PyTree, micro: Mic
     return [spec_of(out) for out in closed.jaxpr.outvars]
 
 
-def _data(micro: Micro) -> Any:
-    """A microbatch with its key as plain numbers."""
-    return micro._replace(key=jax.random.key_data(micro.key))
+def _with_key_data(inputs: MicrobatchInputs) -> Any:
+    return inputs._replace(key=jax.random.key_data(inputs.key))
 
 
-def _micro(data: Any) -> Micro:
+def _with_typed_key(data: Any) -> MicrobatchInputs:
     return data._replace(key=jax.random.wrap_key_data(data.key))
 
 
@@ -492,35 +532,35 @@ def _zeros(like: PyTree) -> PyTree:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
-def _solid(grads: PyTree, like: PyTree) -> PyTree:
-    """Gradients as they are sent: zeros where what goes from part to part is of whole numbers and has none."""
+def _without_float0(grads: PyTree, like: PyTree) -> PyTree:
+    """Replace float0 gradients of integer activations by zeros that can be sent."""
     return jax.tree.map(lambda g, x: jnp.zeros(x.shape, x.dtype) if g.dtype == jax.dtypes.float0 else g, grads, like)
 
 
 def read(buffer: PyTree, slot: jax.Array) -> PyTree:
-    """What a slot of the buffer holds."""
+    """Return the content of a slot."""
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, keepdims=False), buffer)
 
 
 def put(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
-    """The buffer with a slot replaced."""
+    """Return the buffer with a new value in a slot."""
     return jax.tree.map(lambda b, x: lax.dynamic_update_index_in_dim(b, x.astype(b.dtype), slot, 0), buffer, value)
 
 
 def write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
-    """The buffer with a slot replaced; as it was where the slot is −1."""
-    kept = read(buffer, slot)
-    return put(buffer, slot, jax.tree.map(lambda old, x: jnp.where(slot >= 0, x.astype(old.dtype), old), kept, value))
+    """Return the buffer with a new value in a slot, or unchanged if the slot is −1."""
+    old = read(buffer, slot)
+    return put(buffer, slot, jax.tree.map(lambda old, x: jnp.where(slot >= 0, x.astype(old.dtype), old), old, value))
 
 
-def _sum(totals: PyTree, grads: PyTree, at: jax.Array | None = None) -> PyTree:
-    """Gradients added to their sums, or at a place of these; what has none adds nothing."""
+def _sum(totals: PyTree, grads: PyTree, index: jax.Array | None = None) -> PyTree:
+    """Add gradients to their totals, optionally at an index; float0 gradients add nothing."""
 
     def add(total: jax.Array, grad: Any) -> jax.Array:
         if grad.dtype == jax.dtypes.float0:
             return total
-        if at is None:
+        if index is None:
             return total + lax.expand_dims(grad.astype(total.dtype), range(total.ndim - grad.ndim))
-        return total.at[at].add(grad.astype(total.dtype))
+        return total.at[index].add(grad.astype(total.dtype))
 
     return jax.tree.map(add, totals, grads)

@@ -1,10 +1,8 @@
-"""Loss and gradients of a model cut into stages, by any schedule, as one program.
+"""Loss and gradients of a pipelined model for any schedule.
 
-One scan over the ticks of the schedule's table runs every schedule. In a tick a stage runs its cell: a forward, the
-gradient of an input (B), of weights (W), several of them, or nothing; then what it made goes to the neighbours. Buffers
-have as many slots as the stage that needs most (`Schedule.slots`). Inside a cell all mesh axes but the stages' and the
-batch's are XLA's. Where a schedule holds parts elsewhere than in order (several on a stage, or two copies), weights go
-there before the loop and gradients come back behind it.
+One scan over the ticks of the schedule's table runs every schedule; see `meshpar.pipeline.executor`. If a schedule does
+not place the chunks of the model in order (several chunks per stage, or two copies), weights are sent to their stages
+before the loop and gradients are sent back after it; see `meshpar.pipeline.stage_placement`.
 """
 
 from __future__ import annotations
@@ -29,7 +27,17 @@ from meshpar.layers.losses import MEAN_OVER_EXAMPLES, LossTerms, Normalizer, nor
 from meshpar.layers.scan import Aux, check_remat, named_in, remat_policy, with_aux
 from meshpar.parallel.batch import check_rows
 from meshpar.pipeline import stage_checks as checks
-from meshpar.pipeline.executor import Executor, First, Functions, Last, Micro, Params, Plan, StageTotals, micro_key
+from meshpar.pipeline.executor import (
+    Executor,
+    First,
+    Functions,
+    Last,
+    MicrobatchInputs,
+    Params,
+    Plan,
+    StageTotals,
+    micro_key,
+)
 from meshpar.pipeline.stage_placement import WeightPlacement
 from meshpar.schedules import Schedule
 from meshpar.sharding.constraints import with_layout
@@ -38,301 +46,319 @@ from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, is
 
 
 class Result(NamedTuple):
-    """What a step gives beside its gradients."""
+    """Results of a step other than gradients."""
 
     loss: jax.Array
-    """Mean over microbatches and devices of the loss, auxiliary losses of all parts included."""
+    """Mean loss over microbatches and devices, including the auxiliary losses of all chunks."""
     metrics: dict[str, jax.Array]
-    """Of the loss function, likewise; whole numbers are counts, and summed."""
+    """Metrics of the loss function: means, and sums of integers."""
     aux: dict[str, jax.Array]
-    """Of the parts: `[part, ...]`; means, and sums of whole numbers."""
+    """Auxiliary metrics of the chunks, `[chunk, ...]`: means, and sums of integers."""
     late: jax.Array
-    """Sums over stages of the numbers that each brought along."""
+    """Sum of the argument `late` over the stages."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StagedRun:
-    """How a model is run by stages; what does not fit together is said when it is made."""
+    """A pipelined model with its schedule, mesh and options, which are checked on construction."""
 
     functions: Functions
     schedule: Schedule
     mesh: AnyMesh
     axis: str = "stage"
     batch_axes: str | tuple[str, ...] | None = None
-    """That split the batch; None: those of `BATCH_AXES` that the mesh has."""
+    """Mesh axes that shard the batch; None: the axes of `BATCH_AXES` that the mesh has."""
     gather: Literal["step", "microbatch"] = "step"
     grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
     sync: bool = True
-    own: PyTree = None
-    """Of each leaf of the parts a PartitionSpec with the axes of the batch over which every rank has a slice of its
-    own: never whole, with a gradient of its own, as experts are. None: of no leaf."""
-    split_inside: tuple[str, ...] = ()
-    """Axes, not the batch's, over which what goes from part to part is to be split; the first part says how."""
+    expert_specs: PyTree = None
+    """PartitionSpec per leaf of the chunks with the batch axes over which a leaf remains sharded, as experts are: it is
+    not gathered, and its gradient is not reduced over them. None: no such leaf."""
+    activation_axes: tuple[str, ...] = ()
+    """Axes, other than those of the batch, over which activations between chunks must be sharded by `first`."""
 
     def __post_init__(self) -> None:
         checks.check_run(self)
 
     @functools.cached_property
-    def split_by(self) -> dict[str, int]:
-        """Axes that split the batch, and their sizes; those of one rank are left out."""
+    def batch_axis_sizes(self) -> dict[str, int]:
+        """Sizes of the mesh axes that shard the batch, without axes of size 1."""
         sizes = axis_sizes(self.mesh)
-        named = (self.batch_axes,) if isinstance(self.batch_axes, str) else self.batch_axes
-        named = BATCH_AXES if named is None else named
-        return {axis: sizes[axis] for axis in named if sizes.get(axis, 1) > 1}
+        names = (self.batch_axes,) if isinstance(self.batch_axes, str) else self.batch_axes
+        names = BATCH_AXES if names is None else names
+        return {axis: sizes[axis] for axis in names if sizes.get(axis, 1) > 1}
 
     def __call__(
         self, params: Params, batch: PyTree, key: jax.Array, *, specs: Params, grad_specs: Params,
         late: jax.Array | None = None, extra: PyTree = (),
     ) -> tuple[Result, Params]:  # fmt: skip
-        """Means over all microbatches and devices, and gradients of the loss's, in the dtype they are summed in.
+        """Return means over all microbatches and devices, and gradients in the dtype in which they are accumulated.
 
-        Without `sync` loss, metrics, aux and late are each stage's share, `[stage, ...]`.
+        Without `sync`, loss, metrics, aux and late are the share of each stage, `[stage, ...]`.
 
         Args:
-          params: in the compute dtype.
-          batch: each leaf `[rows, ...]`; a device's own rows are cut into microbatches.
-          key: for random numbers.
-          specs: how the parameters lie, PartitionSpecs.
-          grad_specs: how gradients come out. What the functions do not train has none: None stands there.
-          late: `[stage, numbers]`; None: no numbers.
-          extra: what the model keeps beside parameters; every stage has all of it.
+          params: parameters in the compute dtype.
+          batch: leaves `[examples, ...]`; the local examples of each device are divided into microbatches.
+          key: PRNG key.
+          specs: PartitionSpecs of the parameters.
+          grad_specs: PartitionSpecs of the gradients. Frozen parameters have the gradient None.
+          late: `[stage, n]`; None: n = 0.
+          extra: variables of the model other than parameters, replicated over the stages.
         """
-        share, of_trained = _Share(self, specs), self.functions.of_trained
-        grad_specs = Params(of_trained(grad_specs.parts, "parts"), of_trained(grad_specs.ends, "ends"))
-        if share.placement.moves_shards:
-            params = params._replace(parts=self._moved(share.placement.spread, params.parts, specs.parts))
+        device, of_trained = _PerDevice(self, specs), self.functions.of_trained
+        grad_specs = Params(
+            of_trained(grad_specs.chunks, "chunks"), of_trained(grad_specs.embedding_and_head, "embedding_and_head")
+        )
+        if device.placement.moves_shards:
+            params = params._replace(chunks=self._moved(device.placement.spread, params.chunks, specs.chunks))
         late = jnp.zeros((self.schedule.stages, 0), jnp.float32) if late is None else late
+        entry_params = self.constrain(params, device.entry_specs)
         (totals, late), grads = jax.shard_map(
-            share,
+            device,
             mesh=self.mesh,
-            in_specs=share.in_specs,
-            out_specs=share.out_specs,
-            axis_names=set(share.manual),
-            # Everything is differentiated inside, and nothing inside has to vary alike.
+            in_specs=device.in_specs,
+            out_specs=device.out_specs,
+            axis_names=set(device.manual),
+            # Gradients are computed inside, so replication does not need to be checked.
             check_vma=False,
-        )(share.executor.plan.columns, self.laid(params, share.at_entry), batch, jax.random.key_data(key), late, extra)
+        )(device.executor.plan.columns, entry_params, batch, jax.random.key_data(key), late, extra)
         with jax.named_scope("reduce_gradients"):
-            parts = jax.tree.map(lambda g: _summed(g, 0), grads.parts)
-            ends = jax.tree.map(lambda g: _summed(g, 1), grads.ends)
-            grads = self.laid(Params(parts, self._over_stages(ends, grad_specs.ends, share.owners)), grad_specs)
-        if share.placement.moves_shards:
-            grads = grads._replace(parts=self._moved(share.placement.collect, grads.parts, grad_specs.parts))
-        sums, count = totals.sums, self.schedule.microbatches * math.prod(self.split_by.values())
+            chunks = jax.tree.map(lambda g: _summed(g, 0), grads.chunks)
+            other = jax.tree.map(lambda g: _summed(g, 1), grads.embedding_and_head)
+            other = self._over_stages(other, grad_specs.embedding_and_head, device.owners)
+            grads = self.constrain(Params(chunks, other), grad_specs)
+        if device.placement.moves_shards:
+            grads = grads._replace(chunks=self._moved(device.placement.collect, grads.chunks, grad_specs.chunks))
+        sums, count = totals.sums, self.schedule.microbatches * math.prod(self.batch_axis_sizes.values())
         loss, grads = jax.tree.map(lambda x: x / jnp.asarray(count, x.dtype), (sums.loss, grads))
         return Result(loss, means(sums.metrics, count), means(totals.aux, count), late), grads
 
-    def _moved(self, move: Callable[[PyTree], PyTree], parts: PyTree, specs: PyTree) -> PyTree:
-        """Parts from stage to stage, each device its shard of them."""
-        # Behind a barrier, or XLA merges the choice of a part into the cut to shards, and no longer sees that an
-        # all-reduce before it is a reduce-scatter. Nothing is differentiated here.
+    def _moved(self, move: Callable[[PyTree], PyTree], chunks: PyTree, specs: PyTree) -> PyTree:
+        """Move chunks between stages, each device its shard."""
+        # Without the barrier, XLA merges the selection of a chunk into the slice of the shard, and does not convert the
+        # all-reduce before it into a reduce-scatter.
         return jax.shard_map(
-            lambda parts: move(lax.optimization_barrier(parts)),
+            lambda chunks: move(lax.optimization_barrier(chunks)),
             mesh=self.mesh,
             in_specs=(specs,),
             out_specs=specs,
             check_vma=False,
-        )(parts)
+        )(chunks)
 
-    def laid(self, tree: PyTree, specs: PyTree) -> PyTree:
-        """Every array laid out by its spec."""
+    def constrain(self, tree: PyTree, specs: PyTree) -> PyTree:
+        """Constrain each array to its spec."""
         return _each(lambda spec, x: with_layout(x, NamedSharding(self.mesh, spec)), specs, tree)
 
-    def _over_stages(self, ends: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
-        """Gradients `[stage, ...]` of the ends, on all stages: sent from the one that has them, or summed."""
-        leaves, structure = jax.tree.flatten(ends)
+    def _over_stages(self, grads: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
+        """Replicate gradients `[stage, ...]`: broadcast from a single owner, or all-reduce if there are several."""
+        leaves, structure = jax.tree.flatten(grads)
         out = []
-        for g, spec, of in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), owners, strict=True):
-            if len(of) > 1:
+        for g, spec, stages in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), owners, strict=True):
+            if len(stages) > 1:
                 out.append(_summed(g, 0))
                 continue
-            laid = with_layout(g, NamedSharding(self.mesh, P(self.axis, *spec)))
-            out.append(self._sent(laid, next(iter(of), 0)))
+            g = with_layout(g, NamedSharding(self.mesh, P(self.axis, *spec)))
+            out.append(self._broadcast(g, next(iter(stages), 0)))
         return jax.tree.unflatten(structure, out)
 
-    def _sent(self, x: jax.Array, root: int) -> jax.Array:
-        """`[stage, ...]` -> the root's, on all stages."""
+    def _broadcast(self, x: jax.Array, root: int) -> jax.Array:
+        """Replicate the row of stage `root` of `[stage, ...]`."""
         return jax.shard_map(
             lambda x: broadcast(x[0], axis=self.axis, root=root),
             mesh=self.mesh,
             in_specs=P(self.axis),
             out_specs=P(),
             axis_names={self.axis},
-            # What a tree of messages brings is the same on all stages, which its type does not say. It is a gradient:
-            # nothing is differentiated here.
+            # The result is the same on all stages, but its type does not say so.
             check_vma=False,
         )(x)
 
 
-class _Share:
-    """One device's share of a step, inside the `shard_map` that is manual over the stages and the batch's axes."""
+class _PerDevice:
+    """The per-device part of a step, for a `shard_map` that is manual over the stages and the batch axes."""
 
     def __init__(self, run: StagedRun, specs: Params) -> None:
         self.run, self.placement = run, WeightPlacement.of(run.schedule, run.axis)
-        self.batch_axes = tuple(run.split_by)
+        self.batch_axes = tuple(run.batch_axis_sizes)
         self.manual = (run.axis, *self.batch_axes)
-        self.own = _each(lambda _: P(), specs.parts) if run.own is None else run.own
-        self.at_entry = self._entering(specs)
-        self.sharded = _each(lambda spec: without_axes(spec, {*axes_of_spec(spec)} - {*self.manual}), self.at_entry)
+        self.expert_specs = _each(lambda _: P(), specs.chunks) if run.expert_specs is None else run.expert_specs
+        self.entry_specs = self._entry_specs(specs)
+        self.manual_specs = _each(
+            lambda spec: without_axes(spec, {*axes_of_spec(spec)} - {*self.manual}), self.entry_specs
+        )
         auto = _each(lambda spec: without_axes(spec, self.manual), specs)
         self.executor = Executor(
             plan=Plan.of(run.schedule),
             functions=run.functions,
             axis=run.axis,
             grad_dtype=run.grad_dtype,
-            whole=self._gatherer(_each(_but, self.sharded.parts, self.own), auto.parts),
-            pin=lambda parts, ends: (_pinned(parts, auto.parts), _pinned(ends, auto.ends)),
+            gather_weights=self._gather_weights(
+                _each(_without_axes_of, self.manual_specs.chunks, self.expert_specs), auto.chunks
+            ),
+            constrain_grads=lambda chunks, other: (
+                _constrained(chunks, auto.chunks),
+                _constrained(other, auto.embedding_and_head),
+            ),
         )
         self.owners: list[set[int]] = []
-        """For each leaf of the ends that is trained, the stages that make its gradient; known once this is traced."""
+        """Stages that compute the gradient of each trainable leaf of `embedding_and_head`; set when this is traced."""
 
     @property
     def in_specs(self) -> tuple[Any, ...]:
         stage = self.run.axis
-        return P(None, stage), self.sharded, P(self.batch_axes or None), P(), P(stage), P()
+        return P(None, stage), self.manual_specs, P(self.batch_axes or None), P(), P(stage), P()
 
     @property
     def out_specs(self) -> Any:
         by_batch, axis = self.batch_axes or None, self.run.axis
-        own = self.run.functions.of_trained(self.own, "parts")
-        grads = _each(lambda own: P(_but(P(by_batch), own)[0], axis, *own[1:]), own)
+        expert_specs = self.run.functions.of_trained(self.expert_specs, "chunks")
+        grads = _each(lambda spec: P(_without_axes_of(P(by_batch), spec)[0], axis, *spec[1:]), expert_specs)
         return P() if self.run.sync else P(axis), Params(grads, P(axis, by_batch))
 
     def __call__(
-        self, columns: Any, params: Params, rows: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
+        self, columns: Any, params: Params, examples: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
     ) -> tuple[tuple[StageTotals, jax.Array], Params]:
-        """StageTotals without gradients, `late`; and gradients, `[1, chunk, ...]` and of the ends `[1, 1, ...]`."""
+        """Return totals without gradients and `late`; and gradients, `[1, chunk, ...]` and `[1, 1, ...]`."""
         run, count = self.run, self.run.schedule.microbatches
         columns = jax.tree.map(lambda x: x[:, 0], columns)
         key = jax.random.wrap_key_data(key_data)
         if self.batch_axes:
             key = jax.random.fold_in(key, lax.axis_index(self.batch_axes))
-        rows = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
-        parts = params.parts if self.placement.moves_shards else self.placement.spread(params.parts)
-        # Here, where the axes that the functions may communicate over have names.
-        one = self.executor.whole(jax.tree.map(lambda p: p[0], parts))
-        micro = Micro(jax.tree.map(lambda x: x[0], rows), key, jnp.zeros((), jnp.int32), extra)
+        examples = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), examples)
+        chunks = params.chunks if self.placement.moves_shards else self.placement.spread(params.chunks)
+        # The functions are checked here, where the axes of their collectives are bound.
+        chunk_params = self.executor.gather_weights(jax.tree.map(lambda p: p[0], chunks))
+        inputs = MicrobatchInputs(jax.tree.map(lambda x: x[0], examples), key, jnp.zeros((), jnp.int32), extra)
         owners = jax.tree.unflatten(
-            jax.tree.structure(params.ends), checks.owners_of_ends(run, one, params.ends, micro)
+            jax.tree.structure(params.embedding_and_head),
+            checks.grad_owners(run, chunk_params, params.embedding_and_head, inputs),
         )
-        of_trained = run.functions.of_trained(owners, "ends")
-        self.owners = jax.tree.leaves(of_trained, is_leaf=lambda x: isinstance(x, set))
-        functions = dataclasses.replace(run.functions, normalizer=self._normalizer(params.ends, rows, key, extra))
+        owners = run.functions.of_trained(owners, "embedding_and_head")
+        self.owners = jax.tree.leaves(owners, is_leaf=lambda x: isinstance(x, set))
+        normalizer = self._normalizer(params.embedding_and_head, examples, key, extra)
+        functions = dataclasses.replace(run.functions, normalizer=normalizer)
         (sums, aux), late = dataclasses.replace(self.executor, functions=functions)(
-            columns, parts, params.ends, rows, key, late[0], extra
+            columns, chunks, params.embedding_and_head, examples, key, late[0], extra
         )
-        back = sums.grads.parts if self.placement.moves_shards else self.placement.collect(sums.grads.parts)
-        grads = jax.tree.map(lambda g: g[None], Params(back, sums.grads.ends))
-        grads = grads._replace(ends=jax.tree.map(lambda g: g[None], grads.ends))
-        held = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
-        aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[held].add(x) for k, x in aux.items()}
-        over = self.manual if run.sync else self.batch_axes
+        grads = sums.grads
+        if not self.placement.moves_shards:
+            grads = grads._replace(chunks=self.placement.collect(grads.chunks))
+        grads = jax.tree.map(lambda g: g[None], grads)
+        grads = grads._replace(embedding_and_head=jax.tree.map(lambda g: g[None], grads.embedding_and_head))
+        parts = jnp.asarray(run.schedule.parts)[lax.axis_index(run.axis)]
+        aux = {k: jnp.zeros((run.schedule.num_parts, *x.shape[1:]), x.dtype).at[parts].add(x) for k, x in aux.items()}
+        reduce_axes = self.manual if run.sync else self.batch_axes
         totals = StageTotals(sums.replace(grads=None), aux)
-        out = (lax.psum(totals, over) if over else totals), late
+        out = (lax.psum(totals, reduce_axes) if reduce_axes else totals), late
         return (out if run.sync else jax.tree.map(lambda x: x[None], out)), grads
 
-    def _normalizer(self, ends: PyTree, rows: PyTree, key: jax.Array, extra: PyTree) -> Normalizer:
-        """Sum the weights of the losses of all microbatches and devices."""
+    def _normalizer(self, embedding_and_head: PyTree, examples: PyTree, key: jax.Array, extra: PyTree) -> Normalizer:
+        """Return the normalizer for the losses of all microbatches and devices."""
         run, last = self.run, jnp.asarray(self.run.schedule.num_parts - 1, jnp.int32)
         keys = jax.vmap(lambda index: micro_key(key, index, last))(jnp.arange(run.schedule.microbatches))
-        micro = Micro(jax.tree.map(lambda x: x[0], rows), keys[0], last, extra)
-        y = jax.eval_shape(run.functions.first, ends, micro)  # stages keep the shapes of activations
+        inputs = MicrobatchInputs(jax.tree.map(lambda x: x[0], examples), keys[0], last, extra)
+        # All chunks keep the shapes of the activations.
+        y = jax.eval_shape(run.functions.first, embedding_and_head, inputs)
 
-        def terms(args: tuple[PyTree, PyTree, PyTree], rows: PyTree, key: jax.Array) -> LossTerms:
-            ends, y, extra = args
-            return run.functions.last(ends, y, Micro(rows, key, last, extra))
+        def terms(args: tuple[PyTree, PyTree, PyTree], examples: PyTree, key: jax.Array) -> LossTerms:
+            params, y, extra = args
+            return run.functions.last(params, y, MicrobatchInputs(examples, key, last, extra))
 
         where = f"the loss function of `{run.schedule.name}` stages"
-        return normalizer_of(where, terms, (ends, y, extra), rows, keys, axes=run.split_by)
+        return normalizer_of(where, terms, (embedding_and_head, y, extra), examples, keys, axes=run.batch_axis_sizes)
 
-    def _entering(self, specs: Params) -> Params:
-        """How parameters enter the loop: replicated over the batch's axes, unless every cell gathers them."""
+    def _entry_specs(self, specs: Params) -> Params:
+        """Return the specs of parameters before the loop: replicated over the batch axes unless ticks gather them."""
 
-        def whole(spec: P, own: P) -> P:
-            return without_axes(spec, set(self.batch_axes) - set(axes_of_spec(own)))
+        def replicated(spec: P, expert_spec: P) -> P:
+            return without_axes(spec, set(self.batch_axes) - set(axes_of_spec(expert_spec)))
 
-        parts = specs.parts if self.run.gather == "microbatch" else _each(whole, specs.parts, self.own)
-        return Params(parts, _each(lambda spec: without_axes(spec, self.batch_axes), specs.ends))
+        is_sharded = self.run.gather == "microbatch"
+        chunks = specs.chunks if is_sharded else _each(replicated, specs.chunks, self.expert_specs)
+        return Params(chunks, _each(lambda spec: without_axes(spec, self.batch_axes), specs.embedding_and_head))
 
-    def _gatherer(self, sharded: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
-        """Of a part's shards its weights, replicated over the batch's axes and split as ever over others."""
+    def _gather_weights(self, manual: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
+        """Return the function that gathers the weights of a chunk over the batch axes, and keeps all other sharding."""
         if self.run.gather == "step" or not self.batch_axes:
             return lambda params: params
 
-        def gathered(spec: P, x: jax.Array) -> jax.Array:
+        def gather_leaf(spec: P, x: jax.Array) -> jax.Array:
             for dim, entry in enumerate(spec[1:]):
                 if spec_axes(entry):
                     x = lax.all_gather(x, spec_axes(entry), axis=dim, tiled=True)
             return x
 
-        def whole(params: PyTree) -> PyTree:
-            return _each(gathered, sharded, params)
+        auto = _each(lambda spec: P(*spec[1:]), auto)
+        axes = {axis for spec in jax.tree.leaves(auto, is_leaf=is_spec) for axis in axes_of_spec(spec)}
 
-        held = _each(lambda spec: P(*spec[1:]), auto)
-        axes = {axis for spec in jax.tree.leaves(held, is_leaf=is_spec) for axis in axes_of_spec(spec)}
+        def gather(params: PyTree) -> PyTree:
+            return _each(gather_leaf, manual, params)
 
-        def apart(params: PyTree) -> PyTree:
+        def gather_chunk(params: PyTree) -> PyTree:
             with jax.named_scope("gather_part"):
                 if not axes:
-                    return whole(params)
-                # Per device: left to XLA, what is split over its own axes would be gathered over them first. It sends
-                # over axes of the region around it, and what varies over those is not known inside. Gradients are those
-                # of what it gives: nothing is differentiated through it.
-                return jax.shard_map(whole, in_specs=(held,), out_specs=held, axis_names=axes, check_vma=False)(params)
+                    return gather(params)
+                # Without this shard_map, XLA would first gather the weights over the axes that are left to it. Nothing
+                # is differentiated through it, so replication does not need to be checked.
+                return jax.shard_map(gather, in_specs=(auto,), out_specs=auto, axis_names=axes, check_vma=False)(params)
 
-        return apart
+        return gather_chunk
 
 
 def _each(function: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """`jax.tree.map` over specs, and whatever trees go with them, which may have nothing (None) in a place."""
-    return jax.tree.map(lambda *of: None if any(x is None for x in of) else function(*of), *trees, is_leaf=is_spec)
+    """Map over trees whose first one contains specs; None in any tree gives None."""
+    return jax.tree.map(lambda *xs: None if any(x is None for x in xs) else function(*xs), *trees, is_leaf=is_spec)
 
 
-def _but(spec: P, own: P) -> P:
-    return without_axes(spec, axes_of_spec(own))
+def _without_axes_of(spec: P, other: P) -> P:
+    return without_axes(spec, axes_of_spec(other))
 
 
-def _pinned(tree: PyTree, specs: PyTree) -> PyTree:
-    """Laid out over the axes that are XLA's, inside the `shard_map`."""
+def _constrained(tree: PyTree, specs: PyTree) -> PyTree:
+    """Constrain arrays over the axes that are left to XLA."""
     return _each(lambda spec, x: with_layout(x, spec) if axes_of_spec(spec) else x, specs, tree)
 
 
 def _summed(x: jax.Array, dim: int) -> jax.Array:
-    # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
+    # jnp.sum would accumulate low-precision gradients in float32.
     return lax.reduce(x, np.zeros((), x.dtype), lax.add, (dim,))
 
 
-# ---- For any stage function ------------------------------------------------------------------------------------------
+# ---- Public API ------------------------------------------------------------------------------------------------------
 
-Stage: TypeAlias = Callable[[PyTree, PyTree, Micro], Any]
-"""(parameters of one part, x, micro) -> y, or (y, Aux)."""
+Stage: TypeAlias = Callable[[PyTree, PyTree, MicrobatchInputs], Any]
+"""(parameters of one chunk, x, inputs) -> y, or (y, Aux)."""
 
 
 class ValueAndGrad:
-    """`(params, batch, key) -> (Result, Params of gradients)`. Made by `value_and_grad`."""
+    """The function that `value_and_grad` returns: `(params, batch, key) -> (Result, gradients)`."""
 
     def __init__(self, run: StagedRun, specs: PyTree | None) -> None:
         self.run, self.specs = run, specs
-        # Devices hold shares of everything on the way, which jax can only name inside a compiled program.
+        # shard_map with auto axes requires jit.
         self._inside = jax.jit(self._run)
         self._compiled = jax.jit(self._run, compiler_options=options_for(run.mesh, {}, IN_PLACE))
 
     def __call__(
         self, params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None
     ) -> tuple[Result, Params]:
-        """One step's loss and gradients; traceable, so jit it with the optimizer.
+        """Return loss and gradients of a step. It can be traced, so jit it together with the optimizer.
 
         Args:
-          params: `parts` with a leading dim of parts, `ends`.
-          batch: a pytree of arrays `[rows, ...]`.
-          key: a typed random key; None: that of seed 0.
-          late: `[stage, numbers]`, float32: what every stage brings along from the step before, say its share of a norm
-            to clip by. It goes along with the messages, and its sums over the stages come back, on each of them.
+          params: parameters; leaves of `chunks` are `[chunk, ...]`.
+          batch: a pytree of arrays `[examples, ...]`.
+          key: a typed PRNG key; None: `jax.random.key(0)`.
+          late: float32 `[stage, n]`, values of each stage from the previous step, such as its share of a gradient norm.
+            They are sent together with the activations, and their sum over stages is returned on all stages.
+
+        Returns:
+          A `Result`, and gradients with the structure of `params`.
 
         Raises:
-          ValueError: shapes that do not fit the schedule or the mesh.
+          MeshparError: shapes do not fit the schedule or the mesh.
         """
         params = checks.checked_params(self.run, params, self.specs)
-        check_rows(batch, self.run.split_by, self.run.schedule.microbatches, "microbatches")
+        check_rows(batch, self.run.batch_axis_sizes, self.run.schedule.microbatches, "microbatches")
         checks.check_key(key)
         checks.check_late(late, self.run.schedule)
         is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, key, late)))
@@ -341,8 +367,8 @@ class ValueAndGrad:
     def _run(
         self, params: Params, batch: PyTree, key: jax.Array | None, late: jax.Array | None
     ) -> tuple[Result, Params]:
-        parts = jax.tree.map(lambda _: P(self.run.axis), params.parts) if self.specs is None else self.specs
-        specs = Params(parts, jax.tree.map(lambda _: P(), params.ends))
+        chunks = jax.tree.map(lambda _: P(self.run.axis), params.chunks) if self.specs is None else self.specs
+        specs = Params(chunks, jax.tree.map(lambda _: P(), params.embedding_and_head))
         key = jax.random.key(0) if key is None else key
         return self.run(params, batch, key, specs=specs, grad_specs=specs, late=late)
 
@@ -361,42 +387,57 @@ def value_and_grad(
     remat: str | None = None,
     sync: bool = True,
 ) -> ValueAndGrad:
-    """Loss and gradients of a model cut into parts, run over the stages of a mesh as the schedule says.
+    """Return a function that computes loss and gradients of a pipelined model.
 
-        params.parts [part, ...]   ─► stage_fn, part by part   (each stage holds its parts)
-        params.ends                ─► first_fn before part 0, loss_fn behind the last part
+        params.chunks [chunk, ...]    ─► stage_fn, one chunk after the other, each on its stage
+        params.embedding_and_head     ─► first_fn before the first chunk, loss_fn after the last
 
-    Gradients are those of the mean over microbatches and devices, summed in float32 at the least on every device, and
-    over devices once, behind the loop over ticks. Qi et al. 2024, "Zero Bubble Pipeline Parallelism", has B and W
-    apart; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", the stages.
+    Gradients are those of the mean loss over microbatches and devices. Each device accumulates them in at least
+    float32, and they are reduced once, after the loop over ticks. Splitting the backward pass into B and W follows Qi
+    et al. 2024, "Zero Bubble Pipeline Parallelism"; stages follow Narayanan et al. 2021, "Efficient Large-Scale
+    Language Model Training on GPU Clusters".
 
     Args:
-      stage_fn: `(parameters of one part, x, micro) -> y`, or `-> (y, Aux)`; y has the shapes and dtypes of x. The same
-        for all parts; it must not communicate over `axis`.
-      loss_fn: `(ends, y, micro) -> (loss, metrics)`: the loss of a microbatch and a dict of scalars. `mp.MeanLoss` and
-        `mp.SumLoss` combine exactly over microbatches and devices; a scalar is a mean over equally many examples.
-        Floating metrics are means with the weight of the loss, integers are counts. It runs in the last part's B,
-        forward and backward: no logits are kept.
-      schedule: from `meshpar.pipeline`, or your own table.
-      mesh: with Auto axes; `axis` has as many ranks as the schedule has stages.
-      first_fn: `(ends, micro) -> x`, say the embedding, run again in the first part's B; None: `micro.rows["inputs"]`.
+      stage_fn: `(params of one chunk, x, inputs) -> y` or `(y, Aux)`; y has the shapes and dtypes of x. All chunks use
+        the same function, which must not communicate over `axis`. `inputs` is a `MicrobatchInputs`.
+      loss_fn: `(embedding_and_head, y, inputs) -> (loss, metrics)` for one microbatch; metrics is a dict of scalars.
+        `mp.MeanLoss` and `mp.SumLoss` combine exactly over microbatches and devices. A scalar loss is a mean over
+        equally many examples. Floating metrics are averaged with the weight of the loss, integers are summed. It runs
+        in B of the last chunk, forward and backward, so logits are not saved.
+      schedule: a schedule of `meshpar.pipeline`, or a custom table.
+      mesh: a mesh with Auto axes. The size of `axis` is the number of stages.
+      first_fn: `(embedding_and_head, inputs) -> x`, such as the embedding. B of the first chunk runs it again. None:
+        `inputs.examples["inputs"]`.
       axis: the mesh axis of the stages.
-      batch_axes: mesh axes that split the batch's rows; None: those of `data`, `fsdp` and `expert` that the mesh has.
-      specs: for each leaf of `params.parts` a PartitionSpec, the first entry of which is `axis`; None: whole but for
-        the stages. Axes that split the batch split weights as FSDP does.
-      gather: where `specs` split weights over the batch's axes, "step" gathers a stage's weights before the loop and
-        holds them, "microbatch" gathers them in every cell that needs them and holds shards.
-      remat: what F does not keep and B computes again, as in `train_step`, but for names; None keeps all residuals.
-      sync: False leaves out what makes all stages wait for each other at a step's end, for schedules without a bubble
-        over consecutive steps: loss and metrics come as each stage's share, `[stage, ...]`, to be summed when read.
+      batch_axes: mesh axes that shard the batch; None: those of `data`, `fsdp` and `expert` that the mesh has.
+      specs: PartitionSpec for each leaf of `params.chunks`, starting with `axis`; None: replicated over all other axes.
+        Batch axes in a spec shard the weights as FSDP does.
+      gather: when weights that are sharded over batch axes are gathered. "step": once, before the loop. "microbatch":
+        in each tick that uses them, which saves memory.
+      remat: the remat policy of a stage, as in `train_step`, except named policies; None saves all residuals.
+      sync: False removes the synchronization of all stages at the end of a step, for schedules without a bubble between
+        consecutive steps. Loss and metrics are then the share of each stage, `[stage, ...]`; sum them when needed.
 
     Returns:
-      `f(params, batch, key=None, late=None) -> (Result, gradients)`, compiled; also inside a `jax.jit` of yours, to
-      which `compiler_options={"xla_gpu_copy_insertion_use_region_analysis": True}` saves copies of buffers; on CPUs
-      it is `xla_cpu_...`.
+      `f(params, batch, key=None, late=None) -> (Result, gradients)`. It is compiled, and can be called in another
+      `jax.jit`. In that case, `compiler_options={"xla_gpu_copy_insertion_use_region_analysis": True}` (on CPUs
+      `xla_cpu_...`) avoids copies of the buffers.
 
     Raises:
-      ValueError: a schedule that does not validate, or does not fit the mesh; an option that does not exist.
+      MeshparError: the schedule is invalid or does not fit the mesh, or an option is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, meshpar as mp
+      >>> f = value_and_grad(
+      ...     lambda params, x, inputs: x * params["scale"],
+      ...     lambda embedding_and_head, y, inputs: ((y - inputs.examples["targets"]).mean(), {}),
+      ...     schedule=mp.pipeline.one_f_one_b(stages=1, microbatches=2),
+      ...     mesh=mp.MeshSpec(stage=1).build(jax.devices()[:1]),
+      ... )
+      >>> batch = {"inputs": jnp.ones((4, 3)), "targets": jnp.zeros((4, 3))}
+      >>> result, grads = f(mp.pipeline.Params({"scale": jnp.array([2.0])}), batch)
+      >>> float(result.loss), grads.chunks["scale"].tolist()
+      (2.0, [1.0])
     """
     functions = _functions(stage_fn, loss_fn, first_fn, remat)
     run = StagedRun(
@@ -406,30 +447,32 @@ def value_and_grad(
 
 
 def _functions(stage_fn: Stage, loss_fn: Last, first_fn: First | None, remat: str | None) -> Functions:
-    """What the executor runs: stages with an Aux in any case, rematerialised."""
+    """Return the functions of the executor: with an Aux, a remat policy and checks of the loss."""
     checks.check_functions(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn or _inputs)
     check_remat(remat)
     if remat is not None and named_in(remat):
-        exists = "nothing here sees a stage's marks, so a mistyped one would keep nothing"
-        fix = "use a policy's word, or jax.checkpoint inside stage_fn"
-        raise problem(f"pipeline.value_and_grad(remat={remat!r})", "keep what a stage marks by name", exists, fix)
+        reason = "checkpoint names are not visible here, so a mistyped name would save nothing"
+        fix = "use another policy, or jax.checkpoint inside stage_fn"
+        where = f"{checks.WHERE}(remat={remat!r})"
+        raise problem(where, "save activations by name", reason, fix, code="unsupported-feature")
 
-    def stage(params: PyTree, x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
-        y, aux = with_aux(stage_fn(params, x, micro))
+    def stage(params: PyTree, x: PyTree, inputs: MicrobatchInputs) -> tuple[PyTree, Aux]:
+        y, aux = with_aux(stage_fn(params, x, inputs))
         return y, Aux(jnp.zeros((), jnp.float32), {}) if aux is None else aux
 
     if remat is not None:
         stage = jax.checkpoint(stage, policy=remat_policy(remat), prevent_cse=False)
 
-    def last(ends: PyTree, y: PyTree, micro: Micro) -> LossTerms:
-        loss, metrics = checks.checked_loss(loss_fn(ends, y, micro))
+    def last(embedding_and_head: PyTree, y: PyTree, inputs: MicrobatchInputs) -> LossTerms:
+        loss, metrics = checks.checked_loss(loss_fn(embedding_and_head, y, inputs))
         return LossTerms.of(loss, metrics, MEAN_OVER_EXAMPLES)
 
     return Functions(first=first_fn or _inputs, stage=stage, last=last)
 
 
-def _inputs(ends: PyTree, micro: Micro) -> PyTree:
-    if not isinstance(micro.rows, Mapping) or "inputs" not in micro.rows:
-        asked, fix = "begin with the batch's `inputs`", 'give {"inputs": ..., ...} as the batch, or a first_fn'
-        raise problem("pipeline.value_and_grad(first_fn=None)", asked, "the batch has no such entry", fix)
-    return micro.rows["inputs"]
+def _inputs(embedding_and_head: PyTree, inputs: MicrobatchInputs) -> PyTree:
+    if not isinstance(inputs.examples, Mapping) or "inputs" not in inputs.examples:
+        fix = 'give a batch {"inputs": ..., ...}, or a first_fn'
+        where = f"{checks.WHERE}(first_fn=None)"
+        raise problem(where, 'read batch["inputs"]', "the batch has no such entry", fix, code="not-found")
+    return inputs.examples["inputs"]

@@ -1,4 +1,4 @@
-"""Traced programs cut in two by what their outputs need, loops inside their bodies."""
+"""Slicing of jaxprs: a traced program is cut into two halves by the dependencies of its outputs."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-# Names in the annotations: a variable is an input or a result of an equation; jaxpr is jax's word for a traced program.
 Variable = Any
+"""A jaxpr variable."""
 Value = Any
+"""An array, a tracer, or None for an unused value."""
 
 CALLS = {
     "jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr", "remat2": "jaxpr",
     "remat": "jaxpr", "checkpoint": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }  # fmt: skip
-"""Primitives that only call a program, and under which name they hold it."""
-DEAR = frozenset(
+"""Primitives that only call a jaxpr, and the name of the parameter with that jaxpr."""
+EXPENSIVE = frozenset(
     {"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while", "cond", "shard_map", "pure_callback"}
 )
-"""What is never computed a second time to spare a message."""
+"""Primitives that are never computed twice to avoid saving their results."""
 
 
-# ---- Tracing, and running what was traced ----------------------------------------------------------------------------
+# ---- Tracing and evaluation ------------------------------------------------------------------------------------------
 
 
 def flat_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """The program of `fn(*args)` with every call in it opened up, and the types of its results.
+    """Return the jaxpr of `fn(*args)` with all calls inlined, and the types (avals) of its results.
 
-    Types, not `ShapeDtypeStruct`s: those lose the mesh over whose axes a value varies inside a `shard_map`.
+    `ShapeDtypeStruct`s would lose the axes over which a value varies inside a `shard_map`.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     types = jax.tree.unflatten(jax.tree.structure(shapes), [v.aval for v in closed.jaxpr.outvars])
@@ -41,16 +42,16 @@ def flat_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
 
 
 def _run_flat(closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
-    """Run a program, calls replaced by what they call, in loops too."""
+    """Evaluate a jaxpr with inlined calls, also in loop bodies."""
     env = _Env(closed, args)
     for eqn in closed.jaxpr.eqns:
-        inner = _called(eqn)
+        inner = _callee(eqn)
         if inner is not None:
             with _as_traced(eqn):
                 env.write(eqn.outvars, _run_flat(inner, env.read(eqn.invars)))
         elif eqn.primitive.name == "scan":
             loop = _Loop(eqn)
-            consts, carry, xs = loop.parted(env.read(eqn.invars))
+            consts, carry, xs = loop.split(env.read(eqn.invars))
 
             def body(carry: list[Value], xs: list[Value], loop: _Loop = loop, consts: list[Value] = consts) -> Any:
                 out = _run_flat(loop.body, [*consts, *carry, *xs])
@@ -58,40 +59,40 @@ def _run_flat(closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
 
             env.write(eqn.outvars, loop.run(body, carry, xs))
         else:
-            env.write(eqn.outvars, _evaluated(eqn, env.read(eqn.invars)))
+            env.write(eqn.outvars, _evaluate(eqn, env.read(eqn.invars)))
     return env.read(closed.jaxpr.outvars)
 
 
-def _called(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """What an equation calls, if it does nothing else."""
+def _callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """Return the jaxpr that an equation calls, or None if it does anything else."""
     name = CALLS.get(eqn.primitive.name)
     inner = eqn.params.get(name) if name else None
     if inner is None:
         return None
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    if any(type(one).__name__ != "UnspecifiedValue" for one in shardings):
+    if any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
         return None
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
-def _evaluated(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
-    """One equation, as of the line and under the names it was traced at."""
+def _evaluate(eqn: JaxprEqn, values: Sequence[Value]) -> Sequence[Value]:
+    """Evaluate an equation with its original source line and named scopes."""
     with _as_traced(eqn), eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return out if eqn.primitive.multiple_results else [out]
 
 
 def _as_traced(eqn: JaxprEqn, names: Any = None) -> Any:
-    """What is bound inside comes from the line that made an equation, and from its scopes inside of ours."""
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names or _names(eqn))
+    """Attribute new equations to the source line of `eqn`, and to its scopes inside the current ones."""
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names or _scopes(eqn))
 
 
-def _names(eqn: JaxprEqn) -> Any:
+def _scopes(eqn: JaxprEqn) -> Any:
     return source_info_util.current_name_stack() + eqn.source_info.name_stack
 
 
 class _Env:
-    """Values of variables while a program runs."""
+    """Values of variables during evaluation."""
 
     def __init__(self, closed: ClosedJaxpr, args: Sequence[Value]) -> None:
         self.values: dict[Variable, Value] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
@@ -101,7 +102,7 @@ class _Env:
         return [v.val if isinstance(v, Literal) else self.values.get(v) for v in variables]
 
     def results(self, variables: Sequence[Variable]) -> list[Value]:
-        """What a program gives: constants among them as arrays."""
+        """Return the outputs of a jaxpr, with literals converted to arrays."""
         return [
             jax.numpy.asarray(x, jax.numpy.result_type(v.aval)) if isinstance(v, Literal) else x
             for v, x in zip(variables, self.read(variables), strict=True)
@@ -112,23 +113,23 @@ class _Env:
 
 
 class _Loop:
-    """A `lax.scan` equation: its body, and which of its inputs and outputs are constant, carried or stacked."""
+    """A `lax.scan` equation with its body and the numbers of constants and carried values."""
 
     def __init__(self, eqn: JaxprEqn) -> None:
         self.eqn = eqn
         inner = eqn.params["jaxpr"]
         self.body: ClosedJaxpr = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
-        # Stacked ones have one dim more outside than inside; how the equation itself counts them differs by version.
+        # Stacked values have one more dim outside the body. The parameters of the equation depend on the jax version.
         self.num_carry = _lead(eqn.outvars, self.body.jaxpr.outvars)
         self.num_consts = _lead(eqn.invars, self.body.jaxpr.invars) - self.num_carry
 
-    def parted(self, items: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Inputs as constants, carried, stacked."""
-        at = self.num_consts + self.num_carry
-        return list(items[: self.num_consts]), list(items[self.num_consts : at]), list(items[at:])
+    def split(self, items: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Split inputs into constants, carried values and stacked values."""
+        end = self.num_consts + self.num_carry
+        return list(items[: self.num_consts]), list(items[self.num_consts : end]), list(items[end:])
 
     def run(self, body: Callable[..., Any], carry: list[Value], xs: Any, names: Any = None) -> list[Value]:
-        """Another body over the same steps; gives what is carried, then what is stacked."""
+        """Run another body over the same steps, and return its carry followed by its stacked outputs."""
         params = self.eqn.params
         with _as_traced(self.eqn, names):
             carry, ys = lax.scan(
@@ -136,20 +137,20 @@ class _Loop:
             )
         return [*carry, *ys]
 
-    def due(self, body: Callable[..., Any], carry: list[Value], xs: Any) -> Due:
-        """The same, to be run by whoever drives the program."""
-        return Due(self, body, carry, xs, _names(self.eqn))
+    def pending(self, body: Callable[..., Any], carry: list[Value], xs: Any) -> PendingLoop:
+        """Return the same as `run`, to be executed by `together`."""
+        return PendingLoop(self, body, carry, xs, _scopes(self.eqn))
 
 
-class Due(NamedTuple):
-    """A loop that a program has come to."""
+class PendingLoop(NamedTuple):
+    """The next loop of a paused program."""
 
     loop: _Loop
     body: Callable[..., Any]
     carry: list[Value]
     xs: Any
     names: Any
-    """Scopes it stands in."""
+    """Named scopes of the loop."""
 
     @property
     def length(self) -> int:
@@ -161,98 +162,97 @@ class Due(NamedTuple):
 
 
 Result = TypeVar("Result")
-Steps: TypeAlias = Generator[Due, list[Value], Result]
-"""A program that stops at each of its loops, and goes on with what the loop gave. It is in no context of jax's where
-it stops, for others run in between."""
+Steps: TypeAlias = Generator[PendingLoop, list[Value], Result]
+"""A program that pauses at each loop and resumes with the loop's results.
+
+No jax context may be active at a pause, because other programs run there."""
 
 
 def alone(steps: Steps[Result]) -> Result:
-    """Run a program to its end."""
+    """Run a single program."""
     return together(steps)[0]
 
 
 def together(*programs: Steps[Any]) -> list[Any]:
-    """Run programs that do not depend on each other; loops of as many steps become one, which runs a step of each.
+    """Run independent programs, and merge their loops of equal length into one loop that runs a step of each.
 
-    In one loop the compiler can schedule a message of one program behind the matmuls of another.
+    In a merged loop, the compiler can overlap communication of one program with matmuls of another.
     """
     results: list[Any] = [None] * len(programs)
-    due: dict[int, Due] = {}
+    pending: dict[int, PendingLoop] = {}
 
-    def advance(at: int, gave: list[Value] | None) -> None:
-        due.pop(at, None)
+    def advance(index: int, outputs: list[Value] | None) -> None:
+        pending.pop(index, None)
         try:
-            due[at] = next(programs[at]) if gave is None else programs[at].send(gave)
+            pending[index] = next(programs[index]) if outputs is None else programs[index].send(outputs)
         except StopIteration as end:
-            results[at] = end.value
+            results[index] = end.value
 
-    for at in range(len(programs)):
-        advance(at, None)
-    while due:
-        # The shortest first: leading and trailing layers of another kind stand before or behind those that are many.
-        shortest = min(one.length for one in due.values())
-        now = [at for at, one in due.items() if one.length == shortest]
-        for at, gave in zip(now, _run_loops([due[at] for at in now]), strict=True):
-            advance(at, gave)
+    for index in range(len(programs)):
+        advance(index, None)
+    while pending:
+        # Shortest first, so that the main stacks of layers meet after different leading or trailing layers.
+        shortest = min(p.length for p in pending.values())
+        selected = [index for index, p in pending.items() if p.length == shortest]
+        for index, outputs in zip(selected, _run_loops([pending[index] for index in selected]), strict=True):
+            advance(index, outputs)
     return results
 
 
-def _run_loops(loops: Sequence[Due]) -> list[list[Value]]:
-    """What each of some loops of as many steps gives, run as one."""
+def _run_loops(loops: Sequence[PendingLoop]) -> list[list[Value]]:
+    """Run loops of equal length as a single loop, and return the results of each."""
     if len(loops) == 1:
-        (one,) = loops
-        return [one.loop.run(one.body, one.carry, one.xs, one.names)]
+        (p,) = loops
+        return [p.loop.run(p.body, p.carry, p.xs, p.names)]
     length, outside = loops[0].length, source_info_util.current_name_stack()
 
-    def step_of(one: Due, carry: list[Value], xs: Any) -> tuple[list[Value], list[Value]]:
-        with _as_traced(one.loop.eqn, type(outside)(one.names.stack[len(outside.stack) :])):
-            return one.body(carry, xs)
+    def run_step(p: PendingLoop, carry: list[Value], index: Value) -> tuple[list[Value], list[Value]]:
+        xs = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), p.xs)
+        with _as_traced(p.loop.eqn, type(outside)(p.names.stack[len(outside.stack) :])):
+            return p.body(carry, xs)
 
-    def xs_at(one: Due, at: Value) -> Any:
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, at, keepdims=False), one.xs)
-
-    def room(one: Due) -> list[Value]:
+    def zeros(p: PendingLoop) -> list[Value]:
         zero = jnp.zeros((), jnp.int32)
-        made = jax.eval_shape(lambda: step_of(one, one.carry, xs_at(one, zero))[1])
-        return [jnp.zeros((length, *y.shape), y.dtype) for y in made]
+        ys = jax.eval_shape(lambda: run_step(p, p.carry, zero)[1])
+        return [jnp.zeros((length, *y.shape), y.dtype) for y in ys]
 
     def body(state: list[tuple[list[Value], list[Value]]], step: Value) -> Any:
         out = []
-        for one, (carry, ys) in zip(loops, state, strict=True):
-            at = length - 1 - step if one.reverse else step
-            carry, more = step_of(one, carry, xs_at(one, at))
-            ys = [lax.dynamic_update_index_in_dim(y, new, at, 0) for y, new in zip(ys, more, strict=True)]
+        for p, (carry, ys) in zip(loops, state, strict=True):
+            index = length - 1 - step if p.reverse else step
+            carry, updates = run_step(p, carry, index)
+            ys = [lax.dynamic_update_index_in_dim(y, new, index, 0) for y, new in zip(ys, updates, strict=True)]
             out.append((carry, ys))
         return out, None
 
-    state, _ = lax.scan(body, [(one.carry, room(one)) for one in loops], jnp.arange(length, dtype=jnp.int32))
+    state, _ = lax.scan(body, [(p.carry, zeros(p)) for p in loops], jnp.arange(length, dtype=jnp.int32))
     return [[*carry, *ys] for carry, ys in state]
 
 
 def _lead(outside: Sequence[Variable], inside: Sequence[Variable]) -> int:
-    """How many variables at the front have the same number of dims on both sides."""
+    """Return the number of leading variables with the same number of dims inside and outside the body."""
     same = [len(o.aval.shape) == len(i.aval.shape) for o, i in zip(outside, inside, strict=True)]
     return same.index(False) if False in same else len(same)
 
 
-# ---- What depends on what --------------------------------------------------------------------------------------------
+# ---- Dependencies ----------------------------------------------------------------------------------------------------
 
 
 def depends(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs of a flat program depend on the inputs that are marked."""
+    """Return which outputs of a flat jaxpr depend on the marked inputs."""
     marked = {v for v, mark in zip(jaxpr.invars, inputs, strict=True) if mark}
     for eqn in jaxpr.eqns:
         flags = _marks(eqn.invars, marked)
-        out = _carried(_Loop(eqn), flags) if eqn.primitive.name == "scan" else [any(flags)] * len(eqn.outvars)
-        marked |= _kept(eqn.outvars, out)
+        out = _depends_loop(_Loop(eqn), flags) if eqn.primitive.name == "scan" else [any(flags)] * len(eqn.outvars)
+        marked |= _selected(eqn.outvars, out)
     return _marks(jaxpr.outvars, marked)
 
 
-def _carried(loop: _Loop, flags: list[bool]) -> list[bool]:
-    """`depends` for a loop: what one step marks of the carry is marked in the next."""
+def _depends_loop(loop: _Loop, flags: list[bool]) -> list[bool]:
+    """Return `depends` of a loop: iterate until the marks of the carry do not change."""
     while True:
         out = depends(loop.body.jaxpr, flags)
-        consts, carry, xs = loop.parted(flags)
+        consts, carry, xs = loop.split(flags)
         more = [a or b for a, b in zip(carry, out, strict=False)]
         if more == carry:
             return [*carry, *out[loop.num_carry :]]
@@ -267,25 +267,25 @@ def _marks(atoms: Sequence[Any], marked: set[Variable]) -> list[bool]:
     return [not isinstance(atom, Literal) and atom in marked for atom in atoms]
 
 
-def _kept(atoms: Sequence[Any], mask: Sequence[bool]) -> set[Variable]:
-    """The variables where the mask says so."""
+def _selected(atoms: Sequence[Any], mask: Sequence[bool]) -> set[Variable]:
+    """Return the set of variables that the mask selects."""
     return {atom for atom, keep in zip(atoms, mask, strict=True) if keep and not isinstance(atom, Literal)}
 
 
-# ---- The cut ---------------------------------------------------------------------------------------------------------
+# ---- Slicing ---------------------------------------------------------------------------------------------------------
 
 
 class Cut:
-    """A flat program in two halves that run one after the other: the first alone works out what its outputs need.
+    """A flat jaxpr in two halves. The first half contains only the equations that its outputs depend on.
 
     Args:
-      closed: the program; from `flat_jaxpr`.
-      first: which of its outputs the first half gives.
-      second: which the second half gives; default: none.
-      only_first: inputs that the second half will not be given.
-      shared: inputs that do not change from call to call: what cheaply follows from them alone is worked out again in
-        the second half, where the first would have to hand it on.
-      effects: whether the first half also does what has an effect and no result, like `jax.debug.print`.
+      closed: the jaxpr, from `flat_jaxpr`.
+      first: mask of the outputs of the first half.
+      second: mask of the outputs of the second half. Default: none.
+      only_first: mask of the inputs that are not available to the second half.
+      shared: mask of the inputs that are the same in all calls. Values that depend only on them, and are cheap, are
+        recomputed in the second half instead of saved.
+      effects: whether the first half includes equations with side effects, such as `jax.debug.print`.
     """
 
     def __init__(
@@ -299,46 +299,47 @@ class Cut:
         effects: bool = False,
     ) -> None:
         jaxpr = closed.jaxpr
-        nothing = [False] * len(jaxpr.invars)
+        none = [False] * len(jaxpr.invars)
         self.closed = closed
         self._effects = effects
         self.loops: dict[int, _CutLoop] = {}
         self._in_first: set[int] = set()
         self._in_second: set[int] = set()
-        self._from_first = _kept(jaxpr.invars, only_first or nothing)
-        self._shared = self._follows(shared or nothing)
-        needed_first = self._first_half(_kept(jaxpr.outvars, first))
+        self._from_first = _selected(jaxpr.invars, only_first or none)
+        self._shared = self._recomputable(shared or none)
+        needed_first = self._first_half(_selected(jaxpr.outvars, first))
         self.crossing: list[Variable] = []
-        """Variables that the first half hands to the second, beside those of loops."""
-        needed_second = self._second_half(_kept(jaxpr.outvars, second or [False] * len(jaxpr.outvars)))
+        """Variables that the first half saves for the second, not counting those inside loops."""
+        needed_second = self._second_half(_selected(jaxpr.outvars, second or [False] * len(jaxpr.outvars)))
         self.first_needs = _marks(jaxpr.invars, needed_first)
-        """Which inputs the first half reads."""
+        """Mask of the inputs that the first half reads."""
         self.second_needs = _marks(jaxpr.invars, needed_second)
-        """Which inputs the second half reads."""
+        """Mask of the inputs that the second half reads."""
         self.needs = [a or b for a, b in zip(self.first_needs, self.second_needs, strict=True)]
-        """Which inputs either half reads."""
+        """Mask of the inputs that either half reads."""
 
     # -- Planning -----------------------------------------------------------------------------------------------------
 
-    def _follows(self, shared: Sequence[bool]) -> set[Variable]:
-        """Variables that cheaply follow from shared inputs and constants alone."""
+    def _recomputable(self, shared: Sequence[bool]) -> set[Variable]:
+        """Return the variables that are cheap to compute from shared inputs and constants."""
         jaxpr = self.closed.jaxpr
-        found = _kept(jaxpr.invars, shared) | set(jaxpr.constvars)
+        recomputable = _selected(jaxpr.invars, shared) | set(jaxpr.constvars)
         for eqn in jaxpr.eqns:
-            if eqn.primitive.name not in DEAR and not eqn.effects and all(v in found for v in _variables(eqn.invars)):
-                found.update(eqn.outvars)
-        return found
+            is_cheap = eqn.primitive.name not in EXPENSIVE and not eqn.effects
+            if is_cheap and all(v in recomputable for v in _variables(eqn.invars)):
+                recomputable.update(eqn.outvars)
+        return recomputable
 
     def _first_half(self, needed: set[Variable]) -> set[Variable]:
-        for at, eqn in reversed(list(enumerate(self.closed.jaxpr.eqns))):
+        for index, eqn in reversed(list(enumerate(self.closed.jaxpr.eqns))):
             wanted = [v in needed for v in eqn.outvars]
             if not any(wanted) and not (self._effects and eqn.effects):
                 continue
-            self._in_first.add(at)
+            self._in_first.add(index)
             if eqn.primitive.name == "scan":
-                self.loops[at] = loop = _CutLoop(eqn, self._shared, wanted, effects=self._effects)
-                needed |= _kept(eqn.invars, loop.inputs(loop.cut.first_needs, loop.first))
-                self._from_first |= _kept(eqn.outvars, loop.first)
+                self.loops[index] = loop = _CutLoop(eqn, self._shared, wanted, effects=self._effects)
+                needed |= _selected(eqn.invars, loop.inputs(loop.cut.first_needs, loop.first))
+                self._from_first |= _selected(eqn.outvars, loop.first)
             else:
                 needed.update(_variables(eqn.invars))
                 self._from_first.update(eqn.outvars)
@@ -346,97 +347,97 @@ class Cut:
 
     def _second_half(self, needed: set[Variable]) -> set[Variable]:
         crossing: set[Variable] = set()
-        has = self._from_first - self._shared
-        """What the first half has and the second cannot easily have: it is handed on."""
-        for at, eqn in reversed(list(enumerate(self.closed.jaxpr.eqns))):
-            crossing |= needed & has
-            needed -= has
+        # Variables of the first half that the second half cannot recompute, so that they must be saved.
+        from_first = self._from_first - self._shared
+        for index, eqn in reversed(list(enumerate(self.closed.jaxpr.eqns))):
+            crossing |= needed & from_first
+            needed -= from_first
             wanted = [v in needed for v in eqn.outvars]
             if not any(wanted):
                 continue
-            self._in_second.add(at)
+            self._in_second.add(index)
             if eqn.primitive.name == "scan":
-                loop = self.loops.setdefault(at, _CutLoop(eqn, self._shared, [False] * len(eqn.outvars)))
+                loop = self.loops.setdefault(index, _CutLoop(eqn, self._shared, [False] * len(eqn.outvars)))
                 loop.finish(wanted)
-                needed |= _kept(eqn.invars, loop.inputs(loop.cut.second_needs, loop.second))
+                needed |= _selected(eqn.invars, loop.inputs(loop.cut.second_needs, loop.second))
             else:
                 needed.update(_variables(eqn.invars))
-        crossing |= needed & has
-        made = [*self.closed.jaxpr.invars, *(v for eqn in self.closed.jaxpr.eqns for v in eqn.outvars)]
-        self.crossing = [v for v in made if v in crossing]
-        return needed - has
+        crossing |= needed & from_first
+        variables = [*self.closed.jaxpr.invars, *(v for eqn in self.closed.jaxpr.eqns for v in eqn.outvars)]
+        self.crossing = [v for v in variables if v in crossing]
+        return needed - from_first
 
     # -- Running ------------------------------------------------------------------------------------------------------
 
     def run_first(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        """The first half: all outputs (those not its own are None), and what the second half is to be given."""
+        """Run the first half, and return all outputs (None for those of the second half) and the saved values."""
         return alone(self.first(args))
 
-    def run_second(self, args: Sequence[Value], handed: Sequence[Value]) -> list[Value]:
-        """The second half: all outputs, those not its own are None."""
-        return alone(self.second(args, handed))
+    def run_second(self, args: Sequence[Value], saved: Sequence[Value]) -> list[Value]:
+        """Run the second half with the saved values, and return all outputs (None for those of the first half)."""
+        return alone(self.second(args, saved))
 
     def first(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
-        """`run_first`, a loop at a time."""
+        """Return `run_first` as steps."""
         env = _Env(self.closed, args)
-        handed: list[Value] = []
-        for at, eqn in enumerate(self.closed.jaxpr.eqns):
-            if at not in self._in_first:
+        saved: list[Value] = []
+        for index, eqn in enumerate(self.closed.jaxpr.eqns):
+            if index not in self._in_first:
                 continue
-            if at in self.loops:
-                out, stacked = yield from self.loops[at].first_half(env.read(eqn.invars))
-                handed += stacked
+            if index in self.loops:
+                out, stacked = yield from self.loops[index].first_half(env.read(eqn.invars))
+                saved += stacked
                 env.write(eqn.outvars, out)
             else:
-                env.write(eqn.outvars, _evaluated(eqn, env.read(eqn.invars)))
-        return env.results(self.closed.jaxpr.outvars), [*env.read(self.crossing), *handed]
+                env.write(eqn.outvars, _evaluate(eqn, env.read(eqn.invars)))
+        return env.results(self.closed.jaxpr.outvars), [*env.read(self.crossing), *saved]
 
-    def second(self, args: Sequence[Value], handed: Sequence[Value]) -> Steps[list[Value]]:
-        """`run_second`, a loop at a time."""
+    def second(self, args: Sequence[Value], saved: Sequence[Value]) -> Steps[list[Value]]:
+        """Return `run_second` as steps."""
         env = _Env(self.closed, args)
-        env.write(self.crossing, handed[: len(self.crossing)])
-        rest = list(handed[len(self.crossing) :])
-        for at, eqn in enumerate(self.closed.jaxpr.eqns):
-            loop = self.loops.get(at)
-            count = loop.num_handed if loop is not None and at in self._in_first else 0
-            stacked, rest = rest[:count], rest[count:]
-            if at not in self._in_second:
+        env.write(self.crossing, saved[: len(self.crossing)])
+        remaining = list(saved[len(self.crossing) :])
+        for index, eqn in enumerate(self.closed.jaxpr.eqns):
+            loop = self.loops.get(index)
+            count = loop.num_saved if loop is not None and index in self._in_first else 0
+            stacked, remaining = remaining[:count], remaining[count:]
+            if index not in self._in_second:
                 continue
             if loop is not None:
-                known = env.read(eqn.outvars)
+                old = env.read(eqn.outvars)
                 out = yield from loop.second_half(env.read(eqn.invars), stacked)
-                env.write(eqn.outvars, [new if had is None else had for new, had in zip(out, known, strict=True)])
+                env.write(eqn.outvars, [y if x is None else x for x, y in zip(old, out, strict=True)])
             else:
-                env.write(eqn.outvars, _evaluated(eqn, env.read(eqn.invars)))
+                env.write(eqn.outvars, _evaluate(eqn, env.read(eqn.invars)))
         return env.results(self.closed.jaxpr.outvars)
 
 
 class _CutLoop:
-    """A loop cut inside its body: the first half runs over all steps, then the second does."""
+    """A loop whose body is cut: the first half runs over all steps, then the second half does."""
 
     def __init__(self, eqn: JaxprEqn, shared: set[Variable], wanted: Sequence[bool], *, effects: bool = False) -> None:
         self.loop = _Loop(eqn)
         self.effects = effects
         self.shared = [isinstance(v, Literal) or v in shared for v in eqn.invars]
-        for at in range(self.loop.num_consts, self.loop.num_consts + self.loop.num_carry):
-            self.shared[at] = False  # what is carried changes from step to step
+        for index in range(self.loop.num_consts, self.loop.num_consts + self.loop.num_carry):
+            self.shared[index] = False  # Carried values differ between steps.
         self.first = list(wanted)
-        """Which outputs the first half gives, with all of the carry that those need."""
+        """Mask of the outputs of the first half, including the carry that they depend on."""
         self.second = [False] * len(wanted)
-        # What the first half's body needs of the carry it must carry itself.
+        # Extend the carry of the first half until it includes all carried values that its body reads.
         while True:
             self.cut = Cut(self.loop.body, first=self.first, shared=self.shared, effects=effects)
-            carried = self.loop.parted(self.cut.first_needs)[1]
-            if not any(need and not have for need, have in zip(carried, self.first, strict=False)):
+            carried = self.loop.split(self.cut.first_needs)[1]
+            if not any(need and not is_first for need, is_first in zip(carried, self.first, strict=False)):
                 break
             self.first[: self.loop.num_carry] = [a or b for a, b in zip(carried, self.first, strict=False)]
 
     def finish(self, wanted: Sequence[bool]) -> None:
-        """Plan the second half, which gives these outputs."""
+        """Plan the second half, for a mask of its outputs."""
         self.second = list(wanted)
         n = self.loop.num_carry
-        own = [False] * self.loop.num_consts + self.first[:n]
-        only_first = own + [False] * (len(self.shared) - len(own))
+        only_first = [False] * self.loop.num_consts + self.first[:n]
+        only_first += [False] * (len(self.shared) - len(only_first))
         while True:
             self.cut = Cut(
                 self.loop.body,
@@ -446,57 +447,56 @@ class _CutLoop:
                 shared=self.shared,
                 effects=self.effects,
             )
-            carried = self.loop.parted(self.cut.second_needs)[1]
-            more = [need and not mine for need, mine in zip(carried, self.first, strict=False)]
-            if not any(need and not have for need, have in zip(more, self.second, strict=False)):
+            carried = self.loop.split(self.cut.second_needs)[1]
+            more = [need and not is_first for need, is_first in zip(carried, self.first, strict=False)]
+            if not any(need and not is_second for need, is_second in zip(more, self.second, strict=False)):
                 break
             self.second[:n] = [a or b for a, b in zip(more, self.second, strict=False)]
 
     @property
-    def num_handed(self) -> int:
-        """Stacked values that the first half hands to the second."""
-        return len(self.cut.crossing) + sum(loop.num_handed for loop in self.cut.loops.values())
+    def num_saved(self) -> int:
+        """Number of stacked values that the first half saves for the second."""
+        return len(self.cut.crossing) + sum(loop.num_saved for loop in self.cut.loops.values())
 
     def inputs(self, needs: Sequence[bool], outputs: Sequence[bool]) -> list[bool]:
-        """Which inputs of the loop a half reads, of what its body does and the outputs it gives."""
-        consts, carry, xs = self.loop.parted(needs)
+        """Return the mask of the loop inputs that a half reads, from the needs of its body and its outputs."""
+        consts, carry, xs = self.loop.split(needs)
         return [*consts, *(a or b for a, b in zip(carry, outputs, strict=False)), *xs]
 
     def first_half(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
         return (yield from self._half(args, self.first, self.cut.first_needs, self.cut.run_first, []))
 
-    def second_half(self, args: Sequence[Value], handed: Sequence[Value]) -> Steps[list[Value]]:
+    def second_half(self, args: Sequence[Value], saved: Sequence[Value]) -> Steps[list[Value]]:
         def body(full: list[Value], *stacked: Value) -> tuple[list[Value], list[Value]]:
             return self.cut.run_second(full, stacked), []
 
-        out, _ = yield from self._half(args, self.second, self.cut.second_needs, body, handed)
+        out, _ = yield from self._half(args, self.second, self.cut.second_needs, body, saved)
         return out
 
     def _half(
         self, args: Sequence[Value], outputs: Sequence[bool], needs: Sequence[bool],
-        body: Callable[..., tuple[list[Value], list[Value]]], handed: Sequence[Value],
+        body: Callable[..., tuple[list[Value], list[Value]]], saved: Sequence[Value],
     ) -> Steps[tuple[list[Value], list[Value]]]:  # fmt: skip
-        """One half over all steps: with only what it carries and reads, gives only what it is to give."""
+        """Run one half over all steps, with only the carried and stacked values that it uses."""
         count = sum(outputs[: self.loop.num_carry])
-        consts, carry, xs = self.loop.parted(args)
-        reads = self.loop.parted(needs)[2]
-        kept = [value for value, keep in zip(carry, outputs, strict=False) if keep]
-        read = [value for value, use in zip(xs, reads, strict=True) if use]
+        consts, carry, xs = self.loop.split(args)
+        reads = self.loop.split(needs)[2]
+        used_carry = [value for value, keep in zip(carry, outputs, strict=False) if keep]
+        used_xs = [value for value, use in zip(xs, reads, strict=True) if use]
 
         def step(carried: list[Value], stacked: tuple[list[Value], list[Value]]) -> Any:
-            given, more = stacked
-            out, extra = body(
-                [*consts, *_spread(carried, outputs[: self.loop.num_carry]), *_spread(given, reads)], *more
-            )
-            mine = [value for value, keep in zip(out, outputs, strict=True) if keep]
-            return mine[:count], [*mine[count:], *extra]
+            xs, saved_xs = stacked
+            body_args = [*consts, *_spread(carried, outputs[: self.loop.num_carry]), *_spread(xs, reads)]
+            out, saved_ys = body(body_args, *saved_xs)
+            used = [value for value, keep in zip(out, outputs, strict=True) if keep]
+            return used[:count], [*used[count:], *saved_ys]
 
-        out = yield self.loop.due(step, kept, (read, list(handed)))
-        own = sum(outputs)
-        return _spread(out[:own], outputs), out[own:]
+        out = yield self.loop.pending(step, used_carry, (used_xs, list(saved)))
+        num_outputs = sum(outputs)
+        return _spread(out[:num_outputs], outputs), out[num_outputs:]
 
 
 def _spread(items: Sequence[Value], mask: Sequence[bool]) -> list[Value]:
-    """The items where the mask says so, None elsewhere."""
-    rest = iter(items)
-    return [next(rest) if keep else None for keep in mask]
+    """Place the items where the mask is True, and None elsewhere."""
+    remaining = iter(items)
+    return [next(remaining) if keep else None for keep in mask]

@@ -1,4 +1,4 @@
-"""What a user of stages may get wrong, said before the loop over ticks is traced."""
+"""Checks of the arguments and functions of a pipelined model, before the loop over ticks is traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 
 from meshpar.layers.auxiliary import check_numbers
 from meshpar.layers.scan import check_alike
-from meshpar.pipeline.executor import Micro, Params, layout_of
+from meshpar.pipeline.executor import MicrobatchInputs, Params, layout_of
 from meshpar.pipeline.jaxpr_slicing import Cut, flat_jaxpr
 from meshpar.schedules import Schedule
 from meshpar.sharding.jaxprs import equations
@@ -20,6 +20,7 @@ from meshpar.sharding.types import (
     AnyMesh,
     PyTree,
     axis_sizes,
+    check_choice,
     is_spec,
     num_shards,
     problem,
@@ -34,96 +35,94 @@ WHERE = "pipeline.value_and_grad"
 
 
 def check_functions(**functions: Any) -> None:
-    """By name, what is called."""
+    """Check that arguments are callable."""
     for name, function in functions.items():
         if not callable(function):
-            where = f"{WHERE}({name}={function!r})"
-            fix = "give stage_fn(parameters, x, micro) and loss_fn(ends, y, micro); first_fn(ends, micro) or None"
-            raise problem(where, "call it", f"it is a {type(function).__name__}, not a function", fix)
+            where, reason = f"{WHERE}({name}={function!r})", f"it is a {type(function).__name__}, not a function"
+            fix = (
+                "give stage_fn(params, x, inputs), loss_fn(embedding_and_head, y, inputs) and "
+                "first_fn(embedding_and_head, inputs) or None"
+            )
+            raise problem(where, "call it", reason, fix, code="wrong-type")
 
 
 def check_run(run: StagedRun) -> None:
-    """Schedule and options fit the mesh."""
+    """Check the schedule and the options against the mesh."""
     schedule, mesh, axis = run.schedule, run.mesh, run.axis
     if not isinstance(schedule, Schedule):
-        where, exists = f"{WHERE}(schedule={schedule!r})", f"it is a {type(schedule).__name__}, not a Schedule"
-        raise problem(where, "run it", exists, "write schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)")
+        where, reason = f"{WHERE}(schedule={schedule!r})", f"it is a {type(schedule).__name__}, not a Schedule"
+        fix = "write schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)"
+        raise problem(where, "run it", reason, fix, code="wrong-type")
     if not isinstance(mesh, AnyMesh) or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        asked, fix = "run stages on it", f"write mesh=mp.MeshSpec({axis}={schedule.stages}, ...).build()"
-        raise problem(f"{WHERE}(mesh={mesh!r})", asked, "it takes a mesh whose axes are all of type Auto", fix)
+        where, fix = f"{WHERE}(mesh={mesh!r})", f"write mesh=mp.MeshSpec({axis}={schedule.stages}, ...).build()"
+        raise problem(where, "run stages on it", "it must be a mesh with Auto axes only", fix, code="wrong-type")
     sizes = axis_sizes(mesh)
     if sizes.get(axis) != schedule.stages:
-        asked = f"run the {schedule.stages} stages of schedule `{schedule.name}`"
-        fix = f"give it {schedule.stages} ranks, MeshSpec({axis}={schedule.stages}, ...), or a schedule of other stages"
-        raise problem(f"{WHERE}(axis={axis!r})", asked, f"the mesh has {_text(sizes)}", fix)
-    if run.gather not in ("step", "microbatch"):
-        where = f"{WHERE}(gather={run.gather!r})"
-        raise problem(where, "gather weights then", "there is no such choice", 'use "step" or "microbatch"')
+        requested = f"run the {schedule.stages} stages of schedule `{schedule.name}`"
+        fix = f"use MeshSpec({axis}={schedule.stages}, ...), or a schedule with a different number of stages"
+        raise problem(f"{WHERE}(axis={axis!r})", requested, f"the mesh has {_text(sizes)}", fix, code="unknown-axis")
+    check_choice(WHERE, "when sharded weights are gathered", ("step", "microbatch"), gather=run.gather)
     if run.batch_axes is not None:
         _check_batch_axes(run.batch_axes, axis, sizes)
     schedule.validate()
 
 
-def _check_batch_axes(given: Any, stages: str, sizes: Mapping[str, int]) -> None:
-    named = (given,) if isinstance(given, str) else given
-    if not (isinstance(named, tuple | list) and all(isinstance(name, str) for name in named)):
-        asked = "split the batch's rows over them"
-        fix = f'write batch_axes=("data", "fsdp"), of {", ".join(sizes)}, or leave it out'
-        raise problem(f"{WHERE}(batch_axes={given!r})", asked, "those are no names of mesh axes", fix)
-    for name in named:
-        if name == stages or name not in sizes or named.count(name) > 1:
-            once = f"the mesh has {', '.join(sizes)}, each to be named once"
-            where, exists = f"{WHERE}(batch_axes={given!r})", "that axis is the stages'" if name == stages else once
-            raise problem(where, f"split the batch over `{name}`", exists, "name axes of the mesh that split rows")
+def _check_batch_axes(batch_axes: Any, stage_axis: str, sizes: Mapping[str, int]) -> None:
+    where, requested = f"{WHERE}(batch_axes={batch_axes!r})", "shard the batch over these axes"
+    names = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
+    if not (isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
+        fix = f'write batch_axes=("data", "fsdp"), with axes among {", ".join(sizes)}, or omit it'
+        raise problem(where, requested, "it must be a tuple of mesh axis names", fix, code="wrong-type")
+    for name in names:
+        if name == stage_axis:
+            raise problem(where, requested, f"`{name}` is the axis of the stages", "use other axes", code="conflict")
+        if name not in sizes or names.count(name) > 1:
+            reason = f"the mesh has axes {', '.join(sizes)}, and `{name}` is not among them or is used twice"
+            raise problem(where, requested, reason, "use each axis of the mesh at most once", code="unknown-axis")
 
 
 def _text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
-# ---- What a step is given --------------------------------------------------------------------------------------------
+# ---- Arguments of a step ---------------------------------------------------------------------------------------------
 
 
 def checked_params(run: StagedRun, params: Any, specs: PyTree | None) -> Params:
-    """Parameters that the schedule has parts for, and how they are to lie."""
+    """Check parameters and their specs against the schedule and the mesh, and return them as `Params`."""
     if not isinstance(params, tuple) or len(params) not in (1, 2):
-        where, exists = "pipeline parameters", "they are those of the parts, and of what stands before and behind them"
-        raise problem(where, f"run a model of {type(params).__name__}", exists, "give pipeline.Params(parts, ends)")
+        reason, fix = f"they are a {type(params).__name__}", "give pipeline.Params(chunks, embedding_and_head)"
+        raise problem("pipeline parameters", "run the model", reason, fix, code="wrong-type")
     params = Params(*params)
-    _check_plain("pipeline parameters", params.parts, "be trained")
-    _check_parts(run, params)
+    _check_plain("pipeline parameters", params.chunks, "be trained")
+    num_parts = run.schedule.num_parts
+    for path, x in tree_leaves_with_paths(params.chunks):
+        if np.shape(x)[:1] != (num_parts,):
+            where = f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0"
+            requested, reason = f"be the chunks of schedule `{run.schedule.name}`", f"it has {num_parts} chunks"
+            raise problem(where, requested, reason, f"stack {num_parts} chunks along the first dim", code="wrong-shape")
     if specs is not None:
         _check_specs(run, params, specs)
     return params
 
 
-def _check_plain(name: str, tree: PyTree, asked: str) -> None:
-    """Numbers, and no random keys."""
+def _check_plain(name: str, tree: PyTree, requested: str) -> None:
+    """Check that a tree contains no PRNG keys."""
     for path, x in tree_leaves_with_paths(tree):
         if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.extended):
-            exists = "parameters, messages and their gradients are plain numbers"
-            fix = "draw random numbers from micro.key, or carry jax.random.key_data(key)"
-            raise problem(f"{name}, `{path}`", f"{asked} as {x.dtype}", exists, fix)
-
-
-def _check_parts(run: StagedRun, params: Params) -> None:
-    wanted = run.schedule.num_parts
-    for path, x in tree_leaves_with_paths(params.parts):
-        if np.shape(x)[:1] != (wanted,):
-            where = f"pipeline parameters `{path}` of shape {np.shape(x)} dim 0"
-            asked = f"be the parts of schedule `{run.schedule.name}`"
-            raise problem(where, asked, f"it has {wanted} parts", f"stack {wanted} parts along the first dim")
+            reason = "parameters, messages and their gradients must be arrays of numbers"
+            fix = "draw random numbers from inputs.key, or pass jax.random.key_data(key)"
+            raise problem(f"{name}, `{path}`", f"{requested} as {x.dtype}", reason, fix, code="wrong-dtype")
 
 
 def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
-    """Of how the parts' parameters are to lie."""
-    sizes = axis_sizes(run.mesh)
+    where, sizes = f"{WHERE}(specs=...)", axis_sizes(run.mesh)
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
-    if str(structure) != str(jax.tree.structure(params.parts)):
-        where = f"pipeline.value_and_grad(specs=...) of structure {structure}"
-        asked, fix = "lay out the parts' parameters", f'give a PartitionSpec("{run.axis}", ...) for each leaf'
-        raise problem(where, asked, f"those are of structure {jax.tree.structure(params.parts)}", fix)
-    for (path, x), spec in zip(tree_leaves_with_paths(params.parts), leaves, strict=True):
+    if str(structure) != str(jax.tree.structure(params.chunks)):
+        reason = f"its structure is {structure}, and that of the parameters is {jax.tree.structure(params.chunks)}"
+        fix = f'give a PartitionSpec("{run.axis}", ...) for each leaf'
+        raise problem(where, "shard the parameters of the chunks", reason, fix, code="wrong-shape")
+    for (path, x), spec in zip(tree_leaves_with_paths(params.chunks), leaves, strict=True):
         entries = [spec_axes(entry) for entry in spec] if is_spec(spec) else []
         axes = [axis for entry in entries for axis in entry]
         if (
@@ -134,124 +133,146 @@ def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
             or any(size % num_shards([entry], sizes) for size, entry in zip(np.shape(x), entries, strict=False))
         ):
             raise problem(
-                f"pipeline.value_and_grad(specs=...), `{path}` of shape {np.shape(x)}",
-                f"lie as {spec!r}",
-                f"parts come first, split over `{run.axis}` alone; other dims over other axes that divide them, of "
-                + _text(sizes),
-                f'write PartitionSpec("{run.axis}"), and for other dims None or axes of the mesh',
+                f"{where}, `{path}` of shape {np.shape(x)}",
+                f"be sharded as {spec!r}",
+                f"the first dim must be sharded over `{run.axis}` only, and other dims over other axes that divide "
+                f"them, among {_text(sizes)}",
+                f'write PartitionSpec("{run.axis}"), with None or mesh axes for other dims',
+                code="bad-spec",
             )
 
 
 def check_key(key: Any) -> None:
-    """One key, or None."""
+    """Check that `key` is a single PRNG key or None."""
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
-    if key is not None and not typed and not (dtype == np.uint32 and len(shape) == 1):
-        asked, fix = "draw random numbers for every microbatch from it", "give jax.random.key(0), or leave it out"
-        raise problem(f"a pipeline's random key, {type(key).__name__} of shape {shape}", asked, "it is one key", fix)
+    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    if key is not None and not is_typed and not (dtype == np.uint32 and len(shape) == 1):
+        where = f"pipeline PRNG key, {type(key).__name__} of shape {shape}"
+        fix = "give jax.random.key(0), or omit it"
+        raise problem(where, "draw random numbers from it", "it must be a single key", fix, code="wrong-type")
 
 
 def check_late(late: Any, schedule: Schedule) -> None:
-    """`[stage, numbers]`, or None."""
+    """Check that `late` is `[stage, n]` or None."""
     if late is not None and (not hasattr(late, "dtype") or late.ndim != 2 or len(late) != schedule.stages):
         where = f"late, a {type(late).__name__} of shape {getattr(late, 'shape', ())}"
-        exists = f"every one of {schedule.stages} stages brings a row of numbers"
-        raise problem(where, "be summed over the stages", exists, f"give a float32 array [{schedule.stages}, numbers]")
+        reason, fix = f"it needs a row for each of {schedule.stages} stages", f"give a float32 [{schedule.stages}, n]"
+        raise problem(where, "sum it over the stages", reason, fix, code="wrong-shape")
 
 
-# ---- What the functions do -------------------------------------------------------------------------------------------
+# ---- User functions --------------------------------------------------------------------------------------------------
 
 
-def owners_of_ends(run: StagedRun, one: PyTree, ends: PyTree, micro: Micro) -> list[set[int]]:
-    """For each leaf of the ends, the stages that make gradients of it; the functions fit each other."""
-    functions, count = run.functions, len(jax.tree.leaves(ends))
-    x = jax.eval_shape(functions.first, ends, micro)
-    _check_plain("what first_fn gives", x, "be sent from stage to stage")
-    y, _ = jax.eval_shape(functions.stage, one, x, micro)
+def grad_owners(
+    run: StagedRun, chunk_params: PyTree, embedding_and_head: PyTree, inputs: MicrobatchInputs
+) -> list[set[int]]:
+    """Check the functions against each other, and return the stages that compute gradients of each leaf.
+
+    Args:
+      run: the pipelined model.
+      chunk_params: parameters of one chunk.
+      embedding_and_head: the parameters whose owners are returned.
+      inputs: inputs of one microbatch.
+    """
+    functions, count = run.functions, len(jax.tree.leaves(embedding_and_head))
+    x = jax.eval_shape(functions.first, embedding_and_head, inputs)
+    _check_plain("result of first_fn", x, "be sent from stage to stage")
+    y, _ = jax.eval_shape(functions.stage, chunk_params, x, inputs)
     check_alike("stage_fn", x, y)
-    if run.split_inside and not any(layout_of(functions.first, ends, micro)):
+    if run.activation_axes and not any(layout_of(functions.first, embedding_and_head, inputs)):
         raise problem(
-            "what stands before the stacked layers",
-            f"give them activations split over {', '.join(run.split_inside)}",
-            "its result is no meshpar.constrain(...) that splits them so",
+            "the input of the stacked layers",
+            f"shard it over {', '.join(run.activation_axes)}",
+            "the code before the layers does not end with a meshpar.constrain(...) that does so",
             'end it with x = mp.constrain(x, "batch", "norm_seq", "act_embed"), with the names of its dims',
+            code="unknown-layout",
         )
     if functions.inside is not None:
-        _check_own(functions.inside, one, ends, x, micro)
+        _check_independent(functions.inside, chunk_params, embedding_and_head, x, inputs)
 
-    def loss(ends: PyTree, y: PyTree, micro: Micro) -> Any:
-        return functions.last(ends, y, micro).normalized()[0]
+    def loss(params: PyTree, y: PyTree, inputs: MicrobatchInputs) -> Any:
+        return functions.last(params, y, inputs).normalized()[0]
 
     uses = []
     for name, function, args in (
-        ("first_fn", functions.first, (ends, micro)),
-        ("stage_fn", functions.stage, (one, x, micro)),
-        ("loss_fn", loss, (ends, x, micro)),
+        ("first_fn", functions.first, (embedding_and_head, inputs)),
+        ("stage_fn", functions.stage, (chunk_params, x, inputs)),
+        ("loss_fn", loss, (embedding_and_head, x, inputs)),
     ):
         closed, _ = flat_jaxpr(lambda *args, f=function: (f(*args), ()), *args)
-        _check_apart(name, closed.jaxpr, run.axis, axis_sizes(run.mesh))
+        _check_collectives(name, closed.jaxpr, run.axis, axis_sizes(run.mesh))
         if name != "stage_fn":
             uses.append(Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs[:count])
-    parts = run.schedule.parts.tolist()
-    held = [{s for s, row in enumerate(parts) if part in row} for part in (0, run.schedule.num_parts - 1)]
+    rows, last = run.schedule.parts.tolist(), run.schedule.num_parts - 1
+    stages = [{stage for stage, row in enumerate(rows) if part in row} for part in (0, last)]
     return [
-        set[int]().union(*(stages for use, stages in zip(of, held, strict=True) if use))
-        for of in zip(*uses, strict=True)
+        set[int]().union(*(owners for use, owners in zip(leaf_uses, stages, strict=True) if use))
+        for leaf_uses in zip(*uses, strict=True)
     ]
 
 
-def checked_loss(found: Any) -> tuple[Any, Mapping[str, Any]]:
+def checked_loss(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Check the result of a loss function, and return its loss and metrics."""
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
-        asked = f"take the loss and the metrics from its result, a {type(found).__name__}"
-        raise problem("loss_fn", asked, "it gives (loss, metrics), a loss and a dict", "return loss, {}")
-    loss: Any = getattr(found[0], "total", found[0])
+    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+        reason = f"it returned a {type(result).__name__}, not (loss, dict)"
+        raise problem("loss_fn", "read its loss and metrics", reason, "return loss, {}", code="wrong-type")
+    loss: Any = getattr(result[0], "total", result[0])
     if np.shape(loss):
-        asked, fix = f"differentiate a loss of shape {np.shape(loss)}", "return loss.mean(), {...}"
-        raise problem("loss_fn", asked, "a loss is a scalar, the mean over the microbatch's rows", fix)
-    kind = getattr(loss, "dtype", None) or np.asarray(loss).dtype
-    if not jnp.issubdtype(kind, jnp.floating):
-        asked = f"differentiate a loss of dtype {kind}"
-        fix = "return loss.astype(jnp.float32), {...}, and nothing rounded on the way to it"
-        raise problem("loss_fn", asked, "a loss is a real number, of a floating dtype", fix)
-    weight = getattr(found[0], "weight", 1)
-    check_numbers({**found[1], "weight": weight})
-    return found
+        requested, fix = f"differentiate a loss of shape {np.shape(loss)}", "return loss.mean(), {...}"
+        raise problem("loss_fn", requested, "the loss must be a scalar", fix, code="wrong-shape")
+    dtype = getattr(loss, "dtype", None) or np.asarray(loss).dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
+        requested = f"differentiate a loss of dtype {dtype}"
+        fix = "return loss.astype(jnp.float32), {...}, and round nothing before that"
+        raise problem("loss_fn", requested, "the loss must have a floating dtype", fix, code="wrong-dtype")
+    check_numbers({**result[1], "weight": getattr(result[0], "weight", 1)})
+    return result
 
 
-def _check_own(inside: Callable[..., PyTree], one: PyTree, ends: PyTree, x: PyTree, micro: Micro) -> None:
-    """Layers may not use parameters from outside of them: their gradients would be lost."""
-    closed, _ = flat_jaxpr(lambda ends, one, x, micro: (inside(one, ends, x, micro), ()), ends, one, x, micro)
+def _check_independent(
+    inside: Callable[..., PyTree], chunk_params: PyTree, embedding_and_head: PyTree, x: PyTree, inputs: MicrobatchInputs
+) -> None:
+    """Check that layers do not use parameters from outside the stack, whose gradients would be lost."""
+    closed, _ = flat_jaxpr(
+        lambda outer, chunk_params, x, inputs: (inside(chunk_params, outer, x, inputs), ()),
+        embedding_and_head, chunk_params, x, inputs,
+    )  # fmt: skip
     used = Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs
-    for leaf, use in zip(jax.tree.leaves(ends), used, strict=False):
-        if use:
+    for leaf, is_used in zip(jax.tree.leaves(embedding_and_head), used, strict=False):
+        if is_used:
             raise problem(
                 f"the layers of the model, and a parameter of shape {leaf.shape}",
-                "use it inside of a stage",
-                "it stands outside of the stacked layers: only the first and the last stage have a part in it",
-                "give every layer a copy in its own stacked parameters, or use it before or behind the layers",
+                "use it inside a stage",
+                "it is not part of the stacked layers, and only the first and the last stage compute its gradient",
+                "add a copy to the stacked parameters of each layer, or use it before or after the layers",
+                code="unsupported-feature",
             )
 
 
 LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})
-"""Primitives that name an axis and send nothing."""
+"""Primitives that name a mesh axis but do not communicate."""
 
 
-def _check_apart(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> None:
-    """Nothing communicates over the stages: each is in another part of the model, in another microbatch."""
+def _check_collectives(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> None:
+    """Check that a function does not communicate over the stages, which run different chunks and microbatches."""
     for eqn, _ in equations(jaxpr):
-        named = eqn.params.get("axis_name", eqn.params.get("axes", ()))
-        axes = named if isinstance(named, tuple | list | frozenset | set) else (named,)
+        names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        axes = names if isinstance(names, tuple | list | frozenset | set) else (names,)
         if axis in axes and eqn.primitive.name not in LOCAL:
-            asked = f"run `{eqn.primitive.name}` over mesh axis `{axis}`"
-            fix = "leave it out: results go from stage to stage by themselves, and gradients are summed behind the loop"
-            raise problem(name, asked, "its ranks are the stages, each at another microbatch and some at none", fix)
+            raise problem(
+                name,
+                f"run `{eqn.primitive.name}` over mesh axis `{axis}`",
+                "its ranks are the stages, which process different microbatches, or none, at the same time",
+                "remove it; the executor sends results between stages and sums gradients after the loop",
+                code="unsupported-feature",
+            )
         if eqn.primitive.name == "ppermute" and any(sizes.get(a, 1) > 1 for a in axes):
             raise problem(
                 name,
                 f"run `ppermute` over {', '.join(f'`{a}`' for a in axes)} inside a stage",
-                "host devices wait for all others in every permute, also of groups of them, and other stages do "
-                "something else meanwhile: a deadlock",
-                "leave out what sends around a ring (context_parallel, matmuls that overlap their messages) under "
-                "stages; tensor_parallel(sequence=True) works",
+                "a permute synchronizes all host devices, even outside its groups, and other stages run different "
+                "ops at that time: a deadlock",
+                "do not use ring communication (context_parallel, overlapped matmuls) inside stages; "
+                "tensor_parallel(sequence=True) works",
+                code="unsupported-feature",
             )

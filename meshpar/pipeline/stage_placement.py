@@ -1,8 +1,8 @@
-"""The weight placement of a schedule: which stage holds which part of the model.
+"""Placement of pipeline chunks on the stages of a schedule.
 
-Between steps the parts lie over the stages in order, as the layers of a model without a schedule do. A schedule may
-hold them elsewhere: several apart on one stage, or two copies. Then weights go to their places before the first tick
-and gradients come back after the last, from stage to stage, once a step.
+Between steps, the chunks are sharded over the stages in order, like the layers of a model without a schedule. A
+schedule may place them differently: several distant chunks on one stage, or two copies. In that case, weights are sent
+to their stages before the first tick and gradients are sent back after the last, once per step.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from meshpar.schedules import Schedule
 from meshpar.sharding.types import PyTree
 
 RETURNED = "return_gradients"
-"""Scope of gradients that go from where a schedule holds their part to where it lies between steps."""
+"""Named scope of the permutes that send gradients back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MoveRound:
-    """Parts that move at the same time, at most one from each stage and one to each."""
+    """Chunks that move at the same time, at most one from each stage and one to each stage."""
 
     pairs: tuple[tuple[int, int], ...]
-    """(from, to) stages; empty: every part is in its place."""
+    """(source, target) stages; empty if all chunks stay on their stage."""
     row: np.ndarray
-    """int32 `[stage]`: which of the parts that it holds between steps a stage sends; −1: none."""
+    """int32 `[stage]`: index of the chunk that a stage sends, in the order between steps; −1 if it sends none."""
     chunk: np.ndarray
-    """int32 `[stage]`: where it puts the part it receives; −1: none."""
+    """int32 `[stage]`: index of the received chunk on its new stage; −1 if it receives none."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WeightPlacement:
-    """From parts between steps, `[parts / stages, ...]` on each stage, to the schedule's, `[chunk, ...]`, and back."""
+    """Conversion between chunks in model order, `[rows, ...]`, and chunks of the schedule, `[chunk, ...]`."""
 
     axis: str
     rows: int
-    """Parts a stage holds between steps."""
+    """Number of chunks per stage between steps."""
     chunks: int
     rounds: tuple[MoveRound, ...]
 
     @staticmethod
     def of(schedule: Schedule, axis: str) -> WeightPlacement:
+        """Return the placement of a schedule."""
         rows = schedule.num_parts // schedule.stages
         moves = [
             (part // rows, part % rows, stage, chunk)
@@ -54,42 +55,45 @@ class WeightPlacement:
         ]
         rounds = []
         while moves:
-            # Greedy: of those in place one for each stage, else the first ones whose stages are free.
-            in_place = any(source == goal for source, _, goal, _ in moves)
+            # Greedy: first chunks that stay on their stage, one per stage, then chunks whose stages are both free.
+            in_place = any(source == target for source, _, target, _ in moves)
             sending, receiving = set[int](), set[int]()
             row, chunk = (np.full(schedule.stages, -1, np.int32) for _ in range(2))
-            pairs, left = [], []
+            pairs, remaining = [], []
             for move in moves:
-                source, of_row, goal, to_chunk = move
-                if (source == goal) != in_place or source in sending or goal in receiving:
-                    left.append(move)
+                source, from_row, target, to_chunk = move
+                if (source == target) != in_place or source in sending or target in receiving:
+                    remaining.append(move)
                     continue
                 sending.add(source)
-                receiving.add(goal)
-                row[source], chunk[goal] = of_row, to_chunk
-                pairs += [] if in_place else [(source, goal)]
-            moves = left
+                receiving.add(target)
+                row[source], chunk[target] = from_row, to_chunk
+                pairs += [] if in_place else [(source, target)]
+            moves = remaining
             rounds.append(MoveRound(pairs=tuple(pairs), row=row, chunk=chunk))
         return WeightPlacement(axis=axis, rows=rows, chunks=schedule.chunks, rounds=tuple(rounds))
 
     @property
     def moves(self) -> int:
-        """Parts that leave their stage."""
-        return sum(len(one.pairs) for one in self.rounds)
+        """Number of chunks that change their stage."""
+        return sum(len(r.pairs) for r in self.rounds)
 
     @property
     def moves_shards(self) -> bool:
-        """Whether parts change stages as they lie between steps, before weights are gathered and after gradients are
-        reduced. Copies are made of whole weights, and summed before that, or each would be gathered and reduced."""
+        """True if chunks are moved as shards, before weights are gathered and after gradients are reduced.
+
+        Copies are created from gathered weights and summed before the reduction. Otherwise each copy would be gathered
+        and reduced separately.
+        """
         return self.moves > 0 and self.rows == self.chunks
 
     def spread(self, params: PyTree) -> PyTree:
-        """`[rows, ...] -> [chunk, ...]`, inside a `shard_map` over the stages."""
+        """Convert `[rows, ...]` to `[chunk, ...]`, inside a `shard_map` over the stages."""
         with jax.named_scope("place_weights"):
             return self._moved(params, back=False)
 
     def collect(self, grads: PyTree) -> PyTree:
-        """`[chunk, ...] -> [rows, ...]`, copies of a part summed."""
+        """Convert `[chunk, ...]` to `[rows, ...]`, and sum the copies of a chunk."""
         with jax.named_scope(RETURNED):
             return self._moved(grads, back=True)
 
@@ -98,15 +102,15 @@ class WeightPlacement:
             return tree
         stage = lax.axis_index(self.axis)
 
-        def moved(x: jax.Array) -> jax.Array:
+        def move(x: jax.Array) -> jax.Array:
             out = jnp.zeros((self.rows if back else self.chunks, *x.shape[1:]), x.dtype)
-            for one in self.rounds:
-                row, chunk = jnp.asarray(one.row)[stage], jnp.asarray(one.chunk)[stage]
-                source, goal = (chunk, row) if back else (row, chunk)
+            for r in self.rounds:
+                row, chunk = jnp.asarray(r.row)[stage], jnp.asarray(r.chunk)[stage]
+                source, target = (chunk, row) if back else (row, chunk)
                 block = read(x, source)
-                if one.pairs:
-                    block = lax.ppermute(block, self.axis, [(b, a) if back else (a, b) for a, b in one.pairs])
-                out = write(out, goal, read(out, goal) + block if back else block)
+                if r.pairs:
+                    block = lax.ppermute(block, self.axis, [(b, a) if back else (a, b) for a, b in r.pairs])
+                out = write(out, target, read(out, target) + block if back else block)
             return out
 
-        return jax.tree.map(moved, tree)
+        return jax.tree.map(move, tree)

@@ -1,11 +1,9 @@
-"""What a schedule sends over the stages, in closed form: which ticks have a message, which parts move, who does what.
+"""Counts of the messages and ops of a schedule, derived from its table.
 
-    up, down      one permute for every lane and tick in which some stage has a result for the next, or the one before;
-                  all stages take part in it, and those with no result send what is not read
-    parts         a permute for every round of their placement: weights before the first tick, gradients after the last
-    ends          embedding and head run on the stages that hold the first and the last part
-
-Counts follow from the table alone; bytes are those of what the model hands on.
+up, down              one permute per lane and tick in which some stage has a result for the next or previous stage;
+                      all stages take part, and stages without a result send data that is not read
+chunks                one permute per round of their placement: weights before the first tick, gradients after the last
+embedding and head    run on the stages with the first and the last chunk
 """
 
 from __future__ import annotations
@@ -23,39 +21,39 @@ from meshpar.schedules.slots import DOWN, SHIFTS, UP, Slots
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class StageTraffic:
-    """Counts of one step."""
+    """Counts per step."""
 
     ticks: int
     ops: np.ndarray
-    """int `[stage, kind]`: Fs, Bs and Ws of each stage."""
+    """int `[stage, kind]`: number of Fs, Bs and Ws."""
     first: np.ndarray
-    """int `[stage]`: Fs (and as many Bs) of the first part, which the embedding stands before."""
+    """int `[stage]`: number of Fs (and Bs) of the first chunk, which include the embedding."""
     last: np.ndarray
-    """int `[stage]`: Bs of the last part, which the head and the loss stand behind."""
+    """int `[stage]`: number of Bs of the last chunk, which include the head and the loss."""
     up: tuple[int, ...]
-    """Of each lane, ticks in which some stage sends to the next one."""
+    """For each lane, the number of ticks in which some stage sends to the next stage."""
     down: tuple[int, ...]
-    """Of each lane, ticks in which some stage sends to the one before."""
+    """For each lane, the number of ticks in which some stage sends to the previous stage."""
     messages: int
-    """Results that are used on another stage than the one that made them, all stages together."""
+    """Number of results that are used on another stage, summed over stages."""
     rounds: int
-    """Permutes that bring the weights of a part to the stages where the schedule has them, and as many back."""
+    """Number of permutes that move weights to the stages of the schedule, and of those that move gradients back."""
 
     @property
     def first_stages(self) -> frozenset[int]:
-        """Stages that hold the first part."""
+        """Stages with the first chunk."""
         return frozenset(np.flatnonzero(self.first).tolist())
 
     @property
     def last_stages(self) -> frozenset[int]:
-        """Stages that hold the last part."""
+        """Stages with the last chunk."""
         return frozenset(np.flatnonzero(self.last).tolist())
 
 
 def traffic(schedule: Schedule) -> StageTraffic:
-    """What a schedule sends."""
-    has = schedule.table[..., 0] >= 0
-    held = schedule.parts[np.arange(schedule.stages)[:, None], schedule.table[..., 1]]
+    """Return the counts of a schedule."""
+    has_op = schedule.table[..., 0] >= 0
+    part = schedule.parts[np.arange(schedule.stages)[:, None], schedule.table[..., 1]]
     sends = schedule.slots().sends
 
     def lanes(direction: int) -> tuple[int, ...]:
@@ -64,50 +62,50 @@ def traffic(schedule: Schedule) -> StageTraffic:
 
     return StageTraffic(
         ticks=schedule.ticks,
-        ops=has.sum(0),
-        first=(has[..., F] & (held[..., F] == 0)).sum(0),
-        last=(has[..., B] & (held[..., B] == schedule.num_parts - 1)).sum(0),
+        ops=has_op.sum(0),
+        first=(has_op[..., F] & (part[..., F] == 0)).sum(0),
+        last=(has_op[..., B] & (part[..., B] == schedule.num_parts - 1)).sum(0),
         up=lanes(UP),
         down=lanes(DOWN),
         messages=int((sends[:, :, [UP, DOWN]] >= 0).sum()),
-        rounds=sum(bool(one.pairs) for one in WeightPlacement.of(schedule, "stage").rounds),
+        rounds=sum(bool(r.pairs) for r in WeightPlacement.of(schedule, "stage").rounds),
     )
 
 
 def makespan(slots: Slots, lengths: np.ndarray) -> float:
-    """When the executor's last stage is done: who takes part in a permute waits for what comes by it.
+    """Return the end time of the last stage of the executor, where each permute synchronizes neighboring stages.
 
     Args:
-      slots: of the schedule.
-      lengths: `[tick, stage]`, of its cells.
+      slots: slots of the schedule.
+      lengths: `[tick, stage]`, duration of the ops.
     """
     sends = slots.sends >= 0
-    at = np.zeros(lengths.shape[1])
-    moved: np.ndarray = np.any(sends, axis=(1, 3))
-    for length, moves in zip(lengths, moved, strict=True):
-        at = at + length
+    time = np.zeros(lengths.shape[1])
+    has_message: np.ndarray = np.any(sends, axis=(1, 3))
+    for length, directions in zip(lengths, has_message, strict=True):
+        time = time + length
         for direction in (UP, DOWN):
-            if moves[direction]:
-                by = SHIFTS[direction]
-                first, last = (0, -1) if by > 0 else (-1, 0)
-                other = np.roll(at, by)
-                if not sends[:, last, direction].any():  # a line and no ring: nothing comes to its first stage
-                    other[first] = 0
-                at = np.maximum(at, other)
-    return float(at.max())
+            if directions[direction]:
+                shift = SHIFTS[direction]
+                first, last = (0, -1) if shift > 0 else (-1, 0)
+                sender = np.roll(time, shift)
+                if not sends[:, last, direction].any():  # Without a ring, the first stage receives nothing.
+                    sender[first] = 0
+                time = np.maximum(time, sender)
+    return float(time.max())
 
 
 def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
-    """How often a step gathers a weight that every cell gathers for itself: int `[stage]`.
+    """Return how often a step gathers a weight that is gathered in each tick that uses it, int `[stage]`.
 
-    The ops of a cell that are of one part share it: all of them where a stage holds one part, else a B and its own W.
+    Ops of the same chunk in a tick share one gather: all ops if a stage has a single chunk, else a B and its own W.
 
     Args:
-      schedule: the table.
-      reads: whether F, B and W read the weight; `SplitVjp.reads`.
+      schedule: the schedule.
+      reads: whether F, B and W read the weight, from `SplitVjp.reads`.
     """
     reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
     if schedule.chunks == 1:
         return reading.any(2).sum(0)
-    shares = reading[..., B] & reading[..., W] & (schedule.slots().backlog[..., W] < 0)
-    return reading.sum((0, 2)) - shares.sum(0)
+    is_shared = reading[..., B] & reading[..., W] & (schedule.slots().deferred_weight_grads[..., W] < 0)
+    return reading.sum((0, 2)) - is_shared.sum(0)

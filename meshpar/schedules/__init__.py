@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: tables that are printed, checked, timed and saved without a device, and without jax."""
+"""Pipeline schedules as immutable tables that can be printed, validated and simulated without jax or a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schedules of the literature, each as the order of every stage's ops."""
+"""Published pipeline schedules, as functions of the number of stages and microbatches."""
 
 from __future__ import annotations
 
@@ -10,28 +10,50 @@ import numpy as np
 from meshpar.schedules.ops import Block, StageOp
 from meshpar.schedules.schedule import Schedule
 from meshpar.schedules.ticks import filled
-from meshpar.sharding.errors import is_int, near, problem
+from meshpar.sharding.errors import check_positive_int, near, problem
 
-# Below, p is the number of stages, m of microbatches, v of chunks; F, B and W the time of one stage's forward, gradient
-# of the input and gradient of the weights; M a microbatch's activations on one stage. Bubbles are span bubbles, exact
-# in the range that stands with each; for anything else there is `Schedule.simulate`.
+# Legend: p stages, m microbatches, v chunks per stage. F, B and W are the durations of the forward, input gradient and
+# weight gradient of a stage. M is the size of a microbatch's activations on a stage. Bubbles are span bubbles,
+# exact within the stated range. `Schedule.simulate` computes all other cases.
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards.
+    """Return GPipe: all forwards, then all backwards.
 
     Bubble (p−1)(F+B+W), activations m·M. Huang et al., GPipe, arXiv 1811.06965.
+
+    Args:
+      stages: number of stages, p.
+      microbatches: number of microbatches, m.
+
+    Returns:
+      The validated schedule.
+
+    Raises:
+      MeshparError: `stages` or `microbatches` is not a positive integer.
+
+    Example:
+      >>> print(gpipe(stages=2, microbatches=2))
+      stage 0  F0 F1 ·  ·  ·  B0 W0 B1 W1
+      stage 1  ·  F0 F1 B0 W0 B1 W1 ·  ·
     """
     _check("gpipe", stages, microbatches)
     row: list[Block] = [(StageOp("F", i),) for i in range(microbatches)]
-    row += [_whole(i) for i in range(microbatches)]
+    row += [_full_backward(i) for i in range(microbatches)]
     return Schedule.from_order("gpipe", [row] * stages)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """As few forwards ahead as keep the last stage busy, then one backward for each forward.
+    """Return 1F1B: a warm-up of p−1 forwards on the first stage, then alternating forwards and backwards.
 
     Bubble (p−1)(F+B+W), activations min(p, m)·M. Narayanan et al., PipeDream-Flush, arXiv 2006.09503.
+
+    Args, returns and raises as in `gpipe`.
+
+    Example:
+      >>> print(one_f_one_b(stages=2, microbatches=2))
+      stage 0  F0 F1 ·  ·  B0 W0 ·  B1 W1
+      stage 1  ·  F0 B0 W0 F1 B1 W1 ·  ·
     """
     _check("1f1b", stages, microbatches)
     rows = [
@@ -42,11 +64,27 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Schedule:
-    """1F1B with `chunks` parts of the model on each stage, every p-th: shorter fill and drain, more messages.
+    """Return interleaved 1F1B: stage s runs chunks s, s+p, s+2p, ..., which shortens fill and drain.
 
-    Bubble (p−1)(F+B+W)/v, and (p−m)(v−1)(F+B+W)/v more where m < p; activations p·M·(1 + (p−1)/(p·v)) where p divides m
-    and is less. Microbatches pass chunk after chunk in groups of p or more, as equal as m allows; a group of g > p
-    keeps the bubble and adds (v−1)(g−p)/v · M. Narayanan et al., arXiv 2104.04473.
+    Bubble (p−1)(F+B+W)/v, and (p−m)(v−1)(F+B+W)/v more where m < p. Activations p·M·(1 + (p−1)/(p·v)) if m is a
+    multiple of p and m > p. Groups of at least p microbatches pass through one chunk after the other; a group of g > p
+    microbatches has the same bubble and adds (v−1)(g−p)/v · M. Narayanan et al., arXiv 2104.04473.
+
+    Args:
+      stages: p.
+      microbatches: m.
+      chunks: chunks per stage, v.
+
+    Returns:
+      The validated schedule.
+
+    Raises:
+      MeshparError: an argument is not a positive integer.
+
+    Example:
+      >>> print(interleaved_1f1b(stages=2, microbatches=2, chunks=2))
+      stage 0  F0.0 F1.0 F0.1 F1.1 ·    ·    B0.1 W0.1 ·    B1.1 W1.1 B0.0 W0.0 B1.0 W1.0
+      stage 1  ·    F0.0 F1.0 F0.1 B0.1 W0.1 F1.1 B1.1 W1.1 B0.0 W0.0 B1.0 W1.0 ·    ·
     """
     _check("interleaved-1f1b", stages, microbatches, chunks)
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages))
@@ -61,76 +99,105 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
 
 
 def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
-    """1F1B with as many forwards ahead as let every stage run one forward and one whole backward in every tick.
+    """Return eager 1F1B: enough warm-up forwards that every tick runs one forward and one full backward per stage.
 
-    In 1F1B one stage runs its forward while the next runs a backward, and stages that meet in every tick wait for the
-    longest op: up to 3(p−1+m) max(F, B, W). Here the ticks between fill and drain are alike on all stages, and meeting
-    costs nothing: bubble (p−1)(F+B+W)/v, whatever an op takes, and (p−m)(v−1)(F+B+W)/v more where m < p;
-    activations min(2p, m)·M, or p(1 + 1/v)·M with v > 1 chunks a stage where p divides m and is less. Zhuang et al., On
-    Optimizing the Communication of Model Parallelism, arXiv 2211.05322; with chunks Narayanan et al., arXiv 2104.04473.
+    In 1F1B a stage runs a forward while the next stage runs a backward. If stages synchronize in every tick, they wait
+    for the longest op, up to 3(p−1+m) max(F, B, W). Here all stages run the same ops in every tick between fill and
+    drain, so synchronization is free: bubble (p−1)(F+B+W)/v, for any op durations, and (p−m)(v−1)(F+B+W)/v more where
+    m < p. Activations min(2p, m)·M, or p(1 + 1/v)·M with v > 1 if m is a multiple of p and m > p. Zhuang et al., On
+    Optimizing the Communication of Model Parallelism, arXiv 2211.05322; chunks: Narayanan et al., arXiv 2104.04473.
+
+    Args, returns and raises as in `interleaved_1f1b`.
+
+    Example:
+      >>> print(eager_1f1b(stages=2, microbatches=2))
+      stage 0  F0 F1 ·      B0W0 B1W1
+      stage 1  ·  F0 F1B0W0 B1W1 ·
     """
     _check("eager-1f1b", stages, microbatches, chunks)
     groups = np.array_split(np.arange(microbatches), max(1, microbatches // stages) if chunks > 1 else 1)
-    # A microbatch is on the last stage p ticks after it was on the first: only then the next chunk has it.
+    # A microbatch needs p ticks to reach the last stage, and only then can it enter the next chunk.
     sizes = [max(len(group), stages) if chunks > 1 else len(group) for group in groups]
-    # The tick of the first backward, on the last stage: the one after its forward there.
-    turned = (chunks - 1) * sizes[0] + stages
+    # The first backward runs on the last stage, in the tick after the first forward of the last chunk.
+    first_backward = (chunks - 1) * sizes[0] + stages
     cells: list[list[list[tuple[str, int, int]]]] = [
-        [[] for _ in range(stages)] for _ in range(turned + chunks * sum(sizes) + stages - 1)
+        [[] for _ in range(stages)] for _ in range(first_backward + chunks * sum(sizes) + stages - 1)
     ]
     begin = 0
     for group, size in zip(groups, sizes, strict=True):
         for chunk in range(chunks):
-            for at, i in enumerate(group.tolist()):
+            for index, i in enumerate(group.tolist()):
                 for stage in range(stages):
-                    cells[begin + chunk * size + at + stage][stage].append(("F", i, chunk))
-                    backward = cells[turned + begin + chunk * size + at + stages - 1 - stage][stage]
+                    cells[begin + chunk * size + index + stage][stage].append(("F", i, chunk))
+                    backward = cells[first_backward + begin + chunk * size + index + stages - 1 - stage][stage]
                     backward += [("B", i, chunks - 1 - chunk), ("W", i, chunks - 1 - chunk)]
         begin += chunks * size
-    while not any(cells[-1]):  # where a group is smaller than the room that it is given
+    while not any(cells[-1]):  # A last group of fewer than p microbatches leaves empty ticks.
         cells.pop()
     parts = [[chunk * stages + stage for chunk in range(chunks)] for stage in range(stages)]
     return Schedule.from_table(cells, parts=parts, microbatches=microbatches, name="eager-1f1b")
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with the weight gradients put off into what would be idle time, within 1F1B's memory.
+    """Return ZB-H1: 1F1B with weight gradients deferred into idle time, within the memory of 1F1B.
 
     Bubble (p−1)(F+B−W) where W ≤ F, and (p−m)W more where m < p; activations min(p, m)·M. Qi et al., Zero Bubble
     Pipeline Parallelism, arXiv 2401.10241.
+
+    Args, returns and raises as in `gpipe`.
+
+    Example:
+      >>> print(zb_h1(stages=2, microbatches=2))
+      stage 0  F0 F1 ·  B0 W0 B1 W1
+      stage 1  ·  F0 B0 F1 B1 W0 W1
     """
     _check("zb-h1", stages, microbatches)
     return Schedule.from_order("zb-h1", _zero_bubble(stages, microbatches, stages))
 
 
 def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedule:
-    """Enough forwards ahead that no stage waits between its first op and its last.
+    """Return ZB-H2: enough warm-up forwards that no stage idles between its first op and its last.
 
-    Bubble (p−1)(F+B−2W), activations (2p−1)·M, where W ≤ F, W ≤ B and m ≥ 2p−1. With memory for fewer, or fewer
-    microbatches, k of either, (2p−1−k)W more, and activations k·M. Qi et al., Zero Bubble Pipeline Parallelism,
-    arXiv 2401.10241.
+    Bubble (p−1)(F+B−2W), activations (2p−1)·M, where W ≤ F, W ≤ B and m ≥ 2p−1. With k < 2p−1 microbatches, or memory
+    for k of them, the bubble is (2p−1−k)W more and the activations are k·M. Qi et al., Zero Bubble Pipeline
+    Parallelism, arXiv 2401.10241.
 
     Args:
       stages: p.
       microbatches: m.
-      limit: microbatches whose activations a stage may hold; default 2p−1, from which on F = B = W leaves no bubble.
-        The form above is for p or more; with fewer, stages wait for memory.
+      limit: maximum number of microbatches with saved activations on a stage. The default, 2p−1, leaves no bubble if
+        F = B = W. The formula holds for limits of at least p; with a lower limit, stages wait for memory.
+
+    Returns:
+      The validated schedule.
+
+    Raises:
+      MeshparError: an argument is not a positive integer.
+
+    Example:
+      >>> print(zb_h2(stages=2, microbatches=3))
+      stage 0  F0 F1 F2 B0 W0 B1 W1 B2 W2 ·
+      stage 1  ·  F0 B0 F1 B1 F2 B2 W0 W1 W2
     """
     _check("zb-h2", stages, microbatches)
-    if limit is not None and not is_int(limit, 1):
-        raise problem(
-            "schedule `zb-h2`", f"hold {limit!r} microbatches' activations", "it is a whole number, at least 1",
-            f"give a limit of 1 to {2 * stages - 1}",
-        )  # fmt: skip
+    if limit is not None:
+        check_positive_int("schedule `zb-h2`", "the number of microbatches with saved activations", limit=limit)
     most = 2 * stages - 1 if limit is None else min(limit, 2 * stages - 1)
     return Schedule.from_order("zb-h2", _zero_bubble(stages, microbatches, min(most, max(microbatches, stages))))
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
-    """Two chunks a stage, down the stages and back up: no bubble within 1F1B's memory.
+    """Return ZB-V: two chunks per stage, placed in a V, without a bubble and within the memory of 1F1B.
 
     With F = B = W, bubble 0 where m ≥ 2p−1, (2p−1−m)·F/2 with fewer microbatches and (4p−1−4m)·F/2 with fewer than
     2p/3; activations min(p, m)·M. Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
+
+    Args, returns and raises as in `gpipe`.
+
+    Example:
+      >>> print(zb_v(stages=2, microbatches=2))
+      stage 0  F0.0 F1.0 ·    F0.1 B0.1 F1.1 B1.1 B0.0 W0.1 B1.0 W1.1 W0.0 W1.0
+      stage 1  ·    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 W0.1 W0.0 W1.1 W1.0
     """
     _check("zb-v", stages, microbatches)
     parts = _folded(stages)
@@ -140,19 +207,35 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
 
 def dualpipe(stages: int, microbatches: int) -> Schedule:
-    """Two streams in opposite directions, each through a copy of the model, so that F of one overlaps B of the other.
+    """Return DualPipe: two copies of the model run in opposite directions, and F of one overlaps B of the other.
 
-    Microbatches 0 to ⌈m/2⌉−1 go up the stages, the others down. p is even. Bubble (p/2−1)(F&B + B − 3W), B a whole
-    backward and F&B = F + B an overlapped pair, for even m ≥ 2p where F takes as long as the gradient of the input and
-    W no longer; F + B more for odd m ≥ 2p. A longer gradient of the input, or a shorter pair, leaves less than the form
-    says; a longer F or W more. Activations (p+1)·M; parameters twice. DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437.
+    Microbatches 0 to ⌈m/2⌉−1 go up the stages, the others down. Bubble (p/2−1)(F&B + B − 3W) for even m ≥ 2p, F + B
+    more for odd m ≥ 2p. Here B is a full backward, and F&B = F + B is the duration of an overlapped pair; F takes as
+    long as the input gradient, and W at most as long. A longer input gradient or a shorter pair has a smaller bubble
+    than the formula, a longer F or W a larger one. Activations (p+1)·M, and two copies of the parameters.
+    DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437.
+
+    Args:
+      stages: p, an even number.
+      microbatches: m.
+
+    Returns:
+      The validated schedule.
+
+    Raises:
+      MeshparError: an argument is not a positive integer, or `stages` is odd.
+
+    Example:
+      >>> print(dualpipe(stages=2, microbatches=4))
+      stage 0  F0.0 F2.1 F1.0 B2.1 W2.1 F3.1B0.0W0.0 B3.1 W3.1 B1.0 W1.0
+      stage 1  F2.0 F0.1 F3.0 B0.1 W0.1 F1.1B2.0W2.0 B1.1 W1.1 B3.0 W3.0
     """
     _check("dualpipe", stages, microbatches)
     if stages % 2:
         raise problem(
             "schedule `dualpipe`", f"run two streams through {stages} stages",
-            "the streams cross between the two middle stages, so their number is even",
-            f"take {stages - 1 or 2} or {stages + 1} stages, or `dualpipe-v`",
+            "the streams cross between the two middle stages, so the number of stages must be even",
+            f"use {stages - 1 or 2} or {stages + 1} stages, or `dualpipe-v`", code="indivisible",
         )  # fmt: skip
     half = stages // 2
     up = (microbatches + 1) // 2
@@ -166,11 +249,17 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
-    """DualPipe folded in the middle: two chunks a stage, one stream that goes down them and back up.
+    """Return DualPipeV: DualPipe folded in the middle, with two chunks per stage and one stream.
 
-    On p stages it is DualPipe's schedule of 2p, each op half as long: bubble (p−1)(F&B + B − 3W)/2 for any m ≥ 2p, with
-    F, B and W as there; activations (2p+1)·M/2. Qi et al., https://hackmd.io/@ufotalent/r1lVXsa9Jg; DeepSeek-AI,
-    DualPipe.
+    On p stages it is DualPipe for 2p stages with ops of half the duration: bubble (p−1)(F&B + B − 3W)/2 for any m ≥ 2p,
+    with F, B and W as in `dualpipe`; activations (2p+1)·M/2. Qi et al., https://hackmd.io/@ufotalent/r1lVXsa9Jg;
+    DeepSeek-AI, DualPipe.
+
+    Args, returns and raises as in `gpipe`.
+
+    Example:
+      >>> dualpipe_v(stages=2, microbatches=4)
+      Schedule('dualpipe-v', stages=2, microbatches=4, ticks=19)
     """
     _check("dualpipe-v", stages, microbatches)
     stream = [*range(microbatches)]
@@ -189,68 +278,80 @@ SCHEDULES: Mapping[str, Callable[..., Schedule]] = {
     "dualpipe": dualpipe,
     "dualpipe-v": dualpipe_v,
 }
-"""By name: `(stages, microbatches, **options) -> Schedule`."""
+"""Schedule functions by name: `(stages, microbatches, **options) -> Schedule`."""
 
 
 def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
-    """A schedule by its name in `SCHEDULES`.
+    """Return the schedule with this name.
+
+    Args:
+      name: a key of `SCHEDULES`.
+      stages: number of stages.
+      microbatches: number of microbatches per step.
+      **options: keyword arguments of the schedule, such as `chunks`.
+
+    Returns:
+      The validated schedule.
 
     Raises:
-      ValueError: no schedule has this name, or it cannot be made for these numbers or options.
+      MeshparError: the name or an option is unknown, or the schedule does not support these numbers.
+
+    Example:
+      >>> make("interleaved-1f1b", stages=4, microbatches=8, chunks=2)
+      Schedule('interleaved-1f1b', stages=4, microbatches=8, ticks=57)
     """
     if name not in SCHEDULES:
-        raise problem(f"schedule `{name}`", "make it", "there is none of this name", near(str(name), SCHEDULES))
+        fix = near(str(name), SCHEDULES)
+        raise problem(f"schedule `{name}`", "create it", "no schedule has this name", fix, code="unknown-name")
     maker = SCHEDULES[name]
-    known = set((maker.__kwdefaults__ or {}).keys())
-    if unknown := sorted(set(options) - known):
+    choices = set((maker.__kwdefaults__ or {}).keys())
+    if unknown := sorted(set(options) - choices):
+        listed = ", ".join(f"`{option}`" for option in sorted(choices))
+        reason = f"its options are {listed}" if choices else "it has no options"
         raise problem(
-            f"schedule `{name}`",
-            f"set `{unknown[0]}`",
-            f"its options are {', '.join(f'`{option}`' for option in sorted(known))}" if known else "it has no options",
-            f"leave `{unknown[0]}` out",
+            f"schedule `{name}`", f"set `{unknown[0]}`", reason, f"remove `{unknown[0]}`", code="unknown-name"
         )
     return maker(stages, microbatches, **options)
 
 
-MOST_CELLS = 10**6
-"""Beyond that a table takes minutes to make and gigabytes to hold."""
+MAX_SLOTS = 10**6
+"""Larger tables take minutes to compute and gigabytes of memory."""
 
 
 def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
-    for what, count in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
-        if not is_int(count, 1):
-            exists = "it takes a whole number of them, at least 1"
-            raise problem(f"schedule `{name}`", f"run with {count!r} {what}", exists, f"give {what} such as 4")
-    if (size := stages * (stages + microbatches) * chunks) > MOST_CELLS:
+    where = f"schedule `{name}`"
+    check_positive_int(where, "a size of the schedule", stages=stages, microbatches=microbatches, chunks=chunks)
+    if (size := stages * (stages + microbatches) * chunks) > MAX_SLOTS:
         raise problem(
-            f"schedule `{name}`",
-            f"lay out {microbatches} microbatches on {stages} stages" + (f", {chunks} chunks each" * (chunks > 1)),
-            f"p·(p+m) cells of each kind for every chunk are {size:,}, of which a table holds up to {MOST_CELLS:,}",
-            "give fewer",
+            where,
+            f"run {microbatches} microbatches on {stages} stages" + (f" with {chunks} chunks each" * (chunks > 1)),
+            f"stages x (stages + microbatches) x chunks is {size:,}, and the limit is {MAX_SLOTS:,}",
+            "use fewer stages, microbatches or chunks",
+            code="out-of-range",
         )
 
 
-def _whole(microbatch: int, chunk: int = 0) -> Block:
+def _full_backward(microbatch: int, chunk: int = 0) -> Block:
     return StageOp("B", microbatch, chunk), StageOp("W", microbatch, chunk)
 
 
 def _folded(stages: int) -> list[list[int]]:
-    """Two parts a stage, the model going down the stages and back up."""
+    """Return the V placement: the first half of the model goes down the stages, the second half back up."""
     return [[stage, 2 * stages - 1 - stage] for stage in range(stages)]
 
 
 def _alternated(forward: list[tuple[int, int]], backward: list[tuple[int, int]], ahead: int) -> list[Block]:
-    """Some forwards ahead, then one forward and one whole backward in turn. Both lists are (microbatch, chunk)."""
+    """Run `ahead` forwards, then alternate forwards and full backwards. Both lists contain (microbatch, chunk)."""
     ahead = min(ahead, len(forward))
-    row: list[Block] = [(StageOp("F", *what),) for what in forward[:ahead]]
-    for number, what in enumerate(backward):
-        row += [(StageOp("F", *next_),) for next_ in forward[ahead + number : ahead + number + 1]]
-        row.append(_whole(*what))
+    row: list[Block] = [(StageOp("F", *op),) for op in forward[:ahead]]
+    for number, op in enumerate(backward):
+        row += [(StageOp("F", *next_op),) for next_op in forward[ahead + number : ahead + number + 1]]
+        row.append(_full_backward(*op))
     return row
 
 
 def _zero_bubble(stages: int, microbatches: int, limit: int) -> list[list[Block]]:
-    """Forwards ahead, then one F for each B, each W as late as `limit` microbatches in a stage's memory allow."""
+    """Return the rows of ZB-H1 and ZB-H2: W is deferred as far as `limit` saved microbatches per stage allow."""
     rows = []
     for stage in range(stages):
         to_last = stages - 1 - stage
@@ -268,15 +369,15 @@ def _zero_bubble(stages: int, microbatches: int, limit: int) -> list[list[Block]
 
 
 def _v_order(stages: int, microbatches: int, stage: int) -> Iterator[StageOp]:
-    """ZB-V's order of F and B on one stage; W is to be put where there is room.
+    """Yield the F and B of a ZB-V stage in order; the caller inserts W.
 
-    Laid out for at least 2p−1 microbatches; of fewer, the ops of those that do not exist are left out.
+    The pattern needs at least 2p−1 microbatches. With fewer, the ops of the missing microbatches are skipped.
     """
-    laid_out = max(microbatches, 2 * stages - 1)
+    num_planned = max(microbatches, 2 * stages - 1)
     to_last = stages - 1 - stage
     plan = [("F", 0)] * (2 * to_last + 1) + [("F", 1), ("F", 0)] * stage + [("F", 1), ("B", 1)] * (to_last + 1)
-    for i in range(laid_out - stages):
-        plan += [("F", 0)] * (i < laid_out - stages - to_last) + [("B", 0), ("F", 1), ("B", 1)]
+    for i in range(num_planned - stages):
+        plan += [("F", 0)] * (i < num_planned - stages - to_last) + [("B", 0), ("F", 1), ("B", 1)]
     plan += [("B", 0), ("B", 1)] * stage + [("B", 0)] * (to_last + 1)
     count: Counter[tuple[str, int]] = Counter()
     for kind, chunk in plan:
@@ -287,25 +388,30 @@ def _v_order(stages: int, microbatches: int, stage: int) -> Iterator[StageOp]:
 
 
 def _two_streams(half: int, stage: int, streams: tuple[list[int], list[int]]) -> Iterator[Block]:
-    """DualPipe's order on the stage that is `stage` steps from where its stream 0 comes in, of `half` steps in all.
+    """Yield the blocks of a DualPipe stage, in order.
 
-    Chunk 0 runs stream 0 and chunk 1 stream 1. Laid out for at least twice as many microbatches a stream as there are
-    steps; of fewer, the ops of those that do not exist are left out.
+    Chunk 0 runs stream 0 and chunk 1 runs stream 1. The pattern needs at least `2 * half` microbatches per stream. With
+    fewer, the ops of the missing microbatches are skipped.
+
+    Args:
+      half: number of stages from the start of a stream to the middle.
+      stage: distance of the stage from the start of stream 0.
+      streams: microbatches of both streams.
     """
-    laid_out = max(2 * half, *(len(stream) for stream in streams))
+    num_planned = max(2 * half, *(len(stream) for stream in streams))
     to_middle = half - 1 - stage
     count: Counter[tuple[str, int]] = Counter()
-    put_off: deque[StageOp] = deque()
+    deferred: deque[StageOp] = deque()
 
     def ops(kinds: str, chunk: int) -> list[StageOp]:
-        """The next microbatch's F, B alone, or whole backward on a chunk."""
+        """Return the next F, B or full backward of a chunk; empty if all its microbatches are done."""
         i = count[kinds[0], chunk]
         count[kinds[0], chunk] += 1
         if i >= len(streams[chunk]):
             return []
-        found = [StageOp(kind, streams[chunk][i], chunk) for kind in kinds]
-        put_off.extend(StageOp("W", streams[chunk][i], chunk) for _ in [0] if kinds == "B")
-        return found
+        if kinds == "B":
+            deferred.append(StageOp("W", streams[chunk][i], chunk))
+        return [StageOp(kind, streams[chunk][i], chunk) for kind in kinds]
 
     def plan() -> Iterator[list[StageOp]]:
         for _ in range(2 * to_middle):
@@ -315,10 +421,10 @@ def _two_streams(half: int, stage: int, streams: tuple[list[int], list[int]]) ->
             yield ops("F", 1)
         for _ in range(to_middle):
             yield ops("B", 1)
-            yield [put_off.popleft()] if put_off else []
+            yield [deferred.popleft()] if deferred else []
             yield ops("F", 1)
-        for i in range(laid_out - 2 * half + stage + 1):
-            if i == 0 and to_middle == 0:  # the middle stage has this B's gradient only after its own F
+        for i in range(num_planned - 2 * half + stage + 1):
+            if i == 0 and to_middle == 0:  # On the middle stage, this B needs the result of the F before it.
                 yield ops("F", 0)
                 yield ops("BW", 1)
             else:
@@ -327,14 +433,13 @@ def _two_streams(half: int, stage: int, streams: tuple[list[int], list[int]]) ->
         for _ in range(to_middle):
             yield ops("BW", 1)
             yield ops("F", 1) + ops("BW", 0)
-        # From halfway on, the drain puts its weight gradients off.
-        drain = [1, 0] * (stage + 1)
-        whole = 2 * ((stage + 1) // 2) + (stage % 2 == 0)
-        for number, chunk in enumerate(drain):
-            yield ops("BW" if number < whole else "B", chunk)
+        # The second half of the drain defers its weight gradients.
+        num_full = 2 * ((stage + 1) // 2) + (stage % 2 == 0)
+        for number, chunk in enumerate([1, 0] * (stage + 1)):
+            yield ops("BW" if number < num_full else "B", chunk)
         for _ in range(to_middle):
-            yield [put_off.popleft()] if put_off else []
+            yield [deferred.popleft()] if deferred else []
             yield ops("B", 0)
-        yield from ([op] for op in put_off)
+        yield from ([op] for op in deferred)
 
     yield from (tuple(block) for block in plan() if block)

@@ -1,4 +1,4 @@
-"""The ops of a pipeline: forward, input gradient, weight gradient; and how one is written."""
+"""The ops of a pipeline stage: forward, input gradient and weight gradient."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import NamedTuple, TypeAlias
 from meshpar.sharding.errors import MeshparError, problem
 
 KINDS = "FBW"
-"""Forward, backward to the input, backward to the weights; a kind's place in this string is its number in tables."""
+"""Forward, gradient of the input, gradient of the weights. Tables store the index of a kind in this string."""
 F, B, W = range(3)
 LONG = {"F": "forward", "B": "input gradient", "W": "weight gradient"}
-"""A kind in words."""
 
 
 class StageOp(NamedTuple):
@@ -20,28 +19,30 @@ class StageOp(NamedTuple):
     """One of `KINDS`."""
     microbatch: int
     chunk: int = 0
-    """Which of the parts of the model that the stage holds."""
+    """Index of the pipeline chunk among the chunks of its stage."""
 
     @property
     def number(self) -> int:
-        """Of its kind, as tables hold it."""
+        """Index of the kind in `KINDS`."""
         return KINDS.index(self.kind)
 
     def text(self, *, chunked: bool = True) -> str:
-        """As pictures and errors write it: `F3`, and `F3.1` for chunk 1."""
+        """Return the op as tables and errors print it: `F3`, or `F3.1` for chunk 1."""
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if chunked else "")
 
 
 Block: TypeAlias = tuple[StageOp, ...]
-"""Ops that a stage runs as one piece: it begins when all of them can, and what they send leaves when the last is done.
+"""Ops that a stage runs as a unit.
 
-`(B, W)` of one microbatch is a whole backward; `(F, B)` or `(F, B, W)` of two microbatches is an overlapped pair.
+A block starts when the inputs of all its ops are available, and its results are sent when the last op is done.
+
+`(B, W)` of one microbatch is a full backward pass. `(F, B)` or `(F, B, W)` of two microbatches is an overlapped pair.
 """
 
 
 def unreadable(path: str, error: Exception, fix: str) -> MeshparError:
-    """Of a file that holds no schedule, or is not there."""
+    """Return the error for a schedule file that is missing or invalid."""
     if isinstance(error, FileNotFoundError):
-        return problem(path, "read a schedule", "there is no such file", "give the path of one")
-    why = error.strerror if isinstance(error, OSError) else f"it is none: {error}"
-    return problem(path, "read a schedule", why or str(error), fix)
+        return problem(path, "read a schedule", "the file does not exist", "check the path", code="missing-file")
+    reason = error.strerror if isinstance(error, OSError) else f"its content is invalid ({error})"
+    return problem(path, "read a schedule", reason or str(error), fix, code="damaged-file")

@@ -1,4 +1,4 @@
-"""A schedule as plain text."""
+"""Plain-text rendering of a schedule."""
 
 from __future__ import annotations
 
@@ -11,35 +11,39 @@ IDLE = "·"
 
 
 def grid(schedule: Schedule) -> list[list[str]]:
-    """The text of every cell, `[stage][tick]`: `F3`, `F3.1` for chunk 1, `F3B1` for a pair."""
-
-    def cell(tick: int, stage: int) -> str:
-        return "".join(op.text(chunked=schedule.chunks > 1) for op in schedule.cell(tick, stage)) or IDLE
-
-    return [[cell(tick, stage) for tick in range(schedule.ticks)] for stage in range(schedule.stages)]
+    """Return the text of every tick slot, `[stage][tick]`: `F3`, `F3.1` for chunk 1, `F3B1` for a pair."""
+    is_chunked = schedule.chunks > 1
+    return [
+        [
+            "".join(op.text(chunked=is_chunked) for op in schedule.cell(tick, stage)) or IDLE
+            for tick in range(schedule.ticks)
+        ]
+        for stage in range(schedule.stages)
+    ]
 
 
 def picture(schedule: Schedule, *, width: int | None = None) -> str:
-    """A line for each stage, a column for each tick.
+    """Return the schedule as text, with a line per stage and a column per tick.
 
     Args:
-      width: of the text; longer schedules go on below. None: one line for each stage, however long.
+      schedule: the schedule.
+      width: maximum number of characters per line; longer schedules are wrapped into several bands. None: no limit.
     """
     cells = grid(schedule)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    label = len(f"stage {schedule.stages - 1}")
+    label_width = len(f"stage {schedule.stages - 1}")
     bands = [
         "\n".join(
-            f"stage {stage}".ljust(label) + "  " + " ".join(row[t].ljust(widths[t]) for t in band).rstrip()
+            f"stage {stage}".ljust(label_width) + "  " + " ".join(row[t].ljust(widths[t]) for t in band).rstrip()
             for stage, row in enumerate(cells)
         )
-        for band in bands_of(widths, None if width is None else width - label - 2)
+        for band in bands_of(widths, None if width is None else width - label_width - 2)
     ]
     return "\n\n".join(bands)
 
 
 def bands_of(widths: list[int], room: int | None) -> list[range]:
-    """Columns that fit beside each other."""
+    """Group columns into bands of at most `room` characters."""
     if room is None:
         return [range(len(widths))]
     bands, begin, used = [], 0, 0

@@ -1,4 +1,4 @@
-"""A pipeline schedule as a value: who does what in which tick, and whether that can be run."""
+"""`Schedule`, an immutable table of the ops that each pipeline stage runs in each tick."""
 
 from __future__ import annotations
 
@@ -22,30 +22,36 @@ if TYPE_CHECKING:
     from meshpar.schedules.slots import Slots
 
 Cell: TypeAlias = Sequence[Any] | None
-"""`(op, microbatch, chunk)`, several of them, or None for an idle tick."""
+"""`(kind, microbatch, chunk)`, a list of such tuples, or None for an idle tick."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Who does what in which tick.
+    """A pipeline schedule.
 
-    A stage is a position on the mesh axis `stage`. It holds one or more parts of the model, its chunks. In a tick it
-    runs a cell: at most one F (forward), one B (gradient of the input) and one W (gradient of the weights). What a cell
-    makes can be used by the neighbours, and by the stage itself, from the next tick on. F and B in one cell are an
-    overlapped pair: traced together, so that one's communication can hide behind the other's matmuls.
+    A stage is a position on the mesh axis `stage`. The model is cut into `num_parts` parts (pipeline chunks), and each
+    stage runs one or more of them. In a tick slot, a stage runs at most one F (forward), one B (gradient of the input)
+    and one W (gradient of the weights). Results are available to all stages from the next tick on. F and B in the same
+    slot are an overlapped pair: they are traced together, so that communication of one can overlap with matmuls of the
+    other.
+
+    Example:
+      >>> schedule = Schedule.from_table([[("F", 0)], [[("B", 0), ("W", 0)]]], name="mine")
+      >>> print(schedule)
+      stage 0  F0 B0W0
     """
 
     name: str
     microbatches: int
     table: np.ndarray
-    """int32 `[tick, stage, kind, 2]`: microbatch and chunk of the F, B and W (kind 0, 1, 2) of each cell; −1: none."""
+    """int32 `[tick, stage, kind, 2]`: microbatch and chunk of F, B and W (kind 0, 1, 2); −1 if there is no such op."""
     parts: np.ndarray
-    """int32 `[stage, chunk]`: which part of the model that is, from 0 (embedding) on. A part may live on two stages."""
+    """int32 `[stage, chunk]`: index of the model part, starting at 0. A part may be on two stages."""
     joined: np.ndarray
-    """bool `[tick, stage]`: this cell and the stage's next are one block, as the two halves of a whole backward are.
+    """bool `[tick, stage]`: True if this tick and the next belong to one block, such as the B and W of a full backward.
 
-    A block begins when everything in it can; what it makes counts as made when it ends. The executor need not know:
-    a table that honours this is only stricter. `simulate` and the file format know."""
+    A block starts when all its inputs are available, and its results are available when it ends. The executor ignores
+    blocks, because they only add constraints. `simulate` and the file format use them."""
 
     def __post_init__(self) -> None:
         shapes = {"table": (np.int32, 4), "parts": (np.int32, 2), "joined": (np.bool_, 2)}
@@ -54,7 +60,8 @@ class Schedule:
             if array.ndim != dims:
                 where = f"`{field}` of schedule `{self.name}`"
                 fix = "give [tick, stage, kind, (microbatch, chunk)], [stage, chunk] and [tick, stage]"
-                raise problem(where, f"hold it as an array of {dims} dims", f"its shape is {array.shape}", fix)
+                reason = f"its shape is {array.shape}"
+                raise problem(where, f"use it as an array of {dims} dims", reason, fix, code="wrong-shape")
             array.setflags(write=False)
             object.__setattr__(self, field, array)
         if (
@@ -64,88 +71,103 @@ class Schedule:
         ):
             raise problem(
                 f"schedule `{self.name}`",
-                f"run a table of shape {self.table.shape} on stages that hold parts {self.parts.tolist()}",
-                f"they take a table [ticks, {len(self.parts)}, {len(KINDS)}, 2], `joined` [ticks, {len(self.parts)}]",
+                f"run a table of shape {self.table.shape} on stages with parts {self.parts.tolist()}",
+                f"expected a table [ticks, {len(self.parts)}, {len(KINDS)}, 2] and `joined` [ticks, {len(self.parts)}]",
                 "give one row of `parts` for each stage of the table",
+                code="wrong-shape",
             )
 
-    # -- How one is made ----------------------------------------------------------------------------------------------
+    # -- Constructors -----------------------------------------------------------------------------------------------
 
     @classmethod
     def from_order(
         cls, name: str, rows: Sequence[Sequence[Block]], *, parts: Sequence[Sequence[int]] | None = None,
         microbatches: int | None = None,
     ) -> Schedule:  # fmt: skip
-        """The schedule in which every stage runs its blocks in this order, each as soon as it can.
+        """Return the schedule in which every stage runs its blocks in order, each as soon as possible.
 
-        Ticks are those of ops of equal length and messages of none. F and B of an overlapped pair share a tick wherever
-        that makes no stage wait.
+        Ticks assume ops of equal duration and messages without latency. F and B of an overlapped pair share a tick
+        wherever that delays no stage.
 
         Args:
-          name: of the schedule.
-          rows: of each stage, the blocks in order.
-          parts: `[stage][chunk]`; default: one part to a stage, in order.
-          microbatches: default: as many as the rows name.
+          name: name of the schedule.
+          rows: the ordered blocks of each stage.
+          parts: `[stage][chunk]`, model part of each chunk. Default: one part per stage, in order.
+          microbatches: number of microbatches. Default: the number that occurs in the rows.
+
+        Returns:
+          The validated schedule.
 
         Raises:
-          ValueError: the order is a deadlock, or the schedule does not validate.
+          MeshparError: the order is a deadlock, or the schedule is invalid.
         """
-        held = _held(name, parts, len(rows))
-        check_rows(name, rows, held)
-        count = 1 + max((op.microbatch for row in rows for block in row for op in block), default=-1)
-        table, joined = order.placed(rows, order.starts(name, rows, held))
-        table, joined = order.paired(table, joined)
-        made = cls(
-            name=name, microbatches=count if microbatches is None else microbatches, table=table, parts=held,
-            joined=joined,
-        )  # fmt: skip
-        return made.validate()
+        stage_parts = _stage_parts(name, parts, len(rows))
+        check_rows(name, rows, stage_parts)
+        if microbatches is None:
+            microbatches = 1 + max((op.microbatch for row in rows for block in row for op in block), default=-1)
+        table, joined = order.paired(*order.placed(rows, order.starts(name, rows, stage_parts)))
+        return cls(name=name, microbatches=microbatches, table=table, parts=stage_parts, joined=joined).validate()
 
     @classmethod
     def from_table(
         cls, cells: Sequence[Sequence[Cell]], *, parts: Sequence[Sequence[int]] | None = None,
         microbatches: int | None = None, name: str = "table",
     ) -> Schedule:  # fmt: skip
-        """A table of your own, as `[tick][stage]`; validated.
+        """Return the schedule with a given table.
 
         Args:
-          cells: each `("F", microbatch, chunk)`, a list of such for an overlapped pair, or None.
-          parts: `[stage][chunk]`; default: one part to a stage, in order.
-          microbatches: default: as many as the table names.
-          name: of the schedule.
+          cells: `[tick][stage]`; each `("F", microbatch, chunk)`, a list of such tuples, or None for an idle tick.
+          parts: `[stage][chunk]`, model part of each chunk. Default: one part per stage, in order.
+          microbatches: number of microbatches. Default: the number that occurs in the table.
+          name: name of the schedule.
+
+        Returns:
+          The validated schedule.
 
         Raises:
-          ValueError: a cell that cannot be read, or a schedule that does not validate.
+          MeshparError: an op has an invalid form, or the schedule is invalid.
         """
         stages = len(cells[0]) if cells else 0
         table = np.full((len(cells), stages, len(KINDS), 2), -1, np.int32)
         for tick, row in enumerate(cells):
             if len(row) != stages:
-                where, exists = f"tick {tick} of schedule `{name}`", f"it has {len(row)}, tick 0 has {stages}"
-                raise problem(where, "read its cells", exists, "give one cell to each stage, None where it idles")
+                where, reason = f"tick {tick} of schedule `{name}`", f"it has {len(row)} entries, tick 0 has {stages}"
+                fix = "give one entry per stage, None if it is idle"
+                raise problem(where, "read its ops", reason, fix, code="wrong-shape")
             for stage, cell in enumerate(row):
                 for op in _ops(cell, f"schedule `{name}`, tick {tick}, stage {stage}"):
                     if table[tick, stage, op.number, 0] >= 0:
-                        where, fix = f"schedule `{name}`, tick {tick}, stage {stage}", "give each to a tick of its own"
-                        raise problem(where, f"run {op.text()} there", f"the cell has another {op.kind} already", fix)
+                        where, fix = (
+                            f"schedule `{name}`, tick {tick}, stage {stage}",
+                            "move one of them to another tick",
+                        )
+                        reason = f"the stage already runs another {op.kind} in this tick"
+                        raise problem(where, f"run {op.text()}", reason, fix, code="duplicate-op")
                     table[tick, stage, op.number] = op.microbatch, op.chunk
-        held = _held(name, parts, stages)
         count = int(table[..., 0].max(initial=-1)) + 1 if microbatches is None else microbatches
-        joined = np.zeros((len(cells), stages), bool)
-        return cls(name=name, microbatches=count, table=table, parts=held, joined=joined).validate()
+        stage_parts, joined = _stage_parts(name, parts, stages), np.zeros((len(cells), stages), bool)
+        return cls(name=name, microbatches=count, table=table, parts=stage_parts, joined=joined).validate()
 
     @classmethod
     def from_csv(cls, path: str | PathLike[str], *, name: str | None = None) -> Schedule:
-        """A schedule from a file in one of torch.distributed.pipelining's formats, compute_only or compute_comms.
+        """Read a schedule in the compute_only or compute_comms format of torch.distributed.pipelining.
 
-        A row for each rank, cells in order: global stage, op, microbatch, as `3F1`. F forward, B whole backward, I
-        gradient of the input, W of the weights; `(5F9;5B5)OVERLAP_F_B` an overlapped pair; empty: idle. The rows say
-        what follows what; ticks are derived. What compute_comms adds is implied here, and only checked to name stages
-        and microbatches of the table: `0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1` (and `_B`), `0UNSHARD`, `0RESHARD`,
-        `0REDUCE_GRAD`, `0WAIT_REDUCE_GRAD`.
+        The file has a row per rank. A cell is a global stage, an op and a microbatch, such as `3F1`: F is the forward,
+        B the full backward, I the gradient of the input, W the gradient of the weights. `(5F9;5B5)OVERLAP_F_B` is an
+        overlapped pair, and an empty cell is an idle tick. Only the order of the cells in a row is used; ticks are
+        derived from it. The communication actions of compute_comms (`0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1`, the same
+        with `_B`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, `0WAIT_REDUCE_GRAD`) are implied by a schedule. Their stages
+        and microbatches are checked.
+
+        Args:
+          path: the file.
+          name: name of the schedule. Default: the name of the file.
+
+        Returns:
+          The validated schedule.
 
         Raises:
-          ValueError: a cell that cannot be read, or an order that cannot be run.
+          MeshparError: the file is missing, a cell has an invalid form, or the order is invalid.
         """
         from meshpar.schedules.csv import read
 
@@ -153,22 +175,31 @@ class Schedule:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """What `to_json` gave; also with `name`, `table` and, for more than one chunk a stage, `parts` alone."""
-        given = {field: data[field] for field in ("name", "microbatches", "parts") if field in data}
-        found = cls.from_table(data["table"], **given)
-        joined = np.zeros(found.joined.shape, bool)
+        """Return the schedule that `to_json` wrote.
+
+        Args:
+          data: requires `table` only; the arguments of `from_table` and `joined` are optional.
+
+        Raises:
+          MeshparError: the schedule is invalid.
+        """
+        schedule = cls.from_table(
+            data["table"], **{field: data[field] for field in ("name", "microbatches", "parts") if field in data}
+        )
+        joined = np.zeros(schedule.joined.shape, bool)
         for tick, stage in data.get("joined", ()):
-            if not (tick in range(found.ticks) and stage in range(found.stages)):
+            if not (tick in range(schedule.ticks) and stage in range(schedule.stages)):
                 raise problem(
-                    f"`joined` of schedule `{found.name}`",
-                    f"join tick {tick} of stage {stage} and the next into one block",
-                    f"there are {found.ticks} ticks and {found.stages} stages",
-                    "correct it, or leave `joined` out",
+                    f"`joined` of schedule `{schedule.name}`",
+                    f"join tick {tick} and the next of stage {stage} into one block",
+                    f"the schedule has {schedule.ticks} ticks and {schedule.stages} stages",
+                    "correct `joined`, or remove it",
+                    code="out-of-range",
                 )
             joined[tick, stage] = True
-        return dataclasses.replace(found, joined=joined).validate()
+        return dataclasses.replace(schedule, joined=joined).validate()
 
-    # -- What it is ---------------------------------------------------------------------------------------------------
+    # -- Properties -------------------------------------------------------------------------------------------------
 
     @property
     def ticks(self) -> int:
@@ -184,21 +215,21 @@ class Schedule:
 
     @cached_property
     def num_parts(self) -> int:
-        """Different parts of the model: with two copies of each, half of stages times chunks."""
+        """Number of distinct model parts: `stages * chunks / copies`."""
         return int(self.parts.max()) + 1
 
     @property
     def copies(self) -> float:
-        """How often each parameter is held, over all stages: 2 for DualPipe."""
+        """Number of copies of each parameter over all stages: 2 for DualPipe, else 1."""
         return self.parts.size / self.num_parts
 
     def cell(self, tick: int, stage: int) -> Block:
-        """The ops of one stage in one tick, F before B before W; empty when it idles."""
-        cell = self.table[tick, stage]
-        return tuple(StageOp(kind, int(i), int(chunk)) for kind, (i, chunk) in zip(KINDS, cell, strict=True) if i >= 0)
+        """Return the ops of a stage in a tick, in the order F, B, W; empty if it is idle."""
+        ops = zip(KINDS, self.table[tick, stage], strict=True)
+        return tuple(StageOp(kind, int(i), int(chunk)) for kind, (i, chunk) in ops if i >= 0)
 
     def order(self) -> list[list[Block]]:
-        """Of each stage, its blocks in order."""
+        """Return the ordered blocks of each stage."""
         rows: list[list[Block]] = [[] for _ in range(self.stages)]
         for tick, stage in np.argwhere(self.busy).tolist():
             if self.begins[tick, stage]:
@@ -208,26 +239,26 @@ class Schedule:
 
     @cached_property
     def busy(self) -> np.ndarray:
-        """bool `[tick, stage]`: whether the stage runs something."""
+        """bool `[tick, stage]`: True if the stage runs an op."""
         return np.any(self.table[..., 0] >= 0, axis=2)
 
     @cached_property
     def begins(self) -> np.ndarray:
-        """bool `[tick, stage]`: whether the stage begins a block."""
-        after = np.vstack([np.zeros_like(self.joined[:1]), self.joined[:-1]])
-        return self.busy & ~after
+        """bool `[tick, stage]`: True if the stage starts a block."""
+        continues = np.vstack([np.zeros_like(self.joined[:1]), self.joined[:-1]])
+        return self.busy & ~continues
 
     @cached_property
     def done_in(self) -> np.ndarray:
-        """int `[kind, microbatch, part]`: the tick in which that is done. Only of a schedule that validates."""
-        return self._where()[0]
+        """int `[kind, microbatch, part]`: the tick of each op. Requires a valid schedule."""
+        return self._ticks_and_stages()[0]
 
     @cached_property
     def done_on(self) -> np.ndarray:
-        """int `[microbatch, part]`: the stage on which that is done. Only of a schedule that validates."""
-        return self._where()[1]
+        """int `[microbatch, part]`: the stage that runs the ops. Requires a valid schedule."""
+        return self._ticks_and_stages()[1]
 
-    def _where(self) -> tuple[np.ndarray, np.ndarray]:
+    def _ticks_and_stages(self) -> tuple[np.ndarray, np.ndarray]:
         tick, stage, kind = np.nonzero(self.table[..., 0] >= 0)
         microbatch, chunk = np.moveaxis(self.table[tick, stage, kind], -1, 0)
         part = self.parts[stage, chunk]
@@ -239,43 +270,41 @@ class Schedule:
 
     @cached_property
     def peak_activations(self) -> np.ndarray:
-        """int `[stage]`: most chunks' activations held at once, each from the tick of its F through that of its W.
+        """int `[stage]`: maximum number of saved activations of one chunk, each kept from its F through its W.
 
-        A chunk is one of `num_parts` parts of the model: times `stages / num_parts` they are microbatches' activations
-        of a stage's share.
+        Multiply by `stages / num_parts` to convert to activations of one microbatch on 1/`stages` of the model.
         """
-        done = (self.table[..., 0] >= 0).astype(int)
-        begun, freed = done[:, :, F].cumsum(0), done[:, :, W].cumsum(0)
-        return (begun - np.vstack([np.zeros_like(freed[:1]), freed[:-1]])).max(0, initial=0)
+        has_op = (self.table[..., 0] >= 0).astype(int)
+        saved, freed = has_op[:, :, F].cumsum(0), has_op[:, :, W].cumsum(0)
+        return (saved - np.vstack([np.zeros_like(freed[:1]), freed[:-1]])).max(0, initial=0)
 
     @cached_property
-    def _unit(self) -> Simulation:
+    def _unit_simulation(self) -> Simulation:
         return self.simulate()
 
     @property
     def bubble_fraction(self) -> float:
-        """Makespan bubble: the idle share of a step alone, all stages beginning and ending together; F = B = W."""
-        return self._unit.free.bubble_fraction
+        """Makespan bubble with F = B = W: idle fraction of a single step, averaged over stages."""
+        return self._unit_simulation.free.bubble_fraction
 
     @property
     def span_bubble_fraction(self) -> float:
-        """Span bubble: the idle share between a stage's first op and its last, of the worst stage; F = B = W.
+        """Span bubble with F = B = W: largest idle fraction between the first and the last op of a stage.
 
-        What a run of steps pays when no stage waits for the slowest at a step's end.
+        This is the cost per step if consecutive steps are not synchronized.
         """
-        return self._unit.free.span_bubble_fraction
+        return self._unit_simulation.free.span_bubble_fraction
 
-    # -- What it can do -----------------------------------------------------------------------------------------------
+    # -- Operations -------------------------------------------------------------------------------------------------
 
     def validate(self) -> Schedule:
-        """The schedule itself, if it can be run.
+        """Check that the schedule can be run, and return it.
 
-        Every microbatch passes F, B and W exactly once on every part of the model, all three on one stage; parts that
-        follow each other are on one stage or on neighbours of the ring; and nothing is used before the tick after the
-        one that makes it.
+        Every microbatch needs exactly one F, B and W for every model part, all three on the same stage. Consecutive
+        parts must be on the same stage or on neighbors of the ring. A result can be used from the next tick on.
 
         Raises:
-          ValueError: it cannot; names the tick, the stage and the microbatch.
+          MeshparError: names the tick, the stage and the microbatch of the first violation.
         """
         check(self)
         return self
@@ -283,28 +312,30 @@ class Schedule:
     def simulate(
         self, *, f: Costs = 1.0, b: Costs = 1.0, w: Costs = 1.0, comm: Costs = 0.0, pair: Costs | None = None
     ) -> Simulation:
-        """The step simulated with these costs, in any unit of time.
+        """Return the simulation of a step. Costs are in any unit of time, a number or one number per stage.
 
         Args:
-          f: of the forward of one `stages`-th of the model; a number, or one for each stage. Of a model cut into more
-            parts than there are stages, an op takes its share, `stages / num_parts`.
-          b: of the gradient to the input.
-          w: of the gradient to the weights.
-          comm: of a message between neighbours. A stage does not wait for what it sends.
-          pair: of an F and a whole backward overlapped; default `f + b + w`, nothing hidden.
+          f: duration of the forward of 1/`stages` of the model. One model part takes `stages / num_parts` of it.
+          b: duration of the gradient of the input.
+          w: duration of the gradient of the weights.
+          comm: latency of a message between neighbors. The sender does not wait for it.
+          pair: duration of an overlapped F and full backward. Default: `f + b + w`, no speedup.
+
+        Raises:
+          MeshparError: a cost is negative or has the wrong shape.
         """
         from meshpar.schedules.simulate import simulate
 
         return simulate(self, f=f, b=b, w=w, comm=comm, pair=pair)
 
     def slots(self) -> Slots:
-        """Where each stage keeps what: the buffers of an executor, each as small as the table allows."""
+        """Return the smallest assignment of buffer slots with which an executor can run the schedule."""
         from meshpar.schedules.slots import assign
 
         return assign(self)
 
     def repeated(self, steps: int) -> Schedule:
-        """So many steps one after another with no synchronisation between them; microbatches are numbered on."""
+        """Return the schedule of several steps without synchronization between them; microbatch numbers continue."""
         rows = [
             [
                 tuple(op._replace(microbatch=op.microbatch + step * self.microbatches) for op in block)
@@ -318,29 +349,29 @@ class Schedule:
         )  # fmt: skip
 
     def text(self, *, width: int | None = None) -> str:
-        """The table as plain text, a line for each stage, a column for each tick."""
+        """Return the table as plain text, a line per stage and a column per tick, wrapped at `width` characters."""
         from meshpar.schedules.rendering import picture
 
         return picture(self, width=width)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write it in torch.distributed.pipelining's compute_only format, blocks at their first tick.
+        """Write the schedule in the compute_only format of torch.distributed.pipelining.
 
-        `from_csv` reads it, and so does torch, unless the schedule holds a part on two stages, as DualPipe does: there
-        torch wants one rank for each. It says what follows what: a table whose cells hold three ops, as that of
-        `eager-1f1b`, is read as one of more ticks; `to_json` keeps these.
+        `from_csv` and torch can read the file. Exception: torch allows each part on one stage only, so it cannot read
+        DualPipe. The format stores only the order of ops. A tick with three ops per stage, as in `eager-1f1b`, becomes
+        several ticks when the file is read; `to_json` keeps it.
         """
         from meshpar.schedules import csv
 
         write_text(path, csv.text(self), "schedule")
 
     def to_json(self, *, simulation: Simulation | None = None) -> dict[str, Any]:
-        """As plain data.
+        """Return the schedule as plain data.
 
         Args:
-          simulation: for makespan and bubbles; default: with F = B = W = 1 and no time for messages.
+          simulation: source of makespan and bubbles. Default: F = B = W = 1 and no message latency.
         """
-        times = simulation or self._unit
+        times = simulation or self._unit_simulation
         return {
             "name": self.name,
             "stages": self.stages,
@@ -374,33 +405,37 @@ class Schedule:
         return self.text()
 
 
-_MOST = 10**9
-"""Microbatches and parts are numbered below that: tables hold int32."""
+_INDEX_LIMIT = 10**9
+"""Upper limit of microbatch and part indices, which are stored as int32."""
 
 
-def _held(name: str, parts: Sequence[Sequence[int]] | None, stages: int) -> np.ndarray:
-    """`parts` as an array `[stage, chunk]`; default: one part to a stage, in order."""
+def _stage_parts(name: str, parts: Sequence[Sequence[int]] | None, stages: int) -> np.ndarray:
+    """Return `parts` as an array `[stage, chunk]`. Default: one part per stage, in order."""
     if parts is None:
         return np.arange(stages, dtype=np.int32)[:, None]
     rows = [list(row) for row in parts]
-    alike = len({len(row) for row in rows}) < 2
-    if not alike or not all(isinstance(part, int | np.integer) and abs(part) < _MOST for row in rows for part in row):
+    numbers = [part for row in rows for part in row]
+    if len({len(row) for row in rows}) > 1 or not all(
+        isinstance(part, int | np.integer) and abs(part) < _INDEX_LIMIT for part in numbers
+    ):
         where, fix = f"`parts` of schedule `{name}`", "write [[0], [1]] for two stages with one part each"
-        raise problem(where, f"hold {rows}", "it is [stage][chunk], whole numbers, equally many for every stage", fix)
+        reason = "it must be [stage][chunk], integers, with the same number of chunks for every stage"
+        raise problem(where, f"use {rows}", reason, fix, code="wrong-shape")
     return np.array(rows, np.int32)
 
 
 def _ops(cell: Cell, where: str) -> Iterable[StageOp]:
-    """The ops of a cell as a person writes it."""
+    """Yield the ops of an entry of a user's table."""
     if cell is None or len(cell) == 0:
         return
     for op in [cell] if isinstance(cell[0], str) else cell:
-        whole = len(op) in (2, 3) and all(
-            isinstance(number, int | np.integer) and 0 <= number < _MOST for number in op[1:]
+        is_valid = len(op) in (2, 3) and all(
+            isinstance(number, int | np.integer) and 0 <= number < _INDEX_LIMIT for number in op[1:]
         )
-        if not whole or op[0] not in tuple(KINDS):
-            asked, fix = f"run {json.dumps(op, default=str)}", 'write it as ("F", 3, 0), and None for an idle tick'
-            raise problem(where, asked, "an op is one of F, B, W with the numbers of its microbatch and its chunk", fix)
+        if not is_valid or op[0] not in tuple(KINDS):
+            requested, fix = f"run {json.dumps(op, default=str)}", 'write it as ("F", 3, 0), or None for an idle tick'
+            reason = "an op is F, B or W with the indices of a microbatch and optionally a chunk"
+            raise problem(where, requested, reason, fix, code="bad-op")
         yield StageOp(*op)
 
 

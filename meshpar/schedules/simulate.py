@@ -1,4 +1,4 @@
-"""A schedule simulated: with any costs, in lockstep ticks or each stage as soon as it can."""
+"""Simulation of a schedule with given op costs."""
 
 from __future__ import annotations
 
@@ -17,92 +17,100 @@ if TYPE_CHECKING:
     from meshpar.schedules.schedule import Schedule
 
 Costs: TypeAlias = ArrayLike
-"""A number, or one for each stage."""
+"""A number, or one number per stage."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ScheduleTimeline:
-    """When each stage does what, in the unit of the costs."""
+    """Start and end times of all ops, in the unit of the costs."""
 
     start: np.ndarray
-    """`[tick, stage, kind]`: when that op begins; NaN where there is none."""
+    """`[tick, stage, kind]`: start time of the op; NaN if there is none."""
     end: np.ndarray
-    """`[tick, stage, kind]`: when it is done. F and B of an overlapped pair begin and end together."""
+    """`[tick, stage, kind]`: end time of the op. F and B of an overlapped pair start and end together."""
     busy: np.ndarray
     """`[stage]`: time spent on ops."""
 
     @property
     def makespan(self) -> float:
-        """From the first op of all to the last."""
+        """Time from the first op of any stage to the last."""
         return float(np.nanmax(self.end) - np.nanmin(self.start))
 
     @property
     def bubble_fraction(self) -> float:
-        """Makespan bubble: the idle share when all stages begin and end together, one step alone."""
-        return float(_share(len(self.busy) * self.makespan - self.busy.sum(), len(self.busy) * self.makespan))
+        """Idle fraction of the makespan, averaged over stages: the makespan bubble of a single step."""
+        return float(_ratio(len(self.busy) * self.makespan - self.busy.sum(), len(self.busy) * self.makespan))
 
     @cached_property
     def span(self) -> np.ndarray:
-        """`[stage]`: from a stage's first op to its last."""
+        """`[stage]`: time from the first op of a stage to its last."""
         return np.nanmax(self.end, axis=(0, 2)) - np.nanmin(self.start, axis=(0, 2))
 
     @property
     def span_bubble(self) -> np.ndarray:
-        """`[stage]`: idle time between a stage's first op and its last; the worst one is what a run of steps pays."""
+        """`[stage]`: idle time between the first op of a stage and its last.
+
+        The maximum over stages is the cost per step if consecutive steps are not synchronized.
+        """
         return self.span - self.busy
 
     @property
     def span_bubble_fraction(self) -> float:
-        """The idle share of the span, of the worst stage."""
-        return float(_share(self.span_bubble, self.span).max())
+        """Largest idle fraction of a stage's span."""
+        return float(_ratio(self.span_bubble, self.span).max())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """One schedule, both ways."""
+    """Timelines of one schedule, with and without synchronized ticks."""
 
     free: ScheduleTimeline
-    """Each stage begins a block as soon as it can."""
+    """Each stage starts a block as soon as its inputs are available."""
     lockstep: ScheduleTimeline
-    """All stages begin a tick together: each pays the tick's longest cell, and the messages after it."""
+    """All stages start a tick together, after the longest ops and the messages of the previous tick."""
 
 
 def simulate(schedule: Schedule, *, f: Costs, b: Costs, w: Costs, comm: Costs, pair: Costs | None) -> Simulation:
     """See `Schedule.simulate`."""
     cost = np.stack([_per_stage(schedule, name, value) for name, value in (("f", f), ("b", b), ("w", w))], axis=1)
     messages = _per_stage(schedule, "comm", comm)
-    together = cost.sum(1) if pair is None else _per_stage(schedule, "pair", pair)
+    pair_cost = cost.sum(1) if pair is None else _per_stage(schedule, "pair", pair)
     share = schedule.stages / schedule.num_parts
-    lengths = _lengths(schedule, cost * share, (cost.sum(1) - together) * share)
+    lengths = _lengths(schedule, cost * share, (cost.sum(1) - pair_cost) * share)
     return Simulation(free=_free(schedule, lengths, messages), lockstep=_lockstep(schedule, lengths, messages))
 
 
-def _share(part: ArrayLike, whole: ArrayLike) -> np.ndarray:
-    """Of nothing: 0."""
-    return np.divide(part, np.where(np.equal(whole, 0), 1, whole))
+def _ratio(numerator: ArrayLike, denominator: ArrayLike) -> np.ndarray:
+    """Divide; 0 / 0 is 0."""
+    return np.divide(numerator, np.where(np.equal(denominator, 0), 1, denominator))
 
 
-MOST = 1e100
-"""What an op may cost, so that sums stay finite."""
+MAX_COST = 1e100
+"""Upper limit of a cost, so that sums remain finite."""
 
 
 def _per_stage(schedule: Schedule, name: str, value: Costs) -> np.ndarray:
-    given = np.asarray(value)
-    found = given.astype(float) if given.dtype.kind in "iuf" else np.full(given.shape, np.nan)
-    if found.shape not in ((), (schedule.stages,)) or not np.all((found >= 0) & (found <= MOST)):
-        exists = f"it takes a number from 0 to {MOST:g}, or one for each of {schedule.stages} stages"
-        fix = f"give {name}=1.0, or {schedule.stages} of them"
-        raise problem(f"`{name}` of schedule `{schedule.name}`", f"simulate with costs {given.tolist()!r}", exists, fix)
-    return np.broadcast_to(found, (schedule.stages,))
+    array = np.asarray(value)
+    costs = array.astype(float) if array.dtype.kind in "iuf" else np.full(array.shape, np.nan)
+    if costs.shape not in ((), (schedule.stages,)) or not np.all((costs >= 0) & (costs <= MAX_COST)):
+        raise problem(
+            f"`{name}` of schedule `{schedule.name}`",
+            f"simulate with costs {array.tolist()!r}",
+            f"it must be a number from 0 to {MAX_COST:g}, or one for each of the {schedule.stages} stages",
+            f"use {name}=1.0, or a list of {schedule.stages} numbers",
+            code="out-of-range",
+        )
+    return np.broadcast_to(costs, (schedule.stages,))
 
 
 def _lengths(schedule: Schedule, cost: np.ndarray, hidden: np.ndarray) -> np.ndarray:
-    """How long each cell takes, `[tick, stage]`.
+    """Return the duration of each tick slot, `[tick, stage]`.
 
     Args:
+      schedule: the schedule.
       cost: `[stage, kind]`.
-      hidden: `[stage]`, what an overlapped pair saves; taken from the cell that holds both its F and its B, or else
-        from its B's.
+      hidden: `[stage]`, time saved by overlapping a pair. It is subtracted from the tick of the pair, or from the tick
+        of B if F and B run in consecutive ticks.
     """
     ops = schedule.table[..., 0] >= 0
     pairs = ops[..., F] & ops[..., B]
@@ -110,36 +118,32 @@ def _lengths(schedule: Schedule, cost: np.ndarray, hidden: np.ndarray) -> np.nda
     return np.maximum((ops * cost).sum(2) - pairs * hidden, 0.0)
 
 
-def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> ScheduleTimeline:
-    own = [np.flatnonzero(begins) for begins in schedule.begins.T]
-    blocks = [np.add.reduceat(cells, ticks).tolist() for cells, ticks in zip(lengths.T, own, strict=True)]
-    begun = starts(schedule.name, schedule.order(), schedule.parts, lengths=blocks, comm=comm.tolist())
-    start = np.zeros(lengths.shape)
-    for stage, ticks in enumerate(own):
-        start[ticks, stage] = begun[stage]
-    for tick, stage in np.argwhere(schedule.joined):
-        start[tick + 1, stage] = start[tick, stage] + lengths[tick, stage]
-    nothing = np.where(schedule.table[..., 0] >= 0, 0.0, np.nan)
+def _timeline(schedule: Schedule, start: np.ndarray, lengths: np.ndarray) -> ScheduleTimeline:
+    """Return the timeline for start times `[tick, stage]`."""
+    no_op = np.where(schedule.table[..., 0] >= 0, 0.0, np.nan)
     return ScheduleTimeline(
-        start=start[..., None] + nothing, end=(start + lengths)[..., None] + nothing, busy=lengths.sum(0)
+        start=start[..., None] + no_op, end=(start + lengths)[..., None] + no_op, busy=lengths.sum(0)
     )  # fmt: skip
 
 
+def _free(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> ScheduleTimeline:
+    first_ticks = [np.flatnonzero(begins) for begins in schedule.begins.T]
+    blocks = [np.add.reduceat(row, ticks).tolist() for row, ticks in zip(lengths.T, first_ticks, strict=True)]
+    block_starts = starts(schedule.name, schedule.order(), schedule.parts, lengths=blocks, comm=comm.tolist())
+    start = np.zeros(lengths.shape)
+    for stage, ticks in enumerate(first_ticks):
+        start[ticks, stage] = block_starts[stage]
+    for tick, stage in np.argwhere(schedule.joined):
+        start[tick + 1, stage] = start[tick, stage] + lengths[tick, stage]
+    return _timeline(schedule, start, lengths)
+
+
 def _lockstep(schedule: Schedule, lengths: np.ndarray, comm: np.ndarray) -> ScheduleTimeline:
-    ops = schedule.table[..., 0] >= 0
-    after = _sends(schedule) * comm.max()
-    ends = (lengths.max(1) + after).cumsum()
-    start = (ends - after - lengths.max(1))[:, None, None] + np.zeros(ops.shape)
-    end = start + lengths[..., None]
-    nothing = np.where(ops, 0.0, np.nan)
-    return ScheduleTimeline(start=start + nothing, end=end + nothing, busy=lengths.sum(0))
-
-
-def _sends(schedule: Schedule) -> np.ndarray:
-    """Whether anything leaves a stage at the end of a tick: bool `[tick]`."""
-    on = schedule.done_on
-    crosses = on[:, 1:] != on[:, :-1]
-    found = np.zeros(schedule.ticks, bool)
-    found[schedule.done_in[F, :, :-1][crosses]] = True
-    found[schedule.done_in[B, :, 1:][crosses]] = True
-    return found
+    stage_of = schedule.done_on
+    is_sent = stage_of[:, 1:] != stage_of[:, :-1]
+    has_message = np.zeros(schedule.ticks, bool)
+    has_message[schedule.done_in[F, :, :-1][is_sent]] = True
+    has_message[schedule.done_in[B, :, 1:][is_sent]] = True
+    compute, messages = lengths.max(1), has_message * comm.max()
+    start = (compute + messages).cumsum() - messages - compute
+    return _timeline(schedule, start[:, None] + np.zeros(lengths.shape), lengths)

@@ -1,4 +1,4 @@
-"""Where each stage keeps what: the smallest buffers with which a table can be run."""
+"""Assignment of buffer slots and messages to the ops of a schedule."""
 
 from __future__ import annotations
 
@@ -14,108 +14,106 @@ if TYPE_CHECKING:
     from meshpar.schedules.schedule import Schedule
 
 UP, DOWN, STAY = range(3)
-"""Where a result goes: to stage + 1, to stage − 1 (both on a ring), or to another chunk of the same stage."""
+"""Direction of a result: to stage + 1, to stage − 1 (both on a ring), or to another chunk of the same stage."""
 SHIFTS = (1, -1, 0)
-"""Of `UP`, `DOWN` and `STAY`."""
-BUFFERS = ("stash", "backlog", "inbox", "turn")
-"""Of which each has slots."""
+"""Change of the stage index for `UP`, `DOWN` and `STAY`."""
+BUFFERS = ("saved_activations", "deferred_weight_grads", "receive_buffer", "pending_outputs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Slots:
-    """Which buffer slot each op of a table reads and writes, and where its messages go; −1: none.
+    """Buffer slots that each op reads and writes, and the messages between stages; −1 means none.
 
-    In a tick a stage runs its cell, which reads slots and writes the first two kinds; then messages move, and what
-    arrives is written into the inbox. A slot can be written anew in the tick after its last reader's, one of the inbox
-    at the end of that tick.
+    In a tick, a stage first runs its ops, which read all buffers and write all but the receive buffer. Then messages
+    are exchanged and written to the receive buffer. A slot can be overwritten in the tick after its last read; a slot
+    of the receive buffer already at the end of that tick.
     """
 
-    stash: np.ndarray
-    """int32 `[tick, stage, kind]`: what F leaves for B and W. As many slots as `Schedule.peak_activations` says."""
-    backlog: np.ndarray
-    """int32 `[tick, stage, kind]`: what B leaves for W; none when both are in one cell."""
-    inbox: np.ndarray
-    """int32 `[tick, stage, kind]`: the slot that holds an F's input or a B's output gradient.
+    saved_activations: np.ndarray
+    """int32 `[tick, stage, kind]`: residuals that F saves for B and W. Needs `Schedule.peak_activations` slots."""
+    deferred_weight_grads: np.ndarray
+    """int32 `[tick, stage, kind]`: intermediate values that B saves for W; −1 if both run in the same tick."""
+    receive_buffer: np.ndarray
+    """int32 `[tick, stage, kind]`: slot of the input of an F, or of the output gradient of a B.
 
-    None for F of part 0, which begins with the batch, and for B of the last part, which begins with the loss."""
-    turn: np.ndarray
-    """int32 `[tick, stage, kind]`: where the last part's F puts its output, and its B finds it."""
+    −1 for F of the first chunk, which reads the batch, and for B of the last chunk, which starts from the loss."""
+    pending_outputs: np.ndarray
+    """int32 `[tick, stage, kind]`: output of the last chunk, from its F until its B computes the loss."""
     sends: np.ndarray
-    """int32 `[tick, stage, direction, lane]`: which kind's result (F or B) leaves the cell that way."""
+    """int32 `[tick, stage, direction, lane]`: kind (F or B) whose result is sent in this direction."""
     arrives: np.ndarray
-    """int32 `[tick, stage, direction, lane]`: the inbox slot for what comes by that way at the end of the tick.
+    """int32 `[tick, stage, direction, lane]`: slot of the receive buffer for the message that arrives in this tick.
 
-    What comes `UP` was sent by stage − 1, what comes `DOWN` by stage + 1."""
+    A message in direction `UP` was sent by stage − 1, and one in direction `DOWN` by stage + 1."""
 
     def counts(self) -> dict[str, np.ndarray]:
-        """How many slots of `stash`, `backlog`, `inbox` and `turn` each stage needs, `[stage]`."""
+        """Return the number of slots that each stage needs, `[stage]`, for each of `BUFFERS`."""
         return {name: getattr(self, name).max((0, 2), initial=-1) + 1 for name in BUFFERS}
 
 
 def assign(schedule: Schedule) -> Slots:
-    """See `Schedule.slots`. Only for a schedule that validates."""
+    """Return the slots of a valid schedule; see `Schedule.slots`."""
     shape = schedule.table.shape[:3]
-    stash, backlog, inbox, turn = (np.full(shape, -1, np.int32) for _ in BUFFERS)
-    done, on = schedule.done_in, schedule.done_on
+    saved, deferred, received, pending = (np.full(shape, -1, np.int32) for _ in BUFFERS)
+    done, stage = schedule.done_in, schedule.done_on
 
-    slot = colored(on, done[F], done[W])
+    slot = colored(stage, done[F], done[W])
     for kind in (F, B, W):
-        stash[done[kind], on, kind] = slot
-    apart = done[B] < done[W]
-    slot = colored(on[apart], done[B][apart], done[W][apart])
+        saved[done[kind], stage, kind] = slot
+    is_deferred = done[B] < done[W]
+    slot = colored(stage[is_deferred], done[B][is_deferred], done[W][is_deferred])
     for kind in (B, W):
-        backlog[done[kind][apart], on[apart], kind] = slot
+        deferred[done[kind][is_deferred], stage[is_deferred], kind] = slot
 
-    on, first, last = on[:, -1], done[F][:, -1], done[B][:, -1]
-    turn[first, on, F] = turn[last, on, B] = colored(on, first, last)
+    stage, forward, backward = stage[:, -1], done[F][:, -1], done[B][:, -1]
+    pending[forward, stage, F] = pending[backward, stage, B] = colored(stage, forward, backward)
 
-    sends, arrives = _messages(schedule, inbox)
-    return Slots(stash=stash, backlog=backlog, inbox=inbox, turn=turn, sends=sends, arrives=arrives)
+    sends, arrives = _messages(schedule, received)
+    return Slots(
+        saved_activations=saved, deferred_weight_grads=deferred, receive_buffer=received, pending_outputs=pending,
+        sends=sends, arrives=arrives,
+    )  # fmt: skip
 
 
 def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """A slot for each interval of ticks, both ends included: the lowest that is free on its stage."""
+    """Assign each interval of ticks, inclusive on both sides, the lowest slot that is free on its stage."""
     slots = np.full(stage.shape, -1)
     free: dict[int, list[int]] = {}
-    held: dict[int, list[tuple[int, int]]] = {}
+    used: dict[int, list[tuple[int, int]]] = {}
     size: dict[int, int] = {}
     for index in np.argsort(first, axis=None, kind="stable").tolist():
-        here = int(stage.flat[index])
-        ending, spare = held.setdefault(here, []), free.setdefault(here, [])
-        while ending and ending[0][0] < first.flat[index]:
-            heapq.heappush(spare, heapq.heappop(ending)[1])
-        if not spare:
-            heapq.heappush(spare, size.setdefault(here, 0))
-            size[here] += 1
-        slots.flat[index] = heapq.heappop(spare)
-        heapq.heappush(ending, (int(last.flat[index]), int(slots.flat[index])))
+        s = int(stage.flat[index])
+        used_s, free_s = used.setdefault(s, []), free.setdefault(s, [])
+        while used_s and used_s[0][0] < first.flat[index]:
+            heapq.heappush(free_s, heapq.heappop(used_s)[1])
+        if not free_s:
+            heapq.heappush(free_s, size.setdefault(s, 0))
+            size[s] += 1
+        slots.flat[index] = heapq.heappop(free_s)
+        heapq.heappush(used_s, (int(last.flat[index]), int(slots.flat[index])))
     return slots
 
 
-def _messages(schedule: Schedule, inbox: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`sends` and `arrives`; fills `inbox`."""
-    done, on = schedule.done_in, schedule.done_on
-    # Every message: who makes it, in which tick, and who uses it. Forward goes up the parts, backward down them.
-    ways = ((F, np.s_[:, :-1], np.s_[:, 1:]), (B, np.s_[:, 1:], np.s_[:, :-1]))
-    made, used, origin, goal = (
-        np.concatenate([array(kind, source, target).ravel() for kind, source, target in ways])
-        for array in (
-            lambda kind, source, target: done[kind][source],
-            lambda kind, source, target: done[kind][target],
-            lambda kind, source, target: on[source],
-            lambda kind, source, target: on[target],
-        )
+def _messages(schedule: Schedule, receive_buffer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return `sends` and `arrives`, and fill `receive_buffer`."""
+    done, stage = schedule.done_in, schedule.done_on
+    # F sends to the next chunk of the model, B to the previous one.
+    all_but_first, all_but_last = np.s_[:, 1:], np.s_[:, :-1]
+    hops = ((F, all_but_last, all_but_first), (B, all_but_first, all_but_last))
+    sent, used, origin, target = (
+        np.concatenate([array.ravel() for array in arrays])
+        for arrays in zip(*((done[k][src], done[k][dst], stage[src], stage[dst]) for k, src, dst in hops), strict=True)
     )
-    kind = np.repeat([F, B], len(made) // 2)
-    slot = colored(goal, made + 1, used)
-    inbox[used, goal, kind] = slot
-    direction = np.select([goal == origin, (goal - origin) % schedule.stages == 1], [STAY, UP], DOWN)
-    # A cell that sends two results the same way, F's first, gives each a lane of its own.
-    taken = np.zeros((*inbox.shape[:2], len(SHIFTS), len(KINDS)), bool)
-    taken[made, origin, direction, kind] = True
-    lane = (taken.cumsum(3) - 1)[made, origin, direction, kind]
-    shape = (*inbox.shape[:2], len(SHIFTS), int(lane.max(initial=0)) + 1)
+    kind = np.repeat([F, B], len(sent) // 2)
+    slot = colored(target, sent + 1, used)
+    receive_buffer[used, target, kind] = slot
+    direction = np.select([target == origin, (target - origin) % schedule.stages == 1], [STAY, UP], DOWN)
+    # If a stage sends two results in the same direction in one tick, F uses lane 0 and B uses lane 1.
+    is_sent = np.zeros((*receive_buffer.shape[:2], len(SHIFTS), len(KINDS)), bool)
+    is_sent[sent, origin, direction, kind] = True
+    lane = (is_sent.cumsum(3) - 1)[sent, origin, direction, kind]
+    shape = (*receive_buffer.shape[:2], len(SHIFTS), int(lane.max(initial=0)) + 1)
     sends, arrives = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
-    sends[made, origin, direction, lane] = kind
-    arrives[made, goal, direction, lane] = slot
+    sends[sent, origin, direction, lane] = kind
+    arrives[sent, target, direction, lane] = slot
     return sends, arrives

@@ -1,4 +1,4 @@
-"""From the order of every stage's ops to ticks."""
+"""Conversion of the op order of each stage into ticks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshpar.schedules.ops import KINDS, LONG, B, Block, F, StageOp, W
 from meshpar.sharding.errors import problem
 
 Event = tuple[str, int, int]
-"""(kind, microbatch, part of the model): done once in a step, wherever that is."""
+"""(kind, microbatch, model part): an op that runs once per step, on whichever stage."""
 
 
 def needs(kind: str, microbatch: int, part: int, num_parts: int) -> Event | None:
-    """What an op waits for; None for the first forward."""
+    """Return the op whose result an op needs; None for the first forward."""
     if kind == "F":
         return ("F", microbatch, part - 1) if part else None
     if kind == "B":
@@ -28,17 +28,18 @@ def starts(
     name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray, *, lengths: Sequence[Sequence[float]] | None = None,
     comm: Sequence[float] | None = None,
 ) -> list[list[Any]]:  # fmt: skip
-    """When each block begins if every stage starts each as soon as it can; whole numbers where lengths are.
+    """Return the start time of each block if every stage runs its blocks in order, each as soon as possible.
 
     Args:
-      name: of the schedule, for errors.
-      rows: of each stage, its blocks in order.
-      parts: `[stage, chunk]`.
-      lengths: of the same blocks; None: each op takes one tick.
-      comm: what each stage waits for a message; None: nothing.
+      name: name of the schedule, for errors.
+      rows: the ordered blocks of each stage.
+      parts: `[stage, chunk]`, model part of each chunk.
+      lengths: duration of each block; None: one tick per op.
+      comm: latency of a message received by each stage; None: 0.
 
     Raises:
-      ValueError: an op waits for one that is in no row, or later in its own, or the stages wait for each other.
+      MeshparError: an op needs the result of an op that is missing or comes later in the same row, or the stages wait
+        for each other.
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, tuple[int, Any]] = {}
@@ -50,13 +51,13 @@ def starts(
         stage = ready.pop()
         while len(begun[stage]) < len(rows[stage]):
             block = rows[stage][len(begun[stage])]
-            outside = list(_inputs(block, parts[stage], num_parts))
-            missing = [event for event in outside if event not in done]
+            inputs = list(_inputs(block, parts[stage], num_parts))
+            missing = [event for event in inputs if event not in done]
             if missing:
                 waiting[missing[0]].append(stage)
                 break
             begin = free[stage]
-            for origin, end in (done[event] for event in outside):
+            for origin, end in (done[event] for event in inputs):
                 begin = max(begin, end + (comm[stage] if comm and origin != stage else 0))
             free[stage] = begin + (lengths[stage][len(begun[stage])] if lengths else len(block))
             begun[stage].append(begin)
@@ -64,24 +65,24 @@ def starts(
                 event = (op.kind, op.microbatch, int(parts[stage, op.chunk]))
                 done[event] = stage, free[stage]
                 ready += waiting.pop(event, [])
-    if any(len(at) < len(row) for at, row in zip(begun, rows, strict=True)):
+    if any(len(times) < len(row) for times, row in zip(begun, rows, strict=True)):
         raise _stuck(name, begun, rows, parts)
     return begun
 
 
 def _inputs(block: Block, parts: np.ndarray, num_parts: int) -> Iterator[Event]:
-    """What the block waits for and does not make itself."""
-    own = {(op.kind, op.microbatch, int(parts[op.chunk])) for op in block}
+    """Yield the results that a block needs from other blocks."""
+    outputs = {(op.kind, op.microbatch, int(parts[op.chunk])) for op in block}
     for op in block:
         event = needs(op.kind, op.microbatch, int(parts[op.chunk]), num_parts)
-        if event is not None and event not in own:
+        if event is not None and event not in outputs:
             yield event
 
 
 def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Block]], parts: np.ndarray) -> Exception:
-    """Why some stages never get to the end of their rows: an op that is nowhere, or too late in its row, or a cycle."""
+    """Return the error for rows that cannot be completed: an op is missing or too late in its row, or a deadlock."""
     num_parts = int(parts.max()) + 1
-    at = {
+    place = {
         (op.kind, op.microbatch, int(parts[stage, op.chunk])): (stage, number)
         for stage, row in enumerate(rows)
         for number, block in enumerate(row)
@@ -89,7 +90,8 @@ def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Bl
     }
 
     def where(stage: int, number: int) -> str:
-        return f"schedule `{name}`, stage {stage}, block {number} ({'&'.join(op.text() for op in rows[stage][number])})"
+        text = "&".join(op.text() for op in rows[stage][number])
+        return f"schedule `{name}`, stage {stage}, block {number} ({text})"
 
     waiting = [
         (stage, number, event)
@@ -98,28 +100,31 @@ def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Bl
         for event in _inputs(block, parts[stage], num_parts)
     ]
     for stage, number, event in waiting:
-        if event not in at:
-            fix = f"add {event[0]} of microbatch {event[1]} to the row of the stage that holds part {event[2]}"
-            return problem(where(stage, number), f"use what {_words(event)} makes", "no stage runs that op", fix)
-    for (kind, microbatch, part), (stage, number) in at.items():
+        if event not in place:
+            fix = f"add {event[0]} of microbatch {event[1]} to the row of the stage that runs part {event[2]}"
+            requested = f"use the result of {_words(event)}"
+            return problem(where(stage, number), requested, "no stage runs that op", fix, code="missing-op")
+    for (kind, microbatch, part), (stage, number) in place.items():
         before = {"F": None, "B": "F", "W": "B"}[kind]
-        source = at.get((before, microbatch, part)) if before else None
+        source = place.get((before, microbatch, part)) if before else None
         if before and source and source[0] == stage and source[1] > number:
             return problem(
                 where(stage, number),
                 f"run {_words((kind, microbatch, part))} before {_words((before, microbatch, part))}",
-                f"{kind} uses what {before} of the same microbatch leaves, and block {source[1]} of that row runs it",
+                f"{kind} uses the result of {before} of the same microbatch, which is in block {source[1]} of that row",
                 f"move {before} of microbatch {microbatch} in front of its {kind}",
+                code="wrong-order",
             )
-    # Each stage that is stuck waits for another that is: following them ends in a cycle.
+    # Every blocked stage waits for another blocked stage, so following the dependencies ends in a cycle.
     first = {stage: (number, event) for stage, number, event in reversed(waiting) if number == len(begun[stage])}
     stage, seen = next(iter(first)), set[int]()
     while stage not in seen:
         seen.add(stage)
-        stage = at[first[stage][1]][0]
+        stage = place[first[stage][1]][0]
     number, event = first[stage]
-    exists = f"stage {at[event][0]}, which runs it, waits in the end for this one: a deadlock"
-    return problem(where(stage, number), f"wait for {_words(event)}", exists, "change the order of one of their rows")
+    reason = f"stage {place[event][0]}, which runs it, waits for this stage: a deadlock"
+    fix = "change the order of one of their rows"
+    return problem(where(stage, number), f"wait for {_words(event)}", reason, fix, code="deadlock")
 
 
 def _words(event: Event) -> str:
@@ -128,36 +133,35 @@ def _words(event: Event) -> str:
 
 
 def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """The table `[tick, stage, kind, (microbatch, chunk)]` and its mask `joined[tick, stage]`, one op to a cell."""
-    ends = (ats[-1] + len(row[-1]) for row, ats in zip(rows, begun, strict=True) if row)
-    ticks = max(ends, default=0)
-    table = np.full((ticks, len(rows), len(KINDS), 2), -1, np.int32)
-    joined = np.zeros((ticks, len(rows)), bool)
-    for stage, (row, ats) in enumerate(zip(rows, begun, strict=True)):
-        for block, at in zip(row, ats, strict=True):
-            for tick, op in enumerate(block, at):
+    """Return the table `[tick, stage, kind, (microbatch, chunk)]` with one op per tick, and `joined[tick, stage]`."""
+    num_ticks = max((times[-1] + len(row[-1]) for row, times in zip(rows, begun, strict=True) if row), default=0)
+    table = np.full((num_ticks, len(rows), len(KINDS), 2), -1, np.int32)
+    joined = np.zeros((num_ticks, len(rows)), bool)
+    for stage, (row, times) in enumerate(zip(rows, begun, strict=True)):
+        for block, time in zip(row, times, strict=True):
+            for tick, op in enumerate(block, time):
                 table[tick, stage, op.number] = op.microbatch, op.chunk
-            joined[at : at + len(block) - 1, stage] = True
+            joined[time : time + len(block) - 1, stage] = True
     return table, joined
 
 
 def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same with an overlapped pair's F, B and its W in one tick, wherever no other stage loses by that.
+    """Move the F, B and W of overlapped pairs into a single tick wherever that delays no other stage.
 
-    Ticks become one, as long as all of them, if each stage has in them one op, several of one block, or none; and
-    nothing that ends in the first is awaited in a later one. That last holds by itself: a block awaits everything at
-    its start.
+    Consecutive ticks, as long as a pair, are merged if each stage has in them at most one op or ops of one block. A
+    result of the first tick is never needed in a later tick of the pair, because a block waits for all its inputs when
+    it starts.
     """
     busy = table[..., 0] >= 0
-    pair = np.any(joined[:-1] & busy[:-1, :, F] & busy[1:, :, B], axis=1)
-    whole = np.any(joined[:-1] & busy[:-1, :, B] & busy[1:, :, W], axis=1)
-    # A stage that begins something new in the second tick may be waiting for what another ends in the first.
+    begins_pair = np.any(joined[:-1] & busy[:-1, :, F] & busy[1:, :, B], axis=1)
+    extends_pair = np.any(joined[:-1] & busy[:-1, :, B] & busy[1:, :, W], axis=1)
+    # A stage that starts a new block in the second tick may need a result of the first.
     fits = ~np.any(busy[1:].any(2) & ~joined[:-1], axis=1)
     keep = np.ones(len(table), bool)
     first = 0
     while first < len(table) - 1:
         tick = first
-        while tick < len(table) - 1 and fits[tick] and (pair if tick == first else whole)[tick]:
+        while tick < len(table) - 1 and fits[tick] and (begins_pair if tick == first else extends_pair)[tick]:
             tick += 1
             table[first] = np.maximum(table[first], table[tick])
             joined[first] = joined[tick]
@@ -167,39 +171,40 @@ def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def filled(rows: Sequence[Sequence[StageOp]], parts: np.ndarray, limit: int) -> list[list[Block]]:
-    """F and B in the order given, each as soon as it can, and W wherever a stage would otherwise idle.
+    """Run F and B in the given order, each as soon as possible, and W whenever a stage would otherwise be idle.
 
     Args:
-      limit: chunks' activations a stage may hold, each from its F through its W; F waits when that many are held.
+      rows: the F and B of each stage in order.
+      parts: `[stage, chunk]`, model part of each chunk.
+      limit: maximum number of saved activations (of one chunk) on a stage, each from its F through its W. F waits when
+        the limit is reached.
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, int] = {}
     pending: list[list[StageOp]] = [[] for _ in rows]
-    held, at = [0] * len(rows), [0] * len(rows)
+    num_saved, position = [0] * len(rows), [0] * len(rows)
     order: list[list[Block]] = [[] for _ in rows]
-    now = 0
-    while any(pending) or any(here < len(row) for here, row in zip(at, rows, strict=True)):
+    tick = 0
+
+    def can_run(op: StageOp, stage: int) -> bool:
+        event = needs(op.kind, op.microbatch, int(parts[stage, op.chunk]), num_parts)
+        return (event is None or done.get(event, tick) < tick) and (num_saved[stage] < limit or op.kind != "F")
+
+    while any(pending) or any(index < len(row) for index, row in zip(position, rows, strict=True)):
         picked: list[tuple[int, StageOp]] = []
         for stage, row in enumerate(rows):
-            op = row[at[stage]] if at[stage] < len(row) else None
-            if op is not None and _can(op, done, int(parts[stage, op.chunk]), num_parts, now, held[stage] < limit):
+            op = row[position[stage]] if position[stage] < len(row) else None
+            if op is not None and can_run(op, stage):
                 picked.append((stage, op))
-                at[stage] += 1
+                position[stage] += 1
             elif pending[stage]:
                 picked.append((stage, pending[stage].pop(0)))
         for stage, op in picked:
             order[stage].append((op,))
-            done[op.kind, op.microbatch, int(parts[stage, op.chunk])] = now
-            held[stage] += (op.kind == "F") - (op.kind == "W")
+            done[op.kind, op.microbatch, int(parts[stage, op.chunk])] = tick
+            num_saved[stage] += (op.kind == "F") - (op.kind == "W")
             if op.kind == "B":
                 pending[stage].append(op._replace(kind="W"))
-        now += 1
-        assert picked, (
-            f"the stages wait for each other at {[row[here:][:1] for row, here in zip(rows, at, strict=True)]}"
-        )
+        tick += 1
+        assert picked, f"deadlock at positions {position}"
     return order
-
-
-def _can(op: StageOp, done: dict[Event, int], part: int, num_parts: int, now: int, room: bool) -> bool:
-    event = needs(op.kind, op.microbatch, part, num_parts)
-    return (event is None or done.get(event, now) < now) and (room or op.kind != "F")

@@ -380,8 +380,8 @@ def faulty(program_of):
         step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
         added, sent, plan = executor._sum, executor._Trace._messages, executor.Plan.of
 
-        def reduced(totals, grads, at=None):
-            return added(totals, jax.tree.map(lambda g: lax.psum(g, "data"), grads), at)
+        def reduced(totals, grads, index=None):
+            return added(totals, jax.tree.map(lambda g: lax.psum(g, "data"), grads), index)
 
         def stray(self, inbox, results, at, moves, *more):
             got = sent(self, inbox, results, at, moves, *more)
@@ -549,7 +549,11 @@ def test_no_tick_copies_its_buffers(pod, schedule):
     step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
     program = pod.compile(step.trace(state, batch), "h100:1x8", options=step.compile_options(state.setup))
     table = case.strategy.pipeline.table()
-    kept = {(count,) for name, count in Plan.of(table).buffers().items() if name in ("stash", "backlog")} - {(1,)}
+    kept = {
+        (count,)
+        for name, count in Plan.of(table).buffers().items()
+        if name in ("saved_activations", "deferred_weight_grads")
+    } - {(1,)}
     handed_on = 4 * (T * 4) * (D * 4)  # numbers of a microbatch between layers: rows, tokens, width
     ticks = [visit for visit in executed(program.module) if visit.loops and visit.loops[0].trip_count == table.ticks]
     copied = [

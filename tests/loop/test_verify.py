@@ -96,7 +96,7 @@ FAULTS = {
         "(jax.tree.map(lambda x: x.at[0].set(x[-1]), batches), keys))", "data=2; ddp(); accumulate=2",
     ),
     "a lost microbatch of a pipeline": Fault(
-        "pipeline.executor", "Micro(read(self.rows, microbatch)", "Micro(read(self.rows, jnp.maximum(microbatch, 1))",
+        "pipeline.executor", "(read(self.examples, microbatch)", "(read(self.examples, jnp.maximum(microbatch, 1))",
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "a mean of the means of micro-steps": Fault(

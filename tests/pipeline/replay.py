@@ -1,4 +1,4 @@
-"""A table played through, buffers and all: whether every op finds in its slot what is meant for it."""
+"""Replay of a schedule with its buffers, which checks that each op reads the value that was saved for it."""
 
 from __future__ import annotations
 
@@ -8,56 +8,61 @@ from meshpar.schedules import KINDS, Schedule, Slots
 from meshpar.schedules.ops import B, F, W
 from meshpar.schedules.slots import SHIFTS
 
-What = tuple[int, int, int]
-"""Result of an op: kind, microbatch, part."""
+Value = tuple[int, int, int]
+"""Result of an op: kind, microbatch, model part."""
 
 
 class Stale(Exception):
-    """A slot is empty, or holds something else."""
+    """A slot is empty or contains another value."""
 
 
 def replay(schedule: Schedule, slots: Slots | None = None) -> Slots:
-    """The schedule's slots, or these.
+    """Replay a schedule with `slots` or its own slots, and return them.
 
     Raises:
-      Stale: an op reads from a slot what was not meant for it; names tick, stage and microbatch.
+      Stale: an op reads the wrong value; the message contains tick, stage and microbatch.
     """
     slots = slots or schedule.slots()
-    held: dict[tuple[str, int, int], What] = {}
+    buffers: dict[tuple[str, int, int], Value] = {}
     for tick in range(schedule.ticks):
-        results = [_run_cell(slots, schedule, held, tick, stage) for stage in range(schedule.stages)]
+        results = [_run_cell(slots, schedule, buffers, tick, stage) for stage in range(schedule.stages)]
         for stage, direction, lane in np.argwhere(slots.arrives[tick] >= 0).tolist():
             origin = (stage - SHIFTS[direction]) % schedule.stages
             kind = int(slots.sends[tick, origin, direction, lane])
             if kind in results[origin]:
-                held["inbox", stage, int(slots.arrives[tick, stage, direction, lane])] = results[origin][kind]
+                slot = int(slots.arrives[tick, stage, direction, lane])
+                buffers["receive_buffer", stage, slot] = results[origin][kind]
     return slots
 
 
-def _run_cell(slots: Slots, schedule: Schedule, held: dict, tick: int, stage: int) -> dict[int, What]:
-    """Reads and writes of one cell; gives its results by kind."""
-    results: dict[int, What] = {}
+def _run_cell(slots: Slots, schedule: Schedule, buffers: dict, tick: int, stage: int) -> dict[int, Value]:
+    """Run the ops of a stage in a tick, and return their results by kind."""
+    results: dict[int, Value] = {}
 
-    def read(buffer: str, kind: int, wanted: What) -> None:
-        found = held.get((buffer, stage, int(getattr(slots, buffer)[tick, stage, kind])))
-        if found != wanted:
-            raise Stale(f"tick {tick}, stage {stage}, {buffer}: wants what {_text(wanted)} left, finds {_text(found)}")
+    def slot_of(buffer: str, kind: int) -> tuple[str, int, int]:
+        return buffer, stage, int(getattr(slots, buffer)[tick, stage, kind])
+
+    def read(buffer: str, kind: int, expected: Value) -> None:
+        value = buffers.get(slot_of(buffer, kind))
+        if value != expected:
+            raise Stale(f"tick {tick}, stage {stage}, {buffer}: expected {_text(expected)}, got {_text(value)}")
 
     for op in schedule.cell(tick, stage):
         kind, part = op.number, int(schedule.parts[stage, op.chunk])
-        before = part - 1 if kind == F else part + 1
-        if kind != W and 0 <= before < schedule.num_parts:
-            read("inbox", kind, (kind, op.microbatch, before))
+        source = part - 1 if kind == F else part + 1
+        if kind != W and 0 <= source < schedule.num_parts:
+            read("receive_buffer", kind, (kind, op.microbatch, source))
         if kind != F:
-            read("stash", kind, (F, op.microbatch, part))
-        if kind == W and (slots.backlog[tick, stage, W] >= 0 or results.get(B) != (B, op.microbatch, part)):
-            read("backlog", W, (B, op.microbatch, part))
+            read("saved_activations", kind, (F, op.microbatch, part))
+        is_deferred = slots.deferred_weight_grads[tick, stage, W] >= 0
+        if kind == W and (is_deferred or results.get(B) != (B, op.microbatch, part)):
+            read("deferred_weight_grads", W, (B, op.microbatch, part))
         results[kind] = (kind, op.microbatch, part)
-        for buffer, writer in (("stash", F), ("backlog", B)):
+        for buffer, writer in (("saved_activations", F), ("deferred_weight_grads", B)):
             if kind == writer:
-                held[buffer, stage, int(getattr(slots, buffer)[tick, stage, kind])] = results[kind]
+                buffers[slot_of(buffer, kind)] = results[kind]
     return results
 
 
-def _text(what: What | None) -> str:
-    return "nothing" if what is None else f"{KINDS[what[0]]} of microbatch {what[1]} on part {what[2]}"
+def _text(value: Value | None) -> str:
+    return "nothing" if value is None else f"{KINDS[value[0]]} of microbatch {value[1]} on part {value[2]}"

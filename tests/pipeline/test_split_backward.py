@@ -142,10 +142,10 @@ def compiled(fn, *args):
 
 def run(split: SplitVjp, params, x):
     """y, gradients by parts, and what is handed on."""
-    y, stash = split.forward(params, x)
+    y, saved = split.forward(params, x)
     shared = split.shared(params)
-    dx, backlog = split.backward(shared, stash, cotangent(y))
-    return y, split.weights(shared, stash, backlog), dx, (shared, stash, backlog)
+    dx, deferred = split.backward(shared, saved, cotangent(y))
+    return y, split.weights(shared, saved, deferred), dx, (shared, saved, deferred)
 
 
 def plain(fn, params, x):
@@ -202,17 +202,19 @@ def test_both_halves_at_once_are_the_plain_backward_pass(fn):
     split = split_vjp(fn, LAYERS, X)
 
     def both(params, x):
-        y, stash = split.forward(params, x)
-        dx, dparams = split.at_once(split.shared(params), stash, cotangent(y))
+        y, saved = split.forward(params, x)
+        dx, dparams = split.at_once(split.shared(params), saved, cotangent(y))
         return y, dparams, dx
 
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
     assert_same(compiled(both, LAYERS, X), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
-    y, stash = jax.eval_shape(split.forward, LAYERS, X)
+    y, saved = jax.eval_shape(split.forward, LAYERS, X)
     shared = jax.eval_shape(split.shared, LAYERS)
-    apart = matmuls(split.backward, shared, stash, y) + matmuls(split.weights, shared, stash, split.backlog)
-    assert matmuls(split.at_once, shared, stash, y) == apart
-    assert scans(split.at_once, shared, stash, y) <= scans(split.backward, shared, stash, y)
+    apart = matmuls(split.backward, shared, saved, y) + matmuls(
+        split.weights, shared, saved, split.deferred_weight_grads
+    )
+    assert matmuls(split.at_once, shared, saved, y) == apart
+    assert scans(split.at_once, shared, saved, y) <= scans(split.backward, shared, saved, y)
 
 
 def scans(fn, *args) -> int:
@@ -225,16 +227,16 @@ def test_loops_of_as_many_steps_become_one(layers, loops):
     """A forward pass over layers beside the backward pass of others, which goes the other way."""
     up, x = layers_of(layers), normal(5, 4, seed=3)
     one, other = split_vjp(scanned, layers_of(3), X), split_vjp(scanned, up, x)
-    stash, shared = one.forward(layers_of(3), X)[1], one.shared(layers_of(3))
+    saved, shared = one.forward(layers_of(3), X)[1], one.shared(layers_of(3))
     dy = cotangent(scanned(layers_of(3), X))
 
-    def beside(shared, stash, dy, up, x):
-        return together(one.at_once_steps(shared, stash, dy), other.forward_steps(up, x))
+    def beside(shared, saved, dy, up, x):
+        return together(one.at_once_steps(shared, saved, dy), other.forward_steps(up, x))
 
-    def alone(shared, stash, dy, up, x):
-        return [one.at_once(shared, stash, dy), other.forward(up, x)]
+    def alone(shared, saved, dy, up, x):
+        return [one.at_once(shared, saved, dy), other.forward(up, x)]
 
-    given = (shared, stash, dy, up, x)
+    given = (shared, saved, dy, up, x)
     assert scans(beside, *given) == loops
     assert scans(alone, *given) == 2
     assert_same(compiled(beside, *given), compiled(alone, *given), rtol=1e-6, atol=1e-6)
@@ -243,12 +245,12 @@ def test_loops_of_as_many_steps_become_one(layers, loops):
 @some
 def test_no_matmul_is_run_twice(fn):
     split = split_vjp(fn, LAYERS, X)
-    y, stash = jax.eval_shape(split.forward, LAYERS, X)
+    y, saved = jax.eval_shape(split.forward, LAYERS, X)
     shared = jax.eval_shape(split.shared, LAYERS)
-    backlog = split.backlog
+    deferred = split.deferred_weight_grads
     _, vjp = jax.eval_shape(functools.partial(jax.vjp, fn), LAYERS, X)
-    b = matmuls(split.backward, shared, stash, y)
-    w = matmuls(split.weights, shared, stash, backlog)
+    b = matmuls(split.backward, shared, saved, y)
+    w = matmuls(split.weights, shared, saved, deferred)
     assert b + w == matmuls(lambda vjp, dy: vjp(as_jax_takes_it(dy)), vjp, y)
     assert b > 0
     assert (w > 0) == (fn is not branching)  # its branches stay whole
@@ -259,17 +261,17 @@ def test_no_matmul_is_run_twice(fn):
 def test_two_mlp_blocks_have_four_matmuls_each_way():
     for fn, params in ((unrolled, LAYERS), (scanned, layers_of(2))):
         split = split_vjp(fn, params, X)
-        y, stash = jax.eval_shape(split.forward, params, X)
+        y, saved = jax.eval_shape(split.forward, params, X)
         shared = jax.eval_shape(split.shared, params)
-        assert matmuls(split.backward, shared, stash, y) == 4
-        assert matmuls(split.weights, shared, stash, split.backlog) == 4
+        assert matmuls(split.backward, shared, saved, y) == 4
+        assert matmuls(split.weights, shared, saved, split.deferred_weight_grads) == 4
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
 def test_what_is_handed_on_is_as_foretold(fn):
     split = split_vjp(fn, LAYERS, X)
-    stash, backlog = jax.eval_shape(lambda *args: run(split, *args)[3][1:], LAYERS, X)
-    for told, found in ((split.stash, stash), (split.backlog, backlog)):
+    saved, deferred = jax.eval_shape(lambda *args: run(split, *args)[3][1:], LAYERS, X)
+    for told, found in ((split.saved_activations, saved), (split.deferred_weight_grads, deferred)):
         assert [(leaf.shape, leaf.dtype) for leaf in told] == [(leaf.shape, leaf.dtype) for leaf in found]
 
 
@@ -277,8 +279,8 @@ def test_what_is_handed_on_is_as_foretold(fn):
     "fn",
     cases(lower_precision, closed_over, grid=[unrolled, scanned, jitted, lower_precision, custom, tied, closed_over]),
 )
-def test_parameters_and_constants_are_not_stashed(fn):
-    """Nothing in the stash or the backlog has the shape of a weight, or stays the same when x changes."""
+def test_parameters_and_constants_are_not_saved(fn):
+    """Nothing in the saved or the deferred has the shape of a weight, or stays the same when x changes."""
     split = split_vjp(fn, LAYERS, X)
     handed = jax.jit(lambda x: run(split, LAYERS, x)[3])
     one, other = handed(X), handed(normal(5, 4, seed=7))
@@ -289,13 +291,13 @@ def test_parameters_and_constants_are_not_stashed(fn):
         assert np.array_equal(first, second)
 
 
-def test_each_array_is_stashed_once():
+def test_each_array_is_saved_once():
     def fn(params, x):
         return x * params["up"][0, 0, 0] + x * params["down"][0, 0, 0] + jnp.sin(x) * x
 
     split = split_vjp(fn, LAYERS, X)
-    stash = split.forward(LAYERS, X)[1]
-    assert len({np.asarray(leaf).tobytes() for leaf in stash}) == len(stash)
+    saved = split.forward(LAYERS, X)[1]
+    assert len({np.asarray(leaf).tobytes() for leaf in saved}) == len(saved)
 
 
 def test_parameters_are_shared_as_they_are():
@@ -314,7 +316,10 @@ def test_integers_have_no_gradient():
         y, dtable, dtokens, _ = run(split, table, tokens)
         assert_same((y, dtable, dtokens), plain(fn, table, tokens), rtol=1e-6)
     assert dtokens.dtype == jax.dtypes.float0
-    assert jax.make_jaxpr(lambda *args: split.backward(*args)[1])(split.shared(table), split.stash, y).eqns == []
+    assert (
+        jax.make_jaxpr(lambda *args: split.backward(*args)[1])(split.shared(table), split.saved_activations, y).eqns
+        == []
+    )
 
 
 def test_dropout_is_drawn_once():
@@ -357,13 +362,13 @@ def test_what_a_stage_prints_it_prints_in_f():
 
     split = split_vjp(fn, LAYERS, X)
     seen.clear()
-    y, stash = compiled(split.forward, LAYERS, X)
+    y, saved = compiled(split.forward, LAYERS, X)
     jax.effects_barrier()
     assert len(seen) == 3
     np.testing.assert_array_equal(seen[0], X)
     shared = split.shared(LAYERS)
-    dx, backlog = compiled(split.backward, shared, stash, y)
-    jax.block_until_ready((dx, compiled(split.weights, shared, stash, backlog)))
+    dx, deferred = compiled(split.backward, shared, saved, y)
+    jax.block_until_ready((dx, compiled(split.weights, shared, saved, deferred)))
     jax.effects_barrier()
     assert len(seen) == 3
 
@@ -423,10 +428,10 @@ def test_a_transformer_layer(remat, compute):
     with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()), numerics(Precision(compute=compute), None):
         stage, params, h = transformer_layers(remat)
         split = split_vjp(stage, params, h)
-        y, dparams, dx, (shared, stash, backlog) = compiled(functools.partial(run, split), params, h)
+        y, dparams, dx, (shared, saved, deferred) = compiled(functools.partial(run, split), params, h)
         assert_same((y, dparams, dx), compiled(functools.partial(plain, stage), params, h), rtol=2e-5, atol=2e-5)
         _, vjp = jax.vjp(stage, params, h)
-        b, w = matmuls(split.backward, shared, stash, y), matmuls(split.weights, shared, stash, backlog)
+        b, w = matmuls(split.backward, shared, saved, y), matmuls(split.weights, shared, saved, deferred)
         assert b + w == matmuls(vjp, y)
         # Seven matrices a layer, each with one gradient in W; attention's two products have both gradients in B, where
         # it makes its scores again. Under remat B runs forward again, but for the last matrix, whose output nothing
@@ -446,11 +451,11 @@ def test_complex_leaves_have_gradients():
     split = split_vjp(fn, params, x)
     # The cotangent of complex numbers has an imaginary part, too.
     dy = jax.random.normal(jax.random.fold_in(key, 2), (2, 3), "complex64")
-    shared, (y, stash) = split.shared(params), split.forward(params, x)
-    dx, backlog = split.backward(shared, stash, dy)
+    shared, (y, saved) = split.shared(params), split.forward(params, x)
+    dx, deferred = split.backward(shared, saved, dy)
     expected, pull = jax.vjp(fn, params, x)
-    for found, wanted in (((y, (split.weights(shared, stash, backlog), dx)), (expected, pull(dy))),
-                          (split.at_once(shared, stash, dy), pull(dy)[::-1])):  # fmt: skip
+    for found, wanted in (((y, (split.weights(shared, saved, deferred), dx)), (expected, pull(dy))),
+                          (split.at_once(shared, saved, dy), pull(dy)[::-1])):  # fmt: skip
         for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,9 @@
-"""Every schedule can be run, and its bubbles and memory are those of the literature's closed forms."""
+"""Bubbles and memory of all schedules, compared with published formulas."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 
 from meshpar import schedules
-from meshpar.schedules import SCHEDULES, Schedule, StageOp, make
-from meshpar.sharding.types import MeshparError
+from meshpar.schedules import SCHEDULES, Schedule, StageOp, make, makers
+from meshpar.schedules import schedule as schedule_module
+from tests.errors import raises
 from tests.grid import cases
 from tests.pipeline.replay import replay
 
@@ -21,13 +24,12 @@ sizes = pytest.mark.parametrize("sizes", [FEW, pytest.param(SIZES, marks=pytest.
 
 
 def largest_group(p: int, m: int) -> int:
-    """Microbatches that go through a chunk together in interleaved 1F1B."""
+    """Return the size of the largest group of microbatches in interleaved 1F1B."""
     return -(-m // (m // p))
 
 
-# With F = B = W = 1: the span bubble of the worst stage in units of one stage's F, and the peak activations of the
-# worst stage in chunks. Few microbatches (m < 2p − 1) cannot fill the round trip of ZB-H2 and ZB-V; that costs what it
-# says here, and no order of ops can do better.
+# For F = B = W = 1: the largest span bubble of a stage in units of F, and the largest number of saved activations of a
+# chunk. With m < 2p − 1, ZB-H2 and ZB-V have a bubble in any order of ops.
 CLOSED = {
     "gpipe": (lambda p, m: 3 * (p - 1), lambda p, m: m),
     "1f1b": (lambda p, m: 3 * (p - 1), lambda p, m: p),
@@ -46,42 +48,42 @@ MAKESPAN_BUBBLE = {
     "gpipe": 0.2727, "1f1b": 0.2727, "interleaved-1f1b": 0.1579, "zb-h1": 0.1111, "zb-h2": 0.1111, "zb-v": 0.0588,
     "dualpipe-v": 0.1111, "eager-1f1b": 0.2727,
 }  # fmt: skip
-"""At p = 4, m = 8 (FACTS 5)."""
+"""At p = 4, m = 8."""
 
 
 def begins_last(name: str, p: int) -> float:
-    """When the last stage to begin begins, at the least, in units of one stage's F."""
+    """Return a lower bound for the latest start of a stage, in units of F."""
     return {"zb-v": (p - 1) / 2, "dualpipe-v": (p - 1) / 2, "dualpipe": p / 2 - 1}.get(name, p - 1)
 
 
 @sizes
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_bubbles_and_memory_are_the_closed_forms(name, sizes):
+def test_schedule_bubble_and_memory_match_formulas(name, sizes):
     bubble, peak = CLOSED[name]
     uneven = 0
     for p, m in sizes:
         if name == "dualpipe" and p % 2:
             continue
         schedule = make(name, p, m).validate()
-        one = schedule.simulate()
+        simulation = schedule.simulate()
         where = f"{name}, {p} stages, {m} microbatches"
-        np.testing.assert_allclose(one.lockstep.makespan, one.free.makespan, err_msg=where)
-        np.testing.assert_allclose(one.free.busy, 3 * m, err_msg=where)
-        # Two streams need 2p microbatches to fill both ends, and as many of one as of the other.
+        np.testing.assert_allclose(simulation.lockstep.makespan, simulation.free.makespan, err_msg=where)
+        np.testing.assert_allclose(simulation.free.busy, 3 * m, err_msg=where)
+        # Two streams need at least 2p microbatches, and DualPipe an even number of them.
         if name.startswith("dualpipe") and (m < 2 * p or (name == "dualpipe" and m % 2)):
             uneven += 1
             assert schedule.peak_activations.max() <= peak(p, m), where
             continue
-        np.testing.assert_allclose(one.free.span_bubble.max(), bubble(p, m), atol=1e-9, err_msg=where)
+        np.testing.assert_allclose(simulation.free.span_bubble.max(), bubble(p, m), atol=1e-9, err_msg=where)
         assert schedule.peak_activations.max() == peak(p, m), where
-        # A step alone ends no earlier than the last stage to begin has done its work.
+        # A single step cannot end before the stage that starts last has run all its ops.
         makespan = 3 * m + max(bubble(p, m), begins_last(name, p))
-        np.testing.assert_allclose(one.free.makespan, makespan, err_msg=where)
+        np.testing.assert_allclose(simulation.free.makespan, makespan, err_msg=where)
         np.testing.assert_allclose(schedule.bubble_fraction, 1 - 3 * m / makespan, atol=1e-9, err_msg=where)
     assert (uneven > 0) == name.startswith("dualpipe")
 
 
-# What the docstrings say of the span bubble and where, from one microbatch on; None where they say nothing.
+# Phrases of the docstrings and the span bubbles that they state; None if the formula does not apply.
 STATED = {
     "gpipe": (["(p−1)(F+B+W)"], lambda p, m, f, b, w: (p - 1) * (f + b + w)),
     "1f1b": (["(p−1)(F+B+W)"], lambda p, m, f, b, w: (p - 1) * (f + b + w)),
@@ -90,7 +92,7 @@ STATED = {
         lambda p, m, f, b, w: (p - 1 + max(0, p - m)) * (f + b + w) / 2,
     ),
     "eager-1f1b": (
-        ["(p−1)(F+B+W)/v, whatever an op takes"],
+        ["(p−1)(F+B+W)/v, for any op durations"],
         lambda p, m, f, b, w: (p - 1) * (f + b + w),
     ),
     "zb-h1": (
@@ -147,48 +149,46 @@ def test_the_docstrings_closed_forms_hold_where_they_say(name):
         ("dualpipe", 2, 5, (1, 1, 1), 3.0), ("dualpipe", 4, 9, (1, 1, 1), 5.0), ("dualpipe", 4, 8, (1, 1.2, 0.8), 2.4),
     ],
 )  # fmt: skip
-def test_bubbles_beside_the_literatures_forms(name, p, m, costs, bubble):
-    """FACTS 5: with fewer microbatches than the closed forms hold for."""
+def test_bubble_with_few_microbatches(name, p, m, costs, bubble):
     found = make(name, p, m).simulate(**dict(zip("fbw", costs, strict=True))).free.span_bubble.max()
     assert found == pytest.approx(bubble)
 
 
 @pytest.mark.parametrize(("name", "fraction"), MAKESPAN_BUBBLE.items())
-def test_makespan_bubbles_of_four_stages_and_eight_microbatches(name, fraction):
+def test_makespan_bubble_with_4_stages_8_microbatches(name, fraction):
     assert round(make(name, 4, 8).bubble_fraction, 4) == fraction
 
 
-def test_four_chunks_divide_the_bubble_by_four():
-    """FACTS 5."""
+def test_interleaved_with_4_chunks_has_quarter_of_bubble():
     assert round(make("interleaved-1f1b", 4, 8, chunks=4).bubble_fraction, 4) == 0.0857
 
 
 @pytest.mark.parametrize(("p", "m", "percent"), [(4, 1, 75.0), (4, 8, 27.3), (4, 16, 15.8), (8, 32, 17.9)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_the_textbook_bubble(name, p, m, percent):
-    """FACTS 5: (p-1)/(m+p-1)."""
+def test_gpipe_and_1f1b_makespan_bubble(name, p, m, percent):
+    """The makespan bubble is (p-1)/(m+p-1)."""
     assert round(100 * make(name, p, m).bubble_fraction, 1) == percent
 
 
 @sizes
 @pytest.mark.parametrize("chunks", cases(2, grid=[1, 2, 3, 4]))
-def test_interleaving_divides_the_bubble_for_any_number_of_microbatches(chunks, sizes):
+def test_interleaved_bubble_is_divided_by_chunks(chunks, sizes):
     for p, m in sizes:
         schedule = schedules.interleaved_1f1b(p, m, chunks=chunks)
         np.testing.assert_allclose(schedule.simulate().free.span_bubble.max(), 3 * (p - 1) / chunks)
         group = largest_group(p, m)
         if chunks > 1:
             assert schedule.peak_activations.max() == min(m * chunks, chunks * p + p - 1 + (chunks - 1) * (group - p))
-        if m % p == 0 and m > p and chunks > 1:  # as the literature prints it
+        if m % p == 0 and m > p and chunks > 1:  # The published formula applies.
             assert schedule.peak_activations.max() / chunks == pytest.approx(p * (1 + (p - 1) / (p * chunks)))
 
 
-def test_one_chunk_is_1f1b():
+def test_interleaved_with_one_chunk_is_1f1b():
     assert np.array_equal(schedules.interleaved_1f1b(4, 8, chunks=1).table, schedules.one_f_one_b(4, 8).table)
 
 
 @pytest.mark.parametrize("limit", range(1, 12))
-def test_memory_buys_the_bubble_off(limit):
+def test_zb_h2_trades_memory_for_bubble(limit):
     p = 6
     for m in (6, 9, 11, 24):
         schedule = schedules.zb_h2(p, m, limit=limit)
@@ -200,7 +200,7 @@ def test_memory_buys_the_bubble_off(limit):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 1), (4, 1), (4, 2), (4, 3), (6, 5), (8, 9)])
-def test_few_microbatches_and_few_stages(name, p, m):
+def test_make_with_few_microbatches_or_stages(name, p, m):
     if name == "dualpipe" and p == 1:
         return
     schedule = make(name, p, m)
@@ -208,32 +208,32 @@ def test_few_microbatches_and_few_stages(name, p, m):
     replay(schedule)
 
 
-def test_odd_microbatches_go_through_two_streams_too():
+def test_dualpipe_with_odd_number_of_microbatches():
     schedule = schedules.dualpipe(4, 9)
     assert schedule.done_on[:, 0].tolist() == [0] * 5 + [3] * 4
     assert schedule.done_on[:, 3].tolist() == [3] * 5 + [0] * 4
 
 
-def test_overlapped_pairs_share_a_tick():
-    """Nearly all of DualPipe's do; two of stage 0's would make a neighbour wait."""
+def test_dualpipe_pairs_share_a_tick():
+    """Nearly all pairs share a tick; the others would delay a neighbor."""
     schedule = schedules.dualpipe(4, 32)
     pairs = (schedule.table[:, :, :2, 0] >= 0).all(2)
     assert pairs.sum(0).tolist() == [26, 27, 27, 26]
-    meant = [sum([op.kind for op in block] == ["F", "B", "W"] for block in row) for row in schedule.order()]
-    assert meant == [27, 27, 27, 27]
+    planned = [sum([op.kind for op in block] == ["F", "B", "W"] for block in row) for row in schedule.order()]
+    assert planned == [27, 27, 27, 27]
     forward, backward = np.moveaxis(schedule.table[pairs][:, :2], 1, 0)
-    assert (forward[:, 1] != backward[:, 1]).all()  # one of each stream
+    assert (forward[:, 1] != backward[:, 1]).all()  # One microbatch of each stream.
 
 
 @pytest.mark.parametrize(("name", "copies"), [("1f1b", 1), ("zb-v", 1), ("dualpipe-v", 1), ("dualpipe", 2)])
-def test_parameters_held(name, copies):
+def test_copies_of_parameters(name, copies):
     schedule = make(name, 4, 8)
     assert schedule.copies == copies
     assert sorted(set(schedule.parts.flat)) == list(range(schedule.num_parts))
 
 
-def test_steps_without_a_meeting_point():
-    """What a run of steps pays is the span bubble: none with ZB-H2, all of it with 1F1B."""
+def test_repeated_steps_cost_the_span_bubble():
+    """Without synchronization, a step costs the span bubble: none for ZB-H2, all of it for 1F1B."""
     work = 3 * 8
     for name, per_step in (("zb-h2", work), ("zb-v", work), ("zb-h1", work + 3), ("1f1b", work + 9)):
         times = [make(name, 4, 8).repeated(steps).simulate() for steps in (2, 4)]
@@ -243,43 +243,52 @@ def test_steps_without_a_meeting_point():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "code", "where"),
     [
-        (lambda: make("zb-h3", 4, 8), "schedule `zb-h3`.*Did you mean `zb-h2` or `zb-h1`"),
-        (lambda: make("gpipe", 0, 8), "schedule `gpipe`: cannot run with 0 stages.*at least 1"),
-        (lambda: make("gpipe", 2.0, 8), "cannot run with 2.0 stages: it takes a whole number"),
-        (lambda: make("zb-v", 4, "8"), "cannot run with '8' microbatches"),
-        (lambda: make("interleaved-1f1b", 4, 8, chunks=2.5), "cannot run with 2.5 chunks"),
-        (lambda: make("1f1b", 10**6, 1), "lay out 1 microbatches on 1000000 stages"),
-        (lambda: make("interleaved-1f1b", 2, 4, chunks=10**9), "up to 1,000,000"),
-        (lambda: make("zb-h2", 4, 8, limit=2.5), "hold 2.5 microbatches' activations"),
-        (lambda: make("1f1b", 2, 0), "0 microbatches"),
-        (lambda: make("dualpipe", 5, 8), "Take 4 or 6 stages, or `dualpipe-v`"),
-        (lambda: make("1f1b", 2, 4, chunks=2), "`1f1b`: cannot set `chunks`: it has no options"),
-        (lambda: make("zb-h2", 2, 4, chunks=2), "its options are `limit`"),
-        (lambda: make("zb-h2", 2, 4, limit=0), "Give a limit of 1 to 3"),
-        (lambda: make("interleaved-1f1b", 2, 4, chunks=0), "0 chunks"),
+        (lambda: make("zb-h3", 4, 8), "unknown-name", "schedule `zb-h3`"),
+        (lambda: make("gpipe", 0, 8), "not-an-int", "schedule `gpipe`"),
+        (lambda: make("gpipe", 2.0, 8), "not-an-int", "schedule `gpipe`"),
+        (lambda: make("zb-v", 4, "8"), "not-an-int", "schedule `zb-v`"),
+        (lambda: make("interleaved-1f1b", 4, 8, chunks=2.5), "not-an-int", "schedule `interleaved-1f1b`"),
+        (lambda: make("1f1b", 10**6, 1), "out-of-range", "schedule `1f1b`"),
+        (lambda: make("interleaved-1f1b", 2, 4, chunks=10**9), "out-of-range", "schedule `interleaved-1f1b`"),
+        (lambda: make("zb-h2", 4, 8, limit=2.5), "not-an-int", "schedule `zb-h2`"),
+        (lambda: make("1f1b", 2, 0), "not-an-int", "schedule `1f1b`"),
+        (lambda: make("dualpipe", 5, 8), "indivisible", "schedule `dualpipe`"),
+        (lambda: make("1f1b", 2, 4, chunks=2), "unknown-name", "schedule `1f1b`"),
+        (lambda: make("zb-h2", 2, 4, chunks=2), "unknown-name", "schedule `zb-h2`"),
+        (lambda: make("zb-h2", 2, 4, limit=0), "not-an-int", "schedule `zb-h2`"),
+        (lambda: make("interleaved-1f1b", 2, 4, chunks=0), "not-an-int", "schedule `interleaved-1f1b`"),
     ],
 )
-def test_what_cannot_be_made_says_why(call, message):
-    with pytest.raises(MeshparError, match=message):
+def test_make_rejects_invalid_arguments(call, code, where):
+    with raises(code, where):
         call()
 
 
-def test_schedules_are_values():
-    one, same, other = (schedules.zb_h1(4, m) for m in (8, 8, 9))
-    assert one == same
-    assert hash(one) == hash(same)
-    assert one != other
-    assert Schedule.from_order("zb-h1", one.order()) == one
+@pytest.mark.parametrize("module", [makers, schedule_module, "pipeline.gradients", "pipeline.split_backward"])
+def test_docstring_examples(module):
+    if isinstance(module, str):
+        module = importlib.import_module(f"meshpar.{module}")
+    result = doctest.testmod(module)
+    assert result.attempted > 0
+    assert result.failed == 0
+
+
+def test_schedule_equality_hash_and_repr():
+    first, same, other = (schedules.zb_h1(4, m) for m in (8, 8, 9))
+    assert first == same
+    assert hash(first) == hash(same)
+    assert first != other
+    assert Schedule.from_order("zb-h1", first.order()) == first
     with pytest.raises(ValueError, match="read-only"):
-        one.table[0, 0, 0, 0] = 3
-    assert repr(one) == "Schedule('zb-h1', stages=4, microbatches=8, ticks=27)"
-    assert one.cell(0, 0) == (StageOp("F", 0, 0),)
-    assert one.cell(0, 1) == ()
+        first.table[0, 0, 0, 0] = 3
+    assert repr(first) == "Schedule('zb-h1', stages=4, microbatches=8, ticks=27)"
+    assert first.cell(0, 0) == (StageOp("F", 0, 0),)
+    assert first.cell(0, 1) == ()
 
 
-def test_schedules_need_no_jax():
+def test_schedules_do_not_import_jax():
     code = (
         "import sys, meshpar.pipeline as p\n"
         "s = p.make('zb-v', 2, 4); s.simulate(); s.slots(); str(s); s.to_json(); s.repeated(2)\n"
@@ -291,7 +300,7 @@ def test_schedules_need_no_jax():
 
 
 @pytest.mark.parametrize(("name", "stages"), [("dualpipe", 4), ("dualpipe-v", 2)])
-def test_an_overlapped_pair_and_its_weight_gradients_share_a_tick(name, stages):
+def test_dualpipe_pair_and_weight_gradient_share_a_tick(name, stages):
     table = make(name, stages, 16)
     has = table.table[..., 0] >= 0
     whole = has.all(-1)

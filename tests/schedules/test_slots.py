@@ -1,4 +1,4 @@
-"""Buffers as small as a table allows, and nothing stale in them."""
+"""Buffer slots and messages of schedules."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NAMES = [*SCHEDULES]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_op_finds_what_is_meant_for_it(name):
+def test_slots_replay_without_stale_values(name):
     for p, m in [(2, 2), (2, 7), (3, 5), (4, 8), (4, 16), (6, 13), (8, 32)]:
         if name == "dualpipe" and p % 2:
             continue
         schedule = make(name, p, m)
         counts = replay(schedule).counts()
-        assert np.array_equal(counts["stash"], schedule.peak_activations)
-        assert (counts["backlog"] <= schedule.peak_activations).all()
-        assert (counts["inbox"] <= schedule.peak_activations).all()
+        assert np.array_equal(counts["saved_activations"], schedule.peak_activations)
+        assert (counts["deferred_weight_grads"] <= schedule.peak_activations).all()
+        assert (counts["receive_buffer"] <= schedule.peak_activations).all()
 
 
 @pytest.mark.parametrize(
@@ -33,60 +33,60 @@ def test_every_op_finds_what_is_meant_for_it(name):
         ("zb-v", 1, 1, 1), ("dualpipe", 2, 2, 0), ("dualpipe-v", 2, 2, 2), ("eager-1f1b", 1, 1, 0),
     ],
 )  # fmt: skip
-def test_messages_of_a_tick(name, up, down, stay):
-    """One permute up and one down, two where a pair's results go the same way."""
+def test_slots_messages_per_tick(name, up, down, stay):
+    """A tick has one permute up and one down, or two if both results of a pair go the same way."""
     lanes = (make(name, 4, 16).slots().sends >= 0).any((0, 1)).sum(1)
     assert (lanes[UP], lanes[DOWN], lanes[STAY]) == (up, down, stay)
 
 
-def test_messages_are_as_many_as_hops():
+def test_slots_have_one_message_per_hop():
     for name in NAMES:
         schedule = make(name, 4, 8)
         slots = schedule.slots()
         hops = 2 * schedule.microbatches * (schedule.num_parts - 1)
-        assert (slots.sends >= 0).sum() == (slots.arrives >= 0).sum() == (slots.inbox >= 0).sum() == hops
+        assert (slots.sends >= 0).sum() == (slots.arrives >= 0).sum() == (slots.receive_buffer >= 0).sum() == hops
 
 
-def test_whole_backwards_keep_nothing_for_later():
-    """The weight gradient follows at once: one slot between B and W, however many are in flight."""
+def test_full_backward_needs_one_deferred_slot():
+    """W follows its B immediately, so one slot is enough."""
     for name in ("gpipe", "1f1b", "interleaved-1f1b"):
-        assert make(name, 4, 8).slots().counts()["backlog"].tolist() == [1] * 4
+        assert make(name, 4, 8).slots().counts()["deferred_weight_grads"].tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("buffer", ["stash", "backlog", "inbox", "arrives"])
-def test_a_stale_slot_is_caught(name, buffer):
-    """One use of any slot moved to another slot: somebody reads what was not meant for him."""
+@pytest.mark.parametrize("buffer", ["saved_activations", "deferred_weight_grads", "receive_buffer", "arrives"])
+def test_replay_detects_a_wrong_slot(name, buffer):
+    """If one use of a slot is changed, an op reads the wrong value."""
     schedule = make(name, 4, 8)
     slots = schedule.slots()
     array = getattr(slots, buffer)
     used = np.argwhere(array >= 0)
-    sizes = slots.counts()["inbox" if buffer == "arrives" else buffer]
+    sizes = slots.counts()["receive_buffer" if buffer == "arrives" else buffer]
     checked = 0
     for at in used[:: max(1, len(used) // 12)]:
         stale = array.copy()
         stale[tuple(at)] = (stale[tuple(at)] + 1) % max(2, sizes[at[1]])
-        with pytest.raises(Stale, match=r"tick \d+, stage \d, .*: wants what [FB] of microbatch"):
+        with pytest.raises(Stale, match=r"tick \d+, stage \d, .*: expected [FB] of microbatch"):
             replay(schedule, dataclasses.replace(slots, **{buffer: stale}))
         checked += 1
-    assert checked or (name, buffer) == ("eager-1f1b", "backlog")  # each W stands in the cell of its B
+    assert checked or (name, buffer) == ("eager-1f1b", "deferred_weight_grads")  # Each W runs in the tick of its B.
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_slot_less_is_too_few(name):
+def test_replay_detects_too_few_slots(name):
     schedule = make(name, 4, 8)
     slots = schedule.slots()
-    last = slots.counts()["stash"] - 1
-    squeezed = np.where((slots.stash == last[:, None]) & (last[:, None] > 0), 0, slots.stash)
-    with pytest.raises(Stale, match="wants what F of microbatch .*, finds F of microbatch"):
-        replay(schedule, dataclasses.replace(slots, stash=squeezed))
+    last = slots.counts()["saved_activations"] - 1
+    squeezed = np.where((slots.saved_activations == last[:, None]) & (last[:, None] > 0), 0, slots.saved_activations)
+    with pytest.raises(Stale, match="expected F of microbatch .*, got F of microbatch"):
+        replay(schedule, dataclasses.replace(slots, saved_activations=squeezed))
 
 
-def test_a_message_that_is_not_sent_is_missed():
+def test_replay_detects_a_missing_message():
     schedule = make("zb-h1", 4, 8)
     slots = schedule.slots()
     at = tuple(np.argwhere(slots.sends >= 0)[20])
     sends = slots.sends.copy()
     sends[at] = -1
-    with pytest.raises(Stale, match="inbox"):
+    with pytest.raises(Stale, match="receive_buffer"):
         replay(schedule, dataclasses.replace(slots, sends=sends))

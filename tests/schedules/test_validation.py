@@ -130,7 +130,7 @@ def test_a_table_of_ones_own():
 
 def test_a_whole_backward_in_one_cell():
     schedule = one_stage(("F", 0, 0), [("B", 0, 0), ("W", 0, 0)])
-    assert schedule.slots().counts()["backlog"].tolist() == [0]
+    assert schedule.slots().counts()["deferred_weight_grads"].tolist() == [0]
     replay(schedule)
 
 

@@ -24,7 +24,7 @@ from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, S
 from meshpar.layers.scan import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.parallel.batch import check_rows
 from meshpar.parallel.pipeline import Pipeline as PipelinePart
-from meshpar.pipeline.executor import Functions, Micro, Params, split_stage
+from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params, split_stage
 from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
 from meshpar.schedules import Schedule
@@ -81,17 +81,17 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
         batch_axes=batch_axes,
         gather=pipelined.gather,
         grad_dtype=options.precision.reduce_dtype,
-        own=cut.own(setup.layout.params, batch_axes),
-        split_inside=_split_inside(setup),
+        expert_specs=cut.own(setup.layout.params, batch_axes),
+        activation_axes=_split_inside(setup),
     )
     specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs(setup, options))
     parted = cut.parted(params)
     if not cut.is_even:
         # One change at a time, for which XLA has an all-to-all: else it gathers whole stacks and picks layers.
-        parted = run.laid(run.laid(parted, cut.specs(setup.layout.params, at_rest=True)), specs)
+        parted = run.constrain(run.constrain(parted, cut.specs(setup.layout.params, at_rest=True)), specs)
     result, grads = run(parted, batch, key, specs=specs, grad_specs=out, extra=state.extra)
     if not cut.is_even:
-        grads = run.laid(grads, cut.specs(grad_specs(setup, options), at_rest=True))
+        grads = run.constrain(grads, cut.specs(grad_specs(setup, options), at_rest=True))
     aux = {name: cut.by_layer(x) for name, x in result.aux.items()}
     metrics, extra = behind(state.extra, aux)
     return MicrobatchTotals(result.loss, {**result.metrics, **metrics}, cut.joined(grads), extra)
@@ -122,9 +122,9 @@ def reads_of_layers(
         key = jax.random.wrap_key_data(data)
         behind = _Behind.of(loss, params, extra, rows, key, f"strategy {setup.strategy.label}")
         functions, parted = cut.functions(loss, params, behind), cut.parted(params)
-        micro = Micro(rows, key, jnp.zeros((), jnp.int32), extra)
-        x = functions.first(parted.ends, micro)
-        found.extend(split_stage(functions, [leaf[0] for leaf in parted.parts], x, micro).reads)
+        micro = MicrobatchInputs(rows, key, jnp.zeros((), jnp.int32), extra)
+        x = functions.first(parted.embedding_and_head, micro)
+        found.extend(split_stage(functions, [leaf[0] for leaf in parted.chunks], x, micro).reads)
         return ()
 
     found: list[tuple[bool, bool, bool]] = []
@@ -183,7 +183,7 @@ class _Cut:
 
     def joined(self, params: Params) -> PyTree:
         """`parted` undone; None stays where there is nothing."""
-        return self._tree([None if x is None else self.by_layer(x) for x in params.parts], params.ends)
+        return self._tree([None if x is None else self.by_layer(x) for x in params.chunks], params.embedding_and_head)
 
     def by_layer(self, x: jax.Array) -> jax.Array:
         """`[part, most layers of a part, ...] -> [layers, ...]`, without rows that fill up; of `[part, 1, ...]` all."""
@@ -277,9 +277,9 @@ class _Cut:
     def functions(self, loss: Loss, params: PyTree, behind: _Behind) -> Functions:
         """The parts of a loss. Parameters for which a part has no use are zeros in it, which nothing computes with."""
         like = jax.eval_shape(self.parted, params)
-        no_parts = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in like.parts]
+        no_parts = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in like.chunks]
 
-        def traced(parts: list[Any], ends: list[Any], micro: Micro, run: Run) -> LossTerms:
+        def traced(parts: list[Any], ends: list[Any], micro: MicrobatchInputs, run: Run) -> LossTerms:
             calls: list[Any] = []
 
             def counted(layer: Layer, x: Any, params: PyTree) -> Any:
@@ -287,11 +287,11 @@ class _Cut:
                 return run(layer, x, params)
 
             with running(counted, in_part=True):
-                terms, _ = loss.terms(self._tree(parts, ends), micro.extra, micro.rows, micro.key)
+                terms, _ = loss.terms(self._tree(parts, ends), micro.extra, micro.examples, micro.key)
             _check_once(len(calls))
             return terms
 
-        def first(ends: list[Any], micro: Micro) -> PyTree:
+        def first(ends: list[Any], micro: MicrobatchInputs) -> PyTree:
             got: list[Any] = []
 
             def run(layer: Layer, x: Any, params: PyTree) -> Any:
@@ -301,21 +301,21 @@ class _Cut:
             traced(_zeros(no_parts), ends, micro, run)
             return got[0]
 
-        def inside(parts: list[Any], ends: list[Any], x: PyTree, micro: Micro) -> Any:
+        def inside(parts: list[Any], ends: list[Any], x: PyTree, micro: MicrobatchInputs) -> Any:
             got: list[Any] = []
 
             def run(layer: Layer, before: Any, params: PyTree) -> Any:
-                got.append(self.run(layer, x, params, micro.part))
+                got.append(self.run(layer, x, params, micro.chunk))
                 return behind.zeros(x)
 
             traced(parts, ends, micro, run)
             return got[0]
 
-        def stage(parts: list[Any], x: PyTree, micro: Micro) -> tuple[PyTree, Aux]:
-            y, aux = with_aux(inside(parts, _zeros(like.ends), x, micro))
+        def stage(parts: list[Any], x: PyTree, micro: MicrobatchInputs) -> tuple[PyTree, Aux]:
+            y, aux = with_aux(inside(parts, _zeros(like.embedding_and_head), x, micro))
             return y, behind.of_part(aux)
 
-        def last(ends: list[Any], y: PyTree, micro: Micro) -> LossTerms:
+        def last(ends: list[Any], y: PyTree, micro: MicrobatchInputs) -> LossTerms:
             terms = traced(_zeros(no_parts), ends, micro, lambda layer, x, params: behind.zeros(y))
             metrics, reported = (
                 {name: x for name, x in metrics.items() if name not in behind.metrics}
