@@ -25,7 +25,6 @@ import optax
 from meshpar.bench import plain
 from meshpar.bench.figures import quartiles, seconds_of
 from meshpar.hardware.clusters import Cluster, gpu_of_kind
-from meshpar.hardware.units import si
 from meshpar.inspect import trace
 from meshpar.inspect.explain import explain
 from meshpar.inspect.hlo.parser import Module
@@ -38,6 +37,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import fsdp
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, table
+from meshpar.sharding.units import si
 from meshpar.training.state import Setup, make_setup
 from meshpar.training.step import TrainStep, train_step
 

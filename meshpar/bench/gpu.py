@@ -17,9 +17,9 @@ from meshpar.bench.decoder import Steps, size_for, steps
 from meshpar.bench.figures import seconds_of
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, cluster_of, gpu_of_kind, parse_profile
-from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed, plain, table
 from meshpar.sharding.types import is_whole, near, problem
+from meshpar.sharding.units import si
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 SMALL = (64, 128, 256, 512)

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.bench.figures import Figures, Measure, in_turn, load, quartiles
 from meshpar.hardware.cost_model import matmul_flops
-from meshpar.hardware.units import si
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.timeline import program_work as work
 from meshpar.moe.dispatch_paths import Payload
@@ -37,6 +36,7 @@ from meshpar.sharding.context import use
 from meshpar.sharding.printing import Plain, table
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import near, problem
+from meshpar.sharding.units import si
 
 ONE_HOT = "one-hot einsum"
 PAIRED = ("two levels", NODE_FIRST)

@@ -95,7 +95,7 @@ def collectives(
     import jax
 
     from meshpar.bench import collective_timing as kernels
-    from meshpar.hardware.units import parse_bytes
+    from meshpar.sharding.units import parse_bytes
 
     for path, suffixes in ((save, (".json",)), (plot, PICTURES)):
         if path:
@@ -287,7 +287,7 @@ def run(
 
     from meshpar.bench import run as measured
     from meshpar.cli.recipe import load_recipe
-    from meshpar.hardware.units import parse_bytes
+    from meshpar.sharding.units import parse_bytes
 
     found = load_recipe(recipe, devices=jax.device_count()).override(*assignments)
     more: dict[str, Any] = {"parts": parts or measured.PARTS, "restored_bytes": parse_bytes(restored_bytes, least=1)}

@@ -19,7 +19,6 @@ import numpy as np
 
 from meshpar.hardware.clusters import Cluster, cluster_here
 from meshpar.hardware.compile_options import PROFILE, Options, overlap_limit, profile
-from meshpar.hardware.units import si
 from meshpar.inspect.census import Collective, census
 from meshpar.inspect.memory import limit_bytes
 from meshpar.inspect.program import Program, program_of
@@ -31,6 +30,7 @@ from meshpar.loop.coordination import this_pod
 from meshpar.loop.heartbeat import BUSY_S
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import PyTree, axis_sizes, problem
+from meshpar.sharding.units import si
 from meshpar.training.state import Setup, TrainState
 from meshpar.training.step import TrainStep
 

@@ -27,7 +27,7 @@ import heapq
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,6 @@ from meshpar.sharding.types import (
     Names,
     PyTree,
     axis_sizes,
-    near_or,
     owner_of,
     path_str,
     problem,
@@ -49,11 +48,6 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
 )
 from meshpar.training.state import Setup, TrainState
-
-Method = Literal["auto", "greedy", "optimal"]
-
-MOST_PARTITIONS = 3_000_000
-"""Up to so many ways of sharing experts out, the best of them is looked for: 16 experts over any number of ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,15 +92,12 @@ class Rebalanced(NamedTuple):
         return sum(max(one.before) for one in each) / after if after else 1.0
 
 
-def place(
-    loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 1, method: Method = "auto"
-) -> ExpertPlacement:
-    """The experts shared out so that the busiest rank has little to do, E / num_ranks to each.
+def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 1) -> ExpertPlacement:
+    """Assign E / num_ranks experts to each rank so that the load of the busiest rank is low.
 
-    "greedy" takes the experts from the busiest down and gives each to the least loaded rank that has a place left;
-    "optimal" finds the best there is for the busiest rank, by branch and bound; "auto" does that where there are few
-    enough ways (`MOST_PARTITIONS`), and the first where there are more. Nothing moves unless the busiest rank gains,
-    and the ranks are numbered such that many experts stay where they are.
+    A greedy assignment gives each expert, from the largest load down, to the least loaded rank that has a place left.
+    This assignment and the present one are improved by swaps of two experts, and the better result is used. Nothing
+    moves unless the load of the busiest rank falls. Ranks are numbered so that many experts keep their rank.
 
     Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first).
 
@@ -115,18 +106,17 @@ def place(
       num_ranks: of the mesh axis that experts are split over.
       groups: as in `Routing`. Experts stay among the neighbours of their group: whole groups move where there are more
         groups than ranks, and experts within the ranks of their group where there are fewer.
-      method: how.
 
     Raises:
-      ValueError: loads that are no loads; experts, groups and ranks that do not divide; too many ways for "optimal".
+      ValueError: loads that are no loads; experts, groups and ranks that do not divide.
     """
     loads = _checked_loads(loads)
-    _check_sizes(len(loads), num_ranks, groups, method)
+    _check_sizes(len(loads), num_ranks, groups)
     by_group = np.arange(len(loads)).reshape(groups, -1)
     if groups > 1 and groups % num_ranks == 0:
-        order = by_group[_order(loads[by_group].sum(1), num_ranks, method)].reshape(-1)
+        order = by_group[_order(loads[by_group].sum(1), num_ranks)].reshape(-1)
     else:
-        order = np.concatenate([of[_order(loads[of], num_ranks // groups, method)] for of in by_group])
+        order = np.concatenate([of[_order(loads[of], num_ranks // groups)] for of in by_group])
     rank_of = np.arange(len(loads)) // (len(loads) // num_ranks)
     return ExpertPlacement(
         order=tuple(order.tolist()),
@@ -143,7 +133,6 @@ def rebalance(
     names: Mapping[str, Names] | None = None,
     num_ranks: int | None = None,
     groups: int = 1,
-    method: Method = "auto",
 ) -> Rebalanced:
     """The same model, its experts rebalanced: every dim named `expert` permuted, in experts, router and bias.
 
@@ -162,7 +151,7 @@ def rebalance(
       names: logical names of the dims by path, as `Model.names()` gives them. The router's last dim has to be named
         `expert`, whatever splits it. A TrainState knows those of its parameters; given all the same, they come first.
       num_ranks: of the mesh axes that experts are split over; a TrainState knows it.
-      groups, method: as for `place`. A router that chooses among groups needs them, or it would choose otherwise.
+      groups: as for `place`. A router that chooses among groups needs them, or it would choose otherwise.
 
     Warns:
       UserWarning: experts move, and outputs will not be the same to the bit.
@@ -185,7 +174,7 @@ def rebalance(
         _check_router({path: named for path, (named, _) in known["params" if is_state else ""].items()}, scope)
         rows = np.asarray(given)
         each = rows if rows.ndim == 2 else rows[None]
-        placed = tuple(place(row, ranks, groups=groups, method=method) for row in each)
+        placed = tuple(place(row, ranks, groups=groups) for row in each)
         order = np.array([one.order for one in placed]).reshape(rows.shape)
         for part, leaves in known.items():
             inside = {path: named for path, (named, home) in leaves.items() if _below(home, scope)}
@@ -369,78 +358,49 @@ def _permuted(x: Any, order: np.ndarray, names: Names) -> Any:
 
 # ---- Sharing out -----------------------------------------------------------------------------------------------------
 
-_Shares = list[list[int]]
-"""The items of each rank."""
+
+def _order(loads: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return the permutation of items, which are experts or groups of experts."""
+    now = np.repeat(np.arange(num_ranks), len(loads) // num_ranks)
+
+    def busiest(rank_of: np.ndarray) -> float:
+        return float(np.bincount(rank_of, loads, num_ranks).max())
+
+    best = min((_swapped(loads, start, num_ranks) for start in (now, _greedy(loads, num_ranks))), key=busiest)
+    if busiest(best) >= busiest(now):
+        return np.arange(len(loads))
+    return _few_moves([np.flatnonzero(best == rank).tolist() for rank in range(num_ranks)], len(loads) // num_ranks)
 
 
-def _order(loads: np.ndarray, num_ranks: int, method: Method) -> np.ndarray:
-    """The permutation of items, whether experts or groups of them."""
-    room = len(loads) // num_ranks
-    now = np.arange(len(loads))
-    shares = _greedy(loads, num_ranks, room)
-    if method == "optimal" or (method == "auto" and _partitions(len(loads), num_ranks) <= MOST_PARTITIONS):
-        shares = _optimal(loads, num_ranks, room, shares)
-    if _busiest(loads, shares) >= loads.reshape(num_ranks, room).sum(1).max():
-        return now
-    return _few_moves(shares, room)
-
-
-def _busiest(loads: np.ndarray, shares: _Shares) -> float:
-    return max(loads[share].sum() for share in shares)
-
-
-def _greedy(loads: np.ndarray, num_ranks: int, room: int) -> _Shares:
-    shares: _Shares = [[] for _ in range(num_ranks)]
+def _greedy(loads: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return the rank of each item: from the largest load down, the least loaded rank that has a place left."""
+    rank_of, left = np.empty(len(loads), int), [len(loads) // num_ranks] * num_ranks
     least_loaded = [(0.0, rank) for rank in range(num_ranks)]
     for item in np.argsort(-loads, kind="stable").tolist():
         load, rank = heapq.heappop(least_loaded)
-        shares[rank].append(item)
-        if len(shares[rank]) < room:
+        rank_of[item] = rank
+        left[rank] -= 1
+        if left[rank]:
             heapq.heappush(least_loaded, (load + loads[item], rank))
-    return shares
+    return rank_of
 
 
-def _partitions(num_items: int, num_ranks: int) -> int:
-    """Ways to share items out in equal numbers, ranks being alike."""
-    room = num_items // num_ranks
-    return math.factorial(num_items) // (math.factorial(room) ** num_ranks * math.factorial(num_ranks))
+def _swapped(loads: np.ndarray, rank_of: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return the ranks after swaps of an item of the busiest rank with another, the best swap each time."""
+    rank_of = rank_of.copy()
+    while True:
+        totals = np.bincount(rank_of, loads, num_ranks)
+        top = totals.argmax()
+        inside, outside = np.flatnonzero(rank_of == top), np.flatnonzero(rank_of != top)
+        less = loads[inside, None] - loads[outside]
+        busier = np.maximum(totals[top] - less, totals[rank_of[outside]] + less)
+        if busier.min(initial=np.inf) >= totals[top] * (1 - 1e-12):  # a smaller gain is rounding
+            return rank_of
+        one, other = np.unravel_index(busier.argmin(), busier.shape)
+        rank_of[inside[one]], rank_of[outside[other]] = rank_of[outside[other]], top
 
 
-def _optimal(loads: np.ndarray, num_ranks: int, room: int, greedy: _Shares) -> _Shares:
-    """Branch and bound over the items from the busiest down, from the greedy answer on."""
-    items = np.argsort(-loads, kind="stable").tolist()
-    sizes = loads[items].tolist()
-    # What the r least loaded items add up to: a rank with r places left will get that much more at the least.
-    tail = [0.0, *np.cumsum(sizes[::-1]).tolist()]
-    best, best_load = greedy, _busiest(loads, greedy)
-    least = max(sum(sizes) / num_ranks, sizes[0] + tail[room - 1])
-    shares: _Shares = [[] for _ in range(num_ranks)]
-    totals = [0.0] * num_ranks
-
-    def descend(depth: int) -> None:
-        nonlocal best, best_load
-        if depth == len(items):
-            best, best_load = [list(share) for share in shares], max(totals)
-            return
-        tried = set()
-        for rank in sorted(range(num_ranks), key=totals.__getitem__):
-            left = room - len(shares[rank]) - 1
-            total = totals[rank] + sizes[depth]
-            alike = (totals[rank], left)
-            if left < 0 or alike in tried or total + tail[left] >= best_load or best_load <= least:
-                continue
-            tried.add(alike)
-            shares[rank].append(items[depth])
-            totals[rank], kept = total, totals[rank]
-            descend(depth + 1)
-            totals[rank] = kept
-            shares[rank].pop()
-
-    descend(0)
-    return best
-
-
-def _few_moves(shares: _Shares, room: int) -> np.ndarray:
+def _few_moves(shares: list[list[int]], room: int) -> np.ndarray:
     """The shares on ranks that hold much of them already; who stays keeps its place, the others fill the gaps."""
     holds = np.zeros((len(shares), len(shares)), int)
     for number, share in enumerate(shares):
@@ -489,10 +449,7 @@ def _checked_loads(loads: Any) -> np.ndarray:
     return loads.astype(float)
 
 
-def _check_sizes(num_experts: int, num_ranks: int, groups: int, method: Method) -> None:
-    if method not in get_args(Method):
-        fix = near_or(str(method), get_args(Method), "use one of them")
-        raise problem("place", f"use method={method!r}", f"there are {', '.join(get_args(Method))}", fix)
+def _check_sizes(num_experts: int, num_ranks: int, groups: int) -> None:
     check_whole("place", "num_ranks", num_ranks)
     check_whole("place", "groups", groups)
     if num_experts % num_ranks:
@@ -502,12 +459,6 @@ def _check_sizes(num_experts: int, num_ranks: int, groups: int, method: Method) 
         asked = f"keep {groups} groups of {num_experts} experts whole over {num_ranks} ranks"
         fix = "make one of the two numbers a multiple of the other"
         raise problem("place", asked, "a rank holds whole groups, or a group whole ranks", fix)
-    whole_groups = groups > 1 and groups % num_ranks == 0
-    ways = _partitions(groups, num_ranks) if whole_groups else _partitions(num_experts // groups, num_ranks // groups)
-    if method == "optimal" and ways > MOST_PARTITIONS:
-        asked = f"find the best of {ways:.2g} ways to share {num_experts} experts over {num_ranks} ranks"
-        exists = f"{MOST_PARTITIONS:.0e} are looked through at the most"
-        raise problem('place(method="optimal")', asked, exists, 'use method="greedy", or "auto"')
 
 
 def _check_router(named: Mapping[str, Names], scope: str) -> None:

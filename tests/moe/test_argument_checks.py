@@ -134,10 +134,8 @@ PLACEMENTS = [
     ([[1, 2], [3]], 2, {}, "none negative or infinite"),
     ([[1, 2]], 1, {}, "of one layer"),
     ([True, False], 1, {}, "number of tokens"),
-    ([1, 2, 3, 4], 2, {"method": "optimum"}, "did you mean `optimal`"),
     ([1, 2, 3, 4], 2, {"groups": 3}, "keep 3 groups of 4"),
     (range(12), 6, {"groups": 4}, "a multiple of the other"),
-    (range(64), 8, {"method": "optimal"}, 'use method="greedy"'),
 ]
 
 

@@ -51,24 +51,23 @@ def every_sharing(experts, num_ranks):
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (6, 3), (8, 2), (8, 4), (9, 3), (10, 5)])
-def test_optimal_is_the_best_of_all(num_experts, num_ranks):
+def test_a_placement_is_within_2_percent_of_the_optimum(num_experts, num_ranks):
     rng = np.random.default_rng(num_experts)
-    for loads in (rng.integers(0, 100, num_experts), zipf(num_experts), rng.random(num_experts)):
+    skewed = [rng.lognormal(0, width, num_experts) for width in (0.3, 0.6, 1.0, 1.5)]
+    for loads in (rng.integers(0, 100, num_experts), zipf(num_experts), rng.random(num_experts), *skewed):
         best = min(
             max(sum(loads[e] for e in share) for share in shares)
             for shares in every_sharing(list(range(num_experts)), num_ranks)
         )
-        placed = moe.place(loads, num_ranks, method="optimal")
-        assert busiest(loads, placed.order, num_ranks) == pytest.approx(best)
-        greedy = moe.place(loads, num_ranks, method="greedy")
-        assert best * (1 - 1e-12) <= max(greedy.after) <= max(greedy.before)
+        placed = moe.place(loads, num_ranks)
+        assert best * (1 - 1e-12) <= busiest(loads, placed.order, num_ranks) <= 1.02 * best
+        assert max(placed.after) <= max(placed.before)
 
 
-@pytest.mark.parametrize("method", ["greedy", "auto"])
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 4), (8, 1), (16, 4), (64, 8), (256, 8)])
-def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ranks, method):
+def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ranks):
     loads = zipf(num_experts)
-    placed = moe.place(loads, num_ranks, method=method)
+    placed = moe.place(loads, num_ranks)
     assert sorted(placed.order) == list(range(num_experts))
     assert max(placed.before) == busiest(loads, range(num_experts), num_ranks)
     assert max(placed.after) == busiest(loads, placed.order, num_ranks)
@@ -80,12 +79,20 @@ def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ran
     assert all(place == expert for place, expert in stay)
 
 
-def test_greedy_gives_the_next_to_the_least_loaded_rank_with_room():
-    placed = moe.place([9, 8, 7, 6, 5, 4], 2, method="greedy")
-    # 9 | 8, then 7 to the second, 6 to the first, 5 to the first at 15 each, 4 to the only place left.
-    # The second share takes the first rank, which holds two of it already.
-    assert [sorted(placed.order[:3]), sorted(placed.order[3:])] == [[1, 2, 5], [0, 3, 4]]
-    assert (placed.before, placed.after) == ((24, 15), (19, 20))
+def test_a_single_swap_is_preferred_to_another_assignment_that_is_as_good():
+    placed = moe.place([9, 8, 7, 6, 5, 4], 2)
+    assert (placed.before, max(placed.after), placed.moved) == ((24, 15), 20, 2)
+
+
+@pytest.mark.parametrize(
+    ("loads", "best"),
+    [
+        ([9, 11, 2, 2, 6, 7, 10, 5], 26),  # swaps from the present assignment stop at 27
+        ([7, 7, 10, 6, 10, 2, 7, 5], 27),  # swaps from the greedy assignment stop at 28
+    ],
+)
+def test_the_better_of_two_starts_is_used(loads, best):
+    assert max(moe.place(loads, 2).after) == best
 
 
 @pytest.mark.parametrize("loads", [[5, 5, 5, 5], [3, 1, 1, 3], [0, 0, 0, 0]])
@@ -97,7 +104,7 @@ def test_nothing_moves_for_no_gain(loads):
 
 def test_where_one_swap_will_do_the_others_stay():
     placed = moe.place([10, 9, 8, 1, 5, 6, 5, 6], 2)
-    assert placed.order == (0, 7, 2, 3, 4, 5, 6, 1)
+    assert placed.order == (0, 5, 2, 3, 4, 1, 6, 7)
     assert (placed.before, placed.after, placed.moved) == ((28, 22), (25, 25), 2)
     assert str(placed) == "busiest of 2 ranks 1.12 → 1 times the mean load, gain 1.12; 2 of 8 experts move"
 
