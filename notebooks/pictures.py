@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from meshpar.cli.plots import AXES, INK, MORE, figure_of, styled
-from meshpar.training.sharding_table import human_bytes
+from meshpar.sharding.units import human_bytes
 
 TERMS, COMPLETE = ("#f1f4f7", "#5b93c7"), "#7cc08a"
 """Colours of a partial sum, from one term to all but one, and of a complete one."""

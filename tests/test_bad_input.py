@@ -403,14 +403,14 @@ def test_what_no_memory_holds_is_told_before_it_is_taken(meshpar, place, monkeyp
 
 def test_memory_and_json_are_judged(tmp_path: Path) -> None:
     check_memory("here", "take it", 1.0, "do")
-    with pytest.raises(MeshparError, match="takes 1,000,000.0 GB here"):
+    with pytest.raises(MeshparError, match="takes 1 PB here"):
         check_memory("here", "take it", 1e15, "do")
     (tmp_path / "deep.json").write_text(DEEP)
     with pytest.raises(MeshparError, match="nested too deep"):
         read_json(tmp_path / "deep.json", "it", "do")
     (tmp_path / "big.json").write_bytes(b"")
     os.truncate(tmp_path / "big.json", 1 << 40)  # a hole: nothing is on the disk
-    with pytest.raises(MeshparError, match="MB are the most"):
+    with pytest.raises(MeshparError, match="are the most"):
         read_json(tmp_path / "big.json", "it", "do")
 
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,33 @@ def test_everything_asked_for_is_pinned_to_a_version_that_will_do(python: str) -
                 version = pinned.get(canonicalize_name(requirement.name))
                 assert version is not None, f"constraints.txt does not pin {requirement.name}: run `make constraints`"
                 assert requirement.specifier.contains(version, prereleases=True), f"{text}, pinned to {version}"
+
+
+DISTRIBUTIONS = {"absl": "absl-py", "orbax": "orbax-checkpoint"}
+"""Import names whose distribution on PyPI has another name."""
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the distributions that import statements name, without the standard library and meshpar itself."""
+    names = set[str]()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module))
+    roots = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "meshpar"}
+    return {str(canonicalize_name(DISTRIBUTIONS.get(root, root))) for root in roots}
+
+
+def test_every_import_is_declared_and_every_dependency_is_imported() -> None:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "meshpar").rglob("*.py")]
+    required = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
+    optional = (Requirement(text) for extra in PROJECT["optional-dependencies"].values() for text in extra)
+    anywhere = set().union(*(imported(ast.walk(tree)) for tree in trees))
+    assert anywhere - required <= {canonicalize_name(one.name) for one in optional}
+    assert required <= anywhere
+    when_loaded = set().union(*(imported(tree.body) for tree in trees))
+    assert when_loaded <= required, "import what an extra installs inside the function that uses it"
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -31,10 +31,10 @@ from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.kernel_checks import check_op
 from meshpar.hardware import cost_model as cost
-from meshpar.hardware.units import si
 from meshpar.sharding.host_resources import free_memory_bytes
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.types import axis_sizes, near, problem
+from meshpar.sharding.units import si
 
 Kernel = Callable[[jax.Array], jax.Array]
 Ranks = tuple[str, ...]

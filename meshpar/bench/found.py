@@ -13,9 +13,9 @@ from meshpar.bench.link_fit import Fit
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Links, Profile, cluster_of, gpu_of_kind
 from meshpar.hardware.cost_breakdown import bus_factor
-from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import problem
+from meshpar.sharding.units import si
 
 XLA = "XLA"
 """The algorithm of XLA's own collective."""

@@ -16,9 +16,9 @@ import numpy as np
 from meshpar.bench.timing import seconds_of
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, cluster_of, gpu_of_kind, parse_profile
-from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import is_int, near, problem
+from meshpar.sharding.units import si
 
 SIZES = (512, 1024, 2048, 4096, 8192, 16_384)
 SMALL = (64, 128, 256, 512)

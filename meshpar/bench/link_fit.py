@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize  # which jax brings along
+from scipy import optimize
 
 from meshpar.hardware.clusters import Link
 from meshpar.sharding.printing import Plain

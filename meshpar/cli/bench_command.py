@@ -78,7 +78,7 @@ def collectives(
     import jax
 
     from meshpar.bench import collective_timing as kernels
-    from meshpar.hardware.units import parse_bytes
+    from meshpar.sharding.units import parse_bytes
 
     for path, suffixes in ((save, (".json",)), (plot, PICTURES)):
         if path:

@@ -110,9 +110,9 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     prepare_devices(1)
     import jax.numpy as jnp
 
-    from meshpar.hardware.units import parse_bytes
     from meshpar.interop.files import assigned, library, new_folder, whole_folder, write
     from meshpar.loop.checkpoint import read_index, read_leaf
+    from meshpar.sharding.units import parse_bytes
 
     library()
     most_bytes = int(parse_bytes(max_bytes, least=1))

@@ -77,7 +77,7 @@ def cost(
     from meshpar.hardware.calculators import CALCULATORS
     from meshpar.hardware.clusters import Cluster
     from meshpar.hardware.cost_breakdown import ALL_REDUCES, account, compare
-    from meshpar.hardware.units import parse_bytes
+    from meshpar.sharding.units import parse_bytes
 
     if algorithm is not None and algorithm in CALCULATORS:
         print_report(_sheet(algorithm, numbers, cluster), as_json=as_json)

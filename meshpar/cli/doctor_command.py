@@ -19,6 +19,7 @@ from meshpar.cli.multihost import PACKAGES, version_of
 from meshpar.sharding.errors import MeshparError
 from meshpar.sharding.host_resources import check_name
 from meshpar.sharding.printing import Plain
+from meshpar.sharding.units import human_bytes
 
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 LEAST_SHM_BYTES, LEAST_DISK_BYTES, LEAST_FILES = 1e9, 5e9, 4096
@@ -106,7 +107,7 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
     found = jax.local_devices()
     kinds = {device.device_kind for device in found}
     stats = found[0].memory_stats() or {} if found[0].platform != "cpu" else {}
-    memory = f", {stats['bytes_limit'] / 1e9:.1f} GB each for jax" if "bytes_limit" in stats else ""
+    memory = f", {human_bytes(stats['bytes_limit'])} each for jax" if "bytes_limit" in stats else ""
     folder = next(path for path in [Path(out).absolute(), *Path(out).absolute().parents] if path.is_dir())
     disk, shm = shutil.disk_usage(folder), Path("/dev/shm")
     shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else 0
@@ -118,8 +119,8 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
         links=_links(),
         host={
             "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
-            "free at " + str(folder): f"{disk.free / 1e9:.1f} GB",
-            "shared memory": f"{shm_bytes / 1e9:.1f} GB",
+            "free at " + str(folder): human_bytes(disk.free),
+            "shared memory": human_bytes(shm_bytes),
             "open files": str(open_files),
         },
         environment={name: env[name] for name in sorted(env) if _counts(name)},
@@ -177,12 +178,12 @@ def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
     gpu = facts.platform == "gpu"
     say(
         gpu and facts.shm_bytes < LEAST_SHM_BYTES,
-        f"/dev/shm has {facts.shm_bytes / 1e6:.0f} MB, through which NCCL sends within a node",
+        f"/dev/shm has {human_bytes(facts.shm_bytes)}, through which NCCL sends within a node",
         "mount a bigger one: docker run --shm-size=16g, or an emptyDir of medium Memory",
     )
     say(
         facts.disk_bytes < LEAST_DISK_BYTES,
-        f"the disk of runs has {facts.disk_bytes / 1e9:.1f} GB left",
+        f"the disk of runs has {human_bytes(facts.disk_bytes)} left",
         "make room, or name another folder with --out",
     )
     say(

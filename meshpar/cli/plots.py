@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from meshpar.hardware.units import si
 from meshpar.sharding.printing import flat
 from meshpar.sharding.types import axis_sizes, near, problem, spec_axes
-from meshpar.training.sharding_table import human_bytes
+from meshpar.sharding.units import human_bytes, prefix_of, si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -538,8 +537,8 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
         {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
     ]
     longest = max((sum(parts.values()) for parts in sent), default=0.0)
-    units = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
-    scale, unit = next(((size, name) for size, name in units if longest >= size), (1.0, "bytes"))
+    prefix, scale = prefix_of(longest, digits=15)
+    unit = f"{prefix}B" if prefix else "bytes"
     shown = {part for parts in sent for part, size in parts.items() if size > 0.002 * longest}
     labels = sorted({label for label, _ in shown}, key=lambda label: (label not in AXES, label))
     colors, kinds = axis_colors(labels), sorted({kind for _, kind in shown})

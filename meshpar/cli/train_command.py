@@ -71,9 +71,9 @@ from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_local, check_memory, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import problem
+from meshpar.sharding.units import human_bytes
 from meshpar.training.lora import merged_params
 from meshpar.training.pgle import check_pgle, pgle_enabled
-from meshpar.training.sharding_table import human_bytes
 from meshpar.training.state import Setup, TrainState, make_setup
 from meshpar.training.step import TrainStep, eval_step
 

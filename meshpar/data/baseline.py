@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from jaxtyping import Float64, Int64, Integer
-from scipy import sparse  # which jax brings along
+from scipy import sparse
 
 from meshpar.data.token_file import TokenFile, pieces
 from meshpar.sharding.types import problem

@@ -16,9 +16,9 @@ import jax
 
 from meshpar.hardware.clusters import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.hardware.cost_breakdown import Account, Accounts, account
-from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed
 from meshpar.sharding.types import MeshLike, is_int, near, problem
+from meshpar.sharding.units import si
 
 VARIABLE = "MESHPAR_CLUSTER"
 """The environment variable that names a cluster, or a profile's file."""

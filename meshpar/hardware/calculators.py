@@ -16,10 +16,10 @@ from typing import Any, Literal, get_args
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster
 from meshpar.hardware.cost_breakdown import account
-from meshpar.hardware.units import parse_count, si
 from meshpar.sharding.errors import check_positive_int
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import near, problem
+from meshpar.sharding.units import parse_count, si
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3"]
 WEIGHT, GRADIENT, OPTIMIZER, MASTER = 2, 2, 8, 4

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, Link, Links, Profile
 from meshpar.hardware.cost_model import Cost
-from meshpar.hardware.units import si
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes, is_int, near, problem
+from meshpar.sharding.units import si
 
 
 class Forms(NamedTuple):

@@ -18,7 +18,7 @@ from meshpar.inspect.report import Report
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.printing import Plain, flat, human_mesh
 from meshpar.sharding.types import problem
-from meshpar.training.sharding_table import human_bytes
+from meshpar.sharding.units import human_bytes
 
 TOLERANCE = 0.01
 """Relative growth that passes."""

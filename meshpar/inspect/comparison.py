@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from meshpar.inspect.census import Total
-from meshpar.inspect.render import Cell, Section, Table, headline, human_flops, human_time, rich_of
+from meshpar.inspect.render import Cell, Section, Table, headline, rich_of
 from meshpar.inspect.report import Report
 from meshpar.sharding.printing import Plain, flat, human_mesh, plain
-from meshpar.training.sharding_table import human_bytes
+from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

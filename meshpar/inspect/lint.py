@@ -43,8 +43,8 @@ from meshpar.parallel.strategy import BIG_LEAF_BYTES
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import USER
 from meshpar.sharding.types import Decision, axis_sizes, num_shards, owner_of, spec_axes
+from meshpar.sharding.units import human_bytes
 from meshpar.training.options import StepOptions
-from meshpar.training.sharding_table import human_bytes
 from meshpar.training.state import Setup
 
 _Place = tuple[Computation, Instruction]

@@ -42,8 +42,8 @@ from meshpar.sharding.types import (
     owner_of,
     tree_leaves_with_paths,
 )
+from meshpar.sharding.units import human_bytes
 from meshpar.training.options import StepOptions
-from meshpar.training.sharding_table import human_bytes
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 

@@ -18,12 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
-from meshpar.hardware.units import si
 from meshpar.inspect.matching import MatchEntry, Promise, Unexpected
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.report import Report, Sent
 from meshpar.sharding.printing import flat, human_mesh
-from meshpar.training.sharding_table import human_bytes
+from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
 
@@ -85,16 +84,6 @@ class Section:
 
 
 # ---- Numbers in words ------------------------------------------------------------------------------------------------
-
-
-def human_time(seconds: float) -> str:
-    """A duration in the unit that suits it: `1.25 s`, `38 ms`, `6.1 µs`."""
-    return si(seconds, "s", digits=3)
-
-
-def human_flops(count: float) -> str:
-    """Floating-point operations: `312 TFLOP`."""
-    return si(count, "FLOP", digits=3)
 
 
 def _percent(share: float | None) -> str:

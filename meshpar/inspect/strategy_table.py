@@ -25,7 +25,7 @@ from meshpar.layers.precision import Precision
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.training.sharding_table import human_bytes
+from meshpar.sharding.units import human_bytes
 from meshpar.training.state import TrainState, abstract_state
 from meshpar.training.step import TrainStep, train_step
 

@@ -26,7 +26,6 @@ from jax.profiler import ProfileData
 
 from meshpar.hardware.clusters import HOST_DEVICES, Links
 from meshpar.hardware.cost_model import KINDS, collective_time_s
-from meshpar.hardware.units import si
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import Collective
 from meshpar.inspect.report import Report
@@ -34,6 +33,7 @@ from meshpar.loop.profiler import ABOUT
 from meshpar.sharding.host_resources import check_file, read_json
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import problem
+from meshpar.sharding.units import si
 
 MOST_BYTES = 2 << 30
 """Of a file: it is read whole."""

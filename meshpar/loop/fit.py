@@ -36,6 +36,7 @@ from meshpar.loop.checkpoint import Checkpoints, NoRoomError
 from meshpar.loop.coordination import Pod, StopAgreement, check_shared, this_pod
 from meshpar.sharding.host_resources import check_file, open_no_link, replace_file
 from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, problem
+from meshpar.sharding.units import human_count
 from meshpar.training.state import Setup, TrainState
 
 STEPS_IN_FLIGHT = 2
@@ -844,7 +845,7 @@ class ProgressBar(Hook):
             parts += [f"val {run.validation.metrics['loss']:.4g}"] if "loss" in run.validation.metrics else []
         if last.tokens_per_s is not None:
             pace = self._pace_s or last.seconds
-            parts.append(f"{_short(last.tokens_per_s * last.seconds / pace)} tokens/s")
+            parts.append(f"{human_count(last.tokens_per_s * last.seconds / pace)} tokens/s")
         parts += [] if self._also is None else self._also(last)
         if run.skipped:
             parts.append(f"{run.skipped} skipped")
@@ -885,14 +886,6 @@ def _rich_bar(stream: IO[str], run: Run) -> Any:
         Doing(table_column=Column(no_wrap=True)),
     )
     return Progress(*columns, console=Console(file=stream, force_terminal=True), refresh_per_second=4, expand=True)
-
-
-def _short(count: float) -> str:
-    """A count in three digits: 41.2k."""
-    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
-    return f"{count:.3g}"
 
 
 class _Progress(Hook):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from meshpar.hardware.clusters import MATMUL_EFFICIENCY, Cluster
-from meshpar.hardware.units import si
 from meshpar.planner.workload import Workload
-from meshpar.training.sharding_table import human_bytes
+from meshpar.sharding.units import human_bytes, si
 
 PART = 8
 """Of a GPU's memory, what one gathered layer may take: beside it are the next one, and gradients of both, wider."""

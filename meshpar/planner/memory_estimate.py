@@ -46,28 +46,12 @@ from meshpar.parallel.expected.step_spec import (
     split_axes,
 )
 from meshpar.parallel.pipeline import Pipeline
+from meshpar.planner.calibration import MEMORY
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.workload import Held, Remat
 from meshpar.schedules.ops import B, F, W
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import num_shards, without_axes
-
-ERROR = 0.2
-"""How far below the compiled peak an estimate may lie, of programs as the tests have them."""
-
-
-PARTIAL, GATHERED = 3, 2
-"""Arrays as wide as the residual stream in a block's backward pass: gradients of the input of three products, which
-tensor ranks sum, and gathered, where they split the sequence, the input and the block's gradient."""
-AGAIN = 4
-"""Such arrays that a forward pass made again has where ranks split the sequence: the gathered inputs of a layer's two
-blocks, the partial sums of the first, and one of these in the order of dims that its messages have."""
-SPLITS, MOST_SPLIT = 4, 196_608
-"""Parts of a product that fills no GPU, each summed in float32, and the numbers that the largest such gives: two at a
-time, so 6 MB at the most. As in programs of 20 to 50 MB compiled without a GPU, which would choose by measuring."""
-
-HANDED = 0.15
-"""Of what a B hands on to its W, the part that is there twice while a pipeline's cell makes it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,11 +105,11 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
     layer += _routed_bytes(placed, step, rows)
     between = rows * placed.once("between", lambda: residual_row_bytes(placed))
     if step.tensor_axes:
-        layer += int(between * (PARTIAL + GATHERED * bool(step.sequence_axes)))
+        layer += int(between * (MEMORY.partial_sums + MEMORY.gathered * bool(step.sequence_axes)))
     if step.sequence_axes and step.is_prefetched and step.interleave > 1:
-        head += int(AGAIN * between * 2 / step.interleave)
+        head += int(MEMORY.recomputed * between * 2 / step.interleave)
     small = between / work.compute_itemsize
-    parts = 8 * SPLITS * int(max(whole.small, small if small <= MOST_SPLIT else 0))
+    parts = 8 * MEMORY.split_parts * int(max(whole.small, small if small <= MEMORY.most_split else 0))
     if placed.strategy.pipeline is not None:
         kept = _staged(placed, kept, rows) + _of_waiting_experts(placed, step)
         # A cell that runs forward and backward together has a layer of each at a time.
@@ -192,7 +176,7 @@ def _of_weights(placed: Placed, layout: Layout, step: StepSpec) -> _OfWeights:
         head=head,
         table=0 if is_int else wide * elements(tables),
         gathers_head=bool(gathered),
-        small=max((size for size in _layer_sizes(placed, step) if size <= MOST_SPLIT), default=0),
+        small=max((size for size in _layer_sizes(placed, step) if size <= MEMORY.most_split), default=0),
     )
 
 
@@ -215,7 +199,8 @@ def _staged(placed: Placed, kept: int, rows: int) -> int:
     handed = rows * (sum(inside) + embed * 4 / width * bool(work.choices))
     # A slot alone is written where it is; of several, what goes there is made beside them. Where no W waits, a layer's
     # is there while it runs.
-    beside = held.share * (HANDED + (held.between > held.share)) if held.between else pipelined.stages / work.num_layers
+    copies = MEMORY.handed_twice + (held.between > held.share)
+    beside = held.share * copies if held.between else pipelined.stages / work.num_layers
     return int((kept * held.microbatches + handed * (held.between + beside)) / pipelined.stages)
 
 

@@ -22,7 +22,6 @@ import optax
 
 from meshpar.hardware.clusters import Cluster, parse_cluster
 from meshpar.hardware.compile_options import Options
-from meshpar.hardware.units import si
 from meshpar.inspect.explain import explain
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.target import traced_for
@@ -31,8 +30,9 @@ from meshpar.models.token_loss import next_token_loss
 from meshpar.moe.dispatch_combine import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
+from meshpar.planner.calibration import SEARCH
 from meshpar.planner.layout import Layout, some
-from meshpar.planner.search import MEMORY_ERROR, TIME_ERROR, Found, Search, shortage
+from meshpar.planner.search import Found, Search, shortage
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import tracing
@@ -40,9 +40,9 @@ from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
 from meshpar.sharding.types import MeshparError, PyTree, check_takes, is_int, near, problem
+from meshpar.sharding.units import human_bytes, si
 from meshpar.training.gradients.selection import check_options
 from meshpar.training.options import StepOptions
-from meshpar.training.sharding_table import human_bytes
 from meshpar.training.state import abstract_state
 from meshpar.training.step import TrainStep, check_loss
 
@@ -456,14 +456,14 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
 
 def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
     told = found.memory.peak_bytes
-    if abs(told / peak - 1) > MEMORY_ERROR:
+    if abs(told / peak - 1) > SEARCH.memory_error:
         yield f"peak memory was estimated at {human_bytes(told)}; compiled it is {human_bytes(peak)}"
     all_bytes = sum(sent.values())
     for label, nbytes in sent.items():
         guess = found.time.sent_bytes.get(label, 0.0)
         if nbytes > all_bytes / 100 and abs(guess / nbytes - 1) > BYTES_ERROR:
             yield f"{human_bytes(guess)} over {label} were estimated; compiled it is {human_bytes(nbytes)}"
-    if abs(found.time.step_s / step_s - 1) > TIME_ERROR:
+    if abs(found.time.step_s / step_s - 1) > SEARCH.time_error:
         yield f"a step was estimated at {si(found.time.step_s, 's')}; simulated from the program it is " + si(
             step_s, "s"
         )

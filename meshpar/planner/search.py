@@ -28,16 +28,10 @@ from meshpar.parallel.expected.step_spec import StepSpec, owned_axes, split_axes
 from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner import memory_estimate as memory
+from meshpar.planner.calibration import SEARCH, STEP
 from meshpar.planner.layout import Layout, Placed, Placer, look
 from meshpar.planner.memory_estimate import MemoryEstimate
 from meshpar.planner.time_estimate import (
-    BLOCK_BYTES,
-    BLOCK_BYTES_OF_SEVERAL,
-    COPIES,
-    COVER,
-    COVER_AHEAD,
-    HIDDEN,
-    PASSES,
     Clock,
     TimeEstimate,
     experts,
@@ -50,18 +44,11 @@ from meshpar.planner.workload import Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import MeshparError, axes_of_spec, problem
-from meshpar.training.sharding_table import human_bytes, lay_out
+from meshpar.sharding.units import human_bytes
+from meshpar.training.sharding_table import lay_out
 
-FILL = 0.90
-"""Share of a GPU's memory that a plan may fill by estimate: the CUDA context and NCCL's buffers take some, too."""
-MEMORY_ERROR, TIME_ERROR = 0.10, 0.20
-"""Shares by which estimates are expected to miss the compiled peak and step; more is told."""
 SLICES = 2
 """Of the rows, that layers may run beside each other."""
-KEPT = 1.8
-"""What a stage of a pipeline holds over the activations alone, roughly: logits, and what a layer makes, are more."""
-MISSES = 3
-"""Longer than its products are those of a layout told that seems not to fit: it is looked at late."""
 MOST_PLACED = 120
 """Strategies on meshes that fit and are looked at closely, the most promising first; of any, twice as many."""
 OTHERS = 8
@@ -124,7 +111,7 @@ class _Start:
 class Search:
     """The layouts of a workload on a cluster."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, *, fill: float = FILL) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, *, fill: float = SEARCH.fill) -> None:
         self.workload, self.cluster = workload, cluster
         self.limit_bytes = int(cluster.gpu.memory_bytes * fill)
         self.placer, self.clock = Placer(workload), Clock(cluster)
@@ -141,7 +128,8 @@ class Search:
         """Which figures the times are made of, and how far off they were found to be."""
         return (
             f"estimates: {self.clock.rates}, {self.cluster.links_from}; of most compiled programs they "
-            f"missed the peak memory by up to {MEMORY_ERROR:.0%}, and the simulated step by up to {TIME_ERROR:.0%}"
+            f"missed the peak memory by up to {SEARCH.memory_error:.0%}, and the simulated step by up to "
+            f"{SEARCH.time_error:.0%}"
         )
 
     def best(self, top: int) -> list[Found]:
@@ -270,16 +258,16 @@ class Search:
         # A stage holds its gradients' sums and its weights, gathered.
         whole = sums * (1 + work.compute_itemsize / 4) * (placed.strategy.pipeline is not None)
         busy_s: Any = self._products_s(placed, pipes, self.limit_bytes - state - whole, ways)
-        busy_s += PASSES * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
+        busy_s += STEP.passes * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
         busy_s = busy_s + self._of_experts_s(placed, step, members, ways)
         if placed.strategy.pipeline is not None:
             ticks, fill, *_ = np.array([_Beat.of(one) for one in pipes if one is not None]).T
-            busy_s = (busy_s + COPIES * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
+            busy_s = (busy_s + STEP.tick_copies * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
         hidden = np.array([hidden_of_weights(step, is_ahead=bool(one.prefetched_axes)) for _, one in members])
-        cover = np.array([COVER_AHEAD if one.prefetched_axes else COVER for _, one in members])
+        cover = np.array([STEP.cover_prefetched if one.prefetched_axes else STEP.cover for _, one in members])
         pieces = np.array([1 if one is None else one.microbatches for one in pipes])
         can_slice = work.runs_layers & (work.rows >= SLICES * pieces * ways(step.batch_axes))
-        hidden_s = wire_s * hidden + wait_s * np.where(can_slice, HIDDEN["interleaved"], 0.0)
+        hidden_s = wire_s * hidden + wait_s * np.where(can_slice, STEP.hidden["interleaved"], 0.0)
         return np.stack([busy_s + wire_s + wait_s - np.minimum(hidden_s, cover * busy_s), state])
 
     def _products_s(
@@ -300,8 +288,8 @@ class Search:
         waits = rows * between * sum(one.row_bytes for one in work.held["stages"] if one.itemsize == width)
         found: Any = np.inf
         for remat, floor_s in floors.items():
-            kept = rows * held * sum(one.row_bytes for one in work.held[remat]) * KEPT + waits
-            found = np.where(kept <= left_bytes, floor_s, np.minimum(found, floor_s * MISSES))
+            kept = rows * held * sum(one.row_bytes for one in work.held[remat]) * SEARCH.stage_memory + waits
+            found = np.where(kept <= left_bytes, floor_s, np.minimum(found, floor_s * SEARCH.misfit_time))
         return found
 
     def _of_experts_s(
@@ -320,7 +308,7 @@ class Search:
         here = work.num_experts / ranks
         one_expert = sum(of_expert(step, one, work.num_experts, ways) for one in each)
         pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
-        block_bytes = np.where(here > 1, BLOCK_BYTES_OF_SEVERAL, BLOCK_BYTES)
+        block_bytes = np.where(here > 1, STEP.block_bytes_of_several, STEP.block_bytes)
         most = ranks * np.minimum(work.choices, here)
         bound = most if work.bound_factor is None else np.minimum(most, work.bound_factor * work.choices)
         room = np.where(ranks > 1, bound, work.choices)

@@ -5,7 +5,7 @@
 Products run at a share of the peak; other kernels move what the backward pass keeps a few times; messages are those the
 strategy promises and its kernels send, each by the alpha-beta model over the link of its axes. Of their time XLA hides
 a share behind compute, which differs by what they are for: the shares are those that `explain` found in compiled
-programs (`HIDDEN`). A pipeline's bubble is its table's, simulated.
+programs (`STEP.hidden`). A pipeline's bubble is its table's, simulated.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from meshpar.parallel.expected.step_spec import (
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.traffic import makespan, traffic
+from meshpar.planner.calibration import STEP
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.memory_estimate import MemoryEstimate, gather_axes, holds, residual_row_bytes
 from meshpar.planner.optimizer_traffic import Update, update_of
@@ -48,46 +49,6 @@ from meshpar.sharding.types import Decision
 
 PARTIAL_SUMS = "partial sums, backward"
 """Why tensor ranks sum gradients of a block's input: for CPUs XLA sums those of every product by themselves."""
-PASSES = 3
-"""How often what the backward pass would keep of a layer is moved: written, read back, and its gradient."""
-STATE_PASSES = 2
-"""How often the update moves the state."""
-SHARED_PASSES, SHARED_STATE_PASSES, SHARED_KEPT, SHARED_SENT = 6, 4, 4, 2
-"""As these two where devices share a machine's cores, and how often it moves what a policy keeps besides, into the
-stack of the layers and out of it, and what is sent: for CPUs XLA fuses less. As in programs of the layouts of
-`tests/measure/ranks.py` compiled for CPUs (jax 0.10.2); of the update's eight passes, which run through whole arrays,
-two take as long as one of the others, and so do those of a pipeline's ticks."""
-SHARED_RUN = 0.5
-"""Time of a pass through whole arrays over that of a kernel that transposes, which is what is measured of them."""
-COPIES = 1.0
-"""How often a tick of a pipeline moves what its stage holds: sums of gradients and slots of buffers."""
-HIDDEN: Mapping[str, float] = {
-    WEIGHTS: 0.45, GRADIENTS: 0.45, "prefetched": 0.9, "context": 0.15, "exchange": 0.3, "other": 0.15,
-    "interleaved": 0.85,
-}  # fmt: skip
-"""Share of messages' time that compute hides: gathers and scatters of weights, gathers a layer ahead, both where the
-sequence is split, rows of experts, and all else, which the next product needs, unless it is another slice's: about the
-medians over the programs of `tests/planner/compiled.json`. Those of prefetched weights and of slices are from programs
-simulated at the expected rates of kernels, which hide more than kernels at the peak."""
-ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward pass for each forward, as its published rates count them: scores are made again."""
-NARROW_BYTES = 6
-"""Moved of each element made narrow: read for its largest, read again, and written in both orders of its dims, as
-torchao counts its own (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2025)."""
-BLOCK_BYTES, BLOCK_BYTES_OF_SEVERAL = 14, 34
-"""Moved of each of an expert's weights for a block of rows, where a device has one expert, and several: float32
-gradients are read and written, weights read; of several experts those of one are cut out first, in every pass."""
-ROUTED_PASSES = 49
-"""How often a step moves the rows that dispatch, experts and combine have room for: forward, again and backward. Block
-bytes are those of the kernels of a compiled Mixtral; with them so many passes explain a Mixtral on 8 nodes and
-DeepSeek-V3, compiled with the blocks of `cost.grouped_block`, and Mixtrals on 4 and 16 nodes would take 80
-(`tests/planner/compiled.json`)."""
-CROWDED = 0.77
-"""Share of the memory above which next to nothing is hidden: of programs with weights gathered ahead, those of 62 GB
-and more hid 3 % of it, one of 55 GB 70 %."""
-COVER, COVER_AHEAD = 0.4, 0.7
-"""Share of compute that can hide messages at all, and where weights are gathered a layer ahead, which all of the layer
-before can hide."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +154,7 @@ class Clock:
         # Products in 8 bits count as the FLOPs that take as long in 16.
         flops -= work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
         # The backward pass of attention has five products for the two forward.
-        backward = ATTENTION_BACKWARD * work.attention[None]
+        backward = STEP.attention_backward * work.attention[None]
         forward_rate, backward_rate = self.rates.attention_flops_per_s
         rate = share * self.rates.peak_flops_per_s(8 * work.compute_itemsize)
         outside = (flops - forward - 2 * work.attention[None]) / rate
@@ -209,7 +170,7 @@ class Clock:
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Whether a step holds so much that XLA's scheduler starts messages late, to hold no more."""
-        return memory.peak_bytes > CROWDED * self.cluster.gpu.memory_bytes
+        return memory.peak_bytes > STEP.crowded * self.cluster.gpu.memory_bytes
 
     def estimate(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> TimeEstimate:
         """The time of a step under a layout that holds so much."""
@@ -246,18 +207,19 @@ class Clock:
             recomputed = round(3 * work.flops[layout.remat] / work.model_flops - 3, 1)
             beat = rhythm(pipelined, recomputed, round(work.head_share, 2), work.num_layers)
             stretch = beat.stretch
-            copied = COPIES * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
-            copied *= SHARED_RUN if self.cluster.is_shared else 1.0
+            copied = STEP.tick_copies * beat.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
+            copied *= STEP.shared_copy_time if self.cluster.is_shared else 1.0
             price = self._price("collective-permute", (pipelined.axis,), step.sizes)
             for count, nbytes in self._between_stages(placed, layout, step, beat):
                 sent[pipelined.axis] += count * nbytes
                 network[pipelined.axis] += count * price.time_s(nbytes)
-        moved = self._moved_bytes(placed, layout, memory) + copied + SHARED_SENT * buffers * self.cluster.is_shared
+        moved = self._moved_bytes(placed, layout, memory) + copied
+        moved += STEP.shared_sent_passes * buffers * self.cluster.is_shared
         memory_s = moved / self.cluster.gpu.memory_bytes_per_s
         # What is hidden is hidden behind compute, of which there may be less.
-        cover_s = (COVER_AHEAD if step.is_prefetched else COVER) * (compute_s + memory_s)
+        cover_s = (STEP.cover_prefetched if step.is_prefetched else STEP.cover) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
-        covered *= 0.0 if self.cluster.is_shared else 0.1 if self.is_crowded(memory) else 1.0
+        covered *= 0.0 if self.cluster.is_shared else STEP.crowded_overlap if self.is_crowded(memory) else 1.0
         if self.cluster.is_shared:
             stretch = 1.0
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
@@ -288,12 +250,13 @@ class Clock:
         kept = rows * sum(placed.held_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are made twice
             kept += rows * 2 * 4 * placed.logits_per_row()
-        passes, of_state = PASSES, STATE_PASSES
+        passes, of_state = STEP.passes, STEP.state_passes
         if self.cluster.is_shared:
-            passes, of_state = SHARED_PASSES, SHARED_STATE_PASSES
+            passes, of_state = STEP.shared_passes, STEP.shared_state_passes
         moved = passes * kept + of_state * memory.state_bytes + memory.copies_bytes * (1 + layout.accumulate)
-        moved += SHARED_KEPT * rows * sum(placed.held_row_bytes[layout.remat]) / stages * self.cluster.is_shared
-        moved += NARROW_BYTES * work.narrowed * work.rows / self.cluster.num_devices
+        saved = rows * sum(placed.held_row_bytes[layout.remat]) / stages
+        moved += STEP.shared_saved_passes * saved * self.cluster.is_shared
+        moved += STEP.cast_bytes * work.narrowed * work.rows / self.cluster.num_devices
         return moved + layout.microbatches * self._of_experts(placed, layout) / stages
 
     def _of_experts(self, placed: Placed, layout: Layout) -> float:
@@ -308,7 +271,7 @@ class Clock:
         routed, slices = step.tokens * work.choices // step.interleave, step.interleave
         blocks = slices * cost.grouped_rows(routed, here, size := cost.grouped_block(routed, here)) // size
         room = cost.dropless_rows(step.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
-        each_block = BLOCK_BYTES if here == 1 else BLOCK_BYTES_OF_SEVERAL
+        each_block = STEP.block_bytes if here == 1 else STEP.block_bytes_of_several
         return each_block * one_expert * blocks + routed_bytes(placed, room)
 
     def _between_stages(
@@ -366,7 +329,7 @@ def routed_bytes(placed: Placed, room: Any) -> Any:
     """What rows that there is room for, on a device, move in every MoE layer."""
     routers = [one.decision.leaf for one in placed.weights if is_router(one.decision)]
     width = sum(one.num_layers * one.shape[-2] for one in routers)
-    return ROUTED_PASSES * room * width * placed.workload.compute_itemsize
+    return STEP.routed_passes * room * width * placed.workload.compute_itemsize
 
 
 def product_size(placed: Placed, layout: Layout) -> float:
@@ -411,10 +374,11 @@ def _messages(
     elif step.on_cpu and one.role == PARTIAL_SUMS:
         least = most
     elif most > least and one.role != GRADIENTS and remat is not None:
-        # A layer that is computed again sends again, but not what its policy keeps, nor what nothing behind it needs:
-        # of exchanges all, of sums and gathers half, and seven eighths where a stage's F is another program.
-        is_kept, share = one.kind == "sum" and remat != "full", 1 if one.kind == "exchange" else 0.5
-        least = least if is_kept else least + int((0.875 if step.by_stages else share) * (most - least))
+        # A recomputed layer sends again, except what its remat policy saves and what nothing after it needs.
+        is_kept = one.kind == "sum" and remat != "full"
+        share = STEP.resent_exchanges if one.kind == "exchange" else STEP.resent
+        share = STEP.resent_by_stages if step.by_stages else share
+        least = least if is_kept else least + int(share * (most - least))
     each = {axis for axis, *_ in one.counts}
     if each:  # sums over micro-steps that stay whole are reduced in each, but what stands outside of the layers behind
         scattered = tuple(axis for axis in one.scattered if axis not in each)
@@ -436,13 +400,13 @@ def _hidden(step: StepSpec, one: ExpectedCollective, *, beside: float) -> float:
     """The share of a message's time that compute can hide, of which so much stands beside independent compute."""
     if one.role in (WEIGHTS, GRADIENTS) and (one.scattered or one.kind == "gather"):
         return hidden_of_weights(step, is_ahead=step.is_prefetched and one.stack > 1 and one.role == WEIGHTS)
-    alone = HIDDEN["exchange" if one.kind == "exchange" else "other"]
-    return alone if one.role in (WEIGHTS, GRADIENTS) else alone + beside * (HIDDEN["interleaved"] - alone)
+    alone = STEP.hidden["exchange" if one.kind == "exchange" else "other"]
+    return alone if one.role in (WEIGHTS, GRADIENTS) else alone + beside * (STEP.hidden["interleaved"] - alone)
 
 
 def hidden_of_weights(step: StepSpec, *, is_ahead: bool) -> float:
     """The share of gathers and scatters of weights that compute hides."""
-    return HIDDEN["context" if step.context_axes else "prefetched" if is_ahead else WEIGHTS]
+    return STEP.hidden["context" if step.context_axes else "prefetched" if is_ahead else "weights"]
 
 
 def _layout_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from traceback import walk_tb
 from typing import Any
 
 from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.units import human_bytes
 
 MOST_BYTES = 1 << 28
 """A file of settings (a plan, a profile, a recipe.json) that is larger is none."""
@@ -44,7 +45,7 @@ def check_file(
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
         raise problem(where, asked, f"it is {kind}", fix)
     if most_bytes is not None and found.st_size > most_bytes:
-        size = f"it has {found.st_size / 1e6:,.0f} MB, and {most_bytes / 1e6:,.0f} MB are the most"
+        size = f"it has {human_bytes(found.st_size)}, and {human_bytes(most_bytes)} are the most"
         raise problem(where, asked, size, fix)
     return file
 
@@ -191,7 +192,7 @@ def check_memory(where: str, asked: str, needed_bytes: float, fix: str) -> None:
     """Raises `ValueError` for what does not fit into the memory that this host has left."""
     free = free_memory_bytes()
     if free is not None and needed_bytes > free:
-        exists = f"that takes {needed_bytes / 1e9:,.1f} GB here, and {free / 1e9:,.1f} GB are free"
+        exists = f"that takes {human_bytes(needed_bytes)} here, and {human_bytes(free)} are free"
         raise problem(where, asked, exists, fix)
 
 

@@ -41,6 +41,7 @@ from meshpar.sharding.types import (
     spec_axes,
     tree_leaves_with_paths,
 )
+from meshpar.sharding.units import human_bytes
 
 Trainable: TypeAlias = str | Callable[[str], bool] | None
 """A pattern for whole paths of parameters, or a function of a path; None: all of them."""
@@ -129,14 +130,6 @@ class ShardingTable(Printed):
     def _idle_line(self, axis: str) -> str:
         repeat = f"its {self.mesh[axis]} devices repeat the same work"
         return f"\nno rule names mesh axis `{axis}`: unless your own code shards over it, {repeat}"
-
-
-def human_bytes(count: float) -> str:
-    """Bytes in SI units: 1.5 GB is 1.5e9 bytes."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= 0.9995 * size:  # three digits of it would be 1000 of the unit below
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"
 
 
 def spec_text(spec: PartitionSpec) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from meshpar.cli import doctor_command as doctor
 from meshpar.cli import launch
-from meshpar.planner.search import FILL
+from meshpar.planner.calibration import SEARCH
 
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
 WELL = doctor.MachineFacts(
@@ -40,7 +40,7 @@ def test_a_machine_that_is_well_has_no_findings() -> None:
             "https_proxy stand between the processes",
         ),
         ({"shm_bytes": int(64e6)}, "/dev/shm has 64 MB"),
-        ({"disk_bytes": int(1e9)}, "the disk of runs has 1.0 GB left"),
+        ({"disk_bytes": int(1e9)}, "the disk of runs has 1 GB left"),
         ({"open_files": 1024}, "1024 files may be open"),
     ],
 )
@@ -75,11 +75,11 @@ def test_launch_files_say_what_launching_reads() -> None:
     assert found == launch.Launch(
         source="kubernetes", num_processes=spec["completions"], process_id=3, coordinator=f"{name}:8476"
     )
-    assert env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == f"{FILL:.2f}"
+    assert env["XLA_PYTHON_CLIENT_MEM_FRACTION"] == f"{SEARCH.fill:.2f}"
     for script in ("train.sbatch", "mpirun.sh"):
         text = (LAUNCH / script).read_text()
         subprocess.run(["bash", "-n", LAUNCH / script], check=True)
-        assert f"XLA_PYTHON_CLIENT_MEM_FRACTION={FILL:.2f}" in text
+        assert f"XLA_PYTHON_CLIENT_MEM_FRACTION={SEARCH.fill:.2f}" in text
         assert not re.search(r"^(export|.*-x) XLA_FLAGS", text, flags=re.MULTILINE)
 
 

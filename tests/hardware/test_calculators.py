@@ -22,7 +22,7 @@ from meshpar.hardware.calculators import (
     zero_bytes_per_param,
 )
 from meshpar.hardware.clusters import parse_cluster
-from meshpar.hardware.units import parse_count
+from meshpar.sharding.units import parse_count
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")
 

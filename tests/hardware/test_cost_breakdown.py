@@ -9,8 +9,8 @@ import pytest
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, account, bus_factor, compare
-from meshpar.hardware.units import parse_bytes, si
 from meshpar.sharding.types import MeshparError
+from meshpar.sharding.units import si
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=100e9)
 POD = parse_cluster("h100:8x8")
@@ -136,40 +136,3 @@ def test_what_cannot_be_priced(arguments, options, said):
 def test_a_bus_needs_a_kind():
     with pytest.raises(MeshparError, match="Did you mean `all-reduce`"):
         bus_factor("all-reduces", 2)
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (27.5625e9, "B", "27.56 GB"),
-        (0, "s", "0 s"),
-        (1.9e-6, "s", "1.9 µs"),
-        (2.2222e-12, "s", "2.222 ps"),
-        (999.99e-6, "s", "1 ms"),
-        (0.5, "B", "0.5 B"),
-        (12, "B", "12 B"),
-        (4.5e11, "B/s", "450 GB/s"),
-        (float("inf"), "B/s", "inf B/s"),
-        (12345e12, "B", "12.35 PB"),
-    ],
-)
-def test_figures(value, unit, text):
-    assert si(value, unit) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "value"), [("14e9", 14e9), ("14GB", 14e9), ("256 kB", 256e3), ("1.5m", 1.5e6), ("-5", -5), ("8B", 8)]
-)
-def test_bytes_as_people_write_them(text, value):
-    assert parse_bytes(text) == value
-
-
-@pytest.mark.parametrize("text", ["", "x", "4KiB", "1.2.3", "GB", "1e", "1e400", "1e308"])
-def test_what_is_no_number_of_bytes(text):
-    with pytest.raises(MeshparError, match="no number of bytes"):
-        parse_bytes(text)
-
-
-def test_bytes_that_are_too_few():
-    with pytest.raises(MeshparError, match=r"`0`: .*no number of bytes up to 1e\+24, 1 or more"):
-        parse_bytes("0", least=1)

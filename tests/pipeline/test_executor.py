@@ -813,7 +813,7 @@ def test_integer_activations_and_python_metrics():
         x, ids, even = activations
         return (jnp.tanh(x * w[ids][:, None] + w), ids, ~even), Aux(0.5, {"count": 3})
 
-    def last(params, given, inputs):
+    def last(params, activations, inputs):
         x, ids, even = activations
         metrics = {"one": 1.0, "even": even.sum(), "small": even.sum(dtype=jnp.int8), "any": even.any()}
         return (x**2 * (1 + ids[:, None])).mean() + even.mean(), metrics
@@ -825,8 +825,11 @@ def test_integer_activations_and_python_metrics():
         return last(None, activations, None)[0] + 2 * 0.5
 
     result, grads = of_two(
-        stage, last, lambda params, inputs: (inputs.examples["x"], inputs.examples["id"], inputs.examples["id"] % 2 == 0), rows,
-    )  # fmt: skip
+        stage,
+        last,
+        lambda params, inputs: (inputs.examples["x"], inputs.examples["id"], inputs.examples["id"] % 2 == 0),
+        rows,
+    )
     assert_as(unsharded, result, grads)
     assert result.aux["count"].tolist() == [6, 6]
     # Integers are summed over microbatches, bools are averaged.
@@ -888,7 +891,7 @@ def test_integer_activations_with_weighted_loss(dtype):
         x, big = activations
         return jnp.tanh(x * w) + big, big
 
-    def last(params, given, inputs):
+    def last(params, activations, inputs):
         weights = inputs.examples["weight"]
         return mp.MeanLoss(((activations[0] ** 2).mean(-1) * weights).sum(), weights.sum()), {}
 

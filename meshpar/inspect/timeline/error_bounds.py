@@ -17,6 +17,7 @@ from meshpar.inspect.hlo.parser import Module
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline.simulator import Timeline, timeline
 from meshpar.sharding.printing import Plain
+from meshpar.sharding.units import human_time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: Schedul
 
 
 def _launches(cluster: Cluster) -> list[str]:
-    return [f"launches of {cluster.launch_s * 1e6:.1f} µs, measured ({cluster.source})"] * bool(cluster.launch_s)
+    return [f"launches of {human_time(cluster.launch_s)}, measured ({cluster.source})"] * bool(cluster.launch_s)
 
 
 def _links(timeline: Timeline, cluster: Cluster) -> list[str]:

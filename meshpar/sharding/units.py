@@ -1,11 +1,11 @@
-"""Figures as people write them: `24.5 GB`, `3.89 ms`, `450 GB/s`, and `14GB` or `70B` read back. SI: 1 kB is 1e3."""
+"""Write and read figures with units, such as `24.5 GB`, `450 GB/s` and `70B`. Prefixes are SI: 1 kB is 1e3 bytes."""
 
 from __future__ import annotations
 
 import math
 import re
 
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 _PREFIXES = {
     "E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3, "": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9, "p": 1e-12,
@@ -14,14 +14,39 @@ _LARGE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def si(value: float, unit: str, *, digits: int = 4) -> str:
-    """A figure with a unit and the SI prefix that suits it; bytes are never less than whole."""
+    """Write a figure with its unit and the SI prefix that suits it: `24.5 GB`, `3.89 ms`. Bytes have no `m`."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}"
-    prefixes = [(p, size) for p, size in _PREFIXES.items() if size >= 1 or not unit.startswith("B")]
-    # Rounded first: 999.99 is 1 of the prefix above.
-    rounded = abs(float(f"{value:.{digits}g}"))
-    prefix, size = next(((p, size) for p, size in prefixes if rounded >= size), prefixes[-1])
+    prefix, size = prefix_of(value, digits=digits, least=1.0 if unit.startswith("B") else 0.0)
     return f"{float(f'{value / size:.{digits}g}'):.15g} {prefix}{unit}"
+
+
+def prefix_of(value: float, *, digits: int = 4, least: float = 1.0) -> tuple[str, float]:
+    """Return the SI prefix that suits a figure, and its size: `("G", 1e9)`. No prefix is smaller than `least`."""
+    prefixes = [(prefix, size) for prefix, size in _PREFIXES.items() if size >= least]
+    rounded = abs(float(f"{value:.{digits}g}"))  # 999.99 with four digits is 1 of the next prefix
+    return next(((prefix, size) for prefix, size in prefixes if rounded >= size), prefixes[-1])
+
+
+def human_bytes(count: float) -> str:
+    """Write bytes with three digits: `1.5 GB` is 1.5e9 bytes."""
+    return si(round(count) if abs(count) < 1e3 else count, "B", digits=3)
+
+
+def human_time(seconds: float) -> str:
+    """Write a duration with three digits: `1.25 s`, `38 ms`, `6.1 µs`."""
+    return si(seconds, "s", digits=3)
+
+
+def human_flops(count: float) -> str:
+    """Write floating-point operations with three digits: `312 TFLOP`."""
+    return si(count, "FLOP", digits=3)
+
+
+def human_count(count: float) -> str:
+    """Write a count with three digits: `41.2k`."""
+    prefix, size = prefix_of(count, digits=3)
+    return f"{float(f'{count / size:.3g}'):.15g}{prefix}"
 
 
 def parse_bytes(text: str, *, least: float = -math.inf) -> float:
