@@ -296,7 +296,7 @@ VARIANTS = [
     pytest.param(Case(schedule="1f1b", dtype="float32"), marks=pytest.mark.matrix),
 ]
 FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
-EVERY = [
+ALL_SCHEDULES = [
     *(Case(schedule=name, p=4, m=8) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")),
     Case(schedule="zb-h2", p=4, m=8, tied=True),
     Case(schedule="eager-1f1b", p=4, m=8, tied=True),
@@ -304,17 +304,17 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("case", cases(FOLDED, grid=EVERY), ids=label)
-def test_every_schedule_is_the_model_in_one_piece(run, case):
+@pytest.mark.parametrize("case", cases(FOLDED, grid=ALL_SCHEDULES), ids=label)
+def test_gradients_of_all_schedules(run, case):
     same(run(case))
 
 
-def test_no_schedule_is_forgotten():
-    assert {case.schedule for case in EVERY} == {*SCHEDULES}
+def test_all_schedules_have_a_case():
+    assert {case.schedule for case in ALL_SCHEDULES} == {*SCHEDULES}
 
 
 @pytest.mark.parametrize("case", CROSSED + COUNTS + VARIANTS, ids=label)
-def test_the_model_in_one_piece(run, case):
+def test_gradients_of_variants(run, case):
     same(run(case))
 
 
@@ -323,10 +323,12 @@ AXES = [{"fsdp": 2, "tensor": 2}, {"fsdp": 2}, {"tensor": 2}, {"expert": 2}]
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("name", "axes"), [(name, AXES[(at + n) % len(AXES)]) for n, name in enumerate(NAMES) for at in (0, 1)], ids=str
+    ("name", "axes"),
+    [(name, AXES[(offset + n) % len(AXES)]) for n, name in enumerate(NAMES) for offset in (0, 1)],
+    ids=str,
 )
-def test_every_schedule_crossed(name, axes):
-    """Each with two kinds of mesh, and each of those with several schedules."""
+def test_gradients_with_fsdp_and_tensor(name, axes):
+    """Each schedule runs on two meshes."""
     options = {"gather": "microbatch", "remat": "full", "tied": True, "aux": True, "noise": True}
     same(run_of(Case(schedule=name, **axes, **options)))
     if math.prod(axes.values()) <= 2:
@@ -684,7 +686,7 @@ PARAMS, BATCH = Case(dtype="float32").data
 
 
 def with_loss(loss, metrics=None):
-    """Return a mistake: a loss function that returns functions of (params, y, inputs)."""
+    """Return options of a loss function, from functions of (params, y, inputs)."""
     return {"last": lambda *args: (loss(*args), {} if metrics is None else {"a": metrics(*args)})}
 
 
@@ -813,7 +815,7 @@ def test_integer_activations_and_python_metrics():
         x, ids, even = activations
         return (jnp.tanh(x * w[ids][:, None] + w), ids, ~even), Aux(0.5, {"count": 3})
 
-    def last(params, given, inputs):
+    def last(params, activations, inputs):
         x, ids, even = activations
         metrics = {"one": 1.0, "even": even.sum(), "small": even.sum(dtype=jnp.int8), "any": even.any()}
         return (x**2 * (1 + ids[:, None])).mean() + even.mean(), metrics
@@ -824,9 +826,11 @@ def test_integer_activations_and_python_metrics():
             activations, _ = stage(part, activations, None)
         return last(None, activations, None)[0] + 2 * 0.5
 
-    result, grads = of_two(
-        stage, last, lambda params, inputs: (inputs.examples["x"], inputs.examples["id"], inputs.examples["id"] % 2 == 0), rows,
-    )  # fmt: skip
+    def first(params, inputs):
+        ids = inputs.examples["id"]
+        return inputs.examples["x"], ids, ids % 2 == 0
+
+    result, grads = of_two(stage, last, first, rows)
     assert_as(unsharded, result, grads)
     assert result.aux["count"].tolist() == [6, 6]
     # Integers are summed over microbatches, bools are averaged.
@@ -888,7 +892,7 @@ def test_integer_activations_with_weighted_loss(dtype):
         x, big = activations
         return jnp.tanh(x * w) + big, big
 
-    def last(params, given, inputs):
+    def last(params, activations, inputs):
         weights = inputs.examples["weight"]
         return mp.MeanLoss(((activations[0] ** 2).mean(-1) * weights).sum(), weights.sum()), {}
 
