@@ -210,8 +210,8 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     """Return DualPipe: two copies of the model run in opposite directions, and F overlaps B of the opposite direction.
 
     Microbatches 0 to ⌈m/2⌉−1 go up the stages, the others down. Bubble (p/2−1)(F&B + B − 3W) for even m ≥ 2p, F + B
-    more for odd m ≥ 2p. Here B is a full backward, and F&B = F + B is the duration of an overlapped pair; F is as long as
-    the input gradient, and W is not longer. A longer input gradient or a shorter pair has a smaller bubble than the
+    more for odd m ≥ 2p. Here B is a full backward, and F&B = F + B is the duration of an overlapped pair; F is as long
+    as the input gradient, and W is not longer. A longer input gradient or a shorter pair has a smaller bubble than the
     formula, a longer F or W a larger bubble. Activations (p+1)·M, and two copies of the parameters. DeepSeek-AI,
     DeepSeek-V3, arXiv 2412.19437.
 

@@ -358,8 +358,8 @@ class Schedule:
         """Write the schedule in the compute_only format of torch.distributed.pipelining.
 
         `from_csv` and torch can read the file. Exception: torch cannot read DualPipe, because its parts are on two
-        stages each. The format stores only the order of ops. A tick with three ops per stage, as in `eager-1f1b`, becomes
-        multiple ticks when the file is read; `to_json` keeps it.
+        stages each. The format stores only the order of ops. A tick with three ops per stage, as in `eager-1f1b`,
+        becomes multiple ticks when the file is read; `to_json` keeps it.
         """
         from meshpar.schedules import csv
 

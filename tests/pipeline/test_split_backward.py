@@ -59,13 +59,13 @@ def jitted(params, x):
 
 
 def with_outputs(params, x):
-    """A pytree of outputs, one from every layer, one an integer."""
+    """A pytree of outputs, with an output per layer and an integer."""
     h, sums = jax.lax.scan(lambda h, layer: (block(layer, h), jnp.sum(h**2)), x, params)
     return {"h": h, "sums": sums, "count": jnp.int32(h.shape[0])}
 
 
 def tied(params, x):
-    """Every step of the loop uses the same weights: their gradient is summed in the loop's carry."""
+    """All steps of the loop use the same weights, so their gradient is accumulated in the carry."""
     layer = jax.tree.map(lambda leaf: leaf[0], params)
     return jax.lax.scan(lambda h, _: (block(layer, h), None), x, length=3)[0]
 
@@ -88,7 +88,7 @@ def two_carried(params, x):
 
 
 def lower_precision(params, x):
-    """Weights cast inside: neither they nor their casts are a microbatch's own."""
+    """Weights are cast inside. The casts do not depend on the microbatch."""
     half = jnp.bfloat16
     step = lambda h, layer: (block(jax.tree.map(lambda leaf: leaf.astype(half), layer), h), None)  # noqa: E731
     return jax.lax.scan(step, x.astype(half), params)[0].astype(jnp.float32)
@@ -433,7 +433,7 @@ def test_split_vjp_of_transformer_layers(remat, compute):
         _, vjp = jax.vjp(stage, params, h)
         b, w = matmuls(split.backward, shared, saved, y), matmuls(split.weights, shared, saved, deferred)
         assert b + w == matmuls(vjp, y)
-        # A layer has seven weight matrices with one gradient each in W. The two products of attention have both
+        # A layer has seven weight matrices, with a gradient each in W. The two products of attention have both
         # gradients in B, which also recomputes the scores. With remat, B repeats the forward pass except for the last
         # matrix, whose output is not needed.
         assert w == 7 * 2

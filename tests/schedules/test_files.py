@@ -95,8 +95,8 @@ def test_from_csv_ignores_communication_actions(tmp_path):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "dualpipe"])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 5)])
 def test_to_csv_obeys_the_rules_of_torch(name, p, m, tmp_path):
-    # Rules of torch for a compute_only table: one action per cell, forward before backward, input before weights, each
-    # global stage on one rank, and one forward and one full or split backward per microbatch.
+    # Rules of torch for a compute_only table: an action per cell, forward before backward, input before weights, each
+    # global stage on a single rank, with a forward and a full or split backward per microbatch.
     make(name, p, m).to_csv(tmp_path / "schedule.csv")
     action = re.compile(r"(\d+)(F|I|B|W)(\d+)")
     ranks: dict[int, int] = {}

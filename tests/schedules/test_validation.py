@@ -210,7 +210,7 @@ def test_from_order_names_both_sides_of_a_deadlock():
     with raises("deadlock", "stage 1, block 0 (F1.0)") as error:
         Schedule.from_order("stuck", [ops("F0 B0 W0 F1 B1 W1"), ops("F1 F0 B0 W0 B1 W1")])
     assert "stage 0, which runs it" in error.value.reason
-    # The error does not name a stage that waits for a cycle of other stages.
+    # Stage 0 depends on the cycle but is not part of it, so the error does not name it.
     middle = [ops("F0 F1 B0 W0 B1 W1"), ops("F0 B0 W0 F1 B1 W1"), ops("F1 F0 B0 W0 B1 W1")]
     with raises("deadlock") as error:
         Schedule.from_order("stuck", middle)
