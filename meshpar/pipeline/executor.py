@@ -1,6 +1,6 @@
-"""The executor that runs any schedule: a scan over the ticks of its table, the same program on all stages.
+"""The executor that runs any schedule: a scan over the ticks of its table, with the same program on all stages.
 
-    tick:   F, B and W of this stage  ─►  results  ─►  one message up, one down  ─►  receive buffers of the neighbors
+    tick:   F, B and W of this stage  ─►  results  ─►  messages up and down  ─►  receive buffers of the neighbors
              │ reads and writes saved activations         only if some stage sends in this tick
              │ and deferred weight gradients
 
@@ -70,12 +70,12 @@ class Functions:
 
     first: First
     stage: Callable[[PyTree, PyTree, MicrobatchInputs], tuple[PyTree, Aux]]
-    """(parameters of one chunk, x, inputs) -> (y, aux); y has the shapes and dtypes of x."""
+    """(parameters of a chunk, x, inputs) -> (y, aux); y has the shapes and dtypes of x."""
     last: Callable[[PyTree, PyTree, MicrobatchInputs], LossTerms]
     normalizer: Normalizer = ONE_PART
     """Normalizer for the losses of all microbatches and devices."""
     inside: Callable[[PyTree, PyTree, PyTree, MicrobatchInputs], PyTree] | None = None
-    """(parameters of one chunk, embedding_and_head, x, inputs) -> y. Used to check that stages do not depend on
+    """(parameters of a chunk, embedding_and_head, x, inputs) -> y. Used to check that stages do not depend on
     `embedding_and_head`, which `stage` replaces by zeros."""
     trained: Params | None = None
     """Boolean pytrees, True for trainable leaves. None means that all leaves are trainable."""
@@ -97,7 +97,7 @@ class Params(NamedTuple):
 
 
 class StageTotals(NamedTuple):
-    """Sums over the microbatches of one device."""
+    """Sums over the microbatches of a device."""
 
     sums: MicrobatchTotals
     """Gradients are `Params` with leaves `[chunk, ...]` of this stage. The loss and the metrics are nonzero only on
@@ -188,7 +188,7 @@ class Executor:
     grad_dtype: Callable[[Any], Any]
     """Maps the dtype of a parameter to the dtype in which its gradient is accumulated."""
     gather_weights: Callable[[PyTree], PyTree] = lambda params: params
-    """Gathers the sharded weights of a chunk in every tick that uses them."""
+    """Gathers the sharded weights of a chunk in each tick that uses them."""
     constrain_grads: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda chunks, other: (chunks, other)
     """Applies the sharding constraints of accumulated gradients over the axes that are left to XLA."""
 
@@ -216,7 +216,7 @@ class Executor:
 
 
 class _Trace:
-    """The arguments of one trace of the loop, and the shapes that follow from them."""
+    """Arguments of a trace of the loop, and shapes that follow from them."""
 
     def __init__(self, executor: Executor, params: PyTree, embedding_and_head: PyTree, examples: PyTree, key: jax.Array,
                  extra: PyTree) -> None:  # fmt: skip
@@ -295,7 +295,7 @@ class _Trace:
         return _Carry(
             saved_activations=buffer(self.split.saved_activations, counts["saved_activations"]),
             deferred_weight_grads=buffer(self.deferred, counts["deferred_weight_grads"]),
-            # A single chunk receives nothing, but the branch that reads the buffer is traced anyway.
+            # A single chunk has no messages, but the branch that reads the buffer is traced anyway.
             receive_buffer=buffer(self.x, max(counts["receive_buffer"], 1)),
             pending_outputs=buffer(self.x, counts["pending_outputs"]),
             totals=StageTotals(_zeros(self.loss_totals).replace(grads=grads), aux),
@@ -303,7 +303,7 @@ class _Trace:
             above=jnp.zeros_like(late),
         )
 
-    # -- One tick -----------------------------------------------------------------------------------------------------
+    # -- A tick -------------------------------------------------------------------------------------------------------
 
     def tick(self, carry: _Carry, column: Columns, moves: jax.Array, late: jax.Array) -> _Carry:
         branches = [self._cell(cell) for cell in self.plan.cells]
@@ -350,7 +350,7 @@ class _Trace:
                 with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
                     if sends.all():
                         receive_buffer = send(receive_buffer, out, slot)
-                    else:  # The condition is the same on all stages, so no stage waits for a message that is not sent.
+                    else:  # The condition is the same on all stages, so there is no deadlock.
                         receive_buffer = lax.cond(
                             moves[direction, lane] > 0,
                             send,
@@ -364,7 +364,7 @@ class _Trace:
     # -- Ops ----------------------------------------------------------------------------------------------------------
 
     def _cell(self, kinds: Sequence[bool]) -> Callable[..., Any]:
-        """Return the function that runs a combination of ops, one of `plan.cells`."""
+        """Return the function that runs a combination of ops from `plan.cells`."""
         has_f, has_b, has_w, is_full_backward = kinds
 
         def run(totals: StageTotals, buffers: Any, receive_buffer: PyTree, column: Columns) -> Any:
@@ -396,7 +396,7 @@ class _Trace:
                     sums = sums.replace(grads=sums.grads._replace(chunks=chunks))
             if has_f:
                 up, residuals, aux_loss, metrics = out[F]
-                # Every F has a B, so residuals are always saved. Only the output of the last chunk is pending.
+                # Each F has a B, so residuals are always saved. Only the output of the last chunk is pending.
                 saved = put(saved, column.saved_activations[F], residuals)
                 pending = write(pending, column.pending_outputs[F], up)
                 sums = sums.replace(loss=sums.loss + aux_loss.astype(sums.loss.dtype))
@@ -408,7 +408,7 @@ class _Trace:
         return run
 
     def _weights_of(self, column: Columns) -> Callable[[int], PyTree]:
-        """Return a function from op kind to weights. With one chunk per stage, all ops of a tick share one gather."""
+        """Return a function from op kind to weights. Stages with a single chunk gather once per tick."""
         gathered: dict[int, PyTree] = {}
 
         def weights_of(kind: int) -> PyTree:
@@ -504,7 +504,7 @@ def _stage(functions: Functions) -> Callable[[PyTree, tuple[PyTree, Any]], Any]:
 
 
 def layout_of(first: First, embedding_and_head: PyTree, inputs: MicrobatchInputs) -> list[PartitionSpec | None]:
-    """Return the PartitionSpec of each output of `first` that ends with a sharding constraint, else None."""
+    """Return the PartitionSpecs of the outputs of `first`; None for outputs without a sharding constraint."""
     closed, _ = flat_jaxpr(
         lambda params, data: (first(params, _with_typed_key(data)), ()), embedding_and_head, _with_key_data(inputs)
     )
@@ -554,7 +554,7 @@ def write(buffer: PyTree, slot: jax.Array, value: PyTree) -> PyTree:
 
 
 def _sum(totals: PyTree, grads: PyTree, index: jax.Array | None = None) -> PyTree:
-    """Add gradients to their totals, optionally at an index; float0 gradients add nothing."""
+    """Add gradients to their totals, optionally at an index; float0 gradients are ignored."""
 
     def add(total: jax.Array, grad: Any) -> jax.Array:
         if grad.dtype == jax.dtypes.float0:

@@ -1,8 +1,8 @@
 """Loss and gradients of a pipelined model for any schedule.
 
-One scan over the ticks of the schedule's table runs every schedule; see `meshpar.pipeline.executor`. If a schedule does
-not place the chunks of the model in order (several chunks per stage, or two copies), weights are sent to their stages
-before the loop and gradients are sent back after it; see `meshpar.pipeline.stage_placement`.
+A scan over the ticks of the table runs any schedule; see `meshpar.pipeline.executor`. If a schedule does not place the
+chunks of the model in order (interleaved chunks, or two copies), weights are sent to their stages before the loop and
+gradients are sent back after it; see `meshpar.pipeline.stage_placement`.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class StagedRun:
     grad_dtype: Callable[[Any], Any] = lambda dtype: jnp.promote_types(dtype, jnp.float32)
     sync: bool = True
     expert_specs: PyTree = None
-    """PartitionSpec per leaf of the chunks with the batch axes over which a leaf remains sharded, as experts are: it is
-    not gathered, and its gradient is not reduced over them. None: no such leaf."""
+    """PartitionSpec per leaf of the chunks with the batch axes that shard experts. These weights are not gathered, and
+    their gradients are not reduced, over these axes. None: the model has no experts."""
     activation_axes: tuple[str, ...] = ()
-    """Axes, other than those of the batch, over which activations between chunks must be sharded by `first`."""
+    """Mesh axes, other than batch axes, that `first` must use to shard the activations."""
 
     def __post_init__(self) -> None:
         checks.check_run(self)
@@ -150,7 +150,7 @@ class StagedRun:
         return _each(lambda spec, x: with_layout(x, NamedSharding(self.mesh, spec)), specs, tree)
 
     def _over_stages(self, grads: PyTree, specs: PyTree, owners: list[set[int]]) -> PyTree:
-        """Replicate gradients `[stage, ...]`: broadcast from a single owner, or all-reduce if there are several."""
+        """Replicate gradients `[stage, ...]`: broadcast from a single owner, otherwise all-reduce."""
         leaves, structure = jax.tree.flatten(grads)
         out = []
         for g, spec, stages in zip(leaves, jax.tree.leaves(specs, is_leaf=is_spec), owners, strict=True):
@@ -169,13 +169,13 @@ class StagedRun:
             in_specs=P(self.axis),
             out_specs=P(),
             axis_names={self.axis},
-            # The result is the same on all stages, but its type does not say so.
+            # The result is the same on all stages, but the type system cannot infer it.
             check_vma=False,
         )(x)
 
 
 class _PerDevice:
-    """The per-device part of a step, for a `shard_map` that is manual over the stages and the batch axes."""
+    """The per-device part of a step, inside a `shard_map` manual over the stages and the batch axes."""
 
     def __init__(self, run: StagedRun, specs: Params) -> None:
         self.run, self.placement = run, WeightPlacement.of(run.schedule, run.axis)
@@ -298,15 +298,15 @@ class _PerDevice:
             with jax.named_scope("gather_part"):
                 if not axes:
                     return gather(params)
-                # Without this shard_map, XLA would first gather the weights over the axes that are left to it. Nothing
-                # is differentiated through it, so replication does not need to be checked.
+                # Without this shard_map, XLA would first gather the weights over the axes that are left to it. It is
+                # not differentiated, so replication does not need to be checked.
                 return jax.shard_map(gather, in_specs=(auto,), out_specs=auto, axis_names=axes, check_vma=False)(params)
 
         return gather_chunk
 
 
 def _each(function: Callable[..., Any], *trees: PyTree) -> PyTree:
-    """Map over trees whose first one contains specs; None in any tree gives None."""
+    """Map over trees, the first of which contains specs. The result is None where any tree has None."""
     return jax.tree.map(lambda *xs: None if any(x is None for x in xs) else function(*xs), *trees, is_leaf=is_spec)
 
 
@@ -327,7 +327,7 @@ def _summed(x: jax.Array, dim: int) -> jax.Array:
 # ---- Public API ------------------------------------------------------------------------------------------------------
 
 Stage: TypeAlias = Callable[[PyTree, PyTree, MicrobatchInputs], Any]
-"""(parameters of one chunk, x, inputs) -> y, or (y, Aux)."""
+"""(parameters of a chunk, x, inputs) -> y, or (y, Aux)."""
 
 
 class ValueAndGrad:
@@ -389,16 +389,16 @@ def value_and_grad(
 ) -> ValueAndGrad:
     """Return a function that computes loss and gradients of a pipelined model.
 
-        params.chunks [chunk, ...]    ─► stage_fn, one chunk after the other, each on its stage
+        params.chunks [chunk, ...]    ─► stage_fn for each chunk, on its stage
         params.embedding_and_head     ─► first_fn before the first chunk, loss_fn after the last
 
-    Gradients are those of the mean loss over microbatches and devices. Each device accumulates them in at least
+    The loss is the mean over microbatches and devices. Each device accumulates them in at least
     float32, and they are reduced once, after the loop over ticks. Splitting the backward pass into B and W follows Qi
     et al. 2024, "Zero Bubble Pipeline Parallelism"; stages follow Narayanan et al. 2021, "Efficient Large-Scale
     Language Model Training on GPU Clusters".
 
     Args:
-      stage_fn: `(params of one chunk, x, inputs) -> y` or `(y, Aux)`; y has the shapes and dtypes of x. All chunks use
+      stage_fn: `(params of a chunk, x, inputs) -> y` or `(y, Aux)`; y has the shapes and dtypes of x. All chunks use
         the same function, which must not communicate over `axis`. `inputs` is a `MicrobatchInputs`.
       loss_fn: `(embedding_and_head, y, inputs) -> (loss, metrics)` for one microbatch; metrics is a dict of scalars.
         `mp.MeanLoss` and `mp.SumLoss` combine exactly over microbatches and devices. A scalar loss is a mean over
@@ -409,7 +409,7 @@ def value_and_grad(
       first_fn: `(embedding_and_head, inputs) -> x`, such as the embedding. B of the first chunk runs it again. None:
         `inputs.examples["inputs"]`.
       axis: the mesh axis of the stages.
-      batch_axes: mesh axes that shard the batch; None: those of `data`, `fsdp` and `expert` that the mesh has.
+      batch_axes: mesh axes that shard the batch; None: the axes `data`, `fsdp` and `expert` of the mesh.
       specs: PartitionSpec for each leaf of `params.chunks`, starting with `axis`; None: replicated over all other axes.
         Batch axes in a spec shard the weights as FSDP does.
       gather: when weights that are sharded over batch axes are gathered. "step": once, before the loop. "microbatch":
@@ -419,7 +419,7 @@ def value_and_grad(
         consecutive steps. Loss and metrics are then the share of each stage, `[stage, ...]`; sum them when needed.
 
     Returns:
-      `f(params, batch, key=None, late=None) -> (Result, gradients)`. It is compiled, and can be called in another
+      `f(params, batch, key=None, late=None) -> (Result, gradients)`. It is compiled, and can be called inside
       `jax.jit`. In that case, `compiler_options={"xla_gpu_copy_insertion_use_region_analysis": True}` (on CPUs
       `xla_cpu_...`) avoids copies of the buffers.
 
@@ -451,8 +451,8 @@ def _functions(stage_fn: Stage, loss_fn: Last, first_fn: First | None, remat: st
     checks.check_functions(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn or _inputs)
     check_remat(remat)
     if remat is not None and named_in(remat):
-        reason = "checkpoint names are not visible here, so a mistyped name would save nothing"
-        fix = "use another policy, or jax.checkpoint inside stage_fn"
+        reason = "checkpoint names are not visible here, so a mistyped name would be ignored"
+        fix = "use a different policy, or jax.checkpoint inside stage_fn"
         where = f"{checks.WHERE}(remat={remat!r})"
         raise problem(where, "save activations by name", reason, fix, code="unsupported-feature")
 
@@ -472,7 +472,7 @@ def _functions(stage_fn: Stage, loss_fn: Last, first_fn: First | None, remat: st
 
 def _inputs(embedding_and_head: PyTree, inputs: MicrobatchInputs) -> PyTree:
     if not isinstance(inputs.examples, Mapping) or "inputs" not in inputs.examples:
-        fix = 'give a batch {"inputs": ..., ...}, or a first_fn'
+        fix = 'pass a batch {"inputs": ..., ...}, or a first_fn'
         where = f"{checks.WHERE}(first_fn=None)"
-        raise problem(where, 'read batch["inputs"]', "the batch has no such entry", fix, code="not-found")
+        raise problem(where, 'read batch["inputs"]', "the batch has no entry `inputs`", fix, code="not-found")
     return inputs.examples["inputs"]

@@ -1,4 +1,4 @@
-"""Slicing of jaxprs: a traced program is cut into two halves by the dependencies of its outputs."""
+"""Slicing of jaxprs into two halves by the dependencies of their outputs."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ EXPENSIVE = frozenset(
 
 
 def flat_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """Return the jaxpr of `fn(*args)` with all calls inlined, and the types (avals) of its results.
+    """Return the jaxpr of `fn(*args)` with all calls inlined, and the types (avals) of the results.
 
-    `ShapeDtypeStruct`s would lose the axes over which a value varies inside a `shard_map`.
+    `ShapeDtypeStruct`s would lose the varying axes of values inside a `shard_map`.
     """
     closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     types = jax.tree.unflatten(jax.tree.structure(shapes), [v.aval for v in closed.jaxpr.outvars])
@@ -64,7 +64,7 @@ def _run_flat(closed: ClosedJaxpr, args: Sequence[Value]) -> list[Value]:
 
 
 def _callee(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the jaxpr that an equation calls, or None if it does anything else."""
+    """Return the jaxpr that an equation calls, or None if the equation is not a plain call."""
     name = CALLS.get(eqn.primitive.name)
     inner = eqn.params.get(name) if name else None
     if inner is None:
@@ -119,7 +119,7 @@ class _Loop:
         self.eqn = eqn
         inner = eqn.params["jaxpr"]
         self.body: ClosedJaxpr = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
-        # Stacked values have one more dim outside the body. The parameters of the equation depend on the jax version.
+        # Stacked values have an additional dim outside the body. Equation parameters differ between jax versions.
         self.num_carry = _lead(eqn.outvars, self.body.jaxpr.outvars)
         self.num_consts = _lead(eqn.invars, self.body.jaxpr.invars) - self.num_carry
 
@@ -129,7 +129,7 @@ class _Loop:
         return list(items[: self.num_consts]), list(items[self.num_consts : end]), list(items[end:])
 
     def run(self, body: Callable[..., Any], carry: list[Value], xs: Any, names: Any = None) -> list[Value]:
-        """Run another body over the same steps, and return its carry followed by its stacked outputs."""
+        """Run a different body over the same steps, and return the final carry and the stacked outputs."""
         params = self.eqn.params
         with _as_traced(self.eqn, names):
             carry, ys = lax.scan(
@@ -174,9 +174,9 @@ def alone(steps: Steps[Result]) -> Result:
 
 
 def together(*programs: Steps[Any]) -> list[Any]:
-    """Run independent programs, and merge their loops of equal length into one loop that runs a step of each.
+    """Run independent programs, and merge loops of equal length. A merged loop runs a step of each program.
 
-    In a merged loop, the compiler can overlap communication of one program with matmuls of another.
+    The compiler can then overlap communication in the first program with matmuls in the second.
     """
     results: list[Any] = [None] * len(programs)
     pending: dict[int, PendingLoop] = {}
@@ -309,7 +309,7 @@ class Cut:
         self._shared = self._recomputable(shared or none)
         needed_first = self._first_half(_selected(jaxpr.outvars, first))
         self.crossing: list[Variable] = []
-        """Variables that the first half saves for the second, not counting those inside loops."""
+        """Variables that the first half saves for the second, excluding variables inside loops."""
         needed_second = self._second_half(_selected(jaxpr.outvars, second or [False] * len(jaxpr.outvars)))
         self.first_needs = _marks(jaxpr.invars, needed_first)
         """Mask of the inputs that the first half reads."""
@@ -370,11 +370,11 @@ class Cut:
     # -- Running ------------------------------------------------------------------------------------------------------
 
     def run_first(self, args: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        """Run the first half, and return all outputs (None for those of the second half) and the saved values."""
+        """Run the first half, and return all outputs (None if the second half computes them) and the saved values."""
         return alone(self.first(args))
 
     def run_second(self, args: Sequence[Value], saved: Sequence[Value]) -> list[Value]:
-        """Run the second half with the saved values, and return all outputs (None for those of the first half)."""
+        """Run the second half with the saved values, and return all outputs (None if the first half computes them)."""
         return alone(self.second(args, saved))
 
     def first(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
@@ -413,7 +413,7 @@ class Cut:
 
 
 class _CutLoop:
-    """A loop whose body is cut: the first half runs over all steps, then the second half does."""
+    """A loop with a sliced body: the first half runs over all steps, then the second half does."""
 
     def __init__(self, eqn: JaxprEqn, shared: set[Variable], wanted: Sequence[bool], *, effects: bool = False) -> None:
         self.loop = _Loop(eqn)
@@ -433,7 +433,7 @@ class _CutLoop:
             self.first[: self.loop.num_carry] = [a or b for a, b in zip(carried, self.first, strict=False)]
 
     def finish(self, wanted: Sequence[bool]) -> None:
-        """Plan the second half, for a mask of its outputs."""
+        """Plan the second half, for a mask of outputs."""
         self.second = list(wanted)
         n = self.loop.num_carry
         only_first = [False] * self.loop.num_consts + self.first[:n]
@@ -459,7 +459,7 @@ class _CutLoop:
         return len(self.cut.crossing) + sum(loop.num_saved for loop in self.cut.loops.values())
 
     def inputs(self, needs: Sequence[bool], outputs: Sequence[bool]) -> list[bool]:
-        """Return the mask of the loop inputs that a half reads, from the needs of its body and its outputs."""
+        """Return the mask of the loop inputs that a half reads, from the needs of the body and the outputs."""
         consts, carry, xs = self.loop.split(needs)
         return [*consts, *(a or b for a, b in zip(carry, outputs, strict=False)), *xs]
 
@@ -477,7 +477,7 @@ class _CutLoop:
         self, args: Sequence[Value], outputs: Sequence[bool], needs: Sequence[bool],
         body: Callable[..., tuple[list[Value], list[Value]]], saved: Sequence[Value],
     ) -> Steps[tuple[list[Value], list[Value]]]:  # fmt: skip
-        """Run one half over all steps, with only the carried and stacked values that it uses."""
+        """Run a half over all steps, with only the carried and stacked values that it uses."""
         count = sum(outputs[: self.loop.num_carry])
         consts, carry, xs = self.loop.split(args)
         reads = self.loop.split(needs)[2]

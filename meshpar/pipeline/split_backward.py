@@ -20,12 +20,12 @@ Values: TypeAlias = tuple[jax.Array, ...]
 def split_vjp(
     stage_fn: Callable[[PyTree, PyTree], PyTree], params: PyTree, x: PyTree, *, trained: PyTree = None
 ) -> SplitVjp:
-    """Split the backward pass of a function into the gradient of its input (B) and of its parameters (W).
+    """Split the backward pass of a function into the input gradient (B) and the parameter gradient (W).
 
-    The backward pass is traced and sliced: equations that the input gradient depends on are B, and all others are W.
-    Nothing is computed twice. Calls (`jit`, `checkpoint`, custom rules) are inlined. The body of a loop over layers
-    (`lax.scan`) is split: B runs over the layers in reverse, then W does. `lax.cond`, `lax.while_loop` and `shard_map`
-    are not split; they are part of B if the input gradient needs any of their results.
+    The backward pass is traced and sliced: equations that the input gradient depends on are B, and the remaining
+    equations are W. No op is computed twice. Calls (`jit`, `checkpoint`, custom rules) are inlined. The body of a loop
+    over layers (`lax.scan`) is split: B runs over the layers in reverse, then W does. `lax.cond`, `lax.while_loop` and
+    `shard_map` are not split; they are part of B if the input gradient needs any of their results.
 
     B and W are from Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241; this function applies to any JAX
     function.
@@ -72,13 +72,13 @@ def split_vjp(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class SplitVjp:
-    """F, B and W of one function, as pure functions.
+    """F, B and W of a function, as pure functions.
 
     shared = split.shared(params)                        once per step
     y, saved = split.forward(params, x)                  F, for each microbatch
     dx, deferred = split.backward(shared, saved, dy)     B
     dparams = split.weights(shared, saved, deferred)     W
-    dx, dparams = split.at_once(shared, saved, dy)       B and W, if nothing runs between them
+    dx, dparams = split.at_once(shared, saved, dy)       B and W together
     """
 
     saved_activations: tuple[jax.ShapeDtypeStruct, ...]
@@ -111,7 +111,7 @@ class SplitVjp:
     def backward(self, shared: Values, saved: Values, dy: PyTree) -> tuple[PyTree, Values]:
         """Run B, and return `(dx, deferred_weight_grads)`.
 
-        `dy` has the structure of y; its integer leaves are ignored. Integer leaves of x have float0 gradients, as in
+        `dy` has the structure of y; integer leaves are ignored. Integer leaves of x have float0 gradients, as in
         `jax.vjp`.
         """
         return alone(self.backward_steps(shared, saved, dy))
@@ -131,7 +131,7 @@ class SplitVjp:
         return self._signature.params.tree(out[: self._signature.params.num_smooth])
 
     def at_once(self, shared: Values, saved: Values, dy: PyTree) -> tuple[PyTree, PyTree]:
-        """Run B and W, and return `(dx, dparams)`. A loop over layers runs once, so B saves nothing for W."""
+        """Run B and W, and return `(dx, dparams)`. A loop over layers runs once, so there are no deferred values."""
         return alone(self.at_once_steps(shared, saved, dy))
 
     def at_once_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, PyTree]]:
@@ -207,7 +207,7 @@ class _TreeLeaves:
         return [leaf for leaf, smooth in zip(leaves, self.is_smooth, strict=True) if smooth]
 
     def tree(self, smooth: Sequence[Any]) -> PyTree:
-        """Return the tree with these smooth leaves, and float0 zeros for all others."""
+        """Return the tree with these smooth leaves, and float0 zeros for the remaining leaves."""
         remaining = iter(smooth)
         leaves = [
             next(remaining) if is_smooth else np.zeros(shape, jax.dtypes.float0)

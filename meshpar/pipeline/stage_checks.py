@@ -40,7 +40,7 @@ def check_functions(**functions: Any) -> None:
         if not callable(function):
             where, reason = f"{WHERE}({name}={function!r})", f"it is a {type(function).__name__}, not a function"
             fix = (
-                "give stage_fn(params, x, inputs), loss_fn(embedding_and_head, y, inputs) and "
+                "pass stage_fn(params, x, inputs), loss_fn(embedding_and_head, y, inputs) and "
                 "first_fn(embedding_and_head, inputs) or None"
             )
             raise problem(where, "call it", reason, fix, code="wrong-type")
@@ -91,7 +91,7 @@ def _text(sizes: Mapping[str, int]) -> str:
 def checked_params(run: StagedRun, params: Any, specs: PyTree | None) -> Params:
     """Check parameters and their specs against the schedule and the mesh, and return them as `Params`."""
     if not isinstance(params, tuple) or len(params) not in (1, 2):
-        reason, fix = f"they are a {type(params).__name__}", "give pipeline.Params(chunks, embedding_and_head)"
+        reason, fix = f"they are a {type(params).__name__}", "pass pipeline.Params(chunks, embedding_and_head)"
         raise problem("pipeline parameters", "run the model", reason, fix, code="wrong-type")
     params = Params(*params)
     _check_plain("pipeline parameters", params.chunks, "be trained")
@@ -119,8 +119,8 @@ def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
     where, sizes = f"{WHERE}(specs=...)", axis_sizes(run.mesh)
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
     if str(structure) != str(jax.tree.structure(params.chunks)):
-        reason = f"its structure is {structure}, and that of the parameters is {jax.tree.structure(params.chunks)}"
-        fix = f'give a PartitionSpec("{run.axis}", ...) for each leaf'
+        reason = f"its structure is {structure}, and the parameters have {jax.tree.structure(params.chunks)}"
+        fix = f'pass a PartitionSpec("{run.axis}", ...) for each leaf'
         raise problem(where, "shard the parameters of the chunks", reason, fix, code="wrong-shape")
     for (path, x), spec in zip(tree_leaves_with_paths(params.chunks), leaves, strict=True):
         entries = [spec_axes(entry) for entry in spec] if is_spec(spec) else []
@@ -143,20 +143,20 @@ def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
 
 
 def check_key(key: Any) -> None:
-    """Check that `key` is a single PRNG key or None."""
+    """Check for a single PRNG key or None."""
     dtype, shape = getattr(key, "dtype", None), np.shape(key)
     is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
     if key is not None and not is_typed and not (dtype == np.uint32 and len(shape) == 1):
         where = f"pipeline PRNG key, {type(key).__name__} of shape {shape}"
-        fix = "give jax.random.key(0), or omit it"
+        fix = "pass jax.random.key(0), or omit it"
         raise problem(where, "draw random numbers from it", "it must be a single key", fix, code="wrong-type")
 
 
 def check_late(late: Any, schedule: Schedule) -> None:
-    """Check that `late` is `[stage, n]` or None."""
+    """Check that `late` has shape `[stage, n]` or None."""
     if late is not None and (not hasattr(late, "dtype") or late.ndim != 2 or len(late) != schedule.stages):
         where = f"late, a {type(late).__name__} of shape {getattr(late, 'shape', ())}"
-        reason, fix = f"it needs a row for each of {schedule.stages} stages", f"give a float32 [{schedule.stages}, n]"
+        reason, fix = f"it needs a row for each of {schedule.stages} stages", f"pass a float32 [{schedule.stages}, n]"
         raise problem(where, "sum it over the stages", reason, fix, code="wrong-shape")
 
 
@@ -170,9 +170,9 @@ def grad_owners(
 
     Args:
       run: the pipelined model.
-      chunk_params: parameters of one chunk.
+      chunk_params: parameters of a chunk.
       embedding_and_head: the parameters whose owners are returned.
-      inputs: inputs of one microbatch.
+      inputs: inputs of a microbatch.
     """
     functions, count = run.functions, len(jax.tree.leaves(embedding_and_head))
     x = jax.eval_shape(functions.first, embedding_and_head, inputs)
@@ -183,8 +183,8 @@ def grad_owners(
         raise problem(
             "the input of the stacked layers",
             f"shard it over {', '.join(run.activation_axes)}",
-            "the code before the layers does not end with a meshpar.constrain(...) that does so",
-            'end it with x = mp.constrain(x, "batch", "norm_seq", "act_embed"), with the names of its dims',
+            "the code before the layers does not end with a suitable meshpar.constrain(...)",
+            'end it with x = mp.constrain(x, "batch", "norm_seq", "act_embed"), with the logical names of the dims',
             code="unknown-layout",
         )
     if functions.inside is not None:
@@ -223,7 +223,7 @@ def checked_loss(result: Any) -> tuple[Any, Mapping[str, Any]]:
     dtype = getattr(loss, "dtype", None) or np.asarray(loss).dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         requested = f"differentiate a loss of dtype {dtype}"
-        fix = "return loss.astype(jnp.float32), {...}, and round nothing before that"
+        fix = "return loss.astype(jnp.float32), {...}, without rounding before that"
         raise problem("loss_fn", requested, "the loss must have a floating dtype", fix, code="wrong-dtype")
     check_numbers({**result[1], "weight": getattr(result[0], "weight", 1)})
     return result

@@ -1,7 +1,7 @@
 """Placement of pipeline chunks on the stages of a schedule.
 
 Between steps, the chunks are sharded over the stages in order, like the layers of a model without a schedule. A
-schedule may place them differently: several distant chunks on one stage, or two copies. In that case, weights are sent
+schedule may place them differently: distant chunks on the same stage, or two copies. In that case, weights are sent
 to their stages before the first tick and gradients are sent back after the last, once per step.
 """
 
@@ -24,7 +24,7 @@ RETURNED = "return_gradients"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MoveRound:
-    """Chunks that move at the same time, at most one from each stage and one to each stage."""
+    """Chunks that move at the same time, with at most a single chunk sent and received per stage."""
 
     pairs: tuple[tuple[int, int], ...]
     """(source, target) stages; empty if all chunks stay on their stage."""
@@ -55,7 +55,7 @@ class WeightPlacement:
         ]
         rounds = []
         while moves:
-            # Greedy: first chunks that stay on their stage, one per stage, then chunks whose stages are both free.
+            # Greedy: first chunks that stay on their stage, then chunks whose stages are both free.
             in_place = any(source == target for source, _, target, _ in moves)
             sending, receiving = set[int](), set[int]()
             row, chunk = (np.full(schedule.stages, -1, np.int32) for _ in range(2))

@@ -1,8 +1,8 @@
 """Counts of the messages and ops of a schedule, derived from its table.
 
-up, down              one permute per lane and tick in which some stage has a result for the next or previous stage;
+up, down              a permute per lane and tick in which some stage has a result for the next or previous stage;
                       all stages take part, and stages without a result send data that is not read
-chunks                one permute per round of their placement: weights before the first tick, gradients after the last
+chunks                a permute per round of their placement: weights before the first tick, gradients after the last
 embedding and head    run on the stages with the first and the last chunk
 """
 
@@ -35,9 +35,9 @@ class StageTraffic:
     down: tuple[int, ...]
     """For each lane, the number of ticks in which some stage sends to the previous stage."""
     messages: int
-    """Number of results that are used on another stage, summed over stages."""
+    """Number of results used on a different stage than their own, summed over stages."""
     rounds: int
-    """Number of permutes that move weights to the stages of the schedule, and of those that move gradients back."""
+    """Number of permutes that move weights to the stages of the schedule. As many move gradients back."""
 
     @property
     def first_stages(self) -> frozenset[int]:
@@ -89,16 +89,16 @@ def makespan(slots: Slots, lengths: np.ndarray) -> float:
                 shift = SHIFTS[direction]
                 first, last = (0, -1) if shift > 0 else (-1, 0)
                 sender = np.roll(time, shift)
-                if not sends[:, last, direction].any():  # Without a ring, the first stage receives nothing.
+                if not sends[:, last, direction].any():  # Without a ring, the first stage has no sender.
                     sender[first] = 0
                 time = np.maximum(time, sender)
     return float(time.max())
 
 
 def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
-    """Return how often a step gathers a weight that is gathered in each tick that uses it, int `[stage]`.
+    """Return the number of gathers per step of a weight that ticks gather, int `[stage]`.
 
-    Ops of the same chunk in a tick share one gather: all ops if a stage has a single chunk, else a B and its own W.
+    Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise a B and its own W.
 
     Args:
       schedule: the schedule.

@@ -77,12 +77,12 @@ def _actions(cell: str, where: str) -> _Actions:
 
 
 def _parts(path: str, rows: Sequence[Sequence[_Actions]]) -> list[list[int]]:
-    """Return the sorted global stages of each row, and check that all rows have the same number of them."""
+    """Return the sorted global stages of each row, and check that their number is equal in all rows."""
     parts = [sorted({part for actions in row for part, _, _ in actions}) for row in rows]
     for rank, row_parts in enumerate(parts):
         if len(row_parts) != len(parts[0]) or not row_parts:
-            reason = f"row 0 has {len(parts[0])} global stages, and all ranks must have the same number of them"
-            fix = "give each rank a row with the same number of global stages"
+            reason = f"row 0 has {len(parts[0])} global stages, and all ranks must have equally many"
+            fix = "write a row for each rank, with equal numbers of global stages"
             raise problem(f"{path}, row {rank}", f"run global stages {row_parts}", reason, fix, code="wrong-shape")
     return parts
 
@@ -127,7 +127,7 @@ def _cell(schedule: Schedule, stage: int, tick: int, block: Block) -> str:
         return f"({';'.join(actions)})OVERLAP_F_B"
     raise problem(
         f"schedule `{schedule.name}`, tick {tick}, stage {stage}",
-        f"write {'&'.join(op.text() for op in block)} as one cell",
+        f"write {'&'.join(op.text() for op in block)} as a single cell",
         "the format supports single ops, full backward passes, and an F overlapped with a backward pass",
         "move the other ops to separate ticks, or save the schedule as JSON",
         code="unsupported-feature",

@@ -67,7 +67,7 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
     """Return interleaved 1F1B: stage s runs chunks s, s+p, s+2p, ..., which shortens fill and drain.
 
     Bubble (p−1)(F+B+W)/v, and (p−m)(v−1)(F+B+W)/v more where m < p. Activations p·M·(1 + (p−1)/(p·v)) if m is a
-    multiple of p and m > p. Groups of at least p microbatches pass through one chunk after the other; a group of g > p
+    multiple of p and m > p. Groups of at least p microbatches pass through the chunks in turn; a group of g > p
     microbatches has the same bubble and adds (v−1)(g−p)/v · M. Narayanan et al., arXiv 2104.04473.
 
     Args:
@@ -99,7 +99,7 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
 
 
 def eager_1f1b(stages: int, microbatches: int, *, chunks: int = 1) -> Schedule:
-    """Return eager 1F1B: enough warm-up forwards that every tick runs one forward and one full backward per stage.
+    """Return eager 1F1B: enough warm-up forwards that each stage runs a forward and a full backward per tick.
 
     In 1F1B a stage runs a forward while the next stage runs a backward. If stages synchronize in every tick, they wait
     for the longest op, up to 3(p−1+m) max(F, B, W). Here all stages run the same ops in every tick between fill and
@@ -156,17 +156,17 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedule:
-    """Return ZB-H2: enough warm-up forwards that no stage idles between its first op and its last.
+    """Return ZB-H2: enough warm-up forwards that no stage is idle between the first and the last op.
 
     Bubble (p−1)(F+B−2W), activations (2p−1)·M, where W ≤ F, W ≤ B and m ≥ 2p−1. With k < 2p−1 microbatches, or memory
-    for k of them, the bubble is (2p−1−k)W more and the activations are k·M. Qi et al., Zero Bubble Pipeline
+    for k microbatches, the bubble is (2p−1−k)W more and the activations are k·M. Qi et al., Zero Bubble Pipeline
     Parallelism, arXiv 2401.10241.
 
     Args:
       stages: p.
       microbatches: m.
       limit: maximum number of microbatches with saved activations on a stage. The default, 2p−1, leaves no bubble if
-        F = B = W. The formula holds for limits of at least p; with a lower limit, stages wait for memory.
+        F = B = W. The formula is valid for limits of at least p; with a lower limit, stages wait for memory.
 
     Returns:
       The validated schedule.
@@ -207,13 +207,13 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
 
 def dualpipe(stages: int, microbatches: int) -> Schedule:
-    """Return DualPipe: two copies of the model run in opposite directions, and F of one overlaps B of the other.
+    """Return DualPipe: two copies of the model run in opposite directions, and F overlaps B of the opposite direction.
 
     Microbatches 0 to ⌈m/2⌉−1 go up the stages, the others down. Bubble (p/2−1)(F&B + B − 3W) for even m ≥ 2p, F + B
-    more for odd m ≥ 2p. Here B is a full backward, and F&B = F + B is the duration of an overlapped pair; F takes as
-    long as the input gradient, and W at most as long. A longer input gradient or a shorter pair has a smaller bubble
-    than the formula, a longer F or W a larger one. Activations (p+1)·M, and two copies of the parameters.
-    DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437.
+    more for odd m ≥ 2p. Here B is a full backward, and F&B = F + B is the duration of an overlapped pair; F is as long
+    as the input gradient, and W is not longer. A longer input gradient or a shorter pair has a smaller bubble than the
+    formula, a longer F or W a larger bubble. Activations (p+1)·M, and two copies of the parameters. DeepSeek-AI,
+    DeepSeek-V3, arXiv 2412.19437.
 
     Args:
       stages: p, an even number.
@@ -249,7 +249,7 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def dualpipe_v(stages: int, microbatches: int) -> Schedule:
-    """Return DualPipeV: DualPipe folded in the middle, with two chunks per stage and one stream.
+    """Return DualPipeV: DualPipe folded in the middle, with two chunks per stage and a single stream.
 
     On p stages it is DualPipe for 2p stages with ops of half the duration: bubble (p−1)(F&B + B − 3W)/2 for any m ≥ 2p,
     with F, B and W as in `dualpipe`; activations (2p+1)·M/2. Qi et al., https://hackmd.io/@ufotalent/r1lVXsa9Jg;
@@ -336,7 +336,7 @@ def _full_backward(microbatch: int, chunk: int = 0) -> Block:
 
 
 def _folded(stages: int) -> list[list[int]]:
-    """Return the V placement: the first half of the model goes down the stages, the second half back up."""
+    """Return the V placement: the first half of the model runs down the stages, the second half back up."""
     return [[stage, 2 * stages - 1 - stage] for stage in range(stages)]
 
 

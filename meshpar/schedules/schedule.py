@@ -29,11 +29,11 @@ Cell: TypeAlias = Sequence[Any] | None
 class Schedule:
     """A pipeline schedule.
 
-    A stage is a position on the mesh axis `stage`. The model is cut into `num_parts` parts (pipeline chunks), and each
-    stage runs one or more of them. In a tick slot, a stage runs at most one F (forward), one B (gradient of the input)
-    and one W (gradient of the weights). Results are available to all stages from the next tick on. F and B in the same
-    slot are an overlapped pair: they are traced together, so that communication of one can overlap with matmuls of the
-    other.
+    A stage is a position on the mesh axis `stage`. The model is divided into `num_parts` parts (pipeline chunks), and a
+    stage runs at least one part. In a tick slot, a stage runs at most an F (forward), a B (gradient of the input) and
+    a W (gradient of the weights). Results are available to all stages from the next tick on. F and B in the same slot
+    are an overlapped pair: they are traced together, so that communication of F can overlap with matmuls of B and vice
+    versa.
 
     Example:
       >>> schedule = Schedule.from_table([[("F", 0)], [[("B", 0), ("W", 0)]]], name="mine")
@@ -44,11 +44,11 @@ class Schedule:
     name: str
     microbatches: int
     table: np.ndarray
-    """int32 `[tick, stage, kind, 2]`: microbatch and chunk of F, B and W (kind 0, 1, 2); −1 if there is no such op."""
+    """int32 `[tick, stage, kind, 2]`: microbatch and chunk of F, B and W (kind 0, 1, 2); −1 if there is no op."""
     parts: np.ndarray
     """int32 `[stage, chunk]`: index of the model part, starting at 0. A part may be on two stages."""
     joined: np.ndarray
-    """bool `[tick, stage]`: True if this tick and the next belong to one block, such as the B and W of a full backward.
+    """bool `[tick, stage]`: True if this tick and the next belong to the same block, such as a full backward.
 
     A block starts when all its inputs are available, and its results are available when it ends. The executor ignores
     blocks, because they only add constraints. `simulate` and the file format use them."""
@@ -59,7 +59,7 @@ class Schedule:
             array: np.ndarray = np.array(getattr(self, field), dtype)
             if array.ndim != dims:
                 where = f"`{field}` of schedule `{self.name}`"
-                fix = "give [tick, stage, kind, (microbatch, chunk)], [stage, chunk] and [tick, stage]"
+                fix = "use [tick, stage, kind, (microbatch, chunk)], [stage, chunk] and [tick, stage]"
                 reason = f"its shape is {array.shape}"
                 raise problem(where, f"use it as an array of {dims} dims", reason, fix, code="wrong-shape")
             array.setflags(write=False)
@@ -73,7 +73,7 @@ class Schedule:
                 f"schedule `{self.name}`",
                 f"run a table of shape {self.table.shape} on stages with parts {self.parts.tolist()}",
                 f"expected a table [ticks, {len(self.parts)}, {len(KINDS)}, 2] and `joined` [ticks, {len(self.parts)}]",
-                "give one row of `parts` for each stage of the table",
+                "pass a row of `parts` for each stage of the table",
                 code="wrong-shape",
             )
 
@@ -84,7 +84,7 @@ class Schedule:
         cls, name: str, rows: Sequence[Sequence[Block]], *, parts: Sequence[Sequence[int]] | None = None,
         microbatches: int | None = None,
     ) -> Schedule:  # fmt: skip
-        """Return the schedule in which every stage runs its blocks in order, each as soon as possible.
+        """Return the schedule in which all stages run their blocks in order and as soon as possible.
 
         Ticks assume ops of equal duration and messages without latency. F and B of an overlapped pair share a tick
         wherever that delays no stage.
@@ -92,7 +92,7 @@ class Schedule:
         Args:
           name: name of the schedule.
           rows: the ordered blocks of each stage.
-          parts: `[stage][chunk]`, model part of each chunk. Default: one part per stage, in order.
+          parts: `[stage][chunk]`, model part of each chunk. Default: a part per stage, in order.
           microbatches: number of microbatches. Default: the number that occurs in the rows.
 
         Returns:
@@ -117,7 +117,7 @@ class Schedule:
 
         Args:
           cells: `[tick][stage]`; each `("F", microbatch, chunk)`, a list of such tuples, or None for an idle tick.
-          parts: `[stage][chunk]`, model part of each chunk. Default: one part per stage, in order.
+          parts: `[stage][chunk]`, model part of each chunk. Default: a part per stage, in order.
           microbatches: number of microbatches. Default: the number that occurs in the table.
           name: name of the schedule.
 
@@ -132,16 +132,16 @@ class Schedule:
         for tick, row in enumerate(cells):
             if len(row) != stages:
                 where, reason = f"tick {tick} of schedule `{name}`", f"it has {len(row)} entries, tick 0 has {stages}"
-                fix = "give one entry per stage, None if it is idle"
+                fix = "write an entry for each stage, None if it is idle"
                 raise problem(where, "read its ops", reason, fix, code="wrong-shape")
             for stage, cell in enumerate(row):
                 for op in _ops(cell, f"schedule `{name}`, tick {tick}, stage {stage}"):
                     if table[tick, stage, op.number, 0] >= 0:
                         where, fix = (
                             f"schedule `{name}`, tick {tick}, stage {stage}",
-                            "move one of them to another tick",
+                            "move it to a different tick",
                         )
-                        reason = f"the stage already runs another {op.kind} in this tick"
+                        reason = f"the stage already runs an {op.kind} in this tick"
                         raise problem(where, f"run {op.text()}", reason, fix, code="duplicate-op")
                     table[tick, stage, op.number] = op.microbatch, op.chunk
         count = int(table[..., 0].max(initial=-1)) + 1 if microbatches is None else microbatches
@@ -191,7 +191,7 @@ class Schedule:
             if not (tick in range(schedule.ticks) and stage in range(schedule.stages)):
                 raise problem(
                     f"`joined` of schedule `{schedule.name}`",
-                    f"join tick {tick} and the next of stage {stage} into one block",
+                    f"join tick {tick} and the next of stage {stage} into a block",
                     f"the schedule has {schedule.ticks} ticks and {schedule.stages} stages",
                     "correct `joined`, or remove it",
                     code="out-of-range",
@@ -270,9 +270,9 @@ class Schedule:
 
     @cached_property
     def peak_activations(self) -> np.ndarray:
-        """int `[stage]`: maximum number of saved activations of one chunk, each kept from its F through its W.
+        """int `[stage]`: maximum number of saved activations of a chunk, each kept from F through W.
 
-        Multiply by `stages / num_parts` to convert to activations of one microbatch on 1/`stages` of the model.
+        Multiply by `stages / num_parts` to convert to activations of a microbatch on 1/`stages` of the model.
         """
         has_op = (self.table[..., 0] >= 0).astype(int)
         saved, freed = has_op[:, :, F].cumsum(0), has_op[:, :, W].cumsum(0)
@@ -300,7 +300,7 @@ class Schedule:
     def validate(self) -> Schedule:
         """Check that the schedule can be run, and return it.
 
-        Every microbatch needs exactly one F, B and W for every model part, all three on the same stage. Consecutive
+        Each microbatch needs a single F, B and W for each model part, all on the same stage. Consecutive
         parts must be on the same stage or on neighbors of the ring. A result can be used from the next tick on.
 
         Raises:
@@ -312,10 +312,10 @@ class Schedule:
     def simulate(
         self, *, f: Costs = 1.0, b: Costs = 1.0, w: Costs = 1.0, comm: Costs = 0.0, pair: Costs | None = None
     ) -> Simulation:
-        """Return the simulation of a step. Costs are in any unit of time, a number or one number per stage.
+        """Return the simulation of a step. Costs are in any unit of time, as a number or a number per stage.
 
         Args:
-          f: duration of the forward of 1/`stages` of the model. One model part takes `stages / num_parts` of it.
+          f: duration of the forward of 1/`stages` of the model. A model part takes the fraction `stages / num_parts`.
           b: duration of the gradient of the input.
           w: duration of the gradient of the weights.
           comm: latency of a message between neighbors. The sender does not wait for it.
@@ -335,7 +335,7 @@ class Schedule:
         return assign(self)
 
     def repeated(self, steps: int) -> Schedule:
-        """Return the schedule of several steps without synchronization between them; microbatch numbers continue."""
+        """Return the schedule of consecutive steps without synchronization; microbatch numbers continue."""
         rows = [
             [
                 tuple(op._replace(microbatch=op.microbatch + step * self.microbatches) for op in block)
@@ -357,9 +357,9 @@ class Schedule:
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the schedule in the compute_only format of torch.distributed.pipelining.
 
-        `from_csv` and torch can read the file. Exception: torch allows each part on one stage only, so it cannot read
-        DualPipe. The format stores only the order of ops. A tick with three ops per stage, as in `eager-1f1b`, becomes
-        several ticks when the file is read; `to_json` keeps it.
+        `from_csv` and torch can read the file. Exception: torch cannot read DualPipe, because its parts are on two
+        stages each. The format stores only the order of ops. A tick with three ops per stage, as in `eager-1f1b`,
+        becomes multiple ticks when the file is read; `to_json` keeps it.
         """
         from meshpar.schedules import csv
 
@@ -410,7 +410,7 @@ _INDEX_LIMIT = 10**9
 
 
 def _stage_parts(name: str, parts: Sequence[Sequence[int]] | None, stages: int) -> np.ndarray:
-    """Return `parts` as an array `[stage, chunk]`. Default: one part per stage, in order."""
+    """Return `parts` as an array `[stage, chunk]`. Default: a part per stage, in order."""
     if parts is None:
         return np.arange(stages, dtype=np.int32)[:, None]
     rows = [list(row) for row in parts]
@@ -418,8 +418,8 @@ def _stage_parts(name: str, parts: Sequence[Sequence[int]] | None, stages: int) 
     if len({len(row) for row in rows}) > 1 or not all(
         isinstance(part, int | np.integer) and abs(part) < _INDEX_LIMIT for part in numbers
     ):
-        where, fix = f"`parts` of schedule `{name}`", "write [[0], [1]] for two stages with one part each"
-        reason = "it must be [stage][chunk], integers, with the same number of chunks for every stage"
+        where, fix = f"`parts` of schedule `{name}`", "write [[0], [1]] for two stages with a part each"
+        reason = "it must be [stage][chunk], integers, with the same number of chunks for each stage"
         raise problem(where, f"use {rows}", reason, fix, code="wrong-shape")
     return np.array(rows, np.int32)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from meshpar.schedules.schedule import Schedule
 
 Costs: TypeAlias = ArrayLike
-"""A number, or one number per stage."""
+"""A number, or a number per stage."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,7 +62,7 @@ class ScheduleTimeline:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Simulation:
-    """Timelines of one schedule, with and without synchronized ticks."""
+    """Timelines of a schedule, with and without synchronized ticks."""
 
     free: ScheduleTimeline
     """Each stage starts a block as soon as its inputs are available."""
@@ -96,7 +96,7 @@ def _per_stage(schedule: Schedule, name: str, value: Costs) -> np.ndarray:
         raise problem(
             f"`{name}` of schedule `{schedule.name}`",
             f"simulate with costs {array.tolist()!r}",
-            f"it must be a number from 0 to {MAX_COST:g}, or one for each of the {schedule.stages} stages",
+            f"it must be a number from 0 to {MAX_COST:g}, or a list of {schedule.stages} numbers, for each stage",
             f"use {name}=1.0, or a list of {schedule.stages} numbers",
             code="out-of-range",
         )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshpar.schedules.schedule import Schedule
 
 UP, DOWN, STAY = range(3)
-"""Direction of a result: to stage + 1, to stage − 1 (both on a ring), or to another chunk of the same stage."""
+"""Direction of a result: to stage + 1, to stage − 1 (both on a ring), or to a different chunk of the same stage."""
 SHIFTS = (1, -1, 0)
 """Change of the stage index for `UP`, `DOWN` and `STAY`."""
 BUFFERS = ("saved_activations", "deferred_weight_grads", "receive_buffer", "pending_outputs")
@@ -44,7 +44,7 @@ class Slots:
     arrives: np.ndarray
     """int32 `[tick, stage, direction, lane]`: slot of the receive buffer for the message that arrives in this tick.
 
-    A message in direction `UP` was sent by stage − 1, and one in direction `DOWN` by stage + 1."""
+    A message in direction `UP` was sent by stage − 1, a message in direction `DOWN` by stage + 1."""
 
     def counts(self) -> dict[str, np.ndarray]:
         """Return the number of slots that each stage needs, `[stage]`, for each of `BUFFERS`."""
@@ -76,7 +76,7 @@ def assign(schedule: Schedule) -> Slots:
 
 
 def colored(stage: np.ndarray, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Assign each interval of ticks, inclusive on both sides, the lowest slot that is free on its stage."""
+    """Assign each interval of ticks, inclusive on both sides, the lowest free slot of the stage."""
     slots = np.full(stage.shape, -1)
     free: dict[int, list[int]] = {}
     used: dict[int, list[tuple[int, int]]] = {}
@@ -108,7 +108,7 @@ def _messages(schedule: Schedule, receive_buffer: np.ndarray) -> tuple[np.ndarra
     slot = colored(target, sent + 1, used)
     receive_buffer[used, target, kind] = slot
     direction = np.select([target == origin, (target - origin) % schedule.stages == 1], [STAY, UP], DOWN)
-    # If a stage sends two results in the same direction in one tick, F uses lane 0 and B uses lane 1.
+    # If a stage sends two results in the same direction in a tick, F uses lane 0 and B uses lane 1.
     is_sent = np.zeros((*receive_buffer.shape[:2], len(SHIFTS), len(KINDS)), bool)
     is_sent[sent, origin, direction, kind] = True
     lane = (is_sent.cumsum(3) - 1)[sent, origin, direction, kind]

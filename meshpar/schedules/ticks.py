@@ -28,18 +28,18 @@ def starts(
     name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray, *, lengths: Sequence[Sequence[float]] | None = None,
     comm: Sequence[float] | None = None,
 ) -> list[list[Any]]:  # fmt: skip
-    """Return the start time of each block if every stage runs its blocks in order, each as soon as possible.
+    """Return the start time of each block if stages run their blocks in order and as soon as possible.
 
     Args:
       name: name of the schedule, for errors.
       rows: the ordered blocks of each stage.
       parts: `[stage, chunk]`, model part of each chunk.
-      lengths: duration of each block; None: one tick per op.
+      lengths: duration of each block; None: a tick per op.
       comm: latency of a message received by each stage; None: 0.
 
     Raises:
-      MeshparError: an op needs the result of an op that is missing or comes later in the same row, or the stages wait
-        for each other.
+      MeshparError: the result of an op is needed, but the op is missing or later in the same row; or there is
+        a deadlock.
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, tuple[int, Any]] = {}
@@ -112,18 +112,18 @@ def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Bl
                 where(stage, number),
                 f"run {_words((kind, microbatch, part))} before {_words((before, microbatch, part))}",
                 f"{kind} uses the result of {before} of the same microbatch, which is in block {source[1]} of that row",
-                f"move {before} of microbatch {microbatch} in front of its {kind}",
+                f"move {before} of microbatch {microbatch} before {kind} of that microbatch",
                 code="wrong-order",
             )
-    # Every blocked stage waits for another blocked stage, so following the dependencies ends in a cycle.
+    # All blocked stages depend on blocked stages, so following the dependencies ends in a cycle.
     first = {stage: (number, event) for stage, number, event in reversed(waiting) if number == len(begun[stage])}
     stage, seen = next(iter(first)), set[int]()
     while stage not in seen:
         seen.add(stage)
         stage = place[first[stage][1]][0]
     number, event = first[stage]
-    reason = f"stage {place[event][0]}, which runs it, waits for this stage: a deadlock"
-    fix = "change the order of one of their rows"
+    reason = f"stage {place[event][0]}, which runs it, needs results of this stage: a deadlock"
+    fix = "reorder the ops of either stage"
     return problem(where(stage, number), f"wait for {_words(event)}", reason, fix, code="deadlock")
 
 
@@ -133,7 +133,7 @@ def _words(event: Event) -> str:
 
 
 def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table `[tick, stage, kind, (microbatch, chunk)]` with one op per tick, and `joined[tick, stage]`."""
+    """Return the table `[tick, stage, kind, (microbatch, chunk)]` with an op per tick, and `joined[tick, stage]`."""
     num_ticks = max((times[-1] + len(row[-1]) for row, times in zip(rows, begun, strict=True) if row), default=0)
     table = np.full((num_ticks, len(rows), len(KINDS), 2), -1, np.int32)
     joined = np.zeros((num_ticks, len(rows)), bool)
@@ -148,9 +148,8 @@ def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> t
 def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Move the F, B and W of overlapped pairs into a single tick wherever that delays no other stage.
 
-    Consecutive ticks, as long as a pair, are merged if each stage has in them at most one op or ops of one block. A
-    result of the first tick is never needed in a later tick of the pair, because a block waits for all its inputs when
-    it starts.
+    Consecutive ticks of a pair are merged if no stage has ops of different blocks in them. A result of the
+    first tick is never needed in a later tick of the pair, because a block needs all inputs when it starts.
     """
     busy = table[..., 0] >= 0
     begins_pair = np.any(joined[:-1] & busy[:-1, :, F] & busy[1:, :, B], axis=1)
@@ -176,8 +175,8 @@ def filled(rows: Sequence[Sequence[StageOp]], parts: np.ndarray, limit: int) -> 
     Args:
       rows: the F and B of each stage in order.
       parts: `[stage, chunk]`, model part of each chunk.
-      limit: maximum number of saved activations (of one chunk) on a stage, each from its F through its W. F waits when
-        the limit is reached.
+      limit: maximum number of saved activations (of a chunk) on a stage, each from its F through its W. F is delayed
+        when the limit is reached.
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, int] = {}

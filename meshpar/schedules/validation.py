@@ -29,7 +29,7 @@ def check_rows(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) ->
     if parts.ndim != 2 or len(parts) != len(rows):
         raise problem(
             f"schedule `{name}`", f"run {len(rows)} rows of blocks", f"`parts` has {len(parts)} rows",
-            "give `parts` as [stage][chunk], with one row per stage", code="wrong-shape",
+            "pass `parts` as [stage][chunk], with a row per stage", code="wrong-shape",
         )  # fmt: skip
     for stage, row in enumerate(rows):
         for number, block in enumerate(row):
@@ -38,9 +38,8 @@ def check_rows(name: str, rows: Sequence[Sequence[Block]], parts: np.ndarray) ->
                     raise problem(
                         f"schedule `{name}`, stage {stage}, block {number}",
                         f"run {op.text()}",
-                        "an op is F, B or W of a microbatch that is at least 0 and of a chunk from 0 to "
-                        f"{parts.shape[1] - 1}",
-                        "correct the op, or give `parts` with a column for each chunk",
+                        f"an op is F, B or W of a microbatch (at least 0) and a chunk from 0 to {parts.shape[1] - 1}",
+                        "correct the op, or pass `parts` with a column for each chunk",
                         code="bad-op",
                     )
 
@@ -71,7 +70,7 @@ def _check_numbers(schedule: Schedule) -> None:
     parts = np.unique(schedule.parts)
     if not np.array_equal(parts, np.arange(len(parts))):
         requested, reason = (
-            f"cut the model into parts {parts.tolist()}",
+            f"divide the model into parts {parts.tolist()}",
             "part numbers must be 0, 1, 2, ... without gaps",
         )
         raise problem(where, requested, reason, f"number them 0 to {len(parts) - 1}", code="out-of-range")
@@ -79,7 +78,7 @@ def _check_numbers(schedule: Schedule) -> None:
         if len(np.unique(row)) < len(row):
             requested, reason = f"use parts {row.tolist()}", "a part occurs twice on the same stage"
             raise problem(
-                f"{where}, stage {stage}", requested, reason, "give each chunk a different part", code="conflict"
+                f"{where}, stage {stage}", requested, reason, "assign different parts to the chunks", code="conflict"
             )
     # Checked before any array of this size is allocated.
     if not is_int(schedule.microbatches, 1) or schedule.microbatches > max(schedule.table.size, 1):
@@ -97,7 +96,7 @@ def _check_numbers(schedule: Schedule) -> None:
             f"schedule `{schedule.name}`, tick {tick}, stage {stage}",
             f"run {KINDS[kind]} of microbatch {microbatch[tick, stage, kind]}, chunk {chunk[tick, stage, kind]}",
             f"the schedule has microbatches 0 to {schedule.microbatches - 1} and chunks 0 to {schedule.chunks - 1}",
-            "correct the op, or give `microbatches` and `parts`",
+            "correct the op, or pass `microbatches` and `parts`",
             code="out-of-range",
         )
 
@@ -106,8 +105,8 @@ def _check_blocks(schedule: Schedule) -> None:
     next_busy = np.vstack([schedule.busy[1:], np.zeros_like(schedule.busy[:1])])
     for tick, stage in np.argwhere(schedule.joined & ~(schedule.busy & next_busy)):
         raise problem(
-            f"schedule `{schedule.name}`, tick {tick}, stage {stage}", "join this tick and the next into one block",
-            "the stage is idle in one of them", "join only consecutive ticks with ops", code="conflict",
+            f"schedule `{schedule.name}`, tick {tick}, stage {stage}", "join this tick and the next into a block",
+            "the stage is idle in either tick", "join only consecutive ticks with ops", code="conflict",
         )  # fmt: skip
 
 
@@ -117,7 +116,7 @@ def _check_once(schedule: Schedule, ops: _Ops) -> None:
         first, second, *_ = np.flatnonzero(ops.key == ops.key[ops.index[kind, microbatch, part]]).tolist()
         reason = f"stage {ops.stage[first]} already runs it in tick {ops.tick[first]}"
         where, requested = ops.where(schedule, second), f"run it for part {part} of the model"
-        raise problem(where, requested, reason, "remove one of the two", code="duplicate-op")
+        raise problem(where, requested, reason, "remove either op", code="duplicate-op")
     for kind, microbatch, part in np.argwhere(count == 0):
         stages = np.flatnonzero((schedule.parts == part).any(1))
         raise problem(
@@ -146,7 +145,7 @@ def _check_places(schedule: Schedule, ops: _Ops) -> None:
             ops.where(schedule, ops.index[F, microbatch, part + 1]),
             f"receive the output of part {part} from stage {stage[F, microbatch, part]}",
             f"stage {stage[F, microbatch, part + 1]} is not its neighbor on a ring of {schedule.stages} stages",
-            "place consecutive parts on one stage or on neighboring stages",
+            "place consecutive parts on the same stage or on neighboring stages",
             code="wrong-stage",
         )
 

@@ -13,7 +13,7 @@ Value = tuple[int, int, int]
 
 
 class Stale(Exception):
-    """A slot is empty or contains another value."""
+    """A slot is empty or contains a different value."""
 
 
 def replay(schedule: Schedule, slots: Slots | None = None) -> Slots:

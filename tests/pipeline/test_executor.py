@@ -59,7 +59,7 @@ class Case:
     same: bool = False
     """True if all microbatches are equal."""
     waves: int = 0
-    """Number of elementwise ops before the layers of a stage. F saves their residuals, and W needs none of them."""
+    """Number of elementwise ops before the layers of a stage. F saves their residuals, and W does not need them."""
 
     @property
     def table(self) -> Schedule:
@@ -149,7 +149,7 @@ class Case:
     def reference(self):
         """Return ((loss, (metrics, aux)), gradients) by autodiff.
 
-        The batch is processed at once, or by microbatch if each has its own random numbers.
+        The full batch is processed, or each microbatch if each has its own random numbers.
         """
 
         def by_microbatch(params, batch, key):
@@ -267,7 +267,7 @@ def label(case: Case) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Gradients equal those of the unsharded model
+# Gradients, compared with the unsharded model
 # ---------------------------------------------------------------------------------------------------------------------
 
 CROSSED = [
@@ -278,7 +278,7 @@ CROSSED = [
     ),
     Case(schedule="eager-1f1b", fsdp=2, tensor=2, gather="microbatch", remat="full"),
     pytest.param(Case(schedule=make("eager-1f1b", 2, 4, chunks=2), fsdp=2), marks=pytest.mark.matrix),
-    # Two streams, and two axes that shard the batch. Other cases cover each of them separately.
+    # Two streams, and two axes that shard the batch. Other cases cover them separately.
     pytest.param(Case(schedule="zb-v", fsdp=2, aux=True), marks=pytest.mark.matrix),
     pytest.param(Case(schedule="dualpipe", expert=2, fsdp=2), marks=pytest.mark.matrix),
 ]
@@ -296,7 +296,7 @@ VARIANTS = [
     pytest.param(Case(schedule="1f1b", dtype="float32"), marks=pytest.mark.matrix),
 ]
 FOLDED = Case(schedule="dualpipe-v", p=4, m=8, tied=True, aux=True)
-EVERY = [
+ALL_SCHEDULES = [
     *(Case(schedule=name, p=4, m=8) for name in ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe")),
     Case(schedule="zb-h2", p=4, m=8, tied=True),
     Case(schedule="eager-1f1b", p=4, m=8, tied=True),
@@ -304,17 +304,17 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("case", cases(FOLDED, grid=EVERY), ids=label)
-def test_every_schedule_is_the_model_in_one_piece(run, case):
+@pytest.mark.parametrize("case", cases(FOLDED, grid=ALL_SCHEDULES), ids=label)
+def test_gradients_of_all_schedules(run, case):
     same(run(case))
 
 
-def test_no_schedule_is_forgotten():
-    assert {case.schedule for case in EVERY} == {*SCHEDULES}
+def test_all_schedules_have_a_case():
+    assert {case.schedule for case in ALL_SCHEDULES} == {*SCHEDULES}
 
 
 @pytest.mark.parametrize("case", CROSSED + COUNTS + VARIANTS, ids=label)
-def test_the_model_in_one_piece(run, case):
+def test_gradients_of_variants(run, case):
     same(run(case))
 
 
@@ -323,10 +323,12 @@ AXES = [{"fsdp": 2, "tensor": 2}, {"fsdp": 2}, {"tensor": 2}, {"expert": 2}]
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("name", "axes"), [(name, AXES[(at + n) % len(AXES)]) for n, name in enumerate(NAMES) for at in (0, 1)], ids=str
+    ("name", "axes"),
+    [(name, AXES[(offset + n) % len(AXES)]) for n, name in enumerate(NAMES) for offset in (0, 1)],
+    ids=str,
 )
-def test_every_schedule_crossed(name, axes):
-    """Each with two kinds of mesh, and each of those with several schedules."""
+def test_gradients_with_fsdp_and_tensor(name, axes):
+    """Each schedule runs on two meshes."""
     options = {"gather": "microbatch", "remat": "full", "tied": True, "aux": True, "noise": True}
     same(run_of(Case(schedule=name, **axes, **options)))
     if math.prod(axes.values()) <= 2:
@@ -346,7 +348,7 @@ def test_gradients_with_few_microbatches(name):
 
 
 def test_keys_differ_between_microbatches_and_chunks(run):
-    """All masks of the reference differ, so the test of gradients detects a key that is used twice."""
+    """All masks of the reference differ, so the gradient tests detect reused keys."""
     case = NOISY
     keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(7), i), part) for i in range(4) for part in range(4)]
     masks = {tuple(np.asarray(jax.random.bernoulli(key, 0.7, (case.rows, EMBED))).ravel()) for key in keys}
@@ -385,7 +387,7 @@ def test_gradients_of_a_custom_table(run):
 
 @pytest.mark.matrix
 def test_gradients_of_a_csv_schedule(run, tmp_path):
-    """One rank runs the first and the last chunk, and an overlapped pair."""
+    """Rank 0 runs the first and the last chunk, and an overlapped pair."""
     path = tmp_path / "v.csv"
     path.write_text("0F0,0F1,,3F0,3B0,(3F1;0B0)OVERLAP_F_B,3B1,0B1\n,1F0,2F0,1F1,2F1,2B0,1B0,2I1,2W1,1B1\n")
     same(run(Case(schedule=Schedule.from_csv(path), m=2)))
@@ -423,7 +425,7 @@ def test_memory_is_proportional_to_peak_activations(run):
         temporary[name] = run(program(name, 8)).temporary_bytes
         peak[name] = int(make(name, 4, 8).peak_activations.max())
     assert (peak["1f1b"], peak["zb-h2"]) == (4, 7)
-    # Older releases of XLA copy a buffer of deferred weight gradients with several slots.
+    # Older releases of XLA copy a buffer of deferred weight gradients with more than one slot.
     factor = 1.0 if jax.__version_info__ >= (0, 11) else 1.25
     assert temporary["zb-h2"] / temporary["1f1b"] == pytest.approx(7 / 4 * factor, rel=0.15)
 
@@ -456,7 +458,7 @@ def non_permute_sizes(case, collectives):
 
 
 def shared_sizes(case):
-    """Return the sizes of embedding and head parameters whose gradients come from several stages."""
+    """Return the sizes of embedding and head parameters with gradients from more than one stage."""
     parts = case.table.parts
     first, last = ((parts == part).any(1) for part in (0, case.table.num_parts - 1))
     owners = {"in": first | last if case.tied else first, "out": last}
@@ -465,7 +467,7 @@ def shared_sizes(case):
 
 @pytest.mark.parametrize("case", CROSSED, ids=label)
 def test_gradients_are_reduced_once_after_the_loop(run, case):
-    """Weights are gathered once before the loop, or in each tick if `gather` says so."""
+    """Weights are gathered once before the loop, or in each tick with gather="microbatch"."""
     found = [c for c in run(case).collectives if BATCH & {*c.axes}]
     gathers = [c for c in found if c.kind == "all-gather"]
     reductions = [c for c in found if c.kind != "all-gather"]
@@ -487,7 +489,7 @@ def test_gradients_are_reduced_once_after_the_loop(run, case):
 
 @pytest.mark.call_stacks
 def test_ops_of_a_tick_share_one_gather(run):
-    """With one chunk per stage, F and B of a tick use the same gathered weights."""
+    """With a single chunk per stage, F and B of a tick use the same gathered weights."""
     cells = [
         [("F", 0), None],
         [("F", 1), ("F", 0)],
@@ -544,7 +546,7 @@ def test_late_values_are_summed_over_stages(sync):
 
 
 class Cluster(Case):
-    """A cluster with one stage per node."""
+    """A cluster with a stage per node."""
 
     @functools.cached_property
     def mesh(self):
@@ -684,7 +686,7 @@ PARAMS, BATCH = Case(dtype="float32").data
 
 
 def with_loss(loss, metrics=None):
-    """Return a mistake: a loss function that returns functions of (params, y, inputs)."""
+    """Return options of a loss function, from functions of (params, y, inputs)."""
     return {"last": lambda *args: (loss(*args), {} if metrics is None else {"a": metrics(*args)})}
 
 
@@ -725,7 +727,7 @@ INVALID_CALLS = {
         f"{WHERE}(mesh=",
     ),
     "specs without stage": ({"specs": {"up": P("stage"), "down": P("tensor")}}, "bad-spec", "`down`"),
-    "specs of another tree": ({"specs": P("stage")}, "wrong-shape", f"{WHERE}(specs=...)"),
+    "specs of a different tree": ({"specs": P("stage")}, "wrong-shape", f"{WHERE}(specs=...)"),
     "specs of an unknown axis": ({"specs": {"up": P("stage", "rows"), "down": P("stage")}}, "bad-spec", "`up`"),
     "specs with too many dims": ({"specs": {"up": P("stage", *[None] * 4), "down": P("stage")}}, "bad-spec", "`up`"),
     "indivisible specs": (
@@ -824,12 +826,11 @@ def test_integer_activations_and_python_metrics():
             activations, _ = stage(part, activations, None)
         return last(None, activations, None)[0] + 2 * 0.5
 
-    result, grads = of_two(
-        stage,
-        last,
-        lambda params, inputs: (inputs.examples["x"], inputs.examples["id"], inputs.examples["id"] % 2 == 0),
-        rows,
-    )
+    def first(params, inputs):
+        ids = inputs.examples["id"]
+        return inputs.examples["x"], ids, ids % 2 == 0
+
+    result, grads = of_two(stage, last, first, rows)
     assert_as(unsharded, result, grads)
     assert result.aux["count"].tolist() == [6, 6]
     # Integers are summed over microbatches, bools are averaged.

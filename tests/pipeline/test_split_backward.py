@@ -1,4 +1,4 @@
-"""B and W together are the plain backward pass: the same gradients, the same matmuls, for any function."""
+"""Split backward passes: B and W have the gradients and the matmuls of `jax.vjp`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ LAYERS, X = layers_of(3), normal(5, 4, seed=2)
 
 
 def unrolled(params, x):
-    for at in range(2):
-        x = block(jax.tree.map(lambda leaf, at=at: leaf[at], params), x)
+    for index in range(2):
+        x = block(jax.tree.map(lambda leaf, index=index: leaf[index], params), x)
     return x
 
 
@@ -59,13 +59,13 @@ def jitted(params, x):
 
 
 def with_outputs(params, x):
-    """A pytree of outputs, one from every layer, one an integer."""
+    """A pytree of outputs, with an output per layer and an integer."""
     h, sums = jax.lax.scan(lambda h, layer: (block(layer, h), jnp.sum(h**2)), x, params)
     return {"h": h, "sums": sums, "count": jnp.int32(h.shape[0])}
 
 
 def tied(params, x):
-    """Every step of the loop uses the same weights: their gradient is summed in the loop's carry."""
+    """All steps of the loop use the same weights, so their gradient is accumulated in the carry."""
     layer = jax.tree.map(lambda leaf: leaf[0], params)
     return jax.lax.scan(lambda h, _: (block(layer, h), None), x, length=3)[0]
 
@@ -88,7 +88,7 @@ def two_carried(params, x):
 
 
 def lower_precision(params, x):
-    """Weights cast inside: neither they nor their casts are a microbatch's own."""
+    """Weights are cast inside. The casts do not depend on the microbatch."""
     half = jnp.bfloat16
     step = lambda h, layer: (block(jax.tree.map(lambda leaf: leaf.astype(half), layer), h), None)  # noqa: E731
     return jax.lax.scan(step, x.astype(half), params)[0].astype(jnp.float32)
@@ -136,12 +136,12 @@ def cotangent(y):
 
 
 def compiled(fn, *args):
-    """As one program: quicker than op by op."""
+    """Run a function under jit, which is faster than op by op."""
     return jax.jit(fn)(*args)
 
 
 def run(split: SplitVjp, params, x):
-    """y, gradients by parts, and what is handed on."""
+    """Return y, both gradients, and the shared, saved and deferred values."""
     y, saved = split.forward(params, x)
     shared = split.shared(params)
     dx, deferred = split.backward(shared, saved, cotangent(y))
@@ -149,39 +149,39 @@ def run(split: SplitVjp, params, x):
 
 
 def plain(fn, params, x):
-    """y and both gradients, from `jax.vjp`."""
+    """Return y and both gradients, from `jax.vjp`."""
     y, vjp = jax.vjp(fn, params, x)
-    return y, *vjp(as_jax_takes_it(cotangent(y)))
+    return y, *vjp(with_float0(cotangent(y)))
 
 
-def as_jax_takes_it(dy):
-    """Integers have float0 cotangents."""
+def with_float0(dy):
+    """Replace integer cotangents by float0, as `jax.vjp` requires."""
     return jax.tree.map(
         lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else np.zeros(leaf.shape, jax.dtypes.float0), dy
     )
 
 
 def matmuls(fn, *args) -> int:
-    """Matmuls that a call runs, those in a loop once for each step."""
+    """Return the number of matmuls that a call runs, including all steps of loops."""
     return _matmuls(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
 def _matmuls(jaxpr) -> int:
-    found = 0
+    count = 0
     for eqn in jaxpr.eqns:
         steps = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         inside = sum(_matmuls(getattr(inner, "jaxpr", inner)) for inner in jaxprs_in_params(eqn.params))
-        found += (eqn.primitive.name == "dot_general") + steps * inside
-    return found
+        count += (eqn.primitive.name == "dot_general") + steps * inside
+    return count
 
 
 def assert_same(got, want, **tolerance):
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        if one.dtype != jax.dtypes.float0:
-            np.testing.assert_allclose(np.asarray(one, np.float64), np.asarray(other, np.float64), **tolerance)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        if a.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), **tolerance)
 
 
 QUICK = saved_dots, with_outputs, tied, nested, two_carried, lower_precision, branching
@@ -189,16 +189,16 @@ some = pytest.mark.parametrize("fn", cases(*QUICK, grid=FUNCTIONS), ids=lambda f
 
 
 @some
-def test_gradients_are_those_of_the_plain_backward_pass(fn):
+def test_split_vjp_has_the_gradients_of_jax_vjp(fn):
     split = split_vjp(fn, LAYERS, X)
     y, dparams, dx = compiled(lambda *args: run(split, *args)[:3], LAYERS, X)
-    # The same operations, fused differently by the compiler: rounding of float32, or of bfloat16 in one of them.
+    # XLA fuses the same ops differently, so results differ by rounding of float32 or bfloat16.
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
     assert_same((y, dparams, dx), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
 
 
 @some
-def test_both_halves_at_once_are_the_plain_backward_pass(fn):
+def test_at_once_has_the_gradients_of_jax_vjp(fn):
     split = split_vjp(fn, LAYERS, X)
 
     def both(params, x):
@@ -210,40 +210,40 @@ def test_both_halves_at_once_are_the_plain_backward_pass(fn):
     assert_same(compiled(both, LAYERS, X), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
     y, saved = jax.eval_shape(split.forward, LAYERS, X)
     shared = jax.eval_shape(split.shared, LAYERS)
-    apart = matmuls(split.backward, shared, saved, y) + matmuls(
+    separate = matmuls(split.backward, shared, saved, y) + matmuls(
         split.weights, shared, saved, split.deferred_weight_grads
     )
-    assert matmuls(split.at_once, shared, saved, y) == apart
+    assert matmuls(split.at_once, shared, saved, y) == separate
     assert scans(split.at_once, shared, saved, y) <= scans(split.backward, shared, saved, y)
 
 
 def scans(fn, *args) -> int:
-    """Loops of a call, of those outside of any other."""
+    """Return the number of top-level loops of a call."""
     return sum(eqn.primitive.name == "scan" for eqn in jax.make_jaxpr(fn)(*args).jaxpr.eqns)
 
 
 @pytest.mark.parametrize(("layers", "loops"), [(3, 1), (2, 2)])
-def test_loops_of_as_many_steps_become_one(layers, loops):
-    """A forward pass over layers beside the backward pass of others, which goes the other way."""
+def test_together_merges_loops_of_equal_length(layers, loops):
+    """A forward pass runs together with a backward pass, whose loop runs in reverse."""
     up, x = layers_of(layers), normal(5, 4, seed=3)
-    one, other = split_vjp(scanned, layers_of(3), X), split_vjp(scanned, up, x)
-    saved, shared = one.forward(layers_of(3), X)[1], one.shared(layers_of(3))
+    first, second = split_vjp(scanned, layers_of(3), X), split_vjp(scanned, up, x)
+    saved, shared = first.forward(layers_of(3), X)[1], first.shared(layers_of(3))
     dy = cotangent(scanned(layers_of(3), X))
 
-    def beside(shared, saved, dy, up, x):
-        return together(one.at_once_steps(shared, saved, dy), other.forward_steps(up, x))
+    def merged(shared, saved, dy, up, x):
+        return together(first.at_once_steps(shared, saved, dy), second.forward_steps(up, x))
 
-    def alone(shared, saved, dy, up, x):
-        return [one.at_once(shared, saved, dy), other.forward(up, x)]
+    def separate(shared, saved, dy, up, x):
+        return [first.at_once(shared, saved, dy), second.forward(up, x)]
 
-    given = (shared, saved, dy, up, x)
-    assert scans(beside, *given) == loops
-    assert scans(alone, *given) == 2
-    assert_same(compiled(beside, *given), compiled(alone, *given), rtol=1e-6, atol=1e-6)
+    args = (shared, saved, dy, up, x)
+    assert scans(merged, *args) == loops
+    assert scans(separate, *args) == 2
+    assert_same(compiled(merged, *args), compiled(separate, *args), rtol=1e-6, atol=1e-6)
 
 
 @some
-def test_no_matmul_is_run_twice(fn):
+def test_split_vjp_runs_no_matmul_twice(fn):
     split = split_vjp(fn, LAYERS, X)
     y, saved = jax.eval_shape(split.forward, LAYERS, X)
     shared = jax.eval_shape(split.shared, LAYERS)
@@ -251,14 +251,14 @@ def test_no_matmul_is_run_twice(fn):
     _, vjp = jax.eval_shape(functools.partial(jax.vjp, fn), LAYERS, X)
     b = matmuls(split.backward, shared, saved, y)
     w = matmuls(split.weights, shared, saved, deferred)
-    assert b + w == matmuls(lambda vjp, dy: vjp(as_jax_takes_it(dy)), vjp, y)
+    assert b + w == matmuls(lambda vjp, dy: vjp(with_float0(dy)), vjp, y)
     assert b > 0
-    assert (w > 0) == (fn is not branching)  # its branches stay whole
+    assert (w > 0) == (fn is not branching)  # lax.cond is not split.
     assert matmuls(split.forward, LAYERS, X) == matmuls(fn, LAYERS, X)
     assert matmuls(split.shared, LAYERS) == 0
 
 
-def test_two_mlp_blocks_have_four_matmuls_each_way():
+def test_two_mlp_blocks_have_4_matmuls_in_b_and_in_w():
     for fn, params in ((unrolled, LAYERS), (scanned, layers_of(2))):
         split = split_vjp(fn, params, X)
         y, saved = jax.eval_shape(split.forward, params, X)
@@ -268,11 +268,11 @@ def test_two_mlp_blocks_have_four_matmuls_each_way():
 
 
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda fn: fn.__name__)
-def test_what_is_handed_on_is_as_foretold(fn):
+def test_saved_and_deferred_shapes_are_as_declared(fn):
     split = split_vjp(fn, LAYERS, X)
     saved, deferred = jax.eval_shape(lambda *args: run(split, *args)[3][1:], LAYERS, X)
-    for told, found in ((split.saved_activations, saved), (split.deferred_weight_grads, deferred)):
-        assert [(leaf.shape, leaf.dtype) for leaf in told] == [(leaf.shape, leaf.dtype) for leaf in found]
+    for declared, values in ((split.saved_activations, saved), (split.deferred_weight_grads, deferred)):
+        assert [(leaf.shape, leaf.dtype) for leaf in declared] == [(leaf.shape, leaf.dtype) for leaf in values]
 
 
 @pytest.mark.parametrize(
@@ -280,10 +280,10 @@ def test_what_is_handed_on_is_as_foretold(fn):
     cases(lower_precision, closed_over, grid=[unrolled, scanned, jitted, lower_precision, custom, tied, closed_over]),
 )
 def test_parameters_and_constants_are_not_saved(fn):
-    """Nothing in the saved or the deferred has the shape of a weight, or stays the same when x changes."""
+    """Saved and deferred values do not have the shape of a weight, and change with x."""
     split = split_vjp(fn, LAYERS, X)
-    handed = jax.jit(lambda x: run(split, LAYERS, x)[3])
-    one, other = handed(X), handed(normal(5, 4, seed=7))
+    values_of = jax.jit(lambda x: run(split, LAYERS, x)[3])
+    one, other = values_of(X), values_of(normal(5, 4, seed=7))
     for first, second in zip([*one[1], *one[2]], [*other[1], *other[2]], strict=True):
         assert first.shape[-2:] not in ((4, 8), (8, 4))
         assert not np.array_equal(first, second)
@@ -300,15 +300,15 @@ def test_each_array_is_saved_once():
     assert len({np.asarray(leaf).tobytes() for leaf in saved}) == len(saved)
 
 
-def test_parameters_are_shared_as_they_are():
-    """Weights that are residuals are handed through, not copied into another array."""
+def test_shared_returns_parameters_without_copies():
+    """Parameters that are residuals are returned as they are."""
     split = split_vjp(scanned, LAYERS, X)
     shared = split.shared(LAYERS)
     assert {id(leaf) for leaf in shared} == {id(leaf) for leaf in LAYERS.values()}
 
 
 def test_integers_have_no_gradient():
-    """The first stage begins with tokens: all of its backward pass is W."""
+    """The input of the first stage is tokens, so its backward pass is W only."""
     table, tokens = normal(10, 4), jnp.array([1, 3, 3])
     fn = lambda table, tokens: jnp.tanh(layers.embed(table, tokens[None]))[0]  # noqa: E731
     with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()):
@@ -322,12 +322,12 @@ def test_integers_have_no_gradient():
     )
 
 
-def test_dropout_is_drawn_once():
-    """The mask of F is the mask of B, whatever the key; keys travel in x."""
+def test_dropout_mask_is_shared_by_f_and_b():
+    """B uses the mask of F. The key is part of x."""
 
     def fn(params, x):
-        kept = jax.random.bernoulli(x["key"], 0.5, x["h"].shape)
-        return block(params, jnp.where(kept, x["h"], 0.0))
+        mask = jax.random.bernoulli(x["key"], 0.5, x["h"].shape)
+        return block(params, jnp.where(mask, x["h"], 0.0))
 
     params = {"up": normal(4, 8), "down": normal(8, 4)}
     x = {"h": X, "key": jax.random.key(3)}
@@ -341,7 +341,7 @@ def test_dropout_is_drawn_once():
     assert_same(compiled(of_h, params, x), want, rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_traced_from_shapes_alone_and_compiles():
+def test_split_vjp_accepts_shapes():
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (LAYERS, X))
     split = split_vjp(scanned, *shapes)
     _, dparams, dx, _ = jax.jit(functools.partial(run, split))(LAYERS, X)
@@ -349,8 +349,8 @@ def test_it_is_traced_from_shapes_alone_and_compiles():
     assert_same((dparams, dx), tuple(want), rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_stage_prints_it_prints_in_f():
-    """Once for each layer, and not again in B or W."""
+def test_debug_callbacks_run_in_f_only():
+    """The callback runs once per layer, and not again in B or W."""
     seen = []
 
     def fn(params, x):
@@ -374,8 +374,8 @@ def test_what_a_stage_prints_it_prints_in_f():
 
 
 @pytest.mark.parametrize("check", cases(False, grid=[True, False]))
-def test_inside_a_shard_map_over_stages(check):
-    """As the executor uses it: manual over `stage`, the rest left to the compiler."""
+def test_split_vjp_inside_shard_map(check):
+    """As in the executor, `shard_map` is manual over `stage` only."""
     mesh = mp.MeshSpec(stage=2, tensor=2).build(jax.devices()[:4])
 
     def local(params, x):
@@ -395,7 +395,7 @@ def test_inside_a_shard_map_over_stages(check):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The shipped transformer's layers
+# Layers of the transformer of meshpar.models
 # ---------------------------------------------------------------------------------------------------------------------
 
 CONFIG = TransformerConfig(
@@ -404,7 +404,7 @@ CONFIG = TransformerConfig(
 
 
 def transformer_layers(remat: str | None):
-    """The scanned layers of the NNX transformer as a stage, its parameters, and an input."""
+    """Return the scanned layers of the NNX transformer as a stage function, their parameters, and an input."""
     model = Transformer(CONFIG, rngs=nnx.Rngs(0))
     graph, state = nnx.split(model.layers)
     params = nnx.to_pure_dict(state)
@@ -412,8 +412,8 @@ def transformer_layers(remat: str | None):
 
     def stage(params, h):
         def layer(h, params):
-            nnx.replace_by_pure_dict(at := nnx.clone(state), params)
-            return nnx.merge(graph, at)(h, angles, None, None)[0], None
+            nnx.replace_by_pure_dict(layer_state := nnx.clone(state), params)
+            return nnx.merge(graph, layer_state)(h, angles, None, None)[0], None
 
         step = jax.checkpoint(layer) if remat else layer
         return jax.lax.scan(step, h, params)[0]
@@ -424,7 +424,7 @@ def transformer_layers(remat: str | None):
 @pytest.mark.matrix
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("remat", [None, "full"])
-def test_a_transformer_layer(remat, compute):
+def test_split_vjp_of_transformer_layers(remat, compute):
     with mp.use_rules(mp.MeshSpec().build(jax.devices()[:1]), mp.ddp()), numerics(Precision(compute=compute), None):
         stage, params, h = transformer_layers(remat)
         split = split_vjp(stage, params, h)
@@ -433,9 +433,9 @@ def test_a_transformer_layer(remat, compute):
         _, vjp = jax.vjp(stage, params, h)
         b, w = matmuls(split.backward, shared, saved, y), matmuls(split.weights, shared, saved, deferred)
         assert b + w == matmuls(vjp, y)
-        # Seven matrices a layer, each with one gradient in W; attention's two products have both gradients in B, where
-        # it makes its scores again. Under remat B runs forward again, but for the last matrix, whose output nothing
-        # needs.
+        # A layer has seven weight matrices, with a gradient each in W. The two products of attention have both
+        # gradients in B, which also recomputes the scores. With remat, B repeats the forward pass except for the last
+        # matrix, whose output is not needed.
         assert w == 7 * 2
         assert b == (7 + 5 + (8 if remat else 0)) * 2
 
@@ -449,13 +449,13 @@ def test_complex_leaves_have_gradients():
         return jnp.tanh(x["z"] @ params["w"] + params["b"]) * x["shift"]
 
     split = split_vjp(fn, params, x)
-    # The cotangent of complex numbers has an imaginary part, too.
+    # A complex cotangent has an imaginary part, too.
     dy = jax.random.normal(jax.random.fold_in(key, 2), (2, 3), "complex64")
     shared, (y, saved) = split.shared(params), split.forward(params, x)
     dx, deferred = split.backward(shared, saved, dy)
     expected, pull = jax.vjp(fn, params, x)
-    for found, wanted in (((y, (split.weights(shared, saved, deferred), dx)), (expected, pull(dy))),
+    for got, want in (((y, (split.weights(shared, saved, deferred), dx)), (expected, pull(dy))),
                           (split.at_once(shared, saved, dy), pull(dy)[::-1])):  # fmt: skip
-        for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-            assert one.dtype == other.dtype
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)

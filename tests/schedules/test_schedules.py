@@ -69,7 +69,7 @@ def test_schedule_bubble_and_memory_match_formulas(name, sizes):
         where = f"{name}, {p} stages, {m} microbatches"
         np.testing.assert_allclose(simulation.lockstep.makespan, simulation.free.makespan, err_msg=where)
         np.testing.assert_allclose(simulation.free.busy, 3 * m, err_msg=where)
-        # Two streams need at least 2p microbatches, and DualPipe an even number of them.
+        # Two streams need at least 2p microbatches, and DualPipe needs an even number.
         if name.startswith("dualpipe") and (m < 2 * p or (name == "dualpipe" and m % 2)):
             uneven += 1
             assert schedule.peak_activations.max() <= peak(p, m), where
@@ -215,14 +215,14 @@ def test_dualpipe_with_odd_number_of_microbatches():
 
 
 def test_dualpipe_pairs_share_a_tick():
-    """Nearly all pairs share a tick; the others would delay a neighbor."""
+    """Nearly all pairs share a tick; the remaining pairs would delay a neighbor."""
     schedule = schedules.dualpipe(4, 32)
     pairs = (schedule.table[:, :, :2, 0] >= 0).all(2)
     assert pairs.sum(0).tolist() == [26, 27, 27, 26]
     planned = [sum([op.kind for op in block] == ["F", "B", "W"] for block in row) for row in schedule.order()]
     assert planned == [27, 27, 27, 27]
     forward, backward = np.moveaxis(schedule.table[pairs][:, :2], 1, 0)
-    assert (forward[:, 1] != backward[:, 1]).all()  # One microbatch of each stream.
+    assert (forward[:, 1] != backward[:, 1]).all()  # A microbatch of each stream.
 
 
 @pytest.mark.parametrize(("name", "copies"), [("1f1b", 1), ("zb-v", 1), ("dualpipe-v", 1), ("dualpipe", 2)])
@@ -233,7 +233,7 @@ def test_copies_of_parameters(name, copies):
 
 
 def test_repeated_steps_cost_the_span_bubble():
-    """Without synchronization, a step costs the span bubble: none for ZB-H2, all of it for 1F1B."""
+    """Without synchronization, a step costs the span bubble: 0 for ZB-H2, and the full bubble for 1F1B."""
     work = 3 * 8
     for name, per_step in (("zb-h2", work), ("zb-v", work), ("zb-h1", work + 3), ("1f1b", work + 9)):
         times = [make(name, 4, 8).repeated(steps).simulate() for steps in (2, 4)]

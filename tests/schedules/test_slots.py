@@ -34,7 +34,7 @@ def test_slots_replay_without_stale_values(name):
     ],
 )  # fmt: skip
 def test_slots_messages_per_tick(name, up, down, stay):
-    """A tick has one permute up and one down, or two if both results of a pair go the same way."""
+    """A tick has a permute up and a permute down, or two if both results of a pair go the same way."""
     lanes = (make(name, 4, 16).slots().sends >= 0).any((0, 1)).sum(1)
     assert (lanes[UP], lanes[DOWN], lanes[STAY]) == (up, down, stay)
 
@@ -48,7 +48,7 @@ def test_slots_have_one_message_per_hop():
 
 
 def test_full_backward_needs_one_deferred_slot():
-    """W follows its B immediately, so one slot is enough."""
+    """W follows its B immediately, so a single slot is enough."""
     for name in ("gpipe", "1f1b", "interleaved-1f1b"):
         assert make(name, 4, 8).slots().counts()["deferred_weight_grads"].tolist() == [1] * 4
 
@@ -56,7 +56,7 @@ def test_full_backward_needs_one_deferred_slot():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("buffer", ["saved_activations", "deferred_weight_grads", "receive_buffer", "arrives"])
 def test_replay_detects_a_wrong_slot(name, buffer):
-    """If one use of a slot is changed, an op reads the wrong value."""
+    """If a single use of a slot is changed, an op reads the wrong value."""
     schedule = make(name, 4, 8)
     slots = schedule.slots()
     array = getattr(slots, buffer)
@@ -69,7 +69,7 @@ def test_replay_detects_a_wrong_slot(name, buffer):
         with pytest.raises(Stale, match=r"tick \d+, stage \d, .*: expected [FB] of microbatch"):
             replay(schedule, dataclasses.replace(slots, **{buffer: stale}))
         checked += 1
-    assert checked or (name, buffer) == ("eager-1f1b", "deferred_weight_grads")  # Each W runs in the tick of its B.
+    assert checked or (name, buffer) == ("eager-1f1b", "deferred_weight_grads")  # W runs in the same tick as B.
 
 
 @pytest.mark.parametrize("name", NAMES)
