@@ -66,13 +66,15 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def test_every_import_is_declared_and_every_dependency_is_imported() -> None:
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "meshpar").rglob("*.py")]
+    trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "meshpar").rglob("*.py")}
     required = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
     optional = (Requirement(text) for extra in PROJECT["optional-dependencies"].values() for text in extra)
-    anywhere = set().union(*(imported(ast.walk(tree)) for tree in trees))
+    anywhere = set().union(*(imported(ast.walk(tree)) for tree in trees.values()))
     assert anywhere - required <= {canonicalize_name(one.name) for one in optional}
     assert required <= anywhere
-    when_loaded = set().union(*(imported(tree.body) for tree in trees))
+    # The process that renders chat templates imports jinja2 when it starts.
+    loaded = [tree for name, tree in trees.items() if not name.endswith("template_process.py")]
+    when_loaded = set().union(*(imported(tree.body) for tree in loaded))
     assert when_loaded <= required, "import what an extra installs inside the function that uses it"
 
 
