@@ -153,7 +153,6 @@ def measured(recipe: str, cluster: str, fields: tuple[str, ...], pod) -> dict:  
         "argument_bytes": report.memory.state_bytes + report.memory.batch_bytes,
         "peak_bytes": report.memory.peak_bytes,
         "sent_bytes": {label: sum(one["bytes_sent_per_device"] for one in kinds.values()) for label, kinds in totals},
-        "rates": "expected",
         "step_s": report.compute.predicted_step_s,
         "compute_s": report.compute.compute_s,
         "exposed_s": dict(report.compute.exposed_s),
