@@ -549,7 +549,8 @@ def test_no_tick_copies_its_buffers(pod, schedule):
     step, state, batch = case.step(case.mesh.abstract(devices=8), size=4)
     program = pod.compile(step.trace(state, batch), "h100:1x8", options=step.compile_options(state.setup))
     table = case.strategy.pipeline.table()
-    kept = {(count,) for name, count in Plan.of(table).buffers().items() if name in ("saved_activations", "deferred_weight_grads")} - {(1,)}
+    buffers = Plan.of(table).buffers()
+    kept = {(buffers[name],) for name in ("saved_activations", "deferred_weight_grads")} - {(1,)}
     handed_on = 4 * (T * 4) * (D * 4)  # numbers of a microbatch between layers: rows, tokens, width
     ticks = [visit for visit in executed(program.module) if visit.loops and visit.loops[0].trip_count == table.ticks]
     copied = [
