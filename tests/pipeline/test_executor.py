@@ -682,7 +682,7 @@ def called(params=None, batch=None, stage=None, last=None, key=None, late=None, 
     return jax.eval_shape(lambda *args: run(*args, key, late), params or default_params, batch or default_batch)
 
 
-PARAMS, BATCH = Case(dtype="float32").data
+PARAMS, EXAMPLES = Case(dtype="float32").data
 
 
 def with_loss(loss, metrics=None):
@@ -737,9 +737,9 @@ INVALID_CALLS = {
     ),
     "params of a dict": ({"params": {"chunks": PARAMS.chunks}}, "wrong-type", "pipeline parameters"),
     # Errors of other packages, whose codes are tested there.
-    "7 examples": ({"batch": {name: x[:7] for name, x in BATCH.items()}}, None, "batch leaf"),
-    "scalar in the batch": ({"batch": {**BATCH, "scale": jnp.float32(1)}}, None, "`scale`"),
-    "unequal examples": ({"batch": {**BATCH, "t": BATCH["t"][:4]}}, None, "batch leaf"),
+    "7 examples": ({"batch": {name: x[:7] for name, x in EXAMPLES.items()}}, None, "batch leaf"),
+    "scalar in the batch": ({"batch": {**EXAMPLES, "scale": jnp.float32(1)}}, None, "`scale`"),
+    "unequal examples": ({"batch": {**EXAMPLES, "t": EXAMPLES["t"][:4]}}, None, "batch leaf"),
     "unknown remat": ({"remat": "some"}, None, "remat"),
     "shape of y": ({"stage": lambda layers, x, inputs: jnp.concatenate([x, x], -1)}, None, "stage_fn"),
     "dtype of y": ({"stage": lambda layers, x, inputs: x.astype(jnp.bfloat16)}, None, "stage_fn"),

@@ -602,7 +602,7 @@ def test_layers_that_use_outer_parameters_are_refused():
         strategy=mp.pipeline_parallel(stages=2, microbatches=2),
     )  # fmt: skip
     step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
-    with pytest.raises(mp.MeshparError, match="stands outside of the stacked layers"):
+    with pytest.raises(mp.MeshparError, match="is not part of the stacked layers"):
         step.lower(state, {"x": np.ones((4, 4), np.float32)})
 
 
@@ -620,7 +620,7 @@ def test_split_activations_are_to_be_told_before_the_layers():
         strategy=mp.pipeline_parallel(stages=2, microbatches=2) | mp.tensor_parallel(sequence=True),
     )  # fmt: skip
     step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
-    with pytest.raises(mp.MeshparError, match='is no meshpar.constrain(.|\n)*"norm_seq"'):
+    with pytest.raises(mp.MeshparError, match='suitable meshpar.constrain(.|\n)*"norm_seq"'):
         step.lower(state, {"x": np.ones((4, 4, 4), np.float32)})
 
 
