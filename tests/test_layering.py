@@ -60,6 +60,7 @@ HOUSE: dict[str, list[str] | str] = {
     "training.ema": ["training.state"],
     "training.lora": ["sharding.regions", "training.layers", "training.state"],
     "training.xla": ["sharding.types"],
+    "training.pgle": ["sharding.types"],
     "training.options": ["training.layers", "training.losses", "training.xla"],
     # Arithmetic that kernels use, too: algorithm="auto" asks it, while a program is traced, what a message would take.
     "planner.catalogue": [],
