@@ -8,10 +8,9 @@
 Hardware: 512 GPUs of 80 GB. State is 12 bytes a parameter over 512 devices: 1.65 GB each. One step is 4,194,304 tokens.
 Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
 
-`explain` finds 52 GB of 80 in use, 69 GB sent by each GPU over fsdp and 755 GB over tensor in a step, and a step of
-7.7 s, 98 % of the communication hidden. It compiles twice: with XLA's own estimate of the latencies of messages
-(--set latency_rounds=0) the step takes 7.9 s and 90 % is hidden. One row a micro-step, eight of them, computes too
-little to hide the messages between nodes.
+`explain` (jax 0.10) finds 51 GB of 80 in use, 68 GB sent by each GPU over fsdp and 755 GB over tensor in a step, and a
+step of 8.5 s, 83 % of the communication hidden. By the same simulation --set interleave=4 takes 7.9 s and hides 90 %
+(jax 0.12). One row a micro-step, eight of them, computes too little to hide the messages between nodes.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def recipe(devices: int = 512) -> mp.Recipe:
     optimizer = mp.AdamW(lr=1.5e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
     # Run: all eight rows of 8,192 tokens of a node at once, so that a layer computes longer than it is sent, and in
-    # four slices, one's messages over tensor behind the others' matmuls: the first and the last of a layer, which have
-    # nothing to hide behind, are a quarter each. On few nodes, where the state takes more of the memory, one row a
-    # micro-step.
+    # two slices, so that messages of one slice over tensor overlap with matmuls of the other. On few nodes, where the
+    # state takes more of the memory, one row a micro-step.
     many = devices > 128
     return mp.Recipe(
         name="llama3_70b",

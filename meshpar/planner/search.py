@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -133,13 +132,11 @@ class Search:
         )
 
     def best(self, top: int) -> list[Found]:
-        """The quickest layouts that fit, each resolved as training resolves it."""
-        with _uncollected():
-            return self._best(top)
+        """Return the fastest layouts that fit, each resolved as training resolves it.
 
-    def _best(self, top: int) -> list[Found]:
-        """Of each kind the most promising is looked at first, then others of the kinds that proved best, then the rest;
-        of few strategies all."""
+        The search starts with the most promising layout of each kind, then takes others of the best kinds, then the
+        rest. With few strategies it looks at all.
+        """
         found: list[Found] = []
         starts = self.starts()
         fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
@@ -503,18 +500,6 @@ class Search:
 
 
 _ANY = MeshSpec()
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles, which is a fourth of the time: of many small values nearly all live on."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _is_used(placed: Placed, part: Parallelism) -> bool:

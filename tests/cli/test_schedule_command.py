@@ -109,7 +109,7 @@ def test_without_a_name_all_stand_side_by_side(schedule):
 @pytest.mark.parametrize(
     ("args", "told"),
     [
-        (["zb-h3"], "did you mean `zb-h2` or `zb-h1`"),
+        (["zb-h3"], "Did you mean `zb-h2` or `zb-h1`"),
         (["dualpipe", "--stages", 3], "Use 2 or 4 stages"),
         (["gpipe", "--chunks", 2], "it has no options"),
         (["gpipe", "--f", -1], "`f` of schedule `gpipe`"),

@@ -224,7 +224,7 @@ def test_attention_and_operands_made_narrow_take_times_of_their_own():
 
 
 @pytest.mark.pod  # tracing them asks for cuDNN
-@pytest.mark.parametrize("at", [0, 1, 6, 9, 15, 25])
+@pytest.mark.parametrize("at", [0, 5, 8, 14, 24])
 def test_axes_send_what_compiled_programs_send(at):
     """Weights over fsdp, activations over tensor, rows of tokens, with prefetch and without."""
     off = off_axes(COMPILED[at])
@@ -948,7 +948,7 @@ def test_the_command_says_why_a_layout_is_not_the_best(meshpar):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("at", [0, 1, 2])
 def test_looking_closely_at_more_finds_nothing_better(at, monkeypatch):
     """The coarse order, by which most strategies are passed over, passes over none of the best."""
     estimated(COMPILED[at])
