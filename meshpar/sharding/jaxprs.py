@@ -9,7 +9,7 @@ from jax.extend.core import jaxprs_in_params
 
 
 def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
-    """Yield each equation, and how often it runs inside of scans; an equation comes before its nested jaxprs.
+    """Yield each equation with the number of runs by enclosing scans, outer equations before nested ones.
 
     Args:
       jaxpr: a `Jaxpr` or a `ClosedJaxpr`.
@@ -23,7 +23,7 @@ def equations(jaxpr: Any, runs: int = 1) -> Iterator[tuple[Any, int]]:
 
 
 def in_scope(eqn: Any, scope: str) -> bool:
-    """Return whether an equation was traced within a named scope of its jaxpr."""
+    """Return whether an equation has a named scope in its name stack."""
     return scope in str(eqn.source_info.name_stack)
 
 
