@@ -329,29 +329,6 @@ def ring_attention_backward(kv_bytes: float, gradient_bytes: float, num_ranks: i
     return ring_attention(kv_bytes, num_ranks) + ring_attention(gradient_bytes, num_ranks)
 
 
-def ring_attention_flops(
-    *, batch: int, seq_len: int, num_heads: int, head_dim: int, num_ranks: int, tile: int, causal: bool = True
-) -> int:
-    """FLOPs of one rank's forward pass, tiles of `tile` positions; 2.5 times that backward.
-
-    Without a mask `4 B H D T²/N`. Under a causal one in zigzag order `2 B H D T/N (T + tile)`: half of it, and the
-    upper halves of the tiles on the diagonal, which are computed and masked.
-    """
-    square = 2 * batch * num_heads * head_dim * (seq_len // num_ranks)
-    return square * (seq_len + tile) if causal else 2 * square * seq_len
-
-
-def zigzag_order(payload_bytes: float, num_ranks: int) -> Cost:
-    """A rank's part of a sequence from contiguous to zigzag order or back: its two chunks, a message each.
-
-    Of two ranks one chunk each is in its place, of one rank both are.
-    """
-    _check(payload_bytes, num_ranks)
-    steps = min(num_ranks - 1, 2)
-    sent = steps * payload_bytes / 2
-    return Cost(steps=steps, bytes_sent=sent, bytes_in_turn=sent)
-
-
 # ---- Mixture of experts: T tokens a rank (b s / N), k choices each, E experts over N ranks, rows of d numbers --------
 
 
@@ -437,11 +414,6 @@ def grouped_block(num_rows: int, num_groups: int) -> int:
     """Rows of a block of a grouped matmul, where nobody names them: a power of two."""
     wanted = max(num_rows // (BLOCKS_A_GROUP * num_groups), 1)
     return min(max(1 << (wanted.bit_length() - 1), 8), MOST_BLOCK_ROWS)
-
-
-def grouped_matmul_flops(num_rows: int, num_groups: int, block: int, inner: int, columns: int) -> int:
-    """FLOPs of a blocked grouped matmul at the most; as many for each of its two gradients."""
-    return matmul_flops(grouped_rows(num_rows, num_groups, block), inner, columns)
 
 
 def _check_routed(num_tokens: int, k: int, num_experts: int, num_ranks: int) -> None:

@@ -341,7 +341,7 @@ def test_two_levels_move_everything_twice_with_fewer_messages():
 def test_blocks_of_a_grouped_matmul():
     assert cost.grouped_rows(8192, 16, 32) == 8192 + 15 * 32
     assert cost.grouped_rows(3, 16, 32) == 3 * 32  # no more blocks than rows
-    assert cost.grouped_matmul_flops(8192, 16, 1, 64, 96) == cost.matmul_flops(8192, 64, 96)
+    assert cost.grouped_rows(8192, 16, 1) == 8192
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def test_flops_of_the_program_are_the_closed_form(block):
     groups, inner, columns = LARGE["groups"], LARGE["width"], LARGE["columns"]
     routed = 3 * cost.matmul_flops(LARGE["rows"], inner, columns)
     found = flops(block=block, typical_rows=LARGE["rows"])
-    assert found == 3 * cost.grouped_matmul_flops(LARGE["rows"], groups, block or 128, inner, columns)
+    assert found == 3 * cost.matmul_flops(cost.grouped_rows(LARGE["rows"], groups, block or 128), inner, columns)
     assert routed <= found <= routed * (1 + groups * (block or 128) / LARGE["rows"])
     if block is None:
         assert found <= 5 / 4 * routed
@@ -257,7 +257,7 @@ def test_flops_of_the_program_are_the_closed_form(block):
 
 def test_rows_beyond_the_typical_ones_are_left_to_a_loop_that_ends_with_the_last():
     """A compiler sees its length no more than we do, so that it counts once; masked products do all rows G times."""
-    known = cost.grouped_matmul_flops(1024, 16, 32, LARGE["width"], LARGE["columns"])
+    known = cost.matmul_flops(cost.grouped_rows(1024, 16, 32), LARGE["width"], LARGE["columns"])
     assert flops(block=32, typical_rows=1024) == 3 * (known + cost.matmul_flops(32, LARGE["width"], LARGE["columns"]))
     assert flops(block=32) == 3 * cost.matmul_flops(32, LARGE["width"], LARGE["columns"])
 
@@ -289,7 +289,7 @@ def test_swiglu_is_nine_matmuls_and_nothing_is_as_wide_as_hidden_but_typical_row
     """Of the blocks beyond the typical ones eleven, in loops of a length not known before."""
     program = hlo.parse(compiled_swiglu(1024, checkpointed=checkpointed).as_text())
     width, groups = LARGE["width"], LARGE["groups"]
-    known = cost.grouped_matmul_flops(1024, groups, 32, width, 4 * width)
+    known = cost.matmul_flops(cost.grouped_rows(1024, groups, 32), width, 4 * width)
     assert work.flops_per_step(program) == 9 * known + 11 * cost.matmul_flops(32, width, 4 * width)
     rows = 4 * LARGE["rows"] * width
     assert max(one.nbytes for one in work.largest_temporaries(program)) <= rows
