@@ -138,7 +138,7 @@ class Parallelism:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.arguments().items())})"
 
 
-# ---- Rules and checks for subclasses ----------------------------------------------------------------------------------
+# ---- Rules and checks for subclasses ---------------------------------------------------------------------------------
 
 
 def activations(origin: str, by_name: Mapping[str, DimRule] | None = None) -> Rules:
