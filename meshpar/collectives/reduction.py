@@ -1,4 +1,4 @@
-"""all_reduce: the reduction over all ranks, at all ranks, by the algorithm of one's choice."""
+"""All-reduce with a choice of algorithms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpar.collectives.wire import Combine, reduced, varying, xla_reduced
 from meshpar.hardware.clusters import Profile
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS, XLA)
-"""What `all_reduce` knows."""
+"""Algorithms of `all_reduce`, without "auto"."""
 
 
 def all_reduce(
@@ -30,9 +30,9 @@ def all_reduce(
     num_servers: int = 1,
     cluster: str | Profile | None = None,
 ) -> Num[Array, "*dims"]:
-    """Every rank gets the reduction over all ranks.
+    """Reduce an array over all ranks of `axis`, and return the result on every rank.
 
-        [A] {partial over X} -> [A];  per device [A] -> [A], any shape
+        [A] {unreduced over X} -> [A];  per device [A] -> [A], any shape
 
         algorithm           steps         bytes sent per rank (n the array, N ranks)
         ring                2(N-1)        2(N-1)/N n    bandwidth-optimal; a reduce-scatter, then an all-gather
@@ -43,26 +43,37 @@ def all_reduce(
         root                2(N-1)        (N-1) n in and out of rank 0; for comparison only
         parameter_server    2(N-1)        (N-1) n/S in and out of each of S servers; for comparison only
         xla                               XLA's own collective
-        auto                              XLA's own, unless a measured profile shows another to be quicker, see
-                                          `choose`; over several axes also in two levels, the last axis inside:
-                                          `hierarchical_all_reduce`
+        auto                              the fastest in a measured profile, XLA's by default (`choose`);
+                                          several axes may use `hierarchical_all_reduce`, the last axis inside
 
-    When N is no power of two, recursive doubling and halving-doubling take two whole messages more, and log2 N is
-    rounded down; the tree's is rounded up. All ranks get the same bits. Sums are taken in the array's own dtype.
+    If N is not a power of two, recursive doubling and halving-doubling send two more messages of n bytes, with log2 N
+    rounded down. The tree rounds log2 N up. All ranks return bitwise equal results. Sums use the dtype of the array.
 
     Source: Thakur, Rabenseifner, Gropp 2005; Patarasuk and Yuan 2009; for servers Li et al. 2014.
 
     Args:
-      axis: mesh axis, or several as one.
-      algorithm: one of the above.
+      x: the local array. All ranks have the same shape and dtype.
+      axis: mesh axis, or a tuple of axes that are reduced as one.
+      algorithm: an algorithm of the table.
       op: `sum`, `mean`, `max` or `min`.
-      channels: for the rings: so many at once (pairs of them when bidirectional), over different links where N allows.
-      num_servers: for the parameter server: S, the first ranks.
-      cluster: for `auto`: what the ranks are linked by, as `h100:8x8` or a profile's file (see `auto.py`).
+      channels: number of concurrent rings, or of pairs for "bidirectional". They use different links if N allows.
+      num_servers: number S of parameter servers, which are the first ranks.
+      cluster: for "auto", the interconnect, such as `h100:8x8`, or the path of a profile (see `auto.py`).
+
+    Returns:
+      The reduced array, with the shape and dtype of `x`. It varies over `axis` for `shard_map`.
 
     Raises:
-      ValueError: no such axis here, algorithm or op; an op the dtype has not; channels or servers of an algorithm
-        that has none; `auto` with links unknown.
+      MeshparError: the axis, algorithm or op is unknown, the dtype does not support the op, an argument does not apply
+        to the algorithm, or the cluster for "auto" is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> f = jax.shard_map(lambda x: all_reduce(x, axis="data"), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+      >>> bool((jax.jit(f)(jnp.ones(mesh.size)) == mesh.size).all())
+      True
     """
     num_ranks = ranks_of("all_reduce", axis)
     check_choice("all_reduce", "algorithm", algorithm, (*ALGORITHMS, AUTO))

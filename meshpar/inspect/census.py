@@ -241,8 +241,8 @@ def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...], pairwise: bool) 
     # Every group must hold all combinations of the axes that vary in it, and all groups together every device once.
     spanned = math.prod(size for name, size in axes if name in found)
     same_axes = (varies == varies[:, :1]).all()
-    is_int = spanned == members.shape[1] and len(np.unique(members)) == members.size == math.prod(sizes)
-    return found if same_axes and is_int else (UNKNOWN,)
+    spans_axes = spanned == members.shape[1] and len(np.unique(members)) == members.size == math.prod(sizes)
+    return found if same_axes and spans_axes else (UNKNOWN,)
 
 
 def _check_devices(module: Module, axes: Mapping[str, int]) -> None:

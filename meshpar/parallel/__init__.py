@@ -1,4 +1,4 @@
-"""Strategies: one file for each parallelism. A strategy is parts joined with `|`."""
+"""Parallelism strategies: presets such as `fsdp()`, and the `Strategy` that `|` composes from them."""
 
 from meshpar.parallel.context_parallelism import context_parallel
 from meshpar.parallel.data import ddp

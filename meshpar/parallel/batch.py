@@ -76,27 +76,27 @@ class Whole:
     each: Any
 
 
-def is_int(x: Any) -> bool:
+def is_replicated(x: Any) -> bool:
     """Whether it is no rows."""
     return isinstance(x, Whole)
 
 
 def without_whole(batch: PyTree) -> PyTree:
     """What is cut by rows; None stands for the others."""
-    return jax.tree.map(lambda x: None if is_int(x) else x, batch, is_leaf=is_int)
+    return jax.tree.map(lambda x: None if is_replicated(x) else x, batch, is_leaf=is_replicated)
 
 
 def with_whole(batch: PyTree, rows: PyTree) -> PyTree:
     """The rows, and what is whole of the batch that `without_whole` made them of."""
-    return jax.tree.map(lambda x, cut: x if is_int(x) else cut, batch, rows, is_leaf=is_int)
+    return jax.tree.map(lambda x, cut: x if is_replicated(x) else cut, batch, rows, is_leaf=is_replicated)
 
 
 def lying(batch: PyTree, sharding: NamedSharding) -> PyTree:
     """How the leaves of what `as_rows` gave lie, each or all."""
-    if not any(map(is_int, jax.tree.leaves(batch, is_leaf=is_int))):
+    if not any(map(is_replicated, jax.tree.leaves(batch, is_leaf=is_replicated))):
         return sharding
     whole = Whole(NamedSharding(sharding.mesh, PartitionSpec()))
-    return jax.tree.map(lambda x: whole if is_int(x) else sharding, batch, is_leaf=is_int)
+    return jax.tree.map(lambda x: whole if is_replicated(x) else sharding, batch, is_leaf=is_replicated)
 
 
 def resharded(batch: PyTree, sharding: NamedSharding) -> PyTree:
@@ -119,9 +119,9 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules =
     """The batch, its scalars and keys as `ForAllRows`, and as `Whole` what rules say; what a step is traced with."""
     if rules.inputs:
         batch = jax.tree_util.tree_map_with_path(
-            lambda path, x: Whole(x) if not is_int(x) and rules.input_rule(path_str(path)) is replicated else x,
+            lambda path, x: Whole(x) if not is_replicated(x) and rules.input_rule(path_str(path)) is replicated else x,
             batch,
-            is_leaf=is_int,
+            is_leaf=is_replicated,
         )
     leaves = tree_leaves_with_paths(without_whole(batch))
     if all(np.ndim(x) for _, x in leaves):
@@ -131,7 +131,7 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules =
     num_rows = num_rows or max(counts.values(), default=0)
 
     def whole(x: Any) -> Any:
-        if is_int(x) or np.ndim(x):
+        if is_replicated(x) or np.ndim(x):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return ForAllRows(jax.ShapeDtypeStruct((num_rows,), x.dtype))
@@ -140,13 +140,15 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules =
         rows = jnp.broadcast_to(x, (num_rows,))  # on the devices where the scalar is
         return ForAllRows(rows if sharding is None else jax.device_put(rows, sharding))
 
-    return jax.tree.map(whole, batch, is_leaf=is_int)
+    return jax.tree.map(whole, batch, is_leaf=is_replicated)
 
 
 def as_given(rows: PyTree) -> PyTree:
     """The same as the user's function takes it, scalars again."""
     return jax.tree.map(
-        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_int(x) else x, rows, is_leaf=_is_put_in
+        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_replicated(x) else x,
+        rows,
+        is_leaf=_is_put_in,
     )
 
 
@@ -179,7 +181,7 @@ def check_batch(
             where, exists = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(paths)} leaves"
             raise problem(where, "lay leaves of the batch", exists, near_or(rule.key, paths, "write a whole path"))
     for path, (_, x) in zip(paths, leaves, strict=True):
-        _check_number(path, x.each if is_int(x) else x)
+        _check_number(path, x.each if is_replicated(x) else x)
     if paths and not jax.tree.leaves(without_whole(batch)):
         exists = "inputs rules say that every leaf is whole"
         raise problem("batch", "split it by rows", exists, "name only the leaves that are no rows, or set 'batch'")

@@ -1,4 +1,4 @@
-"""What parts try on a mesh: every strategy of one way to keep the state and a form of each other parallelism."""
+"""Candidate strategies for the planner: combinations of the candidates of each parallelism."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from meshpar.parallel.strategy import Strategy
 
 
 def kinds(*, shards_state: bool) -> tuple[type[Parallelism], ...]:
-    """The parallelisms that live on a mesh axis: those that say how the state is kept, or the others."""
-    return tuple(kind for kind in _below(Parallelism) if kind.axes and kind.shards_state == shards_state)
+    """Return the parallelisms with a default mesh axis that do, or do not, shard the training state."""
+    return tuple(kind for kind in _subclasses(Parallelism) if kind.axes and kind.shards_state == shards_state)
 
 
 def candidates(space: SearchSpace) -> Iterator[Strategy]:
-    """One way to keep the state, and a form of every other parallelism that lives on an axis above one."""
+    """Yield strategies with one state sharding and one candidate of each other parallelism with more than one rank."""
     state = [part for kind in kinds(shards_state=True) for part in kind.candidates(space)]
     others = [list(kind.candidates(space)) for kind in kinds(shards_state=False) if space.num_shards(*kind.axes) > 1]
     return map(_strategy, itertools.product(state, *others))
@@ -24,11 +24,11 @@ def candidates(space: SearchSpace) -> Iterator[Strategy]:
 
 @functools.lru_cache(maxsize=4096)
 def _strategy(parts: tuple[Parallelism, ...]) -> Strategy:
-    """One for all meshes: its rules are joined once."""
+    """Return a cached strategy, so that its rules are merged once for all meshes."""
     return Strategy(parts)
 
 
-def _below(kind: type[Parallelism]) -> Iterator[type[Parallelism]]:
-    for one in kind.__subclasses__():
-        yield one
-        yield from _below(one)
+def _subclasses(kind: type[Parallelism]) -> Iterator[type[Parallelism]]:
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

@@ -1,4 +1,4 @@
-"""Context parallelism: the sequence split over devices in every layer."""
+"""Context parallelism: the sequence dim sharded in every layer."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Literal, TypeAlias, get_args
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent, size_of, split_axes
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, split
 from meshpar.parallel.strategy import Strategy, preset
+from meshpar.sharding.errors import check_choice, problem
 from meshpar.sharding.rules import DimRule, first
-from meshpar.sharding.types import Decision, near, problem
+from meshpar.sharding.types import Decision
 
 Kind: TypeAlias = Literal["ring", "all-to-all"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Context(Parallelism):
-    """See `context_parallel`."""
+    """The component of `context_parallel`."""
 
     axis: str = "context"
     kind: Kind = "ring"
@@ -27,31 +28,29 @@ class Context(Parallelism):
 
     def __post_init__(self) -> None:
         if not isinstance(self.axis, str) or not self.axis:
-            where, exists = f"context_parallel(axis={self.axis!r})", "the sequence is split over one axis"
-            raise problem(where, "split over that", exists, 'name it, as axis="context"')
-        if self.kind not in get_args(Kind):
-            where, exists = f"context_parallel(kind={self.kind!r})", f"there are {' and '.join(get_args(Kind))}"
-            raise problem(where, "attend across positions that way", exists, near(str(self.kind), get_args(Kind)))
+            reason, fix = "it must be the name of one mesh axis", 'write axis="context"'
+            raise problem("context_parallel()", f"set axis={self.axis!r}", reason, fix, code="unknown-axis")
+        check_choice("context_parallel()", "the attention algorithm", get_args(Kind), kind=self.kind)
 
     def rules(self) -> RuleSets:
         rules = split(self.name)
         inside: dict[str, DimRule] = {
-            # Whole inside attention, where each rank has some of the heads; too few of keys are repeated.
+            # In attention, the sequence is unsharded and the heads are sharded. Key/value heads may be repeated.
             "attn_seq": None, "attn_heads": self.axis, "attn_kv_heads": first(self.axis, None),
         }  # fmt: skip
         around = {"seq": self.axis} | (inside if self.kind == "all-to-all" else {})
         return RuleSets(rules, rules, rules, activations(self.name, around))
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        why = "leave it out, for there is nothing to split the sequence over"
+        why = "remove context_parallel()"
         return (RequiredAxis(axis=self.axis, strategy=repr(self), why=why),)
 
     def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
-        """Of the ring nothing: it is a kernel."""
+        """Yield the all-to-alls of `kind="all-to-all"`. The ring is a kernel; see `kernels`."""
         return _scattered(step) if self.kind == "all-to-all" else iter(())
 
     def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
-        """Of the ring: keys and values go round it forward and backward, their gradients in float32 backward."""
+        """Yield the ring's messages: keys and values forward and backward, and their float32 gradients backward."""
         tokens = step.tokens if self.kind == "ring" and step.tokens else 0
         for one in step.weights if tokens else ():
             leaf = one.decision.leaf
@@ -81,9 +80,9 @@ class Context(Parallelism):
 
 
 def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
-    """4 all-to-alls a layer forward, of queries, keys, values and the heads' output, and 4 of their gradients backward.
+    """Yield four all-to-alls per attention layer (queries, keys, values, output), and four for their gradients.
 
-    A layer with weights of `kv_heads` is one with attention.
+    Layers that have weights with a `kv_heads` dim are attention layers.
     """
     found: dict[tuple[str, int], dict[str, list[Decision]]] = {}
     for decision in (one.decision for one in step.weights):
@@ -110,9 +109,9 @@ def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
 
 
 def _numbers_a_token(step: StepSpec, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
-    """On one device, of queries, keys, the heads' output and values, as they travel.
+    """Yield the numbers per token and device that the all-to-alls of queries, keys, output and values send.
 
-    A query is as wide as a key, a head's output as a value.
+    Queries and keys have the same head dim, and so have outputs and values.
     """
     for decision in heads:
         num_heads, num_kv_heads = size_of(decision, "heads"), size_of(keys, "kv_heads")
@@ -123,7 +122,11 @@ def _numbers_a_token(step: StepSpec, keys: Decision, heads: Sequence[Decision]) 
 
 
 def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """How often each key/value head is repeated for every rank to have as many; the ranks divide the query heads.
+    """Return how often to repeat each key/value head so that the ranks have equally many.
+
+    Raises:
+      MeshparError: `num_ranks` does not divide `num_heads`.
+
 
     Example:
       >>> repeats(num_heads=32, num_kv_heads=8, num_ranks=16), repeats(num_heads=32, num_kv_heads=8, num_ranks=4)
@@ -133,39 +136,40 @@ def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     fits = (times for times in range(1, shared + 1) if not shared % times and not num_kv_heads * times % num_ranks)
     times = next(fits, None)
     if times is None:
-        where, exists = 'context_parallel(kind="all-to-all")', f"{num_heads} is not a multiple of {num_ranks}"
+        where, reason = 'context_parallel(kind="all-to-all")', f"{num_heads} is not divisible by {num_ranks}"
         fix = 'use fewer ranks, or context_parallel(kind="ring")'
-        raise problem(where, f"scatter {num_heads} query heads over {num_ranks} ranks", exists, fix)
+        requested = f"shard {num_heads} query heads over {num_ranks} ranks"
+        raise problem(where, requested, reason, fix, code="indivisible")
     return times
 
 
 @preset
 def context_parallel(*, axis: str = "context", kind: Kind = "ring") -> Strategy:
-    """Context parallel: the sequence split over `axis` in every layer, for sequences too long for one device.
+    """Context parallelism: shard the sequence dim of activations over `axis` in every layer.
 
-    Only attention looks across positions. The shipped decoders run it in one of two ways:
+    Attention is the only layer that communicates across positions. The included decoders support two algorithms:
 
-    - `kind="ring"`: keys and values travel from rank to rank (`meshpar.collectives.ring_attention`; Liu et al. 2023,
-      "Ring Attention"), in tiles that are cuDNN's kernel where the model's attention is; windows, caps and packed rows
-      in tiles of plain matmuls (`attention="blockwise"`). Any number of heads; the sequence is a multiple of two chunks
-      a rank.
-    - `kind="all-to-all"`: heads are scattered and the sequence is gathered before attention, and the other way round
-      behind it (Jacobs et al. 2023, "DeepSpeed Ulysses"): four all-to-alls a layer forward and four backward. Each rank
-      attends to whole sequences with some of the heads, so any attention serves, cuDNN's too. Query heads are a
-      multiple of the ranks, with `tensor_parallel` of those of both axes; key/value heads that are not are repeated
-      until they are (`Rules(attn_kv_heads="context")` makes that an error).
+    - `kind="ring"`: keys and values are sent from rank to rank (`meshpar.collectives.ring_attention`; Liu et al. 2023,
+      "Ring Attention with Blockwise Transformers for Near-Infinite Context"). Tiles use cuDNN if the model's attention
+      does. Attention windows, logit caps and packed examples need tiles of plain matmuls (`attention="blockwise"`). The
+      number of heads is arbitrary. The sequence length must be a multiple of two chunks per rank.
+    - `kind="all-to-all"`: an all-to-all before attention shards the heads and gathers the sequence, and an all-to-all
+      after attention reverses this (Jacobs et al. 2023, "DeepSpeed Ulysses"). Each layer needs four all-to-alls
+      forward and four backward. Any attention implementation works. The number of ranks must divide the query heads;
+      with `tensor_parallel`, the product of both axis sizes must divide them. Key/value heads are repeated if
+      necessary (`Rules(attn_kv_heads="context")` makes this an error).
 
-    Weights are replicated over `axis` unless another strategy splits them, as in `mp.fsdp(axis=("fsdp", "context")) |
-    mp.context_parallel()`, and their gradients are reduced over it. The batch is replicated over `axis`: each rank
-    takes its positions of every row. With `tensor_parallel(sequence=True)`, joined in either order, the residual stream
-    is split over both.
+    Weights are replicated over `axis` unless another strategy shards them, as in
+    `mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel()`. Their gradients are reduced over `axis`. The batch is
+    replicated over `axis`: each rank uses its positions of every example. With `tensor_parallel(sequence=True)`, the
+    residual stream is sharded over both axes.
 
     Args:
-      axis: the mesh axis to split over, one of your own: MeshSpec(fsdp=2, context=4).
-      kind: how attention looks across positions.
+      axis: mesh axis to shard over. It must not be a batch axis: `MeshSpec(fsdp=2, context=4)`.
+      kind: the attention algorithm, "ring" or "all-to-all".
 
     Raises:
-      ValueError: an axis that is no name of one, or no such kind.
+      MeshparError: `axis` is not a name, or `kind` is unknown.
 
     Example:
       >>> rules = context_parallel(kind="all-to-all").activations

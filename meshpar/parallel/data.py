@@ -1,4 +1,4 @@
-"""Data parallelism: everything replicated, the batch split."""
+"""Data parallelism: replicated state, and a batch sharded over the batch axes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from meshpar.parallel.zero import stages_above
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Data(Parallelism):
-    """See `ddp`."""
+    """The component of `ddp`."""
 
     name = "ddp"
     shards_state = True
     axes = ("data",)
 
     def rules(self) -> RuleSets:
-        whole = replicated_all("ddp")
-        return RuleSets(whole, whole, whole, activations("ddp"))
+        replicated = replicated_all("ddp")
+        return RuleSets(replicated, replicated, replicated, activations("ddp"))
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
@@ -33,12 +33,14 @@ class Data(Parallelism):
 
 @preset
 def ddp() -> Strategy:
-    """Data parallel: everything replicated on every device, the batch split; gradients are all-reduced.
+    """Data parallelism: replicate parameters, gradients and optimizer state, and shard the batch.
+
+    Gradients are all-reduced over the batch axes.
 
     Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 
     Example:
-      >>> print(ddp())
-      ddp()
+      >>> ddp().params, ddp().activations.name_rule("batch").value == ("data", "fsdp", "expert")
+      (Rules(), True)
     """
     return Strategy((Data(),))

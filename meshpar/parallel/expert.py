@@ -1,4 +1,4 @@
-"""Expert parallelism: the experts of MoE layers split over devices, to which tokens travel."""
+"""Expert parallelism: the experts of MoE layers sharded over devices, with all-to-alls for tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from meshpar.sharding.types import Decision
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Expert(Parallelism):
-    """See `expert_parallel`."""
+    """The component of `expert_parallel`."""
 
     axis: Axes = "expert"
 
@@ -35,8 +35,10 @@ class Expert(Parallelism):
             yield cls(("data", "expert"))
 
     def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
-        """Rows to their experts and back, once a choice, forward and backward, and again where a layer is computed
-        again. Node-first over two axes they go once to each node over the first, from where none comes back again."""
+        """Yield the exchanges of token-expert assignments, forward, backward and for rematerialized layers.
+
+        In node-first dispatch over two axes, a token is sent at most once to each node over the first axis.
+        """
         layers = {
             (parent(one), one.leaf.num_layers): one for one in (w.decision for w in step.weights) if is_router(one)
         }
@@ -59,13 +61,13 @@ class Expert(Parallelism):
                     )
 
     def _row(self, step: StepSpec, router: Decision, way: str) -> tuple[int, str]:
-        """(numbers, dtype) of a row under way."""
+        """Return the number of elements and the dtype with which a token is sent."""
         width = size_of(router, "embed")
         nbytes = step.row_bytes and step.row_bytes(way, width)
         return (nbytes, "u8") if nbytes else (width, step.wire(step.compute_dtype(router)))
 
     def _levels(self, step: StepSpec, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
-        """(axes, rows of a token, how often each way) of a layer whose forward pass runs so often."""
+        """Yield axes, copies per token, and the number of exchanges per direction for each communication level."""
         axes, given = step.ordered(axes_of(self.name, self.axis)), axes_of(self.name, self.axis)
         whole = {"dispatch": forward, "combine": forward, "grad": 2}
         if step.nodes_visited is None or len(given) != 2 or step.sizes.get(given[0], 1) == 1:
@@ -78,13 +80,19 @@ class Expert(Parallelism):
 
 @preset
 def expert_parallel(*, axis: Axes = "expert") -> Strategy:
-    """Expert parallel: each rank of `axis` owns some experts; tokens go to their owners and back.
+    """Expert parallelism: shard the experts of MoE layers over `axis`.
 
-    Lepikhin et al. 2020, "GShard". Gradients of what is not an expert are reduced over `axis` like any batch axis.
+    All-to-alls send tokens to their experts and return the results. Gradients of other parameters are reduced over
+    `axis`, which is a batch axis for them.
+
+    Lepikhin et al. 2020, "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding".
 
     Args:
-      axis: the mesh axis to split over; two, as in ("data", "expert"), for MoE layers that send in two levels, across
-        the nodes and inside them (`MoEConfig(implementation="node-first")`).
+      axis: mesh axis to shard over. Two axes, as in ("data", "expert"), serve MoE layers that send tokens across nodes
+        first and then within a node (`MoEConfig(implementation="node-first")`).
+
+    Raises:
+      MeshparError: `axis` is not a mesh axis.
 
     Example:
       >>> expert_parallel().params

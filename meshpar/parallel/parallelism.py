@@ -1,13 +1,13 @@
-"""Part: one parallelism as a value, which answers what the rest of meshpar has to know of it.
+"""The `Parallelism` interface: sharding rules, required mesh axes and expected collectives.
 
-    rules()      four rule sets: parameters, gradients, optimizer state, activations
-    needs()      mesh axes without which it would be another strategy
-    promise()    the collectives that XLA puts in because of its rules
-    kernels()    what its own kernels send beside
-    smaller()    the same with less memory, the mildest change first
-    tried()      its forms that are worth trying on a mesh
+    rules()                 rules for parameters, gradients, optimizer state and activations
+    required_axes()         mesh axes whose size must be greater than 1
+    expected_collectives()  activation collectives that XLA inserts for the rules
+    kernels()               communication of meshpar's own kernels
+    memory_reductions()     variants that need less memory
+    candidates()            configurations for the planner
 
-`Strategy` joins parts; `explain`, the planner and the command line learn a parallelism from these answers.
+A `Strategy` is a sequence of these components. `explain`, the planner and the command line use only this interface.
 """
 
 from __future__ import annotations
@@ -22,105 +22,112 @@ from meshpar.sharding.rules import ACTIVATION_NAMES, BATCH_AXES, PARAMETER_NAMES
 from meshpar.sharding.types import problem
 
 MIN_SHARDED_BYTES = 2**16
-"""Leaves without names are split by ZeRO from this size on; below it a collective costs more than it saves."""
+"""Minimum size of an unnamed leaf that ZeRO shards. Below it, a collective costs more than it saves."""
 
 Axes = str | tuple[str, ...]
-"""A mesh axis, or several."""
+"""The name of a mesh axis, or a tuple of names."""
 
 
 class RuleSets(NamedTuple):
-    """What is split how: four `Rules`. Joined with `&`, the later one wins rule by rule."""
+    """The sharding rules of a training step. `a & b` merges two sets; the rules of `b` take precedence."""
 
     params: Rules
-    """Parameters, between steps."""
+    """Rules for parameters between steps."""
     grads: Rules
-    """Gradients, as they leave the backward pass."""
+    """Rules for gradients after the backward pass."""
     optimizer: Rules
-    """Optimizer state of the same shape as a parameter."""
+    """Rules for optimizer state that has the shape of a parameter."""
     activations: Rules
-    """The batch, and what the model gives names with `constrain`."""
+    """Rules for the batch and for the activations that the model passes to `constrain`."""
 
     def __and__(self, other: RuleSets) -> RuleSets:
-        return RuleSets(*(mine | theirs for mine, theirs in zip(self, other, strict=True)))
+        return RuleSets(*(left | right for left, right in zip(self, other, strict=True)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequiredAxis:
-    """A mesh axis that must be larger than one for a strategy to be what its name says."""
+    """A mesh axis that a strategy needs. With size 1, the strategy would silently become a different strategy."""
 
     axis: str
+    """Name of the mesh axis."""
     strategy: str
+    """The call that creates the strategy, for the error message."""
     why: str
+    """How to fix a mesh without the axis, as an imperative."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """A mesh for which a planner looks for strategies, and what is to be trained on it."""
+    """The mesh and the training job for which the planner searches a strategy."""
 
     sizes: Mapping[str, int]
-    """Of every mesh axis, in the mesh's order."""
+    """Size of each mesh axis, in mesh order."""
     rows: int
-    """Of the global batch."""
+    """Number of examples in the global batch."""
     seq_len: int | None
-    """Tokens of a row; None when the batch holds no tokens."""
+    """Tokens per example. `None` means that the batch has no tokens."""
     num_layers: int
-    """Of the longest stack."""
+    """Number of layers in the longest stack."""
     is_node_first: bool = False
-    """Whether tokens may travel in two levels, across the nodes and inside them."""
+    """True if MoE layers send tokens in two levels, first across nodes and then within a node."""
 
     def num_shards(self, *axes: str) -> int:
-        """Ranks along some axes; an axis that the mesh lacks has one."""
+        """Return the product of the axis sizes. A missing axis has size 1."""
         return math.prod(self.sizes.get(axis, 1) for axis in axes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parallelism:
-    """One parallelism. Frozen, comparable; its repr is how to write it in Python.
+    """A form of parallelism, such as `fsdp()`, as an immutable value.
 
-    A subclass is a frozen dataclass whose fields are the arguments of the function that makes it, and says its `name`.
+    Subclasses are frozen dataclasses. Their fields are the arguments of the public constructor, and `repr` prints the
+    call that creates them.
     """
 
     name: ClassVar[str]
-    """Of the function that makes it: `ddp`, `tensor_parallel`."""
+    """Name of the public constructor, such as `tensor_parallel`."""
     shards_state: ClassVar[bool] = False
-    """Whether it says how data parallelism keeps parameters, gradients and optimizer state."""
+    """True if this parallelism decides how parameters, gradients and optimizer state are sharded."""
     axes: ClassVar[tuple[str, ...]] = ()
-    """Mesh axes that it lives on unless told otherwise: what a planner gives sizes to."""
+    """Default mesh axes. The planner chooses their sizes."""
 
     def rules(self) -> RuleSets:
-        """Four rule sets; origin and known names included."""
-        raise AssertionError("a part has rules")
+        """Return the sharding rules that this parallelism contributes to a strategy."""
+        raise NotImplementedError
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        """Axes that must be larger than one."""
+        """Return the mesh axes whose size must be greater than 1."""
         return ()
 
     def expected_collectives(self, step: StepSpec) -> Iterator[ExpectedCollective]:
-        """The collectives that XLA puts in because of its rules, beside those of parameters (`leaves.promised`).
+        """Yield the activation collectives that XLA inserts for these rules.
+
+        Collectives for parameters and gradients follow from their shardings and are added by the caller.
 
         Args:
-          facts: of the step, with all parts' rules in force.
+          step: the training step under the rules of the complete strategy.
         """
         return iter(())
 
     def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
-        """What its own kernels send, as collectives of the same bytes: for estimates, where no program is traced."""
+        """Yield the communication of meshpar's kernels, as collectives of the same size. Cost estimates use them."""
         return iter(())
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
-        """The forms of it that are worth trying on a mesh.
+        """Yield the configurations of this parallelism that the planner should evaluate.
 
-        Of parts that split the state, one is taken; of any other kind that lives on an axis above one, one of these.
+        A candidate strategy has one component that shards the state, and one of each other parallelism whose axes have
+        more than one rank.
         """
         return iter(())
 
     def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
-        """The same with less memory, the mildest change first; empty where there is none."""
+        """Return variants that need less memory, ordered from the least to the most intrusive."""
         return ()
 
     def arguments(self) -> dict[str, Any]:
-        """Fields that differ from their defaults, as plain values."""
+        """Return the fields that differ from their defaults, as plain values."""
         fields = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
         return {field.name: getattr(value, "literal", value) for field, value in fields if value != field.default}
 
@@ -131,31 +138,35 @@ class Parallelism:
         return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.arguments().items())})"
 
 
-# ---- What parts are made of ------------------------------------------------------------------------------------------
+# ---- Rules and checks for subclasses ---------------------------------------------------------------------------------
 
 
 def activations(origin: str, by_name: Mapping[str, DimRule] | None = None) -> Rules:
-    """Rules of activations: the batch over the batch axes that the mesh has, and more."""
+    """Return activation rules that shard the batch over the available batch axes, and the given names."""
     return Rules.preset(
         origin, {"batch": BATCH_AXES, **(by_name or {})}, known=ACTIVATION_NAMES, optional_axes=BATCH_AXES
     )
 
 
 def split(origin: str, by_name: Mapping[str, DimRule] | None = None, *, largest: Largest | None = None) -> Rules:
-    """Rules of parameters by the names of their dims."""
+    """Return parameter rules for logical dim names."""
     return Rules.preset(origin, by_name, known=PARAMETER_NAMES, largest=largest)
 
 
 def replicated_all(origin: str) -> Rules:
-    """Rules of parameters that are replicated on purpose."""
+    """Return rules that replicate all parameters explicitly."""
     return Rules.preset(origin, known=PARAMETER_NAMES, everything=True)
 
 
 def axes_of(origin: str, axis: Axes) -> tuple[str, ...]:
-    """One mesh axis or several as a tuple. Raises `ValueError`: no axis, or the same one twice."""
+    """Return one or several mesh axes as a tuple.
+
+    Raises:
+      MeshparError: `axis` is not an axis name or a nonempty tuple of different names.
+    """
     axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
     if not axes or not all(isinstance(name, str) and name for name in axes) or len(set(axes)) != len(axes):
-        where = f"{origin}(axis={axis!r})"
-        fix = 'write the name of one, as in mp.fsdp(axis="data"), or several: mp.fsdp(axis=("data", "fsdp"))'
-        raise problem(where, "split over that", "it is no mesh axis, and no tuple of different ones", fix)
+        fix = 'write the name of a mesh axis, as in mp.fsdp(axis="data"), or several: mp.fsdp(axis=("data", "fsdp"))'
+        reason = "axis must be a name or a nonempty tuple of different names"
+        raise problem(f"{origin}(axis={axis!r})", "shard over this axis", reason, fix, code="unknown-axis")
     return axes

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the stacked layers split over stages, every batch run through them in microbatches."""
+"""Pipeline parallelism: stacked layers sharded over stages, and microbatches that flow through them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from meshpar.parallel.expected.step_spec import StepSpec
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
+from meshpar.sharding.errors import MeshparError, check_choice, check_positive_int, problem
 from meshpar.sharding.rules import BATCH_AXES
-from meshpar.sharding.types import MeshparError, near, problem
 
 if TYPE_CHECKING:
     from meshpar.schedules import Schedule
@@ -21,23 +21,23 @@ Gather: TypeAlias = Literal["step", "microbatch"]
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Pipeline(Parallelism):
-    """How a model's stacked layers are run stage by stage; see `pipeline_parallel`."""
+    """The component of `pipeline_parallel`."""
 
     stages: int
-    """Ranks of `axis`; each holds a share of the layers."""
+    """Number of stages, the size of `axis`."""
     microbatches: int
-    """Into which the rows of every device are cut."""
+    """Number of microbatches per local batch."""
     schedule: str = "1f1b"
-    """A name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file as `Schedule.from_csv` reads it."""
+    """A name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file for `Schedule.from_csv`."""
     chunks: int | None = None
-    """Shares of the layers on one stage, for a schedule that takes several."""
+    """Number of pipeline chunks per stage, for schedules that support several."""
     gather: Gather = "step"
-    """Weights that are split over axes that split the batch, too: gathered once a step and held whole, or in every
-    forward and backward of a microbatch and held as shards."""
+    """When to gather weights that are sharded over batch axes: once per step, which keeps unsharded weights in memory,
+    or in the forward and backward pass of every microbatch."""
     axis: str = "stage"
 
     stage_layer_offset: tuple[int, int] = (0, 0)
-    """How many layers fewer than the parts between them the first and the last part have, beside embedding and head."""
+    """Number of layers that the first and the last pipeline chunk have less than the others."""
 
     name = "pipeline_parallel"
     axes = ("stage",)
@@ -47,35 +47,30 @@ class Pipeline(Parallelism):
         fewer = self.stage_layer_offset
         whole = isinstance(fewer, tuple) and all(type(count) is int and count >= 0 for count in fewer)
         if not whole or len(fewer) != 2:
-            where, fix = (
-                f"pipeline_parallel(stage_layer_offset={fewer!r})",
-                "write stage_layer_offset=(0, 1) for a lighter last part",
-            )
-            exists = "it is two whole numbers, of the first part and of the last"
-            raise problem(where, "make parts that much lighter", exists, fix)
+            reason = "it must be two nonnegative integers, for the first and the last chunk"
+            fix = "write stage_layer_offset=(0, 1) for fewer layers in the last chunk"
+            raise problem("pipeline_parallel()", f"set stage_layer_offset={fewer!r}", reason, fix, code="not-an-int")
         for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                where, exists = f"pipeline_parallel({field}={value!r})", "it is a whole number, one or more"
-                raise problem(where, "run a pipeline of so many", exists, "write pipeline_parallel(stages=4, ...)")
-        if self.gather not in get_args(Gather):
-            where, fix = f"pipeline_parallel(gather={self.gather!r})", near(str(self.gather), get_args(Gather))
-            raise problem(where, "gather weights then", "there is no such choice", fix)
+            check_positive_int("pipeline_parallel()", f"the number of {field}", **{field: getattr(self, field)})
+        check_choice("pipeline_parallel()", "when weights are gathered", get_args(Gather), gather=self.gather)
         if not isinstance(self.schedule, str):
-            exists = "a strategy names its schedule, so that it can be written down"
-            fix = 'give a name, schedule="zb-h1", or a file that Schedule.to_csv wrote'
-            raise problem(f"pipeline_parallel(schedule={self.schedule!r})", "run it", exists, fix)
+            reason = "strategies are serializable, so the schedule must be a name or a path"
+            fix = 'write schedule="zb-h1", or the path of a file that Schedule.to_csv wrote'
+            raise problem("pipeline_parallel()", f"set schedule={self.schedule!r}", reason, fix, code="wrong-type")
         if self.schedule.endswith(".csv"):
             if self.chunks is not None:
-                where, exists = f"pipeline_parallel(chunks={self.chunks})", "a file says which parts a stage holds"
-                raise problem(where, f"run `{self.schedule}` with so many", exists, "leave chunks out")
+                reason = f"`{self.schedule}` determines the chunks of each stage"
+                raise problem(
+                    "pipeline_parallel()", f"set chunks={self.chunks}", reason, "remove chunks", code="conflict"
+                )
         else:
             self._check_table()
 
     def _check_table(self) -> None:
-        """Raises `ValueError` for what the schedule cannot run, told by a few microbatches: a table of many takes long.
+        """Check the schedule with few microbatches, because large tables are slow to build.
 
-        Schedules ask for a number of microbatches, for even ones, or for multiples of the stages: the few are alike.
+        The short schedule is valid if the full one is: it preserves a minimum number of microbatches, their parity and
+        their divisibility by the number of stages.
         """
         try:
             self.shortened()
@@ -83,7 +78,7 @@ class Pipeline(Parallelism):
             self.table()
 
     def shortened(self) -> Schedule:
-        """The schedule with a few microbatches: it checks as the whole one does, and has as many parts."""
+        """Return the schedule with few microbatches. It has the same number of pipeline chunks."""
         if self.schedule.endswith(".csv"):
             return self.table()
         around = 2 * self.stages
@@ -91,7 +86,7 @@ class Pipeline(Parallelism):
         return _made(self.schedule, self.stages, few, self.chunks)
 
     def table(self) -> Schedule:
-        """The schedule that is named."""
+        """Return the schedule."""
         from meshpar.schedules import Schedule
 
         if self.schedule.endswith(".csv"):
@@ -100,7 +95,7 @@ class Pipeline(Parallelism):
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
-        """Rows of a device in up to eight times as many microbatches as stages: more shorten the bubble by little."""
+        """Yield schedules with at most 8 microbatches per stage: more hardly shorten the bubble."""
         stages, rows = space.num_shards("stage"), space.rows // space.num_shards(*BATCH_AXES)
         fits = [count for count in range(2 * stages, 8 * stages + 1, stages) if rows % count == 0]
         for count in fits[-1:]:
@@ -109,10 +104,10 @@ class Pipeline(Parallelism):
                     yield _piped(stages, count, schedule)
 
     def layers_of_parts(self, num_layers: int, num_parts: int) -> tuple[int, ...]:
-        """How many layers each part of the model runs: as even as they go, what is over to the parts between the ends.
+        """Return the number of layers in each pipeline chunk. Inner chunks get the remainder of an uneven division.
 
         Raises:
-          ValueError: a part would have none.
+          MeshparError: a chunk would have no layer.
         """
         first, last = self.stage_layer_offset
         level, over = divmod(num_layers + first + last, num_parts)
@@ -126,10 +121,11 @@ class Pipeline(Parallelism):
             least = num_parts * (1 + max(first, last)) - first - last
             raise problem(
                 f"{num_layers} stacked layers under pipeline_parallel(schedule={self.schedule!r})",
-                f"be cut into {num_parts} parts" + f" with stage_layer_offset={self.stage_layer_offset}" * lighter,
-                "every part of the model has one layer at the least",
-                f"use {least} layers or more, or fewer stages (times chunks)"
-                + ", or leave stage_layer_offset out" * lighter,
+                f"create {num_parts} chunks" + f" with stage_layer_offset={self.stage_layer_offset}" * lighter,
+                "every chunk needs at least one layer",
+                f"use at least {least} layers, fewer stages or fewer chunks"
+                + ", or remove stage_layer_offset" * lighter,
+                code="out-of-range",
             )
         return tuple(counts)
 
@@ -138,21 +134,21 @@ class Pipeline(Parallelism):
         return RuleSets(rules, rules, rules, activations(self.name))
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        why = "leave it out, for there are no stages to split the layers over"
+        why = "remove pipeline_parallel()"
         return (RequiredAxis(axis=self.axis, strategy=repr(self), why=why),)
 
     def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
-        """More microbatches, each as much smaller."""
+        """Return variants with more and smaller microbatches."""
         return tuple(dataclasses.replace(self, microbatches=self.microbatches * times) for times in (2, 4, 8))
 
 
 _TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "eager-1f1b": 1}
-"""What a planner tries, each with its parts a stage: a copy of the model, as DualPipe keeps, is asked for by name."""
+"""Chunks per stage of the planner's schedules. DualPipe needs a copy of the model, so it must be chosen explicitly."""
 
 
 @functools.lru_cache(maxsize=64)
 def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
-    """A table takes a tenth of a second to make, and is asked for at every turn."""
+    """Return a cached schedule. Building its table takes about 0.1 s."""
     from meshpar.schedules import make
 
     return make(schedule, stages, microbatches, **({} if chunks is None else {"chunks": chunks}))
@@ -174,37 +170,38 @@ def pipeline_parallel(
     stage_layer_offset: tuple[int, int] = (0, 0),
     axis: str = "stage",
 ) -> Strategy:
-    """Pipeline parallel: the stacked layers split over `axis`, and every batch run through them in microbatches.
+    """Pipeline parallelism: shard the stacked layers over `axis`, and process the batch in microbatches.
 
-    The model runs its layers by `meshpar.scan_layers`, as the shipped decoders do; what stands before is the
-    first stage's and what stands behind the last one's. Any schedule of `meshpar.pipeline` runs as one program, with
-    what other strategies split inside a stage left to XLA. Gradients are summed on every device and over the axes that
-    split the batch once, behind the last microbatch. Parameters outside of the layers (embedding, head) are whole on
-    every stage; their gradients are sent from the stage that makes them, or summed where two do. The stages meet at the
-    end of a step, for the gradient norm and the metrics.
+    The model must run its layers with `meshpar.scan_layers`, as the included decoders do. Code before it runs on the
+    first stage, and code after it on the last stage. The schedule is one program. XLA inserts the communication of
+    other strategies within a stage. Each device accumulates its gradients locally and reduces them over the batch axes
+    once, after the last microbatch. Embedding and head parameters are replicated over the stages. Their gradients are
+    sent from the stage that computes them, or summed if two stages do. The stages synchronize at the end of a step, for
+    the gradient norm and the metrics.
 
-    Layers need not divide: parts have as many as they go evenly, those between the ends what is over, 10 layers on 4
-    stages 2, 3, 3 and 2. Between steps such layers are split over `axis` along another dim (the largest that divides,
-    not split otherwise where there is one), and go to their stages once a step; a leaf with no such dim is whole on
-    every stage. `Setup.table` tells.
+    The number of layers need not be divisible: 10 layers on 4 stages become 2, 3, 3 and 2. Between steps, such layers
+    are sharded over `axis` along their largest divisible dim that no other axis shards, and are sent to their stages
+    once per step. A leaf without such a dim is replicated over the stages. `Setup.table` shows the layout.
 
     Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
     Using Megatron-LM"; Qi et al. 2024, "Zero Bubble Pipeline Parallelism".
 
     Args:
-      stages: ranks of `axis`.
-      microbatches: into which the rows of every device are cut; the loss is the mean over them.
-      schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file. Stages meet in every tick: by
-        "1f1b" one's forward then waits for another's backward, which is longer where layers are recomputed; by
-        "eager-1f1b" all do the same, and it holds twice as many microbatches.
-      chunks: shares of the layers on one stage, for "interleaved-1f1b" and "eager-1f1b".
-      gather: with `fsdp()`, weights are gathered once a "step" and held, or for every "microbatch" and dropped again.
-      stage_layer_offset: numbers of layers that the first and the last chunk have less than the others, to balance
-        embedding and head.
-      axis: the mesh axis of the stages.
+      stages: number of stages, the size of `axis`.
+      microbatches: number of microbatches per local batch. The loss is their mean.
+      schedule: a name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file. Stages synchronize in every tick
+        slot. In "1f1b", a forward pass may wait for the backward pass of another stage, which is longer if layers are
+        rematerialized. In "eager-1f1b", all stages run the same direction, and twice as many microbatches are in
+        memory.
+      chunks: number of pipeline chunks per stage, for "interleaved-1f1b" and "eager-1f1b".
+      gather: with `fsdp()`, "step" gathers weights once and keeps them, and "microbatch" gathers them for each
+        microbatch and frees them.
+      stage_layer_offset: number of layers that the first and the last chunk have less than the others, to balance the
+        cost of embedding and head.
+      axis: mesh axis of the stages.
 
     Raises:
-      ValueError: no such schedule, or not for these numbers.
+      MeshparError: an argument is invalid, or the schedule does not support these numbers.
 
     Example:
       >>> pipeline_parallel(stages=4, microbatches=16, schedule="zb-h1")

@@ -6,53 +6,54 @@ import dataclasses
 from collections.abc import Mapping
 
 from meshpar.parallel.parallelism import axes_of
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.errors import check_bool, check_choice, check_positive_int, near, problem
 
 QUANTIZED = ("int8", "fp8")
-"""What weights and gradients can be sent as."""
+"""Formats of quantized weights and gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantize:
-    """In how few bits split parameters and their gradients travel.
+    """Quantization of all-gathered weights and reduce-scattered gradients.
 
     Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training".
+
+    Raises:
+      MeshparError: a field is invalid, or nothing is quantized.
+
+    Example:
+      >>> Quantize(gradients=None, block=128).literal
+      {'gradients': None, 'block': 128}
     """
 
     weights: str | None = "int8"
-    """Weights, when they are gathered: "int8", "fp8" (e4m3), or None: in the compute dtype (qwZ)."""
+    """Format of gathered weights: "int8", "fp8" (e4m3), or None for the compute dtype (qwZ)."""
     gradients: str | None = "int8"
-    """Gradients, when reduced: each rank adds up what arrives in float32 (qgZ). None: in the reduction dtype."""
+    """Format of sent gradients, summed in float32 (qgZ), or None for the reduction dtype."""
     block: int = 256
-    """The most elements that share a scale."""
+    """Maximum number of elements that share a scale."""
     stochastic: bool = False
-    """Round up or down at random, right in the mean, instead of to the nearest."""
+    """Use unbiased stochastic rounding instead of rounding to nearest."""
     secondary: str | tuple[str, ...] | None = None
-    """Axes inside a node over which a second shard is kept from forward to backward, so that the backward pass gathers
-    inside the node only (hpZ): `size of the other axes` times the bytes of the first, one byte a parameter. Gradients
-    are then reduced inside the node first, too."""
+    """Axes within a node over which a second, quantized copy of the weights is sharded (hpZ). The backward pass gathers
+    it within the node. The copy takes one byte per parameter, and its shards are larger than the primary shards by the
+    size of the other axes. Gradients are also reduced within the node first."""
 
     def __post_init__(self) -> None:
         if isinstance(self.secondary, list):
             object.__setattr__(self, "secondary", tuple(self.secondary))
         for field in ("weights", "gradients"):
-            name = getattr(self, field)
-            if name is not None and name not in QUANTIZED:
-                fix = near(str(name), QUANTIZED)
-                raise problem(f"quantize {field}={name!r}", "send them in that", "there is no such format", fix)
+            check_choice("Quantize()", f"the format of {field}", (*QUANTIZED, None), **{field: getattr(self, field)})
         if self.weights is None and self.gradients is None and self.secondary is None:
             fix = 'write quantize="int8", or leave it out'
-            raise problem("quantize", "send weights and gradients as they are", "that is what quantize=None does", fix)
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            exists = "a block has a whole number of elements, one or more"
-            raise problem(f"quantize block={self.block!r}", "share scales among so many", exists, "write block=256")
-        if not isinstance(self.stochastic, bool):
-            exists = "it is neither True nor False"
-            raise problem(f"quantize stochastic={self.stochastic!r}", "round so", exists, "write one of them")
+            reason = "neither weights nor gradients would be quantized"
+            raise problem("Quantize()", "set weights=None and gradients=None", reason, fix, code="conflict")
+        check_positive_int("Quantize()", "the number of elements that share a scale", block=self.block)
+        check_bool("Quantize()", "rounding is stochastic", stochastic=self.stochastic)
 
     @property
     def literal(self) -> str | dict[str, object]:
-        """The shortest plain value that means the same."""
+        """The shortest plain value for `fsdp(quantize=...)` that is equivalent."""
         changed = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
         }
@@ -64,26 +65,26 @@ class Quantize:
 def quantize_of(
     origin: str, axes: tuple[str, ...], given: str | Mapping[str, object] | Quantize | None
 ) -> Quantize | None:
-    """What a preset over these axes is given as `quantize`.
+    """Convert the `quantize` argument of a preset over these axes to a `Quantize`.
 
     Raises:
-      ValueError: no such format or field, or a second shard that is not over some of the axes.
+      MeshparError: a format or field is unknown, or `secondary` is not a proper subset of the axes.
     """
     if given is None:
         return None
     if isinstance(given, Mapping):
-        known = [field.name for field in dataclasses.fields(Quantize)]
+        fields = [field.name for field in dataclasses.fields(Quantize)]
         for name in given:
-            if name not in known:
-                exists = "Quantize has no such field"
-                raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", exists, near(str(name), known))
+            if name not in fields:
+                fix = near(str(name), fields)
+                raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", "it is unknown", fix, "unknown-name")
         given = Quantize(**given)  # type: ignore[arg-type]
     wire = given if isinstance(given, Quantize) else Quantize(weights=given, gradients=given)
     if wire.secondary is not None:
         inside = axes_of(f"{origin}(quantize=...) secondary", wire.secondary)
         if not set(inside) < set(axes):
             where = f"{origin}(axis={axes!r}, quantize=...) secondary={wire.secondary!r}"
-            exists = "those are some of the axes that parameters are split over, and the others go across nodes"
-            fix = 'split over both kinds: mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"})'
-            raise problem(where, "keep a second shard inside the node", exists, fix)
+            reason = "secondary must be a proper subset of the axes that shard the parameters"
+            fix = 'write mp.fsdp(axis=("data", "fsdp"), quantize={"secondary": "fsdp"})'
+            raise problem(where, "keep a second copy of the weights", reason, fix, code="conflict")
     return wire

@@ -1,4 +1,4 @@
-"""Strategy: parts joined with `|`, and how it is written down and read back."""
+"""Strategies: parallelisms composed with `|`, custom rules, and serialization."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from meshpar.parallel.expected import params as leaves
 from meshpar.parallel.expected.matmuls import contracted
 from meshpar.parallel.expected.step_spec import ExpectedCollective, ParamUsage, StepSpec, Weight, has_vocabulary, merged
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, activations, axes_of
+from meshpar.sharding.errors import check_int
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
 from meshpar.sharding.types import MeshLike, axes_of_spec, axis_sizes, near, problem
 
@@ -23,27 +24,32 @@ if TYPE_CHECKING:
     from meshpar.parallel.quantization import Quantize
 
 BIG_LEAF_BYTES = 2**20
-"""A leaf (one layer of it, when layers are stacked) of this size must not be replicated by accident."""
+"""Maximum size of a leaf that may be replicated without a rule. Stacked leaves are measured per layer."""
 
 PRESETS: dict[str, Callable[..., Strategy]] = {}
-"""By name, what makes a strategy of one part."""
+"""Public constructors of strategies, by name."""
 
 Preset = TypeVar("Preset", bound=Callable[..., "Strategy"])
 
 
 def preset(make: Preset) -> Preset:
-    """Mark a function as one that `parse_strategy`, `from_json` and the command line know by its name."""
+    """Register a constructor for `parse_strategy`, `from_json` and the command line."""
     PRESETS[make.__name__] = make
     return make
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Strategy:
-    """How a training step is split: parts, of whose rules the later ones win.
+    """An immutable sequence of parallelisms that determines the sharding of a training step.
+
+    `a | b` composes two strategies. The rules of `b` take precedence.
 
     Args:
-      parts: each a parallelism.
-      big_leaf_bytes: above this size a leaf that no rule splits, and none says to replicate, is an error.
+      parts: the components.
+      big_leaf_bytes: a larger leaf must be sharded or explicitly replicated by a rule; otherwise it is an error.
+
+    Raises:
+      MeshparError: `parts` is not a nonempty tuple of `Parallelism`, or `big_leaf_bytes` is not a size.
     """
 
     parts: tuple[Parallelism, ...]
@@ -53,133 +59,136 @@ class Strategy:
         if not (
             isinstance(self.parts, tuple) and self.parts and all(isinstance(part, Parallelism) for part in self.parts)
         ):
-            exists, fix = "a strategy is parts", "join presets: mp.fsdp() | mp.Rules(mlp=None); see mp.custom for rules"
-            raise problem(f"Strategy({self.parts!r})", "be made of that", exists, fix)
-        if isinstance(self.big_leaf_bytes, bool) or not isinstance(self.big_leaf_bytes, int) or self.big_leaf_bytes < 0:
-            exists = "it is a whole number of bytes, which is not negative"
-            raise problem("Strategy(big_leaf_bytes=...)", f"be {self.big_leaf_bytes}", exists, "use 2**20")
+            reason, fix = "parts must be a nonempty tuple of Parallelism", "write mp.fsdp() | mp.Rules(mlp=None)"
+            raise problem("Strategy()", f"set parts={self.parts!r}", reason, fix, code="wrong-type")
+        check_int("Strategy()", "the maximum size of a replicated leaf", big_leaf_bytes=self.big_leaf_bytes)
 
     # -- Rules --------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def rules(self) -> RuleSets:
-        """The four rule sets of all parts."""
+        """The merged rules of all components."""
         return functools.reduce(RuleSets.__and__, (part.rules() for part in self.parts))
 
     @property
     def params(self) -> Rules:
-        """Of parameters, between steps."""
+        """Rules for parameters between steps."""
         return self.rules.params
 
     @property
     def grads(self) -> Rules:
-        """Of gradients, as they leave the backward pass."""
+        """Rules for gradients after the backward pass."""
         return self.rules.grads
 
     @property
     def optimizer(self) -> Rules:
-        """Of optimizer state of the same shape as a parameter."""
+        """Rules for optimizer state that has the shape of a parameter."""
         return self.rules.optimizer
 
     @property
     def activations(self) -> Rules:
-        """Of the batch, and what the model gives names with `constrain`."""
+        """Rules for the batch and for the activations that the model passes to `constrain`."""
         return self.rules.activations
 
-    # -- What parts say -----------------------------------------------------------------------------------------------
+    # -- Components --------------------------------------------------------------------------------------------------
 
     @property
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        """Axes without which it would be another strategy."""
-        return tuple(need for part in self.parts for need in part.required_axes())
+        """Mesh axes whose size must be greater than 1."""
+        return tuple(required for part in self.parts for required in part.required_axes())
 
     @property
     def quantize(self) -> Quantize | None:
-        """How split parameters and their gradients travel; None: as XLA sends them."""
+        """Quantization of sharded parameters and their gradients for communication, or None."""
         values = (getattr(part, "quantize", None) for part in reversed(self.parts))
         return next((value for value in values if value is not None), None)
 
     @property
     def prefetched_axes(self) -> tuple[str, ...]:
-        """Axes over which a layer's weights are gathered while the one before computes; empty: where they are used."""
-        found = next((part for part in reversed(self.parts) if getattr(part, "prefetch", 0)), None)
-        return () if found is None else axes_of(found.name, found.axis)  # type: ignore[attr-defined]
+        """Axes over which the next layer's weights are gathered in advance. Empty without prefetching."""
+        part = next((part for part in reversed(self.parts) if getattr(part, "prefetch", 0)), None)
+        return () if part is None else axes_of(part.name, part.axis)  # type: ignore[attr-defined]
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """How the layers are run stage by stage; None: one after the other, by all devices."""
+        """The pipeline component, or None."""
         return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]
 
     def step_spec(
         self, sizes: dict[str, int], *, weights: tuple[Weight, ...], batch_axes: tuple[str, ...], tokens: int | None,
         uses: Mapping[str, ParamUsage] = MappingProxyType({}), **step: Any,
     ) -> StepSpec:  # fmt: skip
-        """The facts of a step under this strategy: which axes split what follows from its rules of activations.
+        """Describe a training step under this strategy. The activation rules determine the tensor and context axes.
 
         Args:
-          sizes: of every mesh axis, in the mesh's order.
+          sizes: size of each mesh axis, in mesh order.
           weights: the parameters.
-          batch_axes: axes of more than one rank that split the batch.
-          tokens: of one device in one micro-step, as if no axis split the sequence; None when the batch has none.
-          uses: of parameters whose activations nothing lays out, by path; `meshpar.inspect.param_usage` tells.
-          **step: other fields of `Facts`.
+          batch_axes: axes with more than one rank that shard the batch.
+          tokens: tokens per device and micro-step before the sequence is sharded, or None without tokens.
+          uses: usage of parameters whose activations have no constraint, by path; see `meshpar.inspect.param_usage`.
+          **step: other fields of `StepSpec`.
         """
         rules = self.activations
 
-        def axes_of(*wanted: str) -> set[str]:
-            chosen = (rules.name_rule(name) for name in wanted)
-            found = {axis for rule in chosen if rule is not None for axis in axes_in(rule.value)}
-            return {axis for axis in found if sizes.get(axis, 1) > 1}
+        def axes_for(*names: str) -> set[str]:
+            matches = (rules.name_rule(name) for name in names)
+            axes = {axis for rule in matches if rule is not None for axis in axes_in(rule.value)}
+            return {axis for axis in axes if sizes.get(axis, 1) > 1}
 
-        width = axes_of(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
-        context = axes_of("seq") - width - set(batch_axes)
-        sequence = axes_of("norm_seq") - context
-        free = (one.decision for one in weights if one.decision.leaf.names is None or one.decision.path in uses)
-        untold = {axis for one in free for axis in axes_of_spec(one.spec, sizes)} - set(batch_axes)
+        width = axes_for(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
+        context = axes_for("seq") - width - set(batch_axes)
+        sequence = axes_for("norm_seq") - context
+        decisions = [weight.decision for weight in weights]
+        unannotated = {
+            axis
+            for decision in decisions
+            if decision.leaf.names is None or decision.path in uses
+            for axis in axes_of_spec(decision.spec, sizes)
+        } - set(batch_axes)
         return StepSpec(
             sizes=sizes,
             weights=weights,
             batch_axes=batch_axes,
-            tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence | untold) - set(batch_axes)),
+            tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence | unannotated) - set(batch_axes)),
             sequence_axes=tuple(axis for axis in sizes if axis in sequence),
             context_axes=tuple(axis for axis in sizes if axis in context),
             uses=uses,
-            unannotated_axes=tuple(axis for axis in sizes if axis in untold),
+            unannotated_axes=tuple(axis for axis in sizes if axis in unannotated),
             tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
             quantize=self.quantize,
             is_prefetched=bool(self.prefetched_axes),
-            is_tied=sum(has_vocabulary(one.decision) for one in weights) == 1,
+            is_tied=sum(map(has_vocabulary, decisions)) == 1,
             **step,
         )
 
     def expected_collectives(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
-        """The collectives that XLA puts in because of all parts' rules.
+        """Return the collectives that XLA should insert for this strategy.
 
-        Those of parameters follow from the rules of all parts together; the others each part tells of its own.
+        Parameter and gradient collectives follow from the merged rules. Each component adds its activation collectives.
         """
         return merged([*leaves.promised(step_spec), *scales.promised(step_spec), *self.promise_of_layers(step_spec)])
 
     def promise_of_layers(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
-        """What the work on activations sends; what two parts promise alike counts once."""
-        found: list[ExpectedCollective] = []
+        """Return the activation collectives. A collective that two components expect counts once."""
+        expected: list[ExpectedCollective] = []
         for part in self.parts:
-            before = set(found)
-            found += [one for one in part.expected_collectives(step_spec) if one not in before]
-        return tuple(found)
+            earlier = set(expected)
+            expected += [item for item in part.expected_collectives(step_spec) if item not in earlier]
+        return tuple(expected)
 
     def memory_reductions(self, part: Parallelism, step_spec: StepSpec) -> tuple[Strategy, ...]:
-        """This strategy with a smaller one in a part's place, for each that it knows."""
-        at = self.parts.index(part)
+        """Return copies of this strategy in which `part` is replaced by a variant that needs less memory."""
+        index = self.parts.index(part)
         return tuple(
-            dataclasses.replace(self, parts=(*self.parts[:at], other, *self.parts[at + 1 :]))
-            for other in part.memory_reductions(step_spec)
+            dataclasses.replace(self, parts=(*self.parts[:index], variant, *self.parts[index + 1 :]))
+            for variant in part.memory_reductions(step_spec)
         )
 
-    # -- A value ------------------------------------------------------------------------------------------------------
+    # -- Values -------------------------------------------------------------------------------------------------------
 
     @property
     def label(self) -> str:
-        """How to write it in Python, for tables and logs."""
+        """The Python expression that creates this strategy."""
         return " | ".join(map(repr, self.parts))
 
     def __repr__(self) -> str:
@@ -199,59 +208,63 @@ class Strategy:
         return dataclasses.replace(self, big_leaf_bytes=big_leaf_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, which `from_json` reads."""
+        """Return plain data that `from_json` reads."""
         return {"parts": [part.to_json() for part in self.parts], "big_leaf_bytes": self.big_leaf_bytes}
 
     # -- Checks -------------------------------------------------------------------------------------------------------
 
     def _check_not_undone(self, other: Strategy) -> None:
-        """`fsdp() | ddp()`: the second says what stays whole by adding no rule, which takes nothing from the first.
+        """Reject compositions in which the second strategy has no effect, such as `fsdp() | ddp()`.
 
-        So it is of `tensor_parallel(sequence=True) | tensor_parallel()`.
+        Composition only adds rules, so `ddp()` cannot remove a rule of `fsdp()`. For the same reason
+        `tensor_parallel(sequence=True) | tensor_parallel()` would keep sharding the sequence.
         """
         for field in RuleSets._fields[:3]:
-            mine, theirs = getattr(self, field), getattr(other, field)
-            if mine.largest and theirs.everything and not theirs.largest:
-                asked = f"keep {field} whole by {theirs.everything} after splitting them by {mine.largest.origin}"
-                exists = "strategies are joined rule by rule, and a rule that is missing takes nothing away"
-                fix = f"write {other.label} alone, or to keep some leaves whole mp.Rules(embed=None)"
-                raise problem(f"strategy {self.label} | {other.label}", asked, exists, fix)
-        again = {origin for origin, _ in other.activations.sources} - {USER}
-        said = {key for _, key in other.activations.sources}
+            left, right = getattr(self, field), getattr(other, field)
+            if left.largest and right.everything and not right.largest:
+                requested = f"replicate {field} with {right.everything} after {left.largest.origin} sharded them"
+                reason = "composition adds rules and never removes a rule"
+                fix = f"write {other.label} alone, or replicate some leaves with mp.Rules(embed=None)"
+                raise problem(f"strategy {self.label} | {other.label}", requested, reason, fix, code="conflict")
+        origins = {origin for origin, _ in other.activations.sources} - {USER}
+        overridden = {key for _, key in other.activations.sources}
         for origin, key in self.activations.sources:
-            if origin in again and key not in said:
-                where, exists = f"strategy {self.label} | {other.label}", f"the first one's rule for `{key}` would stay"
-                raise problem(where, f"be {origin} as the second says", exists, f"write {origin} once")
+            if origin in origins and key not in overridden:
+                where, reason = f"strategy {self.label} | {other.label}", f"the first rule for `{key}` would remain"
+                raise problem(where, f"replace the first {origin}", reason, f"write {origin} once", code="conflict")
 
     def check_axes(self, mesh: MeshLike) -> None:
-        """See that the mesh has the axes this strategy is about.
+        """Check that the mesh has the required axes.
 
         Raises:
-          ValueError: an axis is missing, or of size 1 where the strategy would silently become another one.
+          MeshparError: a required axis is missing or has size 1.
         """
         sizes = axis_sizes(mesh)
-        if math.prod(sizes.values()) == 1:  # one device: every strategy is the same program
+        if math.prod(sizes.values()) == 1:  # With one device, all strategies compile to the same program.
             return
         for need in self.required_axes:
             if sizes.get(need.axis, 1) == 1:
-                exists = f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items() if v > 1) or 'no axis above 1'}"
-                fix = f"{need.why}; or give the axis a size: MeshSpec({need.axis}=2, ...)"
-                raise problem(f"strategy {need.strategy}", f"use mesh axis `{need.axis}`", exists, fix)
+                axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+                fix = f"{need.why}, or set its size: MeshSpec({need.axis}=2, ...)"
+                reason = f"the mesh has {axes or 'no axis larger than 1'}"
+                raise problem(
+                    f"strategy {need.strategy}", f"use mesh axis `{need.axis}`", reason, fix, code="unknown-axis"
+                )
 
 
-# ---- Rules by hand ---------------------------------------------------------------------------------------------------
+# ---- Custom rules ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Bare(Parallelism):
-    """A bare `Rules` in a strategy's place: it serves parameters, gradients, optimizer state and activations."""
+    """A `Rules` value used as a strategy, for parameters, gradients, optimizer state and activations."""
 
     given: Rules
 
     name = "Rules"
 
     def rules(self) -> RuleSets:
-        # Paths are those of parameters: a pattern such as `.*` must not catch the batch.
+        # Path patterns refer to parameters: a pattern such as `.*` must not match the batch.
         return RuleSets(self.given, self.given, self.given, activations("default") | self.given.without_paths())
 
     def expected_collectives(self, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
@@ -266,14 +279,14 @@ class Bare(Parallelism):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Custom(Parallelism):
-    """See `custom`."""
+    """The component of `custom`."""
 
     params: Rules
     grads: Rules
     optimizer: Rules
     activations: Rules = dataclasses.field(default_factory=lambda: activations("default"))
     label: str = dataclasses.field(default="", compare=False)
-    """How to print it, where that is not by its rules."""
+    """Replacement for the default repr."""
 
     name = "custom"
 
@@ -282,7 +295,7 @@ class Custom(Parallelism):
             given = getattr(self, field.name)
             if not isinstance(given, Rules):
                 fix = f'write {field.name}=mp.Rules(embed="fsdp")'
-                raise problem(f"custom({field.name}=...)", f"be {given!r}", "each of the four is a Rules", fix)
+                raise problem("custom()", f"set {field.name}={given!r}", "it must be a Rules", fix, code="wrong-type")
 
     def rules(self) -> RuleSets:
         return RuleSets(self.params, self.grads, self.optimizer, self.activations)
@@ -304,16 +317,16 @@ class Custom(Parallelism):
 
 
 def custom(*, params: Rules, grads: Rules, optimizer: Rules, activations: Rules | None = None) -> Strategy:
-    """A strategy of four `Rules` of your own.
+    """Create a strategy from four sets of rules. Collectives follow from the rules, as for the presets.
 
     Args:
-      params: of parameters, between steps.
-      grads: of gradients, as they leave the backward pass.
-      optimizer: of optimizer state of the same shape as a parameter.
-      activations: of the batch and what the model constrains; None: the batch over the mesh's batch axes.
+      params: rules for parameters between steps.
+      grads: rules for gradients after the backward pass.
+      optimizer: rules for optimizer state that has the shape of a parameter.
+      activations: rules for the batch and the constrained activations. `None` shards the batch over the batch axes.
 
     Raises:
-      ValueError: something that is no Rules.
+      MeshparError: an argument is not a `Rules`.
 
     Example:
       >>> custom(params=Rules(), grads=Rules(embed="fsdp"), optimizer=Rules(embed="fsdp")).grads
@@ -324,12 +337,13 @@ def custom(*, params: Rules, grads: Rules, optimizer: Rules, activations: Rules 
 
 
 def as_strategy(rules: Strategy | Rules) -> Strategy:
-    """A strategy as it is; a bare `Rules` as one that serves params, gradients, optimizer state and activations."""
+    """Return a strategy unchanged, or convert `Rules` to a strategy that uses them for all four rule sets."""
     if isinstance(rules, Strategy):
         return rules
     if not isinstance(rules, Rules):
-        exists = f"a strategy is a Strategy or a Rules, and this is a {type(rules).__name__}"
-        raise problem("strategy", f"be {getattr(rules, '__name__', repr(rules))}", exists, _advice(rules))
+        reason = f"expected a Strategy or Rules, got {type(rules).__name__}"
+        requested = f"use {getattr(rules, '__name__', repr(rules))}"
+        raise problem("strategy", requested, reason, _advice(rules), code="wrong-type")
     return Strategy((Bare(rules),))
 
 
@@ -342,14 +356,14 @@ def _advice(given: object) -> str:
     return "write mp.fsdp() or mp.Rules(...)"
 
 
-# ---- Read back -------------------------------------------------------------------------------------------------------
+# ---- Parsing ---------------------------------------------------------------------------------------------------------
 
 
 def from_json(data: Mapping[str, Any]) -> Strategy:
-    """The strategy that `Strategy.to_json` gave.
+    """Read the output of `Strategy.to_json`.
 
     Raises:
-      ValueError: a part that does not exist, or arguments that it does not take.
+      MeshparError: a component is unknown or has invalid arguments.
     """
     parts = [part for one in data["parts"] for part in _strategy_of(dict(one)).parts]
     return Strategy(tuple(parts), data.get("big_leaf_bytes", BIG_LEAF_BYTES))
@@ -362,28 +376,32 @@ def _strategy_of(given: dict[str, Any]) -> Strategy:
     if name == Custom.name:
         return custom(**{field: Rules.from_json(rules) for field, rules in given.items()})
     if name not in PRESETS:
-        raise problem(f"strategy part `{name}`", "be read", "there is no such part", near(str(name), PRESETS))
+        raise problem(
+            f"strategy part `{name}`", "read it", "no preset has this name", near(str(name), PRESETS), "unknown-name"
+        )
     arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
     return PRESETS[name](**arguments)
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Read "fsdp() | tensor_parallel(sequence=True)", as `Strategy.label` writes it; bare names do too.
+    """Parse an expression such as "fsdp() | tensor_parallel(sequence=True)". Parentheses are optional.
 
     Raises:
-      ValueError: anything but presets with literal arguments, joined with `|`.
-    """
+      MeshparError: the text is not a sequence of presets with literal arguments.
 
+    Example:
+      >>> parse_strategy("fsdp | tensor_parallel(sequence=True)")
+      fsdp() | tensor_parallel(sequence=True)
+    """
     try:
         return _evaluate(ast.parse(text.strip(), mode="eval").body, text)
     except SyntaxError as error:
-        raise _unreadable(text, f"it is no Python expression ({error.msg})") from error
+        raise _unreadable(text, f"it is not a Python expression ({error.msg})") from error
     except (RecursionError, MemoryError):
         raise _unreadable(f"{text[:100]}…", "it has too many parts") from None
 
 
 def _evaluate(node: object, text: str) -> Strategy:
-
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
         return _evaluate(node.left, text) | _evaluate(node.right, text)
     name = node.func if isinstance(node, ast.Call) else node
@@ -391,7 +409,11 @@ def _evaluate(node: object, text: str) -> Strategy:
         raise _unreadable(text, "it is not presets joined with `|`")
     if name.id not in PRESETS:
         raise problem(
-            f"strategy `{text[:100]}`", f"use `{name.id[:100]}`", "there is no such preset", near(name.id, PRESETS)
+            f"strategy `{text[:100]}`",
+            f"use `{name.id[:100]}`",
+            "no preset has this name",
+            near(name.id, PRESETS),
+            code="unknown-name",
         )
     if isinstance(node, ast.Call) and node.args:
         raise _unreadable(text, f"`{name.id}` takes its arguments by name")
@@ -409,5 +431,9 @@ def _evaluate(node: object, text: str) -> Strategy:
 
 def _unreadable(text: str, why: str) -> Exception:
     return problem(
-        f"strategy `{text[:100]}`", "read it", why, 'write it like "fsdp() | tensor_parallel(sequence=True)"'
+        f"strategy `{text[:100]}`",
+        "read it",
+        why,
+        'write it like "fsdp() | tensor_parallel(sequence=True)"',
+        "bad-syntax",
     )

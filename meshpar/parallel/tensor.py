@@ -1,4 +1,4 @@
-"""Tensor parallelism: weight matrices split inside a layer."""
+"""Tensor parallelism: weight matrices sharded within each layer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from meshpar.parallel.expected.matmuls import contracted
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 from meshpar.parallel.parallelism import Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import check_bool
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Tensor(Parallelism):
-    """See `tensor_parallel`."""
+    """The component of `tensor_parallel`."""
 
     sequence: bool = False
     axis: str = "tensor"
@@ -24,9 +24,7 @@ class Tensor(Parallelism):
 
     def __post_init__(self) -> None:
         axes_of(self.name, self.axis)
-        if not isinstance(self.sequence, bool):
-            where, exists = f"tensor_parallel(sequence={self.sequence!r})", "it is True or False"
-            raise problem(where, "split the sequence between blocks", exists, "write sequence=True, or leave it out")
+        check_bool("tensor_parallel()", "the sequence is sharded between blocks", sequence=self.sequence)
 
     def rules(self) -> RuleSets:
         rules = split(self.name, dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), self.axis))
@@ -45,16 +43,19 @@ class Tensor(Parallelism):
 
 @preset
 def tensor_parallel(*, sequence: bool = False, axis: str = "tensor") -> Strategy:
-    """Tensor parallel: heads, MLP width and vocabulary split over `axis`, inside every layer.
+    """Tensor parallelism: shard heads, MLP width and vocabulary over `axis`.
 
-    Column-parallel then row-parallel matmuls leave one all-reduce per block and direction (Shoeybi et al. 2019,
-    "Megatron-LM").
+    A column-parallel matmul followed by a row-parallel matmul needs one all-reduce per block, forward and backward
+    (Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism").
 
     Args:
-      sequence: also split the residual stream's sequence between blocks, which turns each all-reduce into a
-        reduce-scatter and an all-gather of the same bytes (Korthikanti et al. 2022, "Reducing Activation
+      sequence: also shard the sequence dim of the residual stream between blocks. Each all-reduce becomes a
+        reduce-scatter and an all-gather with the same number of bytes (Korthikanti et al. 2022, "Reducing Activation
         Recomputation in Large Transformer Models").
-      axis: the mesh axis to split over.
+      axis: mesh axis to shard over.
+
+    Raises:
+      MeshparError: `axis` is not a mesh axis, or `sequence` is not a bool.
 
     Example:
       >>> tensor_parallel(sequence=True).activations.name_rule("norm_seq").value

@@ -1,7 +1,7 @@
-"""ZeRO: optimizer state, gradients and parameters split over the devices that split the batch.
+"""ZeRO data parallelism: optimizer state, gradients and parameters sharded over the batch axes.
 
-ZeRO-1, ZeRO-2 and ZeRO-3 differ in nothing but what is split: the optimizer state, the gradients too, the parameters
-too (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models").
+ZeRO-1 shards the optimizer state, ZeRO-2 also the gradients, and ZeRO-3 also the parameters
+(Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models").
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from meshpar.parallel.parallelism import (
 )
 from meshpar.parallel.quantization import Quantize, quantize_of
 from meshpar.parallel.strategy import Strategy, preset
+from meshpar.sharding.errors import check_choice, check_int, problem
 from meshpar.sharding.rules import Largest
-from meshpar.sharding.types import problem
 
 Stage = Literal["zero1", "zero2", "zero3", "fsdp", "hsdp"]
-_SPLIT_BY = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
-"""Of optimizer state, gradients and parameters, how many are split."""
+_NUM_SHARDED = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
+"""Number of sharded items, in the order optimizer state, gradients, parameters."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Zero(Parallelism):
-    """See `zero1`, `zero2`, `zero3`, `fsdp` and `hsdp`."""
+    """The component of `zero1`, `zero2`, `zero3`, `fsdp` and `hsdp`."""
 
     stage: Stage
     axis: Axes = "fsdp"
@@ -48,47 +48,43 @@ class Zero(Parallelism):
 
     def __post_init__(self) -> None:
         axes_of(self.stage, self.axis)
-        if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
-            where, asked = f"{self.stage}(min_bytes={self.min_bytes!r})", "leave smaller leaves whole"
-            raise problem(where, asked, "it is not a number of bytes", "write one, say min_bytes=2**16")
-        if type(self.prefetch) is not int or self.prefetch not in (0, 1):
-            where, exists = f"{self.stage}(prefetch={self.prefetch!r})", "it is 0, where a layer needs them, or 1"
-            raise problem(where, "gather weights so many layers ahead", exists, "write prefetch=1, or leave it out")
+        check_int(f"{self.stage}()", "the minimum size in bytes of a sharded leaf", min_bytes=self.min_bytes)
+        meaning = "the number of layers whose weights are gathered in advance"
+        check_choice(f"{self.stage}()", meaning, (0, 1), prefetch=self.prefetch)
         if self.prefetch and self.quantize is not None:
             where = f"{self.stage}(prefetch=1, quantize={self.quantize.literal!r})"
-            exists = "kernels gather quantized weights, inside the layer that needs them"
-            raise problem(where, "gather weights a layer ahead", exists, "leave one of the two out")
+            reason = "quantized weights are gathered by a kernel in the layer that uses them"
+            raise problem(where, "gather weights a layer ahead", reason, "remove one of the two", code="conflict")
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Of the function that makes it."""
+        """Name of the public constructor."""
         return self.stage
 
     def rules(self) -> RuleSets:
         axes = axes_of(self.stage, self.axis)
         by_embed = {"embed": axes[0] if len(axes) == 1 else axes}
         sharded = split(self.stage, by_embed, largest=Largest(axes, self.min_bytes, self.stage))
-        whole, count = replicated_all(self.stage), _SPLIT_BY[self.stage]
-        return RuleSets(
-            sharded if count > 2 else whole, sharded if count > 1 else whole, sharded, activations(self.stage)
-        )
+        replicated, num_sharded = replicated_all(self.stage), _NUM_SHARDED[self.stage]
+        params = sharded if num_sharded > 2 else replicated
+        grads = sharded if num_sharded > 1 else replicated
+        return RuleSets(params, grads, sharded, activations(self.stage))
 
     def required_axes(self) -> tuple[RequiredAxis, ...]:
-        why = "use fsdp(), which it is with nothing to replicate over"
+        why = "use fsdp(), which is equivalent without replication"
         return (RequiredAxis(axis="data", strategy="hsdp()", why=why),) if self.stage == "hsdp" else ()
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
         if space.num_shards("fsdp") == 1:
             return
-        whole: Stage = "hsdp" if space.num_shards("data") > 1 else "fsdp"
-        # Ranks that share a sequence have the same weights, as those that share a batch do.
+        full: Stage = "hsdp" if space.num_shards("data") > 1 else "fsdp"
+        # Weights are replicated over the context axis, so the state can be sharded over it too.
         axis: Axes = "fsdp" if space.num_shards("context") == 1 else ("fsdp", "context")
-        yield from (cls("zero1", axis), cls("zero2", axis), cls(whole, axis))
-        if (
-            space.num_shards("stage", "context") == 1
-        ):  # where a layer sends rows of its own, gathers hide no better ahead
-            yield cls(whole, axis, prefetch=1)
+        yield from (cls("zero1", axis), cls("zero2", axis), cls(full, axis))
+        # Prefetching does not help if the layers send activations, which compete with the gathers.
+        if space.num_shards("stage", "context") == 1:
+            yield cls(full, axis, prefetch=1)
 
     def memory_reductions(self, step: StepSpec) -> tuple[Parallelism, ...]:
         return stages_above(self.stage, step)
@@ -98,24 +94,35 @@ class Zero(Parallelism):
 
 
 def stages_above(stage: str, step: StepSpec) -> tuple[Parallelism, ...]:
-    """The ZeRO stages that split more of the state than a preset, the mildest first."""
-    over = [axis for axis in ("fsdp", "data") if step.sizes.get(axis, 1) > 1]
-    if not over:
+    """Return the ZeRO stages that shard more of the state than `stage`, in increasing order."""
+    axes = [axis for axis in ("fsdp", "data") if step.sizes.get(axis, 1) > 1]
+    if not axes:
         return ()
-    if _SPLIT_BY.get(stage, 0) == 3:
-        return (Zero("fsdp", axis=tuple(reversed(over))),) if len(over) > 1 else ()
-    first: Stage = "zero2" if step.accumulate > 1 else "zero1"  # with one micro-step they are the same program
-    higher: tuple[Stage, ...] = tuple(one for one in (first, "zero3") if _SPLIT_BY[one] > _SPLIT_BY.get(stage, 0))
-    return tuple(Zero(one, axis=over[0]) for one in higher)
+    if _NUM_SHARDED.get(stage, 0) == 3:
+        return (Zero("fsdp", axis=tuple(reversed(axes))),) if len(axes) > 1 else ()
+    # Without gradient accumulation, ZeRO-1 and ZeRO-2 compile to the same program.
+    first: Stage = "zero2" if step.accumulate > 1 else "zero1"
+    higher: tuple[Stage, ...] = tuple(
+        name for name in (first, "zero3") if _NUM_SHARDED[name] > _NUM_SHARDED.get(stage, 0)
+    )
+    return tuple(Zero(name, axis=axes[0]) for name in higher)
 
 
 @preset
 def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
-    """ZeRO-1: optimizer state split over `axis`; the new parameters are gathered after the update.
+    """ZeRO-1: shard the optimizer state over `axis`.
 
-    The compiler scatters the gradients as soon as it sees that only shards are used, so the program is ZeRO-2's.
+    Gradients are reduce-scattered, and the updated parameters are all-gathered once per step. Without gradient
+    accumulation, ZeRO-1 and ZeRO-2 compile to the same program.
 
-    Arguments are those of `fsdp`.
+    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+
+    Args:
+      axis: mesh axis, or axes, to shard over.
+      min_bytes: unnamed leaves smaller than this are replicated.
+
+    Raises:
+      MeshparError: `axis` or `min_bytes` is invalid.
 
     Example:
       >>> zero1().grads, zero1().optimizer
@@ -126,9 +133,17 @@ def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
 
 @preset
 def zero2(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
-    """ZeRO-2: optimizer state and gradients split over `axis`; no device ever holds a whole gradient.
+    """ZeRO-2: shard the optimizer state and the gradients over `axis`.
 
-    Arguments are those of `fsdp`.
+    Gradients are reduce-scattered in every micro-step, so accumulated gradients are sharded. The updated parameters are
+    all-gathered once per step (Rajbhandari et al. 2020).
+
+    Args:
+      axis: mesh axis, or axes, to shard over.
+      min_bytes: unnamed leaves smaller than this are replicated.
+
+    Raises:
+      MeshparError: `axis` or `min_bytes` is invalid.
 
     Example:
       >>> zero2().params, zero2().grads
@@ -145,9 +160,19 @@ def zero3(
     quantize: str | Mapping[str, object] | Quantize | None = None,
     prefetch: int = 0,
 ) -> Strategy:
-    """ZeRO-3: parameters, gradients and optimizer state split over `axis`; weights are gathered where they are used.
+    """ZeRO-3: shard parameters, gradients and optimizer state over `axis`.
 
-    Arguments are those of `fsdp`.
+    Weights are all-gathered in each layer, forward and backward, and gradients are reduce-scattered
+    (Rajbhandari et al. 2020).
+
+    Args:
+      axis: mesh axis, or axes, to shard over.
+      min_bytes: see `fsdp`.
+      quantize: see `fsdp`.
+      prefetch: see `fsdp`.
+
+    Raises:
+      MeshparError: an argument is invalid, or `quantize` and `prefetch=1` are combined.
 
     Example:
       >>> zero3(axis=("data", "fsdp")).params
@@ -164,23 +189,28 @@ def fsdp(
     quantize: str | Mapping[str, object] | Quantize | None = None,
     prefetch: int = 0,
 ) -> Strategy:
-    """Fully sharded data parallel: another name for ZeRO-3 (Zhao et al. 2023, "PyTorch FSDP").
+    """Fully sharded data parallelism: shard parameters, gradients and optimizer state over `axis`.
 
-    On a model with no names at all every leaf of at least `min_bytes` is split on its largest dim that divides, and
-    the table says so.
+    Weights are all-gathered in each layer, forward and backward, and gradients are reduce-scattered. The rules are
+    those of `zero3`. In a model without logical names, every leaf of at least `min_bytes` is sharded along its largest
+    divisible dim.
 
-    With `quantize` it is ZeRO++ (Wang et al. 2023): weights of two dims or more are gathered, and their gradients
-    exchanged, in a byte an element. The loss is then given a device's own rows only, as in `train_step` with
-    `reduce_gradients="once"`; `eval_step` gathers weights as they are.
+    Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
 
     Args:
-      axis: the mesh axis, or axes, to split over.
-      min_bytes: unnamed leaves smaller than this stay whole.
-      quantize: "int8" or "fp8" for weights and gradients; or fields of `Quantize`, as a dict or as such.
-      prefetch: 1 gathers the weights of the next layer that `mp.scan_layers` runs while this one computes, forward and
-        backward, so that the gathers have a layer's matmuls to hide behind; one more layer's weights are held whole.
-        On GPUs it needs gathers that are combined, `xla_gpu_all_gather_combine_threshold_bytes` of a layer's weights:
-        of several, XLA's scheduler starts some late. 0: where needed.
+      axis: mesh axis, or axes, to shard over.
+      min_bytes: unnamed leaves smaller than this are replicated.
+      quantize: "int8" or "fp8" for weights and gradients, or the fields of `Quantize` (ZeRO++, Wang et al. 2023).
+        Weights with at least two dims are gathered with one byte per element, and so are their gradients. The loss
+        function then receives the local batch, as with `train_step(reduce_gradients="once")`. `eval_step` gathers
+        weights without quantization.
+      prefetch: 1 gathers the weights of the next `mp.scan_layers` layer while the current layer computes, forward and
+        backward. One additional layer of unsharded weights is in memory. On GPUs, set
+        `xla_gpu_all_gather_combine_threshold_bytes` to the size of a layer's weights: XLA may start separate gathers
+        too late. 0 gathers weights when they are used.
+
+    Raises:
+      MeshparError: an argument is invalid, or `quantize` and `prefetch=1` are combined.
 
     Example:
       >>> fsdp(axis="data", quantize="int8")
@@ -197,13 +227,20 @@ def hsdp(
     quantize: str | Mapping[str, object] | Quantize | None = None,
     prefetch: int = 0,
 ) -> Strategy:
-    """Hybrid sharding: ZeRO-3 inside a group of `axis`, replicated over `data`.
+    """Hybrid sharded data parallelism: `fsdp` over `axis`, replicated over `data` (Zhao et al. 2023).
 
-    Gathers and scatters stay in the group; only 1/size of the gradients is all-reduced across groups. With
-    `train_step(accumulate=n)`, this all-reduce is sent in each of the n micro-steps; `reduce_gradients="once"` sends it
-    once, and keeps unsharded gradients between the micro-steps.
+    All-gathers and reduce-scatters run over `axis`. Gradient shards are then all-reduced over `data`, which sends
+    1/size of the gradients. `train_step(accumulate=n)` repeats this all-reduce in each micro-step.
+    `reduce_gradients="once"` sends it once, and accumulates unsharded gradients.
 
-    Arguments are those of `fsdp`; with `quantize` the all-reduce across groups is quantized too.
+    Args:
+      axis: mesh axis, or axes, to shard over.
+      min_bytes: see `fsdp`.
+      quantize: see `fsdp`. The all-reduce over `data` is quantized too.
+      prefetch: see `fsdp`.
+
+    Raises:
+      MeshparError: an argument is invalid, or `quantize` and `prefetch=1` are combined.
 
     Example:
       >>> hsdp().params, hsdp().required_axes[0].axis
@@ -213,5 +250,5 @@ def hsdp(
 
 
 def _fully_sharded(stage: Stage, axis: Axes, min_bytes: int, quantize: Any, prefetch: int) -> Strategy:
-    wire = quantize_of(stage, axes_of(stage, axis), quantize)
-    return Strategy((Zero(stage, axis, min_bytes, wire, prefetch),))
+    quantization = quantize_of(stage, axes_of(stage, axis), quantize)
+    return Strategy((Zero(stage, axis, min_bytes, quantization, prefetch),))

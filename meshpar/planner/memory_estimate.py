@@ -168,13 +168,13 @@ def _of_weights(placed: Placed, layout: Layout, step: StepSpec) -> _OfWeights:
         specs = ((one, num_shards(one.update, placed.sizes)) for one in heads)
         stacked = max(width * one.decision.leaf.size // shards for one, shards in specs)
         head = (wide * elements(heads) + 2 * width * elements(gathered)) // step.vocab_chunks + stacked
-    is_int = step.exchanges_rows or step.by_stages or heads == tables
+    is_full = step.exchanges_rows or step.by_stages or heads == tables
     return _OfWeights(
         sums=_sums(placed, layout, step),
         copies=_copies(placed, step),
         layer=_layer_weights(placed, step),
         head=head,
-        table=0 if is_int else wide * elements(tables),
+        table=0 if is_full else wide * elements(tables),
         gathers_head=bool(gathered),
         small=max((size for size in _layer_sizes(placed, step) if size <= MEMORY.most_split), default=0),
     )

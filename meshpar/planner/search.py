@@ -384,8 +384,8 @@ class Search:
         for strategy in self.strategies(sizes):
             try:
                 placed = self.placer.place(sizes, strategy)
-                is_int = strategy.pipeline is not None or not self.workload.is_divisible
-                most = 1 if is_int else max(1, self.workload.rows // placed.batch_ways)
+                is_undivided = strategy.pipeline is not None or not self.workload.is_divisible
+                most = 1 if is_undivided else max(1, self.workload.rows // placed.batch_ways)
                 cuts = [(remat, count) for remat in self.policies for count in {1, most}]
                 layout = Layout(mesh=_spec(sizes), strategy=strategy)
                 found += [self.estimate(dataclasses.replace(layout, remat=cut[0], accumulate=cut[1])) for cut in cuts]

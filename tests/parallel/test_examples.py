@@ -1,4 +1,4 @@
-"""The examples in the docstrings of strategies run, and say what they show."""
+"""Tests of the examples in the docstrings of strategies and collectives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from meshpar import parallel
 
-MODULES = [f"{parallel.__name__}.{found.name}" for found in pkgutil.iter_modules(parallel.__path__)]
+MODULES = [f"{parallel.__name__}.{module.name}" for module in pkgutil.iter_modules(parallel.__path__)]
+MODULES.append("meshpar.collectives.reduction")
 
 
 @pytest.mark.parametrize("name", MODULES)
