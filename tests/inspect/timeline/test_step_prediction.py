@@ -77,7 +77,7 @@ def test_which_programs_can_be_timed():
 def test_a_program_that_sends_nothing_has_no_fraction(scan):
     module, _ = scan
     found = prediction.overlap(timeline(module, (), CLUSTER))
-    assert (found.hidden_fraction, found.reason) == (None, "nothing is sent")
+    assert (found.hidden_fraction, found.reason) == (None, "no communication")
 
 
 def test_compute_against_the_model(scan, timed):
