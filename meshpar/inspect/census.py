@@ -1,4 +1,4 @@
-"""Every collective of a program: its kind, mesh axes, bytes, count and origin.
+"""Census of a program's collectives: kind, mesh axes, bytes, count and origin.
 
 Bytes sent per device, with payload n and group size N (ring algorithms):
 
@@ -7,7 +7,7 @@ Bytes sent per device, with payload n and group size N (ring algorithms):
     all-gather            the gathered array               (N-1)/N n
     reduce-scatter        the array before scattering      (N-1)/N n
     all-to-all            the local array                  (N-1)/N n
-    ragged-all-to-all     the smaller of its two buffers   (N-1)/N n; a bound for the mean device
+    ragged-all-to-all     the smaller buffer               (N-1)/N n; a bound for the mean device
     collective-broadcast  the array                        n, from its root
     collective-permute    the array                        n
     send                  the array                        n
@@ -50,7 +50,7 @@ MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One array of a collective, as before XLA combined it with others."""
+    """An array of a collective before XLA combined it with others."""
 
     array: ArrayShape
     """The local operand."""
@@ -63,7 +63,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One collective instruction of the program."""
+    """A collective instruction of the program."""
 
     kind: str
     """One of `KINDS`."""
@@ -72,13 +72,13 @@ class Collective:
     group_size: int
     """Devices in a group; for a permute, the devices that take part."""
     arrays: tuple[ArrayShape, ...]
-    """The local operands: several arrays if XLA combined several collectives."""
+    """Local operands; several if XLA combined several collectives."""
     dtype: str
     """Element type on the wire; several are joined with `+`."""
     payload_bytes: int
     """n of the table above, over all arrays."""
     bytes_sent_per_device: float
-    """Bytes of one run."""
+    """Bytes per run."""
     count_per_step: int
     """Product of the trip counts of the loops around it; a loop of unknown length counts once."""
     count_by_stage: tuple[int, ...]
@@ -103,7 +103,7 @@ class Collective:
     is_promoted: bool
     """True if the backend promoted the reduction's type (XLA:CPU sums bfloat16 as float32)."""
     parts: tuple[Member, ...]
-    """Its arrays, including those that XLA concatenated into one flat array."""
+    """All arrays, including those that XLA concatenated into a flat array."""
     name: str
     computation: str
     groups: Groups = dataclasses.field(repr=False)
@@ -140,7 +140,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Total:
-    """Sum over the collectives of one kind and axes; for a pipeline, on the stage with the largest sum."""
+    """Totals for a kind and axes; for a pipeline, on the stage with the largest total."""
 
     count_per_step: int
     bytes_sent_per_device: float
@@ -185,7 +185,7 @@ def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
 
 
 def on_stage(collectives: Iterable[Collective], stage: int) -> tuple[Collective, ...]:
-    """Return the collectives with their counts on one pipeline stage, without those that it never runs."""
+    """Return the collectives that a pipeline stage runs, with their counts on this stage."""
     counted = (
         dataclasses.replace(one, count_per_step=one.count_by_stage[stage]) if one.count_by_stage else one
         for one in collectives
@@ -208,7 +208,7 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
             module=scopes.module_path(part.op_name),
             source=part.source,
             is_backward=scopes.is_backward(part.op_name),
-            # XLA combines collectives of kernels and of the partitioner under the name of one of them.
+            # XLA may combine collectives of kernels with the partitioner's and keep a single name.
             origin=_origin_by_name(part.op_name, collective.op_name) if by_kernel else collective.origin,
         )
         for part in collective.parts
@@ -216,12 +216,12 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
 
 
 def axes_of(groups: Groups, axes: Mapping[str, int], *, pairwise: bool = False) -> tuple[str, ...]:
-    """Return the mesh axes of replica groups: `()` for groups of one, `("unknown",)` if they are no product of axes.
+    """Return the mesh axes of replica groups: `()` if groups have a single device, `("unknown",)` if no product of axes fits.
 
     Args:
       groups: device numbers; a number is the position in the mesh. The order inside a group does not matter.
       axes: axis sizes in the mesh's order.
-      pairwise: the groups are (source, target) pairs; the result is all axes along which a pair differs.
+      pairwise: the groups are (source, target) pairs; the result contains all axes along which a pair differs.
     """
     return _axes_of(groups, tuple(axes.items()), pairwise)
 
@@ -308,7 +308,7 @@ def _sizes(kind: str, arrays: Sequence[ArrayShape], group_size: int) -> dict[str
 
 
 def _arrays(kind: str, computation: Computation, ins: Instruction) -> tuple[ArrayShape, ...]:
-    """Return the operands of one device. Results do not help: those of a start may or may not repeat the operands."""
+    """Return the local operands. The results of a start may or may not repeat the operands, so they are not used."""
     if kind == "recv":
         return tuple(ins.shape.leaves())[:1]
     operands = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
@@ -341,7 +341,7 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
 
 
 def _named_source(visit: Visit, ins: Instruction) -> Instruction:
-    """Return the instruction with the origin of a collective: itself, or (combining loses names) one of its inputs."""
+    """Return the instruction with the collective's origin: itself, or an input if combining lost the name."""
     return _first_named(visit.computation, [ins, visit.wrapper] if visit.wrapper is not None else [ins]) or ins
 
 
@@ -411,7 +411,7 @@ def _reader(
 
 
 def _concatenated(module: Module, computation: Computation, ins: Instruction) -> list[tuple[ArrayShape, str]]:
-    """Return (array, operand) of the arrays that were concatenated into one all-reduce; empty if there were none."""
+    """Return (array, operand) for each array that was concatenated into the all-reduce; empty if there were none."""
     fusion = computation[ins.operands[0]]
     while fusion.opcode in _VIEWS and fusion.operands:
         fusion = computation[fusion.operands[0]]
@@ -433,10 +433,10 @@ def _concatenated(module: Module, computation: Computation, ins: Instruction) ->
 
 
 def _origin(kind: str, ins: Instruction) -> str:
-    """Return the origin by XLA's annotation for the partitioner, or else by the primitive in the op name."""
+    """Return the origin from XLA's annotation for the partitioner, or from the primitive in the op name."""
     if ins.frontend_attributes.get("is_spmd_generated") == "true":
         return "partitioner"
-    if kind == "ragged-all-to-all":  # the partitioner never makes one
+    if kind == "ragged-all-to-all":  # never made by the partitioner
         return "kernel"
     return _origin_by_name(ins.metadata.op_name, ins.name)
 
@@ -454,7 +454,7 @@ def _is_async(ins: Instruction, visit: Visit) -> bool:
 
 
 def _sliced(module: Module, visit: Visit, ins: Instruction, group_size: int, num_arrays: int) -> tuple[bool, ...]:
-    """Return for each array of an all-reduce whether every use keeps one of `group_size` slices."""
+    """Return for each array of an all-reduce whether every use keeps a slice of size 1/`group_size`."""
     computation, value = visit.computation, ins
     nowhere = (False,) * num_arrays
     if not ins.opcode.startswith("all-reduce") or len(ins.operands) != num_arrays:

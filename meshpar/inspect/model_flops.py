@@ -1,8 +1,8 @@
-"""FLOPs of a model, counted before compilation and independent of mesh, padding and recomputation.
+"""Model FLOPs, counted before compilation and independent of mesh, padding and recomputation.
 
 The forward pass counts the matmuls in the loss function's jaxpr. Training counts three times that, because the backward
-pass has two matmuls for each one forward, for the gradients of input and weight (Chowdhery et al. 2022, "PaLM: Scaling
-Language Modeling with Pathways", appendix B). Element-wise work is not counted.
+pass has two matmuls for each forward matmul, for the gradients of input and weight (Chowdhery et al. 2022, "PaLM:
+Scaling Language Modeling with Pathways", appendix B). Element-wise work is not counted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
 
 TRAINING = 3
-"""FLOPs of a training step over FLOPs of its forward pass."""
+"""Ratio of the FLOPs of a training step to those of its forward pass."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFlops:
-    """Model FLOPs of one step, over the global batch."""
+    """Model FLOPs per step, over the global batch."""
 
     forward: int
     """FLOPs of the matmuls of the forward pass."""
@@ -122,14 +122,14 @@ def _dot_flops(equation: Any) -> int:
 
 
 def _convolution_flops(equation: Any) -> int:
-    """Return the FLOPs: each output element sums over the kernel's window and the input features of its group."""
+    """Return the FLOPs: output elements sum over the kernel's window and the input features of their group."""
     kernel, out = equation.invars[1].aval, equation.outvars[0].aval
     out_features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
     return 2 * out.size * kernel.size // max(out_features, 1)
 
 
 def _ragged_dot_flops(equation: Any) -> int:
-    """Return the FLOPs of rows `[M, K]`, each multiplied by the `[K, N]` of its group only."""
+    """Return the FLOPs of a ragged dot: rows `[M, K]` are multiplied by the `[K, N]` of their group only."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (contracted, _), _ = numbers.dot_dimension_numbers
     lhs, out, group_sizes = equation.invars[0].aval, equation.outvars[0].aval, equation.invars[2].aval
@@ -149,7 +149,7 @@ def _attention_flops(equation: Any) -> int:
 
 
 def _grouped_flops(equation: Any) -> int:
-    """Return the FLOPs of tokamax's grouped matmul with weights `[G, d, f]`, twice as many for both gradients."""
+    """Return the FLOPs of tokamax's grouped matmul with weights `[G, d, f]`; the gradients need twice as many."""
     _, d, f = equation.invars[1].aval.shape
     return 2 * equation.params["typical_rows"] * d * f * (2 if equation.primitive.name == kernels.GRADIENTS else 1)
 
@@ -167,9 +167,9 @@ _OPAQUE = frozenset({"custom_call", "ffi_call", "triton_kernel_call", "pure_call
 
 
 def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxpr:
-    """Return the forward pass of one micro-step as computed on a single device.
+    """Return the forward pass of a micro-step, traced for a single device.
 
-    Kernels that distribute work may skip some of it, such as ring attention with a causal mask. On one device they
+    Kernels that distribute work may skip some of it, such as ring attention with a causal mask. On a single device they
     compute all of it.
 
     Args:

@@ -1,8 +1,8 @@
-"""How a model uses its parameters in its traced forward pass: how often, and in full or in slices.
+"""Parameter usage in the traced forward pass: number of uses, in full or in slices.
 
-The usage of a parameter determines the collectives of its sharding. If parameters have no logical names, the trace
-shows the usage: an embedding table that is looked up and multiplied has two gradients, an unused bias has none, and a
-convolution that reads its kernel row by row gathers each row.
+The usage of a parameter determines the collectives of its sharding. Without logical names, the trace shows it: an
+embedding table that is looked up and multiplied has two gradients, an unused bias has none, and a convolution that
+reads its kernel row by row gathers each row.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _WITHOUT_GRADIENT = frozenset({"stop_gradient"})
 
 
 def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[ParamUsage, ...]:
-    """Return how each of the first arguments is used.
+    """Return how the leading arguments are used.
 
     Args:
-      jaxpr: the loss function, whose first arguments are the parameters.
+      jaxpr: the loss function; parameters are its first arguments.
       num_params: the number of parameters.
 
     Returns:
-      For each parameter the number of differentiable uses of the full array, the sizes of its slices with their counts,
-      and the number of rows that are looked up.
+      For each parameter: the number of differentiable uses of the full array, slice sizes with their counts, and the
+      number of rows that are looked up.
     """
     counts: dict[Any, Counter[int]] = {}
     params: list[Any] = jaxpr.invars[:num_params]
@@ -49,7 +49,7 @@ def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[ParamUsage, ...]:
 def _count(
     jaxpr: core.Jaxpr, sizes: dict[Any, int], counts: dict[Any, Counter[int]], of: dict[Any, Any], times: int
 ) -> None:
-    """Add to `counts` the uses of the variables in `sizes`, each of which is a parameter or a slice of one."""
+    """Add uses of the variables in `sizes` to `counts`. Each variable is a parameter or a slice of a parameter."""
     of, sizes = dict(of), dict(sizes)
     eqn: Any
     for eqn in jaxpr.eqns:

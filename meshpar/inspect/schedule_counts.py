@@ -67,7 +67,7 @@ class ScheduleCounts:
         return choices or None
 
     def makespan(self, lengths: np.ndarray) -> float:
-        """Return the end of the loop on the last stage. A participant of a permute waits for the message.
+        """Return when the last stage leaves the loop. Participants of a permute wait for their message.
 
         Args:
           lengths: durations `[tick, stage]`.
@@ -75,7 +75,7 @@ class ScheduleCounts:
         return makespan(self._plan.slots, lengths)
 
     def picked(self, visit: Visit) -> tuple[int, np.ndarray] | None:
-        """Return the index of the tick loop among a computation's loops, and bool `[tick, stage]`: where it runs."""
+        """Return the index of the tick loop among a computation's loops, and a bool mask `[tick, stage]` of its executions."""
         selected = None
         for branch in visit.branches:
             mask = self.mask(branch)

@@ -1,6 +1,6 @@
-"""The partition of a model into pipeline stages: stage outputs, embedding parameters and head parameters.
+"""Partition of a model into pipeline stages: stage outputs, embedding parameters and head parameters.
 
-It is derived from the loss function, traced for the local batch of one device without the layers. Nothing is compiled.
+It is derived from the loss function, traced for the local batch without the layers. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StagePartition:
 
     schedule: Schedule
     handed_on: tuple[jax.ShapeDtypeStruct, ...]
-    """Local arrays that one microbatch sends from stage to stage."""
+    """Local arrays sent from stage to stage per microbatch."""
     first: frozenset[str]
     """Paths of the parameters that are used before the layers."""
     last: frozenset[str]
@@ -55,7 +55,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
     inside = {axis: size for axis, size in axis_sizes(setup.mesh).items() if axis not in batch_axes}
     shards = num_shards(sharding.spec, setup.mesh) * schedule.microbatches
     micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((np.shape(x)[0] // shards, *np.shape(x)[1:]), x.dtype), batch)
-    # Trace for one device's local batch, but keep the axes inside a stage: the model constrains its activations.
+    # Trace for the local batch, but keep the axes inside a stage, because the model constrains its activations.
     inside[setup.strategy.pipeline.axis] = 1
     sizes = tuple(inside.get(axis, 1) for axis in setup.mesh.axis_names)
     stage_mesh = AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types)

@@ -21,14 +21,14 @@ from meshpar.training.state import Setup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """One mode of `pipeline_parallel(gather=...)`, for layers that are sharded over batch axes."""
+    """A mode of `pipeline_parallel(gather=...)`, for layers that are sharded over batch axes."""
 
     gather: str
     sent_bytes: float
     """Weight bytes per step and device on the busiest stage: gathered, and moved to the stages that run them."""
     held_bytes: int
-    """Peak bytes of weights in the compute dtype on a device.
-    With "step" they are full for the step; with "microbatch" they are shards, and full in the current tick slot."""
+    """Peak weight bytes per device in the compute dtype.
+    With "step" weights are full for the step; with "microbatch" they are sharded, and full in the current tick slot."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,13 @@ class Stages(Plain):
     span_bubble_fraction: float
     """Idle share between a stage's first and last op, on the worst stage, with F, B and W of equal length."""
     waiting_fraction: float | None
-    """Share of the predicted step that the mean stage waits for others; None without a prediction."""
+    """Fraction of the predicted step that stages wait for each other, on average; None without a prediction."""
     peak_activations: tuple[int, ...]
-    """For each stage, the largest number of microbatch activations of a chunk that it holds at once."""
+    """Peak number of saved microbatch activations per stage, counted per chunk."""
     messages: int
     """Number of messages between stages in a step, over all stages."""
     message_bytes: int
-    """Bytes of one message of one device."""
+    """Bytes of a message, per device."""
     gather: str
     gathering: tuple[Gathering, ...]
     """Both gather modes; empty if layers are not sharded over batch axes."""
@@ -95,7 +95,7 @@ def _gathering(
     assert pipelined is not None
     step_spec = dataclasses.replace(facts_of(setup, options, batch, on_cpu=on_cpu), by_stages=True)
     rounds = traffic(schedule).rounds
-    # An F and a B in the same tick slot use one chunk each.
+    # An F and a B in the same tick slot use different chunks.
     chunks_in_use = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())
     sent_bytes, held_bytes = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
     in_slots, is_sharded = np.zeros(schedule.stages), False

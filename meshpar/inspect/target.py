@@ -100,7 +100,7 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
 
 
 def missing_aot() -> str:
-    """Return the missing requirement for compiling for GPUs, in words; empty if nothing is missing."""
+    """Return the missing requirement for GPU compilation in words, or an empty string."""
     if not any(_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")):
         return "jax's CUDA plugin is not installed"
     return "" if _ptxas() is not None else "`ptxas` is neither on PATH nor installed"

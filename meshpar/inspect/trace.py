@@ -1,8 +1,8 @@
-"""A recorded profile of training steps: measured times of each operation, next to the predictions of `explain`.
+"""Profiles of training steps: measured times of each operation, next to the predictions of `explain`.
 
-`jax.profiler.ProfileData` reads XProf's files (`*.xplane.pb`) as planes of lines of events. An operation of a program
-is an event with `hlo_op`. On GPUs it is in the plane of its device; for CPU host devices it is in a host thread and
-has a `device_ordinal`.
+`jax.profiler.ProfileData` reads XProf's files (`*.xplane.pb`) as planes of lines of events. Operations of a program
+are events with `hlo_op`. On GPUs they are in the plane of their device; for CPU host devices they are in a host thread
+and have a `device_ordinal`.
 
     busy    an operation of the program runs on the device
     idle    no operation runs
@@ -36,9 +36,9 @@ from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import problem
 
 MOST_BYTES = 2 << 30
-"""Size limit of a file, which is read at once."""
+"""Maximum file size in bytes. Files are read at once."""
 STEP = "jit__step"
-"""The name that jax gives to the program of a `TrainStep`."""
+"""Name of the program of a `TrainStep` in jax."""
 _DEVICE = re.compile(r"/device:(?!CUSTOM)[A-Za-z]+:([0-9]+)")
 _AROUND = re.compile(r"(while|conditional|call|async-start|async-done)(\.[0-9]+)?(\.clone.*)?\Z")
 _KIND = re.compile(rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})(-start|-done)?(\.|\Z)")
@@ -47,20 +47,20 @@ _DERIVED = ("XLA Ops", "XLA Modules", "Steps", "Framework Name Scope", "Framewor
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One run of one operation on one device, in nanoseconds of the trace's clock."""
+    """An operation on a device, in nanoseconds of the trace's clock."""
 
     device: int
     module: str
     run: int | None
     name: str
-    """Name of the instruction; a kernel without one keeps its own name."""
+    """Name of the instruction, or of the kernel if it has none."""
     begin_ns: float
     end_ns: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spent(Plain):
-    """One of the largest costs of a step."""
+    """A cost of a step, such as idle time."""
 
     what: str
     time_s: float
@@ -73,7 +73,7 @@ class Spent(Plain):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredCollective(Plain):
-    """One collective, measured and predicted, per step and device."""
+    """A measured collective and its prediction, per step and device."""
 
     name: str
     kind: str
@@ -99,7 +99,7 @@ class Trace(Printed, Plain):
 
     source: str
     program: str
-    """Name of the program: the training step, or else the program with the longest total time."""
+    """Name of the training step, or of the program with the longest total time."""
     devices: int
     steps: int
     step_s: float
@@ -217,7 +217,7 @@ def _opened(file: Path) -> ProfileData:
 
 
 def _events(planes: Iterable[Any]) -> list[Event]:
-    """Return the operations, without loops, conditionals and calls, which only run others."""
+    """Return the operations, without loops, conditionals and calls."""
     events = (event for plane in planes for event in _of_plane(plane))
     return [event for event in events if not _AROUND.match(event.name) and event.end_ns >= event.begin_ns]
 
@@ -270,7 +270,7 @@ def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
 
 @dataclasses.dataclass
 class _Time:
-    """Time of one operation over all devices and steps, per step of one device."""
+    """Time of an operation per device and step."""
 
     kind: str | None
     count: int = 0
@@ -279,7 +279,7 @@ class _Time:
 
 
 def _program(events: Sequence[Event]) -> str:
-    """Return the training step if there is one (validation may take longer), else the longest program."""
+    """Return the training step if there is one (validation may take longer), or the program with the longest time."""
     taken: dict[str, float] = defaultdict(float)
     for one in events:
         taken[one.module] += one.end_ns - one.begin_ns

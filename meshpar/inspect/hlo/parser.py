@@ -1,8 +1,8 @@
 """A parser of HLO text, scheduled or not.
 
-It reads the text of a compiled program (`compiled.as_text()`), of a lowered one (`lowered.as_text("hlo")`) and of
-XLA's dumps. Text that it cannot parse raises `HloSyntaxError` with the line number. In a parsed Module every operand
-and every called computation exists, no computation calls itself, and there is one entry.
+Supported inputs are compiled programs (`compiled.as_text()`), lowered programs (`lowered.as_text("hlo")`) and XLA
+dumps. Other text raises `HloSyntaxError` with the line number. In a parsed Module every operand and every called
+computation exists, no computation calls itself, and there is a single entry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def parse(text: str) -> Module:
-    """Parse one HLO module, or raise `HloSyntaxError` with the line number."""
+    """Parse an HLO module, or raise `HloSyntaxError` with the line number."""
     return _Parser(text).module()
 
 
@@ -55,7 +55,7 @@ _ROLES = {
 
 
 class _Parser:
-    """One pass over the text. The stack tables, which may be at either end, are read first."""
+    """A single pass over the text. The stack tables, which may be at either end, are read first."""
 
     def __init__(self, text: str) -> None:
         self.scan = Scanner(text)
@@ -218,7 +218,7 @@ def _called(attributes: Mapping[str, str], line: int) -> tuple[tuple[str, str], 
 
 
 def _check_form(opcode: str, operands: tuple[str, ...], called: tuple[tuple[str, str], ...], line: int) -> None:
-    """Check that the computations an opcode needs are named, and that a while has one operand."""
+    """Check that an opcode names the computations it needs, and that a while has a single operand."""
     if opcode in _NEEDS:
         roles = {role for role, _ in called}
         missing = [role for role in _NEEDS[opcode] if role not in roles]
@@ -275,7 +275,7 @@ def _check_operands(name: str, instructions: tuple[Instruction, ...], scan: Scan
 
 
 def _check_calls(module: Module) -> None:
-    """Check that every called computation exists and that the call graph has no cycle."""
+    """Check that all called computations exist and that the call graph has no cycle."""
     edges: dict[str, dict[str, int]] = {}
     for computation in module:
         callees: dict[str, int] = {}

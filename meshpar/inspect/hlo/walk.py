@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 
 MAX_VISITS = 200_000
-"""Limit of call sites to follow. Calls that fan out at every level would grow exponentially."""
+"""Maximum number of call sites. Calls that fan out at every level would grow exponentially."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,13 +22,13 @@ class Loop:
     body: str
     """Name of the body computation."""
     trip_count: int | None
-    """None if neither XLA nor the loop's counter gives it."""
+    """None if it is unknown to XLA and cannot be derived from the loop's counter."""
     op_name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Branch:
-    """One branch of a conditional around an instruction."""
+    """A branch of a conditional around an instruction."""
 
     name: str
     """Name of the conditional."""
@@ -43,7 +43,7 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Visit:
-    """One computation at one position of the call tree."""
+    """A computation at a position of the call tree."""
 
     computation: Computation
     loops: tuple[Loop, ...] = ()
@@ -51,7 +51,7 @@ class Visit:
     branches: tuple[Branch, ...] = ()
     """Enclosing branches, outermost first."""
     in_fusion: bool = False
-    """True if its instructions belong to one kernel, so that their values need no memory."""
+    """True if its instructions belong to the same kernel, so that their values need no memory."""
     wrapper: Instruction | None = None
     """The `async-start` or `fusion-start` that runs it asynchronously, if any."""
 
@@ -67,12 +67,12 @@ class Visit:
 
     @property
     def times_known(self) -> bool:
-        """True if every enclosing loop has a known trip count."""
+        """True if all enclosing loops have known trip counts."""
         return all(loop.trip_count is not None for loop in self.loops)
 
 
 def executed(module: Module) -> Iterator[Visit]:
-    """Yield every computation the program runs, callers first, without reducers and comparators.
+    """Yield all computations that the program runs, callers first, without reducers and comparators.
 
     Raises:
       ValueError: the call tree has more than `MAX_VISITS` nodes.
@@ -151,7 +151,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _increment(body: Computation, index: int) -> int | None:
-    """Return the constant that one iteration adds to element `index` of the loop state."""
+    """Return the constant that an iteration adds to element `index` of the loop state."""
     add = body[body.root.operands[index]] if index < len(body.root.operands) else None
     if add is None or add.opcode != "add":
         return None

@@ -30,10 +30,10 @@ _NO_MEMORY = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Matmul:
-    """One matmul or convolution of the program on one device."""
+    """A matmul or convolution of the program, per device."""
 
     flops: int
-    """FLOPs of one run; two for each multiply-add."""
+    """FLOPs per run; two for each multiply-add."""
     count_per_step: int
     """Product of the trip counts of the loops around it."""
     in_branch: bool
@@ -48,13 +48,13 @@ class Matmul:
 
     @property
     def flops_per_step(self) -> int:
-        """FLOPs in one run of the program."""
+        """FLOPs per run of the program."""
         return self.flops * self.count_per_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Temporary:
-    """One value of the program that needs memory."""
+    """A value of the program that needs memory."""
 
     nbytes: int
     shape: str
@@ -88,11 +88,11 @@ def matmuls(module: Module) -> tuple[Matmul, ...]:
 
 
 def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
-    """Return the matmul FLOPs of one device in a step; a conditional counts as its most expensive branch.
+    """Return the matmul FLOPs per device and step. For a conditional, the most expensive branch counts.
 
     Args:
       module: the program.
-      cells: counts of a pipelined program; the result is then that of the mean stage.
+      cells: counts of a pipelined program; the result is then an average over stages.
     """
     cost = _costs(module)
     if cells is None:
@@ -127,7 +127,7 @@ def repeated_flops(module: Module) -> int:
 
 
 def _costs(module: Module) -> dict[str, int]:
-    """Return the FLOPs of one run of each computation, including its callees."""
+    """Return the FLOPs of each computation, including its callees."""
     cost: dict[str, int] = {}
     for computation in _callees_first(module):
         cost[computation.name] = sum(
@@ -178,7 +178,7 @@ def largest_temporaries(module: Module, most: int = 10) -> tuple[Temporary, ...]
 
 
 def _temporary(module: Module, leaf: ArrayShape, index: int, computation: Computation, ins: Instruction) -> Temporary:
-    """Return the record of one array, with the origin of a related instruction if the compiler lost its own."""
+    """Return the record of an array. If the compiler lost its origin, use that of a related instruction."""
     origin = ins
     if not _module(ins):
         origin = _filled_by(module, computation, ins, index) or _near(computation, ins) or ins
@@ -292,15 +292,15 @@ def _attention_pass(computation: Computation, ins: Instruction) -> Literal["", "
 
 
 def _flash_flops(target: str, ins: Instruction) -> int:
-    """Return the FLOPs of one matmul of tokamax's attention; 0 for other kernels."""
+    """Return the FLOPs per matmul of tokamax's attention; 0 for other kernels."""
     return (target.endswith((".triton", "mosaic_gpu_v2")) and flash.product_flops(ins.metadata.op_name)) or 0
 
 
 def _flash_products(computation: Computation, ins: Instruction) -> int:
     """Return the number of matmuls in a kernel of tokamax's attention.
 
-    Only backward kernels receive the gradient of the output. There are two matmuls forward. The gradient of queries
-    takes three, those of keys and values four, all three five: each kernel computes the scores and their gradient.
+    Only backward kernels receive the output's gradient. Forward kernels have two matmuls. The kernel for the query gradient
+    has three, for key and value gradients four, for all gradients five: each kernel computes the scores and their gradient.
     """
     query = _array(computation, ins, 0)
     operands = map(functools.partial(_array, computation, ins), range(len(ins.operands)))
@@ -314,7 +314,7 @@ def _is_like(array: ArrayShape | None, query: ArrayShape) -> bool:
 
 
 def _weight_size(computation: Computation, ins: Instruction) -> int:
-    """Return the size of one group's weight `[d, f]` in tokamax's grouped matmul, from its operands or results."""
+    """Return the size of a group's weight `[d, f]` in tokamax's grouped matmul, from its operands or results."""
     arrays = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
     weights = (array.dims for array in (*arrays, *ins.shape.leaves()) if len(array.dims) == 3)
     return math.prod(next(weights, (0,))[1:])
@@ -328,10 +328,10 @@ def _product_flops(computation: Computation, ins: Instruction, contracted: Seque
 
 
 def _attention_flops(computation: Computation, ins: Instruction, num_products: int) -> int:
-    """Return the FLOPs of cuDNN's attention; every matmul has the size of the scores times the head width.
+    """Return the FLOPs of cuDNN's attention, whose matmuls all have the size of the scores times the head width.
 
-    There are two matmuls forward and five backward, which recomputes the scores. A causal mask removes half of each,
-    and a window all older keys.
+    The forward pass has two matmuls. The backward pass has five, because it recomputes the scores. A causal mask removes
+    half of each, and a window all older keys.
     """
     query = _array(computation, ins, 0)
     config = _nested(ins.backend_config, "cudnn_fmha_backend_config")

@@ -1,11 +1,11 @@
-"""The duration of each kernel: its FLOPs at their rate, its bytes at the memory bandwidth, or a launch.
+"""A roofline model of kernel times: the maximum of compute time, memory time and launch time.
 
-A kernel is one instruction that the GPU runs: a fusion, a library call, a copy. Its FLOPs are those of its matmuls.
-Their rate (`hardware.clusters.Rates`) depends on the operand type: tensor cores for 16 bits and fewer, the float32
-units for more bits (TF32 is not assumed). Fused attention has separate rates. Its bytes are those that it has to read
-and write once: an operand that a fusion slices counts as the slice, and a buffer that is updated in place counts as
-the update. If a profile has the time of a launch (`meshpar bench gpu`), no kernel is shorter. Caches and element-wise
-arithmetic are not modelled, so small kernels take longer than estimated.
+A kernel is an instruction that the GPU runs: a fusion, a library call, a copy. FLOPs are counted for matmuls. Their
+rate (`hardware.clusters.Rates`) depends on the operand type: tensor cores for 16 bits and fewer, the float32 units for
+more bits (TF32 is not assumed). Fused attention has separate rates. Memory traffic counts each input and output once:
+a sliced operand counts as the slice, and a buffer that is updated in place counts as the update. If a profile has the
+launch time (`meshpar bench gpu`), no kernel is shorter. Caches and element-wise arithmetic are not modelled, so small
+kernels take longer than estimated.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MAX_HOPS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """Cost of one run of an instruction on a GPU."""
+    """Cost of running an instruction once on a GPU."""
 
     flops: int
-    """FLOPs of its matmuls."""
+    """Matmul FLOPs."""
     moved_bytes: int
     """Bytes read and written."""
     time_s: float
@@ -44,7 +44,7 @@ class Kernel:
 
 
 class Roofline:
-    """Times of a program's kernels on one GPU."""
+    """Kernel times of a program on a GPU."""
 
     def __init__(self, module: Module, rates: Rates, launch_s: float = 0.0) -> None:
         self._module, self._rates, self._launch_s = module, rates, launch_s
@@ -53,7 +53,7 @@ class Roofline:
 
     @property
     def main_peak_flops_per_s(self) -> float:
-        """Peak of the type with most of the program's FLOPs; by convention that of bfloat16 for 8-bit types, too."""
+        """Peak FLOP/s for the dtype with most FLOPs in the program; by convention bfloat16 stands for 8-bit types."""
         flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
         for one in work.matmuls(self._module):
             computation = self._module.computations[one.computation]
@@ -62,7 +62,7 @@ class Roofline:
         return max(flops, key=lambda peak: flops[peak])
 
     def kernel(self, computation: Computation, ins: Instruction) -> Kernel | None:
-        """Return the cost of one run of an instruction; None if it is not a kernel (a view, a tuple, a done)."""
+        """Return the cost of an instruction, or None if it is not a kernel (a view, a tuple, a done)."""
         if ins.opcode in _FREE or ins.opcode.endswith(("-done", "-update")):
             return None
         products = list(self._products(computation, ins, _MAX_HOPS))
@@ -108,7 +108,7 @@ class Roofline:
                 yield shape.nbytes
 
     def _read_by(self, user: Instruction, value: str, computation: Computation, of: ArrayShape, hops: int) -> int:
-        """Return the bytes of the array `of` that one user of it, or of a view of it, reads."""
+        """Return how many bytes of the array `of` a user reads, directly or through a view."""
         positions = [index for index, name in enumerate(user.operands) if name == value]
         inside = runs(user)
         if inside and hops:
@@ -123,7 +123,7 @@ class Roofline:
         return of.nbytes
 
     def _read_inside(self, inner: Computation, number: int, of: ArrayShape, hops: int) -> int:
-        """Return the bytes that a fused computation reads of its parameter `number`."""
+        """Return how many bytes of parameter `number` a fused computation reads."""
         nbytes = self._reads.get((inner.name, number))
         if nbytes is None:
             parameter = inner.parameters.get(number)
@@ -132,7 +132,7 @@ class Roofline:
         return nbytes
 
     def _read_of(self, inner: Computation, value: Instruction, of: ArrayShape, hops: int) -> int:
-        """Return the bytes of an array that all its users read, following views, which fusions do not copy."""
+        """Return how many bytes of an array its users read, following views, which fusions do not copy."""
         total = of.nbytes if value is inner.root else 0
         for user in inner.users[value.name]:
             if total >= of.nbytes or not hops:
@@ -166,7 +166,7 @@ class Roofline:
         return sum(self._result(inner, inner[name], hops) for name in root.operands)
 
     def _result(self, inner: Computation, ins: Instruction, hops: int) -> int:
-        """Return the bytes written for one result; for a buffer updated in place, those of the update."""
+        """Return the bytes written for a result; for an in-place update, only the update."""
         shape = ins.shape
         ins = _skip_views(inner, ins)
         if ins.opcode in ("dynamic-update-slice", "scatter") and isinstance(shape, ArrayShape):
@@ -201,6 +201,6 @@ def _nbytes(part: Shape, of: ArrayShape) -> int:
 
 
 def _widest(computation: Computation, product: Instruction) -> int:
-    """Return the bits of the larger element type of a matmul's two operands."""
+    """Return the larger bit width of a matmul's two operands."""
     leaves = (leaf for name in product.operands[:2] for leaf in computation[name].shape.leaves())
     return max((dtype_bits(leaf.dtype) for leaf in leaves), default=0)

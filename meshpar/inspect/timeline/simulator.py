@@ -1,24 +1,24 @@
-"""A simulation of one step of a scheduled program: when each kernel and collective runs, and what overlaps.
+"""Simulation of a step of a scheduled program: when kernels and collectives run, and which overlap.
 
-A GPU has two streams. The compute stream runs the kernels in schedule order, for the time of the roofline model
-(`timeline/roofline.py`). The communication stream runs the collectives in issue order, for the time of the alpha-beta
-model (`hardware/cost_model.py`) over the link that their groups need. If XLA may run several at a time, a collective
-inside a node and one between nodes (with one GPU per node) do not wait for each other. A collective is issued when
+A GPU has two streams. The compute stream runs kernels in schedule order, with times from the roofline model
+(`timeline/roofline.py`). The communication stream runs collectives in issue order, with times from the alpha-beta
+model (`hardware/cost_model.py`) for the link that their groups need. If XLA may run several at a time, a collective
+inside a node and another between nodes (with one GPU per node) do not wait for each other. A collective is issued when
 compute reaches its start and begins when the stream is free. Compute waits at the done if the collective is still
-running, and at once if it is synchronous. While a collective runs, compute is either working (hidden) or waiting
-(exposed).
+running, and immediately if it is synchronous. While a collective runs, compute either works (the collective is hidden)
+or waits (it is exposed).
 
-A loop body is simulated once, on streams that are empty at its start and end, and its times are multiplied by the trip
-count. A loop with collectives begins when the communication stream is free: XLA's scheduler does not let a collective
-run across such a loop either. A conditional takes its longest branch.
+A loop body is simulated once, with empty streams at its start and end, and its times are multiplied by the trip count.
+A loop with collectives begins when the communication stream is free: XLA's scheduler does not let a collective run
+across such a loop either. A conditional takes its longest branch.
 
-The tick loop of a pipeline is simulated for each stage: every tick runs the tick slot of the schedule's table, and a
-receiver waits for its message. Times are then those of the mean stage, and the waiting between stages is the bubble.
+The tick loop of a pipeline is simulated per stage: every tick runs a tick slot of the schedule's table, and a receiver
+waits for its message. Times are then averages over stages, and the waiting between stages is the bubble.
 
-Assumptions: devices are alike and start together; kernels and collectives do not slow each other down (on a GPU they
-share memory bandwidth and some cores); a link runs one collective at a time; asynchronous copies and fusions take time
-on the compute stream, because they use the same memory; launches are free unless the cluster's profile has their time.
-Kernels run at the planner's rates (`Cluster.rates`) by default. The simulation is deterministic on every machine.
+Assumptions: devices are identical and start together; kernels and collectives do not slow each other down (on a GPU
+they share memory bandwidth and some cores); a link runs one collective at a time; asynchronous copies and fusions take
+time on the compute stream, because they use the same memory; launches are free unless the cluster's profile has their
+time. Kernels run at the planner's rates (`Cluster.rates`) by default. The simulation is deterministic on every machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MAX_HOPS = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One kernel, collective or loop on a stream. Times count from the start of its segment."""
+    """A kernel, collective or loop on a stream. Times count from the start of its segment."""
 
     name: str
     stream: Stream
@@ -78,7 +78,7 @@ class Op:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """The ops of the program itself, or of one iteration of a loop."""
+    """Ops of the program itself, or of a loop iteration."""
 
     name: str
     """Name of the while instruction; empty for the program."""
@@ -88,7 +88,7 @@ class Segment:
     trip_count: int | None
     """Iterations each time the loop runs; None if unknown, counted once."""
     duration_s: float
-    """Duration of one iteration."""
+    """Duration per iteration."""
     ops: tuple[Op, ...]
 
 
@@ -111,7 +111,7 @@ class Timed:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Fraction of its time that is hidden; None if it takes no time."""
+        """Hidden fraction of its time, or None if it takes no time."""
         return self.hidden_s / self.time_s if self.time_s else None
 
     @property
@@ -122,7 +122,7 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of a program on a cluster. Times are in seconds, for one device."""
+    """Simulated step of a program on a cluster. Times are in seconds, per device."""
 
     cluster: str
     peak_flops_per_s: float
@@ -164,10 +164,10 @@ class Timeline:
 
     @property
     def latencies(self) -> dict[str, float]:
-        """Seconds from the start to the end of one run of every op, by its name in XLA's scheduler.
+        """Latency in seconds of every op, by its name in XLA's scheduler.
 
-        XLA's scheduler runs several collectives at a time and does not know about shared links. The latency of a
-        collective therefore includes its queueing time, and is multiplied by `MARGIN`.
+        XLA's scheduler runs several collectives at a time and ignores shared links. Collective latencies therefore include
+        queueing time, and are multiplied by `MARGIN`.
         """
         return {
             op.scheduled_as or op.name: (op.end_s - op.start_s + op.queued_s)
@@ -230,7 +230,7 @@ def timeline(
 
 @dataclasses.dataclass(kw_only=True)
 class _Flight:
-    """One run of a collective, in progress or finished."""
+    """A collective run, in progress or finished."""
 
     collective: Collective
     start_s: float
@@ -241,7 +241,7 @@ class _Flight:
 
 @dataclasses.dataclass
 class _ComputationRun:
-    """One run of a computation: the clocks of both streams during simulation, and totals."""
+    """A run of a computation: the clocks of both streams during simulation, and totals."""
 
     duration_s: float = 0.0
     """Clock of the compute stream."""
@@ -328,7 +328,7 @@ class _Simulation:
         self._loops: dict[str, Segment | None] = {}
 
     def block(self, computation: Computation) -> _ComputationRun:
-        """Return one run of a computation on empty streams."""
+        """Return a run of a computation on empty streams."""
         if computation.name not in self._blocks:
             self._blocks[computation.name] = self._simulate(computation)
         return self._blocks[computation.name]
@@ -388,7 +388,7 @@ class _Simulation:
         block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
 
     def _communicates(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[Collective | None]:
-        """Yield the collectives that an instruction issues, and None for one that sends nothing."""
+        """Yield the collectives that an instruction issues, or None for a collective without communication."""
         if ins.opcode.removesuffix("-start") in KINDS:
             yield self._collectives.get((computation.name, ins.name))
         elif hops and (ins.opcode.endswith("-start") or hops < _MAX_HOPS):
@@ -415,7 +415,7 @@ class _Simulation:
         block.wait(max((flight.end_s for flight in flights), default=0.0))
 
     def _settle(self, block: _ComputationRun) -> None:
-        """Compute the hidden time of each flight, after all waits are known."""
+        """Compute the hidden time of each flight, now that all waits are recorded."""
         for flight in block.flights:
             one, time_s = flight.collective, flight.end_s - flight.start_s
             waited_s = sum(max(0.0, min(end, flight.end_s) - max(start, flight.start_s)) for start, end in block.waits)
@@ -494,7 +494,7 @@ class _Simulation:
         return start_s
 
     def _time_s(self, one: Collective) -> float:
-        """Return the time of one run, that of the slowest group."""
+        """Return the time of the slowest group."""
         return max(
             collective_time_s(
                 one.kind,
@@ -506,7 +506,7 @@ class _Simulation:
         )
 
     def _links(self, one: Collective) -> tuple[str, ...]:
-        """Return the links that it occupies: a ring through several GPUs of several nodes uses both."""
+        """Return the links that it occupies. A ring through several GPUs of several nodes uses both."""
         if self._overlap_limit == 1:
             return ("inside", "across")
         layouts = self._layout(one.groups)
@@ -514,7 +514,7 @@ class _Simulation:
         return ("across",) * across + ("inside",) * (any(per_node > 1 for _, per_node in layouts) or not across)
 
     def _layout(self, groups: Groups) -> set[tuple[int, int]]:
-        """Return (number of nodes, fewest devices in a node) of every group."""
+        """Return (number of nodes, fewest devices in a node) for every group."""
         if groups not in self._layouts:
             members = (Counter(device // self._cluster.gpus_per_node for device in group) for group in groups)
             self._layouts[groups] = {(len(nodes), min(nodes.values())) for nodes in members}
@@ -522,7 +522,7 @@ class _Simulation:
 
 
 def _leading_to(module: Module, names: set[str]) -> set[str]:
-    """Return the computations that contain one of these instructions, directly or through calls."""
+    """Return the computations that contain any of these instructions, directly or through calls."""
     reached = {computation.name for computation in module if any(ins.name in names for ins in computation)}
     while True:
         callers = {
