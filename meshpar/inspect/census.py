@@ -216,7 +216,7 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
 
 
 def axes_of(groups: Groups, axes: Mapping[str, int], *, pairwise: bool = False) -> tuple[str, ...]:
-    """Return the mesh axes of replica groups: `()` if groups have a single device, `("unknown",)` if no product of axes fits.
+    """Return the mesh axes of replica groups: `()` for groups of size 1, `("unknown",)` if no product of axes fits.
 
     Args:
       groups: device numbers; a number is the position in the mesh. The order inside a group does not matter.

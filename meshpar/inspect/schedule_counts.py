@@ -75,7 +75,7 @@ class ScheduleCounts:
         return makespan(self._plan.slots, lengths)
 
     def picked(self, visit: Visit) -> tuple[int, np.ndarray] | None:
-        """Return the index of the tick loop among a computation's loops, and a bool mask `[tick, stage]` of its executions."""
+        """Return the index of the tick loop among a computation's loops, and a mask `[tick, stage]` of executions."""
         selected = None
         for branch in visit.branches:
             mask = self.mask(branch)

@@ -299,8 +299,9 @@ def _flash_flops(target: str, ins: Instruction) -> int:
 def _flash_products(computation: Computation, ins: Instruction) -> int:
     """Return the number of matmuls in a kernel of tokamax's attention.
 
-    Only backward kernels receive the output's gradient. Forward kernels have two matmuls. The kernel for the query gradient
-    has three, for key and value gradients four, for all gradients five: each kernel computes the scores and their gradient.
+    Only backward kernels receive the output's gradient. Forward kernels have two matmuls. The kernel for the query
+    gradient has three, for key and value gradients four, for all gradients five: each recomputes the scores and their
+    gradient.
     """
     query = _array(computation, ins, 0)
     operands = map(functools.partial(_array, computation, ins), range(len(ins.operands)))
@@ -330,8 +331,8 @@ def _product_flops(computation: Computation, ins: Instruction, contracted: Seque
 def _attention_flops(computation: Computation, ins: Instruction, num_products: int) -> int:
     """Return the FLOPs of cuDNN's attention, whose matmuls all have the size of the scores times the head width.
 
-    The forward pass has two matmuls. The backward pass has five, because it recomputes the scores. A causal mask removes
-    half of each, and a window all older keys.
+    The forward pass has two matmuls. The backward pass has five, because it recomputes the scores. A causal mask
+    removes half of each, and a window all older keys.
     """
     query = _array(computation, ins, 0)
     config = _nested(ins.backend_config, "cudnn_fmha_backend_config")

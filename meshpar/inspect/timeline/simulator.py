@@ -166,8 +166,8 @@ class Timeline:
     def latencies(self) -> dict[str, float]:
         """Latency in seconds of every op, by its name in XLA's scheduler.
 
-        XLA's scheduler runs several collectives at a time and ignores shared links. Collective latencies therefore include
-        queueing time, and are multiplied by `MARGIN`.
+        XLA's scheduler runs several collectives at a time and ignores shared links. Collective latencies therefore
+        include queueing time, and are multiplied by `MARGIN`.
         """
         return {
             op.scheduled_as or op.name: (op.end_s - op.start_s + op.queued_s)
