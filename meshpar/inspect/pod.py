@@ -134,7 +134,7 @@ class PodProcess:
         """Request a program, and add the compiler's warnings from the log."""
         before = self._log_size()
         program = self._ask(verb, *arguments, timeout_s=timeout_s)
-        return dataclasses.replace(program, warnings=messages.warnings_in(self._said(since=before)))
+        return dataclasses.replace(program, warnings=messages.warnings_in(self._stderr(since=before)))
 
     def _ask(self, verb: str, *arguments: object, timeout_s: float | None) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -146,20 +146,20 @@ class PodProcess:
             status, *values = pod_process.read(stdout)
         except (EOFError, BrokenPipeError):
             code = self._process.wait()
-            raise PodError(f"the compiling process ended with status {code}.\n{self._said()}") from None
+            raise PodError(f"the compiling process ended with status {code}.\n{self._stderr()}") from None
         if status == "ok":
             return values[0]
         error, text = values
         if isinstance(error, MeshparError):
             raise error
-        raise PodError(f"the compiling process raised:\n{text}\n{self._said()}") from error
+        raise PodError(f"the compiling process raised:\n{text}\n{self._stderr()}") from error
 
     def _wait(self, timeout_s: float | None) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
             if not selector.select(timeout_s):
                 self._process.kill()
-                raise PodError(f"no answer within {timeout_s} s.\n{self._said()}")
+                raise PodError(f"no answer within {timeout_s} s.\n{self._stderr()}")
 
     def _log_size(self) -> int:
         return os.fstat(self._log.fileno()).st_size
