@@ -72,7 +72,7 @@ class Collective:
     group_size: int
     """Devices in a group; for a permute, the devices that take part."""
     arrays: tuple[ArrayShape, ...]
-    """Local operands; several if XLA combined several collectives."""
+    """Local operands; several if XLA combined collectives."""
     dtype: str
     """Element type on the wire; several are joined with `+`."""
     payload_bytes: int
@@ -365,7 +365,7 @@ def _parts(
     flat = _concatenated(module, computation, ins) if kind == "all-reduce" and len(arrays) == 1 else ()
     if flat:
         arrays_in = [(array, operand, False) for array, operand in flat]
-    elif len(arrays) == 1 or kind == "all-to-all":  # an all-to-all has one array for each peer
+    elif len(arrays) == 1 or kind == "all-to-all":  # an all-to-all has an array per peer
         arrays_in = [(array, "", bool(sliced) and all(sliced)) for array in arrays[:1]]
     else:
         operands = [(leaf, name) for name in ins.operands for leaf in computation[name].shape.leaves()]
@@ -375,7 +375,7 @@ def _parts(
     parts = []
     for index, (array, operand, is_sliced) in enumerate(arrays_in):
         origin = (_first_named(computation, [computation[operand]]) if operand else None) or combined
-        # A merged name has one member for each array, in order: the name that the array had before.
+        # A merged name lists the original names of the arrays, in order.
         op_name = merged[index] if len(merged) == len(arrays_in) else origin.metadata.op_name
         source = scopes.source(module, origin) or scopes.source(module, combined)
         reader = None if flat else _reader(computation, visit.wrapper or ins, index, len(arrays), op_name)
@@ -388,7 +388,7 @@ def _parts(
 def _reader(
     computation: Computation, start: Instruction, index: int, num_arrays: int, op_name: str
 ) -> Instruction | None:
-    """Return the reader of array `index` of a collective, if its scope is deeper than that of the collective's name.
+    """Return the reader of array `index` of a collective, if its scope is deeper than the collective's.
 
     Names are lost when collectives are combined, or moved to the slice of the weights in a loop.
     """
@@ -454,7 +454,7 @@ def _is_async(ins: Instruction, visit: Visit) -> bool:
 
 
 def _sliced(module: Module, visit: Visit, ins: Instruction, group_size: int, num_arrays: int) -> tuple[bool, ...]:
-    """Return for each array of an all-reduce whether every use keeps a slice of size 1/`group_size`."""
+    """Return for each array of an all-reduce whether all its uses keep a slice of size 1/`group_size`."""
     computation, value = visit.computation, ins
     nowhere = (False,) * num_arrays
     if not ins.opcode.startswith("all-reduce") or len(ins.operands) != num_arrays:

@@ -30,7 +30,7 @@ from meshpar.training.state import TrainState
 from meshpar.training.step import TrainStep
 
 TRAINING = 3
-"""Ratio of the FLOPs of a training step to those of its forward pass."""
+"""Ratio of training FLOPs to forward FLOPs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def _attention_flops(equation: Any) -> int:
 
 
 def _grouped_flops(equation: Any) -> int:
-    """Return the FLOPs of tokamax's grouped matmul with weights `[G, d, f]`; the gradients need twice as many."""
+    """Return the FLOPs of tokamax's grouped matmul with weights `[G, d, f]`, doubled for gradients."""
     _, d, f = equation.invars[1].aval.shape
     return 2 * equation.params["typical_rows"] * d * f * (2 if equation.primitive.name == kernels.GRADIENTS else 1)
 

@@ -1,12 +1,12 @@
-"""Execution counts of a pipelined program for each stage, from the schedule's table.
+"""Execution counts per stage of a pipelined program, from the schedule's table.
 
 All stages run the same program, a loop over ticks with conditionals that select the work of the stage in this tick.
-The program does not contain the counts of the branches, so they are taken from the table that generated it.
+The program does not contain the counts of the branches, so they are derived from its schedule.
 
-    conditional in scope        selected by                               counted on stage s
+    conditional in scope        selected by                               count on stage s
     cell                        the kind of the tick slot                 ticks with such a slot
-    cell/.../if_first           the slot's chunk is the first             of those, ticks of the first chunk
-    cell/.../if_last            the slot's chunk is the last              of those, ticks of the last chunk
+    cell/.../if_first           the slot's chunk is the first             those with the first chunk
+    cell/.../if_last            the slot's chunk is the last              those with the last chunk
     send_up, send_down          some stage has a message                  ticks with a message, same on all stages
 
 Any other conditional belongs to the model and counts as if it were taken.
@@ -38,7 +38,7 @@ class ScheduleCounts:
         self._plan = Plan.of(schedule)
 
     def counts(self, visit: Visit) -> tuple[int, ...] | None:
-        """Return how often each stage runs a computation in a step; None if all stages follow its loops.
+        """Return how often each stage runs a computation per step, or None if its loops determine the count.
 
         A loop of unknown length counts once.
         """

@@ -130,7 +130,7 @@ class Trace(Printed, Plain):
 
 
 def find(path: str | Path) -> Path:
-    """Return the newest trace in a folder (of a run, or its `profile/`), or the file itself.
+    """Return the newest trace in the folder of a run or in its `profile/`, or the file itself.
 
     Raises:
       ValueError: there is no trace, or it cannot be read.
@@ -279,7 +279,7 @@ class _Time:
 
 
 def _program(events: Sequence[Event]) -> str:
-    """Return the training step if there is one (validation may take longer), or the program with the longest time."""
+    """Return the training step if there is one (validation may take longer), else the program with most time."""
     taken: dict[str, float] = defaultdict(float)
     for one in events:
         taken[one.module] += one.end_ns - one.begin_ns

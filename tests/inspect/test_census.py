@@ -42,7 +42,7 @@ def only(body: str, mesh=MESH, **kwargs):
 
 
 def summary(found):
-    """What matters of each collective, as a multiset."""
+    """Return a summary of each collective, as a multiset."""
     return Counter((c.kind, c.axes, c.dtype, c.payload_bytes, c.bytes_sent_per_device, c.count_per_step) for c in found)
 
 
@@ -547,7 +547,7 @@ def test_mesh_of_another_size_raises():
 
 
 def test_new_program(mesh8):
-    """The census of what jax compiles here and now: a matmul over a split contracted dim, and a gather."""
+    """Compile with the installed jax: a matmul over a sharded contracted dim, and a gather."""
     x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=NamedSharding(mesh8, P("fsdp", "tensor")))
     w = jax.ShapeDtypeStruct((16, 4), jnp.float32, sharding=NamedSharding(mesh8, P("tensor", None)))
     out = NamedSharding(mesh8, P(None, None))

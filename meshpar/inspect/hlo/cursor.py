@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 MAX_DEPTH = 200
-"""Deepest nesting of brackets that is accepted; real programs stay below ten."""
+"""Maximum nesting of brackets; real programs stay below ten."""
 
 # Possessive quantifiers keep these patterns from backtracking on any input. They contain no lookahead, because
 # lookahead inside a possessive group fails on early releases of Python 3.11.
@@ -29,7 +29,7 @@ class HloSyntaxError(ValueError):
 
 
 class Scanner:
-    """A reader of `text` from `pos`. Every method that advances moves `pos` past the text that it read."""
+    """A reader of `text` that advances `pos`."""
 
     def __init__(self, text: str, *, first_line: int = 1) -> None:
         self.text = text
@@ -37,7 +37,7 @@ class Scanner:
         self._counted_pos, self._counted_line = 0, first_line
 
     def line(self) -> int:
-        """Return the line of `pos`. It counts from the previous call, so one call per instruction stays linear."""
+        """Return the line of `pos`. Counting resumes at the previous call, so a call per instruction stays linear."""
         if self.pos < self._counted_pos:
             return self._counted_line - self.text.count("\n", self.pos, self._counted_pos)
         self._counted_line += self.text.count("\n", self._counted_pos, self.pos)
@@ -81,7 +81,7 @@ class Scanner:
         return match.group()
 
     def group(self) -> str:
-        """Read one bracketed group, including strings and inner groups, and return it with its brackets."""
+        """Read a bracketed group, including strings and inner groups, and return it with its brackets."""
         start, closers = self.pos, []
         while mark := _MARK.search(self.text, self.pos):
             self.pos = mark.start()

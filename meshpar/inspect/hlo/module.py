@@ -16,7 +16,7 @@ from meshpar.inspect.hlo.shapes import Shape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame of the Python stack of an instruction."""
+    """A frame of the Python stack of an instruction."""
 
     file: str
     line: int
@@ -41,7 +41,7 @@ class Metadata:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction. Attributes are kept as text; the properties parse the ones that meshpar uses."""
+    """An HLO instruction. Attributes are kept as text; properties parse those that meshpar uses."""
 
     name: str
     opcode: str
@@ -89,7 +89,7 @@ class Instruction:
         return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
     def called_as(self, *roles: str) -> tuple[str, ...]:
-        """Return the names of the computations called in one of these roles."""
+        """Return the names of the computations called in any of these roles."""
         return tuple(name for role, name in self.called if role in roles)
 
 

@@ -111,12 +111,12 @@ class Timed:
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Hidden fraction of its time, or None if it takes no time."""
+        """Hidden fraction of its time; None if it takes no time."""
         return self.hidden_s / self.time_s if self.time_s else None
 
     @property
     def has_nothing_to_hide_behind(self) -> bool:
-        """True if compute waits for most of it and no matmul runs between its start and its done."""
+        """True if it is mostly exposed and no matmul runs between its start and its done."""
         return self.cover != "matmul" and self.exposed_s > self.hidden_s
 
 
@@ -336,7 +336,7 @@ class _Simulation:
     def timed(self, collective: Collective) -> Timed:
         """Return the times of all runs of a collective in a step."""
         run = self._runs.get((collective.computation, collective.name))
-        if run is None:  # in a branch that was not simulated: assume that nothing overlaps it
+        if run is None:  # its branch was not simulated, so assume no overlap
             run = _Run(self._time_s(collective), 0.0, "nothing")
         counts = collective.count_by_stage
         times = sum(counts) / len(counts) if counts else float(collective.count_per_step)
@@ -351,7 +351,7 @@ class _Simulation:
         block = _ComputationRun()
         for ins in computation:
             self._step(block, computation, ins)
-        for flights in block.pending.values():  # started without a done: ends with the computation
+        for flights in block.pending.values():  # without a done, a collective ends with the computation
             self._finish(block, flights)
         self._settle(block)
         return block
@@ -506,7 +506,7 @@ class _Simulation:
         )
 
     def _links(self, one: Collective) -> tuple[str, ...]:
-        """Return the links that it occupies. A ring through several GPUs of several nodes uses both."""
+        """Return the links that it occupies: both, if groups have several GPUs on several nodes."""
         if self._overlap_limit == 1:
             return ("inside", "across")
         layouts = self._layout(one.groups)
@@ -514,7 +514,7 @@ class _Simulation:
         return ("across",) * across + ("inside",) * (any(per_node > 1 for _, per_node in layouts) or not across)
 
     def _layout(self, groups: Groups) -> set[tuple[int, int]]:
-        """Return (number of nodes, fewest devices in a node) for every group."""
+        """Return (number of nodes, fewest devices per node) for every group."""
         if groups not in self._layouts:
             members = (Counter(device // self._cluster.gpus_per_node for device in group) for group in groups)
             self._layouts[groups] = {(len(nodes), min(nodes.values())) for nodes in members}

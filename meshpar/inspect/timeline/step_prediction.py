@@ -18,7 +18,7 @@ from meshpar.sharding.printing import Plain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Communication that is overlapped with compute."""
+    """Overlap of communication with compute."""
 
     hidden_fraction: float | None
     """Hidden fraction of the communication time over all axes; None without a timeline or without communication."""
@@ -27,7 +27,7 @@ class Overlap:
     exposed: tuple[Timed, ...]
     """Collectives without a matmul to overlap with, longest exposed time first."""
     reason: str = ""
-    """Reason for a missing number; empty if there is one."""
+    """Reason for missing numbers; empty if they exist."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -55,7 +55,7 @@ class Compute(Plain):
     """FLOPs and predicted time of a step."""
 
     flops_per_device: int
-    """FLOPs of the matmuls in the compiled program, without those in opaque kernels."""
+    """Matmul FLOPs in the compiled program, without opaque kernels."""
     model_flops_per_device: float | None
     """Model FLOPs over the number of devices; None if they are not counted."""
     ratio: float | None

@@ -18,7 +18,7 @@ COMPILED = [(program, platform, v) for program in ("scan", "kernels") for platfo
 
 
 def parse_entry(body: str, header: str = "HloModule m", before: str = ""):
-    """The entry computation of a module with these instructions."""
+    """Return the entry computation of a module with these instructions."""
     lines = textwrap.indent(textwrap.dedent(body).strip(), "  ")
     return hlo.parse(f"{header}\n{textwrap.dedent(before)}\nENTRY e {{\n{lines}\n}}\n").entry
 

@@ -17,7 +17,7 @@ VERSIONS = ("jax0.10", "jax0.12")
 
 
 def with_shape(computation, dims, dtype=None):
-    """Instructions that give an array of these dims, alone or in a tuple."""
+    """Return the instructions with an array of these dims, alone or in a tuple."""
     return [
         ins
         for ins in computation
