@@ -121,7 +121,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     An eighth of a compilation goes to them, and programs of two tests that are the same otherwise are not to the cache.
     """
-    read_here = item.path.is_relative_to(ROOT / "tests" / "compiled") or item.get_closest_marker("call_stacks")
+    read_here = item.path.is_relative_to(ROOT / "tests" / "inspect") or item.get_closest_marker("call_stacks")
     jax.config.update("jax_include_full_tracebacks_in_locations", bool(read_here) or "pod" in item.fixturenames)
 
 

@@ -29,7 +29,7 @@ from meshpar.hardware.cost_model import KINDS, bytes_sent
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.groups import Groups, parse_lists
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
-from meshpar.inspect.hlo.walk import Loop, Visit, executed
+from meshpar.inspect.hlo.walk import MAX_HOPS, VIEWS, Loop, Visit, executed, skip_views
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.pipeline.stage_placement import RETURNED
 from meshpar.sharding.types import AnyMesh, axis_sizes, problem
@@ -42,8 +42,6 @@ _PRIMITIVE = re.compile(
     r"(?:unreduced_|ragged_)?"
     r"(?:psum|pmax|pmin|pmean|all_gather|reduce_scatter|all_to_all|ppermute|pbroadcast|psend|precv)"
 )
-_VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
-_MAX_HOPS = 64
 
 MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
 
@@ -347,12 +345,12 @@ def _named_source(visit: Visit, ins: Instruction) -> Instruction:
 
 def _first_named(computation: Computation, instructions: Sequence[Instruction]) -> Instruction | None:
     """Return the nearest instruction with an op name, from these instructions upstream."""
-    for _ in range(_MAX_HOPS):
+    for _ in range(MAX_HOPS):
         named = next((ins for ins in instructions if ins.metadata.op_name), None)
         if named is not None or not instructions:
             return named
         inputs = (computation.by_name.get(name) for ins in instructions for name in ins.operands)
-        instructions = [ins for ins in inputs if ins is not None][:_MAX_HOPS]
+        instructions = [ins for ins in inputs if ins is not None][:MAX_HOPS]
     return None
 
 
@@ -405,16 +403,14 @@ def _reader(
             is_deeper = path != above and (not above or path.startswith(f"{above}/"))
             if is_deeper and (not op_name or scopes.is_backward(reader.metadata.op_name) == backward):
                 return reader
-        views = [reader for reader in readers if reader.opcode == "get-tuple-element" or reader.opcode in _VIEWS]
+        views = [reader for reader in readers if reader.opcode == "get-tuple-element" or reader.opcode in VIEWS]
         readers = [user for view in views for user in computation.users[view.name]]
     return None
 
 
 def _concatenated(module: Module, computation: Computation, ins: Instruction) -> list[tuple[ArrayShape, str]]:
     """Return (array, operand) for each array that was concatenated into the all-reduce; empty if there were none."""
-    fusion = computation[ins.operands[0]]
-    while fusion.opcode in _VIEWS and fusion.operands:
-        fusion = computation[fusion.operands[0]]
+    fusion = skip_views(computation, computation[ins.operands[0]])
     if fusion.opcode == "concatenate":
         return [(shape, name) for name in fusion.operands if isinstance(shape := computation[name].shape, ArrayShape)]
     inner = module.computations.get(fusion.called[0][1]) if fusion.opcode == "fusion" and fusion.called else None
@@ -422,9 +418,8 @@ def _concatenated(module: Module, computation: Computation, ins: Instruction) ->
         return []
     concatenated = []
     for name in inner.root.operands:
-        part = value = inner[name]
-        while value.opcode in _VIEWS and value.operands:
-            value = inner[value.operands[0]]
+        part = inner[name]
+        value = skip_views(inner, part)
         number = int(value.payload) if value.opcode == "parameter" else -1
         if not (0 <= number < len(fusion.operands)) or not isinstance(part.shape, ArrayShape):
             return []
@@ -478,7 +473,7 @@ def _sliced(module: Module, visit: Visit, ins: Instruction, group_size: int, num
 
 
 def _is_sliced(module: Module, computation: Computation, value: Instruction, group_size: int) -> bool:
-    uses = list(_uses(module, computation, value, _MAX_HOPS))
+    uses = list(_uses(module, computation, value, MAX_HOPS))
     return bool(uses) and all(_keeps_part(use, of, group_size) for use, of in uses)
 
 
@@ -498,7 +493,7 @@ def _uses(
         yield None, None
         return
     for user in computation.users[value.name]:
-        if user.opcode in _VIEWS:
+        if user.opcode in VIEWS:
             yield from _uses(module, computation, user, hops - 1)
         elif user.opcode in ("fusion", "call"):
             yield from _uses_inside(module, computation, value, user, hops - 1)
@@ -518,7 +513,7 @@ def _uses_inside(
             yield None, None
             continue
         for use, of in _uses(module, inner, inner.parameters[number], hops):
-            if use is None and inner.root.opcode in _VIEWS:  # the fusion is a view: follow its result
+            if use is None and inner.root.opcode in VIEWS:  # the fusion is a view: follow its result
                 yield from _uses(module, computation, caller, hops)
             else:
                 yield use, of

@@ -328,7 +328,10 @@ def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) ->
     predicted_s = None if sent is None else sent.time_s
     hidden = None if sent is None else sent.hidden_fraction
     if collective is not None and predicted_s is None and links is not None:
-        predicted_s = _by_links(collective, links)
+        link = links.measured(collective.axes, permute=collective.kind == "collective-permute")
+        if link is not None:
+            run_s = collective_time_s(collective.kind, collective.payload_bytes, collective.group_size, link)
+            predicted_s = collective.count_per_step * run_s
     return MeasuredCollective(
         name=name,
         kind=time.kind,
@@ -339,15 +342,6 @@ def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) ->
         payload_bytes=None if collective is None else collective.payload_bytes,
         predicted_s=predicted_s,
         predicted_exposed_s=None if predicted_s is None or hidden is None else predicted_s * (1 - hidden),
-    )
-
-
-def _by_links(collective: Collective, links: Links) -> float | None:
-    link = links.measured(collective.axes, permute=collective.kind == "collective-permute")
-    if link is None:
-        return None
-    return collective.count_per_step * collective_time_s(
-        collective.kind, collective.payload_bytes, collective.group_size, link
     )
 
 

@@ -9,6 +9,12 @@ from collections.abc import Iterator
 
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 
+VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+"""Opcodes that pass an array on unchanged, up to its dtype and layout."""
+
+MAX_HOPS = 64
+"""Maximum number of instructions to follow from a value to its source or its readers."""
+
 MAX_VISITS = 200_000
 """Maximum number of call sites. Calls that fan out at every level would grow exponentially."""
 
@@ -97,6 +103,15 @@ def runs(ins: Instruction) -> tuple[str, ...]:
     if ins.opcode.endswith(("-done", "-update")) or (is_start and kind not in ("async", "call", "fusion")):
         return ()
     return ins.called_as("calls", "to_apply") if kind in ("async", "call") else ins.called_as("calls")
+
+
+def skip_views(computation: Computation, ins: Instruction) -> Instruction:
+    """Return the instruction that a chain of views starts from."""
+    for _ in range(MAX_HOPS):
+        if ins.opcode not in VIEWS or not ins.operands:
+            break
+        ins = computation[ins.operands[0]]
+    return ins
 
 
 def branches(computation: Computation, ins: Instruction) -> tuple[str, ...]:

@@ -12,16 +12,14 @@ from typing import Literal
 from meshpar.collectives import flash
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
-from meshpar.inspect.hlo.walk import branches, executed, runs, trip_count
+from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views, trip_count
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.moe.tokamax_kernels import SCOPE
 
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:gemm|matmul)")
 _ATTENTION = re.compile(r"__cudnn\$fmha\w*?(Backward)?(?:F8)?$")
 _GROUPED = re.compile(rf"{SCOPE}(\d+)")
-_VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 _COPY = re.compile(r"\.remat[0-9]*\Z")
-_MAX_HOPS = 64
 _NO_MEMORY = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call"}
     | {"after-all", "partition-id", "replica-id"}
@@ -206,11 +204,7 @@ def _updates_in_place(module: Module, ins: Instruction, index: int) -> bool:
     root = inner.root
     if root.opcode == "tuple":
         root = inner[root.operands[index]] if index < len(root.operands) else root
-    for _ in range(_MAX_HOPS):
-        if root.opcode not in _VIEWS or not root.operands:
-            break
-        root = inner[root.operands[0]]
-    return root.opcode == "dynamic-update-slice"
+    return skip_views(inner, root).opcode == "dynamic-update-slice"
 
 
 def _outputs(entry: Computation) -> set[tuple[str, int]]:
@@ -224,7 +218,7 @@ def _outputs(entry: Computation) -> set[tuple[str, int]]:
 def _viewed_array(computation: Computation, ins: Instruction) -> tuple[str, int]:
     """Return the array that a value is a view of: the instruction, and the index in its result."""
     index = 0
-    for _ in range(_MAX_HOPS):
+    for _ in range(MAX_HOPS):
         if ins.opcode == "get-tuple-element":
             index = ins.tuple_index or 0
         elif ins.opcode != "bitcast":
@@ -256,7 +250,7 @@ def _filled_by(module: Module, computation: Computation, ins: Instruction, index
 def _near(computation: Computation, ins: Instruction) -> Instruction | None:
     """Return the nearest instruction with a module path, first among inputs, then among users."""
     source: Instruction | None = ins
-    for _ in range(_MAX_HOPS):
+    for _ in range(MAX_HOPS):
         if source is None or _module(source):
             break
         source = computation[source.operands[0]] if source.operands else None

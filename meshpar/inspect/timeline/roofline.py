@@ -16,15 +16,13 @@ from collections.abc import Iterator
 from meshpar.hardware.clusters import Rates
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 from meshpar.inspect.hlo.shapes import Shape, dtype_bits
-from meshpar.inspect.hlo.walk import runs
+from meshpar.inspect.hlo.walk import MAX_HOPS, VIEWS, runs, skip_views
 from meshpar.inspect.timeline import program_work as work
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
     | {"add-dependency", "opt-barrier", "domain"}
 )
-_VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
-_MAX_HOPS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +63,7 @@ class Roofline:
         """Return the cost of an instruction, or None if it is not a kernel (a view, a tuple, a done)."""
         if ins.opcode in _FREE or ins.opcode.endswith(("-done", "-update")):
             return None
-        products = list(self._products(computation, ins, _MAX_HOPS))
+        products = list(self._products(computation, ins, MAX_HOPS))
         flops, computes_s = sum(flops for flops, _ in products), sum(time_s for _, time_s in products)
         moved = sum(self._operands(computation, ins)) + self._written(computation, ins)
         moves_s = moved / self._rates.gpu.memory_bytes_per_s
@@ -103,7 +101,7 @@ class Roofline:
         for name in dict.fromkeys(ins.operands):
             shape = computation[name].shape
             if isinstance(shape, ArrayShape):
-                yield min(self._read_by(ins, name, computation, shape, _MAX_HOPS), shape.nbytes)
+                yield min(self._read_by(ins, name, computation, shape, MAX_HOPS), shape.nbytes)
             else:
                 yield shape.nbytes
 
@@ -137,7 +135,7 @@ class Roofline:
         for user in inner.users[value.name]:
             if total >= of.nbytes or not hops:
                 return of.nbytes
-            if user.opcode in _VIEWS:
+            if user.opcode in VIEWS:
                 total += self._read_of(inner, user, of, hops - 1)
             elif user.opcode == "dynamic-update-slice" and user not in _in_place(inner):
                 total += of.nbytes
@@ -150,13 +148,13 @@ class Roofline:
             inside = runs(ins)
             if not inside:
                 return sum(computation[name].shape.nbytes for name in ins.operands)  # a copy
-            return self._written_inside(self._module.computations[inside[0]], _MAX_HOPS)
+            return self._written_inside(self._module.computations[inside[0]], MAX_HOPS)
         if (computation.name, ins.name) in self._matmuls:  # library matmuls also return scratch space
             return sum(leaf.nbytes for leaf in ins.shape.leaves() if leaf.dtype not in ("s8", "u8"))
         if ins.opcode in ("dynamic-update-slice", "scatter"):
-            return self._result(computation, ins, _MAX_HOPS)
+            return self._result(computation, ins, MAX_HOPS)
         inside = runs(ins)
-        return self._written_inside(self._module.computations[inside[0]], _MAX_HOPS) if inside else ins.shape.nbytes
+        return self._written_inside(self._module.computations[inside[0]], MAX_HOPS) if inside else ins.shape.nbytes
 
     def _written_inside(self, inner: Computation, hops: int) -> int:
         """Return the bytes that a fused computation writes."""
@@ -168,7 +166,7 @@ class Roofline:
     def _result(self, inner: Computation, ins: Instruction, hops: int) -> int:
         """Return the bytes written for a result; for an in-place update, only the update."""
         shape = ins.shape
-        ins = _skip_views(inner, ins)
+        ins = skip_views(inner, ins)
         if ins.opcode in ("dynamic-update-slice", "scatter") and isinstance(shape, ArrayShape):
             update = inner[ins.operands[1 if ins.opcode == "dynamic-update-slice" else -1]]
             return min(_nbytes(update.shape, shape), shape.nbytes)
@@ -182,16 +180,8 @@ def _in_place(inner: Computation) -> list[Instruction]:
     """Return the in-place updates among the results of a computation."""
     root = inner.root
     results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    values = [_skip_views(inner, result) for result in results]
+    values = [skip_views(inner, result) for result in results]
     return [value for value in values if value.opcode == "dynamic-update-slice"]
-
-
-def _skip_views(computation: Computation, ins: Instruction) -> Instruction:
-    for _ in range(_MAX_HOPS):
-        if ins.opcode not in _VIEWS or not ins.operands:
-            break
-        ins = computation[ins.operands[0]]
-    return ins
 
 
 def _nbytes(part: Shape, of: ArrayShape) -> int:

@@ -36,7 +36,7 @@ from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import Collective
 from meshpar.inspect.hlo.groups import Groups
 from meshpar.inspect.hlo.parser import Computation, Instruction, Module
-from meshpar.inspect.hlo.walk import branches, runs, trip_count
+from meshpar.inspect.hlo.walk import MAX_HOPS, branches, runs, trip_count
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.roofline import Roofline
@@ -51,8 +51,6 @@ MARGIN = 2.0
 With kernels at the data sheet's peak, a step of Llama 3.1 8B on 64 H100 took 2.17 s and hid 98 % (with a factor of 1:
 2.20 s and 95 %), and one of Mixtral 8x7B 11.365 s and 80.5 % (11.354 s and 78.3 %). Compiled with jax 0.12.
 """
-
-_MAX_HOPS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,7 +364,7 @@ class _Simulation:
             self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
         elif ins.opcode.endswith("-done"):
             self._finish(block, block.pending.pop(_started_by(computation, ins), []))
-        elif collectives := list(self._communicates(computation, ins, _MAX_HOPS)):
+        elif collectives := list(self._communicates(computation, ins, MAX_HOPS)):
             self._issue(block, ins, [collective for collective in collectives if collective is not None])
         elif ins.opcode == "call":
             for name in runs(ins):
@@ -391,7 +389,7 @@ class _Simulation:
         """Yield the collectives that an instruction issues, or None for a collective without communication."""
         if ins.opcode.removesuffix("-start") in KINDS:
             yield self._collectives.get((computation.name, ins.name))
-        elif hops and (ins.opcode.endswith("-start") or hops < _MAX_HOPS):
+        elif hops and (ins.opcode.endswith("-start") or hops < MAX_HOPS):
             for callee in runs(ins):
                 inner = self._module.computations[callee]
                 for one in inner:
@@ -554,7 +552,7 @@ def _better(one: Cover, other: Cover) -> Cover:
 
 def _started_by(computation: Computation, done: Instruction) -> str:
     """Return the name of the start instruction of a done, looking through updates."""
-    for _ in range(_MAX_HOPS):
+    for _ in range(MAX_HOPS):
         if not done.operands:
             break
         done = computation[done.operands[0]]
