@@ -66,7 +66,7 @@ def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMe
 
 @contextlib.contextmanager
 def traced_for(cluster: Cluster | None) -> Iterator[None]:
-    """Make cuDNN's attention and tokamax's kernels see the GPU of a cluster instead of the local one during tracing.
+    """Trace cuDNN's attention and tokamax's kernels for the GPU of a cluster instead of the local GPU.
 
     They inspect the devices of the process, not those of the mesh: jax accepts large head sizes on newer GPUs only, and
     tokamax has kernels for each GPU generation. With this context they choose the same kernels as on the pod.
@@ -100,7 +100,7 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
 
 
 def missing_aot() -> str:
-    """Return the missing requirement for GPU compilation in words, or an empty string."""
+    """Return the missing requirement for GPU compilation as text, or an empty string."""
     if not any(_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")):
         return "jax's CUDA plugin is not installed"
     return "" if _ptxas() is not None else "`ptxas` is neither on PATH nor installed"
@@ -148,15 +148,15 @@ def target_config(gpu: Gpu) -> str:
 
 
 def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluster) -> bytes:
-    """Lower a step for CUDA, as StableHLO bytecode that any process can compile.
+    """Lower a step for CUDA to portable StableHLO bytecode.
 
     Args:
-      traced: `jax.jit(f, ...).trace(*args)` on a mesh of any devices or an `AbstractMesh`, or the result of its
+      traced: `jax.jit(f, ...).trace(*args)` on concrete devices or an `AbstractMesh`, or the result of its
         `.lower(lowering_platforms=("cuda",))`.
       cluster: the pod, with as many GPUs as the mesh has devices.
 
     Raises:
-      ValueError: the mesh has another number of devices than the cluster.
+      ValueError: the mesh and the cluster have different numbers of devices.
     """
     import io
 
@@ -210,7 +210,7 @@ def compile_stablehlo(
             backend=client,
         )
         build = compile_options.executable_build_options
-        # The partitioner may choose shardings only for arguments and results without one.
+        # The partitioner may only choose shardings that the program does not specify.
         build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main.arg_attrs)
         build.allow_spmd_sharding_propagation_to_output = _unsharded(main.result_attrs)
         with messages.catch_stderr() if listen else contextlib.nullcontext(messages.Caught()) as caught:

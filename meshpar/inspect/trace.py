@@ -36,7 +36,7 @@ from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import problem
 
 MOST_BYTES = 2 << 30
-"""Maximum file size in bytes. Files are read at once."""
+"""Maximum file size in bytes. Files are read into memory."""
 STEP = "jit__step"
 """Name of the program of a `TrainStep` in jax."""
 _DEVICE = re.compile(r"/device:(?!CUSTOM)[A-Za-z]+:([0-9]+)")
@@ -148,14 +148,14 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     """Read a profile.
 
     Args:
-      path: as for `find`.
-      report: of the same step, for predictions, phases and module names.
-      links: measured between these devices, for collectives without a time in the report; None means
+      path: see `find`.
+      report: report for the same step, with predictions, phases and module names.
+      links: measured links between these devices, for collectives without a time in the report. Defaults to
         `hardware.clusters.HOST_DEVICES` on CPU host devices.
       top: number of largest costs to return.
 
     Raises:
-      ValueError: there is no such file, or it has no operations of a program.
+      ValueError: the file does not exist, or contains no operations of a program.
     """
     file = find(path)
     data = _opened(file)
@@ -207,7 +207,7 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
 
 
 def _opened(file: Path) -> ProfileData:
-    """Open a file. Keep the result while its planes are read: they are views of its memory."""
+    """Open a file. Keep the result while its planes are in use, because they are views of its memory."""
     try:
         return ProfileData.from_file(str(file))
     except Exception as error:  # the reader does not document its exceptions
@@ -279,7 +279,7 @@ class _Time:
 
 
 def _program(events: Sequence[Event]) -> str:
-    """Return the training step if there is one (validation may take longer), else the program with most time."""
+    """Return the training step if there is one (validation may take longer), else the longest program."""
     taken: dict[str, float] = defaultdict(float)
     for one in events:
         taken[one.module] += one.end_ns - one.begin_ns

@@ -1,24 +1,24 @@
-"""Simulation of a step of a scheduled program: when kernels and collectives run, and which overlap.
+"""Simulation of a scheduled program: when kernels and collectives run, and which overlap.
 
 A GPU has two streams. The compute stream runs kernels in schedule order, with times from the roofline model
 (`timeline/roofline.py`). The communication stream runs collectives in issue order, with times from the alpha-beta
-model (`hardware/cost_model.py`) for the link that their groups need. If XLA may run several at a time, a collective
-inside a node and another between nodes (with one GPU per node) do not wait for each other. A collective is issued when
-compute reaches its start and begins when the stream is free. Compute waits at the done if the collective is still
-running, and immediately if it is synchronous. While a collective runs, compute either works (the collective is hidden)
-or waits (it is exposed).
+model (`hardware/cost_model.py`) for the link that their groups need. If XLA may run collectives concurrently, those
+inside a node do not delay those between nodes (with one GPU per node). Compute issues a collective at its start
+instruction, and the collective runs as soon as the stream is free. At the done, compute blocks until the collective
+has finished; a synchronous collective blocks immediately. Collectives are hidden while compute works, and exposed
+while it is blocked.
 
-A loop body is simulated once, with empty streams at its start and end, and its times are multiplied by the trip count.
-A loop with collectives begins when the communication stream is free: XLA's scheduler does not let a collective run
-across such a loop either. A conditional takes its longest branch.
+Loop bodies are simulated once, with empty streams at their start and end, and their times are multiplied by the trip
+count. Loops with collectives start when the communication stream is free, because XLA's scheduler does not move
+collectives across them either. Conditionals use their longest branch.
 
-The tick loop of a pipeline is simulated per stage: every tick runs a tick slot of the schedule's table, and a receiver
-waits for its message. Times are then averages over stages, and the waiting between stages is the bubble.
+The tick loop of a pipeline is simulated per stage: ticks run the slots of the schedule's table, and receivers block
+until their message arrives. Times are then averages over stages, and the time that stages are blocked is the bubble.
 
 Assumptions: devices are identical and start together; kernels and collectives do not slow each other down (on a GPU
-they share memory bandwidth and some cores); a link runs one collective at a time; asynchronous copies and fusions take
-time on the compute stream, because they use the same memory; launches are free unless the cluster's profile has their
-time. Kernels run at the planner's rates (`Cluster.rates`) by default. The simulation is deterministic on every machine.
+they share memory bandwidth and some cores); links run collectives sequentially; asynchronous copies and fusions use
+the compute stream, because they use the same memory; launches are free unless the cluster's profile has their time.
+Kernels run at the planner's rates (`Cluster.rates`) by default. The simulation is deterministic on every machine.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """One collective of the census with its times."""
+    """A collective of the census with its times."""
 
     collective: Collective
     time_s: float
@@ -164,8 +164,8 @@ class Timeline:
     def latencies(self) -> dict[str, float]:
         """Latency in seconds of every op, by its name in XLA's scheduler.
 
-        XLA's scheduler runs several collectives at a time and ignores shared links. Collective latencies therefore
-        include queueing time, and are multiplied by `MARGIN`.
+        XLA's scheduler ignores shared links. Collective latencies therefore include queueing time, and are multiplied by
+        `MARGIN`.
         """
         return {
             op.scheduled_as or op.name: (op.end_s - op.start_s + op.queued_s)
@@ -228,7 +228,7 @@ def timeline(
 
 @dataclasses.dataclass(kw_only=True)
 class _Flight:
-    """A collective run, in progress or finished."""
+    """A run of a collective, in progress or finished."""
 
     collective: Collective
     start_s: float
@@ -265,7 +265,7 @@ class _ComputationRun:
             self.duration_s = until_s
 
     def add(self, inner: _ComputationRun, times: float) -> None:
-        """Add the totals of `times` runs of another computation."""
+        """Add the totals of `times` runs of a different computation."""
         self.compute_s += times * inner.compute_s
         self.memory_s += times * inner.memory_s
         self.launch_s += times * inner.launch_s
@@ -504,7 +504,7 @@ class _Simulation:
         )
 
     def _links(self, one: Collective) -> tuple[str, ...]:
-        """Return the links that it occupies: both, if groups have several GPUs on several nodes."""
+        """Return the links that it occupies: both, if groups have multiple GPUs on multiple nodes."""
         if self._overlap_limit == 1:
             return ("inside", "across")
         layouts = self._layout(one.groups)
@@ -512,7 +512,7 @@ class _Simulation:
         return ("across",) * across + ("inside",) * (any(per_node > 1 for _, per_node in layouts) or not across)
 
     def _layout(self, groups: Groups) -> set[tuple[int, int]]:
-        """Return (number of nodes, fewest devices per node) for every group."""
+        """Return (number of nodes, fewest devices per node) for all groups."""
         if groups not in self._layouts:
             members = (Counter(device // self._cluster.gpus_per_node for device in group) for group in groups)
             self._layouts[groups] = {(len(nodes), min(nodes.values())) for nodes in members}
@@ -575,7 +575,7 @@ def _notes(module: Module, simulation: _Simulation) -> Iterator[str]:
 
 def _check(module: Module, cluster: Cluster) -> None:
     if not module.is_scheduled:
-        reason, fix = "its instructions are not scheduled", "pass the compiled program, not the lowered one"
+        reason, fix = "its instructions are not scheduled", "pass the compiled program instead of the lowered program"
         raise problem(f"program `{module.name}`", "simulate it", reason, fix, code="unsupported-feature")
     devices = module.num_partitions * module.replica_count
     if devices > cluster.num_devices:
