@@ -164,8 +164,8 @@ class Timeline:
     def latencies(self) -> dict[str, float]:
         """Latency in seconds of every op, by its name in XLA's scheduler.
 
-        XLA's scheduler ignores shared links. Collective latencies therefore include queueing time, and are multiplied by
-        `MARGIN`.
+        XLA's scheduler ignores shared links. Collective latencies therefore include queueing time, and are multiplied
+        by `MARGIN`.
         """
         return {
             op.scheduled_as or op.name: (op.end_s - op.start_s + op.queued_s)
