@@ -316,9 +316,9 @@ FAULTS = (
         "**_without(self.extra, self.info.sown)}", "**self.extra}", "sharding/test_adapters.py",
     ),
     Fault(
-        "messages over one link do not wait for each other", "inspect/timeline/simulator.py",
+        "collectives on a link do not wait for each other", "inspect/timeline/simulator.py",
         "start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))",
-        "start_s = block.duration_s", "inspect/timeline/test_timeline.py",
+        "start_s = block.duration_s", "inspect/timeline/test_simulator.py",
     ),
     Fault(
         "the product of adapters in bfloat16", "training/lora.py",

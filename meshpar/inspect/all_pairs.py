@@ -34,7 +34,7 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) 
       jaxpr: of a traced step. Its last `num_batch_leaves` arguments are the leaves of the batch.
       num_batch_leaves: number of arrays in the batch.
       rows: number of examples per evaluation of the loss, over all devices.
-      facts: of the step.
+      step_spec: of the step.
     """
     axes = step_spec.ordered(step_spec.batch_axes)
     if not axes or rows < 2:

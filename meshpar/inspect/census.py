@@ -1,13 +1,13 @@
-"""Every collective of a program: what, over which mesh axes, how many bytes, how often, and who asked for it.
+"""Census of a program's collectives: kind, mesh axes, bytes, count and origin.
 
-Bytes sent per device, with n the payload and N the devices of a group (ring algorithms):
+Bytes sent per device, with payload n and group size N (ring algorithms):
 
     kind                  payload n                        bytes sent per device
     all-reduce            the array                        2(N-1)/N n
     all-gather            the gathered array               (N-1)/N n
     reduce-scatter        the array before scattering      (N-1)/N n
-    all-to-all            what a device holds              (N-1)/N n
-    ragged-all-to-all     the smaller of both its buffers  (N-1)/N n; a bound on the mean device's
+    all-to-all            the local array                  (N-1)/N n
+    ragged-all-to-all     the smaller buffer               (N-1)/N n; a bound for the mean device
     collective-broadcast  the array                        n, from its root
     collective-permute    the array                        n
     send                  the array                        n
@@ -29,81 +29,79 @@ from meshpar.hardware.cost_model import KINDS, bytes_sent
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.groups import Groups, parse_lists
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
-from meshpar.inspect.hlo.walk import Loop, Visit, executed
+from meshpar.inspect.hlo.walk import MAX_HOPS, VIEWS, Loop, Visit, executed, skip_views
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.pipeline.stage_placement import RETURNED
 from meshpar.sharding.types import AnyMesh, axis_sizes, problem
 
 UNKNOWN = "unknown"
-"""The axis named when replica groups are no product of mesh axes."""
+"""Axis name for replica groups that are no product of mesh axes."""
 
 _PAIRWISE = frozenset({"collective-permute", "send", "recv"})
 _PRIMITIVE = re.compile(
     r"(?:unreduced_|ragged_)?"
     r"(?:psum|pmax|pmin|pmean|all_gather|reduce_scatter|all_to_all|ppermute|pbroadcast|psend|precv)"
 )
-_VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
-_MAX_HOPS = 64
 
 MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One array of a collective, as it stood before XLA combined it with others."""
+    """An array of a collective before XLA combined it with others."""
 
     array: ArrayShape
-    """What one device puts in."""
+    """The local operand."""
     op_name: str
     source: str
     """`file:line`, or empty."""
     is_sliced: bool
-    """Whether it is all-reduced and then every device keeps only its own slice of it."""
+    """True if it is all-reduced and then every device keeps only its slice."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One collective instruction of the program."""
+    """A collective instruction of the program."""
 
     kind: str
     """One of `KINDS`."""
     axes: tuple[str, ...]
-    """Mesh axes its groups run over, in the mesh's order; `("unknown",)` when they are no product of axes."""
+    """Mesh axes of its groups in the mesh's order; `("unknown",)` if they are no product of axes."""
     group_size: int
     """Devices in a group; for a permute, the devices that take part."""
     arrays: tuple[ArrayShape, ...]
-    """What one device puts in: several arrays when XLA combined as many collectives into one."""
+    """Local operands; several if XLA combined collectives."""
     dtype: str
     """Element type on the wire; several are joined with `+`."""
     payload_bytes: int
-    """n of the table above, all arrays together."""
+    """n of the table above, over all arrays."""
     bytes_sent_per_device: float
-    """Each time it runs."""
+    """Bytes per run."""
     count_per_step: int
-    """Trip counts of the loops around it multiplied; a loop of unknown length counts once."""
+    """Product of the trip counts of the loops around it; a loop of unknown length counts once."""
     count_by_stage: tuple[int, ...]
-    """The same on each stage of a pipeline, where the schedule's table tells; the count above is then the largest.
-    Empty: the same on all devices."""
+    """Count on each pipeline stage, if the schedule's table determines it; `count_per_step` is then the largest.
+    Empty if all devices have the same count."""
     count_known: bool
-    """False when a loop around it has no known length."""
+    """False if a loop around it has no known length."""
     loops: tuple[Loop, ...]
     """Loops around it, outermost first."""
     in_branch: bool
-    """Whether it runs only when a conditional picks it, and nothing tells how often."""
+    """True if a conditional decides whether it runs, and its count is unknown."""
     op_name: str
     module: str
-    """Named scopes it stands in: `decoder/mlp`."""
+    """Named scopes: `decoder/mlp`."""
     source: str
     """`file:line`, or empty."""
     is_backward: bool
     origin: str
-    """`partitioner`, or `kernel` when a `shard_map` asked for it."""
+    """`partitioner`, or `kernel` for a collective of a `shard_map`."""
     is_async: bool
-    """Whether other work may run between its start and its done."""
+    """True if other work may run between its start and its done."""
     is_promoted: bool
-    """Whether the backend widened the reduction's type (XLA:CPU sums bfloat16 as float32)."""
+    """True if the backend promoted the reduction's type (XLA:CPU sums bfloat16 as float32)."""
     parts: tuple[Member, ...]
-    """Its arrays one by one; those that XLA laid end to end in one flat array, too."""
+    """All arrays, including those that XLA concatenated into a flat array."""
     name: str
     computation: str
     groups: Groups = dataclasses.field(repr=False)
@@ -115,7 +113,7 @@ class Collective:
 
     @property
     def sliced(self) -> tuple[bool, ...]:
-        """For each of its parts, whether it is all-reduced and then every device keeps only its own slice of it."""
+        """`is_sliced` of each of its parts."""
         return tuple(part.is_sliced for part in self.parts)
 
     @property
@@ -124,23 +122,23 @@ class Collective:
 
     @property
     def reduce_scatter_as_all_reduce(self) -> bool:
-        """An all-reduce of which each device keeps only its slice: what XLA:CPU lowers a reduce-scatter to."""
+        """True for an all-reduce whose result is sliced on every device: XLA:CPU lowers reduce-scatter like this."""
         return bool(self.parts) and all(part.is_sliced for part in self.parts)
 
     @property
     def logical_kind(self) -> str:
-        """The kind that was asked for: reduce-scatter where XLA:CPU lowers it to an all-reduce and a slice."""
+        """The requested kind: reduce-scatter if XLA:CPU lowered it to an all-reduce and a slice."""
         return "reduce-scatter" if self.reduce_scatter_as_all_reduce else self.kind
 
     @property
     def bytes_sent_per_step(self) -> float:
-        """Bytes a device sends for it in one run of the program."""
+        """Bytes that a device sends for it in one run of the program."""
         return self.bytes_sent_per_device * self.count_per_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Total:
-    """Sum over the collectives of one kind on one axis; of a pipeline, on the stage where it is largest."""
+    """Totals for a kind and axes; for a pipeline, on the stage with the largest total."""
 
     count_per_step: int
     bytes_sent_per_device: float
@@ -148,7 +146,7 @@ class Total:
 
 
 def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) -> tuple[Collective, ...]:
-    """The collectives a program runs, in the order they stand in it, callers before callees.
+    """Return the collectives of a program in program order, callers before callees.
 
     Groups of a single device send nothing and are left out, as are transfers to and from the host.
 
@@ -156,7 +154,7 @@ def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) 
       module: the parsed program.
       mesh: the mesh it was compiled for, or its axis sizes in order; a device's number in the program is its position
         in the mesh.
-      cells: of a pipelined program, to count what its stages pick.
+      cells: counts of a pipelined program, to count the branches that each stage runs.
 
     Raises:
       ValueError: the mesh has another number of devices than the program.
@@ -172,20 +170,20 @@ def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) 
 
 
 def totals(collectives: Iterable[Collective]) -> dict[str, dict[str, Total]]:
-    """Counts and bytes per step: `{"fsdp": {"all-gather": Total(...)}}`; a product of axes is a label of its own."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    """Return counts and bytes per step: `{"fsdp": {"all-gather": Total(...)}}`. A product of axes has its own label."""
+    sums_by_axes: dict[str, dict[str, np.ndarray]] = {}
     for one in collectives:
-        kinds = found.setdefault(one.axes_label, {})
+        kinds = sums_by_axes.setdefault(one.axes_label, {})
         counts = np.array(one.count_by_stage or (one.count_per_step,), float)
         kinds[one.kind] = kinds.get(one.kind, 0) + np.stack([counts, counts * one.bytes_sent_per_device])
     return {
         axes: {kind: Total(int(sums[0].max()), float(sums[1].max())) for kind, sums in kinds.items()}
-        for axes, kinds in found.items()
+        for axes, kinds in sums_by_axes.items()
     }
 
 
 def on_stage(collectives: Iterable[Collective], stage: int) -> tuple[Collective, ...]:
-    """The collectives as one stage of a pipeline runs them; those that it never runs are left out."""
+    """Return the collectives that a pipeline stage runs, with their counts on this stage."""
     counted = (
         dataclasses.replace(one, count_per_step=one.count_by_stage[stage]) if one.count_by_stage else one
         for one in collectives
@@ -194,7 +192,7 @@ def on_stage(collectives: Iterable[Collective], stage: int) -> tuple[Collective,
 
 
 def per_array(collective: Collective) -> tuple[Collective, ...]:
-    """One record for each array of a combined collective, as they stood before XLA combined them."""
+    """Split a combined collective into one record for each array."""
     if len(collective.parts) == 1:
         return (collective,)
     by_kernel = collective.origin == "kernel"
@@ -208,7 +206,7 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
             module=scopes.module_path(part.op_name),
             source=part.source,
             is_backward=scopes.is_backward(part.op_name),
-            # XLA combines a kernel's messages with its own, under the name of one of them.
+            # XLA may combine collectives of kernels with the partitioner's and keep a single name.
             origin=_origin_by_name(part.op_name, collective.op_name) if by_kernel else collective.origin,
         )
         for part in collective.parts
@@ -216,12 +214,12 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
 
 
 def axes_of(groups: Groups, axes: Mapping[str, int], *, pairwise: bool = False) -> tuple[str, ...]:
-    """Mesh axes that replica groups run over, `()` for groups of one, `("unknown",)` when they are no product of axes.
+    """Return the mesh axes of replica groups: `()` for groups of size 1, `("unknown",)` if no product of axes fits.
 
     Args:
-      groups: device numbers; a number is the position in the mesh. Order inside a group does not matter.
+      groups: device numbers; a number is the position in the mesh. The order inside a group does not matter.
       axes: axis sizes in the mesh's order.
-      pairwise: the groups are (source, target) pairs: the axes are all those along which a pair differs.
+      pairwise: the groups are (source, target) pairs; the result contains all axes along which a pair differs.
     """
     return _axes_of(groups, tuple(axes.items()), pairwise)
 
@@ -235,22 +233,22 @@ def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...], pairwise: bool) 
         return (UNKNOWN,)
     coords = np.stack(np.unravel_index(members, sizes))  # [axis, group, member]
     varies = (coords != coords[:, :, :1]).any(axis=2)  # [axis, group]
-    found = tuple(name for name, some in zip(names, varies.any(axis=1), strict=True) if some)
-    if pairwise or not found:
-        return found
-    # Every group must hold all combinations of the axes that vary in it, and all groups together every device once.
-    spanned = math.prod(size for name, size in axes if name in found)
+    varying = tuple(name for name, varies_in_any in zip(names, varies.any(axis=1), strict=True) if varies_in_any)
+    if pairwise or not varying:
+        return varying
+    # Each group must contain all combinations of its varying axes, and the groups together each device once.
+    spanned = math.prod(size for name, size in axes if name in varying)
     same_axes = (varies == varies[:, :1]).all()
-    spans_axes = spanned == members.shape[1] and len(np.unique(members)) == members.size == math.prod(sizes)
-    return found if same_axes and spans_axes else (UNKNOWN,)
+    is_partition = spanned == members.shape[1] and len(np.unique(members)) == members.size == math.prod(sizes)
+    return varying if same_axes and is_partition else (UNKNOWN,)
 
 
 def _check_devices(module: Module, axes: Mapping[str, int]) -> None:
     devices = module.num_partitions * module.replica_count
     if devices > 1 and devices != math.prod(axes.values()):
-        asked = f"read it with the mesh {dict(axes)} of {math.prod(axes.values())} devices"
-        fix = "give the mesh it was compiled for"
-        raise problem(f"program `{module.name}`", asked, f"it was compiled for {devices}", fix)
+        requested = f"read it with the mesh {dict(axes)} of {math.prod(axes.values())} devices"
+        fix = "pass the mesh it was compiled for"
+        raise problem(f"program `{module.name}`", requested, f"it was compiled for {devices}", fix, code="conflict")
 
 
 def _collective(
@@ -262,20 +260,20 @@ def _collective(
     groups = _participants(module, kind, ins, math.prod(axes.values()))
     if kind == "collective-permute" and not groups:
         return None
-    found = axes_of(groups, axes, pairwise=kind in _PAIRWISE)
-    if not found:
+    group_axes = axes_of(groups, axes, pairwise=kind in _PAIRWISE)
+    if not group_axes:
         return None
     group_size = len({device for pair in groups for device in pair}) if kind in _PAIRWISE else len(groups[0])
     arrays = _arrays(kind, visit.computation, ins)
     parts = _parts(module, visit, ins, kind, arrays, group_size)
-    told_by = _told_by(visit, ins)
-    op_name, source = told_by.metadata.op_name, scopes.source(module, told_by)
+    origin = _named_source(visit, ins)
+    op_name, source = origin.metadata.op_name, scopes.source(module, origin)
     if len(parts) == 1:
         op_name, source = parts[0].op_name, parts[0].source
     counts = None if cells is None else cells.counts(visit)
     return Collective(
         kind=kind,
-        axes=found,
+        axes=group_axes,
         group_size=group_size,
         arrays=arrays,
         **_sizes(kind, arrays, group_size),  # type: ignore[arg-type]
@@ -308,21 +306,21 @@ def _sizes(kind: str, arrays: Sequence[ArrayShape], group_size: int) -> dict[str
 
 
 def _arrays(kind: str, computation: Computation, ins: Instruction) -> tuple[ArrayShape, ...]:
-    """The arrays a device puts in. Results are no guide: those of a start hold the operands too, or do not."""
+    """Return the local operands. The results of a start may or may not repeat the operands, so they are not used."""
     if kind == "recv":
         return tuple(ins.shape.leaves())[:1]
     operands = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
     if kind == "send":  # a token follows the data
         operands = operands[:1]
     if kind == "ragged-all-to-all":
-        # A send and a receive buffer, then offsets and sizes. How full they are only the run knows; but all that is
-        # sent is received, so that the mean device sends no more than either holds.
+        # Operands: a send buffer, a receive buffer, offsets and sizes. Their fill is known only at run time, but
+        # everything sent is received, so the mean device sends at most the smaller buffer.
         operands = [min(operands[:2], key=lambda array: array.nbytes)]
     return tuple(operands)
 
 
 def _participants(module: Module, kind: str, ins: Instruction, num_devices: int) -> Groups:
-    """Groups in device numbers, whichever of XLA's four ways of numbering the instruction uses."""
+    """Return groups of device numbers, for each of XLA's four ways to number devices."""
     if kind in _PAIRWISE:
         pairs = ins.source_target_pairs
         if pairs is None:
@@ -332,7 +330,7 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
     groups = ins.replica_groups or ()
     everyone = (tuple(range(num_devices)),)
     across_partitions = ins.channel_id is not None
-    if not across_partitions:  # numbers are replicas, and a program split by the partitioner has one
+    if not across_partitions:  # numbers are replicas, and a partitioned program has one replica
         return (groups or everyone) if module.replica_count > 1 else tuple((device,) for device in range(num_devices))
     numbers_replicas = kind in ("all-reduce", "all-gather", "reduce-scatter") and (
         ins.attributes.get("use_global_device_ids") != "true"
@@ -340,55 +338,57 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
     return everyone if numbers_replicas or not groups else groups
 
 
-def _told_by(visit: Visit, ins: Instruction) -> Instruction:
-    """The instruction that says where a collective comes from: itself, else (combining loses it) what feeds it."""
+def _named_source(visit: Visit, ins: Instruction) -> Instruction:
+    """Return the instruction with the collective's origin: itself, or an input if combining lost the name."""
     return _first_named(visit.computation, [ins, visit.wrapper] if visit.wrapper is not None else [ins]) or ins
 
 
-def _first_named(computation: Computation, asked: Sequence[Instruction]) -> Instruction | None:
-    """The nearest instruction, from these on upstream, that says where it comes from."""
-    for _ in range(_MAX_HOPS):
-        told = next((one for one in asked if one.metadata.op_name), None)
-        if told is not None or not asked:
-            return told
-        feeding = (computation.by_name.get(name) for one in asked for name in one.operands)
-        asked = [one for one in feeding if one is not None][:_MAX_HOPS]
+def _first_named(computation: Computation, instructions: Sequence[Instruction]) -> Instruction | None:
+    """Return the nearest instruction with an op name, from these instructions upstream."""
+    for _ in range(MAX_HOPS):
+        named = next((ins for ins in instructions if ins.metadata.op_name), None)
+        if named is not None or not instructions:
+            return named
+        inputs = (computation.by_name.get(name) for ins in instructions for name in ins.operands)
+        instructions = [ins for ins in inputs if ins is not None][:MAX_HOPS]
     return None
 
 
 def _parts(
     module: Module, visit: Visit, ins: Instruction, kind: str, arrays: Sequence[ArrayShape], group_size: int
 ) -> tuple[Member, ...]:
-    """A combined collective taken apart."""
+    """Split a combined collective into its arrays."""
     computation = visit.computation
     sliced = _sliced(module, visit, ins, group_size, len(arrays))
     flat = _concatenated(module, computation, ins) if kind == "all-reduce" and len(arrays) == 1 else ()
     if flat:
-        found = [(array, feeding, False) for array, feeding in flat]
-    elif len(arrays) == 1 or kind == "all-to-all":  # the arrays of an all-to-all are the parts for each peer
-        found = [(array, "", bool(sliced) and all(sliced)) for array in arrays[:1]]
+        arrays_in = [(array, operand, False) for array, operand in flat]
+    elif len(arrays) == 1 or kind == "all-to-all":  # an all-to-all has an array per peer
+        arrays_in = [(array, "", bool(sliced) and all(sliced)) for array in arrays[:1]]
     else:
         operands = [(leaf, name) for name in ins.operands for leaf in computation[name].shape.leaves()]
-        found = [(array, name, is_sliced) for (array, name), is_sliced in zip(operands, sliced, strict=False)]
-    whole = _told_by(visit, ins)
+        arrays_in = [(array, name, is_sliced) for (array, name), is_sliced in zip(operands, sliced, strict=False)]
+    combined = _named_source(visit, ins)
     merged = scopes.members(ins.metadata.op_name)
     parts = []
-    for at, (array, feeding, is_sliced) in enumerate(found):
-        told = (_first_named(computation, [computation[feeding]]) if feeding else None) or whole
-        # A merged name has one member an array, in order, and says what the array was reduced as.
-        op_name = merged[at] if len(merged) == len(found) else told.metadata.op_name
-        source = scopes.source(module, told) or scopes.source(module, whole)
-        reader = None if flat else _reader(computation, visit.wrapper or ins, at, len(arrays), op_name)
+    for index, (array, operand, is_sliced) in enumerate(arrays_in):
+        origin = (_first_named(computation, [computation[operand]]) if operand else None) or combined
+        # A merged name lists the original names of the arrays, in order.
+        op_name = merged[index] if len(merged) == len(arrays_in) else origin.metadata.op_name
+        source = scopes.source(module, origin) or scopes.source(module, combined)
+        reader = None if flat else _reader(computation, visit.wrapper or ins, index, len(arrays), op_name)
         if reader is not None:
             op_name, source = reader.metadata.op_name, scopes.source(module, reader) or source
         parts.append(Member(array=array, op_name=op_name, source=source, is_sliced=is_sliced))
     return tuple(parts)
 
 
-def _reader(computation: Computation, start: Instruction, at: int, num_arrays: int, op_name: str) -> Instruction | None:
-    """What reads array `at` of a collective, if it stands deeper in the model than the collective's own name says.
+def _reader(
+    computation: Computation, start: Instruction, index: int, num_arrays: int, op_name: str
+) -> Instruction | None:
+    """Return the reader of array `index` of a collective, if its scope is deeper than the collective's.
 
-    Names are lost when collectives are combined, or moved to where a loop takes its slice of the weights.
+    Names are lost when collectives are combined, or moved to the slice of the weights in a loop.
     """
     above, backward = scopes.module_path(op_name), scopes.is_backward(op_name)
     if start.name not in computation.users:
@@ -396,45 +396,42 @@ def _reader(computation: Computation, start: Instruction, at: int, num_arrays: i
     done = [user for user in computation.users[start.name] if user.opcode.endswith("-done")]
     readers = list(computation.users[(done[0] if start.opcode.endswith("-start") and done else start).name])
     if num_arrays > 1:
-        readers = [user for user in readers if user.tuple_index == at]
-    for _ in range(4):  # through the views in between
+        readers = [user for user in readers if user.tuple_index == index]
+    for _ in range(4):  # through views
         for reader in readers:
-            place = scopes.module_path(reader.metadata.op_name)
-            is_deeper = place != above and (not above or place.startswith(f"{above}/"))
+            path = scopes.module_path(reader.metadata.op_name)
+            is_deeper = path != above and (not above or path.startswith(f"{above}/"))
             if is_deeper and (not op_name or scopes.is_backward(reader.metadata.op_name) == backward):
                 return reader
-        views = [reader for reader in readers if reader.opcode == "get-tuple-element" or reader.opcode in _VIEWS]
+        views = [reader for reader in readers if reader.opcode == "get-tuple-element" or reader.opcode in VIEWS]
         readers = [user for view in views for user in computation.users[view.name]]
     return None
 
 
 def _concatenated(module: Module, computation: Computation, ins: Instruction) -> list[tuple[ArrayShape, str]]:
-    """(array, what feeds it) of the arrays that were laid end to end to be reduced as one; none if they were not."""
-    fusion = computation[ins.operands[0]]
-    while fusion.opcode in _VIEWS and fusion.operands:
-        fusion = computation[fusion.operands[0]]
+    """Return (array, operand) for each array that was concatenated into the all-reduce; empty if there were none."""
+    fusion = skip_views(computation, computation[ins.operands[0]])
     if fusion.opcode == "concatenate":
         return [(shape, name) for name in fusion.operands if isinstance(shape := computation[name].shape, ArrayShape)]
     inner = module.computations.get(fusion.called[0][1]) if fusion.opcode == "fusion" and fusion.called else None
     if inner is None or inner.root.opcode != "concatenate":
         return []
-    found = []
+    concatenated = []
     for name in inner.root.operands:
-        part = at = inner[name]
-        while at.opcode in _VIEWS and at.operands:
-            at = inner[at.operands[0]]
-        number = int(at.payload) if at.opcode == "parameter" else -1
+        part = inner[name]
+        value = skip_views(inner, part)
+        number = int(value.payload) if value.opcode == "parameter" else -1
         if not (0 <= number < len(fusion.operands)) or not isinstance(part.shape, ArrayShape):
             return []
-        found.append((part.shape, fusion.operands[number]))
-    return found
+        concatenated.append((part.shape, fusion.operands[number]))
+    return concatenated
 
 
 def _origin(kind: str, ins: Instruction) -> str:
-    """Newer compilers mark what the partitioner made; otherwise the primitive it was written as tells."""
+    """Return the origin from XLA's annotation for the partitioner, or from the primitive in the op name."""
     if ins.frontend_attributes.get("is_spmd_generated") == "true":
         return "partitioner"
-    if kind == "ragged-all-to-all":  # the partitioner never makes one
+    if kind == "ragged-all-to-all":  # never made by the partitioner
         return "kernel"
     return _origin_by_name(ins.metadata.op_name, ins.name)
 
@@ -452,7 +449,7 @@ def _is_async(ins: Instruction, visit: Visit) -> bool:
 
 
 def _sliced(module: Module, visit: Visit, ins: Instruction, group_size: int, num_arrays: int) -> tuple[bool, ...]:
-    """For each array of an all-reduce, whether every use keeps one part in `group_size` of it."""
+    """Return for each array of an all-reduce whether all its uses keep a slice of size 1/`group_size`."""
     computation, value = visit.computation, ins
     nowhere = (False,) * num_arrays
     if not ins.opcode.startswith("all-reduce") or len(ins.operands) != num_arrays:
@@ -470,13 +467,13 @@ def _sliced(module: Module, visit: Visit, ins: Instruction, group_size: int, num
     if None in parts or value is computation.root:
         return nowhere
     return tuple(
-        at in parts and all(_is_sliced(module, computation, part, group_size) for part in parts[at])
-        for at in range(num_arrays)
+        index in parts and all(_is_sliced(module, computation, part, group_size) for part in parts[index])
+        for index in range(num_arrays)
     )
 
 
 def _is_sliced(module: Module, computation: Computation, value: Instruction, group_size: int) -> bool:
-    uses = list(_uses(module, computation, value, _MAX_HOPS))
+    uses = list(_uses(module, computation, value, MAX_HOPS))
     return bool(uses) and all(_keeps_part(use, of, group_size) for use, of in uses)
 
 
@@ -484,19 +481,19 @@ def _keeps_part(use: Instruction | None, of: ArrayShape | None, group_size: int)
     if use is None or of is None or use.opcode != "dynamic-slice" or not isinstance(use.shape, ArrayShape):
         return False
     if RETURNED in scopes.components(use.metadata.op_name):
-        return False  # a part that goes back to its stage
+        return False  # a chunk that returns to its stage
     return use.shape.size * group_size == of.size
 
 
 def _uses(
     module: Module, computation: Computation, value: Instruction, hops: int
 ) -> Iterator[tuple[Instruction | None, ArrayShape | None]]:
-    """What finally reads a value, as (reader, shape read), seen through views and fusions; None: it escapes."""
+    """Yield the final readers of a value as (reader, shape read), through views and fusions; None if it escapes."""
     if value is computation.root or hops == 0:
         yield None, None
         return
     for user in computation.users[value.name]:
-        if user.opcode in _VIEWS:
+        if user.opcode in VIEWS:
             yield from _uses(module, computation, user, hops - 1)
         elif user.opcode in ("fusion", "call"):
             yield from _uses_inside(module, computation, value, user, hops - 1)
@@ -516,7 +513,7 @@ def _uses_inside(
             yield None, None
             continue
         for use, of in _uses(module, inner, inner.parameters[number], hops):
-            if use is None and inner.root.opcode in _VIEWS:  # the fusion only views it: go on with what it gives
+            if use is None and inner.root.opcode in VIEWS:  # the fusion is a view: follow its result
                 yield from _uses(module, computation, caller, hops)
             else:
                 yield use, of

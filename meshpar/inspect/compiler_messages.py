@@ -1,4 +1,4 @@
-"""What the compiler says on standard error while it works: caught, and its warnings told apart."""
+"""Capture of the compiler's standard error, and parsing of its warnings."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ _REMATERIALIZATION = re.compile(
     r"(?:efficiently|without).*?for HLO operation:? (?P<operation>.*)",
     re.IGNORECASE,
 )
-_TOLD_AT_ITS_END = "read -r ended || cat <&2"
-"""Of a shell whose input is a pipe from the process: a line when it goes on, nothing when it has ended."""
+_WAIT_FOR_PROCESS = "read -r ended || cat <&2"
+"""Shell script that reads a line when the process continues, and end of file when the process has ended."""
 _OP_NAME = re.compile(r"op_name=\"([^\"]*)\"")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rematerialization:
-    """The partitioner gave up on a resharding: it gathers the whole tensor on every device and slices it again."""
+    """A resharding that the partitioner could only do by replicating the full tensor and slicing it again."""
 
     op_name: str
     module: str
     """Named scopes of the operation: `decoder/mlp`."""
     shape: str
-    """The tensor's shape on one device, as XLA prints it; empty when the message does not hold it."""
+    """The tensor's shape on one device, as XLA prints it; empty if the message does not contain it."""
     before: str
-    """Sharding it had, as XLA writes it."""
+    """Original sharding, as XLA prints it."""
     after: str
-    """Sharding it was to have."""
+    """Requested sharding."""
 
 
 class Caught:
-    """What `catch_stderr` caught: `text` is complete once the block has ended."""
+    """The text that `catch_stderr` captured; complete after the block."""
 
     text: str = ""
 
 
 @contextlib.contextmanager
 def catch_stderr() -> Iterator[Caught]:
-    """Takes over the process's standard error, C++ included, and keeps what is written to it.
+    """Redirect the process's standard error, including that of C++ code, and capture it.
 
-    If the block raises, what was caught is written out after all: it may hold the reason. So it is where the process
-    itself ends within the block, as XLA ends it at an internal error; then a shell that waits for its end does it.
+    If the block raises, the captured text is written to standard error, because it may contain the reason. If the
+    process itself ends within the block, as XLA does at an internal error, a shell that waits for its end writes it.
     """
     caught = Caught()
     sys.stderr.flush()
     saved = os.dup(2)
     writing, reading = _unnamed_file()
-    heir = _heir(reading)
+    heir = _start_heir(reading)
     try:
         os.dup2(writing, 2)
         yield caught
     except BaseException:
-        caught.text = _given_back(saved, reading)
+        caught.text = _restore_stderr(saved, reading)
         os.write(2, caught.text.encode())
         raise
     else:
-        caught.text = _given_back(saved, reading)
+        caught.text = _restore_stderr(saved, reading)
     finally:
         for number in (saved, writing, reading):
             os.close(number)
@@ -80,9 +80,9 @@ def catch_stderr() -> Iterator[Caught]:
 
 
 def _unnamed_file() -> tuple[int, int]:
-    """A file that ends with who has it open: to write, and to read from its start. In memory where that can be.
+    """Open a file without a name, for writing and for reading from its start; in memory if possible.
 
-    No folder needs to be writable, or to have room.
+    No directory has to be writable or have free space.
     """
     if hasattr(os, "memfd_create"):
         writing = os.memfd_create("stderr")
@@ -93,24 +93,24 @@ def _unnamed_file() -> tuple[int, int]:
     return writing, reading
 
 
-def _heir(reading: int) -> subprocess.Popen[bytes] | None:
-    """The shell; None where there is none, or no process may be started: then what is caught ends with this one."""
+def _start_heir(reading: int) -> subprocess.Popen[bytes] | None:
+    """Start the shell. Returns None if that fails; then the captured text is lost if the process ends."""
     try:
-        # In a group of its own: a terminal's Ctrl-C is not for it.
-        how: dict[str, Any] = {
+        # A separate process group, so that Ctrl-C in a terminal does not reach it.
+        options: dict[str, Any] = {
             "stdin": subprocess.PIPE,
             "stdout": interrupts.standard_error(),
             "stderr": reading,
             "process_group": 0,
         }
-        heir = subprocess.Popen(["sh", "-c", _TOLD_AT_ITS_END], **how)
+        heir = subprocess.Popen(["sh", "-c", _WAIT_FOR_PROCESS], **options)
     except OSError:
         return None
     interrupts.heirs.add(heir.kill)
     return heir
 
 
-def _given_back(saved: int, reading: int) -> str:
+def _restore_stderr(saved: int, reading: int) -> str:
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     os.dup2(saved, 2)
@@ -118,13 +118,13 @@ def _given_back(saved: int, reading: int) -> str:
 
 
 def warnings_in(text: str) -> tuple[str, ...]:
-    """The compiler's warnings and errors in its log, each once, without time and thread."""
-    found = (_WARNING.match(line) for line in text.splitlines())
-    return tuple(dict.fromkeys(f"{m.group(1) or m.group(3)}: {m.group(2) or m.group(4)}" for m in found if m))
+    """Return the compiler's warnings and errors in its log, without duplicates, time and thread."""
+    matches = (_WARNING.match(line) for line in text.splitlines())
+    return tuple(dict.fromkeys(f"{m.group(1) or m.group(3)}: {m.group(2) or m.group(4)}" for m in matches if m))
 
 
 def rematerializations(warnings: tuple[str, ...]) -> tuple[Rematerialization, ...]:
-    """The involuntary full rematerializations among the compiler's warnings."""
+    """Return the involuntary full rematerializations among the compiler's warnings."""
     return tuple(found for warning in warnings if (found := _rematerialization(warning)) is not None)
 
 

@@ -1,9 +1,9 @@
-"""Compiling for a pod that is not here, in a process apart: no GPU, no driver, and the caller's backends untouched.
+"""Compilation for a remote pod in a separate process, without a GPU or driver, and without changing local backends.
 
-    traced step ──lowered for CUDA here──► StableHLO ──► child: XLA's GPU compiler, compile-only devices ──► Program
+    traced step ──lowered for CUDA──► StableHLO ──► child: XLA's GPU compiler, compile-only devices ──► Program
 
-The step need not be importable: what crosses over is the lowered program, with its shardings, donations and source
-lines. So a step made in a notebook compiles as it stands, on a mesh of CPU devices or of none.
+The child receives the lowered program with its shardings, donations and source lines. The step therefore need not be
+importable: a step defined in a notebook works, on a mesh of CPU devices or on an abstract mesh.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from meshpar.sharding.types import MeshparError, problem
 
 
 class PodError(RuntimeError):
-    """The compiling process failed; the message ends with what it said."""
+    """Failure of the compiling process; the message ends with its output."""
 
 
 class PodProcess:
-    """A process that compiles for pods; keep one for many programs, it costs a few seconds to start.
+    """A process that compiles for pods. It takes a few seconds to start, so reuse it for many programs.
 
     with PodProcess() as pod:
         program = pod.compile(step.trace(state, batch), "h100:8x8")
@@ -65,13 +65,13 @@ class PodProcess:
         options: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Program:
-        """Compiles a traced step for a cluster.
+        """Compile a traced step for a cluster.
 
         Args:
           traced: `jax.jit(f, ...).trace(*args)`; its mesh may be of CPU devices or abstract.
-          cluster: `h100:8x8`, a profile's path, or a Cluster; it has as many GPUs as the mesh has devices.
-          options: XLA flags without their dashes.
-          timeout_s: give up after so long; the process is ended then, and cannot be used again.
+          cluster: `h100:8x8`, the path of a profile, or a Cluster with as many GPUs as the mesh has devices.
+          options: XLA flags without dashes.
+          timeout_s: time limit; when it expires, the process is ended and cannot be used again.
 
         Raises:
           ValueError: no such cluster, another number of devices, or the `aot` extra is missing.
@@ -90,21 +90,23 @@ class PodProcess:
         options: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Program:
-        """Compiles what a function builds inside the process, where the pod's devices can be put into a Mesh.
+        """Compile the result of a function that runs inside the process, where the pod's devices can form a Mesh.
 
-        For programs that have to know their devices while they are traced. Errors are those of `compile`.
+        Use it for programs that need their devices during tracing. It raises the errors of `compile`.
 
         Args:
           target: `package.module:function`, `path/to/file.py:function`, or an importable function. It is called as
             `function(devices, **kwargs)` and returns `jax.jit(f, ...).trace(*args)`.
           cluster: as for `compile`.
-          kwargs: further arguments; they have to pickle.
-          options: XLA flags without their dashes.
-          timeout_s: give up after so long.
+          kwargs: further arguments, which must be picklable.
+          options: XLA flags without dashes.
+          timeout_s: time limit.
         """
         cluster = parse_cluster(cluster)
         require_aot(cluster.name)
-        return self._program("build", _named(target), cluster, dict(kwargs or {}), options, timeout_s=timeout_s)
+        return self._program(
+            "build", _qualified_name(target), cluster, dict(kwargs or {}), options, timeout_s=timeout_s
+        )
 
     def call(
         self,
@@ -113,11 +115,11 @@ class PodProcess:
         kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        """Calls `function(**kwargs)` inside the process and gives its result, which has to pickle."""
-        return self._ask("call", _named(target), dict(kwargs or {}), timeout_s=timeout_s)
+        """Call `function(**kwargs)` inside the process and return its result, which must be picklable."""
+        return self._ask("call", _qualified_name(target), dict(kwargs or {}), timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Ends the process."""
+        """End the process."""
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             stream.close()
@@ -129,10 +131,10 @@ class PodProcess:
         self._log.close()
 
     def _program(self, verb: str, *arguments: object, timeout_s: float | None) -> Program:
-        """Asks for a program, and adds what the compiler said on the way."""
+        """Request a program, and add the compiler's warnings from the log."""
         before = self._log_size()
         program = self._ask(verb, *arguments, timeout_s=timeout_s)
-        return dataclasses.replace(program, warnings=messages.warnings_in(self._said(since=before)))
+        return dataclasses.replace(program, warnings=messages.warnings_in(self._stderr(since=before)))
 
     def _ask(self, verb: str, *arguments: object, timeout_s: float | None) -> Any:
         stdin, stdout = self._process.stdin, self._process.stdout
@@ -141,60 +143,60 @@ class PodProcess:
         try:
             pod_process.write(stdin, (verb, arguments))
             self._wait(timeout_s)
-            status, *rest = pod_process.read(stdout)
+            status, *values = pod_process.read(stdout)
         except (EOFError, BrokenPipeError):
             code = self._process.wait()
-            raise PodError(f"the compiling process ended with status {code}.\n{self._said()}") from None
+            raise PodError(f"the compiling process ended with status {code}.\n{self._stderr()}") from None
         if status == "ok":
-            return rest[0]
-        error, text = rest
+            return values[0]
+        error, text = values
         if isinstance(error, MeshparError):
             raise error
-        raise PodError(f"the compiling process raised:\n{text}\n{self._said()}") from error
+        raise PodError(f"the compiling process raised:\n{text}\n{self._stderr()}") from error
 
     def _wait(self, timeout_s: float | None) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
             if not selector.select(timeout_s):
                 self._process.kill()
-                raise PodError(f"no answer within {timeout_s} s.\n{self._said()}")
+                raise PodError(f"no answer within {timeout_s} s.\n{self._stderr()}")
 
     def _log_size(self) -> int:
         return os.fstat(self._log.fileno()).st_size
 
-    def _said(self, since: int | None = None) -> str:
-        """What the process wrote to standard error: its end, or all since a size of the log."""
+    def _stderr(self, since: int | None = None) -> str:
+        """Return the end of the process's standard error, or all of it since a position."""
         size = self._log_size()
         start = max(0, size - 4000) if since is None else since
-        # pread: the process writes at this file's position, which must not move.
+        # pread does not move the position of the file, at which the process writes.
         return os.pread(self._log.fileno(), size - start, start).decode(errors="replace")
 
 
 def environment() -> dict[str, str]:
-    """Environment of a process that compiles for pods: CUDA's plugin is loaded, and no GPU is used if there is one."""
+    """Return the environment of the compiling process: CUDA's plugin is loaded, and GPUs are hidden."""
     return {
         **os.environ,
         "JAX_PLATFORMS": "",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
-        # A GPU at hand would be used to tune kernels: the same program would then differ from machine to machine.
+        # XLA would use a local GPU to tune kernels, and compile different programs on different machines.
         "CUDA_VISIBLE_DEVICES": "",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "TF_CPP_MIN_LOG_LEVEL": "1",  # warnings and worse: involuntary rematerializations are among them
+        "TF_CPP_MIN_LOG_LEVEL": "1",  # keep warnings, such as involuntary rematerializations
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
 
 
-def _named(target: str | Callable[..., Any]) -> str:
-    """A function as `module:name` or `file.py:name`."""
+def _qualified_name(target: str | Callable[..., Any]) -> str:
+    """Return a function as `module:name` or `file.py:name`."""
     if isinstance(target, str):
         if ":" not in target:
-            raise problem(
-                f"`{target}`", "be run in another process", "it names no function", "write it as `module:function`"
-            )
+            reason, fix = "it contains no function name", "write it as `module:function`"
+            raise problem(f"`{target}`", "run it in another process", reason, fix, code="bad-syntax")
         return target
     module, name = target.__module__, target.__qualname__
     main = getattr(sys.modules.get(module), "__file__", None)
     if "<" in name or (module == "__main__" and main is None):
         fix = "put it at the top level of a module or of a file, or pass `file.py:function`"
-        raise problem(f"function `{name}`", "be run in another process", "that process cannot import it", fix)
+        reason = "the process cannot import it"
+        raise problem(f"function `{name}`", "run it in another process", reason, fix, code="not-found")
     return f"{main}:{name}" if module == "__main__" else f"{module}:{name}"

@@ -1,6 +1,6 @@
-"""The process that compiles for a pod: reads requests on standard input, answers on standard output.
+"""The process that compiles for a pod: it reads requests from standard input and answers on standard output.
 
-A message is eight bytes of length and a pickle. A request is (verb, arguments); an answer ("ok", value) or
+A message is an 8-byte length and a pickle. A request is (verb, arguments). An answer is ("ok", value) or
 ("error", exception or None, text).
 """
 
@@ -21,14 +21,14 @@ _LENGTH = struct.Struct(">Q")
 
 
 def write(stream: IO[bytes], message: object) -> None:
-    """Sends one message."""
+    """Send one message."""
     data = pickle.dumps(message)
     stream.write(_LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read(stream: IO[bytes]) -> Any:
-    """Takes one message. Raises `EOFError` when the other side is gone."""
+    """Receive one message, or raise `EOFError` if the other side has closed the stream."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         raise EOFError
@@ -40,11 +40,11 @@ def read(stream: IO[bytes]) -> Any:
 
 
 def load(target: str) -> Callable[..., Any]:
-    """The function named `package.module:function` or `path/to/file.py:function`."""
-    place, _, name = target.rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), name)
-    path = Path(place)
+    """Import the function `package.module:function` or `path/to/file.py:function`."""
+    location, _, name = target.rpartition(":")
+    if not location.endswith(".py"):
+        return getattr(importlib.import_module(location), name)
+    path = Path(location)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -81,15 +81,15 @@ def _answer(verb: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         text = traceback.format_exc()
         try:
             pickle.loads(pickle.dumps(error))
-        except Exception:  # an exception need not survive pickling; its text does
+        except Exception:  # not every exception can be pickled, but its text can
             return "error", None, text
         return "error", error, text
 
 
 def main() -> None:
-    """Serves requests until the other side closes."""
+    """Serve requests until the other side closes the stream."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever prints does so on standard error: standard output is for answers
+    os.dup2(2, 1)  # redirect prints to standard error, because standard output carries the answers
     while True:
         try:
             verb, arguments = read(sys.stdin.buffer)

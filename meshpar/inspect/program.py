@@ -1,4 +1,4 @@
-"""A compiled program as data: its text, the compiler's own account of memory, and what it warned of."""
+"""A compiled program as data: its text, memory use and compiler warnings."""
 
 from __future__ import annotations
 
@@ -18,52 +18,52 @@ from meshpar.inspect.hlo import parser as hlo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What one compilation gave. Bytes are those of one device."""
+    """The result of one compilation. Bytes are per device."""
 
     target: str
-    """A cluster (`h100:8x8`) or the platform at hand (`cpu`)."""
+    """A cluster (`h100:8x8`) or the local platform (`cpu`)."""
     text: str = dataclasses.field(repr=False)
     """The optimized, scheduled HLO."""
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    """Outputs that take the place of donated arguments."""
+    """Outputs that reuse donated arguments."""
     temporary_bytes: int
     compile_s: float
     host_temporary_bytes: int = 0
-    """Of what is offloaded to the host; XLA:CPU has one memory only, and says 0."""
+    """Bytes offloaded to the host; 0 on XLA:CPU, which has a single memory."""
     warnings: tuple[str, ...] = ()
-    """The compiler's warnings, each once."""
+    """The compiler's warnings, without duplicates."""
     cost: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """XLA's own cost analysis (`flops`, `bytes accessed`, ...), which counts a loop's body once; empty for a pod."""
+    """XLA's cost analysis (`flops`, `bytes accessed`, ...), which counts a loop body once; empty for a pod."""
 
     @property
     def peak_bytes(self) -> int:
-        """Arguments, outputs that are not donated arguments, and temporaries."""
+        """Arguments, temporaries, and outputs that do not reuse donated arguments."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temporary_bytes
 
     @functools.cached_property
     def module(self) -> hlo.Module:
-        """The text, parsed."""
+        """The parsed text."""
         return hlo.parse(self.text)
 
     @property
     def rematerializations(self) -> tuple[messages.Rematerialization, ...]:
-        """Tensors the partitioner gathered whole because it knew no better way."""
+        """Tensors that the partitioner fully replicated for lack of a better resharding."""
         return messages.rematerializations(self.warnings)
 
 
 def compile_here(
     traced: jax.stages.Traced | jax.stages.Lowered, *, options: Mapping[str, Any] | None = None
 ) -> Program:
-    """Compiles for the devices it was traced for, and keeps what the compiler says."""
+    """Compile for the devices of the trace and capture the compiler's messages."""
     lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower()
     with _compiled_anew():
         return program_of(lowered, options)
 
 
 def program_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> Program:
-    """The same through jax's caches: a call of the function that was lowered finds what it gives without options."""
+    """Compile through jax's caches, so that a later call of the lowered function reuses a result without options."""
     with messages.catch_stderr() as caught:
         start = time.perf_counter()
         compiled = lowered.compile(dict(options) if options else None)
@@ -81,11 +81,11 @@ def program_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = 
 
 @contextlib.contextmanager
 def _compiled_anew() -> Iterator[None]:
-    """Leaves jax's persistent cache aside: a program that comes from there comes without the compiler's warnings."""
+    """Disable jax's persistent cache, because a program from the cache comes without the compiler's warnings."""
     before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     try:
         jax.config.update("jax_enable_compilation_cache", False)
-        compilation_cache.reset_cache()  # jax asks once in a process whether there is a cache
+        compilation_cache.reset_cache()  # jax checks once per process whether there is a cache
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
@@ -93,7 +93,7 @@ def _compiled_anew() -> Iterator[None]:
 
 
 def memory_of(stats: Any) -> dict[str, Any]:
-    """The five sizes of jaxlib's `CompiledMemoryStats`, under the names of `Program`."""
+    """Return the five sizes of jaxlib's `CompiledMemoryStats` under the names of `Program`."""
     return {
         "argument_bytes": int(stats.argument_size_in_bytes),
         "output_bytes": int(stats.output_size_in_bytes),

@@ -1,6 +1,6 @@
-"""How stages cut a model: what they hand on, and which parameters stand before the layers and behind them.
+"""Partition of a model into pipeline stages: stage outputs, embedding parameters and head parameters.
 
-Read from the loss function, traced for the rows of one device with the layers left out: nothing is compiled.
+It is derived from the loss function, traced for the local batch without the layers. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -35,46 +35,46 @@ class StagePartition:
 
     schedule: Schedule
     handed_on: tuple[jax.ShapeDtypeStruct, ...]
-    """Arrays that one microbatch takes from stage to stage, as one device of a stage holds them."""
+    """Local arrays sent from stage to stage per microbatch."""
     first: frozenset[str]
-    """Paths of the parameters that stand before the layers."""
+    """Paths of the parameters that are used before the layers."""
     last: frozenset[str]
-    """Of those that stand behind them; tied ones are in both."""
+    """Paths of the parameters that are used after the layers; tied parameters are in both."""
     reads: Mapping[str, tuple[bool, bool, bool]]
-    """Of the layers' parameters, whether the F, the B and the W of a microbatch read their values; empty where none is
-    split over axes that split the batch, so that nobody asks."""
+    """For each layer parameter, whether F, B and W of a microbatch read its values.
+    Empty if no parameter is sharded over batch axes, because then it is not needed."""
 
 
 def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartition:
-    """The parts of a step whose strategy has stages."""
+    """Return the partition of a step whose strategy has stages."""
     setup = state.setup
     assert setup.strategy.pipeline is not None
     schedule = setup.strategy.pipeline.table()
     sharding = setup.batch_sharding
-    over = set(axes_of_spec(sharding.spec))
-    inside = {axis: size for axis, size in axis_sizes(setup.mesh).items() if axis not in over}
-    rows = num_shards(sharding.spec, setup.mesh) * schedule.microbatches
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((np.shape(x)[0] // rows, *np.shape(x)[1:]), x.dtype), batch)
-    # One device's rows, and the axes inside a stage as they are: the model says how it splits what goes on.
+    batch_axes = set(axes_of_spec(sharding.spec))
+    inside = {axis: size for axis, size in axis_sizes(setup.mesh).items() if axis not in batch_axes}
+    shards = num_shards(sharding.spec, setup.mesh) * schedule.microbatches
+    micro = jax.tree.map(lambda x: jax.ShapeDtypeStruct((np.shape(x)[0] // shards, *np.shape(x)[1:]), x.dtype), batch)
+    # Trace for the local batch, but keep the axes inside a stage, because the model constrains its activations.
     inside[setup.strategy.pipeline.axis] = 1
     sizes = tuple(inside.get(axis, 1) for axis in setup.mesh.axis_names)
-    one = AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
-    found: list[Any] = []
+    stage_mesh = AbstractMesh(sizes, setup.mesh.axis_names, axis_types=setup.mesh.axis_types)
+    layer_inputs: list[Any] = []
 
     def without_layers(layer: Layer, x: Any, params: PyTree) -> Any:
-        found[:] = [x]
+        layer_inputs[:] = [x]
         y, aux = jax.eval_shape(lambda: with_aux(scanned(layer, x, params)))
-        # What goes on is no function of what came: parameters before and behind are told apart.
+        # The outputs do not depend on the inputs. That separates embedding parameters from head parameters.
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), y if aux is None else (y, aux))
 
-    def ends(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
-        with tracing(one, setup.strategy), numerics(step.options.precision, None), running(without_layers):
+    def embedding_and_head(params: PyTree, extra: PyTree, micro: PyTree, key_data: jax.Array) -> tuple[Any, Any]:
+        with tracing(stage_mesh, setup.strategy), numerics(step.options.precision, None), running(without_layers):
             model = setup.model.bind(cast_floating(params, step.options.precision.compute), extra)
             loss = scalar(step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0])
-        return (found[0], loss), ()
+        return (layer_inputs[0], loss), ()
 
     params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
-    closed, _ = flat_jaxpr(ends, params, extra, like, key)
+    closed, _ = flat_jaxpr(embedding_and_head, params, extra, micro, key)
     outputs = len(closed.jaxpr.outvars)
     paths = [path for path, _ in tree_leaves_with_paths(params)]
 
@@ -83,10 +83,10 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
         return frozenset(path for path, use in zip(paths, used, strict=False) if use)
 
     reads: dict[str, tuple[bool, bool, bool]] = {}
-    if any(over & set(axes_of_spec(decision.spec)) for decision in setup.table.params):
+    if any(batch_axes & set(axes_of_spec(decision.spec)) for decision in setup.table.params):
         compute = jax.eval_shape(lambda params: cast_floating(params, step.options.precision.compute), params)
-        with tracing(one, setup.strategy), numerics(step.options.precision, step.options.remat):
-            reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, like, key)
+        with tracing(stage_mesh, setup.strategy), numerics(step.options.precision, step.options.remat):
+            reads = reads_of_layers(step.loss_of(setup), setup, compute, extra, micro, key)
     return StagePartition(
         schedule=schedule,
         handed_on=tuple(_on_one_device(closed.jaxpr, x, inside) for x in closed.jaxpr.outvars[:-1]),
@@ -97,10 +97,10 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
 
 
 def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """An array as a device holds it, laid out over the axes inside a stage as the equation that makes it says."""
-    made = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
+    """Return the local shape of an array, sharded inside a stage as the equation that computes it constrains."""
+    producer = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
     dims = list(x.aval.shape)
-    if made is not None and made.primitive.name == "sharding_constraint":
-        for dim, entry in enumerate(made.params["sharding"].spec):
+    if producer is not None and producer.primitive.name == "sharding_constraint":
+        for dim, entry in enumerate(producer.params["sharding"].spec):
             dims[dim] //= math.prod(inside.get(axis, 1) for axis in spec_axes(entry))
     return jax.ShapeDtypeStruct(tuple(dims), x.aval.dtype)

@@ -1,4 +1,4 @@
-"""How the stages of a pipeline share a step: schedule, bubble, and the two ways to hold weights that are split."""
+"""Summary of a pipelined step: schedule, bubble, and the two gather modes for sharded weights."""
 
 from __future__ import annotations
 
@@ -21,41 +21,41 @@ from meshpar.training.state import Setup
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gathering:
-    """One of the choices of `pipeline_parallel(gather=...)`, for layers split over axes that split the batch."""
+    """A mode of `pipeline_parallel(gather=...)`, for layers that are sharded over batch axes."""
 
     gather: str
     sent_bytes: float
-    """Of weights, by each device of the busiest stage in a step: gathered, and moved to the stages that run them."""
+    """Weight bytes per step and device on the busiest stage: gathered, and moved to the stages that run them."""
     held_bytes: int
-    """Of weights in the compute dtype, most at once on a device: whole for the step; or shards, and whole what one cell
-    uses."""
+    """Peak weight bytes per device in the compute dtype.
+    With "step" weights are full for the step; with "microbatch" they are sharded, and full in the current tick slot."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stages(Plain):
-    """A pipelined step, as its schedule has it."""
+    """A pipelined step according to its schedule."""
 
     schedule: str
     stages: int
     microbatches: int
     parts: int
-    """Of the model, over all stages."""
+    """Number of pipeline chunks of the model, over all stages."""
     ticks: int
     bubble_fraction: float
-    """Makespan bubble: idle share of a step alone, stages beginning and ending together; F, B and W of equal length."""
+    """Idle share of a single step in which all stages begin and end together, with F, B and W of equal length."""
     span_bubble_fraction: float
-    """Span bubble: idle share between a stage's first op and its last, of the worst stage; likewise."""
+    """Idle share between a stage's first and last op, on the worst stage, with F, B and W of equal length."""
     waiting_fraction: float | None
-    """Of the predicted step, while the mean stage waits for others; None without a prediction."""
+    """Fraction of the predicted step that stages wait for each other, on average; None without a prediction."""
     peak_activations: tuple[int, ...]
-    """Of each stage, most microbatches of a part whose activations it holds at once."""
+    """Peak number of saved microbatch activations per stage, counted per chunk."""
     messages: int
-    """Results that go from stage to stage in a step, all stages together."""
+    """Number of messages between stages in a step, over all stages."""
     message_bytes: int
-    """Of each, from one device."""
+    """Bytes of a message, per device."""
     gather: str
     gathering: tuple[Gathering, ...]
-    """Both choices; empty where layers are not split over the batch's axes."""
+    """Both gather modes; empty if layers are not sharded over batch axes."""
 
 
 def stages(
@@ -67,7 +67,7 @@ def stages(
     *,
     on_cpu: bool = False,
 ) -> Stages:
-    """The account of a pipelined step."""
+    """Return the summary of a pipelined step."""
     schedule = parts.schedule
     assert setup.strategy.pipeline is not None
     return Stages(
@@ -90,28 +90,30 @@ def stages(
 def _gathering(
     setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, *, on_cpu: bool
 ) -> tuple[Gathering, ...]:
-    """Both choices of `gather`; none when no layer is split over axes that split the batch."""
+    """Return both gather modes; empty if no layer is sharded over batch axes."""
     schedule, pipelined = parts.schedule, setup.strategy.pipeline
     assert pipelined is not None
     step_spec = dataclasses.replace(facts_of(setup, options, batch, on_cpu=on_cpu), by_stages=True)
     rounds = traffic(schedule).rounds
-    # An F and a B in one cell hold a part each.
-    at_once = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())
-    sent, held = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
-    in_cells, is_split = np.zeros(schedule.stages), False
-    for weight in (one for one in step_spec.weights if one.decision.leaf.is_stacked):
+    # An F and a B in the same tick slot use different chunks.
+    chunks_in_use = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())
+    sent_bytes, held_bytes = {"step": 0.0, "microbatch": 0.0}, {"step": 0, "microbatch": 0}
+    in_slots, is_sharded = np.zeros(schedule.stages), False
+    for weight in (weight for weight in step_spec.weights if weight.decision.leaf.is_stacked):
         decision = of_stage(weight, pipelined.axis, schedule.stages).decision
-        kept, split = split_for_good(step_spec, dataclasses.replace(weight, decision=decision))
-        is_split |= bool(split)
-        ways, width = step_spec.num_shards(split), ITEMSIZE[step_spec.wire(step_spec.compute_dtype(decision))]
-        own = decision.leaf.size // step_spec.num_shards(kept) * width
-        part = decision.leaf.size * schedule.stages // schedule.num_parts // step_spec.num_shards(kept) * width
-        sent["step"] += (1 - 1 / ways) * own + rounds * part
-        held["step"] += schedule.chunks * part
-        sent["microbatch"] += rounds * part / ways
-        if split:
-            in_cells += (1 - 1 / ways) * part * gathers_in_cells(schedule, parts.reads[decision.path])
-        held["microbatch"] += schedule.chunks * part // ways + (at_once * part if split else 0)
-    sent["microbatch"] += float(in_cells.max())
-    names = ("step", "microbatch") if is_split else ()
-    return tuple(Gathering(gather=name, sent_bytes=sent[name], held_bytes=held[name]) for name in names)
+        stage_axes, batch_axes = split_for_good(step_spec, dataclasses.replace(weight, decision=decision))
+        is_sharded |= bool(batch_axes)
+        shards, itemsize = step_spec.num_shards(batch_axes), ITEMSIZE[step_spec.wire(step_spec.compute_dtype(decision))]
+        stage_bytes = decision.leaf.size // step_spec.num_shards(stage_axes) * itemsize
+        chunk_size = decision.leaf.size * schedule.stages // schedule.num_parts
+        chunk_bytes = chunk_size // step_spec.num_shards(stage_axes) * itemsize
+        sent_bytes["step"] += (1 - 1 / shards) * stage_bytes + rounds * chunk_bytes
+        held_bytes["step"] += schedule.chunks * chunk_bytes
+        sent_bytes["microbatch"] += rounds * chunk_bytes / shards
+        if batch_axes:
+            in_slots += (1 - 1 / shards) * chunk_bytes * gathers_in_cells(schedule, parts.reads[decision.path])
+        held_bytes["microbatch"] += schedule.chunks * chunk_bytes // shards
+        held_bytes["microbatch"] += chunks_in_use * chunk_bytes if batch_axes else 0
+    sent_bytes["microbatch"] += float(in_slots.max())
+    modes = ("step", "microbatch") if is_sharded else ()
+    return tuple(Gathering(gather=m, sent_bytes=sent_bytes[m], held_bytes=held_bytes[m]) for m in modes)

@@ -1,6 +1,6 @@
-"""A cluster as XLA's compile-only target: its description, its devices, and compilation for it in this process.
+"""A cluster as a compile-only target of XLA: its description, its devices, and compilation in this process.
 
-None of this needs a GPU or a driver; it needs the `aot` extra. `meshpar.inspect.pod` does the same in a process apart.
+This needs the `aot` extra, but no GPU and no driver. `meshpar.inspect.pod` does the same in a separate process.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from meshpar.sharding.types import AnyMesh, problem
 
 
 def topology(cluster: str | Cluster) -> list[jax.Device]:
-    """Compile-only devices of a cluster, in order: device i stands in node `i // gpus_per_node`.
+    """Return the compile-only devices of a cluster; device i is in node `i // gpus_per_node`.
 
-    Build a Mesh of them and lower abstract inputs for it; nothing can run on them.
+    Build a Mesh of them and lower abstract inputs for it. They cannot run programs.
 
     Raises:
-      ValueError: no such cluster, or the `aot` extra is not installed.
+      ValueError: there is no such cluster, or the `aot` extra is not installed.
     """
     from jax.experimental import topologies
 
@@ -48,28 +48,28 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
 
 
 def mesh_on(cluster: Cluster, mesh: AnyMesh, *, offloads: bool = False) -> AnyMesh:
-    """A mesh of a cluster's compile-only devices, shaped like another of as many.
+    """Return a mesh of a cluster's compile-only devices, with the shape of another mesh.
 
-    Kernels of libraries look at the devices they are lowered for. Where jax has taken the CUDA plugin for unusable, as
-    it does without a GPU unless `JAX_PLATFORMS=cpu` is set before it starts, the mesh is one of no devices. So it is
-    where state `offloads`: such devices know one memory only, and a sharding on them forgets another's name.
+    Library kernels inspect the devices that they are lowered for. Without a GPU, jax considers the CUDA plugin unusable
+    unless `JAX_PLATFORMS=cpu` is set before it starts; the mesh is then abstract. It is also abstract if state
+    `offloads`: compile-only devices have a single memory, and shardings on them lose the name of another.
     """
     abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     if offloads:
         return abstract
     try:
         devices = np.array(topology(cluster), dtype=object)
-    except NotImplementedError:  # jax's word for a platform whose plugin it has not loaded
+    except NotImplementedError:  # jax has not loaded the plugin of the platform
         return abstract
     return Mesh(devices.reshape(abstract.axis_sizes), abstract.axis_names, axis_types=abstract.axis_types)
 
 
 @contextlib.contextmanager
 def traced_for(cluster: Cluster | None) -> Iterator[None]:
-    """What cuDNN's attention and tokamax's kernels ask of the GPU at hand while they are traced is told of the pod's.
+    """Trace cuDNN's attention and tokamax's kernels for the GPU of a cluster instead of the local GPU.
 
-    They look at the process's own devices, whatever the mesh is made of: jax takes wide heads on newer GPUs only, and
-    tokamax has kernels for each generation. What chooses a kernel by the devices chooses as it would on the pod.
+    They inspect the devices of the process, not those of the mesh: jax accepts large head sizes on newer GPUs only, and
+    tokamax has kernels for each GPU generation. With this context they choose the same kernels as on the pod.
     """
     if cluster is None:
         yield
@@ -78,45 +78,44 @@ def traced_for(cluster: Cluster | None) -> Iterator[None]:
     from jax._src.cudnn import fused_attention_stablehlo as attention
     from jax.extend import backend
 
-    # In a region that is manual over the whole mesh it is lowered without a look at devices, which may be abstract.
-    others = {one for one in dispatch.prim_requires_devices_during_lowering if "dot_product_attention" not in one.name}
-    here, one = cluster.gpu.chip.compute_capability, cluster_of(cluster.gpu, nodes=1, gpus_per_node=1)
+    # Inside a fully manual region attention is lowered without inspecting devices, which may be abstract.
+    primitives = {p for p in dispatch.prim_requires_devices_during_lowering if "dot_product_attention" not in p.name}
+    capability, single_gpu = cluster.gpu.chip.compute_capability, cluster_of(cluster.gpu, nodes=1, gpus_per_node=1)
 
     def device() -> jax.Device:
-        return topology(one)[0]
+        return topology(single_gpu)[0]
 
-    def wanted(text: str) -> tuple[int, ...]:
+    def parsed(text: str) -> tuple[int, ...]:
         return tuple(int(number) for number in text.split("."))
 
     with (
-        compiled_for("cuda", here),
-        # Asked by tokamax alone: what only traces, as the planner does, loads no plugin for it.
+        compiled_for("cuda", capability),
+        # Only tokamax calls it, so callers that only trace, such as the planner, do not load the plugin.
         mock.patch.object(backend, "get_default_device", device),
-        mock.patch.object(attention, "check_compute_capability", lambda text: here >= wanted(text)),
-        mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda text: here == wanted(text)),
-        mock.patch.object(dispatch, "prim_requires_devices_during_lowering", others),
+        mock.patch.object(attention, "check_compute_capability", lambda text: capability >= parsed(text)),
+        mock.patch.object(attention, "is_cuda_compute_capability_equal", lambda text: capability == parsed(text)),
+        mock.patch.object(dispatch, "prim_requires_devices_during_lowering", primitives),
     ):
         yield
 
 
 def missing_aot() -> str:
-    """What this machine lacks to compile for GPUs, in words; empty when it lacks nothing."""
+    """Return the missing requirement for GPU compilation as text, or an empty string."""
     if not any(_spec(f"jax_plugins.{name}") for name in ("xla_cuda12", "xla_cuda13")):
         return "jax's CUDA plugin is not installed"
     return "" if _ptxas() is not None else "`ptxas` is neither on PATH nor installed"
 
 
 def require_aot(cluster_name: str) -> None:
-    """Raises a `ValueError` that says what to install when this machine cannot compile for GPUs."""
+    """Raise a `ValueError` with install instructions if this machine cannot compile for GPUs."""
     missing = missing_aot()
     if missing:
-        raise problem(
-            f"cluster `{cluster_name}`", "compile for it on this machine", missing, "pip install 'meshpar[aot]'"
-        )
+        fix = "pip install 'meshpar[aot]'"
+        raise problem(f"cluster `{cluster_name}`", "compile for it", missing, fix, code="missing-package")
 
 
 def target_config(gpu: Gpu) -> str:
-    """A GPU as XLA's `GpuTargetConfigProto`, in text form."""
+    """Return a GPU as XLA's `GpuTargetConfigProto` in text form."""
     chip = gpu.chip
     fields: dict[str, object] = {
         "threads_per_block_limit": 1024,
@@ -138,7 +137,7 @@ def target_config(gpu: Gpu) -> str:
         "registers_per_block_limit": 65536,
     }
     major, minor = chip.compute_capability
-    # Hopper and later: the architecture-specific instructions (sm_90a), as XLA asks for on the real device.
+    # Hopper and later have architecture-specific instructions (sm_90a), which XLA requests on the real device.
     features = "feature_extension: ACCELERATED_FEATURES " if major >= 9 else ""
     described = " ".join(f"{name}: {value}" for name, value in fields.items())
     return (
@@ -149,15 +148,15 @@ def target_config(gpu: Gpu) -> str:
 
 
 def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluster) -> bytes:
-    """A step lowered for CUDA, as StableHLO bytecode that any process can compile.
+    """Lower a step for CUDA to portable StableHLO bytecode.
 
     Args:
-      traced: `jax.jit(f, ...).trace(*args)`, on a mesh of any devices or of none (`AbstractMesh`); or what its
-        `.lower(lowering_platforms=("cuda",))` gave.
-      cluster: the pod; its number of GPUs has to be the mesh's.
+      traced: `jax.jit(f, ...).trace(*args)` on concrete devices or an `AbstractMesh`, or the result of its
+        `.lower(lowering_platforms=("cuda",))`.
+      cluster: the pod, with as many GPUs as the mesh has devices.
 
     Raises:
-      ValueError: the mesh has another number of devices than the cluster.
+      ValueError: the mesh and the cluster have different numbers of devices.
     """
     import io
 
@@ -166,9 +165,9 @@ def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluste
     operation = module.operation
     devices = int(operation.attributes["mhlo.num_partitions"])
     if devices != cluster.num_devices:
-        asked = f"compile for its {cluster.num_devices} GPUs"
+        requested, reason = f"compile for its {cluster.num_devices} GPUs", f"the step's mesh has {devices} devices"
         fix = f"build the state on `MeshSpec(...).abstract(devices={cluster.num_devices})`"
-        raise problem(f"cluster `{cluster.name}`", asked, f"the step's mesh has {devices} devices", fix)
+        raise problem(f"cluster `{cluster.name}`", requested, reason, fix, code="conflict")
     buffer = io.BytesIO()
     operation.write_bytecode(buffer)
     return buffer.getvalue()
@@ -177,25 +176,23 @@ def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluste
 def compile_stablehlo(
     module: bytes, cluster: Cluster, *, options: Mapping[str, Any] | None = None, listen: bool = True
 ) -> Program:
-    """Compiles StableHLO for a cluster in this process.
+    """Compile StableHLO for a cluster in this process.
 
     Args:
-      module: what `stablehlo_of` gave.
+      module: the result of `stablehlo_of`.
       cluster: the pod.
-      options: XLA flags without their dashes; they join and override those by which a step is compiled for GPUs.
-      listen: keep the compiler's warnings; False when whoever started this process reads its standard error.
+      options: XLA flags without dashes, merged over the GPU defaults.
+      listen: capture the compiler's warnings; False if a parent process reads standard error.
     """
-    # jax compiles a Lowered for other devices only when its mesh is abstract; a live step has a concrete one. So this
-    # does by hand what `Lowered.compile` does, on the module itself.
+    # jax compiles a Lowered for other devices only if its mesh is abstract, but a step usually has a concrete mesh.
+    # Therefore this repeats the steps of `Lowered.compile` on the module.
     from jax._src import compiler
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
     from jax._src.lib.mlir import ir
 
     if b"mosaic_gpu" in module:
-        importlib.import_module(
-            "jax.experimental.mosaic.gpu"
-        )  # says where the library is that its kernels are linked to
+        importlib.import_module("jax.experimental.mosaic.gpu")  # registers the library that its kernels link to
     devices = topology(cluster)
     client = devices[0].client
     overrides: dict[str, Any] = {**GPU_OPTIONS, **(options or {})}
@@ -210,7 +207,7 @@ def compile_stablehlo(
             backend=client,
         )
         build = compile_options.executable_build_options
-        # The partitioner may choose a sharding only where the program says none.
+        # The partitioner may only choose shardings that the program does not specify.
         build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main.arg_attrs)
         build.allow_spmd_sharding_propagation_to_output = _unsharded(main.result_attrs)
         with messages.catch_stderr() if listen else contextlib.nullcontext(messages.Caught()) as caught:
@@ -229,7 +226,7 @@ def compile_stablehlo(
 
 
 def _unsharded(attributes: Any) -> list[bool]:
-    return ["sdy.sharding" not in found and "mhlo.sharding" not in found for found in attributes]
+    return ["sdy.sharding" not in attrs and "mhlo.sharding" not in attrs for attrs in attributes]
 
 
 def _spec(name: str) -> Any:
@@ -240,18 +237,17 @@ def _spec(name: str) -> Any:
 
 
 def _put_ptxas_on_path() -> None:
-    """XLA looks for ptxas there, at compile time."""
+    """Add ptxas to PATH, where XLA looks for it at compile time."""
     ptxas = _ptxas()
     if ptxas is not None and shutil.which("ptxas") is None:
         os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{ptxas.parent}"
 
 
 def _ptxas() -> Path | None:
-    """ptxas on PATH, or the one that comes with NVIDIA's compiler package."""
-    found = shutil.which("ptxas")
-    if found is not None:
-        return Path(found)
+    """Return ptxas from PATH, or from NVIDIA's compiler package."""
+    if (on_path := shutil.which("ptxas")) is not None:
+        return Path(on_path)
     nvidia = _spec("nvidia")
     homes = [Path(home) for home in nvidia.submodule_search_locations or ()] if nvidia is not None else []
-    places = [home / part / "bin" / "ptxas" for home in homes for part in ("cuda_nvcc", "cu13", "cu12")]
-    return next((place for place in places if place.is_file()), None)
+    paths = (home / package / "bin" / "ptxas" for home in homes for package in ("cuda_nvcc", "cu13", "cu12"))
+    return next((path for path in paths if path.is_file()), None)

@@ -1,14 +1,14 @@
-"""A recorded profile read back: what each operation of a step took, beside what `explain` predicts of it.
+"""Profiles of training steps: measured times of each operation, next to the predictions of `explain`.
 
-XProf's files (`*.xplane.pb`) are read by `jax.profiler.ProfileData`: planes hold lines, lines hold events. An operation
-of a program is an event with `hlo_op`; on GPUs it stands in a plane of its device, on CPU host devices in threads of
-the host, with `device_ordinal`.
+`jax.profiler.ProfileData` reads XProf's files (`*.xplane.pb`) as planes of lines of events. Operations of a program
+are events with `hlo_op`. On GPUs they are in the plane of their device; for CPU host devices they are in a host thread
+and have a `device_ordinal`.
 
-    busy    some operation of the program is under way on the device
-    idle    none is
-    exposed a collective is under way and nothing else
+    busy    an operation of the program runs on the device
+    idle    no operation runs
+    exposed a collective runs and nothing else
 
-Times are means over devices, a step. A collective's holds the wait for the others that take part.
+Times are per step, averaged over devices. The time of a collective includes waiting for the other participants.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from meshpar.sharding.types import problem
 from meshpar.sharding.units import si
 
 MOST_BYTES = 2 << 30
-"""Of a file: it is read whole."""
+"""Maximum file size in bytes. Files are read into memory."""
 STEP = "jit__step"
-"""What jax calls the program of a `TrainStep`."""
+"""Name of the program of a `TrainStep` in jax."""
 _DEVICE = re.compile(r"/device:(?!CUSTOM)[A-Za-z]+:([0-9]+)")
 _AROUND = re.compile(r"(while|conditional|call|async-start|async-done)(\.[0-9]+)?(\.clone.*)?\Z")
 _KIND = re.compile(rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})(-start|-done)?(\.|\Z)")
@@ -47,33 +47,33 @@ _DERIVED = ("XLA Ops", "XLA Modules", "Steps", "Framework Name Scope", "Framewor
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One run of one operation on one device, in nanoseconds of the trace's clock."""
+    """An operation on a device, in nanoseconds of the trace's clock."""
 
     device: int
     module: str
     run: int | None
     name: str
-    """The instruction's; a kernel that names none goes by its own."""
+    """Name of the instruction, or of the kernel if it has none."""
     begin_ns: float
     end_ns: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spent(Plain):
-    """What takes time of a step."""
+    """A cost of a step, such as idle time."""
 
     what: str
     time_s: float
-    """A step, mean over devices; of a collective what is exposed."""
+    """Per step, averaged over devices; for a collective the exposed time."""
     share: float
-    """Of the step."""
+    """Fraction of the step."""
     where: str = ""
-    """Module of the model, or line, where the program is known."""
+    """Module of the model, if the program is known."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasuredCollective(Plain):
-    """One collective, measured and predicted, a step and a device."""
+    """A measured collective and its prediction, per step and device."""
 
     name: str
     kind: str
@@ -81,7 +81,7 @@ class MeasuredCollective(Plain):
     measured_s: float
     exposed_s: float
     axes: tuple[str, ...] | None = None
-    """Mesh axes; None where the program is not known."""
+    """Mesh axes; None if the program is not known."""
     payload_bytes: int | None = None
     predicted_s: float | None = None
     predicted_exposed_s: float | None = None
@@ -89,7 +89,7 @@ class MeasuredCollective(Plain):
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted."""
+        """Measured over predicted time."""
         return self.measured_s / self.predicted_s if self.predicted_s else None
 
 
@@ -99,22 +99,22 @@ class Trace(Printed, Plain):
 
     source: str
     program: str
-    """Name of the program: the step's, else that which takes most of the time."""
+    """Name of the training step, or of the program with the longest total time."""
     devices: int
     steps: int
     step_s: float
-    """From the first operation to the last, over the steps."""
+    """Time from the first to the last operation, divided by the number of steps."""
     busy_s: float
     idle_s: float
     predicted_step_s: float | None
     phases: Mapping[str, float]
-    """Of devices, where the program is known: `forward`, `backward`, `optimizer`, `other`."""
+    """Device time of `forward`, `backward`, `optimizer` and `other`, if the program is known."""
     host: Mapping[str, float]
-    """What the loop did beside steps, a step: `data`, `save` and so on."""
+    """Time per step of the loop's other phases, such as `data` and `save`."""
     collectives: tuple[MeasuredCollective, ...]
     """Longest first."""
     costs: tuple[Spent, ...]
-    """What takes most, largest first: idle time, exposed collectives, operations."""
+    """Largest first: idle time, exposed collectives, operations."""
     notes: tuple[str, ...] = ()
 
     def __rich__(self) -> Any:
@@ -130,60 +130,61 @@ class Trace(Printed, Plain):
 
 
 def find(path: str | Path) -> Path:
-    """The newest trace in a folder (a run's, its `profile/`), or the file itself.
+    """Return the newest trace in the folder of a run or in its `profile/`, or the file itself.
 
     Raises:
-      ValueError: there is none, or it is no file that can be read.
+      ValueError: there is no trace, or it cannot be read.
     """
-    here, fix = Path(path), "name a .xplane.pb, or the folder of a run trained with --profile 10:15"
-    if here.is_dir():
-        found = sorted(here.glob("**/*.xplane.pb"), key=lambda file: (file.parent.name, file.name))
-        if not found:
-            raise problem(f"trace `{path}`", "read it", "the folder holds no .xplane.pb", fix)
-        newest = found[-1].parent
-        here = next(file for file in found if file.parent == newest)  # of several hosts the first
-    return check_file(here, f"trace `{path}`", fix, most_bytes=MOST_BYTES)
+    file, fix = Path(path), "pass a .xplane.pb, or the folder of a run trained with --profile 10:15"
+    if file.is_dir():
+        files = sorted(file.glob("**/*.xplane.pb"), key=lambda file: (file.parent.name, file.name))
+        if not files:
+            raise problem(f"trace `{path}`", "read it", "the folder contains no .xplane.pb", fix, code="missing-file")
+        file = next(f for f in files if f.parent == files[-1].parent)  # the first of several hosts
+    return check_file(file, f"trace `{path}`", fix, most_bytes=MOST_BYTES)
 
 
 def read(path: str | Path, *, report: Report | None = None, links: Links | None = None, top: int = 3) -> Trace:
-    """Reads a profile.
+    """Read a profile.
 
     Args:
-      path: as for `find`.
-      report: of the same step: what is predicted, phases and places.
-      links: measured between these devices, for the times of collectives where the report has none; None: on CPU host
-        devices `planner.hardware.HOST_DEVICES`.
-      top: how many of the largest costs.
+      path: see `find`.
+      report: report for the same step, with predictions, phases and module names.
+      links: measured links between these devices, for collectives without a time in the report. Defaults to
+        `hardware.clusters.HOST_DEVICES` on CPU host devices.
+      top: number of largest costs to return.
 
     Raises:
-      ValueError: no such file, or one that holds no operations of a program.
+      ValueError: the file does not exist, or contains no operations of a program.
     """
     file = find(path)
     data = _opened(file)
-    with warnings.catch_warnings():  # the reader's types make Python 3.12 warn; as an error that would end the process
+    with warnings.catch_warnings():  # the reader's types warn on Python 3.12, which aborts if warnings are errors
         warnings.simplefilter("ignore", DeprecationWarning)
         events, host, steps = _events(data.planes), *_host(data.planes)
     if not events:
-        exists, fix = "it holds no operation of a program", "trace steps: meshpar train RECIPE --profile 10:15"
-        raise problem(f"trace `{file}`", "read it", exists, fix)
+        reason, fix = "it contains no operation of a program", "trace steps: meshpar train RECIPE --profile 10:15"
+        raise problem(f"trace `{file}`", "read it", reason, fix, code="not-found")
     program = _program(events)
-    mine = [one for one in events if one.module == program]
-    runs = {one.run for one in mine} - {None}
+    by_device: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.module == program:
+            by_device[event.device].append(event)
+    runs = {event.run for device_events in by_device.values() for event in device_events} - {None}
     num_steps = len(steps) or len(runs) or 1
-    by_device = {device: [one for one in mine if one.device == device] for device in {one.device for one in mine}}
-    whole_s = np.mean([max(o.end_ns for o in some) - min(o.begin_ns for o in some) for some in by_device.values()])
-    step_s = float(whole_s) / 1e9 / num_steps
+    span_ns = np.mean([max(e.end_ns for e in es) - min(e.begin_ns for e in es) for es in by_device.values()])
+    step_s = float(span_ns) / 1e9 / num_steps
     scale = 1e9 * num_steps * len(by_device)
-    busy = [_union((o.begin_ns, o.end_ns) for o in some) for some in by_device.values()]
-    busy_s = sum(end - begin for some in busy for begin, end in some) / scale
+    busy = [_union((e.begin_ns, e.end_ns) for e in es) for es in by_device.values()]
+    busy_s = sum(end - begin for intervals in busy for begin, end in intervals) / scale
     times = _times(by_device.values(), scale)
-    known = {} if report is None else {sent.collective.name: sent for sent in report.collectives}
+    predicted = {} if report is None else {sent.collective.name: sent for sent in report.collectives}
     links = HOST_DEVICES if links is None and report is not None and report.target == "cpu" else links
-    collectives = [_timed(name, one, known.get(name), links, num_steps * len(by_device)) for name, one in times.items()]
+    collectives = [_timed(name, t, predicted.get(name), links, num_steps * len(by_device)) for name, t in times.items()]
     timed = tuple(sorted((one for one in collectives if one is not None), key=lambda one: -one.measured_s))
     module = None if report is None or report.program is None else report.program.module
     computations = () if module is None else module.computations.values()
-    places = {one.name: one.metadata.op_name for computation in computations for one in computation}
+    op_names = {ins.name: ins.metadata.op_name for computation in computations for ins in computation}
     idle_s = max(step_s - busy_s, 0.0)
     return Trace(
         source=str(file),
@@ -194,10 +195,10 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
         busy_s=busy_s,
         idle_s=idle_s,
         predicted_step_s=None if report is None else report.compute.predicted_step_s,
-        phases=_phases(times, places) if places else {},
+        phases=_phases(times, op_names) if op_names else {},
         host={name: seconds / num_steps for name, seconds in host.items()},
         collectives=timed,
-        costs=tuple(_costs(times, timed, idle_s, step_s, places)[:top]),
+        costs=tuple(_costs(times, timed, idle_s, step_s, op_names)[:top]),
         notes=tuple(_notes(file, timed, report, links)),
     )
 
@@ -206,18 +207,19 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
 
 
 def _opened(file: Path) -> ProfileData:
-    """To be kept while its planes are read: they are views of its memory."""
+    """Open a file. Keep the result while its planes are in use, because they are views of its memory."""
     try:
         return ProfileData.from_file(str(file))
-    except Exception as error:  # the reader's own, of which none is documented
-        why = f"that failed ({str(error)[:200]})"
-        raise problem(f"trace `{file}`", "read it", why, "name a whole .xplane.pb; trace the steps again") from None
+    except Exception as error:  # the reader does not document its exceptions
+        reason = f"the reader failed ({str(error)[:200]})"
+        fix = "pass a complete .xplane.pb; trace the steps again"
+        raise problem(f"trace `{file}`", "read it", reason, fix, code="damaged-file") from None
 
 
 def _events(planes: Iterable[Any]) -> list[Event]:
-    """Operations, without those that only run others."""
-    found = [event for plane in planes for event in _of_plane(plane)]
-    return [event for event in found if not _AROUND.match(event.name) and event.end_ns >= event.begin_ns]
+    """Return the operations, without loops, conditionals and calls."""
+    events = (event for plane in planes for event in _of_plane(plane))
+    return [event for event in events if not _AROUND.match(event.name) and event.end_ns >= event.begin_ns]
 
 
 def _of_plane(plane: Any) -> Iterator[Event]:
@@ -226,10 +228,10 @@ def _of_plane(plane: Any) -> Iterator[Event]:
         return
     lines = list(plane.lines)
     streams = [line for line in lines if line.name not in _DERIVED] if device else lines
-    # A TPU has no streams: its operations stand in the line of this name.
+    # A TPU has no streams: its operations are in the line of this name.
     for line in streams or [line for line in lines if line.name == "XLA Ops"]:
         for event in line.events:
-            if device is None and event.name.startswith("Threadpool"):  # most events of a host: not worth reading
+            if device is None and event.name.startswith("Threadpool"):  # most events of a host, all irrelevant
                 continue
             stats = dict(event.stats)
             op = stats.get("hlo_op")
@@ -247,7 +249,7 @@ def _of_plane(plane: Any) -> Iterator[Event]:
 
 
 def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
-    """Seconds of each phase of the loop, and the numbers of the steps that were dispatched."""
+    """Return the seconds of each phase of the loop, and the numbers of the dispatched steps."""
     phases: dict[str, float] = defaultdict(float)
     steps: set[int] = set()
     for plane in planes:
@@ -268,7 +270,7 @@ def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
 
 @dataclasses.dataclass
 class _Time:
-    """Of one operation over all devices and steps, as shares of one device's step."""
+    """Time of an operation per device and step."""
 
     kind: str | None
     count: int = 0
@@ -277,7 +279,7 @@ class _Time:
 
 
 def _program(events: Sequence[Event]) -> str:
-    """The training step's, where there is one (a validation may take longer), else what takes most of the time."""
+    """Return the training step if there is one (validation may take longer), else the longest program."""
     taken: dict[str, float] = defaultdict(float)
     for one in events:
         taken[one.module] += one.end_ns - one.begin_ns
@@ -285,73 +287,69 @@ def _program(events: Sequence[Event]) -> str:
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sorted, none touching another."""
-    found: list[tuple[float, float]] = []
+    """Merge overlapping intervals and sort them."""
+    merged: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def _covered(begin: float, end: float, by: np.ndarray) -> float:
-    """How much of an interval sorted intervals `by` [n, 2] cover."""
+    """Return how much of an interval the sorted intervals `by` [n, 2] cover."""
     first, last = np.searchsorted(by[:, 1], begin), np.searchsorted(by[:, 0], end)
-    some = np.clip(by[first:last], begin, end)
-    return float((some[:, 1] - some[:, 0]).sum())
+    clipped = np.clip(by[first:last], begin, end)
+    return float((clipped[:, 1] - clipped[:, 0]).sum())
 
 
 def _times(devices: Iterable[Sequence[Event]], scale: float) -> dict[str, _Time]:
-    found: dict[str, _Time] = {}
+    times: dict[str, _Time] = {}
     for events in devices:
         compute = _union((o.begin_ns, o.end_ns) for o in events if _KIND.match(o.name) is None)
         by = np.array(compute, float).reshape(-1, 2)
         for one in events:
             match = _KIND.match(one.name)
             name = one.name if match is None else one.name.replace("-done", "-start")
-            time = found.setdefault(name, _Time(None if match is None else match.group(1)))
+            time = times.setdefault(name, _Time(None if match is None else match.group(1)))
             spent = one.end_ns - one.begin_ns
             time.count += match is None or match.group(2) != "-done"
             time.time_s += spent / scale
             if match is not None:
                 time.exposed_s += (spent - _covered(one.begin_ns, one.end_ns, by)) / scale
-    return found
+    return times
 
 
 def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) -> MeasuredCollective | None:
     if time.kind is None:
         return None
-    own: Collective | None = None if sent is None else sent.collective
+    collective: Collective | None = None if sent is None else sent.collective
     predicted_s = None if sent is None else sent.time_s
     hidden = None if sent is None else sent.hidden_fraction
-    if own is not None and predicted_s is None and links is not None:
-        predicted_s = _by_links(own, links)
+    if collective is not None and predicted_s is None and links is not None:
+        link = links.measured(collective.axes, permute=collective.kind == "collective-permute")
+        if link is not None:
+            run_s = collective_time_s(collective.kind, collective.payload_bytes, collective.group_size, link)
+            predicted_s = collective.count_per_step * run_s
     return MeasuredCollective(
         name=name,
         kind=time.kind,
         count=time.count / runs,
         measured_s=time.time_s,
         exposed_s=time.exposed_s,
-        axes=None if own is None else own.axes,
-        payload_bytes=None if own is None else own.payload_bytes,
+        axes=None if collective is None else collective.axes,
+        payload_bytes=None if collective is None else collective.payload_bytes,
         predicted_s=predicted_s,
         predicted_exposed_s=None if predicted_s is None or hidden is None else predicted_s * (1 - hidden),
     )
 
 
-def _by_links(own: Collective, links: Links) -> float | None:
-    link = links.measured(own.axes, permute=own.kind == "collective-permute")
-    if link is None:
-        return None
-    return own.count_per_step * collective_time_s(own.kind, own.payload_bytes, own.group_size, link)
-
-
-def _phases(times: Mapping[str, _Time], places: Mapping[str, str]) -> dict[str, float]:
-    found = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
+def _phases(times: Mapping[str, _Time], op_names: Mapping[str, str]) -> dict[str, float]:
+    phases = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
     for name, time in times.items():
-        found[_phase(places.get(name, ""))] += time.time_s
-    return found
+        phases[_phase(op_names.get(name, ""))] += time.time_s
+    return phases
 
 
 def _phase(op_name: str) -> str:
@@ -368,19 +366,19 @@ def _costs(
     timed: Sequence[MeasuredCollective],
     idle_s: float,
     step_s: float,
-    places: Mapping[str, str],
+    op_names: Mapping[str, str],
 ) -> list[Spent]:
-    found = [("idle", idle_s, "")]
-    found += [(f"{one.name} (exposed)", one.exposed_s, _place(one.name, places)) for one in timed]
-    found += [(name, one.time_s, _place(name, places)) for name, one in times.items() if one.kind is None]
-    costs = [
-        Spent(what=what, time_s=s, share=s / step_s if step_s else 0.0, where=at) for what, s, at in found if s > 0
-    ]
-    return sorted(costs, key=lambda one: -one.time_s)
+    costs = [("idle", idle_s, "")]
+    costs += [(f"{one.name} (exposed)", one.exposed_s, _place(one.name, op_names)) for one in timed]
+    costs += [(name, time.time_s, _place(name, op_names)) for name, time in times.items() if time.kind is None]
+    spent = (
+        Spent(what=w, time_s=s, share=s / step_s if step_s else 0.0, where=module) for w, s, module in costs if s > 0
+    )
+    return sorted(spent, key=lambda cost: -cost.time_s)
 
 
-def _place(name: str, places: Mapping[str, str]) -> str:
-    op_name = places.get(name, "")
+def _place(name: str, op_names: Mapping[str, str]) -> str:
+    op_name = op_names.get(name, "")
     return ", ".join(filter(None, (scopes.module_path(op_name), _phase(op_name)))) if op_name else ""
 
 
@@ -388,24 +386,24 @@ def _notes(
     file: Path, timed: Sequence[MeasuredCollective], report: Report | None, links: Links | None
 ) -> Iterator[str]:
     if report is None:
-        yield "name the recipe for axes, bytes, phases and what is predicted: meshpar trace FILE RECIPE"
+        yield "pass the recipe for axes, bytes, phases and predictions: meshpar trace FILE RECIPE"
         return
     about = next((folder / ABOUT for folder in file.parents if (folder / ABOUT).is_file()), None)
-    told = None if about is None else read_json(about, str(about), "remove it")
-    program = str(told.get("program", "")) if isinstance(told, dict) else ""
-    lost = [one.name for one in timed if one.axes is None]
-    if (program and report.fingerprint not in program) or lost:
-        yield "another program was traced than this recipe compiles to: give it the --set, --mesh and jax of the run"
+    run_info = None if about is None else read_json(about, str(about), "remove it")
+    program = str(run_info.get("program", "")) if isinstance(run_info, dict) else ""
+    unknown = any(one.axes is None for one in timed)
+    if (program and report.fingerprint not in program) or unknown:
+        yield "the recipe does not compile to the traced program: use the --set, --mesh and jax version of the run"
     if report.timeline is None and links is not None:
-        yield f"predicted by links alone, with nothing hidden: {links.source or links.name}"
+        yield f"predicted from links only, without overlap: {links.source or links.name}"
     elif report.timeline is None:
-        yield f"compiled for `{report.target}`, whose links are not known: name a profile by --cluster my.json"
+        yield f"compiled for `{report.target}`, whose links are unknown: pass a profile with --cluster my.json"
 
 
 def _facts(trace: Trace) -> Any:
     rows = [("measured", si(trace.step_s, "s")), ("predicted", _time(trace.predicted_step_s))]
     for name, seconds in (("busy", trace.busy_s), ("idle", trace.idle_s)):
-        # A clock too coarse for a short program gives a step of no length.
+        # If the clock is too coarse for a short program, the step time is 0.
         rows.append((name, si(seconds, "s") + (f"  {seconds / trace.step_s:.0%}" if trace.step_s else "")))
     rows += [(name, si(seconds, "s")) for name, seconds in trace.phases.items() if seconds]
     rows += [(f"loop: {name}", si(seconds, "s")) for name, seconds in trace.host.items()]
@@ -415,9 +413,9 @@ def _facts(trace: Trace) -> Any:
 def _table(collectives: Sequence[MeasuredCollective]) -> Any:
     columns = ("collective", "axes", "bytes", "runs", "measured", "predicted", "÷", "exposed", "pred. exposed")
     rows = [_cells(one) for one in collectives]
-    kept = [at for at, _ in enumerate(columns) if any(row[at] for row in rows)]
-    title, names = "collectives, a step and a device", [columns[at] for at in kept]
-    return table(title, names, [[row[at] for at in kept] for row in rows], left=("collective", "axes"))
+    shown = [index for index, _ in enumerate(columns) if any(row[index] for row in rows)]
+    title, names = "collectives, per step and device", [columns[index] for index in shown]
+    return table(title, names, [[row[index] for index in shown] for row in rows], left=("collective", "axes"))
 
 
 def _time(seconds: float | None) -> str:

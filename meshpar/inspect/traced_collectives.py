@@ -1,7 +1,7 @@
-"""What kernels send, read from the traced step: the collectives that stand in its jaxpr.
+"""The collectives of `shard_map` kernels, read from the jaxpr of the traced step.
 
-Whoever writes a `shard_map` kernel says there what it sends (`psum`, `ppermute`, `all_to_all`, `all_gather`, ...), over
-which axes and how often. So no strategy has to promise it: the compiled program is held to the trace.
+The author of a kernel writes its collectives (`psum`, `ppermute`, `all_to_all`, `all_gather`, ...), their axes and
+their counts. Strategies therefore do not declare them, and the compiled program is checked against the trace.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ class Message:
 
     kind: str
     axes: tuple[str, ...]
-    """Mesh axes of more than one rank, in the mesh's order."""
+    """Mesh axes of size greater than 1, in the mesh's order."""
     elements: int
-    """Numbers in its payload, counted as `census.Collective` does. Axes that the kernel leaves to XLA may shard it."""
+    """Elements of the payload, as in `census.Collective`. Axes that the kernel leaves to XLA may shard it."""
     dtype: str
-    """As numpy names it."""
+    """NumPy name of the element type."""
     count: float
-    """A step; of a pipeline, on the stage that sends most. Infinite in a loop of unknown length."""
+    """Runs per step; for a pipeline, on the stage with most. Infinite in a loop of unknown length."""
     count_by_stage: tuple[int, ...] = ()
-    """The same on each stage, where the schedule's table tells; empty: the same on all devices."""
+    """Count on each stage, if the schedule's table determines it; empty if all devices have the same count."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an equation stands."""
+    """The position of an equation in the program."""
 
     visit: Visit
     sizes: Mapping[str, int]
     scope: str
 
     def inside(self, eqn: Any) -> Iterator[tuple[Any, _Place]]:
-        """Every jaxpr that an equation runs, with its place."""
+        """Yield every jaxpr that an equation runs, with its position."""
         scope = "/".join(part for part in (self.scope, str(eqn.source_info.name_stack)) if part)
         sizes = dict(eqn.params["mesh"].shape) if eqn.primitive.name == "shard_map" else self.sizes
         visit, name = self.visit, eqn.primitive.name
@@ -73,29 +73,28 @@ class _Place:
 
 
 def messages(jaxpr: Any, cells: ScheduleCounts | None = None) -> tuple[Message, ...]:
-    """Every collective that a function asks for by itself, those in loops counted.
+    """Return every explicit collective of a function, multiplied by the loops around it.
 
     Args:
       jaxpr: of a traced step, `step.trace(state, batch).jaxpr`.
-      cells: of a pipelined step, to count what its stages pick. What any other branch sends counts as if it were
-        picked.
+      cells: counts of a pipelined step, to count the branches of each stage. Other branches count as if taken.
     """
     return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), cells))  # type: ignore[arg-type]
 
 
 def enters(jaxpr: Any, scope: str) -> bool:
-    """Whether a traced function runs a `shard_map` within a named scope."""
+    """Return whether a traced function runs a `shard_map` within a named scope."""
     return any(eqn.primitive.name == "shard_map" and in_scope(eqn, scope) for eqn, _ in equations(jaxpr))
 
 
 def vocab_chunks(jaxpr: Any) -> int:
-    """In how many chunks the loss uses the head's matrix; the last stands outside of `models.unembed`'s loop."""
+    """Return the number of chunks in which the loss uses the head matrix, including the last, outside the loop."""
     scans = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan" and in_scope(eqn, SCOPE))
     return max((int(eqn.params["length"]) + 1 for eqn in scans), default=1)
 
 
 def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
-    """The messages as one stage of a pipeline sends them."""
+    """Return the messages with their counts on one pipeline stage."""
     return tuple(
         dataclasses.replace(one, count=one.count_by_stage[stage]) if one.count_by_stage else one for one in sent
     )
@@ -103,7 +102,7 @@ def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
 
 def _sent(jaxpr: Any, place: _Place, cells: ScheduleCounts | None) -> Iterator[Message]:
     for eqn in jaxpr.eqns:
-        # Without what jax puts around a primitive's name for its types.
+        # Strip the prefixes and suffixes that jax adds for array types.
         base = eqn.primitive.name.removeprefix("unreduced_").removesuffix("_reduced").removesuffix("_invariant")
         kind = _KINDS.get(base.rstrip("2"))
         if kind is not None:
@@ -123,7 +122,7 @@ def _messages(kind: str, eqn: Any, place: _Place, cells: ScheduleCounts | None) 
     by_stage = None if cells is None else cells.counts(visit)
     count = max(by_stage) if by_stage else visit.times if visit.times_known else math.inf
     sizes = [math.prod(x.aval.shape) for x in eqn.invars]
-    if kind == "ragged-all-to-all":  # a send and a receive buffer, then offsets and sizes
+    if kind == "ragged-all-to-all":  # operands: a send buffer, a receive buffer, offsets and sizes
         sizes = [min(sizes[:2])]
     elif kind == "all-gather":
         sizes = [size * math.prod(place.sizes[axis] for axis in axes) for size in sizes]
@@ -136,7 +135,7 @@ def _messages(kind: str, eqn: Any, place: _Place, cells: ScheduleCounts | None) 
 
 
 def num_trips(loop: Any) -> int | None:
-    """Runs of a while that counts up by one between two known numbers, as `lax.fori_loop` writes it; else None."""
+    """Return the trip count of a `while` written like `lax.fori_loop` with constant bounds, else None."""
     condition, consts = loop.params["cond_jaxpr"].jaxpr, loop.params["cond_nconsts"]
     test = condition.eqns[-1] if condition.eqns else None
     if test is None or test.primitive.name != "lt":
@@ -144,5 +143,5 @@ def num_trips(loop: Any) -> int | None:
     entered = [*loop.invars[:consts], *loop.invars[consts + loop.params["body_nconsts"] :]]
     initial = dict(zip(condition.invars, entered, strict=True))
     start, stop = (x if isinstance(x, core.Literal) else initial.get(x) for x in test.invars)
-    known = isinstance(start, core.Literal) and isinstance(stop, core.Literal)
-    return max(0, int(stop.val) - int(start.val)) if known else None  # type: ignore[union-attr]
+    is_constant = isinstance(start, core.Literal) and isinstance(stop, core.Literal)
+    return max(0, int(stop.val) - int(start.val)) if is_constant else None  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The compiler's log: caught whole, warnings told apart, involuntary rematerializations read."""
+"""Capture of the compiler's log, and parsing of warnings and involuntary rematerializations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ rematerialization. The compiler was not able to go from sharding {devices=[1,2]<
 
 
 def hard_to_reshard(mesh):
-    """A resharding that the partitioner of both supported jax versions cannot do piecewise, on `x=4, y=2`."""
+    """A resharding that the partitioners of both supported jax versions do by full replication, on `x=4, y=2`."""
     before, after = NamedSharding(mesh, P("y", None, "x")), NamedSharding(mesh, P(None, ("x", "y"), None))
 
     def function(a, b):
@@ -48,14 +48,14 @@ def hard_to_reshard(mesh):
     return jax.jit(function, out_shardings=after).trace(*args)
 
 
-def test_warnings_are_kept_once_without_time_and_thread():
+def test_warnings_in_removes_duplicates_and_time():
     first, second, third = warnings_in(LOG)
     assert first.startswith("spmd_partitioner.cc:656: [SPMD] Involuntary")
     assert second == "other.cc:1: something else"
     assert third.startswith("external/xla/xla/service/spmd/spmd_partitioner.cc:621: [spmd] Involuntary")
 
 
-def test_rematerializations_are_read_in_both_wordings():
+def test_rematerializations_in_both_formats():
     new, old = rematerializations(warnings_in(LOG))
     assert (new.op_name, new.module, new.shape) == ("jit(f)/blk/add", "blk", "f32[8,16,4]{2,1,0}")
     assert (new.before, new.after) == ("{devices=[2,1,4]<=[4,2]T(1,0)}", "{devices=[1,8,1]<=[8]}")
@@ -63,7 +63,7 @@ def test_rematerializations_are_read_in_both_wordings():
     assert (old.before, old.after) == ("{devices=[1,2]<=[4] last_tile_dim_replicate}", "{replicated}")
 
 
-def test_the_compiler_of_this_process_is_heard(capfd):
+def test_local_compiler_warnings_are_captured(capfd):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     capfd.readouterr()  # a plugin's note that there is no driver
     program = compile_here(hard_to_reshard(mesh))
@@ -72,7 +72,7 @@ def test_the_compiler_of_this_process_is_heard(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_the_compiler_is_heard_where_the_program_was_compiled_before(tmp_path):
+def test_warnings_despite_compilation_cache(tmp_path):
     """A program from jax's persistent cache comes without warnings."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     asked = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
@@ -92,7 +92,7 @@ def test_the_compiler_is_heard_where_the_program_was_compiled_before(tmp_path):
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["", "no shell, and no folder to write to"])
-def test_what_is_written_to_standard_error_is_caught(capfd, monkeypatch, bare):
+def test_catch_stderr_captures_output(capfd, monkeypatch, bare):
     with monkeypatch.context() as changed:
         if bare:
             changed.setenv("PATH", "/nowhere")
@@ -106,7 +106,7 @@ def test_what_is_written_to_standard_error_is_caught(capfd, monkeypatch, bare):
     assert capfd.readouterr().err == "after\n"
 
 
-def test_what_was_caught_is_shown_when_the_block_fails(capfd):
+def test_catch_stderr_writes_output_if_block_raises(capfd):
     def fail():
         with catch_stderr():
             os.write(2, b"the reason\n")
@@ -126,7 +126,7 @@ def test_what_was_caught_is_shown_when_the_block_fails(capfd):
         ),
     ],
 )
-def test_what_was_caught_is_shown_when_the_process_ends_within_the_block_unasked(end, code, said):
+def test_catch_stderr_writes_output_if_process_ends(end, code, said):
     ends = f"""import os, time
 from meshpar.inspect.compiler_messages import catch_stderr
 from meshpar.loop import signals as interrupts

@@ -1,4 +1,4 @@
-"""Model FLOPs: the decoder's formula, whatever the mesh, remat and accumulation; and each primitive that counts."""
+"""Model FLOPs: the decoder's formula for all meshes, remat and accumulation settings, and every counted primitive."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ OPTIONS = ({}, {"remat": "full"}, {"accumulate": 2}, ONCE, {"precision": mp.Prec
     ),
     ids=str,
 )
-def test_the_decoders_formula_on_any_mesh(strategy, axes, options):
+def test_decoder_formula_on_any_mesh(strategy, axes, options):
     found = model_flops(mp.train_step(next_token_loss, **options), abstract(strategy, **axes), BATCH)
     assert (found.step, found.forward, found.notes) == (FORMULA, FORMULA // 3, ())
 
 
 @pytest.mark.matrix
-def test_recomputation_is_in_the_program_and_not_in_the_model():
-    """Remat runs each layer's forward products again, but for its last one: nothing in the backward pass reads that.
+def test_recomputation_is_not_in_model_flops():
+    """Remat recomputes each layer's forward matmuls except the last, which the backward pass does not read.
 
     Without the head and with a last product that is small beside the others this is the well-known third: 4/3.
     Attention by blocks would make its scores again without remat, too.
@@ -87,11 +87,11 @@ def flops(function, *shapes, notes=None):
     return matmul_flops(jax.make_jaxpr(function)(*arrays).jaxpr, notes)
 
 
-def test_products_with_batch_dims():
+def test_matmuls_with_batch_dims():
     assert flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), (5, 2, 3), (5, 3, 4)) == 2 * 5 * 2 * 3 * 4
 
 
-def test_element_wise_work_is_not_counted():
+def test_elementwise_work_is_not_counted():
     assert flops(lambda a: jax.nn.softmax(jnp.exp(a) + 1), (8, 8)) == 0
 
 
@@ -103,7 +103,7 @@ def test_convolutions_with_groups():
     assert flops(convolve, (1, 8, 8, 4), (3, 3, 2, 6)) == 2 * (8 * 8 * 6) * (3 * 3 * 2)
 
 
-def test_ragged_products_meet_one_group_a_row():
+def test_ragged_dot_flops():
     def rows(a, b):
         return lax.ragged_dot(a, b, jnp.array([3, 5], jnp.int32))
 
@@ -116,7 +116,7 @@ def test_ragged_products_meet_one_group_a_row():
     assert flops(weights, (8, 4), (8, 6)) == 2 * 8 * 4 * 6
 
 
-def test_calls_and_derivative_rules_are_entered():
+def test_calls_and_custom_gradients_are_counted():
     @jax.custom_vjp
     def ruled(a):
         return a @ a
@@ -131,7 +131,7 @@ def test_calls_and_derivative_rules_are_entered():
     assert flops(double, (4, 4)) == once
 
 
-def test_scans_multiply_and_branches_take_the_costliest():
+def test_scans_multiply_and_branches_take_maximum():
     def scanned(a):
         return lax.scan(lambda c, _: (lax.scan(lambda d, _: (d @ a, None), c, length=3)[0], None), a, length=5)[0]
 
@@ -143,7 +143,7 @@ def test_scans_multiply_and_branches_take_the_costliest():
     assert flops(branched, (4, 4)) == 2 * once
 
 
-def test_a_while_counts_once_and_says_so():
+def test_while_counts_once_with_note():
     notes = {}
     assert flops(lambda a: lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ c, a), (4, 4), notes=notes) == 2 * 4**3
     assert len(notes) == 1
@@ -152,7 +152,7 @@ def test_a_while_counts_once_and_says_so():
     assert quiet == {}
 
 
-def test_a_shard_map_counts_on_every_device_it_splits_over():
+def test_shard_map_counts_every_manual_device():
     mesh = mp.MeshSpec(data=4, tensor=2).abstract()
 
     def local(a):
@@ -163,7 +163,7 @@ def test_a_shard_map_counts_on_every_device_it_splits_over():
     assert flops(local, (16, 8)) == 2 * 16 * 8 * 8
 
 
-def test_a_pallas_kernel_counts_its_grid():
+def test_pallas_kernel_counts_its_grid():
     pl = pytest.importorskip("jax.experimental.pallas", reason="pallas is not built for this platform")
 
     def kernel(x, y, o):
@@ -184,8 +184,8 @@ def test_a_pallas_kernel_counts_its_grid():
 @pytest.mark.parametrize(
     ("layout", "query", "key"), [(0, (2, 10, 4, 8), (2, 12, 2, 8)), (1, (2, 4, 10, 8), (2, 2, 12, 8))]
 )
-def test_cudnns_attention_counts_both_its_products(layout, query, key):
-    """The library's primitive can be bound only where cuDNN is, so one of its name and form stands in for it."""
+def test_cudnn_attention_counts_both_matmuls(layout, query, key):
+    """Binding the library's primitive needs cuDNN, so the test uses a primitive with the same name and parameters."""
     primitive = core.Primitive("dot_product_attention_fwd_wrapper")
     primitive.def_abstract_eval(lambda q, k, v, **_: q)
     causal = MaskType.CAUSAL
@@ -197,7 +197,7 @@ def test_cudnns_attention_counts_both_its_products(layout, query, key):
         assert found == share * 4 * (2 * 4 * 10 * 12 * 8)
 
 
-def test_what_cannot_be_seen_into_is_named():
+def test_opaque_primitives_are_noted():
     notes = {}
     assert flops(lambda a: jax.pure_callback(np.asarray, a, a), (4,), notes=notes) == 0
-    assert list(notes) == ["`pure_callback` cannot be seen into: its FLOPs are missing"]
+    assert list(notes) == ["`pure_callback` is opaque: its FLOPs are not counted"]

@@ -1,4 +1,4 @@
-"""Models that lay nothing out: what their trace tells of them, and what `explain` says that it cannot know."""
+"""Models without logical names: parameter usage from their trace, and what `explain` cannot determine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """No names, one table for both ends, taps of a convolution one by one, and a bias that nothing trains."""
+    """No logical names, a tied embedding table, convolution taps used separately, and an untrained bias."""
 
     rolls: bool = False
 
@@ -57,7 +57,7 @@ def _report(rolls=False, paths=None):
     return mp.explain(mp.train_step(loss), state, TOKENS)
 
 
-def test_how_often_each_parameter_is_used_and_how_much_of_it():
+def test_uses_counts_full_and_sliced_uses():
     def loss(params, tokens):
         x = jax.jit(lambda table: table.astype(jnp.bfloat16).astype(jnp.float32)[tokens])(params["table"])
         x = jax.lax.scan(lambda x, _: (x @ params["layer"], None), x, length=3)[0]
@@ -70,14 +70,14 @@ def test_how_often_each_parameter_is_used_and_how_much_of_it():
     assert uses(jaxpr, 4) == (ParamUsage(0), ParamUsage(3), ParamUsage(2, rows=6), ParamUsage(0, ((8, 2),)))
 
 
-def test_nothing_of_a_model_without_names_is_unexpected_or_missing():
+def test_model_without_names_has_no_unexpected_collectives():
     report = _report()
     assert report.is_as_promised, str(report)
     assert not report.promise.missing, str(report)
     assert not report.promise.unannotated_axes
 
 
-def test_of_axes_that_only_paths_name_nothing_can_be_promised():
+def test_axes_named_by_paths_only_are_not_expected():
     report = _report(paths={r"h_.*/up/kernel": ("fsdp", "tensor"), r"h_.*/down/kernel": ("tensor", "fsdp")})
     assert report.is_as_promised, str(report)
     assert report.promise.unannotated_axes == ("tensor",)
@@ -87,13 +87,13 @@ def test_of_axes_that_only_paths_name_nothing_can_be_promised():
 
 
 @pytest.mark.call_stacks
-def test_what_layers_send_alike_is_one_line():
+def test_equal_layers_share_a_line():
     found = _report(rolls=True).promise.unexpected
     rolled = [one for one in found if one.kind == "collective-permute"]
     assert {(one.module, one.layers) for one in rolled} == {("gradients/Tied/h_*", 2)}
 
 
-def test_paths_of_layers():
+def test_of_layers_merges_paths():
     layers = ["transformer/h/0/attn/block_1", "transformer/h/1/attn/block_1"]
     assert {scopes.layerless(path) for path in layers} == {"transformer/h/*/attn/block_*"}
     assert scopes.of_layers(layers) == "transformer/h/*/attn/block_1"

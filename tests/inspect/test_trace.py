@@ -1,4 +1,4 @@
-"""A profile read back: what is busy, idle and exposed, counted by hand on a recorded shape of a GPU's trace."""
+"""Reading a profile: busy, idle and exposed times, compared with a hand-computed GPU trace."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from jax.profiler import ProfileData
 
 from meshpar.inspect import trace
 from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 STATS = {1: "hlo_op", 2: "hlo_module", 3: "step_num"}
 OP, MODULE, STEP = STATS
@@ -40,11 +41,11 @@ def written(folder, *planes):
 
 
 def gpu(number):
-    """Two steps of 100 µs: matmuls for 60, a gather of 30 of which 20 are beside one, and an update of 5."""
+    """Two steps of 100 µs: matmuls for 60, a gather of 30 of which 20 overlap with a matmul, and an update of 5."""
     compute = [("nvjet_sm90", "fusion.3", 0, 40), ("nvjet_sm90", "dot.1", 50, 20), ("loop_add", "fusion.9", 70, 5)]
     gather = [("ncclDevKernel_AllGather", "all-gather-start.2", 20, 30)]
     twice = lambda events: [(n, op, b + at, t) for at in (0, 100) for n, op, b, t in events]  # noqa: E731
-    derived = [("fusion.3", "fusion.3", 0, 1000)]  # XProf's own line, which repeats what streams hold
+    derived = [("fusion.3", "fusion.3", 0, 1000)]  # a line of XProf that repeats the streams
     end = [("MemcpyD2D", "copy.4", 195, 5)]
     lines = {"Stream #7(Compute)": twice(compute) + end, "Stream #9": twice(gather), "XLA Ops": derived}
     return plane(f"/device:GPU:{number}", lines, number + 2)
@@ -56,12 +57,12 @@ HOST = plane(
 )
 
 
-def test_a_gpus_trace_is_read_by_device_and_step(tmp_path):
+def test_gpu_trace_times_per_device_and_step(tmp_path):
     written(tmp_path, HOST, gpu(0), gpu(1))
     found = trace.read(tmp_path)
     assert (found.program, found.devices, found.steps) == ("jit__step", 2, 2)
     assert found.step_s == pytest.approx(100e-6)
-    # A step: 0 to 75 without a gap, and 5 of the copy at the end of the second.
+    # Each step is busy from 0 to 75; the second also has a copy of 5 at its end.
     assert found.busy_s == pytest.approx(77.5e-6)
     assert found.idle_s == pytest.approx(22.5e-6)
     (gather,) = found.collectives
@@ -73,22 +74,23 @@ def test_a_gpus_trace_is_read_by_device_and_step(tmp_path):
     ]  # fmt: skip
     assert found.host == {"data": pytest.approx(1e-6)}
     assert found.to_json()["collectives"][0]["ratio"] is None
-    assert "name the recipe" in str(found)
+    assert "pass the recipe" in str(found)
 
 
-def test_operations_of_no_length_are_shown(tmp_path):
+def test_zero_length_operations(tmp_path):
     written(tmp_path, HOST, plane("/device:GPU:0", {"Stream #7(Compute)": [("loop_add", "fusion.9", 0, 0)]}, 2))
     found = trace.read(tmp_path)
     assert found.step_s == 0
-    found.__rich__()  # shares of no time are left out
+    found.__rich__()  # omits shares of a step time of 0
 
 
-def test_a_trace_that_is_none_is_told(tmp_path):
-    with pytest.raises(MeshparError, match=r"the folder holds no \.xplane\.pb"):
+def test_invalid_traces_raise(tmp_path):
+    with raises("missing-file", "trace"):
         trace.read(tmp_path)
     path = written(tmp_path, HOST)
-    with pytest.raises(MeshparError, match="holds no operation of a program"):
+    with raises("not-found", "trace"):
         trace.read(path)
     path.write_bytes(b"\xff\xff\xff no protobuf")
-    with pytest.raises(MeshparError, match=r"read it: (that failed|it holds no operation)"):
+    with pytest.raises(MeshparError) as error:
         trace.read(path)
+    assert error.value.code in ("damaged-file", "not-found")

@@ -1,14 +1,14 @@
-"""A cursor over HLO text: white space, words, strings, bracketed groups, and errors that name the line."""
+"""A cursor over HLO text: white space, words, strings, bracketed groups, and errors with line numbers."""
 
 from __future__ import annotations
 
 import re
 
 MAX_DEPTH = 200
-"""Deepest nesting of brackets that is read; real programs stay below ten."""
+"""Maximum nesting of brackets; real programs stay below ten."""
 
-# Possessive quantifiers: none of these patterns can backtrack, whatever the text.
-# Looks nowhere ahead: inside a possessive group that fails on early releases of Python 3.11.
+# Possessive quantifiers keep these patterns from backtracking on any input. They contain no lookahead, because
+# lookahead inside a possessive group fails on early releases of Python 3.11.
 _COMMENT = r"/\*[^*]*+\*++(?:[^/*][^*]*+\*++)*+/"
 _SPACE = re.compile(r"(?:[ \t\r\n]++|" + _COMMENT + r"|//[^\n]*+)*+")
 _STRING = re.compile(r"\"[^\"\\]*+(?:\\.[^\"\\]*+)*+\"|'[^'\\]*+(?:\\.[^'\\]*+)*+'", re.DOTALL)
@@ -29,7 +29,7 @@ class HloSyntaxError(ValueError):
 
 
 class Scanner:
-    """Reads `text` from `pos` on; every method that advances leaves `pos` after what it read."""
+    """A reader of `text` that advances `pos`."""
 
     def __init__(self, text: str, *, first_line: int = 1) -> None:
         self.text = text
@@ -37,7 +37,7 @@ class Scanner:
         self._counted_pos, self._counted_line = 0, first_line
 
     def line(self) -> int:
-        """Line of `pos`. Counts on from the last answer, so asking once per instruction stays linear."""
+        """Return the line of `pos`. Counting resumes at the previous call, so a call per instruction stays linear."""
         if self.pos < self._counted_pos:
             return self._counted_line - self.text.count("\n", self.pos, self._counted_pos)
         self._counted_line += self.text.count("\n", self._counted_pos, self.pos)
@@ -45,9 +45,9 @@ class Scanner:
         return self._counted_line
 
     def error(self, message: str) -> HloSyntaxError:
-        """The error to raise for what stands at `pos`."""
-        found = self.text[self.pos : self.pos + 40].split("\n", 1)[0]
-        return HloSyntaxError(f"{message}, found {found!r}", self.line())
+        """Return the error to raise for the text at `pos`."""
+        text = self.text[self.pos : self.pos + 40].split("\n", 1)[0]
+        return HloSyntaxError(f"{message}, found {text!r}", self.line())
 
     def at_end(self) -> bool:
         return self.pos >= len(self.text)
@@ -74,29 +74,29 @@ class Scanner:
         return match
 
     def string(self) -> str:
-        """Passes a quoted string, and gives it with its quotes."""
+        """Read a quoted string and return it with its quotes."""
         match = self.match(_STRING)
         if match is None:
             raise self.error("expected a quoted string")
         return match.group()
 
     def group(self) -> str:
-        """Passes one bracketed group, strings and inner groups included, and gives it with its brackets."""
+        """Read a bracketed group, including strings and inner groups, and return it with its brackets."""
         start, closers = self.pos, []
         while mark := _MARK.search(self.text, self.pos):
             self.pos = mark.start()
-            what = mark.group()
-            if what in _CLOSER:
-                closers.append(_CLOSER[what])
+            mark_text = mark.group()
+            if mark_text in _CLOSER:
+                closers.append(_CLOSER[mark_text])
                 self.pos += 1
                 if len(closers) > MAX_DEPTH:
                     raise self.error(f"brackets nest deeper than {MAX_DEPTH}")
-            elif what in "\"'":
+            elif mark_text in "\"'":
                 self.string()
-            elif what == "/*":
+            elif mark_text == "/*":
                 self._comment()
-            elif not closers or what != closers.pop():
-                raise self.error("a bracket closes what was not opened")
+            elif not closers or mark_text != closers.pop():
+                raise self.error("a closing bracket has no opening bracket")
             else:
                 self.pos += 1
                 if not closers:
@@ -105,18 +105,18 @@ class Scanner:
         raise self.error("a bracket is never closed")
 
     def value(self) -> str:
-        """Passes an attribute's value: all up to the next comma, line end or closing bracket outside any group."""
+        """Read an attribute's value, up to the next comma, line end or closing bracket outside any group."""
         start = self.pos
         while True:
             self.match(_PLAIN_VALUE)
-            here = self.text[self.pos : self.pos + 1]
-            if here in _CLOSER:
+            next_char = self.text[self.pos : self.pos + 1]
+            if next_char in _CLOSER:
                 self.group()
-            elif here in ("'", '"'):
+            elif next_char in ("'", '"'):
                 self.string()
             elif self.text.startswith("/*", self.pos):
                 self._comment()
-            elif here == "/":
+            elif next_char == "/":
                 self.pos += 1
             else:
                 return self.text[start : self.pos].strip()
@@ -129,7 +129,7 @@ class Scanner:
 
 
 def split_top(text: str, line: int, separator: str = ",") -> list[str]:
-    """The parts of `text` between separators outside any bracket or string; empty parts are dropped."""
+    """Split text at separators outside brackets and strings, dropping empty parts."""
     if not any(mark in text for mark in "([{\"'/"):
         return [part for raw in text.split(separator) if (part := raw.strip())]
     scanner, parts, start = Scanner(text, first_line=line), [], 0
@@ -154,7 +154,7 @@ def _without_comments(text: str) -> str:
 
 
 def unquote(text: str) -> str:
-    """A quoted string without its quotes and escapes; anything else unchanged."""
+    """Remove the quotes and escapes of a quoted string; return other text unchanged."""
     if len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'":
         body = text[1:-1]
         return re.sub(r"\\(.)", r"\1", body, flags=re.DOTALL) if "\\" in body else body

@@ -1,4 +1,4 @@
-"""Replica groups of a collective, in the three forms XLA prints, as plain tuples of device numbers."""
+"""Replica groups of a collective as tuples of device numbers, parsed from the three forms that XLA prints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshpar.inspect.hlo.cursor import HloSyntaxError, Scanner, split_top, unquo
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 MAX_DEVICES = 1 << 18
-"""Most devices a group list may speak of: guards the memory against a damaged size."""
+"""Largest number of devices in a group list; protects the memory against a damaged size."""
 
 _LISTS = re.compile(r"\{\s*+(?:\{[0-9,\s]*+\}\s*+,?\s*+)*+\}\Z")
 _LIST = re.compile(r"\{([^}]*+)\}")
@@ -25,10 +25,10 @@ _SUB_AXIS = re.compile(r"(.+):\(([0-9]{1,18})\)([0-9]{1,18})\Z", re.DOTALL)
 
 
 def parse_groups(text: str, line: int = 1) -> Groups:
-    """Reads `{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=2,'b'=4] {'b'}`; `{}` gives `()`: all devices.
+    """Parse `{{0,1},{2,3}}`, `[4,2]<=[2,4]T(1,0)` or `mesh['a'=2,'b'=4] {'b'}`; `{}` gives `()`: all devices.
 
     Raises:
-      HloSyntaxError: the text is none of these.
+      HloSyntaxError: the text has none of these forms.
     """
     try:
         return _parse_groups(text)
@@ -39,7 +39,7 @@ def parse_groups(text: str, line: int = 1) -> Groups:
 @functools.lru_cache(maxsize=1024)
 def _parse_groups(text: str) -> Groups:
     if text.startswith("{"):
-        return tuple(group for group in parse_lists(text, 1) if group)  # `{{}}` is another way to write `{}`
+        return tuple(group for group in parse_lists(text, 1) if group)  # `{{}}` means the same as `{}`
     if text.startswith("["):
         devices = _iota_list(text)
         if devices.ndim != 2:
@@ -51,7 +51,7 @@ def _parse_groups(text: str) -> Groups:
 
 
 def parse_lists(text: str, line: int) -> Groups:
-    """Reads a list of lists of numbers: `{{0,1},{1,2}}`."""
+    """Parse a list of lists of numbers: `{{0,1},{1,2}}`."""
     if not _LISTS.match(text):
         raise HloSyntaxError(f"expected lists of numbers, found {text[:40]!r}", line)
     return tuple(_ints(inside, line) for inside in _LIST.findall(text[1:-1]))
@@ -83,7 +83,7 @@ def _count_up(sizes: Sequence[int], order: Sequence[int]) -> np.ndarray:
 
 
 def _iota_list(text: str) -> np.ndarray:
-    """`[4,2]<=[2,4]T(1,0)`: count up, shape as on the right, transpose, reshape as on the left (if it is given)."""
+    """Parse `[4,2]<=[2,4]T(1,0)`: an iota of the right shape, transposed, then reshaped to the left shape."""
     match = _IOTA.match(text)
     if match is None:
         raise HloSyntaxError(f"expected [..]<=[..], found {text[:60]!r}", 1)
@@ -103,7 +103,7 @@ def _reshape(devices: np.ndarray, shape: Sequence[int], text: str) -> np.ndarray
 
 
 def _mesh_groups(text: str) -> Groups:
-    """`mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(1)2}`: groups run over the named axes or parts of them."""
+    """Parse `mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b':(1)2}`, groups over mesh axes or sub-axes."""
     scanner = Scanner(text)
     scanner.expect("mesh")
     names, sizes = _mesh_axes(scanner.group())
@@ -129,7 +129,7 @@ def _mesh_axes(text: str) -> tuple[list[str], list[int]]:
 
 
 def _axis_ref(text: str, names: Sequence[str], sizes: Sequence[int]) -> tuple[int, int, int]:
-    """(index of the axis, pre-size, size) of `'a'` or of the sub-axis `'a':(2)4`."""
+    """Return (index of the axis, pre-size, size) of `'a'` or of the sub-axis `'a':(2)4`."""
     sub = _SUB_AXIS.match(text)
     name = unquote((sub.group(1) if sub else text).strip())
     if name not in names:
@@ -144,7 +144,7 @@ def _axis_ref(text: str, names: Sequence[str], sizes: Sequence[int]) -> tuple[in
 
 
 def _groups_over(devices: np.ndarray, refs: Sequence[tuple[int, int, int]]) -> np.ndarray:
-    """Devices that differ only along the referred (sub-)axes, a group a row, in the order of the references."""
+    """Return groups `[group, member]` of devices that differ only along the given (sub-)axes, in reference order."""
     coords = np.indices(devices.shape).reshape(devices.ndim, -1)
     inside, fixed = [], [coord.copy() for coord in coords]
     for index, pre, size in refs:
@@ -155,5 +155,5 @@ def _groups_over(devices: np.ndarray, refs: Sequence[tuple[int, int, int]]) -> n
     group_size = math.prod(size for _, _, size in refs)
     keys = np.ravel_multi_index(np.stack(fixed) % np.array(devices.shape)[:, None], devices.shape)
     if len(np.unique(keys)) * group_size != devices.size:
-        raise HloSyntaxError("replica groups refer to one part of an axis twice", 1)
+        raise HloSyntaxError("replica groups name one sub-axis twice", 1)
     return devices.reshape(-1)[order].reshape(-1, group_size)

@@ -16,7 +16,7 @@ from meshpar.inspect.hlo.shapes import Shape
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Frame:
-    """One line of the Python stack that made an instruction."""
+    """A frame of the Python stack of an instruction."""
 
     file: str
     line: int
@@ -28,33 +28,33 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Metadata:
-    """Where an instruction comes from in the user's program."""
+    """The origin of an instruction in the user's program."""
 
     op_name: str = ""
-    """Path of scopes and primitives, as `jit(step)/jvp(decoder)/while/body/dot_general`."""
+    """Path of scopes and primitives, such as `jit(step)/jvp(decoder)/while/body/dot_general`."""
     source_file: str = ""
     source_line: int = 0
     stack_frame_id: int = 0
-    """Row of the module's stack table, 0 for none; `Module.stack` gives the frames."""
+    """Row of the module's stack table, or 0 if there is none; `Module.stack` returns the frames."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction; attributes are kept as text, and those with a meaning here are read by the properties."""
+    """An HLO instruction. Attributes are kept as text; properties parse those that meshpar uses."""
 
     name: str
     opcode: str
-    """As printed: asynchronous pairs keep their `-start` and `-done`."""
+    """As printed: asynchronous pairs keep `-start` and `-done`."""
     shape: Shape
     operands: tuple[str, ...]
     payload: str
-    """What stands between the brackets of a constant, a parameter or an iota; empty for others."""
+    """Text inside the brackets of a constant, a parameter or an iota; empty for other opcodes."""
     attributes: Mapping[str, str]
     metadata: Metadata
     called: tuple[tuple[str, str], ...]
     """(role, computation) pairs: `body`, `condition`, `to_apply`, `calls`, `branch`, ..."""
     replica_groups: Groups | None
-    """None when the attribute is absent, `()` when it is empty: all devices."""
+    """None if the attribute is absent; `()` if it is empty, which means all devices."""
     source_target_pairs: Groups | None
     is_root: bool
     line: int
@@ -66,20 +66,20 @@ class Instruction:
 
     @property
     def frontend_attributes(self) -> dict[str, str]:
-        """What the framework attached, unquoted."""
+        """Attributes that the framework attached, unquoted."""
         return _braced_pairs(self.attributes.get("frontend_attributes", "{}"), self.line)
 
     @property
     def backend_config(self) -> dict[str, Any]:
-        """The backend's JSON; `{}` when there is none or when it is not a JSON object."""
+        """The backend's JSON; `{}` if it is missing or not a JSON object."""
         text = self.attributes.get("backend_config", "")
         return _json_object(unquote(text) if text[:1] in "\"'" else text)
 
     @property
     def trip_count(self) -> int | None:
-        """How often a while runs, when XLA knows it."""
-        known = self.backend_config.get("known_trip_count")
-        count = str(known.get("n")) if isinstance(known, dict) else ""
+        """Number of iterations of a while loop, if XLA knows it."""
+        config = self.backend_config.get("known_trip_count")
+        count = str(config.get("n")) if isinstance(config, dict) else ""
         return int(count) if re.fullmatch(r"[0-9]{1,18}", count) else None
 
     @property
@@ -88,13 +88,13 @@ class Instruction:
         return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
 
     def called_as(self, *roles: str) -> tuple[str, ...]:
-        """Names of the computations called in one of these roles."""
+        """Return the names of the computations called in any of these roles."""
         return tuple(name for role, name in self.called if role in roles)
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A list of instructions: in order of execution when the module is scheduled."""
+    """A list of instructions, in order of execution if the module is scheduled."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -106,21 +106,20 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """For each instruction's name, the instructions of this computation that read it."""
+        """The instructions of this computation that read each instruction, by name."""
         users: dict[str, list[Instruction]] = {instruction.name: [] for instruction in self.instructions}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
                 users[operand].append(instruction)
-        return {name: tuple(found) for name, found in users.items()}
+        return {name: tuple(readers) for name, readers in users.items()}
 
     @functools.cached_property
     def parameters(self) -> Mapping[int, Instruction]:
-        found = (ins for ins in self.instructions if ins.opcode == "parameter")
-        return {int(ins.payload): ins for ins in found}
+        return {int(ins.payload): ins for ins in self.instructions if ins.opcode == "parameter"}
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose value the computation gives."""
+        """The instruction that computes the result."""
         return next((ins for ins in self.instructions if ins.is_root), self.instructions[-1])
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -138,23 +137,23 @@ class Module:
     computations: Mapping[str, Computation]
     entry: Computation
     attributes: Mapping[str, str]
-    """The header's attributes as text."""
+    """The attributes of the header, as text."""
     frames: Mapping[int, tuple[Frame, int]] = dataclasses.field(default_factory=dict)
-    """Stack table: id -> (frame, id of the frame that called it or 0)."""
+    """Stack table: id -> (frame, id of the caller's frame or 0)."""
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether instructions stand in the order of execution."""
+        """True if the instructions are in order of execution."""
         return self.attributes.get("is_scheduled") == "true"
 
     @property
     def num_partitions(self) -> int:
-        """Devices the partitioner split the program over."""
+        """Number of devices that the program is partitioned over."""
         return self._count("num_partitions")
 
     @property
     def replica_count(self) -> int:
-        """Copies of the partitioned program."""
+        """Number of copies of the partitioned program."""
         return self._count("replica_count")
 
     def _count(self, name: str) -> int:
@@ -163,16 +162,16 @@ class Module:
 
     @property
     def input_output_alias(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """(output index, parameter number) of every donated buffer."""
-        found = re.findall(r"\{([0-9, ]*)\}:\s*\(([0-9]{1,9})", self.attributes.get("input_output_alias", ""))
-        return tuple((tuple(int(i) for i in index.split(",") if i.strip()), int(number)) for index, number in found)
+        """(output index, parameter number) of each donated buffer."""
+        pairs = re.findall(r"\{([0-9, ]*)\}:\s*\(([0-9]{1,9})", self.attributes.get("input_output_alias", ""))
+        return tuple((tuple(int(i) for i in index.split(",") if i.strip()), int(number)) for index, number in pairs)
 
     def stack(self, instruction: Instruction) -> tuple[Frame, ...]:
-        """The Python lines that made an instruction, innermost first; empty when the program does not say."""
+        """Return the Python frames of an instruction, innermost first; empty if the program has none."""
         frames: list[Frame] = []
-        at = instruction.metadata.stack_frame_id
-        while at in self.frames and len(frames) < 200:  # a damaged table may run in a circle
-            frame, at = self.frames[at]
+        frame_id = instruction.metadata.stack_frame_id
+        while frame_id in self.frames and len(frames) < 200:  # a damaged table may contain a cycle
+            frame, frame_id = self.frames[frame_id]
             frames.append(frame)
         if not frames and instruction.metadata.source_file:
             frames = [Frame(instruction.metadata.source_file, instruction.metadata.source_line)]
@@ -183,7 +182,7 @@ class Module:
 
 
 def _braced_pairs(text: str, line: int) -> dict[str, str]:
-    """`{a="b",c={d}}` as a dict, values unquoted."""
+    """Parse `{a="b",c={d}}` into a dict of unquoted values."""
     pairs = {}
     for part in split_top(text[1:-1], line):
         key, _, value = part.partition("=")

@@ -1,10 +1,8 @@
 """A parser of HLO text, scheduled or not.
 
-    text ──Scanner──► computations of instructions ──checks──► Module
-
-It reads what XLA prints from a compiled program (`compiled.as_text()`), from a lowered one (`lowered.as_text("hlo")`)
-and in its dumps. Anything that cannot be understood is an `HloSyntaxError` with its line. What a Module promises: every
-operand and every called computation exists, no computation calls itself, and there is one entry.
+Supported inputs are compiled programs (`compiled.as_text()`), lowered programs (`lowered.as_text("hlo")`) and XLA
+dumps. Other text raises `HloSyntaxError` with the line number. In a parsed Module every operand and every called
+computation exists, no computation calls itself, and there is a single entry.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ __all__ = [
 
 
 def parse(text: str) -> Module:
-    """Reads one HLO module. Raises `HloSyntaxError`: the text is not an HLO module; names the line."""
+    """Parse an HLO module, or raise `HloSyntaxError` with the line number."""
     return _Parser(text).module()
 
 
@@ -57,7 +55,7 @@ _ROLES = {
 
 
 class _Parser:
-    """One pass over the text; the stack tables, which may stand at either end, are read first."""
+    """A single pass over the text. The stack tables, which may be at either end, are read first."""
 
     def __init__(self, text: str) -> None:
         self.scan = Scanner(text)
@@ -89,13 +87,13 @@ class _Parser:
         _check_calls(module)
         return module
 
-    def _computation(self, known: Mapping[str, Computation]) -> tuple[bool, Computation]:
+    def _computation(self, known_computations: Mapping[str, Computation]) -> tuple[bool, Computation]:
         scan = self.scan
         header = scan.match(_COMPUTATION)
         if header is None:
             raise scan.error("expected a computation")
         name = header.group(2)
-        if name in known:
+        if name in known_computations:
             raise scan.error(f"computation {name!r} is defined twice")
         if scan.text.startswith("(", scan.pos):
             scan.group()
@@ -138,7 +136,7 @@ class _Parser:
         called = _called(attributes, line)
         _check_form(opcode, operands, called, line)
         if opcode == "parameter" and not re.fullmatch(r"[0-9]{1,9}", inside):
-            raise HloSyntaxError(f"a parameter has a number, found {inside[:40]!r}", line)
+            raise HloSyntaxError(f"expected the number of a parameter, found {inside[:40]!r}", line)
         return Instruction(
             name=head.group(2),
             opcode=opcode,
@@ -155,27 +153,29 @@ class _Parser:
         )
 
     def _attributes(self) -> Mapping[str, str]:
-        """`, name=value` as often as it stands here; a line may end after a comma."""
+        """Read repeated `, name=value`; a line may end after a comma."""
         scan = self.scan
-        found: dict[str, str] = {}
+        attributes: dict[str, str] = {}
         while True:
             mark = scan.pos
             scan.skip_space()
             if not scan.take(","):
                 scan.pos = mark
-                return found
+                return attributes
             scan.skip_space()
             name = scan.match(_ATTRIBUTE)
             if name is None:
                 raise scan.error("expected an attribute")
-            if name.group(1) in found:
+            if name.group(1) in attributes:
                 raise scan.error(f"attribute {name.group(1)!r} is given twice")
-            found[name.group(1)] = self._value()
+            attributes[name.group(1)] = self._value()
 
     def _value(self) -> str:
         scan, start = self.scan, self.scan.pos
         value = scan.value()
-        if value.startswith("mesh[") and scan.take(", device_ids="):  # the one value with a bare comma in it
+        if value.startswith("mesh[") and scan.take(
+            ", device_ids="
+        ):  # the only value that contains a comma outside brackets
             scan.value()
             return scan.text[start : scan.pos].strip()
         if not value:
@@ -218,7 +218,7 @@ def _called(attributes: Mapping[str, str], line: int) -> tuple[tuple[str, str], 
 
 
 def _check_form(opcode: str, operands: tuple[str, ...], called: tuple[tuple[str, str], ...], line: int) -> None:
-    """What readers of a module rely on: the computations an opcode runs are named, and a while has its one state."""
+    """Check that an opcode names the computations it needs, and that a while has a single operand."""
     if opcode in _NEEDS:
         roles = {role for role, _ in called}
         missing = [role for role in _NEEDS[opcode] if role not in roles]
@@ -249,7 +249,7 @@ def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Frame, i
     files, functions = tables.get("FileNames", {}), tables.get("FunctionNames", {})
     places = {key: dict(_FIELD.findall(row)) for key, row in tables.get("FileLocations", {}).items()}
     stack = {key: dict(_FIELD.findall(row)) for key, row in tables.get("StackFrames", {}).items()}
-    # Printers disagree on how "no parent" is written: some count parents from one with the first frame its own parent.
+    # Some XLA versions number parents from 1, and then the first frame is its own parent.
     parents = {key: int(row.get("parent_frame_id", 0)) for key, row in stack.items()}
     shift = 1 if any(key == parent for key, parent in parents.items()) else 0
     frames = {}
@@ -274,7 +274,7 @@ def _check_operands(name: str, instructions: tuple[Instruction, ...], scan: Scan
 
 
 def _check_calls(module: Module) -> None:
-    """Every called computation exists and the calls form no circle."""
+    """Check that all called computations exist and that the call graph has no cycle."""
     edges: dict[str, dict[str, int]] = {}
     for computation in module:
         callees: dict[str, int] = {}
@@ -282,14 +282,14 @@ def _check_calls(module: Module) -> None:
         for instruction in computation:
             for _, callee in instruction.called:
                 if callee not in module.computations:
-                    raise HloSyntaxError(f"{instruction.name} calls {callee!r}, which is not there", instruction.line)
+                    raise HloSyntaxError(f"{instruction.name} calls {callee!r}, which does not exist", instruction.line)
                 callees.setdefault(callee, instruction.line)
     done: set[str] = set()
     for start in edges:
         path, on_path = [(start, iter(edges[start].items()))], {start}
         while path:
-            name, rest = path[-1]
-            step = next(((callee, line) for callee, line in rest if callee not in done), None)
+            name, remaining = path[-1]
+            step = next(((callee, line) for callee, line in remaining if callee not in done), None)
             if step is None:
                 done.add(name)
                 on_path.discard(name)

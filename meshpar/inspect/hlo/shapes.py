@@ -25,7 +25,7 @@ _DIM = re.compile(r"(?:<=)?([0-9]{1,18})\Z")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayShape:
-    """An array: element type as XLA writes it (`bf16`), dims, and the layout text if one was printed."""
+    """An array: element type as XLA writes it (`bf16`), dims, and the layout text if it was printed."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -38,13 +38,13 @@ class ArrayShape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array's elements. Types under a byte take a whole one unless the layout packs them."""
+        """Size in bytes. Elements below 8 bits take a byte unless the layout packs them."""
         packed = _PACKED.search(self.layout) if self.layout else None
         bits = int(packed.group(1)) if packed else dtype_bits(self.dtype)
         return -(-self.size * bits // 8)
 
     def leaves(self) -> Iterator[ArrayShape]:
-        """The arrays inside: this one."""
+        """Yield the arrays of this shape, here the array itself."""
         yield self
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ Shape: TypeAlias = ArrayShape | TupleShape
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits one element takes in memory. Raises `ValueError` for a type XLA does not have."""
+    """Return the bits of one element in memory, or raise `ValueError` for an unknown type."""
     bits = _BITS.get(dtype)
     if bits is None:
         if not re.fullmatch(r"f8[a-z0-9]+", dtype):
@@ -83,7 +83,7 @@ def dtype_bits(dtype: str) -> int:
 
 
 def scan_shape(scanner: Scanner) -> Shape:
-    """Passes a shape: `bf16[4,8]{1,0}` or `(f32[], (s32[2]))`."""
+    """Read a shape such as `bf16[4,8]{1,0}` or `(f32[], (s32[2]))`."""
     match = scanner.match(_ARRAY)
     try:
         if match is not None:
@@ -124,7 +124,7 @@ def _tuple(text: str) -> TupleShape:
 
 
 def _tuple_at(scanner: Scanner, depth: int) -> TupleShape:
-    if depth > MAX_DEPTH // 4:  # a quarter: reading tuples recurses, skipping brackets does not
+    if depth > MAX_DEPTH // 4:  # tuples are read recursively, brackets are not
         raise scanner.error("tuple shapes nest too deeply")
     scanner.expect("(")
     elements: list[Shape] = []

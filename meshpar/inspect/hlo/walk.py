@@ -1,4 +1,4 @@
-"""What a program executes, and how often: computations reached from the entry, with the loops around them."""
+"""The computations that a program executes, with their enclosing loops and conditionals."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ from collections.abc import Iterator
 
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 
+VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
+"""Opcodes that pass an array on unchanged, up to its dtype and layout."""
+
+MAX_HOPS = 64
+"""Maximum number of instructions to follow from a value to its source or its readers."""
+
 MAX_VISITS = 200_000
-"""Call sites followed before giving up: calls that fan out at every level would double without end."""
+"""Maximum number of call sites. Calls that fan out at every level would grow exponentially."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,78 +26,78 @@ class Loop:
     name: str
     """Name of the while instruction."""
     body: str
-    """Name of its body computation."""
+    """Name of the body computation."""
     trip_count: int | None
-    """None when neither XLA nor the loop's own counter tells."""
+    """None if it is unknown to XLA and cannot be derived from the loop's counter."""
     op_name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Branch:
-    """One choice of a conditional around an instruction."""
+    """A branch of a conditional around an instruction."""
 
     name: str
     """Name of the conditional."""
     index: int
-    """Which choice: the number it is picked by; 1 of a truth that is true."""
+    """Index of the branch; 1 is the true branch of a predicate."""
     of: int
-    """Choices there are."""
+    """Number of branches."""
     depth: int
-    """Loops around the conditional."""
+    """Number of loops around the conditional."""
     op_name: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Visit:
-    """One computation at one place of the call tree."""
+    """A computation at a position of the call tree."""
 
     computation: Computation
     loops: tuple[Loop, ...] = ()
-    """Loops around it, outermost first."""
+    """Enclosing loops, outermost first."""
     branches: tuple[Branch, ...] = ()
-    """Conditionals that have to pick it, outermost first."""
+    """Enclosing branches, outermost first."""
     in_fusion: bool = False
-    """Whether its instructions are parts of one kernel, so that their values need no memory of their own."""
+    """True if its instructions belong to the same kernel, so that their values need no memory."""
     wrapper: Instruction | None = None
-    """The `async-start` (or `fusion-start`) that runs it beside the caller, if any."""
+    """The `async-start` or `fusion-start` that runs it asynchronously, if any."""
 
     @property
     def in_branch(self) -> bool:
-        """Whether it runs only when a conditional picks it."""
+        """True if a conditional decides whether it runs."""
         return bool(self.branches)
 
     @property
     def times(self) -> int:
-        """Executions per run of the program; an unknown loop counts once, and a conditional as if it picked it."""
+        """Executions per run of the program. An unknown loop counts once, and a conditional as if taken."""
         return math.prod(loop.trip_count if loop.trip_count is not None else 1 for loop in self.loops)
 
     @property
     def times_known(self) -> bool:
-        """Whether every loop around it has a known trip count."""
+        """True if all enclosing loops have known trip counts."""
         return all(loop.trip_count is not None for loop in self.loops)
 
 
 def executed(module: Module) -> Iterator[Visit]:
-    """Every computation the program runs, callers first; reducers and comparators (one scalar op) are left out.
+    """Yield all computations that the program runs, callers first, without reducers and comparators.
 
     Raises:
-      ValueError: the call tree has more than `MAX_VISITS` places.
+      ValueError: the call tree has more than `MAX_VISITS` nodes.
     """
     stack, visits = [Visit(module.entry)], 0
     while stack:
         visit = stack.pop()
         visits += 1
         if visits > MAX_VISITS:
-            raise ValueError(f"the program's call tree has more than {MAX_VISITS} places")
+            raise ValueError(f"the program's call tree has more than {MAX_VISITS} nodes")
         yield visit
         inner = [callee for ins in visit.computation for callee in _callees(module, visit, ins)]
         stack.extend(reversed(inner))
 
 
 def runs(ins: Instruction) -> tuple[str, ...]:
-    """Computations an instruction runs once as a part of itself: not a loop's, not a branch's, not a reducer.
+    """Return the computations that an instruction runs inline: no loop bodies, branches or reducers.
 
-    `all-gather-start` and its like say themselves what a computation they wrap would say again: they run none.
+    A wrapped computation of `all-gather-start` and similar opcodes repeats the instruction and is not returned.
     """
     kind, is_start = ins.opcode.removesuffix("-start"), ins.opcode.endswith("-start")
     if ins.opcode.endswith(("-done", "-update")) or (is_start and kind not in ("async", "call", "fusion")):
@@ -99,15 +105,24 @@ def runs(ins: Instruction) -> tuple[str, ...]:
     return ins.called_as("calls", "to_apply") if kind in ("async", "call") else ins.called_as("calls")
 
 
-def branches(computation: Computation, ins: Instruction) -> tuple[str, ...]:
-    """The computations a conditional chooses from, by the number that picks them; none for another instruction.
+def skip_views(computation: Computation, ins: Instruction) -> Instruction:
+    """Return the instruction that a chain of views starts from."""
+    for _ in range(MAX_HOPS):
+        if ins.opcode not in VIEWS or not ins.operands:
+            break
+        ins = computation[ins.operands[0]]
+    return ins
 
-    HLO writes those of a truth the true one first.
+
+def branches(computation: Computation, ins: Instruction) -> tuple[str, ...]:
+    """Return the branches of a conditional by index; empty for other instructions.
+
+    HLO lists the true branch of a predicate first.
     """
-    found = ins.called_as("branch")
-    picks = computation[ins.operands[0]].shape if found else None
-    is_truth = isinstance(picks, ArrayShape) and picks.dtype == "pred"
-    return found[::-1] if is_truth else found
+    names = ins.called_as("branch")
+    selector = computation[ins.operands[0]].shape if names else None
+    is_predicate = isinstance(selector, ArrayShape) and selector.dtype == "pred"
+    return names[::-1] if is_predicate else names
 
 
 def _callees(module: Module, visit: Visit, ins: Instruction) -> Iterator[Visit]:
@@ -118,9 +133,9 @@ def _callees(module: Module, visit: Visit, ins: Instruction) -> Iterator[Visit]:
             loop = Loop(ins.name, body, trip_count(module, visit.computation, ins), ins.metadata.op_name)
             yield _step(module, visit, body, loops=(*visit.loops, loop))
         return
-    for number, branch in enumerate(choices := branches(visit.computation, ins)):
-        choice = Branch(ins.name, number, len(choices), len(visit.loops), ins.metadata.op_name)
-        yield _step(module, visit, branch, branches=(*visit.branches, choice))
+    for index, name in enumerate(names := branches(visit.computation, ins)):
+        branch = Branch(ins.name, index, len(names), len(visit.loops), ins.metadata.op_name)
+        yield _step(module, visit, name, branches=(*visit.branches, branch))
     in_fusion = visit.in_fusion or ins.opcode in ("fusion", "fusion-start")
     wrapper = ins if ins.opcode.endswith("-start") else visit.wrapper
     for callee in runs(ins):
@@ -132,7 +147,7 @@ def _step(module: Module, visit: Visit, name: str, **changes: object) -> Visit:
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a while runs: as XLA notes it after optimizing, else from a counter that goes up by a constant."""
+    """Return the trip count of a while loop: XLA's annotation, or derived from a counter with a constant step."""
     if loop.trip_count is not None:
         return loop.trip_count
     condition = module.computations[loop.called_as("condition")[0]]
@@ -151,13 +166,13 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _increment(body: Computation, index: int) -> int | None:
-    """The constant that one run of the body adds to element `index` of its tuple."""
+    """Return the constant that an iteration adds to element `index` of the loop state."""
     add = body[body.root.operands[index]] if index < len(body.root.operands) else None
     if add is None or add.opcode != "add":
         return None
-    parts = [body[name] for name in add.operands]
-    steps = [_constant(part) for part in parts if part.tuple_index != index]
-    return steps[0] if len(parts) == 2 and len(steps) == 1 else None
+    terms = [body[name] for name in add.operands]
+    steps = [_constant(term) for term in terms if term.tuple_index != index]
+    return steps[0] if len(terms) == 2 and len(steps) == 1 else None
 
 
 def _constant(ins: Instruction) -> int | None:

@@ -1,1 +1,1 @@
-"""The compiled program simulated: how long its kernels and collectives take, and which of them overlap."""
+"""Simulation of a compiled program: durations of its kernels and collectives, and their overlap."""

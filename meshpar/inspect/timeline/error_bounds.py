@@ -1,11 +1,11 @@
 """The error bar of a predicted step.
 
-    low   kernels at the fastest rates that the catalogue or the profile supports, every message hidden behind compute
-    high  kernels at the rates expected of them, no message hidden
+    low   kernels at the fastest rates that the catalogue or the profile supports, all communication overlapped
+    high  kernels at their expected rates, no communication overlapped
 
-The rates of matrix products are measured ones where a profile has some (`meshpar bench gpu`); both ends then use them.
-Otherwise low uses the data sheet's peak and high the planner's assumed share of it. Fused attention has the catalogue's
-rates in both. Both include launches where the profile has their time. Kernels that slow each other down are in neither.
+If a profile has measured matmul rates (`meshpar bench gpu`), both bounds use them. Otherwise `low` uses the data
+sheet's peak and `high` the planner's assumed share of it. Fused attention has the catalogue's rates in both. Both
+include launches if the profile has their time. Neither models kernels that slow each other down.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from meshpar.sharding.units import human_time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bracket(Plain):
-    """The times between which a step is expected."""
+    """The range in which the step time is expected."""
 
     low_s: float
     high_s: float
     sources: tuple[str, ...]
-    """Of the rates of kernels, and of every link that is used."""
+    """Sources of the kernel rates and of every link that is used."""
 
 
 def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: ScheduleCounts | None = None) -> Bracket:
@@ -48,7 +48,7 @@ def _launches(cluster: Cluster) -> list[str]:
 
 def _links(timeline: Timeline, cluster: Cluster) -> list[str]:
     used = sorted(label for label, time_s in timeline.network_s.items() if time_s)
-    known = [label for label in used if cluster.measured(label.split("*")) is not None]
-    rest = [label for label in used if label not in known]
-    found = [f"links of {', '.join(known)} as measured ({cluster.source})"] if known else []
-    return found + ([f"links of {', '.join(rest)} by data sheets and NCCL's latencies"] if rest else [])
+    measured = [label for label in used if cluster.measured(label.split("*")) is not None]
+    others = [label for label in used if label not in measured]
+    sources = [f"links of {', '.join(measured)} as measured ({cluster.source})"] if measured else []
+    return sources + ([f"links of {', '.join(others)} by data sheets and NCCL's latencies"] if others else [])

@@ -1,11 +1,11 @@
-"""How long each kernel takes: FLOPs at the rate of their kind, bytes at the memory's bandwidth, or a launch.
+"""A roofline model of kernel times: the maximum of compute time, memory time and launch time.
 
-A kernel is one instruction that the GPU runs: a fusion, a library call, a copy. Its FLOPs are those of the matrix
-products in it. Their rate (`planner.hardware.Rates`) depends on the type of their operands: tensor cores for 16 bits
-and fewer, the float32 units for wider ones (TF32 is not assumed). Fused attention has rates of its own. Its bytes are
-those it has to read and write once: an operand of which a fusion only slices a part counts with that part, and a buffer
-that is updated in place with what is written. Where a profile has what a launch takes (`meshpar bench gpu`), no kernel
-is shorter. Caches and the arithmetic of element-wise work are left out: small kernels take longer than their time here.
+A kernel is an instruction that the GPU runs: a fusion, a library call, a copy. FLOPs are counted for matmuls. Their
+rate (`hardware.clusters.Rates`) depends on the operand type: tensor cores for 16 bits and fewer, the float32 units for
+more bits (TF32 is not assumed). Fused attention has separate rates. Memory traffic counts each input and output once:
+a sliced operand counts as the slice, and a buffer that is updated in place counts as the update. If a profile has the
+launch time (`meshpar bench gpu`), no kernel is shorter. Caches and element-wise arithmetic are not modelled, so small
+kernels take longer than estimated.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from collections.abc import Iterator
 from meshpar.hardware.clusters import Rates
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 from meshpar.inspect.hlo.shapes import Shape, dtype_bits
-from meshpar.inspect.hlo.walk import runs
+from meshpar.inspect.hlo.walk import MAX_HOPS, VIEWS, runs, skip_views
 from meshpar.inspect.timeline import program_work as work
 
 _FREE = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"}
     | {"add-dependency", "opt-barrier", "domain"}
 )
-_VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
-_MAX_HOPS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """What one run of an instruction costs a GPU."""
+    """Cost of running an instruction once on a GPU."""
 
     flops: int
-    """Of the matrix products in it."""
+    """Matmul FLOPs."""
     moved_bytes: int
-    """Read and written."""
+    """Bytes read and written."""
     time_s: float
-    """The longest of both and a launch."""
+    """The maximum of compute time, memory time and launch time."""
     launch_s: float
-    """Of that, what neither its FLOPs nor its bytes take."""
+    """Part of `time_s` beyond compute time and memory time."""
     is_compute_bound: bool
-    """Whether its FLOPs take longer than its bytes."""
+    """True if its FLOPs take longer than its bytes."""
 
 
 class Roofline:
-    """Times of a program's kernels on one GPU."""
+    """Kernel times of a program on a GPU."""
 
     def __init__(self, module: Module, rates: Rates, launch_s: float = 0.0) -> None:
         self._module, self._rates, self._launch_s = module, rates, launch_s
@@ -53,7 +51,7 @@ class Roofline:
 
     @property
     def main_peak_flops_per_s(self) -> float:
-        """The peak of the type that most FLOPs of the program are in; bfloat16's for 8 bits, too, as is the custom."""
+        """Peak FLOP/s for the dtype with most FLOPs in the program; by convention bfloat16 stands for 8-bit types."""
         flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
         for one in work.matmuls(self._module):
             computation = self._module.computations[one.computation]
@@ -62,15 +60,15 @@ class Roofline:
         return max(flops, key=lambda peak: flops[peak])
 
     def kernel(self, computation: Computation, ins: Instruction) -> Kernel | None:
-        """What an instruction costs, once; None when it is no kernel (a view, a tuple, the end of a pair)."""
+        """Return the cost of an instruction, or None if it is not a kernel (a view, a tuple, a done)."""
         if ins.opcode in _FREE or ins.opcode.endswith(("-done", "-update")):
             return None
-        products = list(self._products(computation, ins, _MAX_HOPS))
+        products = list(self._products(computation, ins, MAX_HOPS))
         flops, computes_s = sum(flops for flops, _ in products), sum(time_s for _, time_s in products)
         moved = sum(self._operands(computation, ins)) + self._written(computation, ins)
         moves_s = moved / self._rates.gpu.memory_bytes_per_s
         works_s = max(computes_s, moves_s)
-        # What has neither FLOPs nor bytes is none that is launched.
+        # Instructions without FLOPs and bytes are not launched.
         launch_s = max(self._launch_s - works_s, 0.0) if works_s else 0.0
         return Kernel(
             flops=flops,
@@ -81,7 +79,7 @@ class Roofline:
         )
 
     def _products(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[tuple[int, float]]:
-        """(FLOPs, seconds) of each matrix product or attention kernel in an instruction."""
+        """Yield (FLOPs, seconds) of each matmul or attention kernel in an instruction."""
         product = self._matmuls.get((computation.name, ins.name))
         if product is not None:
             yield product.flops, product.flops / self._rate(computation, ins, product)
@@ -99,45 +97,45 @@ class Roofline:
     # Bytes
 
     def _operands(self, computation: Computation, ins: Instruction) -> Iterator[int]:
-        """Bytes read of each operand; the same value given twice is read once."""
+        """Yield the bytes read of each operand; an operand that occurs twice is read once."""
         for name in dict.fromkeys(ins.operands):
             shape = computation[name].shape
             if isinstance(shape, ArrayShape):
-                yield min(self._read_by(ins, name, computation, shape, _MAX_HOPS), shape.nbytes)
+                yield min(self._read_by(ins, name, computation, shape, MAX_HOPS), shape.nbytes)
             else:
                 yield shape.nbytes
 
     def _read_by(self, user: Instruction, value: str, computation: Computation, of: ArrayShape, hops: int) -> int:
-        """Bytes of an array `of` that one user of it, or of a view of it, reads."""
-        places = [at for at, name in enumerate(user.operands) if name == value]
+        """Return how many bytes of the array `of` a user reads, directly or through a view."""
+        positions = [index for index, name in enumerate(user.operands) if name == value]
         inside = runs(user)
         if inside and hops:
             inner = self._module.computations[inside[0]]
-            return sum(self._read_inside(inner, at, of, hops - 1) for at in places)
-        if places == [0] and user.opcode in ("slice", "dynamic-slice", "gather"):
+            return sum(self._read_inside(inner, index, of, hops - 1) for index in positions)
+        if positions == [0] and user.opcode in ("slice", "dynamic-slice", "gather"):
             return _nbytes(user.shape, of)
-        if places == [0] and user.opcode == "dynamic-update-slice":
+        if positions == [0] and user.opcode == "dynamic-update-slice":
             return 0
-        if places == [0] and user.opcode == "scatter":
+        if positions == [0] and user.opcode == "scatter":
             return _nbytes(computation[user.operands[-1]].shape, of)
         return of.nbytes
 
     def _read_inside(self, inner: Computation, number: int, of: ArrayShape, hops: int) -> int:
-        """Bytes that a fused computation reads of its parameter `number`."""
-        known = self._reads.get((inner.name, number))
-        if known is None:
+        """Return how many bytes of parameter `number` a fused computation reads."""
+        nbytes = self._reads.get((inner.name, number))
+        if nbytes is None:
             parameter = inner.parameters.get(number)
-            known = of.nbytes if parameter is None else min(of.nbytes, self._read_of(inner, parameter, of, hops))
-            self._reads[inner.name, number] = known
-        return known
+            nbytes = of.nbytes if parameter is None else min(of.nbytes, self._read_of(inner, parameter, of, hops))
+            self._reads[inner.name, number] = nbytes
+        return nbytes
 
     def _read_of(self, inner: Computation, value: Instruction, of: ArrayShape, hops: int) -> int:
-        """Bytes of an array that are read by all users of it: views are looked through, for fusions make no copies."""
+        """Return how many bytes of an array its users read, following views, which fusions do not copy."""
         total = of.nbytes if value is inner.root else 0
         for user in inner.users[value.name]:
             if total >= of.nbytes or not hops:
                 return of.nbytes
-            if user.opcode in _VIEWS:
+            if user.opcode in VIEWS:
                 total += self._read_of(inner, user, of, hops - 1)
             elif user.opcode == "dynamic-update-slice" and user not in _in_place(inner):
                 total += of.nbytes
@@ -146,60 +144,53 @@ class Roofline:
         return total
 
     def _written(self, computation: Computation, ins: Instruction) -> int:
-        if ins.opcode.endswith("-start"):  # its shape repeats the operands; what it runs says what it gives
+        if ins.opcode.endswith("-start"):  # its shape repeats the operands, so use the computation that it runs
             inside = runs(ins)
             if not inside:
-                return sum(computation[name].shape.nbytes for name in ins.operands)  # a copy: what it reads
-            return self._given(self._module.computations[inside[0]], _MAX_HOPS)
-        if (computation.name, ins.name) in self._matmuls:  # a library's product gives scratch space, too
+                return sum(computation[name].shape.nbytes for name in ins.operands)  # a copy
+            return self._written_inside(self._module.computations[inside[0]], MAX_HOPS)
+        if (computation.name, ins.name) in self._matmuls:  # library matmuls also return scratch space
             return sum(leaf.nbytes for leaf in ins.shape.leaves() if leaf.dtype not in ("s8", "u8"))
         if ins.opcode in ("dynamic-update-slice", "scatter"):
-            return self._result(computation, ins, _MAX_HOPS)
+            return self._result(computation, ins, MAX_HOPS)
         inside = runs(ins)
-        return self._given(self._module.computations[inside[0]], _MAX_HOPS) if inside else ins.shape.nbytes
+        return self._written_inside(self._module.computations[inside[0]], MAX_HOPS) if inside else ins.shape.nbytes
 
-    def _given(self, inner: Computation, hops: int) -> int:
-        """Bytes that a fused computation writes."""
+    def _written_inside(self, inner: Computation, hops: int) -> int:
+        """Return the bytes that a fused computation writes."""
         root = inner.root
         if root.opcode != "tuple":
             return self._result(inner, root, hops)
         return sum(self._result(inner, inner[name], hops) for name in root.operands)
 
     def _result(self, inner: Computation, ins: Instruction, hops: int) -> int:
-        """Bytes written for one result: of a buffer updated in place, the part that is new."""
-        whole = ins.shape
-        ins = _behind_views(inner, ins)
-        if ins.opcode in ("dynamic-update-slice", "scatter") and isinstance(whole, ArrayShape):
+        """Return the bytes written for a result; for an in-place update, only the update."""
+        shape = ins.shape
+        ins = skip_views(inner, ins)
+        if ins.opcode in ("dynamic-update-slice", "scatter") and isinstance(shape, ArrayShape):
             update = inner[ins.operands[1 if ins.opcode == "dynamic-update-slice" else -1]]
-            return min(_nbytes(update.shape, whole), whole.nbytes)
+            return min(_nbytes(update.shape, shape), shape.nbytes)
         inside = runs(ins)
         if inside and hops:
-            return self._given(self._module.computations[inside[0]], hops - 1)
-        return whole.nbytes
+            return self._written_inside(self._module.computations[inside[0]], hops - 1)
+        return shape.nbytes
 
 
 def _in_place(inner: Computation) -> list[Instruction]:
-    """The updates that a computation gives as its results: the operand's buffer becomes the result's."""
+    """Return the in-place updates among the results of a computation."""
     root = inner.root
     results = [inner[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    return [behind for result in results if (behind := _behind_views(inner, result)).opcode == "dynamic-update-slice"]
-
-
-def _behind_views(computation: Computation, ins: Instruction) -> Instruction:
-    for _ in range(_MAX_HOPS):
-        if ins.opcode not in _VIEWS or not ins.operands:
-            break
-        ins = computation[ins.operands[0]]
-    return ins
+    values = [skip_views(inner, result) for result in results]
+    return [value for value in values if value.opcode == "dynamic-update-slice"]
 
 
 def _nbytes(part: Shape, of: ArrayShape) -> int:
-    """Bytes that the elements of a part take in the array's element type, which a view may have changed."""
+    """Return the bytes of a shape's elements in the element type of the array `of`, which a view may have changed."""
     size = sum(leaf.size for leaf in part.leaves())
     return -(-size * dtype_bits(of.dtype) // 8)
 
 
 def _widest(computation: Computation, product: Instruction) -> int:
-    """Bits of the wider element type of a product's two operands."""
+    """Return the larger bit width of a matmul's two operands."""
     leaves = (leaf for name in product.operands[:2] for leaf in computation[name].shape.leaves())
     return max((dtype_bits(leaf.dtype) for leaf in leaves), default=0)

@@ -1,27 +1,24 @@
-"""The scheduled program simulated: when each kernel and each collective runs, and what hides what.
+"""Simulation of a scheduled program: when kernels and collectives run, and which overlap.
 
-A GPU runs one step here as two streams. *Compute* runs the kernels in the order of the schedule, each as long as the
-roofline says (`timeline/roofline.py`). *Communication* runs the collectives one after the other in the order they are
-issued, each as long as the alpha-beta model says (`hardware/cost_model.py`) over the link its groups need; where XLA
-is let run several at a time, one inside a node and one between nodes (of one GPU each) do not wait for each other. A
-collective is issued when compute reaches its start and begins when the stream is free; compute goes on until it meets
-the done, and waits there if the collective is still under way. A synchronous collective is waited for at once. What
-compute does not wait for is hidden: for every moment that a collective runs, compute is either at work (hidden) or
-waiting (exposed).
+A GPU has two streams. The compute stream runs kernels in schedule order, with times from the roofline model
+(`timeline/roofline.py`). The communication stream runs collectives in issue order, with times from the alpha-beta
+model (`hardware/cost_model.py`) for the link that their groups need. If XLA may run collectives concurrently, those
+inside a node do not delay those between nodes (with one GPU per node). Compute issues a collective at its start
+instruction, and the collective runs as soon as the stream is free. At the done, compute blocks until the collective
+has finished; a synchronous collective blocks immediately. Collectives are hidden while compute works, and exposed
+while it is blocked.
 
-A loop's body is simulated once, on streams that are empty when it begins and again when it ends, and its times are
-multiplied by the trip count. A loop with collectives begins when the communication stream is free: XLA's scheduler does
-not let a collective run across such a loop either. Of a conditional the longest branch is taken.
+Loop bodies are simulated once, with empty streams at their start and end, and their times are multiplied by the trip
+count. Loops with collectives start when the communication stream is free, because XLA's scheduler does not move
+collectives across them either. Conditionals use their longest branch.
 
-A pipeline's loop over ticks is run stage by stage: in every tick each stage runs the cell that the table gives it, and
-who gets a message waits until it is sent. Times are then the mean stage's, and what stages wait for each other is the
-bubble.
+The tick loop of a pipeline is simulated per stage: ticks run the slots of the schedule's table, and receivers block
+until their message arrives. Times are then averages over stages, and the time that stages are blocked is the bubble.
 
-Assumed, and so the limits: devices are alike and start together; kernels and collectives do not slow each other down
-(on a GPU they share memory bandwidth and some cores); one collective at a time on a link; asynchronous copies and
-fusions take their time on the compute stream, for they use the same memory; launches cost nothing, unless the cluster's
-profile has what one takes. Kernels run at the rates that the planner assumes (`Cluster.rates`), unless others are
-given. The prediction is made from the text alone and comes out the same on every machine.
+Assumptions: devices are identical and start together; kernels and collectives do not slow each other down (on a GPU
+they share memory bandwidth and some cores); links run collectives sequentially; asynchronous copies and fusions use
+the compute stream, because they use the same memory; launches are free unless the cluster's profile has their time.
+Kernels run at the planner's rates (`Cluster.rates`) by default. The simulation is deterministic on every machine.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import Collective
 from meshpar.inspect.hlo.groups import Groups
 from meshpar.inspect.hlo.parser import Computation, Instruction, Module
-from meshpar.inspect.hlo.walk import branches, runs, trip_count
+from meshpar.inspect.hlo.walk import MAX_HOPS, branches, runs, trip_count
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.roofline import Roofline
@@ -48,29 +45,27 @@ from meshpar.sharding.types import problem
 Stream = Literal["compute", "communication"]
 Cover = Literal["matmul", "kernels", "nothing"]
 
-_MAX_HOPS = 64
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
-    """One kernel, collective or loop on a stream. Times count from the start of the segment it stands in."""
+    """A kernel, collective or loop on a stream. Times count from the start of its segment."""
 
     name: str
     stream: Stream
     start_s: float
     end_s: float
-    """Of a loop, after its last iteration."""
+    """For a loop, the end of the last iteration."""
     kind: str
     """`matmul`, `kernel`, `loop`, or the kind of collective."""
     label: str
-    """Mesh axes of a collective: `data*fsdp`; empty for others."""
+    """Mesh axes of a collective: `data*fsdp`; empty for other ops."""
     module: str
-    """Named scopes it stands in: `decoder/mlp`."""
+    """Named scopes: `decoder/mlp`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """What runs in one go: the program itself, or one iteration of a loop."""
+    """Ops of the program itself, or of a loop iteration."""
 
     name: str
     """Name of the while instruction; empty for the program."""
@@ -78,71 +73,69 @@ class Segment:
     """Named scopes of the loop."""
     is_backward: bool
     trip_count: int | None
-    """Iterations each time the loop runs; None: not known, counted once."""
+    """Iterations each time the loop runs; None if unknown, counted once."""
     duration_s: float
-    """Of one iteration."""
+    """Duration per iteration."""
     ops: tuple[Op, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Timed:
-    """One collective of the census with its times."""
+    """A collective of the census with its times."""
 
     collective: Collective
     time_s: float
-    """On the wire, for all its runs in a step."""
+    """Communication time of all its runs in a step."""
     hidden_s: float
-    """Of that, while compute was at work."""
+    """Part of `time_s` during which compute is working."""
     cover: Cover
-    """What stands between its start and its done: a matrix product, other kernels only, or nothing (as when it is
-    synchronous)."""
+    """The work between its start and its done: a matmul, other kernels only, or nothing (also if it is synchronous)."""
 
     @property
     def exposed_s(self) -> float:
-        """Time a step that compute waits for it."""
+        """Time per step that compute waits for it."""
         return self.time_s - self.hidden_s
 
     @property
     def hidden_fraction(self) -> float | None:
-        """Share of its time that is hidden; None when it takes none."""
+        """Hidden fraction of its time; None if it takes no time."""
         return self.hidden_s / self.time_s if self.time_s else None
 
     @property
     def has_nothing_to_hide_behind(self) -> bool:
-        """Whether compute waits for most of it and no matrix product stands between its start and its done."""
+        """True if it is mostly exposed and no matmul runs between its start and its done."""
         return self.cover != "matmul" and self.exposed_s > self.hidden_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of a program on a cluster. Times are those of one device, in seconds."""
+    """Simulated step of a program on a cluster. Times are in seconds, per device."""
 
     cluster: str
     peak_flops_per_s: float
-    """Of the GPU, in the type that most of the program's matrix products are in."""
+    """Peak of the GPU in the type of most of the program's matmuls."""
     step_s: float
-    """From the first kernel to the last: `compute_s + memory_s + launch_s + bubble_s`, and what is exposed of every
-    axis."""
+    """Step time: `compute_s + memory_s + launch_s + bubble_s` and the exposed time of every axis."""
     compute_s: float
-    """Kernels that their FLOPs bound."""
+    """Time of compute-bound kernels."""
     memory_s: float
-    """Kernels that their bytes bound."""
+    """Time of memory-bound kernels."""
     network_s: Mapping[str, float]
-    """Time on the wire by mesh axes."""
+    """Communication time by mesh axes."""
     hidden_s: Mapping[str, float]
-    """Of that, while compute was at work."""
+    """Part of `network_s` during which compute is working."""
     collectives: tuple[Timed, ...]
-    """In the census' order."""
+    """In the order of the census."""
     segments: tuple[Segment, ...]
-    """The program first, then its loops, outer ones first."""
+    """The program first, then its loops, outer loops first."""
     launch_s: float = 0.0
-    """Of kernels shorter than a launch, what it takes beyond them; 0 where nobody measured launches."""
+    """Launch time in excess of the time of short kernels; 0 if launches were not measured."""
     bubble_s: float = 0.0
-    """Stages waiting for each other, on the mean one."""
+    """Time that the mean stage waits for other stages."""
     rates: str = ""
-    """Rates that kernels were simulated at."""
+    """The kernel rates of the simulation."""
     notes: tuple[str, ...] = ()
-    """What the times leave out."""
+    """Limitations of these times."""
 
     @property
     def exposed_s(self) -> dict[str, float]:
@@ -151,14 +144,14 @@ class Timeline:
 
     @property
     def bound(self) -> str:
-        """What most of the step is spent on: `compute`, `memory`, `launches`, waiting (`bubble`, `network:<axes>`)."""
+        """The largest component of the step: `compute`, `memory`, `launches`, `bubble` or `network:<axes>`."""
         spent = {"compute": self.compute_s, "memory": self.memory_s, "launches": self.launch_s, "bubble": self.bubble_s}
         spent |= {f"network:{label}": time_s for label, time_s in self.exposed_s.items()}
-        return max(spent, key=lambda what: spent[what])
+        return max(spent, key=lambda component: spent[component])
 
     @property
     def loops(self) -> tuple[Segment, ...]:
-        """The loops' segments."""
+        """The segments of the loops."""
         return self.segments[1:]
 
 
@@ -171,15 +164,15 @@ def timeline(
     overlap_limit: int = 1,
     rates: Rates | None = None,
 ) -> Timeline:
-    """Simulates a scheduled program.
+    """Simulate a scheduled program.
 
     Args:
-      module: as the GPU compiler scheduled it.
+      module: the program as the GPU compiler scheduled it.
       collectives: its census.
-      cluster: the one it was compiled for; device i stands in node `i // gpus_per_node`.
-      cells: of a pipelined program, to run its ticks as the table says.
-      overlap_limit: collectives that XLA was let run at a time (`training.xla.overlap_limit`).
-      rates: of the GPU's kernels; None: the cluster's expected ones, `cluster.rates`.
+      cluster: the cluster it was compiled for; device i is in node `i // gpus_per_node`.
+      cells: counts of a pipelined program, used to run its ticks as in the schedule's table.
+      overlap_limit: number of collectives that XLA may run at a time (`training.xla.overlap_limit`).
+      rates: kernel rates of the GPU; None means the expected rates, `cluster.rates`.
 
     Raises:
       ValueError: the program is not scheduled, or has more devices than the cluster.
@@ -210,7 +203,7 @@ def timeline(
 
 @dataclasses.dataclass(kw_only=True)
 class _Flight:
-    """A collective under way, or over."""
+    """A run of a collective, in progress or finished."""
 
     collective: Collective
     start_s: float
@@ -220,12 +213,12 @@ class _Flight:
 
 @dataclasses.dataclass
 class _ComputationRun:
-    """One run of a computation: the clocks of both streams while it is simulated, and the sums over all it runs."""
+    """A run of a computation: the clocks of both streams during simulation, and totals."""
 
     duration_s: float = 0.0
     """Clock of the compute stream."""
     free_s: dict[str, float] = dataclasses.field(default_factory=dict)
-    """When a link is free."""
+    """Time at which each link is free."""
     compute_s: float = 0.0
     memory_s: float = 0.0
     launch_s: float = 0.0
@@ -233,7 +226,7 @@ class _ComputationRun:
     network_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     hidden_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
     cover: Cover = "nothing"
-    """What kind of work it holds."""
+    """The kind of work it contains."""
     ops: list[Op] = dataclasses.field(default_factory=list)
     waits: list[tuple[float, float]] = dataclasses.field(default_factory=list)
     flights: list[_Flight] = dataclasses.field(default_factory=list)
@@ -246,7 +239,7 @@ class _ComputationRun:
             self.duration_s = until_s
 
     def add(self, inner: _ComputationRun, times: float) -> None:
-        """The sums of so many runs of another."""
+        """Add the totals of `times` runs of a different computation."""
         self.compute_s += times * inner.compute_s
         self.memory_s += times * inner.memory_s
         self.launch_s += times * inner.launch_s
@@ -256,7 +249,7 @@ class _ComputationRun:
             self.hidden_s[label] += times * inner.hidden_s[label]
 
     def computed(self, ins: Instruction, kind: str, start_s: float) -> None:
-        """Notes what has run on the compute stream until now."""
+        """Record an op on the compute stream that ends now."""
         self.ops.append(
             Op(
                 name=ins.name,
@@ -270,7 +263,7 @@ class _ComputationRun:
         )
 
     def works(self, cover: Cover) -> None:
-        """Notes that compute works while the pending flights are under way."""
+        """Record that compute works while the pending flights are in progress."""
         for flight in (flight for flights in self.pending.values() for flight in flights):
             flight.cover = _better(flight.cover, cover)
         self.cover = _better(self.cover, cover)
@@ -297,7 +290,7 @@ class _Simulation:
     ) -> None:
         self._module, self._cluster, self.cells, self._overlap_limit = module, cluster, cells, overlap_limit
         self._choice: dict[str, int] = {}
-        """What conditionals pick in the tick that is simulated; of others the longest branch is taken."""
+        # Branches of the conditionals in the simulated tick; other conditionals take the longest branch.
         self.roofline = Roofline(module, rates, cluster.launch_s)
         self._collectives = {(one.computation, one.name): one for one in collectives}
         self._blocks: dict[str, _ComputationRun] = {}
@@ -306,16 +299,15 @@ class _Simulation:
         self._loops: dict[str, Segment | None] = {}
 
     def block(self, computation: Computation) -> _ComputationRun:
-        """One run of a computation on empty streams."""
-        known = self._blocks.get(computation.name)
-        if known is None:
-            known = self._blocks[computation.name] = self._simulate(computation)
-        return known
+        """Return a run of a computation on empty streams."""
+        if computation.name not in self._blocks:
+            self._blocks[computation.name] = self._simulate(computation)
+        return self._blocks[computation.name]
 
     def timed(self, collective: Collective) -> Timed:
-        """All runs of a collective in a step."""
+        """Return the times of all runs of a collective in a step."""
         run = self._runs.get((collective.computation, collective.name))
-        if run is None:  # in a branch that another one outlasts it still has a time, and nothing is known to hide it
+        if run is None:  # its branch was not simulated, so assume no overlap
             run = _Run(self._time_s(collective), 0.0, "nothing")
         counts = collective.count_by_stage
         times = sum(counts) / len(counts) if counts else float(collective.count_per_step)
@@ -323,14 +315,14 @@ class _Simulation:
 
     @property
     def loops(self) -> tuple[Segment, ...]:
-        """Loops in the order the program reaches them, outer ones first."""
+        """Loops in program order, outer loops first."""
         return tuple(loop for loop in self._loops.values() if loop is not None)
 
     def _simulate(self, computation: Computation) -> _ComputationRun:
         block = _ComputationRun()
         for ins in computation:
             self._step(block, computation, ins)
-        for flights in block.pending.values():  # started and never waited for: over when the computation is
+        for flights in block.pending.values():  # without a done, a collective ends with the computation
             self._finish(block, flights)
         self._settle(block)
         return block
@@ -345,8 +337,8 @@ class _Simulation:
             self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
         elif ins.opcode.endswith("-done"):
             self._finish(block, block.pending.pop(_started_by(computation, ins), []))
-        elif found := list(self._communicates(computation, ins, _MAX_HOPS)):
-            self._issue(block, ins, [one for one in found if one is not None])
+        elif collectives := list(self._communicates(computation, ins, MAX_HOPS)):
+            self._issue(block, ins, [collective for collective in collectives if collective is not None])
         elif ins.opcode == "call":
             for name in runs(ins):
                 self._inline(block, self.block(self._module.computations[name]))
@@ -367,10 +359,10 @@ class _Simulation:
         block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
 
     def _communicates(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[Collective | None]:
-        """The collectives an instruction runs on the communication stream; None for one that sends nothing."""
+        """Yield the collectives that an instruction issues, or None for a collective without communication."""
         if ins.opcode.removesuffix("-start") in KINDS:
             yield self._collectives.get((computation.name, ins.name))
-        elif hops and (ins.opcode.endswith("-start") or hops < _MAX_HOPS):
+        elif hops and (ins.opcode.endswith("-start") or hops < MAX_HOPS):
             for callee in runs(ins):
                 inner = self._module.computations[callee]
                 for one in inner:
@@ -394,7 +386,7 @@ class _Simulation:
         block.wait(max((flight.end_s for flight in flights), default=0.0))
 
     def _settle(self, block: _ComputationRun) -> None:
-        """What of each flight was hidden, now that all waiting is known."""
+        """Compute the hidden time of each flight, now that all waits are recorded."""
         for flight in block.flights:
             one, time_s = flight.collective, flight.end_s - flight.start_s
             waited_s = sum(max(0.0, min(end, flight.end_s) - max(start, flight.start_s)) for start, end in block.waits)
@@ -417,13 +409,13 @@ class _Simulation:
 
     def _loop(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
         times = trip_count(self._module, computation, ins)
-        self._loops.setdefault(ins.name, None)  # an outer loop's place is before those in its body
+        self._loops.setdefault(ins.name, None)  # reserve a position before the loops in its body
         computation = self._module.computations[ins.called_as("body")[0]]
         choices = self.cells.choices(self._module, ins.name) if self.cells is not None else None
         if choices is not None:
-            tick, whole = self._ticks(computation, choices)
+            tick, total = self._ticks(computation, choices)
             self._loops[ins.name] = _segment(tick, ins, times)
-            start_s = self._repeat(block, whole, 1)
+            start_s = self._repeat(block, total, 1)
         else:
             body = self.block(computation)
             self._loops[ins.name] = _segment(body, ins, times)
@@ -432,27 +424,27 @@ class _Simulation:
             block.computed(ins, "loop", start_s)
 
     def _ticks(self, body: Computation, choices: Mapping[str, np.ndarray]) -> tuple[_ComputationRun, _ComputationRun]:
-        """The longest tick of a pipeline's loop, and all its ticks for the mean stage."""
+        """Return the longest tick of the pipeline's loop, and the total of all ticks on the mean stage."""
         assert self.cells is not None
         names, picks = list(choices), np.stack(list(choices.values()), -1)  # [tick, stage, conditional]
-        kinds, which = np.unique(picks.reshape(-1, len(names)), axis=0, return_inverse=True)
-        varied = _leading_to(self._module, set(names))
+        slots, slot_index = np.unique(picks.reshape(-1, len(names)), axis=0, return_inverse=True)
+        affected = _leading_to(self._module, set(names))
         blocks = []
-        for kind in kinds.tolist():
-            self._choice = {name: pick for name, pick in zip(names, kind, strict=True) if pick >= 0}
-            for name in varied:
+        for slot in slots.tolist():
+            self._choice = {name: pick for name, pick in zip(names, slot, strict=True) if pick >= 0}
+            for name in affected:
                 self._blocks.pop(name, None)
             blocks.append(self.block(body))
         self._choice = {}
-        which = which.reshape(picks.shape[:2])
-        runs = np.bincount(which.ravel(), minlength=len(kinds)) / picks.shape[1]  # of each kind, on the mean stage
-        length_s = self.cells.makespan(np.array([one.duration_s for one in blocks])[which])
-        whole = _ComputationRun(duration_s=length_s, bubble_s=length_s)
-        for one, times in zip(blocks, runs.tolist(), strict=True):
-            whole.add(one, times)
-            whole.bubble_s -= times * one.duration_s
-            whole.cover = _better(whole.cover, one.cover)
-        return max(blocks, key=lambda one: one.duration_s), whole
+        slot_index = slot_index.reshape(picks.shape[:2])
+        runs = np.bincount(slot_index.ravel(), minlength=len(slots)) / picks.shape[1]  # on the mean stage
+        length_s = self.cells.makespan(np.array([tick.duration_s for tick in blocks])[slot_index])
+        total = _ComputationRun(duration_s=length_s, bubble_s=length_s)
+        for tick, times in zip(blocks, runs.tolist(), strict=True):
+            total.add(tick, times)
+            total.bubble_s -= times * tick.duration_s
+            total.cover = _better(total.cover, tick.cover)
+        return max(blocks, key=lambda tick: tick.duration_s), total
 
     def _inline(self, block: _ComputationRun, inner: _ComputationRun) -> None:
         start_s = self._repeat(block, inner, 1)
@@ -460,7 +452,7 @@ class _Simulation:
             block.ops.append(dataclasses.replace(op, start_s=start_s + op.start_s, end_s=start_s + op.end_s))
 
     def _repeat(self, block: _ComputationRun, inner: _ComputationRun, times: int) -> float:
-        """Runs an inner block so often; gives the time at which its first run began."""
+        """Run an inner block `times` times and return the start time of the first run."""
         if inner.network_s:
             block.wait(max(block.free_s.values(), default=0.0))
         start_s = block.duration_s
@@ -471,7 +463,7 @@ class _Simulation:
         return start_s
 
     def _time_s(self, one: Collective) -> float:
-        """Of one run: as long as the slowest of its groups takes."""
+        """Return the time of the slowest group."""
         return max(
             collective_time_s(
                 one.kind,
@@ -483,7 +475,7 @@ class _Simulation:
         )
 
     def _links(self, one: Collective) -> tuple[str, ...]:
-        """What it keeps others from while it runs: a ring through several GPUs of several nodes uses both links."""
+        """Return the links that it occupies: both, if groups have multiple GPUs on multiple nodes."""
         if self._overlap_limit == 1:
             return ("inside", "across")
         layouts = self._layout(one.groups)
@@ -491,28 +483,25 @@ class _Simulation:
         return ("across",) * across + ("inside",) * (any(per_node > 1 for _, per_node in layouts) or not across)
 
     def _layout(self, groups: Groups) -> set[tuple[int, int]]:
-        """(nodes, fewest devices in one of them) of every group."""
+        """Return (number of nodes, fewest devices per node) for all groups."""
         if groups not in self._layouts:
-            found = set()
-            for group in groups:
-                members = Counter(device // self._cluster.gpus_per_node for device in group)
-                found.add((len(members), min(members.values())))
-            self._layouts[groups] = found
+            members = (Counter(device // self._cluster.gpus_per_node for device in group) for group in groups)
+            self._layouts[groups] = {(len(nodes), min(nodes.values())) for nodes in members}
         return self._layouts[groups]
 
 
 def _leading_to(module: Module, names: set[str]) -> set[str]:
-    """Computations that hold one of these instructions, or call one that does."""
-    found = {computation.name for computation in module if any(ins.name in names for ins in computation)}
+    """Return the computations that contain any of these instructions, directly or through calls."""
+    reached = {computation.name for computation in module if any(ins.name in names for ins in computation)}
     while True:
         callers = {
             computation.name
             for computation in module
-            if any(callee in found for ins in computation for _, callee in ins.called)
+            if any(callee in reached for ins in computation for _, callee in ins.called)
         }
-        if callers <= found:
-            return found
-        found |= callers
+        if callers <= reached:
+            return reached
+        reached |= callers
 
 
 def _segment(block: _ComputationRun, loop: Instruction | None = None, times: int | None = 1) -> Segment:
@@ -533,8 +522,8 @@ def _better(one: Cover, other: Cover) -> Cover:
 
 
 def _started_by(computation: Computation, done: Instruction) -> str:
-    """The name of the start that a done ends, updates between them looked through."""
-    for _ in range(_MAX_HOPS):
+    """Return the name of the start instruction of a done, looking through updates."""
+    for _ in range(MAX_HOPS):
         if not done.operands:
             break
         done = computation[done.operands[0]]
@@ -547,19 +536,20 @@ def _notes(module: Module, simulation: _Simulation) -> Iterator[str]:
     for target, times in sorted(work.custom_calls(module, simulation.cells).items()):
         if target != "AllocateBuffer":
             yield (
-                f"`{target}`, {times} a step, cannot be seen into: it is charged the bytes it reads and writes, "
-                "and the FLOPs in it are missing"
+                f"`{target}` ({times} calls per step) is opaque: its time covers the bytes it reads and writes, "
+                "but not its FLOPs"
             )
     for loop in simulation.loops:
         if loop.trip_count is None:
-            yield f"nothing tells how often loop `{loop.name}` runs: it is counted once"
+            yield f"the trip count of loop `{loop.name}` is unknown: it is counted once"
 
 
 def _check(module: Module, cluster: Cluster) -> None:
     if not module.is_scheduled:
-        where, fix = f"program `{module.name}`", "give the compiled program, not the lowered one"
-        raise problem(where, "be simulated", "its instructions do not stand in the order they run in", fix)
+        reason, fix = "its instructions are not scheduled", "pass the compiled program instead of the lowered program"
+        raise problem(f"program `{module.name}`", "simulate it", reason, fix, code="unsupported-feature")
     devices = module.num_partitions * module.replica_count
     if devices > cluster.num_devices:
-        asked, exists = f"be simulated for `{cluster.name}` of {cluster.num_devices} GPUs", f"it runs on {devices}"
-        raise problem(f"program `{module.name}`", asked, exists, "name the cluster it was compiled for")
+        requested = f"simulate it on `{cluster.name}` with {cluster.num_devices} GPUs"
+        fix = "use the cluster it was compiled for"
+        raise problem(f"program `{module.name}`", requested, f"it runs on {devices}", fix, code="out-of-range")

@@ -1,4 +1,4 @@
-"""What the timeline says of a step as a report needs it: how much communication is hidden, how long a step takes."""
+"""Report data derived from a timeline: hidden communication, FLOPs, and the predicted step time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from meshpar.sharding.printing import Plain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """How much of the communication compute hides."""
+    """Overlap of communication with compute."""
 
     hidden_fraction: float | None
-    """Of the time on the wire, over all axes; None when there is no timeline or nothing is sent."""
+    """Hidden fraction of the communication time over all axes; None without a timeline or without communication."""
     per_axis: Mapping[str, float]
-    """The same for each label of mesh axes, as `fsdp` or `data*fsdp`."""
+    """The hidden fraction of each label of mesh axes, such as `fsdp` or `data*fsdp`."""
     exposed: tuple[Timed, ...]
-    """Collectives with nothing to hide behind, the ones waited for longest first."""
+    """Collectives without a matmul to overlap with, longest exposed time first."""
     reason: str = ""
-    """Why there is no number; empty when there is one."""
+    """Reason for missing numbers; empty if they exist."""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data for JSON."""
         return {
             "hidden_fraction": self.hidden_fraction,
             "per_axis": dict(self.per_axis),
@@ -52,53 +52,53 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compute(Plain):
-    """What a step computes, and how long it takes."""
+    """FLOPs and predicted time of a step."""
 
     flops_per_device: int
-    """Of the matrix products in the compiled program; those in kernels that cannot be seen into are missing."""
+    """Matmul FLOPs in the compiled program, without opaque kernels."""
     model_flops_per_device: float | None
-    """What the model asks for, over the devices; None when it is not counted."""
+    """Model FLOPs over the number of devices; None if they are not counted."""
     ratio: float | None
-    """FLOPs over model FLOPs: above 1 what recomputation, padding and work done on several devices add."""
+    """FLOPs over model FLOPs. Recomputation, padding and replicated work raise it above 1."""
     predicted_step_s: float | None
-    """Length of the timeline; None without one."""
+    """Step time of the timeline; None without one."""
     utilisation: float | None
-    """Model FLOPs over what the GPU could do in the predicted step, at the peak of the type most FLOPs are in."""
+    """Model FLOPs over the GPU's peak FLOPs in the predicted step, for the type with most FLOPs."""
     bound: str | None
-    """`compute`, `memory`, `launches`, `bubble` or `network:<axes>`: what most of the step is spent on."""
+    """The largest component of the step: `compute`, `memory`, `launches`, `bubble` or `network:<axes>`."""
     compute_s: float | None
-    """Kernels that their FLOPs bound."""
+    """Time of compute-bound kernels."""
     memory_s: float | None
-    """Kernels that their bytes bound."""
+    """Time of memory-bound kernels."""
     network_s: Mapping[str, float]
-    """Time on the wire by mesh axes, hidden or not."""
+    """Communication time by mesh axes, hidden or not."""
     exposed_s: Mapping[str, float]
-    """Of that, while compute waits."""
+    """Part of `network_s` that compute waits for."""
     launch_s: float | None = None
-    """Kernels shorter than a launch, what it takes beyond them; None where nobody measured launches."""
+    """Launch time in excess of the time of short kernels; None if launches were not measured."""
     bracket: Bracket | None = None
-    """Between which times the step is expected, and by whose figures; None without a cluster."""
+    """Range of the expected step time and its sources; None without a cluster."""
     bubble_s: float | None = None
-    """Waiting for other stages, of the mean stage; None without stages or a timeline."""
+    """Time that the mean stage waits for other stages; None without stages or a timeline."""
     rates: str = ""
-    """Rates of kernels that the predicted step, and so the utilisation, assumes; empty without a prediction."""
+    """Kernel rates assumed by the predicted step and the utilisation; empty without a prediction."""
     library_calls: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """How often a step the program calls each kernel of a library, as `__cudnn$fmhaSoftmax`."""
+    """Calls per step of each library kernel, such as `__cudnn$fmhaSoftmax`."""
     notes: tuple[str, ...] = ()
-    """What the numbers leave out, or why there are none."""
+    """Limitations of the numbers, or reasons why they are missing."""
 
 
 def why_not_timed(target: str, cluster: Cluster | None) -> str:
-    """Why the time of a program compiled for a target cannot be estimated; empty when it can."""
+    """Return why the step time for a target cannot be estimated; empty if it can."""
     if cluster is None:
-        return f"compiled for `{target}`: name a cluster of GPUs, as `h100:1x8`, for times"
+        return f"compiled for `{target}`: for times, pass a cluster of GPUs, such as `h100:1x8`"
     if target in ("cpu", "tpu"):
-        return f"compiled for `{target}`: only the GPU compiler's schedule tells what runs beside what"
+        return f"compiled for `{target}`: overlap is known only from the GPU compiler's schedule"
     return ""
 
 
 def overlap(timeline: Timeline | None, reason: str = "") -> Overlap:
-    """What of the communication is hidden."""
+    """Return the hidden fraction of the communication, and the exposed collectives."""
     if timeline is None:
         return Overlap(hidden_fraction=None, per_axis={}, exposed=(), reason=reason)
     network_s = sum(timeline.network_s.values())
@@ -107,7 +107,7 @@ def overlap(timeline: Timeline | None, reason: str = "") -> Overlap:
         hidden_fraction=sum(timeline.hidden_s.values()) / network_s if network_s else None,
         per_axis={label: timeline.hidden_s[label] / time_s for label, time_s in timeline.network_s.items() if time_s},
         exposed=tuple(sorted(exposed, key=lambda one: -one.exposed_s)),
-        reason="" if network_s else "nothing is sent",
+        reason="" if network_s else "no communication",
     )
 
 
@@ -121,34 +121,34 @@ def compute(
     cells: ScheduleCounts | None = None,
     cluster: Cluster | None = None,
 ) -> Compute:
-    """What a step computes, and how long it takes.
+    """Return the FLOPs and the predicted time of a step.
 
     Args:
       module: the compiled program.
-      num_devices: over which the model's FLOPs are split.
-      model_flops: what the model asks for.
-      timeline: of the program, or None when it has none.
+      num_devices: the number of devices that share the model FLOPs.
+      model_flops: FLOPs of the model itself.
+      timeline: the simulated program, or None.
       reason: why there is no timeline.
-      cells: of a pipelined program, whose stages pick what they compute; figures are then the mean stage's.
-      cluster: of the timeline, for its error bar.
+      cells: counts of a pipelined program; the results are then those of the mean stage.
+      cluster: the cluster of the timeline, for its error bar.
     """
     flops = work.flops_per_step(module, cells)
-    asked = model_flops.step / num_devices if model_flops is not None else None
-    unseen = work.custom_calls(module, cells)
-    opaque = (f"the FLOPs in `{target}`, {times} a step, are not seen" for target, times in unseen.items())
-    again = work.repeated_flops(module)
-    repeats = (
-        f"{again / max(flops, 1):.0%} of the FLOPs are products that XLA computes again, else it would not fit: "
-        'remat="minimal" keeps what products give and nothing else'
+    model_share = model_flops.step / num_devices if model_flops is not None else None
+    opaque = work.custom_calls(module, cells)
+    opaque_notes = (f"FLOPs of `{target}` ({n} calls per step) are not counted" for target, n in opaque.items())
+    repeated = work.repeated_flops(module)
+    repeated_note = (
+        f"XLA recomputes {repeated / max(flops, 1):.0%} of the FLOPs to fit in memory: "
+        'remat="minimal" saves only the results of matmuls'
     )
-    fewer = "the program has fewer FLOPs than three forward passes: the batch itself needs no gradient"
+    fewer = "the program has fewer FLOPs than three forward passes: the batch needs no gradient"
     return Compute(
         flops_per_device=flops,
-        model_flops_per_device=asked,
-        ratio=flops / asked if asked else None,
+        model_flops_per_device=model_share,
+        ratio=flops / model_share if model_share else None,
         predicted_step_s=timeline.step_s if timeline is not None else None,
         bracket=bracket(module, timeline, cluster, cells) if timeline is not None and cluster is not None else None,
-        utilisation=_utilisation(asked, timeline),
+        utilisation=_utilisation(model_share, timeline),
         rates=timeline.rates if timeline is not None else "",
         bound=timeline.bound if timeline is not None else None,
         compute_s=timeline.compute_s if timeline is not None else None,
@@ -157,12 +157,12 @@ def compute(
         network_s=dict(timeline.network_s) if timeline is not None else {},
         exposed_s=timeline.exposed_s if timeline is not None else {},
         bubble_s=timeline.bubble_s if timeline is not None and cells is not None else None,
-        library_calls=dict(sorted((work.custom_calls(module, cells, seen=True) | unseen).items())),
+        library_calls=dict(sorted((work.custom_calls(module, cells, seen=True) | opaque).items())),
         notes=(
             *((reason,) if reason else ()),
-            *((repeats,) if again > 0.005 * flops else ()),
-            *((fewer,) if asked is not None and flops < 0.99 * asked else ()),
-            *(timeline.notes if timeline is not None else opaque),
+            *((repeated_note,) if repeated > 0.005 * flops else ()),
+            *((fewer,) if model_share is not None and flops < 0.99 * model_share else ()),
+            *(timeline.notes if timeline is not None else opaque_notes),
             *(model_flops.notes if model_flops is not None else ()),
         ),
     )

@@ -18,7 +18,7 @@ COMPILED = [(program, platform, v) for program in ("scan", "kernels") for platfo
 
 
 def parse_entry(body: str, header: str = "HloModule m", before: str = ""):
-    """The entry computation of a module with these instructions."""
+    """Return the entry computation of a module with these instructions."""
     lines = textwrap.indent(textwrap.dedent(body).strip(), "  ")
     return hlo.parse(f"{header}\n{textwrap.dedent(before)}\nENTRY e {{\n{lines}\n}}\n").entry
 
@@ -66,11 +66,11 @@ def test_loops_carry_their_trip_count(saved, key):
 
 
 @pytest.mark.parametrize("key", COMPILED, ids="-".join)
-def test_stack_tables_lead_to_the_source(saved, programs, key):
+def test_stack_tables_name_source_files(saved, programs, key):
     module = saved[key]
     stacks = [module.stack(ins) for computation in module for ins in computation if ins.metadata.stack_frame_id]
     innermost = {stack[0] for stack in stacks}
-    assert {frame.file for frame in innermost} >= {"tests/inspect/programs.py"}
+    assert any(frame.file.endswith("/programs.py") for frame in innermost)
     assert {"scan": "layer", "kernels": "body"}[key[0]] in {frame.function.split(".")[-1] for frame in innermost}
     # Outward every frame is the caller of the one before, up to the script's own top level; only a shard_map's body is
     # traced by itself, and its stacks end there.
@@ -78,7 +78,7 @@ def test_stack_tables_lead_to_the_source(saved, programs, key):
     assert outermost == {"<module>"} | ({"kernels.<locals>.body"} if key[0] == "kernels" else set())
 
 
-def test_no_saved_program_holds_a_path_of_the_machine_that_made_it(programs):
+def test_saved_programs_contain_no_machine_paths(programs):
     for name in programs.PROGRAMS:
         for platform in ("cpu", "cuda", "lowered"):
             for text in programs.saved(name, platform).values():
@@ -86,7 +86,7 @@ def test_no_saved_program_holds_a_path_of_the_machine_that_made_it(programs):
                 assert "site-packages" not in text
 
 
-def test_a_module_survives_pickling(saved):
+def test_module_pickles(saved):
     module = saved["scan", "cuda", "jax0.12"]
     assert pickle.loads(pickle.dumps(module)) == module
 
@@ -135,11 +135,11 @@ def test_sizes_of_shapes(text, nbytes):
     assert first(f"p = {text} parameter(0)").shape.nbytes == nbytes
 
 
-def test_shapes_print_as_xla_writes_them():
+def test_shapes_print_like_xla():
     assert str(first("p = (f32[2,3]{1,0}, token[]) parameter(0)").shape) == "(f32[2,3], token[])"
 
 
-def test_an_unknown_element_type_is_refused():
+def test_unknown_element_type_raises():
     assert dtype_bits("f8e5m2") == 8
     with pytest.raises(HloSyntaxError, match="f31"):
         first("p = f31[2] parameter(0)")
@@ -173,7 +173,7 @@ def test_constants_keep_their_payload():
     assert entry["s"].payload == "-7"
 
 
-def test_an_instruction_may_break_after_a_comma():
+def test_instruction_may_span_lines():
     ins = first(
         """
         p = f32[4] parameter(0)
@@ -189,7 +189,7 @@ def test_an_instruction_may_break_after_a_comma():
     assert ins.called_as("to_apply") == ("add",)
 
 
-def test_comments_are_passed_over():
+def test_comments_are_skipped():
     entry = parse_entry("""
         // a line
         p = f32[] /* here */ parameter(0)
@@ -198,7 +198,7 @@ def test_comments_are_passed_over():
     assert entry["t"].operands == ("p", "p", "p")
 
 
-def test_quoted_text_may_hold_brackets_commas_and_escapes():
+def test_quoted_text_may_contain_brackets_and_escapes():
     ins = first(r"""
         p = f32[] parameter(0)
         c = f32[] custom-call(p), custom_call_target="a \"b\" {[(", backend_config="x,}\\",
@@ -223,7 +223,7 @@ def test_metadata_and_attributes():
     assert ins.trip_count == 5
 
 
-def test_a_backend_config_may_be_a_quoted_json_object():
+def test_backend_config_may_be_quoted_json():
     ins = first(r'c = f32[] custom-call(), custom_call_target="x", backend_config="{\"a\": 1}"')
     assert ins.backend_config == {"a": 1}
 
@@ -251,7 +251,7 @@ def test_called_computations_have_roles():
     assert entry["a"].called_as("to_apply") == ("body",)
 
 
-def test_a_computation_may_name_its_thread():
+def test_computation_may_have_execution_thread():
     module = hlo.parse("""
         HloModule m
         side { ROOT p = s32[] parameter(0) }, execution_thread="host"
@@ -260,7 +260,7 @@ def test_a_computation_may_name_its_thread():
     assert module.computations["side"].attributes == {"execution_thread": '"host"'}
 
 
-def test_stack_tables_may_stand_at_the_end_with_plain_parents():
+def test_stack_tables_may_follow_computations():
     module = hlo.parse(
         textwrap.dedent("""
         HloModule m
@@ -290,7 +290,7 @@ def test_stack_tables_may_stand_at_the_end_with_plain_parents():
     assert (root.metadata.source_file, root.metadata.source_line) == ("b.py", 20)
 
 
-def test_source_given_in_the_metadata_is_a_stack_of_one():
+def test_stack_from_metadata_source():
     module = hlo.parse(
         'HloModule m\nENTRY e { ROOT p = s32[] parameter(0), metadata={source_file="f.py" source_line=3} }'
     )
@@ -323,7 +323,7 @@ def test_source_given_in_the_metadata_is_a_stack_of_one():
         ("mesh['a b'=2,'x/y'=2] {'x/y'}", ((0, 1), (2, 3))),
     ],
 )
-def test_spellings_of_replica_groups(text, groups):
+def test_replica_group_formats(text, groups):
     ins = first(
         f"p = f32[4] parameter(0)\nr = f32[4] all-gather(p), channel_id=1, replica_groups={text}, dimensions={{0}}"
     )
@@ -353,7 +353,7 @@ def test_spellings_of_replica_groups(text, groups):
         "everyone",
     ],
 )
-def test_damaged_replica_groups_are_refused(text):
+def test_damaged_replica_groups_raise(text):
     with pytest.raises(HloSyntaxError) as caught:
         first(f"p = f32[4] parameter(0)\nr = f32[4] all-gather(p), replica_groups={text}, dimensions={{0}}")
     assert caught.value.line == 5
@@ -378,7 +378,7 @@ def test_source_target_pairs():
         ("HloModule m\nENTRY e {\n}", 3, "empty"),
         ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n", 4, "expected an instruction"),
         ("HloModule m\nENTRY e {\n  p = s32[] parameter(x)\n}", 3, "number"),
-        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0\n}", 4, "closes"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0\n}", 4, "closing bracket"),
         ("HloModule m\nENTRY e {\n  p = s32[ parameter(0)\n}", 3, "shape"),
         ("HloModule m\nENTRY e {\n  p = s32[a] parameter(0)\n}", 3, "dims"),
         ("HloModule m\nENTRY e {\n  p s32[] parameter(0)\n}", 3, "instruction"),
@@ -387,7 +387,7 @@ def test_source_target_pairs():
         ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x=1, x=2\n}", 3, "twice"),
         ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x=\n}", 3, "value"),
         ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x={\n", 3, "never closed"),
-        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x={(}\n}", 3, "closes"),
+        ("HloModule m\nENTRY e {\n  p = s32[] parameter(0), x={(}\n}", 3, "closing bracket"),
         ('HloModule m\nENTRY e {\n  p = s32[] parameter(0), x="y\n}', 3, "string"),
         ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n  c = s32[] call(p), to_apply=f\n}", 4, "'f'"),
         ("HloModule m\nENTRY e {\n  p = s32[] parameter(0)\n  c = s32[] call(p), to_apply=e\n}", 4, "itself"),
@@ -399,14 +399,14 @@ def test_source_target_pairs():
         (f"HloModule m\nENTRY e {{\n  p = {'(' * 100}s32[]{')' * 100} parameter(0)\n}}", 3, "deep"),
     ],
 )  # fmt: skip
-def test_what_is_no_program_is_refused_with_its_line(text, line, said):
+def test_invalid_text_raises_with_line(text, line, said):
     with pytest.raises(HloSyntaxError, match=said) as caught:
         hlo.parse(text)
     assert caught.value.line == line
     assert isinstance(caught.value, ValueError)
 
 
-def test_calls_in_a_circle_are_refused():
+def test_recursive_calls_raise():
     with pytest.raises(HloSyntaxError, match="calls itself"):
         hlo.parse("""
             HloModule m
@@ -443,6 +443,6 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_text_neither_hangs_nor_overflows(text):
+def test_hostile_text_raises_quickly(text):
     with contextlib.suppress(HloSyntaxError):
         assert hlo.parse(text).entry.name == "e"

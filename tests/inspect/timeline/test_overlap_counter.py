@@ -30,20 +30,20 @@ def agreed(program, mesh):
 
 
 @pytest.mark.parametrize("name", saved.NAMES)
-def test_agree_on_kept_programs(name, compiled):
+def test_counters_agree_on_saved_programs(name, compiled):
     plant, program = compiled(name)
     agreed(program, plant.mesh)
 
 
 @pytest.mark.pod
 @pytest.mark.parametrize("name", ["hsdp", "fsdp_sequence", "heads_fsdp", "second_shard"])
-def test_agree_on_programs_of_now(name, compiled):
+def test_counters_agree_on_new_programs(name, compiled):
     plant, program = compiled(name, again=True)
     agreed(program, plant.mesh)
 
 
-def test_the_kept_programs_have_both_kinds(compiled):
-    """An agreement on nothing covered, or on all, would say little."""
+def test_saved_programs_have_covered_and_exposed(compiled):
+    """Otherwise the comparison would not distinguish the two methods."""
     found = [covered for name in saved.NAMES for covered in agreed(compiled(name)[1], compiled(name)[0].mesh).values()]
     assert any(found)
     assert not all(found)
@@ -77,5 +77,5 @@ ENTRY %main (x: bf16[4,4]) -> bf16[4,4] {{
          ', backend_config={"collective_backend_config":{"is_sync":true}}', 0),
     ],
 )  # fmt: skip
-def test_what_covers_a_gather(between, config, covered):
+def test_work_that_covers_a_gather(between, config, covered):
     assert per_loop(GATHER.format(between=between, config=config)) == {"main": {"all-gather": (covered, 1)}}

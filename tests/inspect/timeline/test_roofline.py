@@ -35,18 +35,18 @@ def fused(inside: str, operands: str, result: str, opcode: str = "fusion"):
     return kernel(body, "k", f"inner {{\n{parameters}\n{inside}\n}}")
 
 
-def test_an_element_wise_kernel_reads_and_writes_once():
+def test_elementwise_kernel_reads_and_writes_once():
     found = kernel("  p = f32[1000] parameter(0)\n  ROOT k = f32[1000] negate(p)", "k")
     assert (found.flops, found.moved_bytes, found.time_s) == (0, 8000, 8e-3)
     assert not found.is_compute_bound
 
 
-def test_the_same_operand_twice_is_read_once():
+def test_repeated_operand_is_read_once():
     assert kernel("  p = f32[1000] parameter(0)\n  ROOT k = f32[1000] multiply(p, p)", "k").moved_bytes == 8000
 
 
 @pytest.mark.parametrize("name", ["p", "v", "t", "g"])
-def test_what_moves_nothing_is_no_kernel(name):
+def test_views_are_not_kernels(name):
     body = """
       p = f32[1000] parameter(0)
       v = f32[10,100] bitcast(p)
@@ -60,7 +60,7 @@ def test_what_moves_nothing_is_no_kernel(name):
     ("dtype", "bytes_each", "seconds"),
     [("f8e4m3fn", 1, 1e-3), ("bf16", 2, 2e-3), ("f16", 2, 2e-3), ("f32", 4, 2e-2)],
 )
-def test_products_run_at_the_peak_of_their_operands_type(dtype, bytes_each, seconds):
+def test_matmul_rate_depends_on_operand_type(dtype, bytes_each, seconds):
     text = f"""HloModule m, is_scheduled=true
 ENTRY e {{
   a = {dtype}[100,100] parameter(0)
@@ -78,7 +78,7 @@ ENTRY e {{
     assert roofline.main_peak_flops_per_s == (GPU.fp32_flops_per_s if dtype == "f32" else GPU.bf16_flops_per_s)
 
 
-def test_products_run_at_the_assumed_share_of_the_peak_or_at_the_measured_rate_of_their_size():
+def test_matmul_rate_is_assumed_share_or_measured():
     body = """
       a = bf16[100,100] parameter(0)
       b = bf16[100,100] parameter(1)
@@ -90,7 +90,7 @@ def test_products_run_at_the_assumed_share_of_the_peak_or_at_the_measured_rate_o
     assert kernel(body, "k", rates=measured).time_s == pytest.approx(2 * 100**3 / 2e8)
 
 
-def test_products_in_fusions_of_fusions_count():
+def test_matmuls_in_nested_fusions_count():
     product = "  ROOT d = f32[8,8] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     parameters = "  a = bf16[8,4] parameter(0)\n  b = bf16[4,8] parameter(1)\n"
     nested = f"nested {{\n{parameters}{product}\n}}\n"
@@ -100,7 +100,7 @@ def test_products_in_fusions_of_fusions_count():
     assert (found.flops, found.moved_bytes) == (2 * 8 * 4 * 8, 64 + 64 + 256)
 
 
-def test_products_of_two_types_in_one_kernel_each_run_at_their_rate():
+def test_fused_matmuls_of_two_types_have_separate_rates():
     inside = """
       a = f32[8,8] dot(p0, p0), lhs_contracting_dims={1}, rhs_contracting_dims={0}
       b = f32[8,8] dot(a, a), lhs_contracting_dims={1}, rhs_contracting_dims={0}
@@ -114,7 +114,7 @@ def test_products_of_two_types_in_one_kernel_each_run_at_their_rate():
     assert found.time_s == pytest.approx(2 * 8**3 * (1 / GPU.bf16_flops_per_s + 1 / GPU.fp32_flops_per_s))
 
 
-def test_a_library_product_is_not_charged_its_scratch_space():
+def test_library_matmul_excludes_scratch_space():
     body = """
       a = bf16[100,100] parameter(0)
       b = bf16[100,100] parameter(1)
@@ -128,8 +128,8 @@ def test_a_library_product_is_not_charged_its_scratch_space():
 @pytest.mark.parametrize(
     ("mask", "window", "share"), [("CAUSAL", 0, 1 / 2), ("NO_MASK", 0, 1), ("CAUSAL", 128, 7 / 32)]
 )
-def test_cudnns_attention_is_charged_its_products(direction, products, mask, window, share):
-    """Head width 64, 2 rows, 8 heads, 256 queries, 512 keys; a causal mask leaves half out, scratch space is free."""
+def test_cudnn_attention_flops(direction, products, mask, window, share):
+    """Head width 64, 2 examples, 8 heads, 256 queries, 512 keys; a causal mask halves FLOPs, scratch space is free."""
     scores = '"intermediate_tensor_shape": {"dimensions": ["2", "8", "256", "512"]}'
     masks = f'"mask_type": "{mask}", "sliding_window_length": {window}'
     config = f'backend_config={{"cudnn_fmha_backend_config": {{{scores}, {masks}}}}}'
@@ -148,7 +148,7 @@ def test_cudnns_attention_is_charged_its_products(direction, products, mask, win
     assert found.moved_bytes == 2 * (2 * 8 * 256 * 64) * 2 + 2 * (2 * 512 * 2 * 64) + 4 * (2 * 8 * 256)
 
 
-def test_a_kernel_that_cannot_be_seen_into_is_charged_its_bytes():
+def test_opaque_kernel_costs_its_bytes():
     body = '  p = f32[1000] parameter(0)\n  ROOT k = f32[500] custom-call(p), custom_call_target="__triton$kernel"'
     found = kernel(body, "k")
     assert (found.flops, found.moved_bytes) == (0, 6000)
@@ -157,12 +157,12 @@ def test_a_kernel_that_cannot_be_seen_into_is_charged_its_bytes():
 # Slices and updates
 
 
-def test_a_fusion_that_slices_one_layer_reads_one_layer():
+def test_fusion_that_slices_a_layer_reads_the_slice():
     inside = "  ROOT s = f32[1,100] dynamic-slice(p0, p1, p1), dynamic_slice_sizes={1,100}"
     assert fused(inside, "f32[32,100] s32[]", "f32[1,100]").moved_bytes == 400 + 4 + 400
 
 
-def test_a_slice_behind_views_counts_in_the_type_it_is_stored_in():
+def test_slice_of_view_counts_stored_type():
     inside = """
       c = f32[32,100] convert(p0)
       b = f32[3200] bitcast(c)
@@ -171,7 +171,7 @@ def test_a_slice_behind_views_counts_in_the_type_it_is_stored_in():
     assert fused(inside, "bf16[32,100]", "f32[100]").moved_bytes == 200 + 400
 
 
-def test_two_slices_of_one_operand_are_both_read():
+def test_two_slices_of_an_operand_are_both_read():
     inside = """
       a = f32[100] slice(p0), slice={[0:100]}
       b = f32[100] slice(p0), slice={[100:200]}
@@ -180,7 +180,7 @@ def test_two_slices_of_one_operand_are_both_read():
     assert fused(inside, "f32[3200]", "f32[100]").moved_bytes == 800 + 400
 
 
-def test_an_operand_that_is_sliced_and_used_is_read_whole():
+def test_operand_sliced_and_used_is_read_fully():
     inside = """
       a = f32[1,100] slice(p0), slice={[0:1], [0:100]}
       b = f32[32,100] negate(p0)
@@ -189,12 +189,12 @@ def test_an_operand_that_is_sliced_and_used_is_read_whole():
     assert fused(inside, "f32[32,100]", "(f32[1,100], f32[32,100])").moved_bytes == 12800 + 400 + 12800
 
 
-def test_an_operand_nobody_uses_is_not_read():
+def test_unused_operand_is_not_read():
     assert fused("  ROOT s = f32[10] negate(p1)", "f32[32,100] f32[10]", "f32[10]").moved_bytes == 80
 
 
 @pytest.mark.parametrize("opcode", ["fusion", "fusion-start"])
-def test_an_update_in_place_writes_the_new_part_only(opcode):
+def test_in_place_update_writes_the_update(opcode):
     inside = """
       u = f32[1,100] bitcast(p2)
       d = f32[32,100] dynamic-update-slice(p0, u, p1, p1)
@@ -204,7 +204,7 @@ def test_an_update_in_place_writes_the_new_part_only(opcode):
     assert fused(inside, "f32[32,100] s32[] f32[100]", result, opcode).moved_bytes == 4 + 400 + 400
 
 
-def test_an_update_whose_result_is_used_further_is_a_whole_copy():
+def test_update_with_further_uses_is_a_full_copy():
     inside = """
       d = f32[32,100] dynamic-update-slice(p0, p2, p1, p1)
       ROOT r = f32[32,100] negate(d)
@@ -212,7 +212,7 @@ def test_an_update_whose_result_is_used_further_is_a_whole_copy():
     assert fused(inside, "f32[32,100] s32[] f32[1,100]", "f32[32,100]").moved_bytes == 12800 + 4 + 400 + 12800
 
 
-def test_updates_among_several_results_are_told_apart():
+def test_in_place_updates_among_several_results():
     inside = """
       d = f32[32,100] dynamic-update-slice(p0, p2, p1, p1)
       n = f32[1,100] negate(p2)
@@ -223,11 +223,11 @@ def test_updates_among_several_results_are_told_apart():
 
 
 @pytest.mark.parametrize("inside", ["  ROOT b = f32[10,10] bitcast(p0)", "  ROOT b = (f32[100]) tuple(p0)"])
-def test_what_a_fusion_hands_on_is_read_and_written(inside):
+def test_fusion_that_forwards_an_operand(inside):
     assert fused(inside, "f32[100]", "f32[10,10]" if "bitcast" in inside else "(f32[100])").moved_bytes == 800
 
 
-def test_a_lookup_reads_the_rows_it_gives():
+def test_gather_reads_selected_rows():
     attributes = (
         "offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,64}"
     )
@@ -239,7 +239,7 @@ def test_a_lookup_reads_the_rows_it_gives():
     assert kernel(body, "k").moved_bytes == 2560 + 40 + 2560
 
 
-def test_a_scatter_touches_the_rows_it_changes():
+def test_scatter_touches_changed_rows():
     body = """
       p = f32[50000,64] parameter(0)
       i = s32[10,1] parameter(1)
@@ -265,7 +265,7 @@ def test_copies_outside_fusions():
     assert kernel(body, "e") is None
 
 
-def test_every_flop_of_the_saved_programs_is_in_some_kernel(saved):
+def test_all_flops_of_saved_programs_are_in_kernels(saved):
     for (name, platform, version), module in saved.items():
         if platform == "lowered":
             continue

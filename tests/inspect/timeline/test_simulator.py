@@ -25,7 +25,7 @@ from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline import step_prediction as prediction
 from meshpar.inspect.timeline.simulator import Timeline, timeline
 from meshpar.models import TransformerConfig, next_token_loss
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 GPU = dataclasses.replace(
     GPUS["h100"],
@@ -74,7 +74,7 @@ def work_(name="k", of="h"):
 
 
 def check(found: Timeline):
-    """What holds for every timeline."""
+    """Check the invariants of every timeline."""
     exposed = found.exposed_s
     assert found.step_s == pytest.approx(found.compute_s + found.memory_s + found.launch_s + sum(exposed.values()))
     for label, time_s in found.network_s.items():
@@ -146,7 +146,7 @@ def test_synchronous(body):
     check(found)
 
 
-def test_no_kernel_is_shorter_than_a_measured_launch():
+def test_kernels_last_at_least_a_launch():
     dot = "k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"  # 2 ms
     body = "\n".join([work_("w"), dot, f"ROOT {work_('v')}"])  # 1 ms, 2 ms, 1 ms
     slow = dataclasses.replace(SLOW, launch_s=1.5 * MS)
@@ -159,7 +159,7 @@ def test_no_kernel_is_shorter_than_a_measured_launch():
     assert (longest.step_s, longest.bound) == (pytest.approx(30 * MS), "launches")
 
 
-def test_a_matrix_product_between_start_and_done_is_something_to_hide_behind():
+def test_matmul_between_start_and_done_covers():
     dot = "k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
     found = clock("\n".join([start(), dot, f"ROOT {done()}"]))
     assert found.step_s == pytest.approx(2 * MS)  # 2e6 FLOPs at 1e9 a second
@@ -170,7 +170,7 @@ def test_a_matrix_product_between_start_and_done_is_something_to_hide_behind():
 
 
 def test_two_collectives_queue():
-    """The second waits for the stream: all that compute does meanwhile hides the first."""
+    """The second waits for the stream, so compute in between overlaps with the first."""
     body = [start("s1"), start("s2", "x"), work_(), done("d1", "s1"), f"ROOT {done('d2', 's2')}"]
     found = clock("\n".join(body))
     first, second = found.collectives
@@ -181,7 +181,7 @@ def test_two_collectives_queue():
     check(found)
 
 
-def test_waiting_for_a_queued_collective_is_charged_to_the_one_in_front():
+def test_queue_wait_is_charged_to_running_collective():
     tensor = "channel_id=2, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true, dimensions={0}"
     gather = "g = (f32[1000000], f32[4000000]) all-gather-start(y), " + tensor
     across = "s = (f32[250000], f32[250000]) collective-permute-start(x), " + (
@@ -204,14 +204,14 @@ def test_waiting_for_a_queued_collective_is_charged_to_the_one_in_front():
     check(found)
 
 
-def test_what_is_started_and_never_waited_for_is_over_at_the_end():
+def test_collective_without_done_ends_with_program():
     found = clock(f"{start()}\nROOT {HALF_A_MS}")
     assert found.step_s == pytest.approx(MS)
     assert found.collectives[0].hidden_s == pytest.approx(0.5 * MS)
     check(found)
 
 
-def test_a_done_is_found_through_updates():
+def test_done_is_matched_through_updates():
     update = "u = (f32[250000], f32[250000]) collective-permute-update(s)"
     found = clock("\n".join([start(), update, done(of="u"), f"ROOT {work_()}"]))
     assert found.step_s == pytest.approx(2 * MS)
@@ -258,7 +258,7 @@ HALF_HIDDEN = "\n".join(
 )
 
 
-def test_a_loop_is_simulated_once_and_multiplied():
+def test_loop_time_is_multiplied():
     found = clock(call_loop(3), loop(HALF_HIDDEN))
     (one,) = found.collectives
     assert found.step_s == pytest.approx(6 * MS)  # 1 ms of permute and 1 ms of copy, three times
@@ -275,7 +275,7 @@ def test_a_loop_is_simulated_once_and_multiplied():
     check(found)
 
 
-def test_loops_in_loops_multiply():
+def test_nested_loops_multiply():
     inner, outer = loop(HALF_HIDDEN), loop(call_loop(3).replace("\nw =", "\nROOT w ="), "outer")
     found = clock(call_loop(5, "outer", "o"), inner + outer)
     assert found.step_s == pytest.approx(30 * MS)
@@ -285,7 +285,7 @@ def test_loops_in_loops_multiply():
     check(found)
 
 
-def test_a_loop_of_unknown_length_counts_once_and_is_named():
+def test_loop_of_unknown_length_counts_once():
     found = clock(call_loop(None), loop(HALF_HIDDEN))
     assert found.step_s == pytest.approx(2 * MS)
     assert found.loops[0].trip_count is None
@@ -293,13 +293,13 @@ def test_a_loop_of_unknown_length_counts_once_and_is_named():
     assert "loop `w`" in found.notes[0]
 
 
-def test_a_loop_that_runs_no_times_takes_none():
+def test_loop_with_zero_trips_takes_no_time():
     found = clock(call_loop(0), loop(HALF_HIDDEN))
     assert (found.step_s, found.collectives[0].time_s) == (0, 0)
     assert found.collectives[0].hidden_fraction is None
 
 
-def test_a_loop_hides_a_collective_that_runs_beside_it():
+def test_loop_overlaps_with_collective():
     body = loop(f"{work_()}\nROOT r = (f32[250000], f32[125000]) tuple(x, k)")
     found = clock("\n".join([start(), call_loop(3), f"ROOT {done()}"]), body)
     assert found.step_s == pytest.approx(3 * MS)
@@ -307,14 +307,14 @@ def test_a_loop_hides_a_collective_that_runs_beside_it():
     check(found)
 
 
-def test_a_loop_with_collectives_begins_when_the_stream_is_free():
+def test_loop_with_collectives_waits_for_stream():
     found = clock("\n".join([start(), call_loop(3), f"ROOT {done()}"]), loop(HALF_HIDDEN))
     assert found.step_s == pytest.approx(7 * MS)
     assert found.collectives[0].hidden_s == 0
     check(found)
 
 
-def test_the_longest_branch_is_taken():
+def test_longest_branch_is_taken():
     branches = f"""
 quick {{
   x = f32[250000] parameter(0)
@@ -333,7 +333,7 @@ slow {{
     check(found)
 
 
-def test_a_call_runs_in_line():
+def test_call_runs_inline():
     called = f"inner {{\n  h = f32[125000] parameter(0)\n  ROOT {work_()}\n}}"
     found = clock("\n".join([start(), "c = f32[125000] call(h), to_apply=inner", f"ROOT {done()}"]), called)
     assert found.step_s == pytest.approx(MS)
@@ -345,7 +345,7 @@ def test_a_call_runs_in_line():
 # Spellings
 
 
-def test_a_wrapped_collective_is_asynchronous():
+def test_wrapped_collective_is_async():
     scatter = """
 wrapped {
   v = f32[1000000] parameter(0)
@@ -366,7 +366,7 @@ wrapped {
     check(found)
 
 
-def test_an_asynchronous_fusion_takes_its_time_on_the_compute_stream():
+def test_async_fusion_runs_on_compute_stream():
     fused = "inner {\n  h = f32[125000] parameter(0)\n  ROOT n = f32[125000] negate(h)\n}"
     body = """
       f = ((f32[125000]), f32[125000], u32[]) fusion-start(h), kind=kLoop, calls=inner
@@ -379,14 +379,14 @@ def test_an_asynchronous_fusion_takes_its_time_on_the_compute_stream():
     check(found)
 
 
-def test_collectives_of_a_single_device_are_free():
+def test_single_device_collectives_are_free():
     alone = "channel_id=1, replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, use_global_device_ids=true, to_apply=add"
     found = clock(f"s = f32[250000] all-reduce-start(x), {alone}\n{work_()}\nROOT d = f32[250000] all-reduce-done(s)")
     assert (found.step_s, found.collectives) == (pytest.approx(MS), ())
     check(found)
 
 
-def test_kernels_that_cannot_be_seen_into_are_named():
+def test_opaque_kernels_are_reported():
     body = 'ROOT k = f32[125000] custom-call(h), custom_call_target="__triton$kernel"'
     found = clock(body)
     assert found.step_s == pytest.approx(MS)
@@ -409,21 +409,21 @@ ROOT g = f32[%d] all-gather(y), channel_id=1, replica_groups=%s, use_global_devi
         ("{{0,1,2,3,4,5,6,7}}", 8, 28e6 / 4e8),  # 7/8 of 32 MB between nodes, by all four ports of each
     ],
 )
-def test_groups_that_cross_nodes_use_the_network(groups, size, seconds):
+def test_groups_across_nodes_use_network(groups, size, seconds):
     nodes = dataclasses.replace(SLOW, nodes=2, gpus_per_node=4)
     found = clock(GATHER % (size * 1000000, groups), cluster=nodes)
     assert found.step_s == pytest.approx(seconds)
 
 
-def test_a_link_that_was_measured_along_the_axis_comes_first():
+def test_measured_link_of_axis_has_priority():
     ring = dataclasses.replace(SLOW, axes={"tensor": Link(alpha_s=0, bytes_per_s=2e9)})
     assert clock(GATHER % (4000000, "{{0,1,2,3},{4,5,6,7}}"), cluster=ring).step_s == pytest.approx(6 * MS)
     other = dataclasses.replace(SLOW, axes={"data": Link(alpha_s=0, bytes_per_s=2e9)})
     assert clock(GATHER % (4000000, "{{0,1,2,3},{4,5,6,7}}"), cluster=other).step_s == pytest.approx(12 * MS)
 
 
-def test_the_slowest_group_decides():
-    """Of two groups of four on nodes of five the second crosses: one of its devices stands in the first node."""
+def test_slowest_group_determines_time():
+    """With two groups of four on nodes of five, the second group crosses: one of its devices is in the first node."""
     nodes = dataclasses.replace(SLOW, nodes=2, gpus_per_node=5)
     found = clock(GATHER % (4000000, "{{0,1,2,3},{4,5,6,7}}"), cluster=nodes)
     assert found.step_s == pytest.approx(12e6 / 1e8)
@@ -432,16 +432,16 @@ def test_the_slowest_group_decides():
 # Refusals
 
 
-def test_a_program_that_is_not_scheduled_is_refused(saved, programs):
+def test_unscheduled_program_raises(saved, programs):
     for (name, platform, _), module in saved.items():
         if platform == "lowered":
-            with pytest.raises(MeshparError, match="not the lowered one"):
+            with raises("unsupported-feature", "program"):
                 timeline(module, (), SLOW)
             assert name in programs.PROGRAMS
 
 
-def test_a_cluster_with_too_few_devices_is_refused():
-    with pytest.raises(MeshparError, match="it runs on 8"):
+def test_cluster_with_too_few_devices_raises():
+    with raises("out-of-range", "program"):
         clock(work_(), cluster=dataclasses.replace(SLOW, gpus_per_node=4))
 
 
@@ -460,7 +460,7 @@ def real(saved, programs, cluster):
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS.keys())
-def test_saved_programs_make_sense(saved, programs, cluster):
+def test_saved_programs_satisfy_invariants(saved, programs, cluster):
     seen = set()
     for key, module, found, on in real(saved, programs, cluster):
         times = timeline(module, found, on)
@@ -473,8 +473,8 @@ def test_saved_programs_make_sense(saved, programs, cluster):
     assert seen == set(programs.PROGRAMS)
 
 
-def test_collectives_in_the_longest_branch_and_loops_add_up(saved, programs):
-    """`kernels` has one reduction in each branch, of which one is taken, and a permute in a loop of five."""
+def test_collectives_in_branches_and_loops_add_up(saved, programs):
+    """`kernels` has a reduction in each branch of a conditional, and a permute in a loop of five."""
     for (name, _), module, found, on in real(saved, programs, CLUSTERS["one node"]):
         if name != "kernels":
             continue
@@ -519,7 +519,7 @@ def random_program(steps):
 
 @settings(max_examples=25)
 @given(steps=STEPS, factor=st.floats(min_value=1, max_value=50))
-def test_any_schedule_adds_up_and_gains_from_faster_links(steps, factor):
+def test_random_schedules_add_up_and_gain_from_faster_links(steps, factor):
     text, body = random_program(steps), loop(HALF_HIDDEN)
     found = clock(text, body)
     check(found)
@@ -552,8 +552,8 @@ def decoder(pod):
 
 
 @pytest.mark.pod
-def test_a_plain_scan_gathers_its_weights_with_nothing_to_hide_behind(decoder):
-    """The weights of a layer are gathered in the iteration that needs them: its first product waits for them."""
+def test_plain_scan_gathers_are_exposed(decoder):
+    """A layer's weights are gathered in the iteration that uses them, so its first matmul waits for them."""
     _, _, times, _ = decoder
     check(times)
     layers = [one for one in times.collectives if one.collective.in_loop and one.collective.kind == "all-gather"]
@@ -567,7 +567,7 @@ def test_a_plain_scan_gathers_its_weights_with_nothing_to_hide_behind(decoder):
 
 
 @pytest.mark.pod
-def test_the_predicted_step_is_no_shorter_than_its_products(decoder):
+def test_predicted_step_is_at_least_matmul_time(decoder):
     module, _, times, asked = decoder
     products_s = work.flops_per_step(module) / parse_cluster("h100:1x8").gpu.bf16_flops_per_s
     assert asked == pytest.approx(work.flops_per_step(module), rel=1e-3)
@@ -577,7 +577,7 @@ def test_the_predicted_step_is_no_shorter_than_its_products(decoder):
 
 
 @pytest.mark.pod
-def test_the_same_step_takes_longer_between_nodes(decoder):
+def test_step_is_slower_between_nodes(decoder):
     module, collectives, times, _ = decoder
     spread = timeline(module, collectives, parse_cluster("h100:8x1"))
     assert spread.compute_s == times.compute_s

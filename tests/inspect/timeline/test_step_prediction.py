@@ -45,7 +45,7 @@ def test_overlap_sums_over_axes(timed):
     assert found.reason == ""
 
 
-def test_what_has_nothing_to_hide_behind_is_listed_longest_wait_first(timed):
+def test_overlap_lists_longest_exposed_first(timed):
     found = prediction.overlap(timed)
     waits = [one.exposed_s for one in found.exposed]
     assert waits == sorted(waits, reverse=True)
@@ -54,10 +54,10 @@ def test_what_has_nothing_to_hide_behind_is_listed_longest_wait_first(timed):
     assert [one.is_backward for one in gathers] == [False]  # the backward one spans a product
 
 
-def test_without_a_timeline_no_number_is_made_up(scan):
+def test_overlap_and_compute_without_timeline(scan):
     module, _ = scan
     reason = prediction.why_not_timed("cpu", None)
-    assert "name a cluster" in reason
+    assert "pass a cluster" in reason
     found = prediction.overlap(None, reason)
     assert (found.hidden_fraction, found.per_axis, found.exposed, found.reason) == (None, {}, (), reason)
     computed = prediction.compute(module, num_devices=8, model_flops=ASKED, reason=reason)
@@ -68,16 +68,16 @@ def test_without_a_timeline_no_number_is_made_up(scan):
     assert computed.flops_per_device == work.flops_per_step(module)
 
 
-def test_which_programs_can_be_timed():
+def test_why_not_timed():
     assert prediction.why_not_timed("h100:1x8", CLUSTER) == ""
     assert "GPU compiler's schedule" in prediction.why_not_timed("cpu", CLUSTER)
     assert "`gpu`" in prediction.why_not_timed("gpu", None)
 
 
-def test_a_program_that_sends_nothing_has_no_fraction(scan):
+def test_overlap_without_communication(scan):
     module, _ = scan
     found = prediction.overlap(timeline(module, (), CLUSTER))
-    assert (found.hidden_fraction, found.reason) == (None, "nothing is sent")
+    assert (found.hidden_fraction, found.reason) == (None, "no communication")
 
 
 def test_compute_against_the_model(scan, timed):
@@ -92,13 +92,13 @@ def test_compute_against_the_model(scan, timed):
     assert found.notes == ASKED.notes
 
 
-def test_without_model_flops_there_is_no_ratio(scan, timed):
+def test_compute_without_model_flops(scan, timed):
     found = prediction.compute(scan[0], num_devices=8, timeline=timed)
     assert found.model_flops_per_device is found.ratio is found.utilisation is None
     assert found.predicted_step_s == timed.step_s
 
 
-def test_both_are_plain_data(scan, timed):
+def test_overlap_and_compute_to_json(scan, timed):
     found = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed).to_json()
     assert json.loads(json.dumps(found)) == found
     assert {"flops_per_device", "model_flops_per_device", "predicted_step_s", "bound"} <= found.keys()
@@ -107,8 +107,8 @@ def test_both_are_plain_data(scan, timed):
     assert hidden["exposed"][0]["time_s"] > 0
 
 
-def test_the_error_bar_holds_the_step_and_names_its_rates(scan):
-    """Low has every message hidden and products at the data sheet's peak, high has every message waited for."""
+def test_bracket_contains_step_and_names_rates(scan):
+    """`low` has full overlap and matmuls at the data sheet's peak, `high` has no overlap."""
     timed = timeline(scan[0], census(*scan), BOUND_BY_FLOPS)
     found = prediction.compute(scan[0], num_devices=8, timeline=timed, cluster=BOUND_BY_FLOPS).bracket
     assert timed.compute_s == pytest.approx(work.flops_per_step(scan[0]) / (0.65 * 989.4e12))
@@ -123,8 +123,8 @@ def test_the_error_bar_holds_the_step_and_names_its_rates(scan):
     assert prediction.compute(scan[0], num_devices=8, timeline=timed).bracket is None
 
 
-def test_attention_has_the_same_rate_in_the_step_and_at_the_lower_end_of_its_error_bar():
-    """The catalogue has no faster attention, so the best case has none either."""
+def test_bracket_low_uses_same_attention_rate():
+    """The catalogue has no faster attention rate, so the best case uses the same rate."""
     scores = '"intermediate_tensor_shape": {"dimensions": ["2", "32", "8192", "8192"]}'
     module = hlo.parse(f"""HloModule m, is_scheduled=true, num_partitions=8
 ENTRY e {{
@@ -138,7 +138,7 @@ ENTRY e {{
     assert bracket(module, times, CLUSTER).low_s == times.step_s
 
 
-def test_a_measured_launch_is_in_the_step_its_error_bar_and_the_table(scan):
+def test_measured_launch_is_in_step_bracket_and_table(scan):
     slow = dataclasses.replace(CLUSTER, launch_s=1e-5, source="measured here")
     found = timeline(scan[0], census(*scan), slow)
     computed = prediction.compute(scan[0], num_devices=8, timeline=found, cluster=slow)
@@ -150,7 +150,7 @@ def test_a_measured_launch_is_in_the_step_its_error_bar_and_the_table(scan):
     assert computed.to_json()["launch_s"] == found.launch_s
 
 
-def test_measured_products_and_links_take_the_place_of_what_is_assumed(scan, timed):
+def test_measured_rates_replace_assumed_rates(scan, timed):
     peak = CLUSTER.gpu.bf16_flops_per_s
     rates = {1: 0.5 * peak, 1 << 20: 0.5 * peak}
     link = Link(alpha_s=1e-6, bytes_per_s=1e11)
@@ -164,7 +164,7 @@ def test_measured_products_and_links_take_the_place_of_what_is_assumed(scan, tim
     assert all("measured here" in source for source in found.sources)
 
 
-def test_the_headline_names_the_rates_that_the_utilisation_assumes(scan, timed):
+def test_headline_names_rates_of_utilisation(scan, timed):
     computed = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed, cluster=CLUSTER)
     assert computed.rates == str(CLUSTER.rates)
     report = SimpleNamespace(compute=computed, overlap=prediction.overlap(timed), findings=())
