@@ -103,6 +103,7 @@ HOUSE: dict[str, list[str] | str] = {
     "commands.recipe": ["training.loop", "training.lora"],
     "bench.run": ABOVE,
     "commands": ABOVE,
+    "__main__": ABOVE,
     "sharding": [],
     "training": [],
 }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import stat
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -154,9 +156,20 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)  # of a process that was killed, or a link
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+    number = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    with naming(path), open(number, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
     fresh.replace(path)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file to an `OSError`: the errors of an open file lack it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def check_inside(path: Path, folder: Path) -> None:
