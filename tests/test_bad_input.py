@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from meshpar.data.tokens import load_tokenizer
 from meshpar.hardware.clusters import parse_profile
 from meshpar.inspect.budget import Budget
 from meshpar.planner.plan import load_plans
-from meshpar.sharding.host_resources import check_memory, read_json, replace_file
+from meshpar.sharding.host_resources import check_memory, read_json, replace_file, unexpected
 from meshpar.sharding.types import MeshparError
 from tests import grid
 
@@ -51,6 +54,24 @@ def recurses():
 
 def another():
     return 3
+
+def with_loss(loss):
+    import dataclasses
+    return lambda: dataclasses.replace(recipe(), loss=loss)
+
+def absent(model, batch, key):
+    return batch["mask"], {}
+
+raises_in_loss = with_loss(absent)
+takes_no_key = with_loss(lambda model, batch: (0.0, {}))
+returns_none = with_loss(lambda model, batch, key: None)
+
+def no_rate():
+    raise RuntimeError("no rate")
+
+def raises_in_optimizer():
+    import dataclasses
+    return dataclasses.replace(recipe(), optimizer=mp.Optax(make=lambda: no_rate()))
 """
 DEEP = "[" * 100_000
 WEIRD = (
@@ -84,6 +105,9 @@ class Place:
         os.mkfifo(folder / "pipe")
         os.mkfifo(folder / "pipe.json")
         os.mkfifo(folder / "pipe.py")
+        (folder / "pipes").mkdir()
+        for name in ("config.json", "tokenizer.json"):
+            os.mkfifo(folder / "pipes" / name)
         (folder / "folder.json").mkdir()
         (folder / "gone").symlink_to(folder / "nowhere")
         (folder / "loop").symlink_to(folder / "loop")
@@ -342,6 +366,150 @@ def test_a_long_list_of_tasks_is_read_without_writing_it_out() -> None:
 def test_a_value_that_means_nothing_is_refused(meshpar, place, monkeypatch, field) -> None:
     monkeypatch.chdir(place.folder)
     code, _, err = meshpar("shard", "recipe.py", "--set", field)
+    assert (code, wrong_with(code, err)) == (2, None)
+
+
+HUGE = "9" * 400
+NUMBERS = [
+    ["shard", "recipe.py", "--set", f"steps={HUGE}"],
+    ["shard", "recipe.py", "--mesh", f"fsdp={'9' * 5000}"],
+    ["shard", "recipe.py", "--set", f"mesh=fsdp={'9' * 5000}"],
+    ["shard", "recipe.py", "--set", f"optimizer.lr={HUGE}"],
+    ["shard", "recipe.py", "--set", f"strategy=fsdp(min_bytes={HUGE})"],
+    ["shard", "recipe.py", "--from-hf", HUGE],
+    ["schedule", "gpipe", "--stages", HUGE],
+    ["schedule", "gpipe", "--microbatches", HUGE],
+    ["cost", "ring", "--ranks", "9" * 5000],
+    ["train", "recipe.py", "--devices", 5000],
+    ["train", "recipe.py", "--devices", "9" * 23],
+    ["bench", "step", "--devices", "9" * 23],
+]
+
+
+@pytest.mark.parametrize(
+    "args",
+    grid.cases(*NUMBERS[:2], NUMBERS[6], NUMBERS[-3], grid=NUMBERS),
+    ids=lambda args: " ".join(map(str, args))[:40],
+)
+def test_huge_numbers_are_refused(meshpar, place, monkeypatch, args) -> None:
+    monkeypatch.chdir(place.folder)
+    code, _, err = meshpar(*args)
+    assert (code, wrong_with(code, err)) == (2, None)
+    assert len(err) < 1500
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    grid.cases(
+        " | ".join(["fsdp()"] * 3001),
+        grid=[" | ".join(["fsdp()"] * 3001), "(" * 3000 + "fsdp()" + ")" * 3000, "fsdp(min_bytes=" + "-" * 5000 + "1)"],
+    ),
+    ids=lambda text: text[:20],
+)
+def test_a_strategy_of_thousands_of_parts_is_refused(meshpar, place, monkeypatch, strategy) -> None:
+    monkeypatch.chdir(place.folder)
+    code, _, err = meshpar("shard", "recipe.py", "--strategy", strategy)
+    assert (code, wrong_with(code, err)) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    grid.cases(
+        ("raises_in_loss", 'batch["mask"]'), ("takes_no_key", "lambda model, batch:"),
+        grid=[("raises_in_loss", 'batch["mask"]'), ("takes_no_key", "lambda model, batch:"),
+              ("returns_none", "lambda model, batch, key: None"), ("raises_in_optimizer", "raise RuntimeError")],
+    ),
+)  # fmt: skip
+def test_an_error_in_a_recipe_names_its_line_while_a_run_starts(
+    meshpar, place, monkeypatch, tmp_path, function, where
+) -> None:
+    monkeypatch.chdir(place.folder)
+    code, _, err = meshpar("train", f"recipe.py:{function}", "--devices", 2, "--out", tmp_path)
+    assert code == 2
+    line = next(number for number, text in enumerate(RECIPE.splitlines(), start=1) if where in text)
+    assert f"recipe.py:{line}" in err
+    assert len(err.splitlines()) < 5
+
+
+def schedule_file(folder: Path, **changes: object) -> Path:
+    table = [[["F", 0, 0]], [["B", 0, 0]], [["W", 0, 0]]]
+    (folder / "own.json").write_text(json.dumps({"name": "own", "table": table, **changes}))
+    return folder / "own.json"
+
+
+def test_text_in_place_of_a_list_in_a_schedule_is_refused(meshpar, tmp_path) -> None:
+    assert meshpar("schedule", schedule_file(tmp_path))[0] == 0
+    for field in ("joined", "table", "parts"):
+        for value in ("x", [[]], ["x"]):
+            code, _, err = meshpar("schedule", schedule_file(tmp_path, **{field: value}))
+            assert (code, wrong_with(code, err)) == (2, None), (field, value)
+
+
+def test_huge_numbers_in_a_file_are_refused(tmp_path) -> None:
+    (tmp_path / "huge.json").write_text(f'{{"nodes": {HUGE}}}')
+    with pytest.raises(MeshparError, match="a number has 400 digits"):
+        read_json(tmp_path / "huge.json", "it", "do")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("generate", "no/run", "--prompt", "a\udc80"),
+        ("shard", "recipe.py", "--set", "sample.prompt=\udc80"),
+        ("shard", "recipe.py", "--set", "strategy=\udc80"),
+    ],
+    ids=lambda args: args[-1][:8].encode("unicode_escape").decode(),
+)
+def test_text_that_is_not_utf8_is_refused(meshpar, place, monkeypatch, args) -> None:
+    monkeypatch.chdir(place.folder)
+    code, _, err = meshpar(*args)
+    assert code == 2
+    assert "half of a surrogate pair" in err
+
+
+def test_a_file_that_grows_too_large_is_named(tmp_path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            replace_file(tmp_path / "recipe.json", "x" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(unexpected(caught.value, command="meshpar train")).startswith(f"{tmp_path / 'recipe.json'}: asked to")
+
+
+def test_ctrl_c_ends_a_command_that_is_still_importing() -> None:
+    code = "import meshpar.__main__, os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nmeshpar: interrupted\n")
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import meshpar.__main__; "
+    subprocess.run([sys.executable, "-c", ignoring + "signal.raise_signal(signal.SIGINT)"], check=True)
+
+
+PIPES = [
+    ["shard", "pipe.py"],
+    ["train", "recipe.py", "--devices", 2, "--text", "pipe"],
+    ["train", "recipe.py", "--devices", 2, "--tokenizer", "pipe.json"],
+    ["train", "recipe.py", "--devices", 2, "--plan", "pipe.json"],
+    ["train", "recipe.py", "--devices", 2, "--from-hf", "pipes"],
+    ["convert", "from-hf", "pipes", "run"],
+    ["generate", "pipes", "--prompt", "a"],
+    ["explain", "recipe.py", "--budget", "pipe.json"],
+    ["explain", "recipe.py", "--save-budget", "pipe.json"],
+    ["explain", "recipe.py", "--html", "pipe"],
+    ["plan", "recipe.py", "--cluster", "h100:1x2", "--save", "pipe.json"],
+    ["cost", "ring", "--cluster", "pipe.json"],
+    ["schedule", "pipe.json"],
+]
+
+
+@pytest.mark.parametrize(
+    "args", grid.cases(*PIPES[:3], *PIPES[8:9], *PIPES[-2:], grid=PIPES), ids=lambda args: " ".join(map(str, args))
+)
+def test_a_pipe_is_refused_as_a_file(meshpar, place, alarm, monkeypatch, args) -> None:
+    monkeypatch.chdir(place.folder)
+    alarm()
+    code, _, err = meshpar(*args)
     assert (code, wrong_with(code, err)) == (2, None)
 
 

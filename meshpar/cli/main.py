@@ -527,7 +527,7 @@ def check_folder(path: str) -> None:
     folder = Path(path).absolute().parent
     if not folder.is_dir():
         raise problem(path, "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
-    if Path(path).is_fifo():
+    if os.path.exists(path) and Path(path).is_fifo():
         raise problem(path, "write to it", "it is a pipe, which may have no reader", "name a file")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise problem(path, "write to it", "you may not", "name a file in a folder of yours")

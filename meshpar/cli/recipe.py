@@ -633,7 +633,7 @@ def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     """
     tree: _Tree = {}
     for assignment in assignments:
-        check_unicode(assignment, f"override `{assignment}`")
+        check_unicode(assignment, "an override")
         path, equals, text = assignment.partition("=")
         if not equals or not all(part.strip() for part in path.split(".")):
             raise problem(

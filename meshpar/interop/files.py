@@ -282,7 +282,12 @@ def write(
         path = folder / file
         path.touch()
         mode = path.stat().st_mode
-        save_file(held, str(path), metadata={"format": "pt"})
+        try:
+            save_file(held, str(path), metadata={"format": "pt"})
+        except library().SafetensorError as error:
+            raise problem(
+                file, "write it", f"that failed ({error})", "free some room, or name another folder"
+            ) from None
         path.chmod(mode)  # the library makes files that only their owner may read, whatever the umask
     if index and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
@@ -291,7 +296,8 @@ def write(
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write an object as transformers does."""
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    with host.naming(path):
+        path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -164,6 +165,16 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the file to an `OSError`: the errors of an open file lack it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def check_inside(path: Path, folder: Path) -> None:
