@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.nnx import bridge
+from flax import nnx
 
 import meshpar as mp
 from meshpar.layers.precision import Precision, numerics
@@ -159,13 +159,13 @@ def test_every_matrix_of_an_mlp_is_summed_first():
     config = TransformerConfig(
         vocab_size=8, num_layers=1, embed_dim=WIDTH, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=WIDTH
     )
-    mlp, x = bridge.to_linen(MLP, config), jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), np.float32)
-    with mp.use_rules(mesh, mp.fsdp()):
-        params = jax.eval_shape(mlp.init, jax.random.key(0), x)
+    x = jax.ShapeDtypeStruct((ROWS, SEQ, WIDTH), np.float32)
+    with nnx.use_eager_sharding(False):
+        graph, params = nnx.split(nnx.eval_shape(lambda: MLP(config, rngs=nnx.Rngs(0))))
 
     def back(params, x):
         with mp.use_rules(mesh, mp.fsdp()), numerics(Precision(compute="bfloat16"), None, 2):
-            y, vjp = jax.vjp(lambda params: [mlp.apply(params, x) for _ in range(2)], params)
+            y, vjp = jax.vjp(lambda params: [nnx.merge(graph, params)(x) for _ in range(2)], params)
             return summed_first(lambda dy: vjp(dy)[0], True, SliceRows(mesh, ("fsdp",), ROWS))(y)
 
     found = jax.tree.leaves(jax.eval_shape(back, params, x), is_leaf=lambda one: isinstance(one, Own))

@@ -12,7 +12,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.nnx import bridge
 from jax.extend.core import jaxprs_in_params
 
 import meshpar as mp
@@ -160,18 +159,14 @@ def test_rematerialisation_computes_again_what_the_policy_says(one_device, frame
     assert again == {"full": 8, "dots": 2, "all_dots": 0, "minimal": 0}
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_the_backward_pass_of_an_mlp_is_left_gate_and_up_and_nothing_else_as_wide(one_device, framework):
+def test_the_backward_pass_of_an_mlp_is_left_gate_and_up_and_nothing_else_as_wide(one_device):
     config, x = CONFIG(), jax.ShapeDtypeStruct((2, 3, 16), np.float32)
-    if framework == "nnx":
-        with nnx.use_eager_sharding(False):
-            graph, params = nnx.split(nnx.eval_shape(lambda: MLP(config, rngs=nnx.Rngs(0))))
+    with nnx.use_eager_sharding(False):
+        graph, params = nnx.split(nnx.eval_shape(lambda: MLP(config, rngs=nnx.Rngs(0))))
 
-        def call(params, x):
-            return nnx.merge(graph, params)(x)
-    else:
-        call = bridge.to_linen(MLP, config).apply
-        params = jax.eval_shape(bridge.to_linen(MLP, config).init, jax.random.key(0), x)
+    def call(params, x):
+        return nnx.merge(graph, params)(x)
+
     left = jax.eval_shape(lambda params, x: jax.vjp(call, params, x)[1], params, x)
     assert sum(leaf.shape == (2, 3, 20) for leaf in jax.tree.leaves(left)) == 2
 

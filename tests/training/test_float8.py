@@ -25,9 +25,10 @@ from meshpar.parallel.expected.fp8_scales import SCALES
 from meshpar.planner.workload import describe
 from meshpar.sharding.adapters import OVERWRITTEN
 from meshpar.sharding.types import tree_leaves_with_paths
-from tests.equal import assert_same, linen_decoder
+from tests.equal import assert_same
 from tests.grid import cases
 from tests.layers.test_precision import PRODUCTS
+from tests.linen_decoder import linen_model
 from tests.parallel.test_equality import CASES, EXPERTS, five_steps
 
 FP8, BY_ROW = mp.Precision(matmul="fp8"), mp.Precision(matmul="fp8-rowwise")
@@ -229,7 +230,7 @@ def test_by_path(framework):
     """Of a layer's seven matrices two stay as they are."""
     model = CONFIG.build()
     if framework == "linen":
-        model = mp.from_linen(linen_decoder(CONFIG), jax.ShapeDtypeStruct((16, 64), np.int32))
+        model = linen_model(CONFIG, 16, 64)
     state, trace = traced(model, mp.Precision(matmul=BY_PATH))[1:]
     found = [[x.aval.dtype.itemsize for x in eqn.invars[:2]] for _, eqn in products(trace.jaxpr.jaxpr)]
     assert found.count([1, 1]) == 3 * (MATRICES - 2)

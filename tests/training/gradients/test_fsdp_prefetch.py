@@ -244,10 +244,10 @@ def test_gathers_have_a_layer_to_hide_behind(pod):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: mp.fsdp(prefetch=2), "0, where a layer needs them, or 1"),
-        (lambda: mp.zero3(prefetch=1.0), "0, where a layer needs them, or 1"),
-        (lambda: mp.hsdp(prefetch=True), "0, where a layer needs them, or 1"),
-        (lambda: mp.fsdp(prefetch=1, quantize="int8"), "Leave one of the two out"),
+        (lambda: mp.fsdp(prefetch=2), "must be one of 0, 1"),
+        (lambda: mp.zero3(prefetch=1.0), "must be one of 0, 1"),
+        (lambda: mp.hsdp(prefetch=True), "must be one of 0, 1"),
+        (lambda: mp.fsdp(prefetch=1, quantize="int8"), "Remove one of the two"),
     ],
 )
 def test_a_strategy_that_cannot_be(make, said):
