@@ -26,7 +26,7 @@ from meshpar.parallel.parallelism import (
 from meshpar.parallel.quantization import ENGINE, Quantize, quantize_of
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.rules import Largest
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import is_whole, problem
 
 Stage = Literal["zero1", "zero2", "zero3", "fsdp", "hsdp"]
 _SPLIT_BY = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3, "hsdp": 3}
@@ -48,7 +48,7 @@ class Zero(Parallelism):
 
     def __post_init__(self) -> None:
         axes_of(self.stage, self.axis)
-        if isinstance(self.min_bytes, bool) or not isinstance(self.min_bytes, int) or self.min_bytes < 0:
+        if not is_whole(self.min_bytes, 0) or self.min_bytes >= 2**63:
             where, asked = f"{self.stage}(min_bytes={self.min_bytes!r})", "leave smaller leaves whole"
             raise problem(where, asked, "it is not a number of bytes", "write one, say min_bytes=2**16")
         if type(self.prefetch) is not int or self.prefetch not in (0, 1):

@@ -251,7 +251,7 @@ def test_steps_without_a_meeting_point():
         (lambda: make("zb-v", 4, "8"), "asked to run with '8' microbatches"),
         (lambda: make("interleaved-1f1b", 4, 8, chunks=2.5), "asked to run with 2.5 chunks"),
         (lambda: make("1f1b", 10**6, 1), "lay out 1 microbatches on 1000000 stages"),
-        (lambda: make("interleaved-1f1b", 2, 4, chunks=10**9), "up to 1e.06"),
+        (lambda: make("interleaved-1f1b", 2, 4, chunks=10**9), "up to 1,000,000"),
         (lambda: make("zb-h2", 4, 8, limit=2.5), "hold 2.5 microbatches' activations"),
         (lambda: make("1f1b", 2, 0), "0 microbatches"),
         (lambda: make("dualpipe", 5, 8), "take 4 or 6 stages, or `dualpipe-v`"),
