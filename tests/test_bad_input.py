@@ -64,14 +64,18 @@ def absent(model, batch, key):
 
 raises_in_loss = with_loss(absent)
 takes_no_key = with_loss(lambda model, batch: (0.0, {}))
-returns_none = with_loss(lambda model, batch, key: None)
+returns_no_pair = with_loss(lambda model, batch, key: next_token_loss(model, batch, key)[0])
 
 def no_rate():
     raise RuntimeError("no rate")
 
+def takes_no_steps():
+    import dataclasses
+    return dataclasses.replace(recipe(), optimizer=mp.Optax(make=lambda: None))
+
 def raises_in_optimizer():
     import dataclasses
-    return dataclasses.replace(recipe(), optimizer=mp.Optax(make=lambda: no_rate()))
+    return dataclasses.replace(recipe(), optimizer=mp.Optax(make=lambda steps: no_rate()))
 """
 DEEP = "[" * 100_000
 WEIRD = (
@@ -416,8 +420,11 @@ def test_a_strategy_of_thousands_of_parts_is_refused(meshpar, place, monkeypatch
     ("function", "where"),
     grid.cases(
         ("raises_in_loss", 'batch["mask"]'), ("takes_no_key", "lambda model, batch:"),
-        grid=[("raises_in_loss", 'batch["mask"]'), ("takes_no_key", "lambda model, batch:"),
-              ("returns_none", "lambda model, batch, key: None"), ("raises_in_optimizer", "raise RuntimeError")],
+        grid=[
+            ("raises_in_loss", 'batch["mask"]'), ("takes_no_key", "lambda model, batch:"),
+            ("returns_no_pair", "batch, key)[0]"), ("raises_in_optimizer", "raise RuntimeError"),
+            ("takes_no_steps", "make=lambda: None"),
+        ],
     ),
 )  # fmt: skip
 def test_an_error_in_a_recipe_names_its_line_while_a_run_starts(
@@ -425,7 +432,7 @@ def test_an_error_in_a_recipe_names_its_line_while_a_run_starts(
 ) -> None:
     monkeypatch.chdir(place.folder)
     code, _, err = meshpar("train", f"recipe.py:{function}", "--devices", 2, "--out", tmp_path)
-    assert code == 2
+    assert code == 2, err
     line = next(number for number, text in enumerate(RECIPE.splitlines(), start=1) if where in text)
     assert f"recipe.py:{line}" in err
     assert len(err.splitlines()) < 5

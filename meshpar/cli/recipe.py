@@ -230,6 +230,7 @@ class Optax:
     """From the number of steps of the run, for its schedules, to the optimizer."""
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
+        check_takes("Optax.make", self.make, ("steps",), "make=lambda steps: ...", name=named(self.make))
         return self.make(steps)
 
 

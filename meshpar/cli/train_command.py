@@ -68,7 +68,7 @@ from meshpar.loop.profiler import Profile
 from meshpar.moe.load_metrics import Loads
 from meshpar.optim.averages import averages_of, ema_params
 from meshpar.sharding.context import use_rules
-from meshpar.sharding.host_resources import check_local, check_memory, read_json, replace_file
+from meshpar.sharding.host_resources import check_local, check_memory, check_name, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import problem
 from meshpar.sharding.units import human_bytes
@@ -230,6 +230,7 @@ def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
 
 def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str | None) -> None:
     """Raises `ValueError` for an option that sets what `with_hf` takes from the folder."""
+    check_name(folder, f"--from-hf {folder}", "name a folder with config.json")
     has_tokenizer = (Path(folder) / "tokenizer.json").exists()
     for option in [f"--set {one}" for one in assignments] + ([f"--tokenizer {tokenizer}"] if tokenizer else []):
         first, _, name = option.removeprefix("--set ").partition("=")[0].strip().partition(".")

@@ -26,7 +26,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 MAX_SECONDS = 5.0
 """Processor time that a template may take for one conversation. Published templates take milliseconds."""
 MAX_CHARS = 10_000_000
-"""Characters of all texts of one conversation."""
+"""Length of the texts of a conversation, in characters."""
 MAX_BYTES = 1 << 29
 """Memory of the process that renders."""
 EXTRAS = ("tools", "documents")
@@ -67,7 +67,7 @@ class Template:
 
     @staticmethod
     def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
-        """That of a file, or of the folder that a tokenizer lies in. Raises `ValueError`: there is none."""
+        """Load a template from a file or the tokenizer's folder. Raises `ValueError` if there is none."""
         at = Path(tokenizer).expanduser()
         folder = at if at.is_dir() else at.parent
         config = {} if tokenizer == "bytes" else _config(folder / "tokenizer_config.json")
@@ -91,20 +91,19 @@ class Template:
         return Template(source, named, where=str(folder / "tokenizer_config.json"), date=date, tool_use=tool_use)
 
     def render(self, where: str, messages: Any, *, tools: Any = None, documents: Any = None) -> list[Rendered]:
-        """The texts of a conversation, each with from where to where the assistant writes what is learnt of it.
+        """Return the texts of a conversation, each with the character spans of the answers to train on.
 
-        One text with all answers, where the template writes each message alike whatever follows. Where it writes
-        earlier ones otherwise once others follow, as Qwen3's leaves out their reasoning, another text begins: each
-        answer is learnt once, behind what the model is given when it has to make it.
+        An answer is the text that a message of the assistant adds after the prompt for it. If the template has
+        `{% generation %}` tags, the spans are the tagged parts of a single text. Otherwise there is a single text if
+        the template renders each message alike whatever follows. Some templates do not: Qwen3's omits the reasoning of
+        earlier turns. Then another text begins, and each answer is learnt once, after the context in which the model
+        has to write it.
 
-        An answer is what the messages up to it add to the messages before it with the prompt for an answer; where the
-        template marks answers itself (`{% generation %}`), it is what it marks, in the one text of the conversation.
-
-        With `tools` it is the release's template of that name, `tool_use`, where it has one.
+        With `tools`, the template `tool_use` of the release is used if it has one.
 
         Raises:
-          ValueError: no list of messages, tools or documents; the template refuses them, or writes the messages before
-            an answer otherwise once that is there.
+          ValueError: messages, tools or documents of another type; the template refuses them, exceeds its limits, or
+            renders the messages before an answer differently if the answer follows.
         """
         extras = {"tools": _objects(where, "tools", tools), "documents": _objects(where, "documents", documents)}
         if self._of_tools is not None and extras["tools"] is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import re
 import shutil
 import warnings
@@ -34,7 +35,7 @@ from meshpar.layers.precision import Precision, check_bits
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
 from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
-from meshpar.sharding.host_resources import check_inside, check_name
+from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
@@ -153,10 +154,8 @@ def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
 
 def describe(folder: Path) -> Described:
     """The config.json of a folder, checked."""
-    fix = "name a folder with config.json"
-    check_name(folder, f"folder `{folder}`", fix)
-    if not folder.is_dir():
-        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", fix)
+    if not os.path.isdir(folder):
+        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", "name a folder with config.json")
     return described(read_json(folder / CONFIG), where=str(folder / CONFIG))
 
 

@@ -56,8 +56,9 @@ def check_int(where: str, meaning: str, *, minimum: int = 0, **values: Any) -> N
       **values: the arguments by name.
     """
     for name, value in values.items():
-        if not is_int(value, minimum):
-            reason = f"it is {meaning} and must be an integer of at least {minimum}"
+        if not is_int(value, minimum) or value >= 2**63:
+            limit = " and less than 2**63" * is_int(value, minimum)
+            reason = f"it is {meaning} and must be an integer of at least {minimum}{limit}"
             raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}={max(minimum, 1)}", "not-an-int")
 
 
