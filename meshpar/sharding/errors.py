@@ -81,7 +81,7 @@ def check_choice(where: str, meaning: str, choices: Sequence[Any], **values: Any
         if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
             known = ", ".join(repr(choice) for choice in choices)
             close = near(value, choices) if isinstance(value, str) else ""
-            fix = close if close.endswith("?") else f"use one of {known}"
+            fix = close if close.endswith("?") else f"use {name}={choices[0]!r}"
             raise MeshparError(
                 where, f"set {name}={value!r}", f"it is {meaning} and must be one of {known}", fix, "unknown-choice"
             )

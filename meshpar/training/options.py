@@ -9,7 +9,7 @@ from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import MEAN_OVER_EXAMPLES
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.scan import check_remat
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import check_choice, check_positive_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,22 +26,13 @@ class StepOptions:
     xla: Options = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        for field, what in (
-            ("accumulate", "run that many micro-steps"),
-            ("interleave", "run that many slices of the rows beside each other"),
-        ):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise problem(f"{field}={value!r}", what, "that is no positive integer", "use 1 or more")
-        for field, known in (
-            ("reduce_gradients", ("each_microbatch", "once")),
-            ("nonfinite", ("raise", "skip", "ignore")),
-            ("loss_is", (None, MEAN_OVER_EXAMPLES)),
-        ):
-            if getattr(self, field) not in known:
-                raise problem(
-                    f"{field}={getattr(self, field)!r}", "do that", "there is no such choice", f"use one of {known}"
-                )
+        check_positive_int("train_step", "the number of micro-steps per update", accumulate=self.accumulate)
+        check_positive_int("train_step", "the number of batch slices", interleave=self.interleave)
+        modes = ("each_microbatch", "once")
+        check_choice("train_step", "when gradients are reduced", modes, reduce_gradients=self.reduce_gradients)
+        reactions = ("raise", "skip", "ignore")
+        check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)
+        check_choice("train_step", "the meaning of a scalar loss", (None, MEAN_OVER_EXAMPLES), loss_is=self.loss_is)
         as_precision(self.precision, "train_step")
         check_remat(self.remat)
         check_kind(self.xla)

@@ -196,7 +196,7 @@ def test_what_is_sent_is_what_is_promised(mesh, strategy):
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])
 def test_a_number_of_slices_that_is_none(count):
-    with pytest.raises(MeshparError, match="interleave=.*Use 1 or more"):
+    with pytest.raises(MeshparError, match="interleave=.*Use interleave=1"):
         mp.train_step(lambda *_: None, interleave=count)
 
 
