@@ -275,7 +275,7 @@ def test_the_name_of_the_weights_metric_is_taken():
 
     with pytest.raises(mp.MeshparError, match="metric `loss_weight`.*MeanLoss adds a metric of that name"):
         one_step(ONE_DEVICE, loss, batch_of(WEIGHTS))
-    with pytest.raises(mp.MeshparError, match="loss_is='mean'.*Use one of"):
+    with pytest.raises(mp.MeshparError, match="loss_is='mean'.*must be one of"):
         mp.train_step(loss, loss_is="mean")
 
 
