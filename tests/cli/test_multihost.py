@@ -220,7 +220,7 @@ ODD = {
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=() if what in ("loss", "profile") else pytest.mark.matrix) for what in ODD]
+    "what", [pytest.param(what, marks=() if what == "profile" else pytest.mark.matrix) for what in ODD]
 )
 def test_processes_that_differ_are_told_apart_before_step_0(pair: Pair, what: str) -> None:
     env, args, words = ODD[what]

@@ -422,6 +422,7 @@ def test_a_target_outside_the_vocabulary_is_not_finite(logits, target):
     jax.tree.map(np.testing.assert_array_equal, step.after[0], step.before[0])
 
 
+@pytest.mark.matrix
 def test_experts_under_stages_add_the_mean_of_their_losses_to_the_mean_over_tokens():
     """Routers see microbatches, so the reference runs the same microbatches on a single device."""
     moe = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.1)

@@ -796,6 +796,7 @@ def test_why_not(plans, asked, answer):
     assert ("data-sheet links and NCCL's latencies" in told) == ("a step" in told)
 
 
+@pytest.mark.matrix
 def test_mistakes_say_what_is_short_and_what_would_fit():
     small = dataclasses.replace(parse_cluster("h100:1x2").gpu, memory_bytes=30e6)
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
@@ -902,6 +903,7 @@ def test_every_plan_resolves_compiles_and_fits(config, batch, name, memory_bytes
     assert not found.left_out
 
 
+@pytest.mark.matrix
 def test_experts_in_stages_are_traced_for_a_cluster_without_devices():
     """As `verify` does it: nothing there says on what a mesh stands."""
     work = workload(FEW_EXPERTS, 8, 64)
