@@ -26,7 +26,8 @@ REST := "(matrix or pod) and not foreign"
 # What the second interpreter runs: the spine.
 SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/parallel/test_strategies.py \
     tests/cli/test_launch.py tests/cli/test_recipe.py \
-    $(addprefix tests/training/test_,$(addsuffix .py,state precision step checkpoint loop))
+    tests/training/test_state.py tests/training/test_step.py tests/layers/test_precision.py \
+    tests/loop/test_checkpoint.py tests/loop/test_fit.py
 
 .PHONY: help train test test-foreign test-gate test-rest test-all test-subset durations lint format types notebooks programs constraints clean
 help: ## this list
