@@ -161,7 +161,7 @@ def test_a_users_own_calls_go_on_in_every_context(kind, name):
         for x in (ROWS, laid):
             with mp.use_rules(mesh, FSDP):
                 found += [f(x) for f in ways]
-            if kind == "nnx":  # it calls mp.constrain, outside of a step inside of mp.use alone
+            if kind == "nnx":  # it calls mp.constrain, outside of a step inside of mp.use_rules alone
                 continue
             found.append(np.tanh(np.asarray(state.bound()(x))))
             if name == "make_mesh":  # what else the user computes is typed

@@ -1,6 +1,6 @@
 """Collectives whose messages are quantized block by block: a byte an element instead of two or four.
 
-N ranks, or K inside and M across; q is what `planner.cost.quantized_bytes` says an array takes on the wire: one byte an
+N ranks, or K inside and M across; q is what `cost_model.quantized_bytes` says an array takes on the wire: one byte an
 element, and a float32 scale a block.
 
     block of x ─► scale = max|block| / limit ─► x / scale, rounded to int8 or fp8 ─► bytes ‖ scales, one message

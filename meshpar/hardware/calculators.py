@@ -82,7 +82,10 @@ def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
         if cluster is None:
             return calculator(**read)
         if not isinstance(cluster, Cluster):
-            exists, fix = f"it is a {type(cluster).__name__}", 'read it: planner.hardware.parse_cluster("h100:8x8")'
+            exists, fix = (
+                f"it is a {type(cluster).__name__}",
+                'read it: meshpar.hardware.clusters.parse_cluster("h100:8x8")',
+            )
             raise problem(f"{where} cluster={cluster!r}", "price messages over it", exists, fix)
         if "cluster" not in signature:
             raise problem(where, f"use the cluster {cluster.name}", "only tp has a message to price", "leave it out")

@@ -378,7 +378,7 @@ def _check_sizes(name: str, payload_bytes: Any, **counts: Any) -> None:
 
 def _check_links(name: str, over: Any, axes: Any, mesh: Any) -> None:
     if not isinstance(over, Link | Cluster | Links):
-        fix = 'read a cluster: planner.hardware.parse_cluster("h100:8x8")'
+        fix = 'read a cluster: meshpar.hardware.clusters.parse_cluster("h100:8x8")'
         raise problem(f"`{name}`", f"go over {over!r}", "links are a Link, a Cluster or measured Links", fix)
     if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
         raise problem(f"`{name}`", f"go along axes={axes!r}", "it is a list of mesh axes", 'write axes=("data",)')

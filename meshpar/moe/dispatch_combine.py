@@ -8,7 +8,7 @@ No scatter of rows, and nothing of the size of tokens x experts x width.
 
 *Dropless* (`capacity=None`): choices are sorted by expert, and every one is computed. A rank may be sent
 P = T min(k, E/N) rows by each other one, for the choices of a token are different experts: that is the bound all arrays
-have, N P rows, for every routing (`planner.cost.dropless_rows`; `dropless_bytes` in all). Only rows there are travel in
+have, N P rows, for every routing (`cost_model.dropless_rows`; `dropless_bytes` in all). Only rows there are travel in
 the ragged form, T k d numbers of which (N-1)/N leave the rank if routing is even; in the fixed form N P d, of which
 (N-1)/N. With `bound_factor` f, P is f T k / N where that is less, and what is over is dropped.
 

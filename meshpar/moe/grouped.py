@@ -73,7 +73,7 @@ def grouped_matmul(
     a group's rows too.
 
     The blocked form cuts each group into blocks and loops over them; a block slices one weight. It computes
-    `planner.cost.grouped_rows(R, G, block)` rows at the most, that is fewer than R + G block, forward and for each of
+    `cost_model.grouped_rows(R, G, block)` rows at the most, that is fewer than R + G block, forward and for each of
     the two gradients. The loop ends with the last row there is: a compiler does not know its length. So many blocks as
     `typical_rows` take at the most are run in a loop of known length, which is what FLOPs are counted by.
 

@@ -418,7 +418,7 @@ def _has_vocabulary(leaf: Leaf) -> bool:
 
 
 def _vocab_chunk(jaxpr: Any, leaves: Sequence[Leaf]) -> int | None:
-    """Tokens in a chunk of the vocabulary, where `models.unembed` makes logits of one at a time; at the least."""
+    """Tokens in a chunk of the vocabulary, where `chunked_cross_entropy` makes logits of one at a time."""
     sizes = [size_of(_whole(leaf), "vocab") for leaf in leaves if _has_vocabulary(leaf)]
     return -(-max(sizes) // vocab_chunks(jaxpr)) if sizes and has_scope(jaxpr, SCOPE) else None
 

@@ -171,7 +171,7 @@ def timeline(
       collectives: its census.
       cluster: the cluster it was compiled for; device i is in node `i // gpus_per_node`.
       cells: counts of a pipelined program, used to run its ticks as in the schedule's table.
-      overlap_limit: number of collectives that XLA may run at a time (`training.xla.overlap_limit`).
+      overlap_limit: number of collectives that XLA may run at a time (`hardware.compile_options.overlap_limit`).
       rates: kernel rates of the GPU; None means the expected rates, `cluster.rates`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What 8-bit matmuls with a scale a row send for their scales (`training.products.float8_rows_dot`).
+"""Collectives for the scales of rowwise fp8 matmuls (`layers.fp8_dot.rowwise_fp8_dot_general`).
 
     weights: what is contracted is split              sum of each column's largest number, over those axes
              columns are split over batch axes        gather of their scales, for weights that are gathered in 8 bits
