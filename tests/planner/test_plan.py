@@ -280,7 +280,7 @@ def written():
 
 
 def summary(offs):
-    """What the README says of the table."""
+    """Return the sentence of docs/planning.md about the table."""
     axes = [abs(error) for one in COMPILED for error in off_axes(one).values()]
     peaks, steps = zip(*offs, strict=True)
     return (
@@ -294,7 +294,7 @@ def summary(offs):
 def test_the_table_of_cases_is_up_to_date():
     table = TABLE.read_text(encoding="utf-8")
     assert written() == table
-    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split()).replace(" %", "%")
+    said = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split()).replace(" %", "%")
     programs, _, figures = table.splitlines()[-1].partition(": ")
     assert f"checked against {programs}" in said
     assert figures in said
