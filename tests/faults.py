@@ -488,7 +488,7 @@ FAULTS = (
     ),
     Fault(
         "the first activation rule wins", "sharding/activations.py",
-        "reversed(here.rules.by_module)", "(here.rules.by_module)", "sharding/test_activations.py -k last_activation",
+        "reversed(context.rules.by_module)", "(context.rules.by_module)", "sharding/test_activations.py -k last_activation",
     ),
     Fault(
         "gradients of gates in bfloat16", "moe/assignment_order.py",

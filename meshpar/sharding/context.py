@@ -142,7 +142,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if here.mesh.size == 1:
         return x
     if current().boundaries is not None:
-        current().boundaries.num_held += 1
+        current().boundaries.num_constrained += 1
     # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
     sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
     return with_layout(x, sharding)

@@ -135,7 +135,7 @@ class _Rule:
     origin: str = USER
     is_path: bool = False
 
-    def fires(self, path: str) -> bool:
+    def matches(self, path: str) -> bool:
         """Whether a path, of a leaf or a module, is one of those it is about."""
         return re.fullmatch(self.key, path) is not None
 
@@ -336,11 +336,11 @@ class Rules:
         """The dtype that `precision` gives a parameter, by the modules that it stands in; None: no rule is about it."""
         parts = path.split("/")
         modules = ["/".join(parts[:end]) for end in range(1, len(parts))]
-        return next((rule.value for rule in reversed(self.precision) if any(map(rule.fires, modules))), None)
+        return next((rule.value for rule in reversed(self.precision) if any(map(rule.matches, modules))), None)
 
     def input_rule(self, path: str) -> Any:
         """What `inputs` says of a leaf of the batch: "batch", `replicated`, or None: it is rows like the others."""
-        return next((rule.value for rule in reversed(self.inputs) if rule.fires(path)), None)
+        return next((rule.value for rule in reversed(self.inputs) if rule.matches(path)), None)
 
     @property
     def names(self) -> frozenset[str]:
@@ -374,7 +374,7 @@ class Rules:
 
     def path_rule(self, path: str) -> _Rule | None:
         """The path rule that fires on a path, None when there is none."""
-        return next((rule for rule in reversed(self._by_path) if rule.fires(path)), None)
+        return next((rule for rule in reversed(self._by_path) if rule.matches(path)), None)
 
     def name_rule(self, name: str) -> _Rule | None:
         """The rule for a logical name, None when the name is unknown or known and not split."""

@@ -22,7 +22,7 @@ from meshpar.parallel.batch import batch_sharding, split_by
 from meshpar.sharding.adapters import (
     OVERWRITTEN,
     Model,
-    calling,
+    call_through,
     is_key,
     key_data_like,
     key_impls,
@@ -272,7 +272,7 @@ class TrainState:
         check_state("state.bound()", self)
         bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
         is_plain = jax.sharding.get_abstract_mesh().empty and not is_typed(self.setup.given_mesh)
-        return bound if is_plain else calling(bound, self.setup.called)
+        return bound if is_plain else call_through(bound, self.setup.called)
 
 
 def check_state(where: str, state: Any) -> None:
