@@ -156,7 +156,7 @@ FAULTS = (
     ),
     Fault(
         "a dim that does not divide is let through", "sharding/rules.py",
-        "    if size % count:\n", "    if size % count < 0:\n", "sharding/test_rules.py sharding/test_mistakes.py",
+        "        if size % count:\n", "        if size % count < 0:\n", "sharding/test_rules.py sharding/test_mistakes.py",
     ),
     Fault(
         "a big leaf is replicated by accident", "training/sharding_table.py",
