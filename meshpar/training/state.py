@@ -30,7 +30,7 @@ from meshpar.sharding.adapters import (
     without_key_types,
 )
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
-from meshpar.sharding.context import apart, in_place_of_others, tracing
+from meshpar.sharding.context import apart, replacing_mesh, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
@@ -171,7 +171,7 @@ class Setup:
     def called(self, f: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
         """What a bound model gives, in any context of jax's."""
         is_typed_here = is_typed(self.given_mesh) and jax.sharding.get_abstract_mesh() == abstract_of(self.given_mesh)
-        with in_place_of_others(self.mesh):
+        with replacing_mesh(self.mesh):
             args, kwargs = with_auto_types((args, kwargs))
             out = f(*args, **kwargs)
         count = math.prod(self.sizes[axis] for axis in self.batch_axes)
