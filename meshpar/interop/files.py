@@ -78,7 +78,7 @@ def read_json(path: Path) -> dict[str, Any]:
       ValueError: no file, one that is too large to be one of these, or something else in it.
     """
     fix = "take the file of the release"
-    document = host.read_json(path, str(path), fix, asked="read it as JSON")
+    document = host.read_json(path, str(path), fix, requested="read it as JSON")
     if not isinstance(document, dict):
         raise problem(str(path), "read an object", f"it holds a {type(document).__name__}", fix)
     return document

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from meshpar.layers.auxiliary import is_counted
-from meshpar.sharding.activations import rows_cut
+from meshpar.sharding.activations import batch_divided
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, current, spec_of
 from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, problem
@@ -54,7 +54,7 @@ def check_rows(x: PyTree, per_example: PyTree, count: int) -> None:
         exists = "the layers run under jax.vmap, which shows them one row"
         raise problem(where, asked, exists, "run scan_layers on the whole batch, or use interleave=1")
     rows = leaves[0].shape[0] if boundaries is None and leaves and jnp.ndim(leaves[0]) else 0
-    rows = rows if boundaries is None else boundaries.num_rows
+    rows = rows if boundaries is None else boundaries.num_examples
     for leaf in leaves:
         if jnp.shape(leaf)[:1] != (rows,):
             exists = f"x of scan_layers has shape {jnp.shape(leaf)}, and the batch {rows} rows"
@@ -82,7 +82,7 @@ def in_slices(layer: Callable[..., Any], per_example: PyTree, count: int) -> Cal
 
     def each(xs: tuple[PyTree, ...], params: PyTree, *others: PyTree) -> Any:
         more = [() if per_example is None else (one,) for one in own]
-        with rows_cut(count), _refusals_explained(count):
+        with batch_divided(count), _refusals_explained(count):
             given = [
                 layer(x, params, *(_own_keys(other, at) for other in others), *more[at]) for at, x in enumerate(xs)
             ]

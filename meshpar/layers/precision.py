@@ -269,7 +269,7 @@ def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
 
 
 def _split_of(weight: jax.Array, names: tuple[str | None, ...]) -> Split | None:
-    axes, here = weight_axes(weight, *names, within=True), ambient()
+    axes, here = weight_axes(weight, *names, in_region=True), ambient()
     if here is None or not any(axes):
         return None
     return Split(jax.sharding.get_abstract_mesh() if outer_axes() else here.mesh, axes)

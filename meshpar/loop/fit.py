@@ -605,7 +605,7 @@ class JsonlWriter(Hook):
         self._path.parent.mkdir(parents=True, exist_ok=True)
         content = b""
         if self._path.exists():
-            check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
+            check_file(self._path, str(self._path), "move it away: the run writes its own", max_bytes=None)
             content = self._path.read_bytes()
         lines, missing = _with_gaps(_own_lines(content, last_step=run.first_step), run.first_step)
         self._open(lines, is_changed=b"".join(lines) != content)

@@ -20,7 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from meshpar.sharding.activations import called, check_made_again, handed_on, in_module, in_reduced_dtype, recomputing
+from meshpar.sharding.activations import (
+    calling,
+    check_array_outputs,
+    constrain_output,
+    in_module,
+    remat_of,
+    use_dot_general,
+)
 from meshpar.sharding.context import Ambient, ambient, auto_sizes, current
 from meshpar.sharding.rules import First, InTurn
 from meshpar.sharding.types import (
@@ -316,7 +323,7 @@ def _nnx_modules(module: Any) -> Any:
         for path, part in nnx.iter_modules(module):
             # Only this merged copy changes: its class is one derived from its own.
             object.__setattr__(part, "__class__", _holding(type(part), "/".join(map(str, path))))
-            in_reduced_dtype(part)
+            use_dot_general(part)
     return module
 
 
@@ -344,7 +351,7 @@ def _nnx_again(path: str, method: Any, policy: Any, within: Any, module: Any, *a
     def run(others: Any) -> Any:
         copy = nnx.merge(graph, params, others)
         out, after = method(copy, *args, **kwargs), cast(Any, nnx.split(copy, nnx.Param, ...))
-        check_made_again(path, out)
+        check_array_outputs(path, out)
         if after[0] != graph:
             exists = "its call makes or changes attributes that are no variables, and would lose them"
             fix = "hold them in an nnx.Variable made with the module, or leave it out of the rules"
@@ -363,9 +370,9 @@ def _holding(cls: Any, path: str) -> Any:
         @functools.wraps(method)
         def held(self: Any, *args: Any, **kwargs: Any) -> Any:
             with in_module(path):
-                again = recomputing(path)
+                again = remat_of(path)
                 run = method if again is None else functools.partial(_nnx_again, path, method, *again)
-                return handed_on(path, run(self, *args, **kwargs))
+                return constrain_output(path, run(self, *args, **kwargs))
 
         return held
 
@@ -377,7 +384,7 @@ def _with_methods(cls: Any, methods: Mapping[str, Any]) -> Any:
     return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
 
 
-def calling(bound: Any, through: Callable[..., Any]) -> Any:
+def call_through(bound: Any, through: Callable[..., Any]) -> Any:
     """What `Model.bind` gave, fresh, called by `through(call, *args, **kwargs)`: an NNX module by each of its methods,
     and so are the modules in it."""
     if isinstance(bound, functools.partial):
@@ -672,13 +679,13 @@ def _linen_modules(shapes: PyTree) -> Iterator[None]:
         return
 
     def hold(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        in_reduced_dtype(context.module)
-        _accept_shards(context.module, _at(shapes, (*boundaries.at, *context.module.path)))
-        path = "/".join((*boundaries.at, *context.module.path))
-        again = None if context.method_name == "setup" else recomputing(path)
-        with called(path):
+        use_dot_general(context.module)
+        _accept_shards(context.module, _at(shapes, (*boundaries.prefix, *context.module.path)))
+        path = "/".join((*boundaries.prefix, *context.module.path))
+        again = None if context.method_name == "setup" else remat_of(path)
+        with calling(path):
             out = call(*args, **kwargs) if again is None else _linen_again(path, context, *again, args, kwargs)
-        return out if context.method_name == "setup" else handed_on(path, out)
+        return out if context.method_name == "setup" else constrain_output(path, out)
 
     theirs = tuple(nn.get_logical_axis_rules())
     known = {name for name, _ in theirs}
@@ -723,7 +730,7 @@ def _linen_again(path: str, context: Any, policy: Any, within: Any, args: Any, k
     def run(module: Any) -> Any:
         with nn.override_named_call(True):
             out = context.orig_method.func(module, *args, **kwargs)
-        check_made_again(path, out)
+        check_array_outputs(path, out)
         return out
 
     # Linen intercepts `run`, too, and would write the module's scope once more.

@@ -297,7 +297,7 @@ def test_the_command_on_devices(command):
     ("args", "says"),
     [
         (["--mesh", "data=3,dato"], "data=3,dato"),
-        (["--min-bytes", "x"], "no number of bytes"),
+        (["--min-bytes", "x"], "not a number up to"),
         (["--save", "nowhere/my.json"], "there is no folder"),
         (["--save", "links"], "a profile is a .json. Name it links.json"),
         (["--plot", "times.foo"], "Name it times.png"),

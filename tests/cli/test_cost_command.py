@@ -73,7 +73,7 @@ def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
         (["ring", "--alpha", "-1", "--bandwidth", "1"], "a latency is from 0 to 1e+09 s"),
         (["ring", "--alpha", "1e308", "--bandwidth", "1"], "a latency is from 0 to 1e+09 s"),
         (["ring", "--alpha", "1e-6", "--bandwidth", "1e-320"], "a bandwidth above 0 and at most 1e+24 B/s"),
-        (["ring", "--bytes", "1e308"], "it is no number of bytes up to 1e+24"),
+        (["ring", "--bytes", "1e308"], "it is not a number up to 1e+24"),
         (["ring", "--cluster", "h1000:8"], "Did you mean `h100`"),
         (["ring", "--cluster", "none.json"], "Give the path of a saved profile"),
         (["ring", "--ranks", "65"], "it has 64 GPUs"),

@@ -98,7 +98,7 @@ def test_counts_are_read_as_people_write_them(text, number):
 
 @pytest.mark.parametrize("text", ["0.5", "0", "-1", "1e300", "nan", "inf", "", "8x", "7.0000001", True])
 def test_what_is_no_count(text):
-    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+    with pytest.raises(mp.MeshparError, match="an integer from 1 to 1e18"):
         calculate("zero", {"ranks": text})
 
 
@@ -117,7 +117,7 @@ def test_mistakes():
         tp(cluster="h100:1x8")
     with pytest.raises(mp.MeshparError, match="calculator `zer`: .* Did you mean `zero`"):
         calculate("zer", {})
-    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+    with pytest.raises(mp.MeshparError, match="an integer from 1 to 1e18"):
         zero(params=-1)
     for stage, ranks, text in (
         (3, 8, "ZeRO stage `3`"),

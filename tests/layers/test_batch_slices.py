@@ -17,7 +17,7 @@ from meshpar.layers.batch_slices import joined, slices
 from meshpar.layers.precision import Precision, numerics
 from meshpar.models import TransformerConfig
 from meshpar.parallel import parse_strategy
-from meshpar.sharding.activations import held_between_modules
+from meshpar.sharding.activations import constrain_module_outputs
 from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, train
 from tests.grid import cases
@@ -226,7 +226,7 @@ def test_rows_that_are_not_the_batch():
     def layer(x, one):
         return x * one["w"]
 
-    with held_between_modules(4, by_rows=False), pytest.raises(MeshparError, match=r"shape \(6, 2\), and the batch 4"):
+    with constrain_module_outputs(4, shard_batch=False), pytest.raises(MeshparError, match=r"shape \(6, 2\), and the batch 4"):
         run(layer, jnp.ones((6, 2)), 2)
     with pytest.raises(MeshparError, match=r"under jax\.vmap"):
         jax.vmap(lambda one: run(layer, one, 2))(jnp.ones((4, 6, 2)))
