@@ -45,7 +45,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
             watch.say(str(error))
         watch.failed(error)
 
-    checkpoint.told_of_failed_writes.append(failed)
+    checkpoint.write_failure_callbacks.append(failed)
     try:
         watch.keep_native_text()
         facts = {**environment(os.environ), "command": dict(command)}
