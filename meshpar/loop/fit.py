@@ -44,10 +44,10 @@ STEPS_IN_FLIGHT = 2
 devices the threads of several programs, each waiting for its own collectives, take the cores from each other."""
 
 PHASES = {
-    "compile": "compiles its first step",
-    "data": "waits for data",
-    "save": "saves",
-    "validate": "validates",
+    "compile": "compiling the first step",
+    "data": "waiting for data",
+    "save": "saving",
+    "validate": "validating",
 }
 """What `fit` does beside steps, by the name it has in goodput and in profiles."""
 
@@ -905,18 +905,18 @@ class _Progress(Hook):
         self._watch.set_busy(PHASES["compile"])
 
     def on_dispatched(self, run: Run) -> None:
-        self._watch.entered(run.step)
+        self._watch.set_step(run.step)
 
     def on_record(self, run: Run, record: Record) -> None:
         if record.step > run.first_step + 1:  # the first holds the compilation, here or in another process
-            self._watch.took(record.seconds)
+            self._watch.add_step_time(record.seconds)
             self._watch.set_busy(None)
 
     def on_end(self, run: Run, reason: str) -> None:
         error = sys.exc_info()[1]
         if reason == "error" and error is not None:
             self._watch.failed(error)
-        self._watch.set_busy("ends")
+        self._watch.set_busy("finishing")
 
 
 class Watched(Hook):
