@@ -297,8 +297,8 @@ class StopAgreement:
             self._step, requested = step, self._requested
         if requested and not self._settled.wait(_ANSWER_S):
             fix = "read the logs of the other processes; the last checkpoint is intact"
-            requested, reason = "stop all processes at the same step", "a process did not respond"
-            raise problem("a stop signal", requested, reason, fix, code="timeout")
+            action, reason = "stop all processes at the same step", "a process did not respond"
+            raise problem("a stop signal", action, reason, fix, code="timeout")
 
         return self._last is not None and step >= self._last
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from meshpar.loop.fit import Hook, Record, Run, Validation, read_lines
+from meshpar.loop.fit import Hook, Record, Run, Validation
+from meshpar.loop.metrics_file import read_lines
 from meshpar.sharding.host_resources import read_json, replace_file
 from meshpar.sharding.types import MeshparError
 

@@ -12,7 +12,8 @@ import pytest
 from meshpar.cli import plots
 from meshpar.loop import expert_load as experts
 from meshpar.loop.expert_load import LAYERS, ExpertLoad, layer_numbers, loads_of
-from meshpar.loop.fit import JsonlWriter, ProgressBar
+from meshpar.loop.metrics_file import JsonlWriter
+from meshpar.loop.progress_bar import ProgressBar
 from meshpar.sharding.types import MeshparError
 from tests.loop.test_fit import FakeStep, run
 

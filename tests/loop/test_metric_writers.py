@@ -10,9 +10,10 @@ import types
 import numpy as np
 import pytest
 
-from meshpar.loop.fit import Checkpointer, JsonlWriter, Validator, fit
+from meshpar.loop.fit import Checkpointer, Validator, fit
 from meshpar.loop.goodput import Goodput, words
 from meshpar.loop.metric_writers import WRITERS, Writer, check_writers
+from meshpar.loop.metrics_file import JsonlWriter
 from tests.errors import raises
 
 
