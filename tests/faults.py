@@ -111,7 +111,7 @@ FAULTS = (
     ),
     Fault(
         "validation averages batches without their weights", "loop/fit.py",
-        "weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in found]", "weights = [1.0 for _ in found]",
+        "weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in results]", "weights = [1.0 for _ in results]",
         "loop/test_fit.py -k weights",
     ),
     Fault(
