@@ -194,9 +194,10 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
     experts = or_unassigned(experts, num_experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
+    sorted_experts = flat[order]
     counts = count(flat, num_experts + 1)  # includes the unassigned elements
     first = jnp.cumsum(counts, dtype=jnp.int32) - counts
-    sorted_slots = jnp.arange(flat.size, dtype=jnp.int32) - first[flat[order]]
+    sorted_slots = jnp.arange(flat.size, dtype=jnp.int32) - first[sorted_experts]
     slot = jnp.zeros_like(sorted_slots).at[order].set(sorted_slots, unique_indices=True).reshape(experts.shape)
     return slot, (slot < capacity) & (experts < num_experts)
 
