@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from meshpar.collectives.kernel_checks import Axis, ranks_of
-from meshpar.moe.argument_checks import check_array, check_factor, check_tokens
+from meshpar.moe.argument_checks import check_array, check_factor, check_scores
 from meshpar.moe.routing import count
 from meshpar.sharding.types import problem
 
@@ -39,7 +39,7 @@ def auxiliary_loss(
     Raises:
       ValueError: scores and experts of different tokens, or of none; no such axis here; a negative alpha.
     """
-    check_tokens("auxiliary_loss", scores, experts)
+    check_scores("auxiliary_loss", scores, experts)
     check_factor("auxiliary_loss", "alpha", alpha)
     num_experts = scores.shape[1]
     with jax.named_scope("auxiliary_loss"):
@@ -90,7 +90,7 @@ def update_bias(
     """
     check_array("update_bias", "bias", bias, "...")
     is_count = jnp.issubdtype(getattr(loads, "dtype", jnp.float32), jnp.integer)
-    check_array("update_bias", "loads", loads, "...", "whole" if is_count else "floating")
+    check_array("update_bias", "loads", loads, "...", "integer" if is_count else "floating")
     check_factor("update_bias", "rate", rate)
     if bias.shape != loads.shape or not bias.ndim:
         exists = f"the loads are {loads.shape}"

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from meshpar.collectives.kernel_checks import Axis, ranks_of
-from meshpar.moe.argument_checks import check_tokens, check_whole
+from meshpar.moe.argument_checks import check_scores, check_whole
 from meshpar.moe.routing import count, entropy, or_unassigned
 from meshpar.sharding.types import problem
 
@@ -69,7 +69,7 @@ def measure(
     Raises:
       ValueError: experts that cannot be split so; arrays of different tokens, or of none; no such axis here.
     """
-    check_tokens("measure", scores, experts)
+    check_scores("measure", scores, experts)
     check_whole("measure", "num_ranks", num_ranks)
     if kept is not None and (jnp.shape(kept) != experts.shape or jnp.result_type(kept) != jnp.bool_):
         asked = f"take `kept` of shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}"
