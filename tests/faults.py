@@ -51,7 +51,7 @@ FAULTS = (
     ),
     Fault(
         "a mask that sees the future", "collectives/attention.py",
-        "jnp.where(seen, scores, jnp.finfo(scores.dtype).min)", "scores + 0 * seen",
+        "jnp.where(mask, scores, jnp.finfo(scores.dtype).min)", "scores + 0 * mask",
         "collectives/test_attention.py",
     ),
     Fault(
@@ -264,7 +264,7 @@ FAULTS = (
     ),
     Fault(
         "a window one position short", "collectives/attention.py",
-        "(ahead >= 0) & (ahead < ring.window)", "(ahead >= 0) & (ahead < ring.window - 1)",
+        "(distance >= 0) & (distance < ring.window)", "(distance >= 0) & (distance < ring.window - 1)",
         "collectives/test_attention.py -k reaches_back",
     ),
     Fault(

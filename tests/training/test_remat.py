@@ -161,9 +161,9 @@ def test_a_name_that_no_layer_marks_is_told():
 @pytest.mark.parametrize(
     ("remat", "told"),
     [
-        ("dot", "no such policy.*dots"),
-        ("keep:attention", "names stand behind `save:`"),
-        ("save:", "names stand behind"),
+        ("dot", "it is unknown.*dots"),
+        ("keep:attention", "a colon is for `save:"),
+        ("save:", "a colon is for"),
         ("save:a+offload:b,a", "save and offload `a`"),
     ],
 )

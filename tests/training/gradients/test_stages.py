@@ -503,7 +503,7 @@ def test_a_file_of_other_microbatches(tmp_path):
 
 @pytest.mark.parametrize("change", [lambda x: x.astype(jnp.bfloat16), lambda x: x[:, :2], lambda x: (x, 1)])
 def test_layers_that_give_something_else(change):
-    with pytest.raises(mp.MeshparError, match="a layer: cannot give its result"):
+    with pytest.raises(mp.MeshparError, match="a layer: cannot pass its output"):
         mp.pipeline.scan_layers(lambda x, w: change(x * w), jnp.ones((2, 4)), jnp.ones((3, 4)))
     assert mp.pipeline.scan_layers(lambda x, w: x + w, 0, jnp.ones(3)) == 3
 
