@@ -231,7 +231,7 @@ FAULTS = (
     ),
     Fault(
         "unexpected collectives are swallowed", "inspect/matching.py",
-        'unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes, scopes_above),', "unexpected=(),",
+        'unexpected=_unexpected(groups["unexpected"], expectations, pool.sizes, scopes_above),', "unexpected=(),",
         "inspect/test_expected.py -k planted",
     ),
     Fault(
