@@ -54,7 +54,7 @@ def test_parameters_of_any_model_are_exported_as_safetensors(meshpar, saved, tmp
         assert len({entry.file for entry in folder.entries.values()}) > 1
         for name, path in params.items():
             value = read_leaf(saved / "checkpoints", index, path)
-            assert np.array_equal(folder.whole(name), value.astype("bfloat16"))
+            assert np.array_equal(folder.read_full(name), value.astype("bfloat16"))
     code, _, err = meshpar("checkpoint", "export", saved, tmp_path / "out")
     assert code == 2
     assert "something is there already" in err
