@@ -156,7 +156,8 @@ FAULTS = (
     ),
     Fault(
         "a dim that does not divide is let through", "sharding/rules.py",
-        "        if size % count:\n", "        if size % count < 0:\n", "sharding/test_rules.py sharding/test_mistakes.py",
+        "        if size % count:\n", "        if size % count < 0:\n",
+        "sharding/test_rules.py sharding/test_mistakes.py",
     ),
     Fault(
         "a big leaf is replicated by accident", "training/sharding_table.py",
@@ -488,7 +489,8 @@ FAULTS = (
     ),
     Fault(
         "the first activation rule wins", "sharding/activations.py",
-        "reversed(context.rules.by_module)", "(context.rules.by_module)", "sharding/test_activations.py -k last_activation",
+        "reversed(context.rules.by_module)", "(context.rules.by_module)",
+        "sharding/test_activations.py -k last_activation",
     ),
     Fault(
         "gradients of gates in bfloat16", "moe/assignment_order.py",

@@ -226,7 +226,10 @@ def test_rows_that_are_not_the_batch():
     def layer(x, one):
         return x * one["w"]
 
-    with constrain_module_outputs(4, shard_batch=False), pytest.raises(MeshparError, match=r"shape \(6, 2\), and the batch 4"):
+    with (
+        constrain_module_outputs(4, shard_batch=False),
+        pytest.raises(MeshparError, match=r"shape \(6, 2\), and the batch 4"),
+    ):
         run(layer, jnp.ones((6, 2)), 2)
     with pytest.raises(MeshparError, match=r"under jax\.vmap"):
         jax.vmap(lambda one: run(layer, one, 2))(jnp.ones((4, 6, 2)))
