@@ -31,7 +31,7 @@ from meshpar.moe.dispatch_combine import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.calibration import SEARCH
-from meshpar.planner.layout import Layout, some
+from meshpar.planner.layout import Layout, abbreviated
 from meshpar.planner.search import Found, Search, shortage
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
@@ -141,7 +141,7 @@ class Plans(Printed):
         """What is not as in other plans: layouts that came or went, and ranks, peaks and times that moved."""
         if not isinstance(other, Plans):
             fix = "give what mp.plan gave, or planner.plan.load_plans(path)"
-            raise problem("plans.diff", f"compare them with {some(other)}", f"it is a {type(other).__name__}", fix)
+            raise problem("plans.diff", f"compare them with {abbreviated(other)}", f"it is a {type(other).__name__}", fix)
         mine, theirs = ({one.layout: (at, one) for at, one in enumerate(each.plans, 1)} for each in (self, other))
         lines = [f"only here: {one.label}" for one in mine if one not in theirs]
         lines += [f"only there: {one.label}" for one in theirs if one not in mine]
@@ -513,7 +513,7 @@ def _made(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
     for key, value in data.items():
         if not _is(value, hints[key]):
             exists = f"of a {kind.__name__} it is {_in_words(hints[key])}"
-            raise problem(f"{where}, `{key}`", f"read {some(value)}", exists, "write them anew with meshpar plan")
+            raise problem(f"{where}, `{key}`", f"read {abbreviated(value)}", exists, "write them anew with meshpar plan")
     return kind(**data)
 
 

@@ -28,7 +28,7 @@ from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.calibration import SEARCH, STEP
-from meshpar.planner.layout import Layout, Placed, Placer, look
+from meshpar.planner.layout import Layout, Placed, Placer, rules_key
 from meshpar.planner.memory_estimate import MemoryEstimate
 from meshpar.planner.time_estimate import (
     Clock,

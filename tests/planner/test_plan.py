@@ -35,7 +35,7 @@ from meshpar.parallel.tensor import Tensor
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.advice import advice
 from meshpar.planner.calibration import MEMORY, SEARCH
-from meshpar.planner.layout import Layout, Placer, look
+from meshpar.planner.layout import Layout, Placer, rules_key
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
 from meshpar.planner.scaling import with_rows
 from meshpar.planner.search import Search
