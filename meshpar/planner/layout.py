@@ -57,7 +57,10 @@ class Layout:
         Raises:
           MeshparError: a field is missing, unknown or has the wrong type.
         """
-        where, fix = "a plan's `layout`", "create the file again: meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
+        where, fix = (
+            "a plan's `layout`",
+            "create the file again: meshpar plan RECIPE --cluster h100:8x8 --save plan.json",
+        )
         fields = [field.name for field in dataclasses.fields(Layout)]
         if isinstance(data, Mapping):  # files of earlier versions have no `interleave`
             data = {"interleave": 1, **data}
@@ -319,7 +322,9 @@ class Placer:
     def _decisions(self, sizes: dict[str, int], strategy: Strategy, stages: Any, index: int) -> Sequence[Decision]:
         """Return the decisions of the rule set with this index. Equal rule sets share them."""
         rules = strategy.rules[index]
-        key = self._numbers.setdefault((tuple(rules_key(part)[index] for part in strategy.parts), stages), len(self._numbers))
+        key = self._numbers.setdefault(
+            (tuple(rules_key(part)[index] for part in strategy.parts), stages), len(self._numbers)
+        )
         axes = self._once((key, "axes"), lambda: sorted(rules.axes))
 
         def decide() -> Sequence[Decision]:

@@ -260,7 +260,9 @@ def stage_load(pipeline: Pipeline) -> StageLoad:
     done = has_op.astype(int).cumsum(0)
     done_before = np.vstack([np.zeros_like(done[:1]), done[:-1]])
     # A W in the tick slot of its B runs in the same loop over layers, so it is not deferred.
-    is_deferred = has_op[..., W] & ~(has_op[..., B] & np.all(schedule.table[..., B, :] == schedule.table[..., W, :], -1))
+    is_deferred = has_op[..., W] & ~(
+        has_op[..., B] & np.all(schedule.table[..., B, :] == schedule.table[..., W, :], -1)
+    )
     deferred = (done[:, :, B] - done_before[:, :, W]).max() if is_deferred.any() else 0
     together = (has_op[..., F] & has_op[..., B]).sum() / has_op[..., F].sum()
     return StageLoad(schedule.peak_activations.max() * chunk, deferred * chunk, schedule.copies, chunk, float(together))

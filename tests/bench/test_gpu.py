@@ -17,7 +17,7 @@ from meshpar.hardware.clusters import Link, cluster_of, gpu_by_name, parse_clust
 from meshpar.models import next_token_loss
 from meshpar.planner.layout import Layout, Placer
 from meshpar.planner.search import Search
-from meshpar.planner.time_estimate import product_size
+from meshpar.planner.time_estimate import matmul_size
 from meshpar.planner.workload import describe
 from tests.inspect.planted import CONFIG
 
@@ -85,7 +85,7 @@ def test_plans_take_the_rate_of_their_own_products(tmp_path):
     for count in (1, 2, 8):
         layout = Layout(mesh=mp.MeshSpec(fsdp=cluster.num_devices), strategy=strategy, accumulate=count)
         times.append(search.estimate(layout).time.compute_s)
-        of_size.append(product_size(placed, layout))
+        of_size.append(matmul_size(placed, layout))
     assert times == sorted(times)  # smaller products, less efficient
     assert times[2] > 1.2 * times[0]
     # Eight times fewer tokens: half the n. On average as many numbers as a matrix of a layer has.

@@ -39,7 +39,7 @@ from meshpar.planner.layout import Layout, Placer, rules_key
 from meshpar.planner.plan import Compiled, _nearest, _verified, load_plans
 from meshpar.planner.scaling import with_rows
 from meshpar.planner.search import Search
-from meshpar.planner.time_estimate import Clock, experts, of_expert, product_size
+from meshpar.planner.time_estimate import Clock, experts, elements_per_expert, matmul_size
 from meshpar.planner.workload import POLICIES, describe
 from meshpar.training.options import StepOptions
 from tests.grid import cases
@@ -449,7 +449,7 @@ def test_tensor_ranks_share_the_weights_of_an_expert():
     )
     step_spec = placed.step_spec(Layout(mesh=mp.MeshSpec(fsdp=2, expert=2, tensor=2), strategy=placed.strategy))
     layers, width, inner = CONFIG.num_layers, CONFIG.embed_dim, CONFIG.mlp_dim
-    assert {of_expert(step_spec, one, 4) for one in experts(placed)} == {layers * width * inner / 2}
+    assert {elements_per_expert(step_spec, one, 4) for one in experts(placed)} == {layers * width * inner / 2}
 
 
 # ---- The search ------------------------------------------------------------------------------------------------------
@@ -560,7 +560,7 @@ def test_small_products_of_slices_take_the_rate_of_their_size(small):
     whole, sliced = (Layout(mesh=mesh, strategy=parts, interleave=slices) for slices in (1, 2))
     search = Search(small, cluster)
     placed = search.placer.place(dict(mesh), parts)
-    assert product_size(placed, whole) / product_size(placed, sliced) == pytest.approx(2 ** (1 / 3))
+    assert matmul_size(placed, whole) / matmul_size(placed, sliced) == pytest.approx(2 ** (1 / 3))
     assert search.estimate(sliced).time.compute_s > 1.1 * search.estimate(whole).time.compute_s
     search = Search(workload(MOE, 64, 64), parse_cluster("h100:1x8"))
     mesh, parts = mp.MeshSpec(data=4, expert=2), mp.ddp() | mp.expert_parallel()

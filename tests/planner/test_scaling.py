@@ -30,7 +30,7 @@ def work():
 
 @pytest.fixture(scope="module")
 def grown(work):
-    return grow(work, CLUSTER, most=32)
+    return grow(work, CLUSTER, max_gpus=32)
 
 
 @pytest.mark.matrix
@@ -94,7 +94,7 @@ def test_a_picture_has_a_line_for_each_kind(grown):
 
 def test_mistakes(meshpar, tmp_path):
     with pytest.raises(mp.MeshparError, match="a node has 8"):
-        grow(None, CLUSTER, most=4)  # before it looks at the work
+        grow(None, CLUSTER, max_gpus=4)  # before it looks at the work
     recipe = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
     for words, text in (
         (("--plot", tmp_path / "a.png"), "it goes with --growth"),
