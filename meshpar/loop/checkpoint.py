@@ -207,7 +207,7 @@ class Checkpoints:
             try:
                 restored = self._read(candidate, setup, weights_only)
             except _DamagedError as error:
-                damaged[candidate] = str(error)
+                damaged[candidate] = error.reason
                 continue
             for damaged_step, reason in damaged.items():
                 warnings.warn(
@@ -370,7 +370,8 @@ class Checkpoints:
 
     def _read(self, step: int, setup: Setup, weights_only: bool | Literal["averaged"]) -> Restored:
         """Read a checkpoint; raise `_DamagedError` if its content changed since the save."""
-        run = _index(self.folder, step)
+        run = read_index(self.folder, step)
+
         where = f"checkpoint {self.folder / str(step)}"
         _check_format(run, where)
         like, stored = _leaves(setup.abstract), run["leaves"]
@@ -425,8 +426,13 @@ class NoRoomError(MeshparError):
     """The disk is too full for a checkpoint, so the save was not started."""
 
 
-class _DamagedError(Exception):
-    """The content of a checkpoint differs from the content at the save."""
+class _DamagedError(MeshparError):
+    """The content of a checkpoint differs from the content at the save; `reason` says where."""
+
+
+def _damaged(checkpoint: Any, reason: str) -> _DamagedError:
+    fix = "choose another step, or restore the files from a backup"
+    return _DamagedError(f"checkpoint {checkpoint}", "read it, because it is damaged", reason, fix, "damaged-file")
 
 
 # ---- Reading without a model -----------------------------------------------------------------------------------------
@@ -447,11 +453,19 @@ def read_index(folder: Any, step: int) -> dict[str, Any]:
     Raises:
       ValueError: the checkpoint is damaged.
     """
-    try:
-        return _index(folder, step)
-    except _DamagedError as error:
-        where, reason = f"checkpoint {folder}/{step}", f"it is damaged ({error})"
-        raise problem(where, "read its index", reason, "choose another step", code="damaged-file") from error
+    checkpoint = Checkpoints(folder).folder / str(step)
+
+    def read() -> dict[str, Any]:
+        _check_files(checkpoint)
+        sealed = json.loads((checkpoint / "run" / "metadata").read_text())
+        if zlib.crc32(json.dumps(sealed["document"], sort_keys=True).encode()) != sealed["crc32"]:
+            raise _damaged(checkpoint, "the checksum of run/metadata is wrong")
+        return sealed["document"]
+
+    index = _agreed(checkpoint, read)
+    if index["step"] != step:
+        raise _damaged(checkpoint, f"run/metadata belongs to step {index['step']}")
+    return index
 
 
 def damage_of(folder: Any, step: int) -> str | None:
@@ -460,11 +474,11 @@ def damage_of(folder: Any, step: int) -> str | None:
     All arrays are read onto the first device.
     """
     try:
-        index = _index(folder, step)
+        index = read_index(folder, step)
         _read_on_first_device(folder, index, index["leaves"])
-        return None
     except _DamagedError as error:
-        return str(error)
+        return error.reason
+    return None
 
 
 def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
@@ -478,11 +492,7 @@ def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
     Raises:
       ValueError: the checkpoint is damaged.
     """
-    try:
-        return np.asarray(_read_on_first_device(folder, index, [path])[path])
-    except _DamagedError as error:
-        where, reason = f"checkpoint {folder}/{index['step']}", f"it is damaged ({error})"
-        raise problem(where, f"read `{path}`", reason, "choose another step", code="damaged-file") from error
+    return np.asarray(_read_on_first_device(folder, index, [path])[path])
 
 
 def _read_on_first_device(folder: Any, index: Mapping[str, Any], paths: Iterable[str]) -> dict[str, jax.Array]:
@@ -497,28 +507,12 @@ def _read_on_first_device(folder: Any, index: Mapping[str, Any], paths: Iterable
 
 def _read_verified(folder: Any, like: Mapping[str, Any], index: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
     """Read arrays by path and compare them with the fingerprints in the index."""
-    arrays = _agreed(lambda: _read_arrays(folder, like))
+    arrays = _agreed(folder, lambda: _read_arrays(folder, like))
     saved = [index["leaves"][path]["fingerprint"] for path in like]
     changed = [path for path, a, b in zip(like, _fingerprints(arrays, mesh), saved, strict=True) if a != b]
     if changed:
-        raise _DamagedError(f"the contents of {_shorten(changed)} changed since the save")
+        raise _damaged(folder, f"the contents of {_shorten(changed)} changed since the save")
     return arrays
-
-
-def _index(folder: Any, step: int) -> dict[str, Any]:
-    checkpoint = Checkpoints(folder).folder / str(step)
-
-    def read() -> dict[str, Any]:
-        _check_files(checkpoint)
-        sealed = json.loads((checkpoint / "run" / "metadata").read_text())
-        if zlib.crc32(json.dumps(sealed["document"], sort_keys=True).encode()) != sealed["crc32"]:
-            raise _DamagedError("the checksum of run/metadata is wrong")
-        return sealed["document"]
-
-    index = _agreed(read)
-    if index["step"] != step:
-        raise _DamagedError(f"run/metadata belongs to step {index['step']}")
-    return index
 
 
 def _check_files(folder: Any) -> None:
@@ -527,15 +521,15 @@ def _check_files(folder: Any) -> None:
         return  # in a bucket, or missing
 
     def not_listed(error: OSError) -> None:
-        raise _DamagedError(f"{os.path.relpath(error.filename, folder)} cannot be listed ({error.strerror})")
+        raise _damaged(folder, f"{os.path.relpath(error.filename, folder)} cannot be listed ({error.strerror})")
 
     for parent, _, names in os.walk(folder, onerror=not_listed):
         for name in names:
             path = os.path.join(parent, name)
             if not os.path.isfile(path):
-                raise _DamagedError(f"{os.path.relpath(path, folder)} is not a file")
+                raise _damaged(folder, f"{os.path.relpath(path, folder)} is not a file")
             if not os.access(path, os.R_OK):
-                raise _DamagedError(f"{os.path.relpath(path, folder)} is not readable")
+                raise _damaged(folder, f"{os.path.relpath(path, folder)} is not readable")
 
 
 def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -559,7 +553,7 @@ def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
             handler.close()
         # For arrays that are not in its index, orbax returns the leaves of the target.
         if missing := [x for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None) if not isinstance(x, jax.Array)]:
-            raise _DamagedError(f"{len(missing)} arrays are missing from the index of arrays")
+            raise _damaged(folder, f"{len(missing)} arrays are missing from the index of arrays")
         for path in stored:
             arrays[path] = functools.reduce(lambda node, key: node[key], path.split("/"), tree["leaves"])
     return {path: arrays[path] for path in like}
@@ -764,7 +758,7 @@ def _concrete(setup: Setup) -> Mesh:
 # ---- Multiple processes ----------------------------------------------------------------------------------------------
 
 
-def _agreed(read: Callable[[], Any]) -> Any:
+def _agreed(checkpoint: Any, read: Callable[[], Any]) -> Any:
     """Return the result of `read`; if it fails on any process, raise `_DamagedError` on all processes."""
     result, failure = None, None
     try:
@@ -772,14 +766,14 @@ def _agreed(read: Callable[[], Any]) -> Any:
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise  # the files may be intact
     except Exception as error:
-        failure = str(error) if isinstance(error, _DamagedError) else _summarize(error)
+        failure = error.reason if isinstance(error, _DamagedError) else _summarize(error)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
         if multihost_utils.process_allgather(np.array(failure is not None)).any() and failure is None:
             failure = "a process could not read it"
     if failure is not None:
-        raise _DamagedError(failure)
+        raise _damaged(checkpoint, failure)
     return result
 
 

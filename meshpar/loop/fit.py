@@ -180,12 +180,10 @@ class Run:
         finally:
             self.phase = previous
             # No time is lost to waiting for data while the devices are still computing earlier steps.
-            if phase != "data" or self._is_idle():
+            last_loss: Any = self._in_flight[-1][1].get("loss") if self._in_flight else None
+            is_idle = not self._in_flight or (hasattr(last_loss, "is_ready") and last_loss.is_ready())
+            if phase != "data" or is_idle:
                 self.lost_s[phase] += time.perf_counter() - began
-
-    def _is_idle(self) -> bool:
-        is_ready = getattr(self._in_flight[-1][1].get("loss"), "is_ready", None) if self._in_flight else None
-        return not self._in_flight or (is_ready is not None and bool(is_ready()))
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -82,10 +82,9 @@ class Judge:
         for number in live:
             silent_s = now - self._changes["count", number][1]
             if silent_s > limit_s:
-                phase = self._phase(number)
-                return (
-                    f"{self._name(number)} sent no heartbeat for {silent_s:.0f} s while {phase}: it died or was stopped"
-                )
+                phase = self._beats[number]["busy"] or f"in step {self._beats[number]['step'] + 1}"
+                silence = f"sent no heartbeat for {silent_s:.0f} s while {phase}"
+                return f"{self._name(number)} {silence}: it died or was stopped"
         noticed = [number for number in failed if self._beats[number]["failed"]["own"]]
         if noticed or (failed and now - (self._failed_at or now) > limit_s + BEAT_S):
             number = (noticed or failed)[0]
@@ -114,10 +113,6 @@ class Judge:
 
     def _name(self, number: int) -> str:
         return f"process {number} of {self.num_processes} (on {self._beats[number]['host']})"
-
-    def _phase(self, number: int) -> str:
-        beat = self._beats[number]
-        return f"in step {beat['step'] + 1}" if beat["busy"] is None else beat["busy"]
 
 
 class Watchdog:
