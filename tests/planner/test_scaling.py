@@ -63,7 +63,7 @@ def test_a_layout_pays_while_a_gpu_does_half_of_what_it_did():
     assert [found.stops("strong", kind) for kind in ("fsdp", "ddp", "hsdp")] == [16, 16, 8]
     assert found.stops("weak", "fsdp") is None
     shown = str(found)
-    for text in ("fsdp: pays up to 16 GPUs", "hsdp: pays on 8 GPUs only", "100 *", "80 *"):
+    for text in ("fsdp: worthwhile up to 16 GPUs", "hsdp: worthwhile on 8 GPUs only", "100 *", "80 *"):
         assert text in shown
 
 
