@@ -22,7 +22,7 @@ from meshpar.layers.precision import BY_ROW, check_narrow, check_wide, matmul_he
 from meshpar.layers.scan import Adapted
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.moe.argument_checks import check_array
-from meshpar.moe.assignment_order import blocks_of, room_for
+from meshpar.moe.assignment_order import blocks_of, late_zeros
 from meshpar.moe.transport_choice import GPUS, KernelChoice, target
 from meshpar.sharding.types import problem
 
@@ -375,7 +375,7 @@ def _products(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array
         (weight,) = _of_group(used, block)
         return (_written(carry[0], block, _dot(_rows_of(rows, block), weight, (1, contracted - 1))),)
 
-    out = room_for((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
+    out = late_zeros((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
     return _loop(plan, sizes, rows.shape[0], step, (out,))[0]
 
 
@@ -423,12 +423,12 @@ def _swiglu(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array, *, kee
         kept = (_written(x, block, y) if keeps else x for x, y in zip(carry[1:], hidden, strict=False))
         return _written(carry[0], block, _dot(_activated(*hidden), down, (1, 0))), *kept
 
-    out = room_for((rows.shape[0], weights[2].shape[2]), rows, sizes)
+    out = late_zeros((rows.shape[0], weights[2].shape[2]), rows, sizes)
     keeping, plain = (functools.partial(step, keeps=keeps) for keeps in (True, False))
     if not keeps:
         return _loop(plan, sizes, rows.shape[0], plain, (out,))
     room = (min(plan.kept * plan.block, rows.shape[0]), weights[0].shape[2])
-    start = (out, *(room_for(room, rows, sizes) for _ in range(2)))
+    start = (out, *(late_zeros(room, rows, sizes) for _ in range(2)))
     return _loop(plan, sizes, rows.shape[0], keeping, start, beyond=plain)
 
 
@@ -465,7 +465,7 @@ def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tupl
     with jax.named_scope(SWIGLU):
         wide = _wide(rows.dtype)
         start = (
-            room_for(rows.shape, rows, sizes),
+            late_zeros(rows.shape, rows, sizes),
             *(jnp.zeros(weight.shape[1:], wide) for weight in weights),
             *(jnp.zeros(weight.shape, rows.dtype) for weight in weights),
         )
