@@ -197,11 +197,11 @@ FAULTS = (
     ),
     Fault(
         "the balancing bias goes the wrong way", "moe/balance.py",
-        "bias - rate * _above_mean(loads)", "bias + rate * _above_mean(loads)", "moe/test_balance.py",
+        "bias - rate * _sign_above_mean(loads)", "bias + rate * _sign_above_mean(loads)", "moe/test_balance.py",
     ),
     Fault(
         "the auxiliary loss is not scaled by the experts", "moe/balance.py",
-        "return alpha * num_experts * (share", "return alpha * (share", "moe/test_balance.py",
+        "return alpha * num_experts * (load", "return alpha * (load", "moe/test_balance.py",
     ),
     Fault(
         "tokens go to the wrong ranks", "moe/token_exchange.py",
