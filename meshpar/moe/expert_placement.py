@@ -248,8 +248,8 @@ def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, where: str) 
             f"`{where}/{path}`",
             requested,
             f"{reason}: the optimizer has a number per expert for all layers together",
-            "place the experts of all layers in the same order, by loads.sum(0), or use an optimizer whose state has the "
-            "shapes of the parameters, such as optax.adamw",
+            "place the experts of all layers in the same order, by loads.sum(0), or use an optimizer whose state has "
+            "the shapes of the parameters, such as optax.adamw",
             code="wrong-shape",
         )
     if sizes["expert"] != order.shape[-1] or (is_per_layer and sizes.get("layers") != len(order)):
