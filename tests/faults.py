@@ -197,15 +197,15 @@ FAULTS = (
     ),
     Fault(
         "the balancing bias goes the wrong way", "moe/balance.py",
-        "bias - rate * _above_mean(loads)", "bias + rate * _above_mean(loads)", "moe/test_balance.py",
+        "bias - rate * _sign_above_mean(loads)", "bias + rate * _sign_above_mean(loads)", "moe/test_balance.py",
     ),
     Fault(
         "the auxiliary loss is not scaled by the experts", "moe/balance.py",
-        "return alpha * num_experts * (share", "return alpha * (share", "moe/test_balance.py",
+        "return alpha * num_experts * (load", "return alpha * (load", "moe/test_balance.py",
     ),
     Fault(
         "tokens go to the wrong ranks", "moe/token_exchange.py",
-        "return lax.all_to_all(parts, link.axis, 0, 0)", "return parts", "moe/test_dispatch.py",
+        "return lax.all_to_all(buffers, link.axis, 0, 0)", "return buffers", "moe/test_dispatch.py",
     ),
     Fault(
         "buffers of twice the size", "moe/dispatch_paths.py",
@@ -214,9 +214,9 @@ FAULTS = (
     ),
     Fault(
         "two all-to-alls more than needed each way", "moe/token_exchange.py",
-        "    return lax.all_to_all(parts, link.axis, 0, 0)",
-        "    for _ in range(2):\n        parts = lax.all_to_all(parts, link.axis, 0, 0)\n"
-        "    return lax.all_to_all(parts, link.axis, 0, 0)", "inspect/test_promise_moe.py -k formulas",
+        "    return lax.all_to_all(buffers, link.axis, 0, 0)",
+        "    for _ in range(2):\n        buffers = lax.all_to_all(buffers, link.axis, 0, 0)\n"
+        "    return lax.all_to_all(buffers, link.axis, 0, 0)", "inspect/test_promise_moe.py -k formulas",
     ),
     Fault(
         "experts' gradients are summed over their own axis", "moe/expert_reduction.py",
@@ -467,8 +467,8 @@ FAULTS = (
     ),
     Fault(
         "gates are rounded in the backward pass", "moe/assignment_order.py",
-        "weight = taken(weights.reshape(-1), order.choices).astype(wide)[:, None]",
-        "weight = taken(weights.reshape(-1), order.choices).astype(rows.dtype)[:, None]",
+        "weight = take(weights.reshape(-1), order.assignments).astype(dtype)[:, None]",
+        "weight = take(weights.reshape(-1), order.assignments).astype(rows.dtype)[:, None]",
         "moe/test_assignment_order.py -k gates",
     ),
     Fault(
@@ -494,7 +494,7 @@ FAULTS = (
     ),
     Fault(
         "gradients of gates in bfloat16", "moe/assignment_order.py",
-        "jnp.sum(grads * rows.astype(wide), axis=1)", "jnp.sum(grads.astype(rows.dtype) * rows, axis=1)",
+        "jnp.sum(grads * rows.astype(dtype), axis=1)", "jnp.sum(grads.astype(rows.dtype) * rows, axis=1)",
         "moe/test_assignment_order.py -k gates",
     ),
     Fault(
@@ -508,7 +508,7 @@ FAULTS = (
     ),
     Fault(
         "gates are rounded in the forward pass", "moe/assignment_order.py",
-        "weights.astype(wide))[:, :, None] * each", "weights.astype(rows.dtype))[:, :, None] * each",
+        "weights.astype(dtype))[:, :, None] * terms", "weights.astype(rows.dtype))[:, :, None] * terms",
         "moe/test_assignment_order.py -k gates",
     ),
     Fault(

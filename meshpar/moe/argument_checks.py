@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from meshpar.sharding.types import is_int, problem
 
-_DTYPES = {"floating": jnp.floating, "integer": jnp.integer}
+_DTYPES = {"floating": (jnp.floating, "floating-point numbers"), "integer": (jnp.integer, "integers")}
 
 
 def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floating", "integer"] = "floating") -> None:
@@ -22,18 +22,17 @@ def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floati
       dims: names of its dims, such as "T k", or "..." for any number of dims.
       dtype: the kind of dtype.
     """
-    shape = getattr(x, "shape", None)
+    shape, (kind, numbers) = getattr(x, "shape", None), _DTYPES[dtype]
     if shape is None or not hasattr(x, "dtype"):
         code, requested = "wrong-type", f"use a {type(x).__name__} as `{name}`"
-    elif not jnp.issubdtype(x.dtype, _DTYPES[dtype]):
+    elif not jnp.issubdtype(x.dtype, kind):
         code, requested = "wrong-dtype", f"use `{name}` with dtype {x.dtype}"
     elif dims != "..." and len(dims.split()) != len(shape):
         code, requested = "wrong-shape", f"use `{name}` with shape {shape}"
     else:
         return
-    expected = f"[{', '.join(dims.split())}]"
-    fix = f"pass a JAX or NumPy array {expected}"
-    raise problem(where, requested, f"it must be an array {expected} with {dtype} dtype", fix, code)
+    expected = "an array" if dims == "..." else f"an array [{', '.join(dims.split())}]"
+    raise problem(where, requested, f"it must be {expected} of {numbers}", "pass a JAX or NumPy array like that", code)
 
 
 def check_scores(where: str, scores: Any, experts: Any) -> None:

@@ -29,7 +29,7 @@ from meshpar.collectives.wire import varying_alike
 from meshpar.layers.auxiliary import report
 from meshpar.layers.scan import Adapted, Ahead, Aux, is_staged
 from meshpar.moe.argument_checks import check_array
-from meshpar.moe.assignment_order import by_expert, in_buffers, spread, weighted_sum
+from meshpar.moe.assignment_order import by_expert, expand, in_buffers, weighted_sum
 from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.dispatch_combine import ExpertFn, dispatch
 from meshpar.moe.dispatch_paths import Dispatched
@@ -567,7 +567,7 @@ def _compute_local(
         typical_rows = None
         dropped = jnp.sum(jnp.maximum(counts - slots, 0), dtype=jnp.int32)
     with jax.named_scope("experts"):
-        outputs = _swiglu(experts, typical_rows)(spread(tokens, order), sizes)
+        outputs = _swiglu(experts, typical_rows)(expand(tokens, order), sizes)
     return weighted_sum(outputs, weights, order), Dispatched(counts, counts, dropped)
 
 

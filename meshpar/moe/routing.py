@@ -79,7 +79,10 @@ class Routing:
             where = f"Routing(groups={groups}, top_groups={self.top_groups})"
             reason = "groups have equal sizes, and top_groups is at most groups"
             fix = f"use a divisor of {num_experts} for groups, and top_groups of at most groups"
-            raise problem(where, f"divide {num_experts} experts into groups", reason, fix, "indivisible")
+            code = "indivisible" if num_experts % groups else "out-of-range"
+            raise problem(
+                where, f"use {self.top_groups} of {groups} groups of {num_experts} experts", reason, fix, code
+            )
         check_positive("Routing", "scale", self.scale, "1.0")
         if self.capacity_factor is not None:
             check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None for unlimited capacity")
@@ -286,10 +289,11 @@ def _order_independent_sum(values: jax.Array) -> jax.Array:
 
 def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> None:
     num_experts = routing.num_experts
-    check_array("route", "logits", logits, "T E")
-    if logits.shape[1] != num_experts:
+    check_array("route", "logits", logits, "...")
+    if logits.ndim != 2 or logits.shape[1] != num_experts:
         requested, reason = f"use logits of shape {logits.shape}", f"they are [T, {num_experts}] for this routing"
-        raise problem("route", requested, reason, "check num_experts", "wrong-shape")
+        fix = "merge batch and sequence into one dim of tokens, and check num_experts"
+        raise problem("route", requested, reason, fix, "wrong-shape")
     if bias is None:
         return
     if routing.choice == "expert":

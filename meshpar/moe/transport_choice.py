@@ -10,19 +10,19 @@ import jax
 NODE_FIRST = "node-first"
 IMPLEMENTATIONS = ("auto", "fixed", "ragged", "hierarchical", NODE_FIRST)
 TWO_LEVELS = ("hierarchical", NODE_FIRST)
-"""Implementations over a pair of axes: across nodes and inside a node."""
+"""Implementations over a pair of axes, across nodes and inside a node."""
 GPUS = ("gpu", "cuda", "rocm")
 _TARGET = jax.make_user_context(None)
 """(platform, compute capability) of the devices that a program is traced for. It is part of jit cache keys."""
 
 
 def compiled_for(platform: str, capability: tuple[int, int] | None = None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which kernels are chosen for these devices, whatever devices JAX runs on."""
+    """Return a context in which kernels are chosen for these devices instead of local ones."""
     return _TARGET((platform, capability))
 
 
 def target() -> tuple[str, tuple[int, int] | None]:
-    """Return platform and compute capability of `compiled_for`, or else of JAX's default backend."""
+    """Return platform and compute capability of `compiled_for`, or by default of JAX's backend."""
     if _TARGET.value is not None:
         return _TARGET.value
     platform = jax.default_backend()
@@ -66,7 +66,7 @@ def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_l
         why = f"XLA has no ragged-all-to-all for {platform}: each rank receives a padded buffer of the same size"
         return KernelChoice(implementation="fixed", why=why)
     if two_levels:
-        why = "buffers of fixed capacity over two axes: a rank sends one message per node instead of one per rank"
+        why = "buffers of fixed capacity over two axes: a rank sends a message per node instead of per rank"
         return KernelChoice(implementation="hierarchical", why=why)
-    why = "buffers of fixed capacity over one axis: one dense all-to-all in each direction"
+    why = "buffers of fixed capacity over a single axis: a dense all-to-all in each direction"
     return KernelChoice(implementation="fixed", why=why)
