@@ -400,9 +400,9 @@ FAULTS = (
     ),
     Fault(
         "all ranks round by the same draws", "collectives/quantized.py",
-        "return _sum_of_arrived(parts, axis, dtype, block, _own(key, axis))",
-        "return _sum_of_arrived(parts, axis, dtype, block, key)",
-        "collectives/test_quantized.py -k draws_of_their_own",
+        "return _exchange_and_sum(parts, axis, dtype, block, _rank_key(key, axis))",
+        "return _exchange_and_sum(parts, axis, dtype, block, key)",
+        "collectives/test_quantized.py -k independent_draws",
     ),
     Fault(
         "blocks of a group are rounded before they are summed", "moe/grouped.py",
