@@ -17,9 +17,9 @@
 
     reference.py      plain global-view references in jax.numpy
 
-A kernel maps the local array of a rank to its local result. For `shard_map` all results vary over the axis, even if they
-are equal on all ranks, so `out_specs` must name the axis unless `check_vma=False`. Derivatives equal those of the
-reference, with the check on or off. Modules are imported when one of their names is first used.
+A kernel maps the local array of a rank to its local result. For `shard_map` all results vary over the axis, even if
+they are equal on all ranks, so `out_specs` must name the axis unless `check_vma=False`. The derivatives are the same as
+for the reference, with the check on or off. Modules are imported on the first use of their names.
 """
 
 from typing import TYPE_CHECKING
