@@ -289,7 +289,7 @@ FAULTS = (
     # What came after the list above.
     Fault(
         "8-bit products keep one of two scales", "layers/fp8_dot.py",
-        "batch), x.scale * w.scale, rhs.dtype, split)", "batch), x.scale, rhs.dtype, split)",
+        "batch), x.scale * w.scale, rhs.dtype, sharding)", "batch), x.scale, rhs.dtype, sharding)",
         "training/test_float8.py",
     ),
     Fault(

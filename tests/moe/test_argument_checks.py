@@ -118,9 +118,9 @@ FUNCTIONS = [
     (lambda: moe.report_layers(moe.RouterStats(*[jnp.zeros(5)] * 4), CONFIG), r"loads \(5,\)"),
     (lambda: moe.report_layers(moe.RouterStats(*[jnp.zeros((2, 8))] * 4), CONFIG), r"loss \(2, 8\)"),
     (lambda: report(loss=jnp.ones(3)), r"it has shape \(3,\)"),
-    (lambda: report(loss="x"), "be 'x'"),
-    (lambda: report(metrics=[1]), "every metric has a name"),
-    (lambda: report(metrics={"a": None}), "`a`: cannot be None"),
+    (lambda: report(loss="x"), "use 'x'"),
+    (lambda: report(metrics=[1]), "a dict from names to arrays"),
+    (lambda: report(metrics={"a": None}), "`a`: cannot use None"),
 ]
 PLACEMENTS = [
     ([1, 2, 3], 2, {}, "assign 3 experts to 2 ranks"),
