@@ -6,8 +6,8 @@
 
 Autodiff rounds the gradient of a weight to its dtype at each use, and then adds. XLA reduces over devices directly
 after each matmul. Each slice would therefore reduce a gradient, and XLA cannot merge reductions across a rounding. This
-module rewrites the traced backward pass. Values that would be rounded stay in float32 until they are added. Matmuls that
-contract the batch return a partial sum per rank, in an additional first dim.
+module rewrites the traced backward pass. Values that would be rounded stay in float32 until they are added. Matmuls
+that contract the batch return a partial sum per rank, in an additional first dim.
 """
 
 from __future__ import annotations
