@@ -290,7 +290,7 @@ FAULTS = (
     # What came after the list above.
     Fault(
         "8-bit products keep one of two scales", "layers/fp8_dot.py",
-        "batch), x.scale * w.scale, rhs.dtype, split)", "batch), x.scale, rhs.dtype, split)",
+        "batch), x.scale * w.scale, rhs.dtype, sharding)", "batch), x.scale, rhs.dtype, sharding)",
         "training/test_float8.py",
     ),
     Fault(
@@ -401,9 +401,9 @@ FAULTS = (
     ),
     Fault(
         "all ranks round by the same draws", "collectives/quantized.py",
-        "return _sum_of_arrived(parts, axis, dtype, block, _own(key, axis))",
-        "return _sum_of_arrived(parts, axis, dtype, block, key)",
-        "collectives/test_quantized.py -k draws_of_their_own",
+        "return _exchange_and_sum(parts, axis, dtype, block, _rank_key(key, axis))",
+        "return _exchange_and_sum(parts, axis, dtype, block, key)",
+        "collectives/test_quantized.py -k independent_draws",
     ),
     Fault(
         "blocks of a group are rounded before they are summed", "moe/grouped.py",

@@ -209,8 +209,9 @@ class _Ring(NamedTuple):
         if self.order == "contiguous":
             return (rank * n + index) * size
         half = n // 2
+        is_early, early = index < half, rank * half + index
         late = (2 * self.num_ranks - 1 - rank) * half + index - half
-        return jnp.where(index < half, rank * half + index, late) * size
+        return jnp.where(is_early, early, late) * size
 
 
 class _Segments(NamedTuple):

@@ -69,7 +69,7 @@ def test_memory_is_linear_in_the_sequence():
 
 
 def test_tiles_outside_the_window_are_skipped():
-    """Of 16 x 16 tiles, 136 are on or below the diagonal. With a window of 17, each row has two, the first one."""
+    """16 rows have 136 tiles up to the diagonal. A window of 17 leaves two per row, and one in the first row."""
     *qkv, _ = arrays(256)
 
     def tiles(**options):
