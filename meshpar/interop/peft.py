@@ -370,7 +370,7 @@ def _modules(files: Folder, rows: list[WeightMapping], rank: int, path: Path) ->
             fix = f"{MERGE}: routers, tables and other tensors have no adapters here"
             raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
         # The experts of a layer may be stacked in one pair, and a matrix that is several of ours may have a block each.
-        stacked = 1 if "{X}" in matrices[0].theirs else matrices[0].sizes["X"] if "X" in matrices[0].letters else 1
+        stacked = 1 if "{X}" in matrices[0].template else matrices[0].sizes["X"] if "X" in matrices[0].model_dims else 1
         width = dict(zip("AB", (entry.shape[:1], entry.shape[1:2]), strict=True))[side[1]]
         if width and width[0] not in (rank * stacked, rank * stacked * len(matrices)):
             asked = f"give `{module[:100]}` rank {width[0] / stacked:g}"
