@@ -100,8 +100,11 @@ def is_counted(metric: Any) -> bool:
 
 
 def check_numbers(metrics: Mapping[str, Any]) -> None:
-    """Check that the metrics of a loss function are scalars."""
+    """Check that the metrics of a loss function are scalars with names."""
     for name, value in metrics.items():
+        if not isinstance(name, str):
+            reason = f"{name!r} is a {type(name).__name__}, and the name of a metric is a string"
+            raise problem("metrics of the loss function", "use their names", reason, "use strings", "wrong-type")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, bool | int | float) else None)
         where, requested = f"metric `{name}`", "use it as a scalar"
         if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
