@@ -1,7 +1,7 @@
 """Ends a command if a host callback of the user's program raises an exception.
 
-If a callback (`jax.debug.callback`, `jax.pure_callback`, `jax.io_callback`) raises, the program on its device fails. Other
-devices then wait for this device in their next collective, and the process hangs. jax logs the exception before that.
+If a callback (`jax.debug.callback`, `jax.pure_callback`, `jax.io_callback`) raises, the program on its device fails.
+Other devices then wait for this device in their next collective, and the process hangs. jax logs the exception first.
 """
 
 from __future__ import annotations

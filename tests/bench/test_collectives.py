@@ -319,7 +319,7 @@ def test_a_measured_profile_serves_other_commands(meshpar, tmp_path):
     assert json.loads(out)["links"][0]["where"] == "measured along `data`"
     code, _, error = meshpar("explain", "none.py", "--cluster", tmp_path / "my.json")
     assert code == 2
-    assert "measured on `cpu` devices: it holds links, and nothing about a GPU" in error
+    assert "links measured on `cpu` devices, and no GPU" in error
 
 
 def test_help_has_examples(command):
