@@ -19,7 +19,6 @@ from meshpar.sharding.types import (
     Leaf,
     MeshLike,
     axis_sizes,
-    check_choice,
     near,
     near_or,
     num_shards,
@@ -521,8 +520,10 @@ def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
 
 
 def _checked_dtype(pattern: str, value: Any) -> str:
-    choices = ("float32", "float64", "bfloat16", "float16")
-    check_choice(f"precision rule `{pattern}`", "the dtype of the modules", choices, dtype=value)
+    dtypes = ("float64", "float32", "bfloat16", "float16")
+    if value not in dtypes:
+        where, reason = f"precision rule `{pattern}`", f"the dtypes are {', '.join(dtypes)}"
+        raise problem(where, f"compute in {value!r}", reason, 'write "float32"', code="unknown-choice")
     return value
 
 
