@@ -113,26 +113,53 @@ def grouped_matmul(
       ```
     """
     _check_operands(rows, weights, group_sizes)
-    implementation, fp8_recipe = _resolve(implementation, block, typical_rows, rows)
-    return _multiply(rows, weights, group_sizes, implementation, fp8_recipe, block, typical_rows)
+    return _multiply(rows, weights, group_sizes, _Options.of(rows, implementation, block, typical_rows))
 
 
-def _multiply(
-    rows: jax.Array, weights: jax.Array, sizes: Any, implementation: str, fp8_recipe: str | None, block: int | None,
-    typical_rows: int | None,
-) -> jax.Array:  # fmt: skip
+class _Options(NamedTuple):
+    """Checked options of a grouped matmul."""
+
+    implementation: str
+    fp8_recipe: str | None
+    """Value of `Precision.matmul`."""
+    block: int | None
+    typical_rows: int | None
+
+    @staticmethod
+    def of(rows: jax.Array, implementation: str, block: int | None, typical_rows: int | None) -> _Options:
+        check_choice(KERNEL, "the implementation of the matmul", IMPLEMENTATIONS, implementation=implementation)
+        for name, value in (("block", block), ("typical_rows", typical_rows)):
+            if value is not None:
+                check_positive_int(KERNEL, "a number of rows", **{name: value})
+        if implementation == "tokamax" and not has_tokamax():
+            requested, fix = (
+                "use implementation='tokamax'",
+                "run `pip install tokamax`, or use implementation='blocked'",
+            )
+            raise problem(KERNEL, requested, "the package tokamax is not installed", fix, "missing-package")
+        if implementation == "tokamax":
+            check_wide(KERNEL, "matmuls of experts", "use implementation='blocked'")
+        if (fp8_recipe := matmul_here()) is not None:
+            check_narrow(fp8_recipe, rows.dtype)
+            implementation = "blocked"
+        elif implementation == "auto":
+            implementation = choose_grouped_matmul(dtype=rows.dtype).implementation
+        return _Options(implementation, fp8_recipe, block, typical_rows)
+
+
+def _multiply(rows: jax.Array, weights: jax.Array, sizes: Any, options: _Options) -> jax.Array:
     num_rows, num_groups = rows.shape[0], weights.shape[0]
     if num_rows == 0:
         return jnp.zeros((0, weights.shape[2]), rows.dtype)
     with jax.named_scope(KERNEL):
-        if _is_even(sizes, num_rows) and fp8_recipe is None:
+        if _is_even(sizes, num_rows) and options.fp8_recipe is None:
             batched = rows.reshape(num_groups, -1, rows.shape[1])
             products = jnp.einsum("gcd,gdf->gcf", batched, weights, preferred_element_type=_sum_dtype(rows))
             return products.astype(rows.dtype).reshape(num_rows, weights.shape[2])
         rows, weights, sizes = varying_alike((), rows, weights, jnp.asarray(sizes, jnp.int32))
-        if implementation == "tokamax":
-            return _tokamax(typical_rows or num_rows, rows, weights, sizes)
-        return _blocked(_Plan.of(num_rows, num_groups, block, typical_rows, fp8_recipe), rows, weights, sizes)
+        if options.implementation == "tokamax":
+            return _tokamax(options.typical_rows or num_rows, rows, weights, sizes)
+        return _blocked(_Plan.of(num_rows, num_groups, options), rows, weights, sizes)
 
 
 def grouped_swiglu(
@@ -172,48 +199,25 @@ def grouped_swiglu(
     if gate.shape != up.shape:
         requested, fix = f"use gate {gate.shape} with up {up.shape}", "use the same shape for both"
         raise problem(SWIGLU, requested, "their products are multiplied elementwise", fix, "wrong-shape")
-    implementation, fp8_recipe = _resolve(implementation, block, typical_rows, rows)
-    is_even = _is_even(group_sizes, num_rows) and fp8_recipe is None
+    options = _Options.of(rows, implementation, block, typical_rows)
+    is_even = _is_even(group_sizes, num_rows) and options.fp8_recipe is None
     is_adapted = any(isinstance(weight, Adapted) for weight in (gate, up, down))
-    if implementation == "tokamax" or num_rows == 0 or is_even or is_adapted:
+    if options.implementation == "tokamax" or num_rows == 0 or is_even or is_adapted:
 
         def matmul(rows: jax.Array, weight: jax.Array | Adapted) -> jax.Array:
-            multiply = functools.partial(_multiply, sizes=group_sizes, implementation=implementation, block=block)
-            multiply = functools.partial(multiply, typical_rows=typical_rows)
             if not isinstance(weight, Adapted):
-                return multiply(rows, weight, fp8_recipe=fp8_recipe)
-            low_rank = multiply(multiply(rows, weight.a, fp8_recipe=None), weight.b, fp8_recipe=None)
-            full = multiply(rows, weight.weight, fp8_recipe=fp8_recipe)
+                return _multiply(rows, weight, group_sizes, options)
+            full, unquantized = _multiply(rows, weight.weight, group_sizes, options), options._replace(fp8_recipe=None)
+            low_rank = _multiply(rows, weight.a, group_sizes, unquantized)
+            low_rank = _multiply(low_rank, weight.b, group_sizes, unquantized)
             return full + (weight.scale * low_rank).astype(rows.dtype)
 
         return matmul(_activation(matmul(rows, gate), matmul(rows, up)), down)
     with jax.named_scope(SWIGLU):
         sizes = jnp.asarray(group_sizes, jnp.int32)
         rows, gate, up, down, sizes = varying_alike((), rows, gate, up, down, sizes)
-        plan = _Plan.of(num_rows, gate.shape[0], block, typical_rows, fp8_recipe)
+        plan = _Plan.of(num_rows, gate.shape[0], options)
         return _blocked_swiglu(plan, rows, (gate, up, down), sizes)
-
-
-def _resolve(
-    implementation: str, block: int | None, typical_rows: int | None, rows: jax.Array
-) -> tuple[str, str | None]:
-    """Check the options. Return the implementation and the recipe of 8-bit matmuls (`Precision.matmul`), or None."""
-    check_choice(KERNEL, "the implementation of the matmul", IMPLEMENTATIONS, implementation=implementation)
-    if block is not None:
-        check_positive_int(KERNEL, "the number of rows per block", block=block)
-    if typical_rows is not None:
-        check_positive_int(KERNEL, "the usual number of rows", typical_rows=typical_rows)
-    if implementation == "tokamax" and not has_tokamax():
-        requested, fix = "use implementation='tokamax'", "run `pip install tokamax`, or use implementation='blocked'"
-        raise problem(KERNEL, requested, "the package tokamax is not installed", fix, "missing-package")
-    if implementation == "tokamax":
-        check_wide(KERNEL, "matmuls of experts", "use implementation='blocked'")
-    if (fp8_recipe := matmul_here()) is not None:
-        check_narrow(fp8_recipe, rows.dtype)
-        return "blocked", fp8_recipe
-    if implementation == "auto":
-        implementation = choose_grouped_matmul(dtype=rows.dtype).implementation
-    return implementation, None
 
 
 def _is_even(group_sizes: Any, num_rows: int) -> bool:
@@ -277,15 +281,14 @@ class _Plan(NamedTuple):
     saved_blocks: int
     """Blocks whose activations are saved for the backward pass."""
     fp8_recipe: str | None
-    """Value of `Precision.matmul`."""
 
     @staticmethod
-    def of(num_rows: int, num_groups: int, block: int | None, typical_rows: int | None, recipe: str | None) -> _Plan:
-        typical = min(typical_rows or num_rows, num_rows)
-        size = min(block or cost.grouped_block(typical, num_groups), num_rows)
+    def of(num_rows: int, num_groups: int, options: _Options) -> _Plan:
+        typical = min(options.typical_rows or num_rows, num_rows)
+        size = min(options.block or cost.grouped_block(typical, num_groups), num_rows)
         max_blocks, typical_blocks = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
-        static_blocks = 0 if typical_rows is None else min(typical_blocks, max_blocks)
-        return _Plan(size, max_blocks, static_blocks, static_blocks or max_blocks, recipe)
+        static_blocks = 0 if options.typical_rows is None else min(typical_blocks, max_blocks)
+        return _Plan(size, max_blocks, static_blocks, static_blocks or max_blocks, options.fp8_recipe)
 
     def quantize(self, *weights: jax.Array) -> _Weights:
         """Return the weights in the number format of the matmuls."""

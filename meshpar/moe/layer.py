@@ -381,7 +381,7 @@ def _expert_axes(context: Ambient, num_experts: int) -> tuple[str, ...]:
 
 def _outer_expert_axes(context: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
     """Return the axes of the enclosing `shard_map` that shard the experts."""
-    axes, sizes, num_local = _expert_axes(context, num_experts), axis_sizes(context.mesh), len(weights.gate)
+    axes, sizes, num_local = _expert_axes(context, num_experts), axis_sizes(context.mesh), weights.gate.shape[0]
     if num_local * math.prod(sizes[axis] for axis in axes) != num_experts or not set(axes) <= set(outer_axes()):
         reason = f"the current rules shard `act_expert` over {_listed(axes) or 'no axis'}"
         fix = "pass all experts, or the rank's shard inside a `shard_map` over these axes"
@@ -422,7 +422,7 @@ def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, 
     for name, dims in (("router", "d E"), ("gate", "..."), ("up", "..."), ("down", "...")):
         check_array(where, name, getattr(weights, name), dims)
     num_experts, d, f = config.routing.num_experts, x.shape[-1], config.mlp_dim
-    num_local = len(weights.gate) if weights.gate.ndim == 3 else 0
+    num_local = weights.gate.shape[0] if weights.gate.ndim == 3 else 0
     if not num_local or num_experts % num_local or (is_single and num_local != num_experts):
         num_local = num_experts  # not a valid shard
     for name, shape in (("gate", (d, f)), ("up", (d, f)), ("down", (f, d))):

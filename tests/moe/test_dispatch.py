@@ -211,6 +211,7 @@ def assert_counted(case, experts, stats, name):
 # Against the reference
 # ---------------------------------------------------------------------------------------------------------------------
 
+REORDERED = {"mesh_order": ("inner", "outer"), "num_experts": 12}
 CASES = {
     "one rank": Case(on(expert=1), k=3),
     "two ranks, top 1": Case(on(expert=2), k=1, num_experts=4),
@@ -228,10 +229,18 @@ CASES = {
     "buffers for a balanced load": Case(on(expert=4), capacity=2),
     "buffers in two levels": Case(on(outer=2, inner=2), capacity=1),
     "buffers in chunks": Case(on(expert=2), tokens=12, capacity=2, chunks=3),
+    # The order of the mesh differs from the order of the axes.
+    "reordered, dropless": Case(on(outer=2, inner=3), **REORDERED),
+    "reordered, two levels": Case(on(outer=2, inner=3), implementation="hierarchical", **REORDERED),
+    "reordered, buffers": Case(on(outer=2, inner=3), capacity=2, **REORDERED),
+    "reordered, node first": Case(on(outer=2, inner=3), implementation="node-first", **REORDERED),
+    "reordered, with data": Case(on(outer=2, data=2, inner=2), mesh_order=("inner", "data", "outer")),
+    # Gradients of weights are summed over the data axes, and sharded over `tensor`.
+    "data and tensor": Case(on(data=2, expert=2, tensor=2), k=3),
+    "fsdp and tensor, reduced in experts": Case(on(expert=2, fsdp=2, tensor=2), sums="rows"),
+    "data and tensor, buffers": Case(on(data=2, expert=2, tensor=2), capacity=2),
 }
-
-
-QUICK = "many experts, in chunks", "buffers in chunks"
+QUICK = "many experts, in chunks", "buffers in chunks", "reordered, two levels", "data and tensor"
 
 
 @pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))
@@ -239,69 +248,26 @@ def test_dispatch_matches_reference(name):
     assert_equal(CASES[name])
 
 
-SWAPPED = {"mesh_order": ("inner", "outer"), "num_experts": 12}
-OUT_OF_ORDER = {
-    "dropless": Case(on(outer=2, inner=3), **SWAPPED),
-    "two levels": Case(on(outer=2, inner=3), implementation="hierarchical", **SWAPPED),
-    "buffers": Case(on(outer=2, inner=3), capacity=2, **SWAPPED),
-    "node first": Case(on(outer=2, inner=3), implementation="node-first", **SWAPPED),
-    "sharded batch": Case(on(outer=2, data=2, inner=2), mesh_order=("inner", "data", "outer")),
-}
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, id=n, marks=() if n == "two levels" else pytest.mark.matrix) for n, c in OUT_OF_ORDER.items()],
-)
-def test_dispatch_over_axes_in_another_order_than_the_mesh(case):
-    assert_equal(case)
-
-
-SHARDED = {
-    "data, reduced after": Case(on(data=2, expert=2, tensor=2), k=3),
-    "fsdp, reduced in experts": Case(on(expert=2, fsdp=2, tensor=2), sums="rows"),
-    "buffers": Case(on(data=2, expert=2, tensor=2), capacity=2),
-}
-
-
-@pytest.mark.parametrize("name", cases("data, reduced after", grid=SHARDED))
-def test_dispatch_matches_reference_with_other_axes(name):
-    """Gradients of weights are summed over the data axes, and sharded over `tensor`."""
-    assert_equal(SHARDED[name])
-
-
-OPTIONS = [{}, {"capacity": 2}, {"chunks": 2}, {"capacity": 1, "chunks": 4}]
-CROSSINGS = [
-    (options, (1, 2, 4, 8)[(row + column) % 4], k, (8, 16, 64)[(row + column) % 3])
-    for row, options in enumerate(OPTIONS)
+MORE_CASES = [
+    Case(on(expert=(1, 2, 4, 8)[(row + column) % 4]), k=k, num_experts=(8, 16, 64)[(row + column) % 3], **options)
+    for row, options in enumerate([{}, {"capacity": 2}, {"chunks": 2}, {"capacity": 1, "chunks": 4}])
     for column, k in enumerate((1, 2, 4, 5, 8))
+] + [
+    Case(on(data=2, fsdp=2, expert=2)),
+    Case(on(data=2, fsdp=2, expert=2), capacity=2),
+    Case(on(data=2, expert=4), chunks=2),
+    Case(on(fsdp=2, expert=2, tensor=2), chunks=2),
+    Case(on(fsdp=2, expert=2, tensor=2), sums="rows", capacity=2),
+    Case(on(expert=4, tensor=2), sums="rows", chunks=2),
+    Case(on(expert=4, tensor=2), capacity=2),
 ]
-"""All options with all k, and with varying numbers of ranks and experts."""
+"""All options with all k, with varying numbers of ranks and experts, and on other meshes."""
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("options", "ranks", "k", "num_experts"), CROSSINGS)
-def test_dispatch_matches_reference_for_all_sizes(options, ranks, k, num_experts):
-    assert_equal(Case(on(expert=ranks), k=k, num_experts=num_experts, **options), every=True)
-    program.cache_clear()
-    dense.cache_clear()
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("axes", "sums", "options"),
-    [
-        (on(data=2, fsdp=2, expert=2), "tokens", {}),
-        (on(data=2, fsdp=2, expert=2), "tokens", {"capacity": 2}),
-        (on(data=2, expert=4), "tokens", {"chunks": 2}),
-        (on(fsdp=2, expert=2, tensor=2), "tokens", {"chunks": 2}),
-        (on(fsdp=2, expert=2, tensor=2), "rows", {"capacity": 2}),
-        (on(expert=4, tensor=2), "rows", {"chunks": 2}),
-        (on(expert=4, tensor=2), "tokens", {"capacity": 2}),
-    ],
-)
-def test_dispatch_matches_reference_on_all_meshes(axes, sums, options):
-    assert_equal(Case(axes, sums=sums, **options), every=True)
+@pytest.mark.parametrize("case", MORE_CASES)
+def test_dispatch_matches_reference_for_all_routings(case):
+    assert_equal(case, every=True)
     program.cache_clear()
     dense.cache_clear()
 
@@ -510,12 +476,14 @@ COUNTED = [
     "in float32",
     "top k of k experts",
     "buffers for a balanced load",
+    "data and tensor",
+    "data and tensor, buffers",
 ]
 
 
-@pytest.mark.parametrize("name", cases("data, reduced after", grid=[*COUNTED, "buffers", "data, reduced after"]))
+@pytest.mark.parametrize("name", cases("data and tensor", grid=COUNTED))
 def test_row_exchanges_match_the_cost_model(name):
-    case = {**CASES, **SHARDED}[name]
+    case = CASES[name]
     exchanges = row_exchanges(case)
     assert [(a2a.is_backward, a2a.module, a2a.axes, a2a.count_per_step) for a2a in exchanges] == [
         (is_backward, module, ("expert",), 1)
@@ -530,7 +498,7 @@ def test_row_exchanges_match_the_cost_model(name):
 
 
 def test_hierarchical_exchange_matches_the_cost_model():
-    case = OUT_OF_ORDER["two levels"]
+    case = CASES["reordered, two levels"]
     payload = 8 * WIDTH * cost.dropless_rows(case.tokens, case.k, case.num_experts, case.ranks)
     expected = cost.hierarchical_all_to_all(payload, 6, inner=3)
     for is_backward in (False, True):
