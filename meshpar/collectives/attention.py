@@ -356,7 +356,7 @@ def _local_tiles(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry
     window = n * size if ring.window is None else ring.window
     reach = (window + size - 2) // size  # number of earlier tiles that the first query of a tile sees
     pairs = [(i, j) for i in range(n) for j in range(n) if i - reach <= j <= i or not ring.causal]
-    pairs = {"all": pairs, "first": pairs[: len(pairs) // 2], "second": pairs[len(pairs) // 2 :]}[half]
+    pairs = _take_half(pairs, half)
     if ring.kernel is None or not ring.causal:
         return _for_tiles(_tile_list(pairs), functools.partial(tile, ring.causal), carry)
     for masked in (True, False):  # a library's kernel applies a causal mask, which diagonal tiles need, or no mask
@@ -397,7 +397,7 @@ def _tile_list(pairs: Iterable[tuple[int, int]]) -> Tiles:
     return jnp.asarray(list(pairs), "int32").reshape(-1, 2)
 
 
-def _take_half(tiles: Tiles, half: _Half) -> Tiles:
+def _take_half(tiles: Any, half: _Half) -> Any:
     middle = len(tiles) // 2
     return {"all": tiles, "first": tiles[:middle], "second": tiles[middle:]}[half]
 

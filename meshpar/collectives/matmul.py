@@ -152,7 +152,7 @@ def _gather_matmul_backward(plan: _MatmulPlan, saved: tuple, grads: tuple[jax.Ar
 
     def term(grads: list[jax.Array]) -> jax.Array:
         pairs = zip(grads, full, strict=True)
-        return functools.reduce(lax.add, [_times_transposed(plan, g, w, dtype) for g, w in pairs])
+        return functools.reduce(lax.add, [_times(plan, g, w, dtype, transposed=True) for g, w in pairs])
 
     with jax.named_scope("all_gather_matmul"):
         d_x, (all_x,) = _run(plan, _scatter_ring(plan, grads, term, x.dtype), _gather_ring(plan, x))
@@ -173,7 +173,7 @@ def _matmul_scatter_backward(plan: _MatmulPlan, saved: tuple, grad: jax.Array) -
     full = _unsharded(weight)
 
     def product(rows: jax.Array) -> list[jax.Array]:
-        return [_times_transposed(plan, rows, full, h.dtype), rows]
+        return [_times(plan, rows, full, h.dtype, transposed=True), rows]
 
     with jax.named_scope("matmul_reduce_scatter"):
         ((d_h, all_grad),) = _run(plan, _gather_ring(plan, grad, product))
@@ -325,17 +325,12 @@ def _send_after(plan: _MatmulPlan, rows: jax.Array, blocks: list[jax.Array]) -> 
 # ---- Matmuls and checks ----------------------------------------------------------------------------------------------
 
 
-def _times(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`[*rows, *inner] @ [*inner, *out]`."""
-    inner = range(plan.num_inner)
-    contracted = tuple(rows.ndim - plan.num_inner + dim for dim in inner), tuple(inner)
-    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
-
-
-def _times_transposed(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`[*rows, *out] @ [*inner, *out]ᵀ`."""
-    outer = range(plan.num_inner, weight.ndim)
-    contracted = tuple(rows.ndim - weight.ndim + dim for dim in outer), tuple(outer)
+def _times(
+    plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype, *, transposed: bool = False
+) -> jax.Array:
+    """`[*rows, *inner] @ [*inner, *out]`, or transposed `[*rows, *out] @ [*inner, *out]ᵀ`."""
+    dims = range(plan.num_inner, weight.ndim) if transposed else range(plan.num_inner)
+    contracted = tuple(range(rows.ndim - len(dims), rows.ndim)), tuple(dims)
     return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
 
 

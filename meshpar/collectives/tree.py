@@ -27,14 +27,14 @@ def recursive_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: in
 
     [A] {unreduced over X} -> [A];  log2 P steps (two more if N > P), n bytes each
     """
+
+    def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
+        for apart in doublings(num_ranks):
+            x = combine(_swapped(x, axis, apart, num_ranks), x)
+        return x
+
     with jax.named_scope("recursive_doubling"):
-        return _folded(x, axis, combine, num_ranks, _doubling)
-
-
-def _doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    for apart in doublings(num_ranks):
-        x = combine(_swapped(x, axis, apart, num_ranks), x)
-    return x
+        return _folded(x, axis, combine, num_ranks, kernel)
 
 
 def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
@@ -43,11 +43,11 @@ def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int)
     [A] {unreduced over X} -> [A];  2 log2 P steps, 2(P-1)/P n bytes sent (two more steps of n bytes each if N > P)
     """
 
-    def both(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
+    def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
         return unflat(doubled(halved(flat_parts(x, num_ranks), axis, combine), axis, num_ranks), x)
 
     with jax.named_scope("halving_doubling"):
-        return _folded(x, axis, combine, num_ranks, both)
+        return _folded(x, axis, combine, num_ranks, kernel)
 
 
 def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -128,7 +128,7 @@ def _folded(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, kernel: 
     if num_extra:
         arrived = send(x, axis, [(power + r, r) for r in range(num_extra)])
         x = jnp.where(rank < num_extra, combine(arrived, x), x)
-    x = kernel(x, axis, combine, power)
+    x = kernel(x, power)
     if num_extra:
         x = jnp.where(rank >= power, send(x, axis, [(r, power + r) for r in range(num_extra)]), x)
     return x
