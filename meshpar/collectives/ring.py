@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter with a choice of algorithms, and the ring loops that all-reduce shares with them.
 
 In a ring of stride s (coprime with the number of ranks N), rank r sends to rank r + s (mod N) in each step. Concurrent
-rings divide every chunk into lanes, one per ring. Rings are bandwidth-optimal. Recursive doubling and halving
+rings divide each chunk into lanes. Rings are bandwidth-optimal. Recursive doubling and halving
 (`tree.py`) send the same bytes in fewer steps if N is a power of two. Each public function has a global-view reference
 of the same name in `reference.py`.
 
@@ -58,7 +58,7 @@ def all_gather(
 
         [A_X, B] -> [A, B]
         per device [A/N, B] -> [A, B]  (dim 0; [B] -> [N, B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps, as many bytes with recursive doubling
+        N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps and the same bytes with recursive doubling
 
     Args:
       x: the local array.
@@ -94,11 +94,11 @@ def reduce_scatter(
     channels: int = 1,
     cluster: str | Profile | None = None,
 ) -> Num[Array, "*dims"]:
-    """Reduce over all ranks and return one part of the result per rank; the reference is `reference.reduce_scatter`.
+    """Reduce over all ranks and return a part of the result on each rank; the reference is `reference.reduce_scatter`.
 
         [A, B] {unreduced over X} -> [A_X, B]
         per device [A, B] -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the input; log2 N steps, as many bytes with recursive halving
+        N-1 steps, (N-1)/N n bytes sent, n the input; log2 N steps and the same bytes with recursive halving
 
     Sums use the dtype of the array. Cast it first if that is too coarse.
 
@@ -164,7 +164,7 @@ def _check_power_of_two(kernel: str, algorithm: str, num_ranks: int) -> None:
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """All-reduce as a reduce-scatter and an all-gather in one buffer; the reference is `reference.all_reduce`.
+    """All-reduce as a reduce-scatter and an all-gather in the same buffer; the reference is `reference.all_reduce`.
 
         [A] {unreduced over X} -> [A];  per device [A] -> [A], any shape
         2(N-1) steps, 2(N-1)/N n bytes sent
@@ -175,14 +175,14 @@ def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, 
 
 
 def ring_sum(x: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """All-reduce a sum in two buffers. Its transpose is cheap: with one buffer, every step would add n elements."""
+    """All-reduce a sum in two buffers. Its transpose is cheap: with a single buffer, each step would add n elements."""
     chunk = scattered(flat_parts(x, num_ranks), axis, lax.add, strides)
     return unflat(gathered(chunk, axis, num_ranks, strides), x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loops. `parts` is [N, c] and `chunk` is [c]. In step T, rank r of a ring of stride s sends the chunk of rank
-# r - s T. All rings share one loop, because separate loops would run one after the other.
+# r - s T. All rings share a loop, because separate loops would run sequentially.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -221,7 +221,7 @@ def scattered(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[
 
 
 def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
-    """`[N, c] -> [N, c]`: all-reduce all chunks. A received chunk replaces one that has already been sent."""
+    """`[N, c] -> [N, c]`: all-reduce all chunks. A received chunk replaces a chunk that was already sent."""
     num_ranks = len(parts)
 
     def step(T: jax.Array | int, lanes: list[jax.Array], *, merge: Combine) -> list[jax.Array]:
@@ -258,7 +258,7 @@ def ring_states(x: Num[Array, "*dims"], *, axis: Axis) -> Num[Array, "T N c"]:
 
 
 def _lanes(x: jax.Array, strides: Sequence[int]) -> list[jax.Array]:
-    """Split the last dim into nearly equal parts, one per ring, with at least one element each."""
+    """Split the last dim into a nearly equal, nonempty part for each ring."""
     return jnp.array_split(x, min(len(strides), max(x.shape[-1], 1)), axis=-1)
 
 

@@ -1,9 +1,9 @@
 """All-reduce algorithms with few steps: recursive doubling, halving-doubling and a binary tree.
 
 N is the number of ranks and P the largest power of two up to N. The recursive algorithms run on P ranks. The remaining
-ranks first send their array to one of the first N-P ranks, and receive the result afterwards: two more messages.
+ranks first send their array to the first N-P ranks, and receive the result afterwards: two more messages.
 
-The naive root and the parameter server are for comparison only: the link of one rank carries the data of all others.
+The naive root and the parameter server are for comparison only: a single link carries the data of all ranks.
 The reference of all algorithms is `reference.all_reduce`.
 
 Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
@@ -90,9 +90,9 @@ def binary_tree(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> j
 def parameter_server(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, *, num_servers: int = 1) -> jax.Array:
     """Reduce part s of the array on server s and send it back to all ranks. The servers are the first S ranks.
 
-        [A] {unreduced over X} -> [A];  2(N-1) steps; the link of a server carries (N-1) n/S bytes in, and as many out
+        [A] {unreduced over X} -> [A];  2(N-1) steps; the link of a server carries (N-1) n/S bytes in each direction
 
-    With one server this is the naive root. With N servers it sends as many bytes as the ring.
+    With a single server this is the naive root. With N servers it sends as many bytes as the ring.
     """
     parts, rank = flat_parts(x, num_servers), lax.axis_index(axis)
     is_server, local = rank < num_servers, jnp.minimum(rank, num_servers - 1)

@@ -30,7 +30,7 @@ def varying(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
-    """Mark arrays as varying over `axis` and over all axes that any of them varies over.
+    """Mark arrays as varying over `axis`, and over each axis that any array varies over.
 
     If an array is replicated over one of these axes, jax then sums its gradient over that axis.
     """
@@ -71,7 +71,7 @@ def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
 
 
 def cut(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax.Array:
-    """Split a dim into one part per rank: `[A, B] -> [N, A/N, B]` if tiled, else `[N, B] -> [N, B]` (for dim 0)."""
+    """Split a dim over ranks: `[A, B] -> [N, A/N, B]` if tiled, or `[N, B] -> [N, B]` if not (for dim 0)."""
     check_bool(kernel, TILED, tiled=tiled)
     dim = checked_dim(kernel, dim, x.ndim)
     check_cut(kernel, x.shape[dim], dim, num_ranks, tiled)
@@ -81,7 +81,7 @@ def cut(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax
 
 
 def join(kernel: str, parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
-    """Concatenate parts `[N, ...]` along a dim if tiled, else stack them along a new dim. The inverse of `cut`."""
+    """Concatenate parts `[N, ...]` along a dim if tiled, or stack them along a new dim. The inverse of `cut`."""
     check_bool(kernel, TILED, tiled=tiled)
     dim = checked_dim(kernel, dim, parts.ndim - tiled)
     x = jnp.moveaxis(parts, 0, dim)
@@ -129,13 +129,13 @@ def reduced(
 ) -> jax.Array:
     """Reduce by one of `OPS`, with the derivative of the reference.
 
-    The derivative of a sum is the kernel itself. The derivative of max and min is divided equally among the ranks that
-    hold the extremum, as in `jnp.max`. Differentiating the pairwise steps would divide it unequally.
+    The derivative of a sum is the kernel itself. The derivative of max and min is divided equally among the ranks with
+    the extremum, as in `jnp.max`. Differentiating the pairwise steps would divide it unequally.
 
     Args:
       kernel: reduces with a given binary function.
       linear: computes the sum in a form that transposes well, if the kernel does not.
-      spread: brings the result to the ranks that hold its terms.
+      spread: sends the result to the ranks of the terms.
     """
     if op == "mean":
         return reduced(kernel, x, "sum", num_ranks, linear=linear) / num_ranks
@@ -154,7 +154,7 @@ def reduced(
         if op == "sum":
             return y, total(dx)
         is_extremum = (x == spread(y)).astype(x.dtype)
-        # The count is 0 on the ranks that receive nothing: all but the root of a `reduce`.
+        # The count is 0 on ranks that receive zeros: all but the root of a `reduce`.
         return y, total(is_extremum * dx) / jnp.maximum(total(is_extremum), 1)
 
     return run(x)
