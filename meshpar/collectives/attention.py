@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, ranks_of
-from meshpar.collectives.wire import pass_on, put, take, varying, varying_alike
+from meshpar.collectives.wire import put, send_on_ring, take, varying, varying_alike
 from meshpar.collectives.zigzag_order import check_two_chunks
 from meshpar.sharding.errors import check_bool, check_divides, problem
 
@@ -201,7 +201,7 @@ class _Ring(NamedTuple):
 
     def next(self, x: Array) -> Array:
         """Receive from the previous rank. After step s, rank i has the block of rank i - s."""
-        return pass_on(x, self.axis, 1, self.num_ranks)
+        return send_on_ring(x, self.axis, 1, self.num_ranks)
 
     def starts(self, rank: Any, n: int, size: int) -> Int[Array, " n"]:
         """Return the global position at which each of the n tiles of a rank starts."""

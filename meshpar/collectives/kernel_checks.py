@@ -121,7 +121,7 @@ def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
     return dim % num_dims
 
 
-def check_cut(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:
+def check_parts(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:
     """Check that a dim can be divided equally among the ranks."""
     if tiled:
         check_divides(kernel, f"divide dim {dim} of size {size} into {num_ranks} equal parts", size, num_ranks)

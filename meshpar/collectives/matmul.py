@@ -27,8 +27,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from meshpar.collectives.kernel_checks import Axis, check_cut, ranks_of
-from meshpar.collectives.wire import pass_on, varying_alike
+from meshpar.collectives.kernel_checks import Axis, check_parts, ranks_of
+from meshpar.collectives.wire import send_on_ring, varying_alike
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import is_int, problem
 
@@ -114,7 +114,7 @@ def matmul_reduce_scatter(
     num_inner = max(weight.ndim - 1, 0)
     _check_operands(kernel, h, [weight], [(h.shape[max(h.ndim - num_inner, 0) :], weight.shape[:-1])])
     dim = _checked_row_dim(kernel, dim, h.ndim - num_inner + 1)
-    check_cut(kernel, h.shape[dim], dim, num_ranks, tiled=True)
+    check_parts(kernel, h.shape[dim], dim, num_ranks, tiled=True)
     plan = _MatmulPlan(axis, num_ranks, dim, num_inner, weight_grad_dtype)
     with jax.named_scope(kernel):
         return _matmul_scatter(plan, h, weight)
@@ -239,14 +239,14 @@ def _gather_ring(
 
     def step(T: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
         (first, *second), outputs = carry
-        arrived = [pass_on(first, plan.axis, STRIDES[0], plan.num_ranks)]
+        arrived = [send_on_ring(first, plan.axis, STRIDES[0], plan.num_ranks)]
         blocks: list[jax.Array] = []
         for rows in second:
             # The second lane's product of the previous step overlaps with the message of the first lane.
             blocks = compute(rows)
             outputs = put(outputs, blocks, T - 1, 1)
             outgoing = rows if product is None else _send_after(plan, rows, blocks)
-            arrived.append(pass_on(outgoing, plan.axis, STRIDES[1], plan.num_ranks))
+            arrived.append(send_on_ring(outgoing, plan.axis, STRIDES[1], plan.num_ranks))
         # The first lane's product overlaps with the message of the second lane.
         return arrived, put(outputs, compute(_after(arrived[0], blocks)), T, 0)
 
@@ -288,7 +288,7 @@ def _scatter_ring(
         new_sums: list[jax.Array] = []
         for lane, partial in enumerate(sums):
             outgoing = _send_after(plan, partial, new_sums) if new_sums else partial
-            arrived = pass_on(outgoing, plan.axis, STRIDES[lane], plan.num_ranks)
+            arrived = send_on_ring(outgoing, plan.axis, STRIDES[lane], plan.num_ranks)
             local = local_term(T + 1, lane, new_sums)  # overlaps with the message
             new_sums.append((arrived.astype(local.dtype) + local).astype(dtype))
         return new_sums

@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num, UInt8
 
 from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
-from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
+from meshpar.collectives.wire import flat_parts, join_parts, split_parts, unflat, varying
 from meshpar.sharding.types import problem, spec_axes
 
 _SMALLEST = 2.0**-126
@@ -265,11 +265,11 @@ def quantized_all_gather(
     x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     dim = checked_dim(name, dim, x.ndim + (not tiled))
     if num_ranks == 1:
-        return join(name, x[None], dim, tiled)
+        return join_parts(name, x[None], dim, tiled)
 
     def forward(x: jax.Array, key: jax.Array | None) -> jax.Array:
         parts = _gathered(x.reshape(-1), axis, outer, dtype, block, _rank_key(key, _both(axis, outer)))
-        return join(name, parts.reshape(num_ranks, *x.shape), dim, tiled)
+        return join_parts(name, parts.reshape(num_ranks, *x.shape), dim, tiled)
 
     def backward(g: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"axis": axis, "outer": outer, "dim": dim, "tiled": tiled}
@@ -333,7 +333,7 @@ def quantized_reduce_scatter(
     name = "quantized_reduce_scatter"
     check_choice(name, "op", op, ("sum", "mean"))
     x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
-    cut(name, x, dim, num_ranks, tiled)  # checks the dim before tracing
+    split_parts(name, x, dim, num_ranks, tiled)  # checks the dim before tracing
     options: dict[str, Any] = {"axis": axis, "outer": outer, "dim": dim % x.ndim, "tiled": tiled}
 
     def forward(x: jax.Array, key: jax.Array | None) -> jax.Array:
@@ -423,7 +423,7 @@ def _scatter(
     axes = _both(axis, outer)
     if dtype is None:
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=tiled)
-    parts = cut("quantized_reduce_scatter", x, dim, lax.axis_size(axes), tiled)
+    parts = split_parts("quantized_reduce_scatter", x, dim, lax.axis_size(axes), tiled)
     flat = parts.reshape(len(parts), math.prod(parts.shape[1:]))
     part = scattered_sum(flat, axis=axis, outer=outer, dtype=dtype, block=block, key=key)
     return part.astype(x.dtype).reshape(parts.shape[1:])

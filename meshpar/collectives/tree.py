@@ -30,7 +30,7 @@ def recursive_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: in
 
     def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
         for apart in doublings(num_ranks):
-            x = combine(_swapped(x, axis, apart, num_ranks), x)
+            x = combine(_exchange(x, axis, apart, num_ranks), x)
         return x
 
     with jax.named_scope("recursive_doubling"):
@@ -44,13 +44,14 @@ def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int)
     """
 
     def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
-        return unflat(doubled(halved(flat_parts(x, num_ranks), axis, combine), axis, num_ranks), x)
+        chunk = halving_reduce_scatter(flat_parts(x, num_ranks), axis, combine)
+        return unflat(doubling_all_gather(chunk, axis, num_ranks), x)
 
     with jax.named_scope("halving_doubling"):
         return _folded(x, axis, combine, num_ranks, kernel)
 
 
-def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+def halving_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
     """`[P, c] -> [c]`: reduce-scatter by exchanging halves with the ranks at distances P/2, P/4, ..., 1.
 
     log2 P steps, (P-1)/P n bytes sent
@@ -61,11 +62,11 @@ def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
             lower, upper = jnp.split(parts, 2)
             is_upper = (rank & apart) != 0
             outgoing, local = jnp.where(is_upper, lower, upper), jnp.where(is_upper, upper, lower)
-            parts = combine(_swapped(outgoing, axis, apart, num_ranks), local)
+            parts = combine(_exchange(outgoing, axis, apart, num_ranks), local)
     return parts[0]
 
 
-def doubled(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
+def doubling_all_gather(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
     """`[c] -> [P, c]`: all-gather by exchanging all chunks with the ranks at distances 1, 2, ..., P/2.
 
     log2 P steps, (P-1)/P n bytes sent
@@ -73,7 +74,7 @@ def doubled(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
     rank, parts = lax.axis_index(axis), chunk[None]
     with jax.named_scope("recursive_doubling"):
         for apart in doublings(num_ranks):
-            arrived = _swapped(parts, axis, apart, num_ranks)
+            arrived = _exchange(parts, axis, apart, num_ranks)
             is_upper = (rank & apart) != 0
             parts = jnp.concatenate([jnp.where(is_upper, arrived, parts), jnp.where(is_upper, parts, arrived)])
     return parts
@@ -134,5 +135,5 @@ def _folded(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, kernel: 
     return x
 
 
-def _swapped(x: jax.Array, axis: Axis, apart: int, num_ranks: int) -> jax.Array:
+def _exchange(x: jax.Array, axis: Axis, apart: int, num_ranks: int) -> jax.Array:
     return send(x, axis, [(rank, rank ^ apart) for rank in range(num_ranks)])
