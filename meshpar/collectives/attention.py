@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, ranks_of
-from meshpar.collectives.wire import pass_on, put, take, varying, varying_alike
+from meshpar.collectives.wire import put, send_on_ring, take, varying, varying_alike
 from meshpar.collectives.zigzag_order import check_two_chunks
 from meshpar.sharding.errors import check_bool, check_divides, problem
 
@@ -201,7 +201,7 @@ class _Ring(NamedTuple):
 
     def next(self, x: Array) -> Array:
         """Receive from the previous rank. After step s, rank i has the block of rank i - s."""
-        return pass_on(x, self.axis, 1, self.num_ranks)
+        return send_on_ring(x, self.axis, 1, self.num_ranks)
 
     def starts(self, rank: Any, n: int, size: int) -> Int[Array, " n"]:
         """Return the global position at which each of the n tiles of a rank starts."""
@@ -356,7 +356,7 @@ def _local_tiles(ring: _Ring, q: Array, tile: Callable[..., Carry], carry: Carry
     window = n * size if ring.window is None else ring.window
     reach = (window + size - 2) // size  # number of earlier tiles that the first query of a tile sees
     pairs = [(i, j) for i in range(n) for j in range(n) if i - reach <= j <= i or not ring.causal]
-    pairs = {"all": pairs, "first": pairs[: len(pairs) // 2], "second": pairs[len(pairs) // 2 :]}[half]
+    pairs = _take_half(pairs, half)
     if ring.kernel is None or not ring.causal:
         return _for_tiles(_tile_list(pairs), functools.partial(tile, ring.causal), carry)
     for masked in (True, False):  # a library's kernel applies a causal mask, which diagonal tiles need, or no mask
@@ -397,7 +397,7 @@ def _tile_list(pairs: Iterable[tuple[int, int]]) -> Tiles:
     return jnp.asarray(list(pairs), "int32").reshape(-1, 2)
 
 
-def _take_half(tiles: Tiles, half: _Half) -> Tiles:
+def _take_half(tiles: Any, half: _Half) -> Any:
     middle = len(tiles) // 2
     return {"all": tiles, "first": tiles[:middle], "second": tiles[middle:]}[half]
 

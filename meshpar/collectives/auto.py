@@ -14,12 +14,12 @@ from meshpar.hardware.algorithm_choice import XLA, Choice, choose
 from meshpar.hardware.clusters import Profile
 from meshpar.sharding.types import axis_sizes, problem
 
-__all__ = ["AUTO", "XLA", "Choice", "choose", "picked"]
+__all__ = ["AUTO", "XLA", "Choice", "choose", "resolve_algorithm"]
 
 AUTO = "auto"
 
 
-def picked(
+def resolve_algorithm(
     kernel: str, algorithm: str, payload_bytes: float, axis: Axis, num_ranks: int, cluster: str | Profile | None
 ) -> str:
     """Return `algorithm`, or for "auto" the algorithm that `choose` returns.

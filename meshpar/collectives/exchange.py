@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from meshpar.collectives.kernel_checks import Axis, ranks_of
-from meshpar.collectives.wire import cut, join, pass_on, reordered, varying
+from meshpar.collectives.wire import join_parts, permute_parts, send_on_ring, split_parts, varying
 
 
 def all_to_all(
@@ -34,15 +34,15 @@ def all_to_all(
       MeshparError: the axis or a dim is unknown, or the size of `split_dim` is not divisible by N.
     """
     num_ranks = ranks_of("all_to_all", axis)
-    parts = cut("all_to_all", varying(x, axis), split_dim, num_ranks, tiled)
-    return join("all_to_all", exchanged(parts, axis), concat_dim, tiled)
+    parts = split_parts("all_to_all", varying(x, axis), split_dim, num_ranks, tiled)
+    return join_parts("all_to_all", exchange_parts(parts, axis), concat_dim, tiled)
 
 
-def exchanged(parts: jax.Array, axis: Axis) -> jax.Array:
+def exchange_parts(parts: jax.Array, axis: Axis) -> jax.Array:
     """`[N, ...] -> [N, ...]`: send entry r to rank r, and return the entry received from rank r at index r."""
     num_ranks, rank = len(parts), lax.axis_index(axis)
     distance = jnp.arange(num_ranks)
     with jax.named_scope("all_to_all"):
-        outgoing = reordered(parts, (rank + distance) % num_ranks)  # entry d is sent d ranks ahead
-        arrived = [pass_on(outgoing[by], axis, by, num_ranks) for by in range(1, num_ranks)]
-        return reordered(jnp.stack([outgoing[0], *arrived]), (rank - distance) % num_ranks)
+        outgoing = permute_parts(parts, (rank + distance) % num_ranks)  # entry d is sent d ranks ahead
+        arrived = [send_on_ring(outgoing[by], axis, by, num_ranks) for by in range(1, num_ranks)]
+        return permute_parts(jnp.stack([outgoing[0], *arrived]), (rank - distance) % num_ranks)

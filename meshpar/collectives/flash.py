@@ -1,4 +1,4 @@
-"""tokamax's flash attention, with its FLOPs in the name of its scope.
+"""tokamax's flash attention, with FLOPs in the name of the scope.
 
 Shape suffixes: B batch, T positions, H query heads, K key/value heads, D head width.
 """
@@ -18,7 +18,7 @@ from meshpar.sharding.types import problem
 KERNELS = ("mosaic", "triton")
 """Implementations that tokamax may use. Its fallback to XLA is excluded."""
 SCOPE = "tokamax_attention_"
-"""Prefix of the scope, followed by the FLOPs of one of the two matmuls of a call."""
+"""Prefix of the scope, followed by the FLOPs of each of the two matmuls of a call."""
 _SCOPE = re.compile(rf"{SCOPE}(\d+)")
 
 
@@ -34,9 +34,9 @@ def flash_attention(
 ) -> Float[Array, "B T H D"]:
     """Compute causal attention on a device with tokamax.
 
-    The arguments are those of `meshpar.models.layers.causal_attention`.
+    See `meshpar.models.layers.causal_attention` for the arguments.
 
-    Segments become a mask of T² bytes per example, which is created in every call. The kernels do not support the
+    Segments become a mask of T² bytes per example, which is created in each call. The kernels do not support the
     check of varying axes, so in a `shard_map` they need `check_vma=False`. The reference is
     `reference.blockwise_attention`.
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.exchange import exchanged
+from meshpar.collectives.exchange import exchange_parts
 from meshpar.collectives.kernel_checks import Axis, check_op, ranks_of_levels
-from meshpar.collectives.ring import gathered, ring_all_reduce, ring_sum, scattered
-from meshpar.collectives.wire import Combine, cut, flat_parts, join, reduced, unflat, varying
+from meshpar.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_sum
+from meshpar.collectives.wire import Combine, flat_parts, join_parts, reduce_by_op, split_parts, unflat, varying
 
 _ONE_RING = (1,)
 
@@ -47,8 +47,8 @@ def hierarchical_all_reduce(
     check_op("hierarchical_all_reduce", op, x.dtype)
 
     def two_levels(x: jax.Array, combine: Combine, across: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        chunk = across(scattered(flat_parts(x, num_inner), inner, combine, _ONE_RING))
-        return unflat(gathered(chunk, inner, num_inner, _ONE_RING), x)
+        chunk = across(ring_reduce_scatter(flat_parts(x, num_inner), inner, combine, _ONE_RING))
+        return unflat(ring_all_gather(chunk, inner, num_inner, _ONE_RING), x)
 
     def kernel(x: jax.Array, combine: Combine) -> jax.Array:
         return two_levels(x, combine, lambda chunk: ring_all_reduce(chunk, outer, combine, num_outer, _ONE_RING))
@@ -56,7 +56,7 @@ def hierarchical_all_reduce(
     def linear(x: jax.Array) -> jax.Array:
         return two_levels(x, lax.add, lambda chunk: ring_sum(chunk, outer, num_outer, _ONE_RING))
 
-    return reduced(kernel, x, op, num_inner * num_outer, linear=linear)
+    return reduce_by_op(kernel, x, op, num_inner * num_outer, linear=linear)
 
 
 def hierarchical_all_to_all(
@@ -84,9 +84,9 @@ def hierarchical_all_to_all(
     """
     num_inner, num_outer = ranks_of_levels("hierarchical_all_to_all", inner, outer)
     x = varying(varying(x, inner), outer)
-    parts = cut("hierarchical_all_to_all", x, split_dim, num_outer * num_inner, tiled)
+    parts = split_parts("hierarchical_all_to_all", x, split_dim, num_outer * num_inner, tiled)
     parts = parts.reshape(num_outer, num_inner, *parts.shape[1:])  # [target node, target rank, ...]
-    parts = jnp.swapaxes(exchanged(jnp.swapaxes(parts, 0, 1), inner), 0, 1)  # [target node, source rank, ...]
-    parts = exchanged(parts, outer)  # [source node, source rank, ...]
+    parts = jnp.swapaxes(exchange_parts(jnp.swapaxes(parts, 0, 1), inner), 0, 1)  # [target node, source rank, ...]
+    parts = exchange_parts(parts, outer)  # [source node, source rank, ...]
     parts = parts.reshape(num_outer * num_inner, *parts.shape[2:])
-    return join("hierarchical_all_to_all", parts, concat_dim, tiled)
+    return join_parts("hierarchical_all_to_all", parts, concat_dim, tiled)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of collective kernels, made before jax traces them.
+"""Checks of the arguments of collective kernels, before jax traces them.
 
 `kernel` is always the name of the public function, which is the `where` of the error.
 """
@@ -77,7 +77,7 @@ def check_choice(kernel: str, name: str, value: object, choices: Iterable[object
 
 
 def check_only(kernel: str, algorithm: str, option: str, value: int, algorithms: tuple[str, ...]) -> None:
-    """Check that an option with default 1 is only set for the algorithms that have it."""
+    """Check that an option with default 1 is only set for algorithms that support it."""
     if value != 1 and algorithm not in algorithms:
         requested = f"use {option}={value!r} with algorithm={algorithm!r}"
         fix = f"leave it out, or use {' or '.join(map(repr, algorithms))}"
@@ -113,7 +113,7 @@ def checked_count(kernel: str, name: str, value: int, *, most: int | None = None
 
 
 def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
-    """Return a dim as a nonnegative index after checking that the array has it."""
+    """Check that an array has a dim, and return it as a nonnegative index."""
     if not is_int(dim) or not -num_dims <= dim < num_dims:
         reason = f"the array has {num_dims} dims" if num_dims else "the array is a scalar"
         fix = f"use {-num_dims} to {num_dims - 1}" if num_dims else "reshape it"
@@ -121,11 +121,11 @@ def checked_dim(kernel: str, dim: int, num_dims: int) -> int:
     return dim % num_dims
 
 
-def check_cut(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:
-    """Check that a dim can be divided into equal parts, one per rank."""
+def check_parts(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -> None:
+    """Check that a dim can be divided equally among the ranks."""
     if tiled:
         check_divides(kernel, f"divide dim {dim} of size {size} into {num_ranks} equal parts", size, num_ranks)
     elif size != num_ranks:
-        requested = f"give one entry of dim {dim} (size {size}) to each of {num_ranks} ranks"
+        requested = f"give an entry of dim {dim} (size {size}) to each of {num_ranks} ranks"
         reason = "with tiled=False the size of the dim must equal the number of ranks"
-        raise problem(kernel, requested, reason, "use tiled=True, or stack one entry per rank", "wrong-shape")
+        raise problem(kernel, requested, reason, "use tiled=True, or stack an entry per rank", "wrong-shape")

@@ -27,8 +27,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from meshpar.collectives.kernel_checks import Axis, check_cut, ranks_of
-from meshpar.collectives.wire import pass_on, varying_alike
+from meshpar.collectives.kernel_checks import Axis, check_parts, ranks_of
+from meshpar.collectives.wire import send_on_ring, varying_alike
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.errors import is_int, problem
 
@@ -114,7 +114,7 @@ def matmul_reduce_scatter(
     num_inner = max(weight.ndim - 1, 0)
     _check_operands(kernel, h, [weight], [(h.shape[max(h.ndim - num_inner, 0) :], weight.shape[:-1])])
     dim = _checked_row_dim(kernel, dim, h.ndim - num_inner + 1)
-    check_cut(kernel, h.shape[dim], dim, num_ranks, tiled=True)
+    check_parts(kernel, h.shape[dim], dim, num_ranks, tiled=True)
     plan = _MatmulPlan(axis, num_ranks, dim, num_inner, weight_grad_dtype)
     with jax.named_scope(kernel):
         return _matmul_scatter(plan, h, weight)
@@ -152,7 +152,7 @@ def _gather_matmul_backward(plan: _MatmulPlan, saved: tuple, grads: tuple[jax.Ar
 
     def term(grads: list[jax.Array]) -> jax.Array:
         pairs = zip(grads, full, strict=True)
-        return functools.reduce(lax.add, [_times_transposed(plan, g, w, dtype) for g, w in pairs])
+        return functools.reduce(lax.add, [_times(plan, g, w, dtype, transposed=True) for g, w in pairs])
 
     with jax.named_scope("all_gather_matmul"):
         d_x, (all_x,) = _run(plan, _scatter_ring(plan, grads, term, x.dtype), _gather_ring(plan, x))
@@ -173,7 +173,7 @@ def _matmul_scatter_backward(plan: _MatmulPlan, saved: tuple, grad: jax.Array) -
     full = _unsharded(weight)
 
     def product(rows: jax.Array) -> list[jax.Array]:
-        return [_times_transposed(plan, rows, full, h.dtype), rows]
+        return [_times(plan, rows, full, h.dtype, transposed=True), rows]
 
     with jax.named_scope("matmul_reduce_scatter"):
         ((d_h, all_grad),) = _run(plan, _gather_ring(plan, grad, product))
@@ -239,14 +239,14 @@ def _gather_ring(
 
     def step(T: jax.Array, carry: tuple[list[jax.Array], list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
         (first, *second), outputs = carry
-        arrived = [pass_on(first, plan.axis, STRIDES[0], plan.num_ranks)]
+        arrived = [send_on_ring(first, plan.axis, STRIDES[0], plan.num_ranks)]
         blocks: list[jax.Array] = []
         for rows in second:
             # The second lane's product of the previous step overlaps with the message of the first lane.
             blocks = compute(rows)
             outputs = put(outputs, blocks, T - 1, 1)
             outgoing = rows if product is None else _send_after(plan, rows, blocks)
-            arrived.append(pass_on(outgoing, plan.axis, STRIDES[1], plan.num_ranks))
+            arrived.append(send_on_ring(outgoing, plan.axis, STRIDES[1], plan.num_ranks))
         # The first lane's product overlaps with the message of the second lane.
         return arrived, put(outputs, compute(_after(arrived[0], blocks)), T, 0)
 
@@ -288,7 +288,7 @@ def _scatter_ring(
         new_sums: list[jax.Array] = []
         for lane, partial in enumerate(sums):
             outgoing = _send_after(plan, partial, new_sums) if new_sums else partial
-            arrived = pass_on(outgoing, plan.axis, STRIDES[lane], plan.num_ranks)
+            arrived = send_on_ring(outgoing, plan.axis, STRIDES[lane], plan.num_ranks)
             local = local_term(T + 1, lane, new_sums)  # overlaps with the message
             new_sums.append((arrived.astype(local.dtype) + local).astype(dtype))
         return new_sums
@@ -325,17 +325,12 @@ def _send_after(plan: _MatmulPlan, rows: jax.Array, blocks: list[jax.Array]) -> 
 # ---- Matmuls and checks ----------------------------------------------------------------------------------------------
 
 
-def _times(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`[*rows, *inner] @ [*inner, *out]`."""
-    inner = range(plan.num_inner)
-    contracted = tuple(rows.ndim - plan.num_inner + dim for dim in inner), tuple(inner)
-    return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
-
-
-def _times_transposed(plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """`[*rows, *out] @ [*inner, *out]ᵀ`."""
-    outer = range(plan.num_inner, weight.ndim)
-    contracted = tuple(rows.ndim - weight.ndim + dim for dim in outer), tuple(outer)
+def _times(
+    plan: _MatmulPlan, rows: jax.Array, weight: jax.Array, dtype: jnp.dtype, *, transposed: bool = False
+) -> jax.Array:
+    """`[*rows, *inner] @ [*inner, *out]`, or transposed `[*rows, *out] @ [*inner, *out]ᵀ`."""
+    dims = range(plan.num_inner, weight.ndim) if transposed else range(plan.num_inner)
+    contracted = tuple(range(rows.ndim - len(dims), rows.ndim)), tuple(dims)
     return lax.dot_general(rows, weight, (contracted, ((), ())), preferred_element_type=dtype)
 
 

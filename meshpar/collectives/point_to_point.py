@@ -12,7 +12,16 @@ from jax import lax
 from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives.kernel_checks import Axis, check_op, check_root, ranks_of
-from meshpar.collectives.wire import Combine, cut, doublings, join, pass_on, reduced, send, varying
+from meshpar.collectives.wire import (
+    Combine,
+    doublings,
+    join_parts,
+    reduce_by_op,
+    send,
+    send_on_ring,
+    split_parts,
+    varying,
+)
 from meshpar.sharding.errors import is_int, problem
 
 
@@ -36,7 +45,7 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
         raise problem("shift", f"use by={by!r}", "it must be an integer", fix, "not-an-int")
     x = varying(x, axis)
     if wrap:
-        return pass_on(x, axis, by, num_ranks) if by % num_ranks else x
+        return send_on_ring(x, axis, by, num_ranks) if by % num_ranks else x
     if by == 0:
         return x
     with jax.named_scope("shift"):
@@ -84,7 +93,7 @@ def reduce(x: Num[Array, "*dims"], *, axis: Axis, op: str = "sum", root: int = 0
         y = tree_up(x, axis, combine, num_ranks, root)
         return jnp.where(lax.axis_index(axis) == root, y, jnp.zeros_like(y))
 
-    return reduced(kernel, x, op, num_ranks, spread=lambda y: tree_down(y, axis, num_ranks, root))
+    return reduce_by_op(kernel, x, op, num_ranks, spread=lambda y: tree_down(y, axis, num_ranks, root))
 
 
 def scatter(
@@ -107,7 +116,7 @@ def scatter(
     """
     num_ranks = ranks_of("scatter", axis)
     check_root("scatter", root, num_ranks)
-    parts = cut("scatter", varying(x, axis), dim, num_ranks, tiled)
+    parts = split_parts("scatter", varying(x, axis), dim, num_ranks, tiled)
     rank, part = lax.axis_index(axis), parts[root]
     with jax.named_scope("scatter"):
         for target in _ranks_after(root, num_ranks):
@@ -141,7 +150,7 @@ def gather(
     with jax.named_scope("gather"):
         for source in _ranks_after(root, num_ranks):
             parts[source] = send(x, axis, [(source, root)])
-    return join("gather", jnp.stack(parts), dim, tiled)
+    return join_parts("gather", jnp.stack(parts), dim, tiled)
 
 
 def tree_down(x: jax.Array, axis: Axis, num_ranks: int, root: int) -> jax.Array:

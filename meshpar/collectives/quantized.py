@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float, Num, UInt8
 
 from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
-from meshpar.collectives.wire import cut, flat_parts, join, unflat, varying
+from meshpar.collectives.wire import flat_parts, join_parts, split_parts, unflat, varying
 from meshpar.sharding.types import problem, spec_axes
 
 _SMALLEST = 2.0**-126
@@ -264,20 +265,17 @@ def quantized_all_gather(
     x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     dim = checked_dim(name, dim, x.ndim + (not tiled))
     if num_ranks == 1:
-        return join(name, x[None], dim, tiled)
+        return join_parts(name, x[None], dim, tiled)
 
-    @jax.custom_vjp
-    def run(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def forward(x: jax.Array, key: jax.Array | None) -> jax.Array:
         parts = _gathered(x.reshape(-1), axis, outer, dtype, block, _rank_key(key, _both(axis, outer)))
-        return join(name, parts.reshape(num_ranks, *x.shape), dim, tiled)
+        return join_parts(name, parts.reshape(num_ranks, *x.shape), dim, tiled)
 
-    def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
+    def backward(g: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"axis": axis, "outer": outer, "dim": dim, "tiled": tiled}
-        return _scatter(g, dtype=grad_dtype, block=block, **options).astype(x.dtype), None
+        return _scatter(g, dtype=grad_dtype, block=block, **options).astype(x.dtype)
 
-    run.defvjp(lambda x, key: (run(x, key), None), backward)
-    with jax.named_scope(name):
-        return run(x, key)
+    return _straight_through(name, forward, backward, x, key)
 
 
 def _gathered(
@@ -335,22 +333,18 @@ def quantized_reduce_scatter(
     name = "quantized_reduce_scatter"
     check_choice(name, "op", op, ("sum", "mean"))
     x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
-    cut(name, x, dim, num_ranks, tiled)  # checks the dim before tracing
+    split_parts(name, x, dim, num_ranks, tiled)  # checks the dim before tracing
     options: dict[str, Any] = {"axis": axis, "outer": outer, "dim": dim % x.ndim, "tiled": tiled}
 
-    @jax.custom_vjp
-    def run(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def forward(x: jax.Array, key: jax.Array | None) -> jax.Array:
         return _scatter(x, dtype=dtype, block=block, key=key, **options)
 
-    def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
+    def backward(g: jax.Array) -> jax.Array:
         if grad_dtype is None:
-            return lax.all_gather(g, _both(axis, outer), axis=dim % x.ndim, tiled=tiled), None
-        return quantized_all_gather(g, dtype=grad_dtype, block=block, **options), None
+            return lax.all_gather(g, _both(axis, outer), axis=dim % x.ndim, tiled=tiled)
+        return quantized_all_gather(g, dtype=grad_dtype, block=block, **options)
 
-    run.defvjp(lambda x, key: (run(x, key), None), backward)
-    with jax.named_scope(name):
-        y = run(x, key)
-        return y / num_ranks if op == "mean" else y
+    return _straight_through(name, forward, backward, x, key, num_ranks if op == "mean" else None)
 
 
 def quantized_all_reduce(
@@ -386,21 +380,32 @@ def quantized_all_reduce(
     x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     options: dict[str, Any] = {"axis": axis, "outer": outer, "tiled": False}
 
-    @jax.custom_vjp
-    def run(x: jax.Array, key: jax.Array | None) -> jax.Array:
+    def forward(x: jax.Array, key: jax.Array | None) -> jax.Array:
         keys = (None, None) if key is None else tuple(jax.random.split(key))
         part = _scatter(flat_parts(x, num_ranks), dtype=dtype, block=block, key=keys[0], dim=0, **options)
         return unflat(quantized_all_gather(part, dtype=dtype, block=block, key=keys[1], **options), x)
 
-    def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
+    def backward(g: jax.Array) -> jax.Array:
         if grad_dtype is None:
-            return varying(lax.psum(g, _both(axis, outer)), _both(axis, outer)), None
-        return quantized_all_reduce(g, axis=axis, outer=outer, dtype=grad_dtype, block=block), None
+            return varying(lax.psum(g, _both(axis, outer)), _both(axis, outer))
+        return quantized_all_reduce(g, axis=axis, outer=outer, dtype=grad_dtype, block=block)
 
-    run.defvjp(lambda x, key: (run(x, key), None), backward)
+    return _straight_through(name, forward, backward, x, key, num_ranks if op == "mean" else None)
+
+
+def _straight_through(
+    name: str,
+    forward: Callable[[jax.Array, jax.Array | None], jax.Array],
+    backward: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    key: jax.Array | None,
+    divisor: int | None = None,
+) -> jax.Array:
+    """Return `forward(x, key)`, divided by `divisor`, with the gradient `backward(cotangent)`."""
+    run = jax.custom_vjp(forward)
+    run.defvjp(lambda x, key: (forward(x, key), None), lambda _, g: (backward(g), None))
     with jax.named_scope(name):
-        y = run(x, key)
-        return y / num_ranks if op == "mean" else y
+        return run(x, key) if divisor is None else run(x, key) / divisor
 
 
 def _scatter(
@@ -418,7 +423,7 @@ def _scatter(
     axes = _both(axis, outer)
     if dtype is None:
         return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=tiled)
-    parts = cut("quantized_reduce_scatter", x, dim, lax.axis_size(axes), tiled)
+    parts = split_parts("quantized_reduce_scatter", x, dim, lax.axis_size(axes), tiled)
     flat = parts.reshape(len(parts), math.prod(parts.shape[1:]))
     part = scattered_sum(flat, axis=axis, outer=outer, dtype=dtype, block=block, key=key)
     return part.astype(x.dtype).reshape(parts.shape[1:])

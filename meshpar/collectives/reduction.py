@@ -9,11 +9,11 @@ import jax
 from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, XLA, picked
+from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
 from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
-from meshpar.collectives.wire import Combine, reduced, varying, xla_reduced
+from meshpar.collectives.wire import Combine, reduce_by_op, varying, xla_reduced
 from meshpar.hardware.clusters import Profile
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS, XLA)
@@ -82,9 +82,9 @@ def all_reduce(
     checked_count("all_reduce", "num_servers", num_servers, most=num_ranks)
     x = varying(x, axis)
     check_op("all_reduce", op, x.dtype)
-    algorithm = picked("all_reduce", algorithm, x.nbytes, axis, num_ranks, cluster)
+    algorithm = resolve_algorithm("all_reduce", algorithm, x.nbytes, axis, num_ranks, cluster)
     if algorithm == XLA:
-        return reduced(lambda x, combine: xla_reduced(x, axis, combine), x, op, num_ranks)
+        return reduce_by_op(lambda x, combine: xla_reduced(x, axis, combine), x, op, num_ranks)
     if algorithm == "hierarchical":
         return hierarchical_all_reduce(x, inner=axis[-1], outer=tuple(axis[:-1]), op=op)
     if algorithm in RINGS:
@@ -92,7 +92,7 @@ def all_reduce(
     run = tree.ALGORITHMS[algorithm]
     if algorithm == "parameter_server":
         run = functools.partial(run, num_servers=num_servers)
-    return reduced(lambda x, combine: run(x, axis, combine, num_ranks), x, op, num_ranks)
+    return reduce_by_op(lambda x, combine: run(x, axis, combine, num_ranks), x, op, num_ranks)
 
 
 def _by_rings(x: jax.Array, axis: Axis, op: str, strides: Sequence[int]) -> jax.Array:
@@ -101,4 +101,4 @@ def _by_rings(x: jax.Array, axis: Axis, op: str, strides: Sequence[int]) -> jax.
     def kernel(x: jax.Array, combine: Combine) -> jax.Array:
         return ring_all_reduce(x, axis, combine, num_ranks, strides)
 
-    return reduced(kernel, x, op, num_ranks, linear=lambda x: ring_sum(x, axis, num_ranks, strides))
+    return reduce_by_op(kernel, x, op, num_ranks, linear=lambda x: ring_sum(x, axis, num_ranks, strides))

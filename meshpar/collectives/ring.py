@@ -1,7 +1,7 @@
 """All-gather and reduce-scatter with a choice of algorithms, and the ring loops that all-reduce shares with them.
 
 In a ring of stride s (coprime with the number of ranks N), rank r sends to rank r + s (mod N) in each step. Concurrent
-rings divide every chunk into lanes, one per ring. Rings are bandwidth-optimal. Recursive doubling and halving
+rings divide each chunk into lanes. Rings are bandwidth-optimal. Recursive doubling and halving
 (`tree.py`) send the same bytes in fewer steps if N is a power of two. Each public function has a global-view reference
 of the same name in `reference.py`.
 
@@ -20,17 +20,17 @@ from jax import lax
 from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, XLA, picked
+from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
 from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.wire import (
     Combine,
-    cut,
     flat_parts,
-    join,
-    pass_on,
+    join_parts,
+    permute_parts,
     put,
-    reduced,
-    reordered,
+    reduce_by_op,
+    send_on_ring,
+    split_parts,
     take,
     unflat,
     varying,
@@ -58,7 +58,7 @@ def all_gather(
 
         [A_X, B] -> [A, B]
         per device [A/N, B] -> [A, B]  (dim 0; [B] -> [N, B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps, as many bytes with recursive doubling
+        N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps and the same bytes with recursive doubling
 
     Args:
       x: the local array.
@@ -78,9 +78,9 @@ def all_gather(
     x = varying(x, axis)
     check_choice("all_gather", "algorithm", algorithm, (*GATHERS, AUTO))
     check_only("all_gather", algorithm, "channels", channels, RINGS)
-    algorithm = picked("all_gather", algorithm, num_ranks * x.nbytes, axis, num_ranks, cluster)
+    algorithm = resolve_algorithm("all_gather", algorithm, num_ranks * x.nbytes, axis, num_ranks, cluster)
     parts = _gather_by(algorithm, axis, num_ranks, channels)(x.reshape(-1))
-    return join("all_gather", parts.reshape(num_ranks, *x.shape), dim, tiled)
+    return join_parts("all_gather", parts.reshape(num_ranks, *x.shape), dim, tiled)
 
 
 def reduce_scatter(
@@ -94,11 +94,11 @@ def reduce_scatter(
     channels: int = 1,
     cluster: str | Profile | None = None,
 ) -> Num[Array, "*dims"]:
-    """Reduce over all ranks and return one part of the result per rank; the reference is `reference.reduce_scatter`.
+    """Reduce over all ranks and return a part of the result on each rank; the reference is `reference.reduce_scatter`.
 
         [A, B] {unreduced over X} -> [A_X, B]
         per device [A, B] -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the input; log2 N steps, as many bytes with recursive halving
+        N-1 steps, (N-1)/N n bytes sent, n the input; log2 N steps and the same bytes with recursive halving
 
     Sums use the dtype of the array. Cast it first if that is too coarse.
 
@@ -120,13 +120,13 @@ def reduce_scatter(
     check_choice("reduce_scatter", "algorithm", algorithm, (*SCATTERS, AUTO))
     check_only("reduce_scatter", algorithm, "channels", channels, RINGS)
     check_op("reduce_scatter", op, x.dtype)
-    parts = cut("reduce_scatter", x, dim, num_ranks, tiled)
+    parts = split_parts("reduce_scatter", x, dim, num_ranks, tiled)
 
-    algorithm = picked("reduce_scatter", algorithm, x.nbytes, axis, num_ranks, cluster)
+    algorithm = resolve_algorithm("reduce_scatter", algorithm, x.nbytes, axis, num_ranks, cluster)
     kernel = _scatter_by(algorithm, axis, num_ranks, channels)
     back = "recursive_doubling" if algorithm == "recursive_halving" else algorithm
     flat = parts.reshape(num_ranks, math.prod(parts.shape[1:]))
-    part = reduced(kernel, flat, op, num_ranks, spread=_gather_by(back, axis, num_ranks, channels))
+    part = reduce_by_op(kernel, flat, op, num_ranks, spread=_gather_by(back, axis, num_ranks, channels))
     return part.reshape(parts.shape[1:])
 
 
@@ -135,9 +135,9 @@ def _gather_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Cal
         return functools.partial(lax.all_gather, axis_name=axis)
     if algorithm == "recursive_doubling":
         _check_power_of_two("all_gather", algorithm, num_ranks)
-        return functools.partial(tree.doubled, axis=axis, num_ranks=num_ranks)
+        return functools.partial(tree.doubling_all_gather, axis=axis, num_ranks=num_ranks)
     strides = ring_strides("all_gather", algorithm, channels, num_ranks)
-    return functools.partial(gathered, axis=axis, num_ranks=num_ranks, strides=strides)
+    return functools.partial(ring_all_gather, axis=axis, num_ranks=num_ranks, strides=strides)
 
 
 def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array, Combine], jax.Array]:
@@ -145,9 +145,9 @@ def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Ca
         return functools.partial(_xla_scattered, axis=axis)
     if algorithm == "recursive_halving":
         _check_power_of_two("reduce_scatter", algorithm, num_ranks)
-        return lambda parts, combine: tree.halved(parts, axis, combine)
+        return lambda parts, combine: tree.halving_reduce_scatter(parts, axis, combine)
     strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
-    return lambda parts, combine: scattered(parts, axis, combine, strides)
+    return lambda parts, combine: ring_reduce_scatter(parts, axis, combine, strides)
 
 
 def _xla_scattered(parts: jax.Array, combine: Combine, *, axis: Axis) -> jax.Array:
@@ -164,7 +164,7 @@ def _check_power_of_two(kernel: str, algorithm: str, num_ranks: int) -> None:
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """All-reduce as a reduce-scatter and an all-gather in one buffer; the reference is `reference.all_reduce`.
+    """All-reduce as a reduce-scatter and an all-gather in the same buffer; the reference is `reference.all_reduce`.
 
         [A] {unreduced over X} -> [A];  per device [A] -> [A], any shape
         2(N-1) steps, 2(N-1)/N n bytes sent
@@ -175,23 +175,23 @@ def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, 
 
 
 def ring_sum(x: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """All-reduce a sum in two buffers. Its transpose is cheap: with one buffer, every step would add n elements."""
-    chunk = scattered(flat_parts(x, num_ranks), axis, lax.add, strides)
-    return unflat(gathered(chunk, axis, num_ranks, strides), x)
+    """All-reduce a sum in two buffers. Its transpose is cheap: with a single buffer, each step would add n elements."""
+    chunk = ring_reduce_scatter(flat_parts(x, num_ranks), axis, lax.add, strides)
+    return unflat(ring_all_gather(chunk, axis, num_ranks, strides), x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loops. `parts` is [N, c] and `chunk` is [c]. In step T, rank r of a ring of stride s sends the chunk of rank
-# r - s T. All rings share one loop, because separate loops would run one after the other.
+# r - s T. All rings share a loop, because separate loops would run sequentially.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def gathered(chunk: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
+def ring_all_gather(chunk: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
     """`[c] -> [N, c]`: gather the chunks of all ranks."""
     rank = lax.axis_index(axis)
 
     def pass_lane(slots: jax.Array, passing: jax.Array, stride: int, T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        arrived = pass_on(passing, axis, stride, num_ranks)
+        arrived = send_on_ring(passing, axis, stride, num_ranks)
         return put(slots, arrived, (rank - stride * (T + 1)) % num_ranks), arrived
 
     def step(T: jax.Array, lanes: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
@@ -203,15 +203,15 @@ def gathered(chunk: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int
         return jnp.concatenate([slots for slots, _ in lanes], axis=-1)
 
 
-def scattered(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
+def ring_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
     """`[N, c] -> [c]`: reduce over ranks and return the local chunk."""
     num_ranks, rank = len(parts), lax.axis_index(axis)
 
     def in_order_of_use(lane: jax.Array, stride: int) -> jax.Array:
-        return reordered(lane, (rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks)
+        return permute_parts(lane, (rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks)
 
     def step(partial: list[jax.Array], local: list[jax.Array]) -> tuple[list[jax.Array], None]:
-        arrived = [pass_on(lane, axis, stride, num_ranks) for lane, stride in zip(partial, strides, strict=False)]
+        arrived = [send_on_ring(lane, axis, stride, num_ranks) for lane, stride in zip(partial, strides, strict=False)]
         return list(map(combine, arrived, local)), None
 
     with jax.named_scope("ring_reduce_scatter"):
@@ -221,7 +221,7 @@ def scattered(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[
 
 
 def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
-    """`[N, c] -> [N, c]`: all-reduce all chunks. A received chunk replaces one that has already been sent."""
+    """`[N, c] -> [N, c]`: all-reduce all chunks. A received chunk replaces a chunk that was already sent."""
     num_ranks = len(parts)
 
     def step(T: jax.Array | int, lanes: list[jax.Array], *, merge: Combine) -> list[jax.Array]:
@@ -237,7 +237,7 @@ def _all_reduce_step(slots: jax.Array, axis: Axis, stride: int, T: jax.Array | i
     """`[N, c] -> [N, c]`: step T of an all-reduce."""
     num_ranks, rank = len(slots), lax.axis_index(axis)
     outgoing, incoming = (rank - stride * T) % num_ranks, (rank - stride * (T + 1)) % num_ranks
-    arrived = pass_on(take(slots, outgoing), axis, stride, num_ranks)
+    arrived = send_on_ring(take(slots, outgoing), axis, stride, num_ranks)
     return put(slots, merge(arrived, take(slots, incoming)), incoming)
 
 
@@ -258,7 +258,7 @@ def ring_states(x: Num[Array, "*dims"], *, axis: Axis) -> Num[Array, "T N c"]:
 
 
 def _lanes(x: jax.Array, strides: Sequence[int]) -> list[jax.Array]:
-    """Split the last dim into nearly equal parts, one per ring, with at least one element each."""
+    """Split the last dim into a nearly equal, nonempty part for each ring."""
     return jnp.array_split(x, min(len(strides), max(x.shape[-1], 1)), axis=-1)
 
 

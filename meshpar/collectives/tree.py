@@ -1,9 +1,9 @@
 """All-reduce algorithms with few steps: recursive doubling, halving-doubling and a binary tree.
 
 N is the number of ranks and P the largest power of two up to N. The recursive algorithms run on P ranks. The remaining
-ranks first send their array to one of the first N-P ranks, and receive the result afterwards: two more messages.
+ranks first send their array to the first N-P ranks, and receive the result afterwards: two more messages.
 
-The naive root and the parameter server are for comparison only: the link of one rank carries the data of all others.
+The naive root and the parameter server are for comparison only: a single link carries the data of all ranks.
 The reference of all algorithms is `reference.all_reduce`.
 
 Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
@@ -27,14 +27,14 @@ def recursive_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: in
 
     [A] {unreduced over X} -> [A];  log2 P steps (two more if N > P), n bytes each
     """
+
+    def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
+        for apart in doublings(num_ranks):
+            x = combine(_exchange(x, axis, apart, num_ranks), x)
+        return x
+
     with jax.named_scope("recursive_doubling"):
-        return _folded(x, axis, combine, num_ranks, _doubling)
-
-
-def _doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    for apart in doublings(num_ranks):
-        x = combine(_swapped(x, axis, apart, num_ranks), x)
-    return x
+        return _folded(x, axis, combine, num_ranks, kernel)
 
 
 def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
@@ -43,14 +43,15 @@ def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int)
     [A] {unreduced over X} -> [A];  2 log2 P steps, 2(P-1)/P n bytes sent (two more steps of n bytes each if N > P)
     """
 
-    def both(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-        return unflat(doubled(halved(flat_parts(x, num_ranks), axis, combine), axis, num_ranks), x)
+    def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
+        chunk = halving_reduce_scatter(flat_parts(x, num_ranks), axis, combine)
+        return unflat(doubling_all_gather(chunk, axis, num_ranks), x)
 
     with jax.named_scope("halving_doubling"):
-        return _folded(x, axis, combine, num_ranks, both)
+        return _folded(x, axis, combine, num_ranks, kernel)
 
 
-def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+def halving_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
     """`[P, c] -> [c]`: reduce-scatter by exchanging halves with the ranks at distances P/2, P/4, ..., 1.
 
     log2 P steps, (P-1)/P n bytes sent
@@ -61,11 +62,11 @@ def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
             lower, upper = jnp.split(parts, 2)
             is_upper = (rank & apart) != 0
             outgoing, local = jnp.where(is_upper, lower, upper), jnp.where(is_upper, upper, lower)
-            parts = combine(_swapped(outgoing, axis, apart, num_ranks), local)
+            parts = combine(_exchange(outgoing, axis, apart, num_ranks), local)
     return parts[0]
 
 
-def doubled(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
+def doubling_all_gather(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
     """`[c] -> [P, c]`: all-gather by exchanging all chunks with the ranks at distances 1, 2, ..., P/2.
 
     log2 P steps, (P-1)/P n bytes sent
@@ -73,7 +74,7 @@ def doubled(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
     rank, parts = lax.axis_index(axis), chunk[None]
     with jax.named_scope("recursive_doubling"):
         for apart in doublings(num_ranks):
-            arrived = _swapped(parts, axis, apart, num_ranks)
+            arrived = _exchange(parts, axis, apart, num_ranks)
             is_upper = (rank & apart) != 0
             parts = jnp.concatenate([jnp.where(is_upper, arrived, parts), jnp.where(is_upper, parts, arrived)])
     return parts
@@ -90,9 +91,9 @@ def binary_tree(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> j
 def parameter_server(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, *, num_servers: int = 1) -> jax.Array:
     """Reduce part s of the array on server s and send it back to all ranks. The servers are the first S ranks.
 
-        [A] {unreduced over X} -> [A];  2(N-1) steps; the link of a server carries (N-1) n/S bytes in, and as many out
+        [A] {unreduced over X} -> [A];  2(N-1) steps; the link of a server carries (N-1) n/S bytes in each direction
 
-    With one server this is the naive root. With N servers it sends as many bytes as the ring.
+    With a single server this is the naive root. With N servers it sends as many bytes as the ring.
     """
     parts, rank = flat_parts(x, num_servers), lax.axis_index(axis)
     is_server, local = rank < num_servers, jnp.minimum(rank, num_servers - 1)
@@ -128,11 +129,11 @@ def _folded(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, kernel: 
     if num_extra:
         arrived = send(x, axis, [(power + r, r) for r in range(num_extra)])
         x = jnp.where(rank < num_extra, combine(arrived, x), x)
-    x = kernel(x, axis, combine, power)
+    x = kernel(x, power)
     if num_extra:
         x = jnp.where(rank >= power, send(x, axis, [(r, power + r) for r in range(num_extra)]), x)
     return x
 
 
-def _swapped(x: jax.Array, axis: Axis, apart: int, num_ranks: int) -> jax.Array:
+def _exchange(x: jax.Array, axis: Axis, apart: int, num_ranks: int) -> jax.Array:
     return send(x, axis, [(rank, rank ^ apart) for rank in range(num_ranks)])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.collectives.kernel_checks import Axis, axis_names, check_cut, checked_dim
+from meshpar.collectives.kernel_checks import Axis, axis_names, check_parts, checked_dim
 from meshpar.sharding.errors import check_bool
 
 Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
@@ -30,7 +30,7 @@ def varying(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
-    """Mark arrays as varying over `axis` and over all axes that any of them varies over.
+    """Mark arrays as varying over `axis`, and over each axis that any array varies over.
 
     If an array is replicated over one of these axes, jax then sums its gradient over that axis.
     """
@@ -52,7 +52,7 @@ def send(x: jax.Array, axis: Axis, pairs: Iterable[tuple[int, int]]) -> jax.Arra
     return lax.ppermute(x, ordered, in_mesh[np.array(list(pairs), int).reshape(-1, 2)].tolist())
 
 
-def pass_on(x: jax.Array, axis: Axis, by: int, num_ranks: int) -> jax.Array:
+def send_on_ring(x: jax.Array, axis: Axis, by: int, num_ranks: int) -> jax.Array:
     """Send `x` to the rank `by` places ahead on the ring, and return the array received from `by` places back."""
     return send(x, axis, [(rank, (rank + by) % num_ranks) for rank in range(num_ranks)])
 
@@ -62,7 +62,7 @@ def doublings(num_ranks: int) -> list[int]:
     return [2**level for level in range((num_ranks - 1).bit_length())]
 
 
-def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
+def permute_parts(parts: jax.Array, order: jax.Array) -> jax.Array:
     """Return `parts[order]` for parts `[N, ...]` and a permutation."""
     return parts.at[order].get(mode="promise_in_bounds", unique_indices=True)
 
@@ -70,18 +70,18 @@ def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
 # ---- Splitting and joining -------------------------------------------------------------------------------------------
 
 
-def cut(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax.Array:
-    """Split a dim into one part per rank: `[A, B] -> [N, A/N, B]` if tiled, else `[N, B] -> [N, B]` (for dim 0)."""
+def split_parts(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax.Array:
+    """Split a dim over ranks: `[A, B] -> [N, A/N, B]` if tiled, or `[N, B] -> [N, B]` if not (for dim 0)."""
     check_bool(kernel, TILED, tiled=tiled)
     dim = checked_dim(kernel, dim, x.ndim)
-    check_cut(kernel, x.shape[dim], dim, num_ranks, tiled)
+    check_parts(kernel, x.shape[dim], dim, num_ranks, tiled)
     if tiled:
         x = x.reshape(*x.shape[:dim], num_ranks, x.shape[dim] // num_ranks, *x.shape[dim + 1 :])
     return jnp.moveaxis(x, dim, 0)
 
 
-def join(kernel: str, parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
-    """Concatenate parts `[N, ...]` along a dim if tiled, else stack them along a new dim. The inverse of `cut`."""
+def join_parts(kernel: str, parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
+    """Invert `split_parts`: concatenate parts `[N, ...]` along a dim if tiled, or stack them."""
     check_bool(kernel, TILED, tiled=tiled)
     dim = checked_dim(kernel, dim, parts.ndim - tiled)
     x = jnp.moveaxis(parts, 0, dim)
@@ -118,7 +118,7 @@ def xla_reduced(x: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
     return varying(reductions[combine](x, axis), axis)
 
 
-def reduced(
+def reduce_by_op(
     kernel: Callable[[jax.Array, Combine], jax.Array],
     x: jax.Array,
     op: str,
@@ -129,16 +129,16 @@ def reduced(
 ) -> jax.Array:
     """Reduce by one of `OPS`, with the derivative of the reference.
 
-    The derivative of a sum is the kernel itself. The derivative of max and min is divided equally among the ranks that
-    hold the extremum, as in `jnp.max`. Differentiating the pairwise steps would divide it unequally.
+    The derivative of a sum is the kernel itself. The derivative of max and min is divided equally among the ranks with
+    the extremum, as in `jnp.max`. Differentiating the pairwise steps would divide it unequally.
 
     Args:
       kernel: reduces with a given binary function.
       linear: computes the sum in a form that transposes well, if the kernel does not.
-      spread: brings the result to the ranks that hold its terms.
+      spread: sends the result to the ranks of the terms.
     """
     if op == "mean":
-        return reduced(kernel, x, "sum", num_ranks, linear=linear) / num_ranks
+        return reduce_by_op(kernel, x, "sum", num_ranks, linear=linear) / num_ranks
     if not jnp.issubdtype(x.dtype, jnp.inexact) or (op == "sum" and linear is None):
         return kernel(x, COMBINE[op])
     total = linear or (lambda t: kernel(t, lax.add))
@@ -154,7 +154,7 @@ def reduced(
         if op == "sum":
             return y, total(dx)
         is_extremum = (x == spread(y)).astype(x.dtype)
-        # The count is 0 on the ranks that receive nothing: all but the root of a `reduce`.
+        # The count is 0 on ranks that receive zeros: all but the root of a `reduce`.
         return y, total(is_extremum * dx) / jnp.maximum(total(is_extremum), 1)
 
     return run(x)

@@ -215,7 +215,7 @@ class Numerics:
 
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
-    """Remat specification; see `meshpar.layers.scan.remat_policy`."""
+    """Remat specification; see `meshpar.layers.remat.remat_policy`."""
     names: set[str] = dataclasses.field(default_factory=set)
     """Names for `jax.checkpoint` that the layers use."""
     gather: Any = None

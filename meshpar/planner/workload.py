@@ -27,7 +27,8 @@ from meshpar.inspect.traced_collectives import vocab_chunks
 from meshpar.layers.auxiliary import checked
 from meshpar.layers.losses import LossTerms, ScalarLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics, products
-from meshpar.layers.scan import REMAT_POLICIES, running, scanned
+from meshpar.layers.remat import REMAT_POLICIES
+from meshpar.layers.scan import running, scanned
 from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.transport_choice import compiled_for

@@ -28,7 +28,8 @@ from meshpar.hardware.compile_options import Options, Value, check_kind, check_o
 from meshpar.layers.auxiliary import checked, collecting, is_counted
 from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, MicrobatchTotals, SumLoss
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
-from meshpar.layers.scan import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
+from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
+from meshpar.layers.scan import is_part
 from meshpar.parallel.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
 from meshpar.sharding.activations import check_rules_matched, constrain_module_outputs
 from meshpar.sharding.constraints import with_auto_types

@@ -128,7 +128,7 @@ def test_ties_go_to_the_first_algorithm():
     assert "recursive_doubling takes as long" in found.why
 
 
-def test_permutes_between_nodes_use_a_port():
+def test_permutes_between_nodes_share_the_port():
     cluster = parse_cluster("h100:2x8")
     found = mc.choose("all_gather", 16e6, 16, cluster=cluster)
     ours = [cost for name, cost in found.alternatives.items() if name != "xla"]

@@ -19,7 +19,7 @@ from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.layers.precision import Precision, numerics
-from meshpar.layers.scan import REMAT_POLICIES
+from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.models import TransformerConfig, next_token_loss
 from tests.equal import assert_same, mean_loss, model_of, token_batches, train
 from tests.errors import raises

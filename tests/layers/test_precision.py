@@ -14,7 +14,7 @@ from jax import lax
 
 import meshpar as mp
 from meshpar.layers.precision import dot_general, numerics
-from meshpar.layers.scan import REMAT_POLICIES
+from meshpar.layers.remat import REMAT_POLICIES
 from tests.errors import raises
 from tests.grid import cases
 
