@@ -58,14 +58,14 @@ def by_optax(framework):
     cases(("nnx", "hsdp"), grid=[(framework, case) for framework in ("nnx", "linen") for case in CASES]),
 )
 def test_muon_equals_optax_on_one_device(framework, case):
-    """The tolerance is about ten float32 roundings of a weight of size one."""
+    """The tolerance is about ten float32 roundings of a weight of size 1."""
     expected = by_optax(framework)
     actual = five_steps(mp.muon, framework, *CASES[case], params=expected.start.params)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-6)
     assert_same(actual.params, expected.params, atol=1e-6)
 
 
-# One group of matrices ------------------------------------------------------------------------------------------------
+# A group of matrices --------------------------------------------------------------------------------------------------
 
 
 def updates_of(tx, params, spec=None, **axes):
@@ -96,7 +96,7 @@ def updates_of(tx, params, spec=None, **axes):
             (1, P(None, "fsdp", None), {"fsdp": 4}),
             (1, P(None, "tensor", "fsdp"), {"fsdp": 4, "tensor": 2}),
             (3, P(None, ("tensor", "fsdp"), None), {"fsdp": 4, "tensor": 2}),
-            (8, P(), {"data": 8}),  # replicated: each rank orthogonalizes one matrix
+            (8, P(), {"data": 8}),  # replicated: each rank orthogonalizes a matrix
             (8, P("fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),  # layers are sharded, too
             (8, P("fsdp"), {"fsdp": 8}),  # no communication
         ],
@@ -107,7 +107,7 @@ def test_result_does_not_depend_on_the_distribution(num, spec, axes):
     params = {
         name: draw.normal(size=(num, *shape)).astype(np.float32) for name, shape in (("up", (8, 16)), ("down", (16, 8)))
     }
-    # If both sides are sharded alike, `up` and the transposed `down` form one group of 2 num matrices.
+    # If both sides have the same sharding, `up` and the transposed `down` form a group of 2 num matrices.
     dims = dict.fromkeys(params, optax.contrib.MuonDimensionNumbers((1,), (2,)))
     expected = updates_of(optax.contrib.muon(1.0, muon_weight_dimension_numbers=dims), params)
     actual = updates_of(mp.muon(1.0, muon_weight_dimension_numbers=dims), params, spec, **axes)
@@ -209,7 +209,7 @@ def test_recipe_with_bfloat16_moments_on_the_host():
     state = mp.abstract_state(model, tx, mesh=mp.MeshSpec(fsdp=8).abstract(), strategy=mp.fsdp())
     arrays = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
     assert {(x.dtype.name, x.sharding.memory_kind) for x in arrays} == {("bfloat16", "pinned_host")}
-    # A matrix has one momentum, other arrays have two moments.
+    # A matrix has a momentum, other arrays have two moments.
     assert state.table.totals.host_bytes < 0.6 * sum(decision.bytes_per_device for decision in state.table.params)
 
 

@@ -92,20 +92,20 @@ RULES: dict[str, Callable[[], Any]] = {
     "a name without a rule": lay_out(mp.Rules(embed="fsdp")),
     "a rule for a name that no leaf has": lay_out(TP | mp.Rules(mpl="tensor")),
     "a typo in the mesh axis of a rule": lay_out(TP | mp.Rules(mlp="tensr")),
-    "an axis that the mesh lacks among several": lay_out(TP | mp.Rules(mlp=("tensor", "model"))),
+    "a tuple with an axis that the mesh lacks": lay_out(TP | mp.Rules(mlp=("tensor", "model"))),
     "an axis that the mesh lacks in a fallback": lay_out(TP | mp.Rules(mlp=mp.first("tenser", None))),
     "an axis that the mesh lacks in a path rule": lay_out(TP | mp.Rules(paths={"up/kernel": (None, "model")})),
     "a preset with an axis that the mesh lacks": lay_out(mp.fsdp(axis="fdsp", min_bytes=0), PLAIN),
     "tensor parallelism on a plain mesh without that axis": lay_out(TP, mesh=Mesh(np.array(jax.devices()), ("fsdp",))),
-    "a dim that does not divide": lay_out(TP, model({"up/kernel": ("embed", "mlp")}, up_kernel=(8, 33))),
-    "a dim that does not divide by two axes together": lay_out(
+    "an indivisible dim": lay_out(TP, model({"up/kernel": ("embed", "mlp")}, up_kernel=(8, 33))),
+    "a dim that the product of two axes does not divide": lay_out(
         mp.Rules(mlp=("fsdp", "tensor"), embed=None), model({"up/kernel": ("embed", "mlp")}, up_kernel=(8, 12))
     ),
-    "a path rule on a dim that does not divide": lay_out(
+    "a path rule for an indivisible dim": lay_out(
         mp.Rules(paths={"w/kernel": (None, "fsdp")}), model(w_kernel=(8, 10))
     ),
-    "one axis for two names of a leaf": lay_out(mp.Rules(embed="fsdp", mlp="fsdp")),
-    "one axis twice in a path rule": lay_out(TP | mp.Rules(paths={"up/kernel": ("fsdp", ("tensor", "fsdp"))})),
+    "an axis for two names of a leaf": lay_out(mp.Rules(embed="fsdp", mlp="fsdp")),
+    "an axis twice in a path rule": lay_out(TP | mp.Rules(paths={"up/kernel": ("fsdp", ("tensor", "fsdp"))})),
     "alternatives that do not divide": lay_out(TP | mp.Rules(mlp=mp.first("fsdp", ("tensor", "fsdp")))),
     "a pattern that matches no path": lay_out(TP | mp.Rules(paths={"up/kernle": ("fsdp",)})),
     "a pattern that matches only part of a path": lay_out(TP | mp.Rules(paths={"kernel": mp.replicated})),
@@ -131,33 +131,33 @@ RULES: dict[str, Callable[[], Any]] = {
 # ---------------------------------------------------------------------------------------------------------------------
 
 VALUES: dict[str, Callable[[], Any]] = {
-    "a rule that is a number": lambda: mp.Rules(mlp=2),
+    "a number as rule": lambda: mp.Rules(mlp=2),
     "a rule with a number among axes": lambda: mp.Rules(mlp=("tensor", 2)),
-    "one axis twice in a rule": lambda: mp.Rules(mlp=("tensor", "tensor")),
-    "a rule that is a PartitionSpec": lambda: mp.Rules(mlp=P("tensor", None)),
-    "a path rule that is one axis": lambda: mp.Rules(paths={".*/kernel": "fsdp"}),
-    "a path rule that is None": lambda: mp.Rules(paths={".*/kernel": None}),
+    "an axis twice in a rule": lambda: mp.Rules(mlp=("tensor", "tensor")),
+    "a PartitionSpec as rule": lambda: mp.Rules(mlp=P("tensor", None)),
+    "an axis as path rule": lambda: mp.Rules(paths={".*/kernel": "fsdp"}),
+    "None as path rule": lambda: mp.Rules(paths={".*/kernel": None}),
     "a path rule with a number for a dim": lambda: mp.Rules(paths={".*/kernel": (None, 4)}),
-    "a pattern that is no regular expression": lambda: mp.Rules(paths={"*/kernel": mp.replicated}),
-    "a pattern that is a number": lambda: mp.Rules(paths={0: mp.replicated}),
-    "paths that are a list": lambda: mp.Rules(paths=[(".*", mp.replicated)]),
+    "a pattern with invalid syntax": lambda: mp.Rules(paths={"*/kernel": mp.replicated}),
+    "a number as pattern": lambda: mp.Rules(paths={0: mp.replicated}),
+    "a list of paths": lambda: mp.Rules(paths=[(".*", mp.replicated)]),
     "no alternatives": mp.first,
-    "an alternative that is a number": lambda: mp.first("tensor", 2),
-    "a name that is a number": lambda: mp.names("embed", 2),
-    "an axis that is a number": lambda: mp.fsdp(axis=4),
+    "a number as alternative": lambda: mp.first("tensor", 2),
+    "a number as name": lambda: mp.names("embed", 2),
+    "a number as axis": lambda: mp.fsdp(axis=4),
     "an axis twice in a preset": lambda: mp.zero1(axis=("fsdp", "fsdp")),
-    "an axis of tensor_parallel that is a number": lambda: mp.tensor_parallel(axis=2),
+    "a number as axis of tensor_parallel": lambda: mp.tensor_parallel(axis=2),
     "a threshold as text": lambda: mp.fsdp(min_bytes="64k"),
-    "a strategy made of a dict": lambda: mp.custom(params={"embed": "fsdp"}, grads=mp.Rules(), optimizer=mp.Rules()),
+    "a dict as strategy": lambda: mp.custom(params={"embed": "fsdp"}, grads=mp.Rules(), optimizer=mp.Rules()),
     "a negative threshold": lambda: mp.fsdp().replace(big_leaf_bytes=-1),
     "a preset without its parentheses": lay_out(mp.fsdp),
     "a strategy as text": lay_out("fsdp"),
-    "a preset that does not exist": lambda: parse_strategy("fdsp() | tensor_parallel()"),
+    "an unknown preset": lambda: parse_strategy("fdsp() | tensor_parallel()"),
     "an argument that a preset lacks": lambda: parse_strategy("fsdp(axes='data')"),
     "an argument without its name": lambda: parse_strategy("tensor_parallel(True)"),
-    "an argument that is computed": lambda: parse_strategy("fsdp(min_bytes=2**16)"),
+    "a computed argument": lambda: parse_strategy("fsdp(min_bytes=2**16)"),
     "strategies joined with and": lambda: parse_strategy("fsdp() and zero1()"),
-    "a strategy that does not parse": lambda: parse_strategy("fsdp( | zero1()"),
+    "a strategy with invalid syntax": lambda: parse_strategy("fsdp( | zero1()"),
     "a typo in an axis of the mesh": lambda: mp.MeshSpec(fdsp=4, tensor=2),
     "a typo in an axis on the command line": lambda: mp.MeshSpec.parse("fsdp=4,tensors=2"),
     "an axis of size zero": lambda: mp.MeshSpec(fsdp=0),
@@ -167,7 +167,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "a mesh smaller than the devices": lambda: mp.MeshSpec(fsdp=2, tensor=2).build(),
     "a mesh larger than the devices": lambda: mp.MeshSpec(fsdp=16).build(),
     "sizes that do not divide the devices": lambda: mp.MeshSpec(data=-1, tensor=3).build(),
-    "a mesh in another notation": lambda: mp.MeshSpec.parse("fsdp:4"),
+    "a mesh with invalid syntax": lambda: mp.MeshSpec.parse("fsdp:4"),
     "a mesh with an axis twice": lambda: mp.MeshSpec.parse("fsdp=2,fsdp=4"),
     "an abstract mesh of unknown size": lambda: mp.MeshSpec(data=-1, tensor=8).abstract(),
     "a number in place of devices": lambda: mp.MeshSpec(fsdp=8).build(8),
@@ -188,15 +188,15 @@ KINDS: dict[str, Callable[[], Any]] = {
     "a function without rngs": lambda: mp.from_nnx(lambda: LINEAR),
     "a loss without a key": lambda: mp.train_step(lambda model, batch: (0.0, {})),
     "a function that returns None": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: None)),
-    "a module class with another argument": lambda: mp.from_nnx(Wide),
+    "a module class with a second argument": lambda: mp.from_nnx(Wide),
     "a module created without rngs": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide(8))),
     "a function that returns a class": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide)),
     "a Linen module without an example": lambda: mp.from_linen(nn.Dense(8)),
     "a Linen call with mutable": lambda: mp.from_linen(nn.Dense(8), np.zeros((1, 8))).bind({}, {})(
         np.zeros((1, 8)), mutable=["batch_stats"]
     ),
-    "an NNX module for Linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
-    "names for a path that does not exist": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),
+    "an NNX module in from_linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
+    "names for an unknown path": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),
     "a string in place of a tuple of names": lambda: model({"up/kernel": "embed"}, **MLP),
     "the sizes of a mesh instead of a mesh": lay_out(TP, mesh=mp.MeshSpec(fsdp=8)),
     "no mesh": lay_out(TP, mesh=None),
@@ -239,7 +239,7 @@ def batches(batch):
 
 
 def stepped(batch, **options):
-    # The state is abstract, because all checks come before the first use of arrays.
+    # The state is abstract, because all checks precede the first use of arrays.
     return lambda: mp.train_step(never, **options).lower(
         mp.abstract_state(NAMED, optax.sgd(0.1), mesh=real_mesh(), strategy=TP), batch
     )
@@ -247,13 +247,13 @@ def stepped(batch, **options):
 
 STEPS: dict[str, Callable[[], Any]] = {
     "no micro-steps": steps(accumulate=0),
-    "a micro-step that is True": steps(accumulate=True),
+    "True as number of micro-steps": steps(accumulate=True),
     "an unknown way to accumulate": steps(accumulate=2, reduce_gradients="all"),
     "an unknown answer to NaN": steps(nonfinite="crash"),
     "an unknown remat policy": steps(remat="ful"),
-    "a dtype by its short name": lambda: mp.Precision(compute="bf16"),
-    "a batch that does not divide": batches({"tokens": np.zeros((6, 3))}),
-    "a batch that does not divide into micro-steps": stepped({"tokens": np.zeros((12, 3))}, accumulate=2),
+    "an abbreviated dtype": lambda: mp.Precision(compute="bf16"),
+    "an indivisible batch": batches({"tokens": np.zeros((6, 3))}),
+    "an indivisible batch with micro-steps": stepped({"tokens": np.zeros((12, 3))}, accumulate=2),
     "leaves with different batch sizes": batches({"tokens": np.zeros((8, 3)), "weights": np.zeros(4)}),
     "an nnx.State instead of a state": lambda: mp.train_step(never)(nnx.state(LINEAR), {"x": np.zeros((8, 2))}),
     "parameters instead of a state": lambda: mp.eval_step(never)({"w": np.zeros(8)}, {"x": np.zeros((8, 2))}),
