@@ -27,7 +27,7 @@ from meshpar.sharding.context import ambient, current, spec_of
 from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, check_divides, problem
 
 
-def slices(x: PyTree, count: int) -> tuple[PyTree, ...]:
+def split_batch(x: PyTree, count: int) -> tuple[PyTree, ...]:
     """Divide a pytree of arrays `[batch, ...]` into slices, each with an equal part of the examples of all devices.
 
     Raises:
@@ -38,12 +38,12 @@ def slices(x: PyTree, count: int) -> tuple[PyTree, ...]:
     return tuple(jax.tree.unflatten(structure, [leaf[i] for leaf in sliced]) for i in range(count))
 
 
-def joined(parts: tuple[PyTree, ...]) -> PyTree:
-    """Invert `slices`."""
+def join_batch(parts: tuple[PyTree, ...]) -> PyTree:
+    """Invert `split_batch`."""
     return jax.tree.map(lambda *xs: _join(xs), *parts)
 
 
-def check_rows(x: PyTree, per_example: PyTree, count: int) -> None:
+def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
     """Check that the first dim of x is the batch, and that `per_example` has a first dim of the batch size or 1.
 
     Raises:
@@ -68,7 +68,7 @@ def check_rows(x: PyTree, per_example: PyTree, count: int) -> None:
                 raise problem(where, requested, reason, f"{fix}, or use interleave=1", "wrong-shape")
 
 
-def in_slices(layer: Callable[..., Any], per_example: PyTree, count: int) -> Callable[..., Any]:
+def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) -> Callable[..., Any]:
     """Return a layer that runs on a tuple of slices of x, with the same weights for all slices.
 
     Args:

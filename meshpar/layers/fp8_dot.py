@@ -25,12 +25,12 @@ Product = Callable[[Any], Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def wide_gradient_dot(plain: Any, contracting: Any, batch: Any, reduce: Any, lhs: Array, rhs: Array) -> Array:
+def dot_with_gradient_dtype(plain: Any, contracting: Any, batch: Any, reduce: Any, lhs: Array, rhs: Array) -> Array:
     """Return `plain(lhs, rhs)`, a `lax.dot_general`, whose weight gradient is computed in the dtype `reduce`."""
     return plain(lhs, rhs)
 
 
-def _wide_backward(plain: Any, contracting: Any, batch: Any, reduce: Any, saved: Any, g: Array) -> tuple[Array, Array]:
+def _dot_backward(plain: Any, contracting: Any, batch: Any, reduce: Any, saved: Any, g: Array) -> tuple[Array, Array]:
     lhs, rhs = saved
     (d_lhs,) = jax.vjp(lambda x: plain(x, rhs), lhs)[1](g)
 
@@ -40,7 +40,7 @@ def _wide_backward(plain: Any, contracting: Any, batch: Any, reduce: Any, saved:
     return d_lhs, _weight_gradient(product, lhs, rhs, contracting, batch).astype(rhs.dtype)
 
 
-wide_gradient_dot.defvjp(lambda plain, _, __, ___, lhs, rhs: (plain(lhs, rhs), (lhs, rhs)), _wide_backward)
+dot_with_gradient_dtype.defvjp(lambda plain, _, __, ___, lhs, rhs: (plain(lhs, rhs), (lhs, rhs)), _dot_backward)
 
 
 class WeightSharding(NamedTuple):

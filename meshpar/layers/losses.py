@@ -107,7 +107,7 @@ class LossTerms:
     """The model's own: means over equal parts, or counts."""
 
     @staticmethod
-    def of(loss: Any, metrics: Mapping[str, Any], loss_is: str | None = None, **others: Any) -> LossTerms:
+    def of(loss: Any, metrics: Mapping[str, Any], loss_is: str | None = None, **fields: Any) -> LossTerms:
         """Convert the result of a loss function; `loss_is` is the option of `train_step`."""
         if isinstance(loss, MeanLoss):
             constant = None if isinstance(loss.weight, jax.Array) else np.asarray(loss.weight).item()
@@ -123,8 +123,8 @@ class LossTerms:
         if LOSS_WEIGHT in metrics and isinstance(loss, MeanLoss | EqualMean):
             reason, fix = "MeanLoss adds a metric of that name", "rename the metric"
             raise problem(f"metric `{LOSS_WEIGHT}`", "return it from the loss function", reason, fix, "conflict")
-        others = {"reported": {}, **others}
-        return LossTerms(loss=loss, metrics={name: jnp.asarray(x) for name, x in metrics.items()}, **others)
+        fields = {"reported": {}, **fields}
+        return LossTerms(loss=loss, metrics={name: jnp.asarray(x) for name, x in metrics.items()}, **fields)
 
     def normalized(self, normalizer: Normalizer = ONE_PART) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (value, metrics), scaled so that the mean over all parts is the loss of the global batch.

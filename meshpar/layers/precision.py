@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from meshpar.layers.fp8_dot import WeightSharding, fp8_dot_general, rowwise_fp8_dot_general, wide_gradient_dot
+from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
 from meshpar.sharding.context import ambient, current, within
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
@@ -182,18 +182,18 @@ def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> 
     if precision.compute is None:
         return None
     itemsize, all_flops = jnp.dtype(precision.compute).itemsize, 0
-    wide: dict[tuple[str, str], int] = {}
+    flops_by_source: dict[tuple[str, str], int] = {}
     for flops, eqn in products(jaxpr):
         dtypes = [x.aval.dtype for x in eqn.invars[:2]]
         all_flops += flops
         is_wide = all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > itemsize for dtype in dtypes)
         if is_wide and dtypes[0].name not in meant:
             key = dtypes[0].name, source_info_util.summarize(eqn.source_info)
-            wide[key] = wide.get(key, 0) + flops
-    if sum(wide.values()) < max(MIN_REPORTED_SHARE * all_flops, 1):
+            flops_by_source[key] = flops_by_source.get(key, 0) + flops
+    if sum(flops_by_source.values()) < max(MIN_REPORTED_SHARE * all_flops, 1):
         return None
-    dtype, where = max(wide, key=lambda key: wide[key])
-    return WideWork(precision=precision, share=sum(wide.values()) / all_flops, dtype=dtype, where=where)
+    dtype, where = max(flops_by_source, key=lambda key: flops_by_source[key])
+    return WideWork(precision=precision, share=sum(flops_by_source.values()) / all_flops, dtype=dtype, where=where)
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
@@ -317,7 +317,7 @@ def dot_general(
     reduce = context.precision.reduce_dtype(rhs.dtype)
     if reduce == rhs.dtype:
         return plain(lhs, rhs)
-    return wide_gradient_dot(plain, contracting, batch, reduce, lhs, rhs)
+    return dot_with_gradient_dtype(plain, contracting, batch, reduce, lhs, rhs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from meshpar.layers.batch_slices import check_rows, in_slices, joined, slices
+from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_slices, split_batch
 from meshpar.layers.precision import Numerics
 from meshpar.layers.remat import regathering, remat_policy
 from meshpar.sharding.context import ambient, current, within
@@ -205,8 +205,8 @@ def scan_layers(
     context, inputs = current().numerics, (params, extra, caches)
     num_slices = 1 if context is None or caches is not None else context.interleave
     if num_slices > 1:
-        check_rows(x, per_example, num_slices)
-        body = _in_context(in_slices(lambda *args: with_aux(layer(*args)), per_example, num_slices), at)
+        check_batch_dims(x, per_example, num_slices)
+        body = _in_context(layer_on_slices(lambda *args: with_aux(layer(*args)), per_example, num_slices), at)
     else:
         body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), at)
     run = current().run
@@ -255,8 +255,8 @@ def _on_slices(num_slices: int, x: Any, run: Callable[[Any], Any]) -> Any:
     """Call `run` on the slices of x and join its outputs. With one slice, call it on x itself."""
     if num_slices == 1:
         return run(x)
-    out, aux = with_aux(run(slices(x, num_slices)))
-    return joined(out) if aux is None else (joined(out), aux)
+    out, aux = with_aux(run(split_batch(x, num_slices)))
+    return join_batch(out) if aux is None else (join_batch(out), aux)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.layers.batch_slices import joined, slices
+from meshpar.layers.batch_slices import join_batch, split_batch
 from meshpar.layers.precision import Precision, numerics
 from meshpar.models import TransformerConfig
 from meshpar.parallel import parse_strategy
@@ -157,8 +157,8 @@ def test_slicing_needs_no_communication():
     @jax.jit
     def slice_and_join(x):
         with mp.use_rules(mesh, mp.fsdp()):
-            parts = slices({"x": x}, 2)
-            return parts, joined(parts)
+            parts = split_batch({"x": x}, 2)
+            return parts, join_batch(parts)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         parts, back = slice_and_join(jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp"))))
