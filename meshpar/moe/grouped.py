@@ -47,18 +47,17 @@ def choose_grouped_matmul(platform: str | None = None, dtype: jax.typing.DTypeLi
     """
     # Checked first: `target` initializes JAX's backends, which needs 300 MB of memory, also in a planner.
     if not has_tokamax():
-        return KernelChoice(implementation="blocked", why="tokamax, which has a GPU kernel, is not installed")
-    platform = platform or target()[0]
-    if platform not in GPUS:
-        return KernelChoice(implementation="blocked", why=f"tokamax has kernels for GPUs, and not for {platform}")
-    if jnp.dtype(dtype).itemsize > 2:
+        why = "tokamax, which has a GPU kernel, is not installed"
+    elif (platform := platform or target()[0]) not in GPUS:
+        why = f"tokamax has kernels for GPUs, and not for {platform}"
+    elif jnp.dtype(dtype).itemsize > 2:
         why = f"tokamax's kernels compute 16-bit products, which are not exact enough for {jnp.dtype(dtype)}"
-        return KernelChoice(implementation="blocked", why=why)
-    if not has_kernels():
+    elif not has_kernels():
         generation = ".".join(map(str, target()[1] or ()))
         why = f"tokamax has kernels for all gradients on Hopper, and not for compute capability {generation}"
-        return KernelChoice(implementation="blocked", why=why)
-    return KernelChoice(implementation="tokamax", why="tokamax is installed and has kernels for this GPU")
+    else:
+        return KernelChoice(implementation="tokamax", why="tokamax is installed and has kernels for this GPU")
+    return KernelChoice(implementation="blocked", why=why)
 
 
 def grouped_matmul(

@@ -28,20 +28,12 @@ from jaxtyping import Array, Float, Int32
 from meshpar.collectives.wire import varying_alike
 from meshpar.layers.auxiliary import report
 from meshpar.layers.scan import Adapted, Ahead, Aux, is_staged
+from meshpar.moe import expert_reduction as reduction
 from meshpar.moe.argument_checks import check_array
 from meshpar.moe.assignment_order import by_expert, expand, in_buffers, weighted_sum
 from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.dispatch_combine import ExpertFn, dispatch
 from meshpar.moe.dispatch_paths import Dispatched
-from meshpar.moe.expert_reduction import (
-    Dims,
-    all_reduce,
-    extra_varying_axes,
-    gather_weight,
-    reduce_scatter,
-    sum_gradient,
-    use_gathered,
-)
 from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
@@ -258,13 +250,13 @@ def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
 class _WeightAxes:
     """Mesh axes that shard each dim of a weight."""
 
-    stored: Dims = ()
+    stored: reduction.Dims = ()
     """Axes of the input of the `shard_map`."""
-    used: Dims = ()
+    used: reduction.Dims = ()
     """Axes that still shard it in the matmul."""
 
     @property
-    def gathered(self) -> Dims:
+    def gathered(self) -> reduction.Dims:
         """Return the axes to gather."""
         return tuple(stored[len(used) :] for stored, used in zip(self.stored, self.used, strict=True))
 
@@ -301,9 +293,8 @@ class _LayerAxes(NamedTuple):
         batch, seq, _ = dims_of(spec_of(x, "batch", "seq", None))
         token_axes = (*batch, *seq)
         outer_batch = tuple(axis for axis in axes_over(context.mesh, context.rules, "batch", "seq") if axis in outer)
-        hidden_spec = spec_of(
-            jax.ShapeDtypeStruct((num_experts, 1, config.mlp_dim), x.dtype), "act_expert", None, "act_mlp"
-        )
+        hidden_like = jax.ShapeDtypeStruct((num_experts, 1, config.mlp_dim), x.dtype)
+        hidden_spec = spec_of(hidden_like, "act_expert", None, "act_mlp")
         experts, _, hidden = dims_of(hidden_spec)
         manual_experts = experts
         if weights.gate.shape[0] != num_experts:
@@ -312,7 +303,7 @@ class _LayerAxes(NamedTuple):
         more_seq = dims_of(spec_of(x, "batch", "norm_seq", None))[1][len(seq) :]
         scattered = more_seq if set(more_seq) <= set(hidden) else ()
 
-        def weight_axes(weight: Any, names: tuple[str | None, ...], used: Dims) -> Any:
+        def weight_axes(weight: Any, names: tuple[str | None, ...], used: reduction.Dims) -> Any:
             if isinstance(weight, Adapted):
                 (_, inputs, outputs), (expert_axes, input_axes, output_axes) = names, used
                 return Adapted(
@@ -414,8 +405,7 @@ def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, 
     check_config(where, config)
     check_array(where, "x", x, "B T d")
     if not x.size:
-        reason = "there are no tokens"
-        raise problem(where, f"use x of shape {x.shape}", reason, "pass a larger batch", "wrong-shape")
+        raise problem(where, f"use x of shape {x.shape}", "it has no tokens", "pass a larger batch", "wrong-shape")
     if not isinstance(weights, Weights):
         reason, fix = "they are a moe.Weights", "pass moe.Weights(router=..., gate=..., up=..., down=...)"
         raise problem(where, f"use weights of type {type(weights).__name__}", reason, fix, "wrong-type")
@@ -471,9 +461,9 @@ def _per_device(
     )
     y = y.reshape(*x.shape[:2], -1)
     with jax.named_scope("combine"):
-        y = all_reduce(y, partial)
+        y = reduction.all_reduce(y, partial)
         for axis in axes.scattered:
-            y = reduce_scatter(y, axis, 1)
+            y = reduction.reduce_scatter(y, axis, 1)
     return y, _router_stats(logits, routed, dispatched.dropped, config, axes)
 
 
@@ -488,8 +478,8 @@ def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[j
         shard = weight.shard if isinstance(weight, Ahead) else weight
         shard = varying_alike((), x, shard.astype(grad_dtype))[1]
         if isinstance(weight, Ahead):
-            return use_gathered(dims, dtype, shard, weight.whole)
-        return gather_weight(dims, dtype, shard)
+            return reduction.use_gathered(dims, dtype, shard, weight.whole)
+        return reduction.gather_weight(dims, dtype, shard)
 
     return x.astype(dtype), _map_weights(gathered, experts, *([axes.weights] if axes.weights else []))
 
@@ -506,7 +496,8 @@ def _swiglu(experts: Experts, typical_rows: int | None) -> ExpertFn:
 def _for_hidden_shards(rows: jax.Array, experts: Experts) -> jax.Array:
     """Mark rows that all shards of the hidden dim use: their gradient is the sum over the shards."""
     gate = experts[0]
-    return sum_gradient(extra_varying_axes(gate.weight if isinstance(gate, Adapted) else gate, rows), rows)
+    gate = gate.weight if isinstance(gate, Adapted) else gate
+    return reduction.sum_gradient(reduction.extra_varying_axes(gate, rows), rows)
 
 
 def _dispatch(
@@ -555,7 +546,7 @@ def _compute_local(
     first = lax.axis_index(axes.experts) * num_local if axes.experts else 0
     local = routed.experts - first
     local = jnp.where((local >= 0) & (local < num_local), local, num_local).astype(jnp.int32)
-    tokens = sum_gradient(extra_varying_axes(local, tokens), tokens)
+    tokens = reduction.sum_gradient(reduction.extra_varying_axes(local, tokens), tokens)
     tokens, local, weights = varying_alike((), tokens, local, routed.weights)
     counts = count(local, num_local)
     if slots is None:

@@ -60,13 +60,14 @@ def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_l
     """
     platform = platform or jax.default_backend()
     if dropless and platform in GPUS:
-        why = "XLA supports ragged-all-to-all on GPUs, which sends no padding"
-        return KernelChoice(implementation="ragged", why=why)
-    if dropless:
-        why = f"XLA has no ragged-all-to-all for {platform}: each rank receives a padded buffer of the same size"
-        return KernelChoice(implementation="fixed", why=why)
-    if two_levels:
-        why = "buffers of fixed capacity over two axes: a rank sends a message per node instead of per rank"
-        return KernelChoice(implementation="hierarchical", why=why)
-    why = "buffers of fixed capacity over a single axis: a dense all-to-all in each direction"
-    return KernelChoice(implementation="fixed", why=why)
+        choice = "ragged", "XLA supports ragged-all-to-all on GPUs, which sends no padding"
+    elif dropless:
+        choice = "fixed", f"XLA has no ragged-all-to-all for {platform}: rows are sent in padded buffers"
+    elif two_levels:
+        choice = (
+            "hierarchical",
+            "with fixed capacity over two axes, a rank sends a message per node instead of per rank",
+        )
+    else:
+        choice = "fixed", "with fixed capacity over a single axis, there is a dense all-to-all in each direction"
+    return KernelChoice(implementation=choice[0], why=choice[1])
