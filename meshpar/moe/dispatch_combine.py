@@ -107,12 +107,10 @@ def dispatch(
       ValueError: the axis does not exist; shapes, dtypes or options do not fit together; N does not divide E.
 
     Example:
-      ```python
       def expert_fn(rows, group_sizes):
           return grouped_swiglu(rows, gate, up, down, group_sizes)
 
       y, counts = dispatch(x, routed.experts, routed.weights, expert_fn, axis="expert", num_experts=8)
-      ```
     """
     check_routed(KERNEL, x, experts, weights)
     num_ranks = ranks_of(KERNEL, axis)

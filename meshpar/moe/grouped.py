@@ -1,8 +1,6 @@
 """Grouped matmuls: rows sorted by group, each group times its own weight.
 
-    R  rows    G  groups    d  input size    f  output or hidden size    e  output size of SwiGLU
-
-The plain reference is `meshpar.moe.reference.moe`, which applies each expert to all rows.
+R  rows    G  groups    d  input size    f  output or hidden size    e  output size of SwiGLU
 """
 
 from __future__ import annotations
@@ -73,8 +71,10 @@ def grouped_matmul(
 
         [R, d] . [G, d, f] -> [R, f];  group 0 is the first `group_sizes[0]` rows, then group 1, ...
 
-    Rows past the sum of `group_sizes` may have any value. Their results are zero, and they have no gradient. No array
-    has the size rows x groups. Products and the gradients of weights are summed in float32 or wider.
+    The plain reference is `jax.lax.ragged_dot`, which needs arrays of the size rows x groups on CPUs.
+
+    Rows past the sum of `group_sizes` may have any value. Their results are zero, and they have no gradient. Products
+    and the gradients of weights are summed in float32 or wider.
 
     The blocked implementation divides each group into blocks of rows and loops over them; a block slices its weight. It
     computes at most `cost_model.grouped_rows(R, G, block)` < R + G block rows, for the result and for each of the two
@@ -106,10 +106,9 @@ def grouped_matmul(
       ValueError: shapes or dtypes do not fit together; the implementation does not exist or tokamax is not installed.
 
     Example:
-      ```python
-      counts = moe.count(experts, 8)
-      y = grouped_matmul(sorted_rows, weights, counts)  # [R, d], [8, d, f], [8] -> [R, f]
-      ```
+      >>> rows, weights = jnp.ones((5, 2)), jnp.stack([jnp.ones((2, 3)), 2 * jnp.ones((2, 3))])
+      >>> grouped_matmul(rows, weights, jnp.array([2, 3]))[:, 0].tolist()
+      [2.0, 2.0, 4.0, 4.0, 4.0]
     """
     _check_operands(rows, weights, group_sizes)
     return _multiply(rows, weights, group_sizes, _Options.of(rows, implementation, block, typical_rows))
@@ -172,7 +171,7 @@ def grouped_swiglu(
     block: int | None = None,
     typical_rows: int | None = None,
 ) -> Float[Array, "R e"]:
-    """Apply SwiGLU with the weights of the row's group to each row. Equal to three times `grouped_matmul`.
+    """Apply SwiGLU with the weights of the row's group to each row. The reference is three times `grouped_matmul`.
 
         silu(x . gate) * (x . up) . down:   [R, d] -> [R, f] twice -> [R, e]
 

@@ -165,10 +165,8 @@ def moe_layer(
         config; tokens are sharded over some of the expert axes only.
 
     Example:
-      ```python
       with mp.use_rules(mesh, mp.fsdp() | mp.expert_parallel()):
           y, stats = moe_layer(x, weights, config)
-      ```
     """
     context = ambient()
     is_single = context is None or context.mesh.size == 1

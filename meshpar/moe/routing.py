@@ -171,6 +171,10 @@ def capacity(tokens: int, routing: Routing) -> int:
 
     Raises:
       ValueError: `tokens` is not an integer of at least 0.
+
+    Example:
+      >>> capacity(64, Routing(num_experts=8, top_k=2, capacity_factor=1.25))
+      20
     """
     check_int("capacity", "the number of tokens of a device", tokens=tokens)
     if routing.capacity_factor is None and routing.choice == "token":
@@ -189,6 +193,11 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
     Raises:
       ValueError: `experts` are not integers, or `capacity` or `num_experts` is out of range.
+
+    Example:
+      >>> slot, is_kept = kept(jnp.array([[0, 1], [0, 2], [0, 1]]), capacity=2, num_experts=4)
+      >>> slot.tolist(), is_kept.tolist()
+      ([[0, 0], [1, 0], [2, 1]], [[True, True], [True, True], [False, True]])
     """
     check_array("kept", "experts", experts, "T k", "integer")
     if not isinstance(capacity, jax.core.Tracer):
