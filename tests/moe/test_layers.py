@@ -111,8 +111,8 @@ def check(actual, expected, routed, *, atol=1e-12):
     (expected_loss, _), expected_gradients = expected
     np.testing.assert_allclose(loss, expected_loss, rtol=0, atol=atol)
     for path, x in tree_leaves_with_paths(gradients):
-        other = dict(tree_leaves_with_paths(expected_gradients))[path]
-        np.testing.assert_allclose(x, other, rtol=0, atol=atol * max(1, np.abs(other).max()), err_msg=path)
+        exact = dict(tree_leaves_with_paths(expected_gradients))[path]
+        np.testing.assert_allclose(x, exact, rtol=0, atol=atol * max(1, np.abs(exact).max()), err_msg=path)
     np.testing.assert_array_equal(stats.load, moe.count(routed.experts, EXPERTS))
 
 
@@ -452,8 +452,8 @@ def test_experts_are_initialized_independently(modules):
     gate = np.asarray(modules[0].gate[...])
     assert np.unique(gate).size == gate.size
     # The standard deviation follows from the fan-in of a single expert.
-    wide = nnx.jit(lambda: moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0)))()
-    assert np.std(np.asarray(wide.gate[...])) == pytest.approx(1 / 8, rel=0.05)
+    large = nnx.jit(lambda: moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0)))()
+    assert np.std(np.asarray(large.gate[...])) == pytest.approx(1 / 8, rel=0.05)
 
 
 def test_after_update_moves_the_bias_by_the_counted_load():

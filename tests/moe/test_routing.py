@@ -232,9 +232,9 @@ def test_experts_choose_their_best_tokens(tokens, score):
     assert moe.capacity(tokens, routing) == each
     for expert in range(4):
         chosen = sorted(sorted(range(tokens), key=lambda token: (-scores[token, expert], token))[:each])
-        at = np.asarray(routed.experts[:, expert])
-        assert np.flatnonzero(at == expert).tolist() == chosen
-        assert set(at.tolist()) == {expert, 4}
+        column = np.asarray(routed.experts[:, expert])
+        assert np.flatnonzero(column == expert).tolist() == chosen
+        assert set(column.tolist()) == {expert, 4}
         np.testing.assert_allclose(routed.weights[chosen, expert], scores[chosen, expert], rtol=2e-6)
     assert (np.asarray(routed.weights)[np.asarray(routed.experts) == 4] == 0).all()
     assert moe.count(routed.experts, 4).tolist() == [each] * 4
