@@ -1,7 +1,7 @@
 """Notebooks run from top to bottom in a fresh kernel and are stored with their outputs.
 
-`make notebooks` runs this file as a script. It executes all notebooks, stores their outputs, and copies the picture of the
-cell with the tag `cover` to docs/images, where the introduction of the notebook shows it.
+`make notebooks` runs this file as a script. It executes all notebooks, stores their outputs, and copies the picture of
+the cell with the tag `cover` to docs/images, where the introduction of the notebook shows it.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def test_what_cannot_be_kept_is_not_measured(meshpar, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "products", lambda **_: pytest.fail("measured"))
     code, _, error = meshpar("bench", "gpu", "--size", "8", "--save", tmp_path / "my.json")
     assert code != 0
-    assert "the catalogue does not know it" in error
+    assert "not a GPU of the catalogue" in error
 
 
 def test_a_profile_gets_them_beside_its_links(tmp_path):
@@ -96,9 +96,9 @@ def test_plans_take_the_rate_of_their_own_products(tmp_path):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: products(sizes=(0,)), "whole numbers from 1 on"),
-        (lambda: products(dtype="int8"), "it is one of bfloat16"),
-        (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "the catalogue does not know it"),
+        (lambda: products(sizes=(0,)), "must be an integer of at least 1"),
+        (lambda: products(dtype="int8"), "one of 'bfloat16'"),
+        (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "not a GPU of the catalogue"),
     ],
 )
 def test_mistakes(make, text):
@@ -109,5 +109,5 @@ def test_mistakes(make, text):
 def test_products_are_not_added_to_a_profile_of_another_gpu(tmp_path):
     file = tmp_path / "other.json"
     cluster_of(gpu_by_name("a100"), nodes=1, gpus_per_node=8).save(file)
-    with pytest.raises(mp.MeshparError, match="add products of a h100"):
+    with pytest.raises(mp.MeshparError, match="add rates of a h100"):
         MEASURED.profile(file)
