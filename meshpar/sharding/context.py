@@ -145,21 +145,27 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     Example:
       >>> x = mp.constrain(x, "batch", "seq", "act_embed")  # doctest: +SKIP
     """
-    context, leaf = _ambient_and_leaf("constrain", x, names)
-    spec = _activation_spec(leaf, context)  # also on a single device, to check the names
+    spec = spec_of(x, *names)  # also on a single device, to check the names
+    context = _context.value.ambient
+    assert context is not None
     if context.mesh.size == 1:
         return x
     if current().boundaries is not None:
         current().boundaries.num_constrained += 1
     # In a shard_map the constraint must use the context mesh with its manual axes, which a bare spec does.
-    sharding = spec if _manual_axes(context) else NamedSharding(context.mesh, spec)
-    return with_layout(x, sharding)
+    return with_layout(x, spec if _manual_axes(context) else NamedSharding(context.mesh, spec))
 
 
 def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
     """Return the spec that `constrain(x, *names)` applies, without manual axes. Raises like `constrain`."""
-    context, leaf = _ambient_and_leaf("spec_of", x, names)
-    return _activation_spec(leaf, context)
+    context = _context.value.ambient
+    if context is None:
+        where = f"constrain(x of shape {x.shape}, {', '.join(map(repr, names))})"
+        fix = "call the model inside `with mp.use_rules(mesh, strategy):`, as train_step and eval_step do"
+        raise problem(where, "shard an activation", "no mesh and rules are set", fix, code="not-found")
+    leaf = Leaf(path=f"activation {'×'.join(str(n) for n in names)}", shape=x.shape, dtype=x.dtype, names=names)
+    spec, manual = resolve(leaf, context.rules, auto_sizes(context)).spec, _manual_axes(context)
+    return without_axes(spec, manual) if manual else spec
 
 
 def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
@@ -174,23 +180,6 @@ def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> Parti
         return resolve(Leaf(path="", shape=x.shape, dtype=x.dtype, names=names), context.params, context.mesh).spec
     except MeshparError:
         return PartitionSpec()
-
-
-def _ambient_and_leaf(function: str, x: Any, names: tuple[str | None, ...]) -> tuple[Ambient, Leaf]:
-    context = _context.value.ambient
-    if context is None:
-        where = f"{function}(x of shape {x.shape}, {', '.join(map(repr, names))})"
-        fix = "call the model inside `with mp.use_rules(mesh, strategy):`, as train_step and eval_step do"
-        raise problem(where, "shard an activation", "no mesh and rules are set", fix, code="not-found")
-    path = f"activation {'×'.join(str(n) for n in names)}"
-    return context, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)
-
-
-def _activation_spec(leaf: Leaf, context: Ambient) -> PartitionSpec:
-    manual = _manual_axes(context)
-    if not manual:
-        return resolve(leaf, context.rules, context.mesh).spec
-    return without_axes(resolve(leaf, context.rules, auto_sizes(context)).spec, manual)
 
 
 def auto_sizes(context: Ambient) -> dict[str, int]:

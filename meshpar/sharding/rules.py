@@ -18,6 +18,7 @@ from meshpar.sharding.types import (
     Decision,
     Leaf,
     MeshLike,
+    MeshparError,
     axis_sizes,
     near,
     near_or,
@@ -85,9 +86,8 @@ def first(*alternatives: str | tuple[str, ...] | None) -> First:
     """
     choices = tuple(tuple(choice) if isinstance(choice, list) else choice for choice in alternatives)
     if not choices or not all(choice is None or isinstance(choice, str) or _is_axes(choice) for choice in choices):
-        reason = "each alternative must be a mesh axis, a tuple of different axes, or None for a replicated dim"
-        where, fix = f"first({', '.join(map(repr, choices))})", 'write first("tensor", None)'
-        raise problem(where, "choose an alternative", reason, fix, code="wrong-type")
+        expected = "each alternative must be a mesh axis, a tuple of different axes, or None for a replicated dim"
+        raise _invalid("first", choices, expected, 'first("tensor", None)')
     return First(choices)
 
 
@@ -135,9 +135,9 @@ def names(*dims: Any) -> NamesOf:
     and_more = dims[-1:] == (...,)
     named_dims = dims[:-1] if and_more else dims
     if not all(name is None or isinstance(name, str) for name in named_dims):
-        reason = "a logical name is a string, or None for a dim without a name"
-        fix = 'write one for each dim, names("embed", None), or end with `...`, names("layers", ...)'
-        raise problem(f"names({', '.join(map(repr, dims))})", "name the dims", reason, fix, code="wrong-type")
+        expected = "a logical name is a string, or None for a dim without a name"
+        example = 'a name for each dim, names("embed", None), or end with `...`, names("layers", ...)'
+        raise _invalid("names", dims, expected, example)
     return NamesOf(named_dims, and_more)
 
 
@@ -293,8 +293,7 @@ class Rules:
         where = "Rules.from_logical_axis_rules"
         _check_mapping(where, axes, "axes", "{'model': 'tensor'}")
         if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
-            reason, fix = f"`rules` is a {type(rules).__name__}", 'write [("mlp", "tensor"), ("embed", None)]'
-            raise problem(where, "read a list of rules", reason, fix, code="wrong-type")
+            raise _invalid(where, rules, "`rules` must be a list of pairs", '[("mlp", "tensor"), ("embed", None)]')
         renames = axes or {}
         lines: dict[str, list[tuple[int, Any]]] = {}
         listed_axes: set[str] = set()
@@ -456,20 +455,17 @@ def _checked_line(line: Any) -> tuple[str, DimRule]:
         value = tuple(line[1]) if isinstance(line[1], list) else line[1]
         if value in (None, ()) or isinstance(value, str) or _is_axes(value):
             return line[0], value or None
-    where, fix = "Rules.from_logical_axis_rules", 'write ("mlp", "tensor")'
-    reason = "an entry must be a logical name with a mesh axis, a list of different axes, or None"
-    raise problem(where, f"read the entry {line!r}", reason, fix, code="wrong-type")
+    expected = "an entry must be a logical name with a mesh axis, a list of different axes, or None"
+    raise _invalid("Rules.from_logical_axis_rules", line, expected, '("mlp", "tensor")')
 
 
-def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
+def _checked_dim_rule(key: str, value: Any, where: str = "") -> DimRule:
     if isinstance(value, list):
         value = tuple(value)
     if value is None or isinstance(value, First | _Replicated | str) or _is_axes(value):
         return value
-    reason = "a dim maps to a mesh axis, a tuple of different axes, first(...), replicated or None"
-    fix = f'write {key}="fsdp"' if key.isidentifier() else "name mesh axes as strings"
-    where = f"{where} {key}" if key.isdigit() else f"{where} `{key}`"
-    raise problem(where, f"map to {value!r}", reason, fix, code="wrong-type")
+    expected = "a dim maps to a mesh axis, a tuple of different axes, first(...), replicated or None"
+    raise _invalid(where or f"rule for `{key}`", value, expected, f'{key}="fsdp"' if key.isidentifier() else '"fsdp"')
 
 
 def _is_axes(value: Any) -> bool:
@@ -478,23 +474,25 @@ def _is_axes(value: Any) -> bool:
     return is_tuple and len(set(value)) == len(value)
 
 
+def _invalid(where: str, value: Any, expected: str, example: str, code: str = "wrong-type") -> MeshparError:
+    return problem(where, f"use {value!r}", expected, f"write {example}", code=code)
+
+
 def _check_mapping(where: str, value: Any, argument: str, example: str) -> None:
     if not (value is None or isinstance(value, Mapping)):
-        reason, fix = f"it must be a dict and is a {type(value).__name__}", f"write {argument}={example}"
-        raise problem(where, f"use {argument}={value!r}", reason, fix, code="wrong-type")
+        raise _invalid(where, value, f"{argument} must be a dict", f"{argument}={example}")
 
 
 def check_pattern(pattern: Any) -> None:
     """Raise `ValueError` if a value is not a regular expression."""
-    fix = "write a regular expression for the full path, such as r'.*/kernel'"
+    example = "a regular expression for the full path, such as r'.*/kernel'"
     if not isinstance(pattern, str):
-        reason = f"a pattern must be a string and is of type {type(pattern).__name__}"
-        raise problem(f"path rule {pattern!r}", "match paths", reason, fix, code="wrong-type")
+        raise _invalid("pattern", pattern, "a pattern must be a string", example)
     try:
         re.compile(pattern)
     except re.error as error:
         reason = f"it is not a regular expression ({error})"
-        raise problem(f"path rule `{pattern}`", "match paths", reason, fix, code="bad-syntax") from error
+        raise _invalid("pattern", pattern, reason, example, code="bad-syntax") from error
 
 
 def _checked_path_rule(pattern: str, value: Any) -> PathRule:
@@ -502,12 +500,9 @@ def _checked_path_rule(pattern: str, value: Any) -> PathRule:
     if isinstance(value, _Replicated | NamesOf):
         return value
     if isinstance(value, PartitionSpec | tuple | list):
-        return tuple(_checked_dim_rule(str(dim), entry, f"{where} dim") for dim, entry in enumerate(value))
-    reason = "a path maps to replicated, names(...) or a tuple with one entry per dim"
-    fix = 'write mp.replicated to replicate it, or name mesh axes: ("fsdp", None)'
-    if isinstance(value, str):
-        fix = f'write ({value!r}, None), or names("embed", "mlp")'
-    raise problem(where, f"use {value!r}", reason, fix, code="wrong-type")
+        return tuple(_checked_dim_rule(str(dim), entry, f"{where} dim {dim}") for dim, entry in enumerate(value))
+    expected = "a path maps to replicated, names(...) or a tuple with one entry per dim"
+    raise _invalid(where, value, expected, f"({value!r}, None)" if isinstance(value, str) else "mp.replicated")
 
 
 def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
@@ -515,30 +510,29 @@ def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
         value = names(*value)
     if value is None or (isinstance(value, NamesOf) and not value.and_more):
         return value
-    reason, fix = "a module maps to None or to a name or None for each dim", 'write ("batch", "seq", "act_mlp")'
-    raise problem(f"activation rule `{pattern}`", f"use {value!r}", reason, fix, code="wrong-type")
+    expected = "a module maps to None or to a name or None for each dim"
+    raise _invalid(f"activation rule `{pattern}`", value, expected, '("batch", "seq", "act_mlp")')
 
 
 def _checked_dtype(pattern: str, value: Any) -> str:
     dtypes = ("float64", "float32", "bfloat16", "float16")
     if value not in dtypes:
-        where, reason = f"precision rule `{pattern}`", f"the dtypes are {', '.join(dtypes)}"
-        raise problem(where, f"compute in {value!r}", reason, 'write "float32"', code="unknown-choice")
+        expected = f"the dtypes are {', '.join(dtypes)}"
+        raise _invalid(f"precision rule `{pattern}`", value, expected, '"float32"', code="unknown-choice")
     return value
 
 
 def _checked_remat(pattern: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        reason, fix = f"it is of type {type(value).__name__}", 'write "full", "dots", "save:NAMES" or None'
-        raise problem(f"remat rule `{pattern}`", f"use {value!r}", reason, fix, code="wrong-type")
+        expected = "a module maps to the name of a policy or to None"
+        raise _invalid(f"remat rule `{pattern}`", value, expected, '"full", "dots", "save:NAMES" or None')
     return value
 
 
 def _checked_input(pattern: str, value: Any) -> Any:
     if not isinstance(value, _Replicated) and value != "batch":
-        reason = 'a leaf of the batch maps to "batch" or to replicated'
-        fix = 'write "batch" or mp.replicated'
-        raise problem(f"inputs rule `{pattern}`", f"use {value!r}", reason, fix, code="unknown-choice")
+        expected = 'a leaf of the batch maps to "batch" or to replicated'
+        raise _invalid(f"inputs rule `{pattern}`", value, expected, '"batch" or mp.replicated', code="unknown-choice")
     return value
 
 

@@ -280,7 +280,7 @@ def traced(model, precision):
         ({"matmul": "fp8-blockwise"}, CONFIG, "XLA has no kernel"),
         ({"matmul": "fp8", "compute": "float16"}, CONFIG, "bfloat16"),
         ({"matmul": {"layers/mpl/.*": "fp8"}}, CONFIG, "modules `layers/mpl/"),
-        ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "no regular expression"),
+        ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "not a regular expression"),
     ],
 )
 def test_what_cannot_be_had(precision, model, words):
