@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshpar.collectives.attention import TileKernel
-from meshpar.sharding.types import problem
+from meshpar.collectives.kernel_checks import unsupported_attention
 
 
 @contextlib.contextmanager
@@ -30,16 +30,9 @@ def refusals_told(*arrays: Array) -> Iterator[None]:
             raise RuntimeError("the mesh is of CPU devices")
         yield
     except (RuntimeError, ValueError) as error:
-        shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
-        raise problem(
-            'attention="cudnn"',
-            f"compute attention of {shapes} on a device",
-            str(error).partition("\n")[0].rstrip("."),
-            "if cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one); for "
-            "unsupported arrays, use --set model.attention=blockwise or "
-            'TransformerConfig(attention="blockwise"), which runs anywhere',
-            "unsupported-feature",
-        ) from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        install = "if cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one)"
+        raise unsupported_attention("cudnn", arrays, reason, install) from error
 
 
 def tile_forward(

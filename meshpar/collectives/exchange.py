@@ -23,7 +23,6 @@ def all_to_all(
     Source: Thakur, Rabenseifner, Gropp 2005 (the long-message algorithm).
 
     Args:
-      x: the local array.
       axis: mesh axis, or a tuple of axes that act as a single axis.
       split_dim: the dim that is divided among the ranks.
       concat_dim: the dim of the result along which the received parts are ordered by their rank.

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import jax
 from jaxtyping import Array, Float, Int
 
-from meshpar.sharding.types import problem
+from meshpar.collectives.kernel_checks import unsupported_attention
 
 KERNELS = ("mosaic", "triton")
 """Implementations that tokamax may use. Its fallback to XLA is excluded."""
@@ -65,17 +65,10 @@ def _explain_errors(*arrays: Array) -> Iterator[None]:
             raise ValueError("the package tokamax is not installed")
         yield
     except (NotImplementedError, ExceptionGroup, ValueError) as error:
-        shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
         errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-        raise problem(
-            'attention="tokamax"',
-            f"compute attention of {shapes} on a device",
-            "; ".join(str(e).partition("\n")[0].rstrip(".") for e in errors),
-            "on Python 3.12 or newer, pip install 'meshpar[cuda12]' (or tokamax, to compile for GPUs without one); for "
-            "unsupported arrays, use --set model.attention=blockwise or "
-            'TransformerConfig(attention="blockwise"), which runs anywhere',
-            "unsupported-feature",
-        ) from error
+        reason = "; ".join(str(e).partition("\n")[0].rstrip(".") for e in errors)
+        install = "on Python 3.12 or newer, pip install 'meshpar[cuda12]' (or tokamax, to compile for GPUs without one)"
+        raise unsupported_attention("tokamax", arrays, reason, install) from error
 
 
 def product_flops(scopes: str) -> int | None:

@@ -34,7 +34,6 @@ def hierarchical_all_reduce(
     Source: Mikami et al. 2018, "Massively Distributed SGD: ImageNet/ResNet-50 Training in a Flash".
 
     Args:
-      x: the local array.
       inner: the axis within nodes.
       outer: the axis across nodes.
       op: `sum`, `mean`, `max` or `min`.
@@ -74,7 +73,6 @@ def hierarchical_all_to_all(
     Source: Rajbhandari et al. 2022, "DeepSpeed-MoE".
 
     Args:
-      x: the local array.
       inner: the axis within nodes.
       outer: the axis across nodes.
       split_dim, concat_dim, tiled: see `all_to_all`.

@@ -129,3 +129,12 @@ def check_parts(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -
         requested = f"give an entry of dim {dim} (size {size}) to each of {num_ranks} ranks"
         reason = "with tiled=False the size of the dim must equal the number of ranks"
         raise problem(kernel, requested, reason, "use tiled=True, or stack an entry per rank", "wrong-shape")
+
+
+def unsupported_attention(library: str, arrays: Iterable[jax.Array], reason: str, install: str) -> Exception:
+    """Return the error for a library that is missing, or that does not support the arrays."""
+    shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
+    fix = f"{install}; for unsupported arrays, use --set model.attention=blockwise or "
+    fix += 'TransformerConfig(attention="blockwise"), which runs anywhere'
+    requested = f"attend with {shapes} on a device"
+    return problem(f'attention="{library}"', requested, reason, fix, "unsupported-feature")

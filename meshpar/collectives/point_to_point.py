@@ -31,7 +31,6 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
         per device [A] -> [A], that of rank r - by;  1 step, n bytes
 
     Args:
-      x: the local array.
       axis: mesh axis, or a tuple of axes that act as a single axis.
       by: distance in ranks, negative for backwards.
       wrap: whether the first rank follows the last. If not, ranks without a sender receive zeros.
@@ -76,7 +75,6 @@ def reduce(x: Num[Array, "*dims"], *, axis: Axis, op: str = "sum", root: int = 0
     Source: Thakur, Rabenseifner, Gropp 2005.
 
     Args:
-      x: the local array.
       axis: mesh axis, or a tuple of axes that act as a single axis.
       op: `sum`, `mean`, `max` or `min`.
       root: the rank that receives the result.
@@ -134,7 +132,6 @@ def gather(
         N-1 steps; n bytes from each rank except the root
 
     Args:
-      x: the local array.
       axis: mesh axis, or a tuple of axes that act as a single axis.
       root: the rank that receives the result.
       dim: the dim of the result along which the arrays are concatenated or stacked.

@@ -250,7 +250,6 @@ def quantized_all_gather(
     cotangent, as in `all_gather`: rounding is differentiated as the identity (straight through).
 
     Args:
-      x: the local array.
       axis: mesh axis, or a tuple of axes that act as a single axis. With `outer`, the axis within nodes.
       outer: the axis across nodes. The first gather is over `outer`. Its result is a second shard of the arrays, within
         the node (hpZ). Arrays are ordered by node.
@@ -318,7 +317,6 @@ def quantized_reduce_scatter(
     is an all-gather of the cotangent, as in `reduce_scatter` (straight through).
 
     Args:
-      x: the local array.
       axis: mesh axis, or a tuple of axes that act as a single axis. With `outer`, the axis within nodes.
       outer: the axis across nodes. Sums are first computed within nodes, so 1/K of the bytes is sent across nodes. The
         parts are ordered by node, as over (outer, axis).
@@ -368,7 +366,6 @@ def quantized_all_reduce(
     is the sum of the cotangents, as in `all_reduce` (straight through).
 
     Args:
-      x: the local array.
       axis, outer, op, dtype, block, key: see `quantized_reduce_scatter`.
       grad_dtype: format of the all-reduce of the gradient, which rounds to nearest. None: not quantized.
 

@@ -61,7 +61,6 @@ def all_gather(
         N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps and the same bytes with recursive doubling
 
     Args:
-      x: the local array.
       axis: mesh axis, or a tuple of axes that act as a single axis.
       dim: the dim of the result along which the arrays are ordered by rank.
       tiled: whether arrays are concatenated. If not, they are stacked along a new dim.
@@ -103,7 +102,6 @@ def reduce_scatter(
     Sums use the dtype of the array. Cast it first if that is too coarse.
 
     Args:
-      x: the local array.
       axis, channels, cluster: see `all_gather`.
       dim: the dim that is divided among the ranks.
       tiled: whether each rank receives a slice of the dim. If not, the dim has one entry per rank and is removed.

@@ -81,8 +81,9 @@ def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) 
       summed over slices. The loss and floating metrics are averaged. Typed PRNG keys (`jax.random.key`) in the inputs
       are different for each slice. With other keys, and with keys in closures, all slices draw the same numbers.
     """
-    size = max((jnp.shape(leaf)[0] for leaf in jax.tree.leaves(per_example)), default=1)
-    sliced = [per_example] * count if size == 1 else _per_example_slices(per_example, count)
+    leaves, structure = jax.tree.flatten(per_example)
+    pieces = [[leaf] * count if jnp.shape(leaf)[0] == 1 else _slice(leaf, count) for leaf in leaves]
+    sliced = [jax.tree.unflatten(structure, [piece[i] for piece in pieces]) for i in range(count)]
 
     def on_slices(xs: tuple[PyTree, ...], params: PyTree, *inputs: PyTree) -> Any:
         with batch_divided(count), _explain_errors(count):
@@ -111,13 +112,6 @@ def _explain_errors(count: int) -> Iterator[None]:
 def _over_slices(*values: jax.Array) -> jax.Array:
     total = sum(values[1:], values[0])
     return total if is_counted(total) else total / len(values)
-
-
-def _per_example_slices(per_example: PyTree, count: int) -> list[PyTree]:
-    """Slice the leaves with a batch, and repeat leaves with a first dim of 1."""
-    leaves, structure = jax.tree.flatten(per_example)
-    sliced = [_slice(leaf, count) if leaf.shape[0] > 1 else [leaf] * count for leaf in leaves]
-    return [jax.tree.unflatten(structure, [leaf[i] for leaf in sliced]) for i in range(count)]
 
 
 def _fold_in(tree: PyTree, index: int) -> PyTree:

@@ -211,8 +211,15 @@ def scan_layers(
         body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), at)
     run = current().run
     if run is None or not staged:
+
+        def in_sequence(x: Any) -> Any:
+            # Decoding with caches has no backward pass and does not prefetch.
+            if context is None or context.prefetch is None or caches is not None:
+                return scanned(body, x, inputs, with_caches=caches is not None)
+            return context.prefetch(at, body, x, inputs[:2])
+
         with jax.named_scope(at):
-            return _on_slices(num_slices, x, lambda x: _in_sequence(body, x, inputs, at))
+            return _on_slices(num_slices, x, in_sequence)
     if caches is not None:
         reason = "pipeline stages run full sequences and keep no caches"
         fix = "decode with a strategy without stages, to which checkpoints can be moved"
@@ -240,15 +247,6 @@ def _in_context(layer: Callable[..., Any], at: str) -> Layer:
     policy = regathering(policy) if regathers else policy
     # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
-
-
-def _in_sequence(layer: Layer, x: Any, inputs: tuple[PyTree, PyTree, PyTree], at: str) -> Any:
-    """Run the layers with the prefetching scan of the step, if it has one, or with `scanned`."""
-    context, with_caches = current().numerics, inputs[2] is not None
-    # Decoding with caches has no backward pass and does not prefetch.
-    if context is None or context.prefetch is None or with_caches:
-        return scanned(layer, x, inputs, with_caches=with_caches)
-    return context.prefetch(at, layer, x, inputs[:2])
 
 
 def _on_slices(num_slices: int, x: Any, run: Callable[[Any], Any]) -> Any:

@@ -20,6 +20,7 @@ from meshpar.hardware import algorithm_choice as choice
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.sharding.types import MeshparError
+from tests.collectives.gradients import with_gradient
 from tests.errors import raises
 from tests.grid import cases
 
@@ -207,12 +208,7 @@ def test_chosen_algorithm_runs(ranks, name, links, steps):
 )
 def test_matches_reference(ranks, count, links):
     def results(functions):
-        def with_gradients(x):
-            value, pull = jax.vjp(lambda x: [f(x) for f in functions], x)
-            weights = [jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape) for y in value]
-            return value, pull(weights)[0]
-
-        return jax.jit(with_gradients)(rows(count))
+        return jax.jit(functools.partial(with_gradient, lambda x: [f(x) for f in functions]))(rows(count))
 
     auto_ = {"axis": "x", "algorithm": "auto", "cluster": links}
     names = ("all_reduce", "all_gather", "reduce_scatter")

@@ -12,6 +12,7 @@ import pytest
 from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.hardware import cost_model as cost
+from tests.collectives.gradients import with_gradient
 from tests.errors import raises
 from tests.grid import cases
 
@@ -25,11 +26,6 @@ EXCHANGE = functools.partial(mc.hierarchical_all_to_all, inner="inner", outer="o
 
 def rows(count, *shape):
     return jnp.asarray(np.random.default_rng(0).integers(-40, 40, (count, *shape)), "float32")
-
-
-def with_gradient(f, x):
-    y, pull = jax.vjp(f, x)
-    return y, pull(jnp.cos(jnp.arange(float(y.size))).reshape(y.shape))[0]
 
 
 def by_axis(collectives):

@@ -18,6 +18,7 @@ from jax import lax
 from meshpar import collectives as mc
 from meshpar.collectives import reference, ring
 from meshpar.collectives.reduction import ALGORITHMS
+from tests.collectives.gradients import with_gradient
 from tests.grid import cases
 
 COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
@@ -103,13 +104,6 @@ EACH_MOTION = (
 def parts_of(shape, dtype="float32", seed=0):
     """Return integers with ties, whose sums are exact in float32 but not in bfloat16."""
     return (np.random.default_rng(seed).integers(-40, 40, shape) * 3).astype(jnp.dtype(dtype))
-
-
-def with_gradient(f, parts):
-    """Return the value, and the gradient for distinct cotangents."""
-    value, pull = jax.vjp(f, parts)
-    weights = jnp.cos(jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape)
-    return value, pull(weights)[0]
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from meshpar.inspect.hlo import parser as hlo
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.models import TransformerConfig, next_token_loss
+from tests.collectives.gradients import with_gradient
 from tests.equal import assert_same, mean_loss, model_of, token_batches, train
 from tests.errors import raises
 from tests.grid import cases
@@ -64,12 +65,6 @@ def scatters(n):
 
 def on(ranks, kernel, **options):
     return ranks.view(lambda operands: kernel(*operands), **options)
-
-
-def with_gradient(f, operands):
-    """Return the value, and the gradient for distinct cotangents."""
-    value, pull = jax.vjp(f, operands)
-    return value, pull(jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), value))[0]
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -15,6 +15,7 @@ from meshpar.collectives import reference
 from meshpar.collectives.quantized import decoded, encoded, error_bound
 from meshpar.hardware import cost_model as cost
 from tests import grid
+from tests.collectives.gradients import with_gradient
 from tests.errors import raises
 
 DTYPES = ["int8", "fp8"]
@@ -199,11 +200,6 @@ def case(name, **axes):
     return functools.partial(getattr(mc, kernel), **axes, **options), functools.partial(
         getattr(reference, kernel), **shared
     )
-
-
-def with_gradient(f, x):
-    y, pull = jax.vjp(f, x)
-    return y, pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))[0]
 
 
 @pytest.fixture(scope="module")
