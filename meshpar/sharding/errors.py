@@ -96,14 +96,14 @@ def check_divides(where: str, requested: str, size: int, divisor: int, fix: str 
         )
 
 
-def near(word: str, options: Iterable[Any], *, most: int = 3) -> str:
+def near(word: str, options: Iterable[Any]) -> str:
     """Return a hint for a mistyped word: "did you mean `fsdp`?", or the list of the known words."""
-    known = sorted({str(option) for option in options})
-    close = difflib.get_close_matches(word, known, n=most, cutoff=0.6)
+    names = sorted({str(option) for option in options})
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
     if close:
         return "did you mean " + " or ".join(f"`{c}`" for c in close) + "?"
-    shown = ", ".join(f"`{k}`" for k in known[:12]) + (", …" if len(known) > 12 else "")
-    return f"known: {shown}" if known else "none are known"
+    shown = ", ".join(f"`{name}`" for name in names[:12]) + (", …" if len(names) > 12 else "")
+    return f"known: {shown}" if names else "none are known"
 
 
 def near_or(word: str, options: Iterable[Any], otherwise: str) -> str:

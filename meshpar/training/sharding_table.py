@@ -158,19 +158,26 @@ def shardings(
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> ShardingTable:
-    """Decide how every leaf lies on the mesh; needs no devices (`MeshSpec.abstract`).
+    """Return the sharding of each leaf of a training state. Needs no devices (`MeshSpec.abstract`).
 
     Args:
-      model: whose parameters.
-      mesh: a mesh, or an abstract one. Its axes are Auto or Explicit (`jax.make_mesh`); what is decided is the same.
-      strategy: a strategy, or bare `Rules` that serve all its parts.
-      tx: the optimizer, to decide about its state too.
-      precision: when it names a parameter dtype, leaves are counted in it.
-      trainable: as for `init_state`.
+      model: the model.
+      mesh: a mesh or an abstract mesh, with Auto or Explicit axes. The type of the axes does not change the result.
+      strategy: a strategy, or `Rules` for parameters, gradients, optimizer state and activations alike.
+      tx: the optimizer. If given, the table includes its state.
+      precision: leaves are counted in its parameter dtype.
+      trainable: as in `init_state`.
+
+    Returns:
+      An immutable table. `table["up/kernel"]` is the `Decision` for a leaf, and `print(table)` shows all of them.
 
     Raises:
-      ValueError: a rule that does not fit, a user's rule that matches nothing, a preset none of whose rules match,
-        a big leaf that would be replicated by accident.
+      ValueError: a rule is invalid for a leaf, a user's rule or a preset matches no leaf, or a large leaf would be
+        replicated by accident.
+
+    Example:
+      >>> mp.shardings(model, mp.MeshSpec(fsdp=8).abstract(), mp.fsdp())["up/kernel"].spec  # doctest: +SKIP
+      P('fsdp', None)
     """
     return lay_out(model, mesh, as_strategy(strategy), tx, precision or Precision(), trainable).table
 
