@@ -115,7 +115,7 @@ def test_what_modules_without_names_give_lies_as_the_batch(kind, monkeypatch):
     state, metrics = step(state, X)
     monkeypatch.setattr(adapters, "handed_on", lambda path, out: out)
     alone, left = _state(MODELS[kind]()), mp.train_step(_loss)
-    with pytest.warns(UserWarning, match="nothing says how activations"):
+    with pytest.warns(UserWarning, match="does not constrain its activations"):
         assert mp.explain(left, alone, X).promise.unexpected
     np.testing.assert_allclose(metrics["loss"], left(alone, X)[1]["loss"], rtol=1e-5)
 
