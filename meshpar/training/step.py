@@ -28,9 +28,10 @@ from meshpar.hardware.compile_options import Options, Value, check_kind, check_o
 from meshpar.layers.auxiliary import checked, collecting, is_counted
 from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, MicrobatchTotals, SumLoss
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
-from meshpar.layers.scan import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
+from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
+from meshpar.layers.scan import is_part
 from meshpar.parallel.batch import as_given, as_rows, check_batch, lying, resharded, with_whole, without_whole
-from meshpar.sharding.activations import Boundaries, check_seen, held_between_modules
+from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.constraints import with_auto_types, without_types
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.rules import Rules
@@ -180,7 +181,7 @@ class TrainStep(_Program):
                 params = compute_params(setup, state.params, options.precision.compute)
                 with _constraining_modules(setup, examples, trains=True) as boundaries:
                     _call(self.loss_fn, setup.model.bind(params, state.extra), examples, key)
-            if not boundaries.num_held:
+            if not boundaries.num_constrained:
                 setup.unconstrained_losses.append(self.loss_fn)
 
         jax.eval_shape(without_types(evaluate, setup.given_mesh), state, batch)
@@ -548,12 +549,12 @@ def _constraining_modules(
 ) -> contextlib.AbstractContextManager[Boundaries]:
     """Apply rules for activations to the outputs of modules. Without any constraints, shard outputs like the batch."""
     sizes, is_explicit = _batch_sizes(examples), setup.model.is_explicit
-    return held_between_modules(
+    return constrain_module_outputs(
         max(sizes, default=0),
-        by_rows=setup.has_free_activations and not is_explicit,
-        other_rows=frozenset(sizes),
-        splitting=setup.splitting_modules,
-        product=None if is_explicit else functools.partial(dot_general, narrow=False),
+        shard_batch=setup.has_free_activations and not is_explicit,
+        other_batch_sizes=frozenset(sizes),
+        sharded_modules=setup.splitting_modules,
+        dot_general=None if is_explicit else functools.partial(dot_general, narrow=False),
         policy=_remat_policy if trains else None,
     )
 
@@ -575,9 +576,9 @@ def _check_constraints(setup: Setup, boundaries: Boundaries) -> None:
     context = ambient()
     assert context is not None
     if not is_part():
-        check_seen(boundaries, context)
+        check_rules_matched(boundaries, context)
     is_local_batch = all(auto_sizes(context)[axis] == 1 for axis in setup.batch_axes)
-    if boundaries.num_held or is_local_batch or not boundaries.by_rows or not _may_move_activations(setup):
+    if boundaries.num_constrained or is_local_batch or not boundaries.shard_batch or not _may_move_activations(setup):
         return
     sharded = [d.path for d in setup.table.params if set(axes_of_spec(d.spec, setup.sizes)) & set(setup.batch_axes)]
     if sharded:
