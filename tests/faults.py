@@ -353,7 +353,7 @@ FAULTS = (
     ),
     Fault(
         "evaluated scalars count alike, whatever the batch", "training/step.py",
-        "LOSS_WEIGHT: jnp.asarray(num_rows, jnp.int32)", "LOSS_WEIGHT: jnp.asarray(num_rows > 0, jnp.int32)",
+        "LOSS_WEIGHT: jnp.asarray(num_examples, jnp.int32)", "LOSS_WEIGHT: jnp.asarray(num_examples > 0, jnp.int32)",
         "training/test_step.py -k evaluated_scalar",
     ),
     Fault(

@@ -52,7 +52,6 @@ from meshpar.schedules.ops import F, W
 from meshpar.sharding.types import axis_sizes, is_spec
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
-from meshpar.training.step import lays_nothing_out
 
 
 def promised(
@@ -129,7 +128,7 @@ def scopes_above(setup: Setup) -> int | None:
 
     None: the model names its activations. Known once a step is traced.
     """
-    if not lays_nothing_out(setup):
+    if not setup.has_free_activations:
         return None
     return 2 if setup.model.kind == "linen" else 1  # Linen's outermost module has a scope, by its class
 

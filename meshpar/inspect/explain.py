@@ -45,7 +45,7 @@ from meshpar.sharding.context import apart
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
-from meshpar.training.step import TrainStep, lays_nothing_out
+from meshpar.training.step import TrainStep
 
 Compile = Callable[..., Program]
 """Of a traced or lowered step; with `options` in place of the step's own."""
@@ -205,7 +205,7 @@ def held_to(
 def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamUsage]:
     """How parameters are used, by path, where the model lays nothing out; its names say it where it does."""
     decisions = state.setup.table.params
-    if not lays_nothing_out(state.setup):
+    if not state.setup.has_free_activations:
         return {}
     found = uses(traced_alone(step, state, batch), len(decisions))
     return {one.path: use for one, use in zip(decisions, found, strict=True)}

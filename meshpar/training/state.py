@@ -49,10 +49,20 @@ class Setup:
     precision: Precision
     layout: TableLayout
     trainable: Trainable = None
+    unconstrained_losses: list[Any] = dataclasses.field(default_factory=list, repr=False)
+    """Loss functions whose models constrain no activation. `TrainStep` adds them before its first trace."""
 
     @property
     def table(self) -> ShardingTable:
         return self.layout.table
+
+    @property
+    def has_free_activations(self) -> bool:
+        """True if the model does not constrain its activations, so that outputs of its modules are constrained.
+
+        For models with logical names of parameters, it is known only after a training step was traced.
+        """
+        return not self.model.names() or bool(self.unconstrained_losses)
 
     @functools.cached_property
     def mesh(self) -> AnyMesh:

@@ -49,6 +49,8 @@ class GradientEngine:
 
     gradients: Gradients
     supports: frozenset[Feature]
+    uses_local_batch: bool = False
+    """True if the loss function is traced per device, inside a `shard_map` over the batch axes."""
     compile_options: Callable[[Setup, StepOptions], Options] = lambda setup, options: {}
     """XLA options that the engine needs."""
 

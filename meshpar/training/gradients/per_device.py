@@ -276,4 +276,6 @@ def _reduce_all_but_gradients(sums: MicrobatchTotals, axes: tuple[str, ...]) -> 
     return sums.replace(loss=loss, metrics=metrics, extra=jax.tree.map(reduce_extra, sums.extra))
 
 
-ENGINE = GradientEngine(gradients, supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}))
+ENGINE = GradientEngine(
+    gradients, supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}), uses_local_batch=True
+)
