@@ -22,7 +22,7 @@ from meshpar.inspect.census import Collective, census, on_stage
 from meshpar.inspect.expected import facts_of, promised, promised_by_stage, scopes_above
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
-from meshpar.inspect.matching import SMALL_SHARE, Promise, match_collectives, most_of
+from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, most_of
 from meshpar.inspect.memory import memory, remedies
 from meshpar.inspect.model_flops import model_flops, traced_alone
 from meshpar.inspect.param_usage import uses
@@ -165,7 +165,7 @@ def held_to(
     *,
     on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
-) -> Promise:
+) -> MatchResult:
     """A program's collectives held to what the strategy promises and the kernels of the traced step send.
 
     Args:
@@ -236,7 +236,7 @@ def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: 
     )
 
 
-def _other_dtypes(promise: Promise, options: StepOptions) -> Iterator[Finding]:
+def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Finding]:
     """What is sent as promised, but in another dtype. 8-bit matmuls may take in what was rounded before it was sent."""
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
     for line in promise.kept:

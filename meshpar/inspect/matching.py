@@ -1,11 +1,12 @@
-"""Holding: the compiled program's collectives against what was promised and traced: kept, missing, unexpected.
+"""Comparison of a compiled program's collectives with the expected collectives and the traced kernel messages.
 
-Every array of every collective is claimed by at most one promise, by its kind, axes and size, so that as few as can be
-are lacking, and then as few as can be are left. What no promise claims is a number or a vector over the batch (losses,
-metrics, norms), a kernel's message as the traced step has it, or unexpected.
+Each array of a collective is assigned to at most one expected collective, by kind, axes and size. The assignment
+minimizes the number of missing arrays first, and the number of unassigned arrays second. An unassigned array is
+bookkeeping (a scalar or a vector over the batch, such as a loss or a norm), a message of a `shard_map` kernel of the
+traced step, or unexpected.
 
-A promise is held over each of its axes: so many arrays, and of each the bytes of the cheapest form that XLA may lower
-it to, or at most those of the dearest it allows (`parallel.promise`).
+Counts are compared on each mesh axis. Bytes are compared with the cheapest lowering that XLA may choose; see
+`meshpar.parallel.expected.step_spec` for the alternatives.
 """
 
 from __future__ import annotations
@@ -29,218 +30,226 @@ from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.sharding.printing import Plain
 
 SMALL = 64
-"""Arrays of up to so many numbers are bookkeeping: losses, metrics, norms."""
+"""Arrays of up to 64 elements are bookkeeping: losses, metrics, norms."""
 SMALL_SHARE = 0.01
-"""Of the bytes a program sends. Where nothing lays activations out, XLA splits small ones as it likes: so much, in
-arrays of up to `MIN_SHARDED_BYTES` each, is not unexpected."""
+"""Fraction of a program's bytes that small arrays may send unexpectedly if the model constrains no activations.
+
+XLA chooses the sharding of such activations. Arrays of up to `MIN_SHARDED_BYTES` count as small."""
 _RING = "collective-permute"
+_MISSING_COST, _UNASSIGNED_COST = 1000.0, 10.0
+"""Costs of a missing and of an unassigned array. The cost of a mismatch in dtype, axes or stacking is below 1."""
+_LOWERINGS = {"gather": ("all-gather",), "sum": ("all-reduce", "reduce-scatter"), "exchange": ("all-to-all",)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class MatchEntry(Plain):
-    """One role of a promise, as it was found."""
+    """Expected and compiled collectives with the same role, kind and axes."""
 
     role: str
     kind: str
     axes: tuple[str, ...]
     tensors: tuple[str, ...]
     count: tuple[int, int]
-    """Promised arrays a step, before the compiler combines them: fewest and most. Of a kernel: none, and as traced."""
+    """Minimum and maximum expected arrays per step, before combining. For kernels, the traced count."""
     bytes_sent_per_device: float
-    """Promised, per step; for a range of counts, at the count found."""
+    """Expected bytes per step. If the expected count is a range, bytes at the compiled count."""
     found_count: int
+    """Arrays per step in the compiled program."""
     found_bytes: float
+    """Bytes sent per device and step in the compiled program."""
     dtype: str = ""
-    """Promised on the wire."""
+    """Expected dtype of the payload."""
     found_dtypes: tuple[str, ...] = ()
-    """Where big arrays came in another dtype: which."""
+    """Other dtypes in which large arrays are sent."""
     lowered_as: str = ""
-    """The kind that stands for it in the program, where that is another one."""
+    """Kind of the compiled collective, if it differs from `kind`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Unexpected(Plain):
-    """A collective that nothing promised, and no kernel of the traced step asks for."""
+    """A collective that neither the strategy nor a kernel of the traced step requires."""
 
     kind: str
     axes: tuple[str, ...]
     tensor: str
-    """What travels: its shape on one device, and what it is as far as can be told."""
+    """Local shape of the payload, and a parameter of the same size, if any."""
     module: str
     source: str
     operation: str
-    """The primitive it was made for."""
+    """Primitive that caused the collective."""
     count_per_step: int
     bytes_sent_per_device: float
-    """Per step."""
+    """Bytes per step."""
     fix: str
-    """The suggested fix."""
+    """Suggested fix."""
     layers: int = 1
-    """Of which it was found alike; their number is a star in `module`."""
+    """Number of layers with this collective. A star in `module` stands for the layer number."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Promise(Plain):
-    """What was promised, held against what was found."""
+class MatchResult(Plain):
+    """The collectives of a program, grouped by the result of the comparison."""
 
     kept: tuple[MatchEntry, ...]
+    """Expected and compiled."""
     missing: tuple[MatchEntry, ...]
+    """Expected, but not in the compiled program."""
     unexpected: tuple[Unexpected, ...]
     kernels: tuple[MatchEntry, ...] = ()
-    """Messages of `shard_map` kernels, ours and the user's: as many as the traced step asks for, at the most."""
+    """Messages of `shard_map` kernels of meshpar or the user, at most as many as were traced."""
     small: tuple[MatchEntry, ...] = ()
-    """Losses, metrics, norms."""
+    """Losses, metrics and norms."""
     untold: tuple[MatchEntry, ...] = ()
-    """Over axes that path rules split parameters without names by: nothing says what activations send over these."""
+    """Collectives over `unannotated_axes`, which cannot be judged."""
     unannotated_axes: tuple[str, ...] = ()
-
-
-# ---- What was found --------------------------------------------------------------------------------------------------
+    """Axes that shard unnamed parameters by path rules, so that the layout of the activations is unknown."""
 
 
 @dataclasses.dataclass
 class _Pool:
-    """Arrays of collectives that promises may claim."""
+    """Compiled arrays that expected collectives can be matched with."""
 
-    left: list[list[Any]]
-    """[collective, runs a step]."""
+    arrays: list[list[Any]]
+    """[single-array collective, unassigned runs per step]."""
     sizes: dict[str, int]
     micro_steps: int
     stacks: frozenset[int] = frozenset()
-    """Numbers of layers that are stacked."""
+    """Numbers of layers of stacked parameters."""
 
-    def alike(self) -> list[list[int]]:
-        """Places of arrays that serve the same promises, together."""
+    def interchangeable(self) -> list[list[int]]:
+        """Return groups of indices of arrays that match the same expected collectives."""
         groups: dict[Any, list[int]] = {}
-        for at, (one, runs) in enumerate(self.left):
-            trips = tuple(loop.trip_count for loop in one.loops)
-            same = (one.logical_kind, one.axes, _elements(one), one.dtype, trips, one.is_backward, one.origin)
+        for index, (array, runs) in enumerate(self.arrays):
+            trips = tuple(loop.trip_count for loop in array.loops)
+            key = (
+                array.logical_kind, array.axes, _elements(array), array.dtype, trips, array.is_backward, array.origin
+            )  # fmt: skip
             if runs:
-                groups.setdefault(same, []).append(at)
+                groups.setdefault(key, []).append(index)
         return list(groups.values())
 
-    def fit(self, one: ExpectedCollective, collective: Collective) -> tuple[Fraction, float]:
-        """(how many arrays of a promise one run serves, how unlike what is promised it is); 0: it does not fit."""
-        if (one.forward and collective.is_backward) or (one.outside and collective.loops):
+    def fit(self, expected: ExpectedCollective, array: Collective) -> tuple[Fraction, float]:
+        """Return the number of expected arrays that one run provides, and the cost of the mismatch."""
+        if (expected.forward and array.is_backward) or (expected.outside and array.loops):
             return Fraction(0), 0.0
-        is_int_number = collective.dtype.startswith(("s", "u", "pred"))
-        if is_int_number != one.dtype.startswith("s") or not set(collective.axes) <= set(one.axes):
-            return Fraction(0), 0.0  # counts, and what is quantized, are no weights
-        if one.of_leaf and one.stack == 1 and any(self.in_layers(collective, layers) for layers in self.stacks):
+        is_integer = array.dtype.startswith(("s", "u", "pred"))  # counts or quantized values
+        if is_integer != expected.dtype.startswith("s") or not set(array.axes) <= set(expected.axes):
             return Fraction(0), 0.0
-        in_layers = self.in_layers(collective, one.stack)
-        worth = self._worth(one, collective, 1 if in_layers else one.stack)
-        # An array outside the loop that is as large as one layer may as well be the whole of something smaller.
-        unlike = 0.4 * (worth == 1 < one.stack and not in_layers) + 0.2 * (collective.logical_kind == _RING)
-        return worth, unlike + 0.3 * (collective.dtype != one.dtype) + 0.1 * (len(one.axes) - len(collective.axes))
+        if expected.of_leaf and expected.stack == 1 and any(self.in_layers(array, layers) for layers in self.stacks):
+            return Fraction(0), 0.0
+        in_layers = self.in_layers(array, expected.stack)
+        num_arrays = self.num_provided(expected, array, 1 if in_layers else expected.stack)
+        # Outside the loop, an array as large as a layer may also be a smaller, unstacked parameter.
+        cost = 0.4 * (num_arrays == 1 < expected.stack and not in_layers) + 0.2 * (array.logical_kind == _RING)
+        cost += 0.3 * (array.dtype != expected.dtype) + 0.1 * (len(expected.axes) - len(array.axes))
+        return num_arrays, cost
 
-    def _worth(self, one: ExpectedCollective, collective: Collective, stack: int) -> Fraction:
-        kind, axes, elements = collective.logical_kind, set(collective.axes), _elements(collective)
-        if kind == _RING and len(one.axes) == 1 and collective.origin == "kernel" and one.kind != "exchange":
-            ranks = self.sizes[one.axes[0]]
-            is_part = elements <= one.elements // ranks and (one.scattered == one.axes or one.kind == "gather")
-            return Fraction(elements * ranks, one.elements * (ranks - 1)) if is_part else Fraction(0)
-        if kind not in _ALLOWED[one.kind] or (one.kind == "exchange" and axes != set(one.axes)):
+    def num_provided(self, expected: ExpectedCollective, array: Collective, stack: int) -> Fraction:
+        """Return the number of expected arrays that one run provides, by kind, axes and size; 0 if they differ."""
+        kind, axes, elements = array.logical_kind, set(array.axes), _elements(array)
+        if kind == _RING and len(expected.axes) == 1 and array.origin == "kernel" and expected.kind != "exchange":
+            ranks = self.sizes[expected.axes[0]]
+            is_shard = elements <= expected.elements // ranks
+            if is_shard and (expected.scattered == expected.axes or expected.kind == "gather"):
+                return Fraction(elements * ranks, expected.elements * (ranks - 1))
             return Fraction(0)
-        if kind == "reduce-scatter" and (one.whole == "only" or not axes <= set(one.scattered)):
+        if kind not in _LOWERINGS[expected.kind] or (expected.kind == "exchange" and axes != set(expected.axes)):
             return Fraction(0)
-        if kind == "all-reduce" and axes & set(one.scattered) and not one.whole:
+        if kind == "reduce-scatter" and (expected.whole == "only" or not axes <= set(expected.scattered)):
             return Fraction(0)
-        if one.multiple:
-            return Fraction(elements % one.elements == 0)
-        later = set(one.scattered if one.kind == "sum" else one.axes if one.kind == "gather" else ()) - axes
-        subsets = itertools.chain.from_iterable(itertools.combinations(later, n) for n in range(len(later) + 1))
-        parts = [one.elements // math.prod(self.sizes[axis] for axis in subset) for subset in subsets]
-        # A whole stack of parts may be as large as one layer whole.
-        return Fraction(stack if elements in (part * stack for part in parts) else elements in parts)
+        if kind == "all-reduce" and axes & set(expected.scattered) and not expected.whole:
+            return Fraction(0)
+        if expected.multiple:
+            return Fraction(elements % expected.elements == 0)
+        # XLA may communicate axis by axis, so the array may still be sharded over some of the axes.
+        sharded = {"sum": expected.scattered, "gather": expected.axes}.get(expected.kind, ())
+        remaining = set(sharded) - axes
+        subsets = itertools.chain.from_iterable(itertools.combinations(remaining, n) for n in range(len(remaining) + 1))
+        shards = [expected.elements // math.prod(self.sizes[axis] for axis in subset) for subset in subsets]
+        # A stack of shards may be as large as an unsharded layer.
+        return Fraction(stack if elements in (shard * stack for shard in shards) else elements in shards)
 
-    def in_layers(self, one: Collective, stack: int) -> bool:
-        """Whether it runs in the loop over layers, and so serves one of them."""
-        loops = sum(loop.trip_count == stack for loop in one.loops)
-        return loops > (self.micro_steps == stack)
+    def in_layers(self, array: Collective, stack: int) -> bool:
+        """Return whether a collective runs in the loop over layers, once per layer."""
+        return sum(loop.trip_count == stack for loop in array.loops) > (self.micro_steps == stack)
 
-    def has_layers(self, one: ExpectedCollective) -> bool:
-        """Whether a loop over layers sends what is promised of each."""
-        return any(
-            self._worth(one, collective, 1) and self.in_layers(collective, one.stack) for collective, _ in self.left
-        )
-
-
-_ALLOWED = {"gather": ("all-gather",), "sum": ("all-reduce", "reduce-scatter"), "exchange": ("all-to-all",)}
+    def has_layers(self, expected: ExpectedCollective) -> bool:
+        """Return whether the program sends the expected arrays layer by layer, in a loop."""
+        return any(self.num_provided(expected, a, 1) and self.in_layers(a, expected.stack) for a, _ in self.arrays)
 
 
 @dataclasses.dataclass
-class _Claim:
-    """A promise, and what it has been given."""
+class _Match:
+    """An expected collective and the compiled arrays that were assigned to it."""
 
-    one: ExpectedCollective
-    taken: list[tuple[Collective, int, Fraction]] = dataclasses.field(default_factory=list)
-    """(collective, runs, arrays)."""
+    expected: ExpectedCollective
+    assigned: list[tuple[Collective, int, Fraction]] = dataclasses.field(default_factory=list)
+    """(collective, runs, number of expected arrays)."""
 
-    def served(self, axis: str) -> Fraction:
-        """Arrays over one of its axes."""
-        return sum((arrays for one, _, arrays in self.taken if axis in one.axes), Fraction(0))
+    def num_assigned(self, axis: str) -> Fraction:
+        return sum((num_arrays for array, _, num_arrays in self.assigned if axis in array.axes), Fraction(0))
 
-    def lacking(self, axes: Iterable[str]) -> int:
-        """Arrays that are due over some of its axes and were not found."""
-        return max(0, *(math.ceil(self.one.count_over(axis)[0] - self.served(axis)) for axis in axes))
+    def num_missing(self, axes: Iterable[str]) -> int:
+        return max(0, *(math.ceil(self.expected.count_over(axis)[0] - self.num_assigned(axis)) for axis in axes))
 
 
-_LACKING, _LEFT = 1000.0, 10.0
-"""What an array costs that is due and not found, and one that is found and not claimed, over one that is unlike."""
+def _assign(expectations: Sequence[ExpectedCollective], pool: _Pool) -> list[_Match]:
+    """Assign the arrays of the pool to expected collectives by solving an integer program.
 
-
-def _claimed(promises: Sequence[ExpectedCollective], pool: _Pool) -> list[_Claim]:
-    """The pool's arrays shared out among promises, so that fewest are lacking, then fewest left: an integer program."""
-    claims, groups = [_Claim(one) for one in promises], pool.alike()
-    fits = [
-        (c, g, *found)
+    Its variables are the runs of a group of arrays that are assigned to an expected collective, for each pair that
+    fits, and the number of missing arrays for each expected collective and axis.
+    """
+    matches, groups = [_Match(expected) for expected in expectations], pool.interchangeable()
+    pairs = [
+        (e, g, *fit)
         for g, group in enumerate(groups)
-        for c, one in enumerate(promises)
-        if (found := pool.fit(one, pool.left[group[0]][0]))[0]
+        for e, expected in enumerate(expectations)
+        if (fit := pool.fit(expected, pool.arrays[group[0]][0]))[0]
     ]
-    due = [(c, axis) for c, one in enumerate(promises) for axis in one.axes]
-    if not fits:
-        return claims
-    runs = [sum(pool.left[at][1] for at in group) for group in groups]
-    by_group, by_axis = np.zeros((len(groups), len(fits))), np.zeros((len(due), len(fits)))
-    cost = np.zeros(len(fits))
-    for k, (c, g, worth, unlike) in enumerate(fits):
-        collective = pool.left[groups[g][0]][0]
-        by_group[g, k] = 1
-        # What a kernel was traced to send may stay its own.
-        cost[k] = unlike - (0.0 if collective.origin == "kernel" else _LEFT)
-        for d, (owner, axis) in enumerate(due):
-            by_axis[d, k] = float(worth) if owner == c and axis in collective.axes else 0
-    least, most = (np.array([promises[c].count_over(axis)[bound] for c, axis in due], float) for bound in (0, 1))
-    lacking = np.eye(len(due))
-    problem = {
-        "c": np.concatenate([cost, np.full(len(due), _LACKING)]),
-        "integrality": np.concatenate([np.ones(len(fits)), np.zeros(len(due))]),
-        "bounds": Bounds(
-            0, np.concatenate([np.array([runs[g] for _, g, *_ in fits], float), np.full(len(due), np.inf)])
-        ),
+    demands = [(e, axis) for e, expected in enumerate(expectations) for axis in expected.axes]
+    if not pairs:
+        return matches
+    runs = np.array([sum(pool.arrays[index][1] for index in group) for group in groups], float)
+    by_group, by_demand = np.zeros((len(groups), len(pairs))), np.zeros((len(demands), len(pairs)))
+    cost = np.zeros(len(pairs))
+    for p, (e, g, num_arrays, mismatch) in enumerate(pairs):
+        array = pool.arrays[groups[g][0]][0]
+        by_group[g, p] = 1
+        # Kernel messages may stay unassigned.
+        cost[p] = mismatch - (0.0 if array.origin == "kernel" else _UNASSIGNED_COST)
+        for d, (owner, axis) in enumerate(demands):
+            by_demand[d, p] = float(num_arrays) if owner == e and axis in array.axes else 0
+    least, most = (
+        np.array([expectations[e].count_over(axis)[bound] for e, axis in demands], float) for bound in (0, 1)
+    )
+    missing = np.eye(len(demands))
+    program = {
+        "c": np.concatenate([cost, np.full(len(demands), _MISSING_COST)]),
+        "integrality": np.concatenate([np.ones(len(pairs)), np.zeros(len(demands))]),
+        "bounds": Bounds(0, np.concatenate([runs[[g for _, g, *_ in pairs]], np.full(len(demands), np.inf)])),
         "constraints": [
-            LinearConstraint(np.hstack([by_group, np.zeros((len(groups), len(due)))]), -np.inf, np.array(runs, float)),
-            LinearConstraint(np.hstack([by_axis, np.zeros_like(lacking)]), -np.inf, most + 1e-6),
-            LinearConstraint(np.hstack([by_axis, lacking]), least - 1e-6, np.inf),
+            LinearConstraint(np.hstack([by_group, np.zeros((len(groups), len(demands)))]), -np.inf, runs),
+            LinearConstraint(np.hstack([by_demand, np.zeros_like(missing)]), -np.inf, most + 1e-6),
+            LinearConstraint(np.hstack([by_demand, missing]), least - 1e-6, np.inf),
         ],
     }
-    # To take nothing is always allowed; HiGHS fails at times on what its presolve leaves, and not without.
-    tries = (milp(**problem, options={"mip_rel_gap": 1e-9, "presolve": presolve}) for presolve in (True, False))
-    found = next(one for one in tries if one.x is not None)
-    for (c, g, worth, _), taken in zip(fits, np.rint(found.x[: len(fits)]).astype(int).tolist(), strict=True):
-        for at in groups[g]:
-            here = min(taken, pool.left[at][1])
-            if here:
-                pool.left[at][1] -= here
-                claims[c].taken.append((pool.left[at][0], here, here * worth))
-                taken -= here
-    return claims
+    # The program is always feasible (assign nothing), but HiGHS sometimes fails after its presolve.
+    solutions = (milp(**program, options={"mip_rel_gap": 1e-9, "presolve": presolve}) for presolve in (True, False))
+    solution = next(result.x for result in solutions if result.x is not None)
+    for (e, g, num_arrays, _), remaining in zip(
+        pairs, np.rint(solution[: len(pairs)]).astype(int).tolist(), strict=True
+    ):
+        for index in groups[g]:
+            assigned = min(remaining, pool.arrays[index][1])
+            if assigned:
+                pool.arrays[index][1] -= assigned
+                matches[e].assigned.append((pool.arrays[index][0], assigned, assigned * num_arrays))
+                remaining -= assigned
+    return matches
 
 
 def match_collectives(
-    promises: Sequence[ExpectedCollective],
+    expectations: Sequence[ExpectedCollective],
     collectives: Sequence[Collective],
     messages: Sequence[Message] = (),
     *,
@@ -251,296 +260,294 @@ def match_collectives(
     unannotated_axes: Collection[str] = (),
     small_share: float = 0.0,
     scopes_above: int | None = None,
-) -> Promise:
-    """Holds a program's collectives to what was promised, and to what its kernels were traced to send.
+) -> MatchResult:
+    """Compare a program's collectives with the expected collectives and the traced kernel messages.
 
     Args:
-      promises: from `promised`.
+      expectations: from `expected.promised`.
       collectives: the program's census.
-      messages: from `traced.messages`.
-      sizes: of every mesh axis.
-      micro_steps: the step's `accumulate`, to tell the loop over them from the one over layers.
-      longest: the longest dim of a parameter; what is summed over the batch and no longer is bookkeeping.
-      batch_axes: over which gradients are summed.
-      unannotated_axes: of which no promise is made.
-      small_share: of all bytes, that small arrays may send unexpectedly.
-      scopes_above: for advice by paths of modules, as `promise.scopes_above` says.
+      messages: from `traced_collectives.messages`.
+      sizes: the size of every mesh axis.
+      micro_steps: the `accumulate` of the step, to distinguish the loop over micro-steps from the one over layers.
+      longest: the longest dim of a parameter. Longer sums over the batch are not bookkeeping.
+      batch_axes: axes over which gradients are summed.
+      unannotated_axes: axes without expected collectives for activations.
+      small_share: fraction of all bytes that small arrays may send unexpectedly.
+      scopes_above: scopes outside the model in module paths, for suggested path rules; see `expected.scopes_above`.
+        None if the model's activations are annotated.
     """
-    found, traced = [part for one in collectives for part in per_array(one)], _Traced(messages, sizes)
-    is_kernels = [one.origin == "kernel" for one in found]
-    # The smallest first: those that XLA split have the fewest to choose from.
-    smallest = sorted((at for at, is_one in enumerate(is_kernels) if is_one), key=lambda at: _elements(found[at]))
-    served = {at: traced.serve(found[at], found[at].count_per_step) for at in smallest}
-    pool = _Pool([[one, served.get(at, one.count_per_step)] for at, one in enumerate(found)], dict(sizes), micro_steps)
-    promises = [one.stacked if one.stacked is not None and pool.has_layers(one.stacked) else one for one in promises]
-    pool.stacks = frozenset(one.stack for one in promises if one.stack > 1)
-    claims = _claimed(promises, pool)
-    summed = {axis for one in promises if one.role == GRADIENTS for axis in one.axes} | set(batch_axes)
-    by_kind: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "untold": [], "unexpected": []}
-    for at, (one, runs) in enumerate(pool.left):
-        beyond = one.count_per_step - served.get(at, one.count_per_step)
-        if _is_bookkeeping(one, longest, summed):
-            by_kind["small"].append((one, runs + beyond))
+    arrays, traced = [array for collective in collectives for array in per_array(collective)], _Traced(messages, sizes)
+    # Smallest first: arrays that XLA sharded further match the fewest messages.
+    from_kernels = sorted(
+        (i for i, array in enumerate(arrays) if array.origin == "kernel"), key=lambda i: _elements(arrays[i])
+    )
+    traced_runs = {i: traced.take(arrays[i], arrays[i].count_per_step) for i in from_kernels}
+    pool = _Pool([[a, traced_runs.get(i, a.count_per_step)] for i, a in enumerate(arrays)], dict(sizes), micro_steps)
+    expectations = [e.stacked if e.stacked is not None and pool.has_layers(e.stacked) else e for e in expectations]
+    pool.stacks = frozenset(expected.stack for expected in expectations if expected.stack > 1)
+    matches = _assign(expectations, pool)
+    summed = {axis for expected in expectations if expected.role == GRADIENTS for axis in expected.axes} | set(
+        batch_axes
+    )
+    groups: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "untold": [], "unexpected": []}
+    for i, (array, runs) in enumerate(pool.arrays):
+        untraced = array.count_per_step - traced_runs.get(i, array.count_per_step)
+        if _is_bookkeeping(array, longest, summed):
+            groups["small"].append((array, runs + untraced))
             continue
-        # XLA may move a kernel's message, by which it loses its name.
-        moved = runs if is_kernels[at] else traced.serve(one, runs)
-        by_kind["kernels"].append((one, moved))
-        # Axes of no one shape come from moves between layouts, some of which are over these axes.
-        is_untold = bool(unannotated_axes) and (
-            set(one.axes) & set(unannotated_axes) or not set(one.axes) <= sizes.keys()
-        )
-        by_kind["untold" if is_untold else "unexpected"].append((one, runs - moved + beyond))
-    by_kind = {name: [(one, runs) for one, runs in items if runs] for name, items in by_kind.items()}
-    _set_apart(by_kind, small_share * sum(one.bytes_sent_per_device * one.count_per_step for one in found))
-    return Promise(
-        kept=_joined(line for claim in claims for line in _kept(claim, pool.sizes)),
-        missing=_joined(line for claim in claims for line in _missing(claim, pool.sizes)),
-        unexpected=_unexpected(by_kind["unexpected"], promises, pool.sizes, scopes_above),
-        kernels=_joined(_loose(f"kernel `{one.module or one.op_name}`", one, runs) for one, runs in by_kind["kernels"]),
-        small=_joined(_loose("losses, metrics, norms, statistics", *item) for item in by_kind["small"]),
-        untold=_joined(_loose("activations", *item) for item in by_kind["untold"]),
+        # A kernel's message that XLA moved has lost its name.
+        kernel_runs = runs if i in traced_runs else traced.take(array, runs)
+        groups["kernels"].append((array, kernel_runs))
+        # Device groups that are not along mesh axes come from resharding, which may involve these axes.
+        is_unknown = bool(set(array.axes) & set(unannotated_axes)) or not set(array.axes) <= sizes.keys()
+        name = "untold" if unannotated_axes and is_unknown else "unexpected"
+        groups[name].append((array, runs - kernel_runs + untraced))
+    groups = {name: [(array, runs) for array, runs in items if runs] for name, items in groups.items()}
+    small = [item for item in groups["unexpected"] if 4 * _elements(item[0]) <= MIN_SHARDED_BYTES]
+    total_bytes = sum(array.bytes_sent_per_device * array.count_per_step for array in arrays)
+    if sum(array.bytes_sent_per_device * runs for array, runs in small) <= small_share * total_bytes:
+        groups["small"] += small
+        groups["unexpected"] = [item for item in groups["unexpected"] if item not in small]
+    return MatchResult(
+        kept=_merge(entry for match in matches for entry in _kept(match, pool.sizes)),
+        missing=_merge(entry for match in matches for entry in _missing(match, pool.sizes)),
+        unexpected=_unexpected(groups["unexpected"], expectations, pool.sizes, scopes_above),
+        kernels=_merge(_entry(f"kernel `{array.module or array.op_name}`", array, n) for array, n in groups["kernels"]),
+        small=_merge(_entry("losses, metrics, norms, statistics", *item) for item in groups["small"]),
+        untold=_merge(_entry("activations", *item) for item in groups["untold"]),
         unannotated_axes=tuple(axis for axis in sizes if axis in unannotated_axes),
     )
 
 
-def _set_apart(by_kind: dict[str, list[tuple[Collective, int]]], most: float) -> None:
-    """Counts small arrays as bookkeeping that are unexpected, where all of them together are so few bytes."""
-    is_small = [4 * _elements(one) <= MIN_SHARDED_BYTES for one, _ in by_kind["unexpected"]]
-    small = [item for item, chosen in zip(by_kind["unexpected"], is_small, strict=True) if chosen]
-    if sum(one.bytes_sent_per_device * runs for one, runs in small) <= most:
-        by_kind["small"] += small
-        by_kind["unexpected"] = [item for item in by_kind["unexpected"] if item not in small]
-
-
 class _Traced:
-    """The messages of kernels that the traced step asks for, and how many of them have been found."""
+    """Kernel messages of the traced step that have not been matched yet."""
 
     def __init__(self, messages: Sequence[Message], sizes: Mapping[str, int]) -> None:
-        self._left: Counter[tuple[str, tuple[str, ...], int]] = Counter()
+        self._remaining: Counter[tuple[str, tuple[str, ...], int]] = Counter()
         self._sizes = sizes
         for message in messages:
-            self._left[_class(message.kind), message.axes, message.elements] += message.count  # type: ignore[assignment]
+            key = _reduction_or_kind(message.kind), message.axes, message.elements
+            self._remaining[key] += message.count  # type: ignore[assignment]
 
-    def serve(self, one: Collective, runs: int) -> int:
-        """How many runs of a collective are some kernel's, which are then taken.
+    def take(self, array: Collective, runs: int) -> int:
+        """Return how many runs of a collective match traced messages, and remove these messages.
 
-        Axes that a kernel leaves to XLA may split what it sends: then so many times less is sent.
+        Axes that the kernel leaves to XLA may shard a message further, which divides its size.
         """
-        served, whole = 0, _elements(one)
-        ways = math.prod(size for axis, size in self._sizes.items() if axis not in one.axes)
-        for kind, axes, elements in sorted(self._left, key=lambda key: key[2]):
-            fits = 0 < whole <= elements and elements % whole == 0 and ways % (elements // whole) == 0
-            if fits and (kind, axes) == (_class(one.kind), one.axes) and served < runs:
-                here = int(min(runs - served, self._left[kind, axes, elements]))
-                self._left[kind, axes, elements] -= here
-                served += here
-        return served
+        taken, elements = 0, _elements(array)
+        max_shards = math.prod(size for axis, size in self._sizes.items() if axis not in array.axes)
+        for key in sorted(self._remaining, key=lambda key: key[2]):
+            kind, axes, traced = key
+            is_shard = 0 < elements <= traced and traced % elements == 0 and max_shards % (traced // elements) == 0
+            if is_shard and (kind, axes) == (_reduction_or_kind(array.kind), array.axes) and taken < runs:
+                matched = int(min(runs - taken, self._remaining[key]))
+                self._remaining[key] -= matched
+                taken += matched
+        return taken
 
 
-def _class(kind: str) -> str:
+def _reduction_or_kind(kind: str) -> str:
     return "sum" if kind in ("all-reduce", "reduce-scatter") else kind
 
 
-def _elements(one: Collective) -> int:
-    ways = one.group_size if one.kind == "all-gather" else 1
-    return sum(array.size for array in one.arrays) * ways
+def _elements(array: Collective) -> int:
+    shards = array.group_size if array.kind == "all-gather" else 1
+    return sum(shape.size for shape in array.arrays) * shards
 
 
-def most_of(promises: Sequence[Promise]) -> Promise:
-    """What several stages sent, each line as on the stage that sends most of it."""
+def most_of(results: Sequence[MatchResult]) -> MatchResult:
+    """Merge the results of pipeline stages: for each entry, keep the stage that sends the most bytes."""
 
-    def most(name: str) -> tuple[Any, ...]:
-        found: dict[Any, Any] = {}
-        for one in (one for promise in promises for one in getattr(promise, name)):
-            is_line = isinstance(one, MatchEntry)
-            key = (one.kind, one.axes, *((one.role, one.lowered_as) if is_line else (one.tensor, one.source)))
-            weight = (one.bytes_sent_per_device, one.count[1] if is_line else one.count_per_step)
-            if key not in found or weight > found[key][0]:
-                found[key] = weight, one
-        return tuple(one for _, one in found.values())
+    def merged(field: str) -> tuple[Any, ...]:
+        largest: dict[Any, Any] = {}
+        for entry in (entry for result in results for entry in getattr(result, field)):
+            is_match = isinstance(entry, MatchEntry)
+            key = (
+                entry.kind,
+                entry.axes,
+                *((entry.role, entry.lowered_as) if is_match else (entry.tensor, entry.source)),
+            )
+            weight = (entry.bytes_sent_per_device, entry.count[1] if is_match else entry.count_per_step)
+            if key not in largest or weight > largest[key][0]:
+                largest[key] = weight, entry
+        return tuple(entry for _, entry in largest.values())
 
-    return Promise(**{field.name: most(field.name) for field in dataclasses.fields(Promise)})
+    return MatchResult(**{field.name: merged(field.name) for field in dataclasses.fields(MatchResult)})
 
 
-def _is_bookkeeping(one: Collective, longest: int, batch_axes: set[str]) -> bool:
-    """Whether it is a number, or a vector over the batch: losses, metrics, norms, statistics of a batch.
+def _is_bookkeeping(array: Collective, longest: int, batch_axes: set[str]) -> bool:
+    """Return whether an array is a scalar or a vector over the batch: a loss, a metric, a norm, batch statistics.
 
-    A vector is no longer than the longest dim of a parameter. An optimizer may move vectors of its own in any way.
+    Such a vector is at most as long as the longest dim of a parameter. An optimizer may communicate its vectors by
+    any kind of collective.
     """
-    if _elements(one) <= SMALL:
+    if _elements(array) <= SMALL:
         return True
-    of_optimizer = one.module.partition("/")[0] == "update"
-    is_vector = _elements(one) <= longest and set(one.axes) <= batch_axes
-    return is_vector and (one.kind == "all-reduce" or of_optimizer)
+    is_vector = _elements(array) <= longest and set(array.axes) <= batch_axes
+    return is_vector and (array.kind == "all-reduce" or array.module.partition("/")[0] == "update")
 
 
-def _kept(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
-    """What was found of a promise, by kind and axes."""
-    one = claim.one
+def _kept(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
+    """Yield the compiled arrays of an expected collective, by kind and axes."""
+    expected = match.expected
     by_form: dict[tuple[str, tuple[str, ...]], list[tuple[Collective, int, Fraction]]] = {}
-    for item in claim.taken:
+    for item in match.assigned:
         by_form.setdefault((item[0].logical_kind, item[0].axes), []).append(item)
-    replicated_on_purpose = {axes: kind for kind, axes, _ in one.forms(dict(sizes))}
-    for (kind, axes), taken in by_form.items():
-        count = sum(arrays for *_, arrays in taken)
-        as_meant = replicated_on_purpose.get(axes) if kind == _RING else kind
-        found = sum(part.bytes_sent_per_device * runs for part, runs, _ in taken)
-        promised_bytes = found if kind == _RING else sum(
-            bytes_sent(kind, _elements(part) * ITEMSIZE.get(one.dtype, 4), part.group_size) * runs
-            for part, runs, _ in taken
+    kind_over = {axes: kind for kind, axes, _ in expected.forms(dict(sizes))}
+    for (kind, axes), assigned in by_form.items():
+        is_ring = kind == _RING
+        expected_kind = (kind_over.get(axes) if is_ring else kind) or kind
+        found_bytes = sum(array.bytes_sent_per_device * runs for array, runs, _ in assigned)
+        itemsize = ITEMSIZE.get(expected.dtype, 4)
+        expected_bytes = found_bytes if is_ring else sum(
+            bytes_sent(kind, _elements(array) * itemsize, array.group_size) * runs for array, runs, _ in assigned
         )  # fmt: skip
-        arrays = sum(runs for _, runs, _ in taken) if kind == _RING else int(count)
-        ways = [one.count_over(axis) for axis in axes]
-        least, most = max(low for low, _ in ways), min(high for _, high in ways)
-        is_big = 4 * one.elements >= MIN_SHARDED_BYTES
-        is_all = set(replicated_on_purpose) == {axes} and len(by_form) == 1 and kind != _RING
+        # A run that provides a stack of layers counts once per layer.
+        num_arrays = sum(runs for _, runs, _ in assigned) if is_ring else int(sum(n for *_, n in assigned))
+        counts = [expected.count_over(axis) for axis in axes]
+        is_only_form = set(kind_over) == {axes} and len(by_form) == 1 and not is_ring
+        # The scales of norms may be sent in another dtype.
+        is_large = 4 * expected.elements >= MIN_SHARDED_BYTES
         yield MatchEntry(
-            role=one.role,
-            kind=as_meant or kind,
+            role=expected.role,
+            kind=expected_kind,
             axes=axes,
-            tensors=one.tensors,
-            count=(least, most) if is_all else (arrays, arrays),
-            bytes_sent_per_device=promised_bytes,
-            # A run that serves a whole stack of layers counts for each of them.
-            found_count=arrays,
-            found_bytes=found,
-            dtype=one.dtype,
-            # Norm scales may travel in another dtype.
-            found_dtypes=tuple(sorted({part.dtype for part, *_ in taken} - {one.dtype})) if is_big else (),
-            lowered_as=", ".join(sorted({part.kind for part, *_ in taken} - {as_meant or kind})),
+            tensors=expected.tensors,
+            count=(max(n for n, _ in counts), min(n for _, n in counts)) if is_only_form else (num_arrays, num_arrays),
+            bytes_sent_per_device=expected_bytes,
+            found_count=num_arrays,
+            found_bytes=found_bytes,
+            dtype=expected.dtype,
+            found_dtypes=tuple(sorted({array.dtype for array, *_ in assigned} - {expected.dtype})) if is_large else (),
+            lowered_as=", ".join(sorted({array.kind for array, *_ in assigned} - {expected_kind})),
         )
 
 
-def _missing(claim: _Claim, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
-    """What is due of a promise and was not found, in its cheapest form."""
-    one = claim.one
-    for kind, axes, elements in one.forms(dict(sizes)):
-        lacking = claim.lacking(axes)
-        if lacking:
-            most = max(one.count_over(axis)[1] - int(claim.served(axis)) for axis in axes)
-            nbytes = elements * ITEMSIZE.get(one.dtype, 4)
-            sent = lacking * bytes_sent(kind, nbytes, math.prod(sizes[axis] for axis in axes))
+def _missing(match: _Match, sizes: Mapping[str, int]) -> Iterator[MatchEntry]:
+    """Yield the expected arrays that the program does not send, in their cheapest form."""
+    expected = match.expected
+    for kind, axes, elements in expected.forms(dict(sizes)):
+        num_missing = match.num_missing(axes)
+        if num_missing:
+            most = max(expected.count_over(axis)[1] - int(match.num_assigned(axis)) for axis in axes)
+            nbytes = elements * ITEMSIZE.get(expected.dtype, 4)
+            sent = num_missing * bytes_sent(kind, nbytes, math.prod(sizes[axis] for axis in axes))
             yield MatchEntry(
-                role=one.role, kind=kind, axes=axes, tensors=one.tensors, count=(lacking, most),
-                bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=one.dtype,
+                role=expected.role, kind=kind, axes=axes, tensors=expected.tensors, count=(num_missing, most),
+                bytes_sent_per_device=sent, found_count=0, found_bytes=0.0, dtype=expected.dtype,
             )  # fmt: skip
 
 
-def _loose(role: str, one: Collective, count: int) -> MatchEntry:
-    sent = one.bytes_sent_per_device * count
+def _entry(role: str, array: Collective, count: int) -> MatchEntry:
+    sent = array.bytes_sent_per_device * count
     return MatchEntry(
-        role=role, kind=one.logical_kind, axes=one.axes, tensors=(one.module,) if one.module else (),
+        role=role, kind=array.logical_kind, axes=array.axes, tensors=(array.module,) if array.module else (),
         count=(count, count), bytes_sent_per_device=sent, found_count=count, found_bytes=sent,
     )  # fmt: skip
 
 
-def _joined(lines: Iterable[MatchEntry]) -> tuple[MatchEntry, ...]:
-    """One line a role, kind and axes."""
-    joined: dict[tuple[str, str, tuple[str, ...], str], MatchEntry] = {}
-    for line in lines:
-        key = (line.role, line.kind, line.axes, line.lowered_as)
-        if key in joined:
-            so_far = joined[key]
-            line = dataclasses.replace(
-                so_far,
-                tensors=tuple(dict.fromkeys(so_far.tensors + line.tensors)),
-                count=(so_far.count[0] + line.count[0], so_far.count[1] + line.count[1]),
-                bytes_sent_per_device=so_far.bytes_sent_per_device + line.bytes_sent_per_device,
-                found_count=so_far.found_count + line.found_count,
-                found_bytes=so_far.found_bytes + line.found_bytes,
-                found_dtypes=tuple(sorted({*so_far.found_dtypes, *line.found_dtypes})),
+def _merge(entries: Iterable[MatchEntry]) -> tuple[MatchEntry, ...]:
+    """Add up the entries of equal role, kind, axes and lowering."""
+    merged: dict[tuple[str, str, tuple[str, ...], str], MatchEntry] = {}
+    for entry in entries:
+        key = (entry.role, entry.kind, entry.axes, entry.lowered_as)
+        if key in merged:
+            total = merged[key]
+            entry = dataclasses.replace(
+                total,
+                tensors=tuple(dict.fromkeys(total.tensors + entry.tensors)),
+                count=(total.count[0] + entry.count[0], total.count[1] + entry.count[1]),
+                bytes_sent_per_device=total.bytes_sent_per_device + entry.bytes_sent_per_device,
+                found_count=total.found_count + entry.found_count,
+                found_bytes=total.found_bytes + entry.found_bytes,
+                found_dtypes=tuple(sorted({*total.found_dtypes, *entry.found_dtypes})),
             )
-        joined[key] = line
-    return tuple(joined.values())
-
-
-# ---- Unexpected collectives ------------------------------------------------------------------------------------------
+        merged[key] = entry
+    return tuple(merged.values())
 
 
 def _unexpected(
-    left: Sequence[tuple[Collective, int]],
-    promises: Sequence[ExpectedCollective],
-    sizes: Mapping[str, int],
+    arrays: Sequence[tuple[Collective, int]],
+    expectations: Sequence[ExpectedCollective],
+    sizes: dict[str, int],
     scopes_above: int | None,
 ) -> tuple[Unexpected, ...]:
-    alike: dict[tuple[Any, ...], list[Unexpected]] = {}
-    for one, count in left:
-        weight = _weight_of(one, promises, dict(sizes))
-        found = Unexpected(
-            kind=one.logical_kind,
-            axes=one.axes,
-            tensor=f"{one.arrays[0]}" + (f", as large as {weight}" if weight else ""),
-            module=one.module,
-            source=one.source,
-            operation=one.op_name.rpartition("/")[2],
+    """Return the unexpected collectives, merged over layers, largest first."""
+    by_layer: dict[tuple[Any, ...], list[Unexpected]] = {}
+    for array, count in arrays:
+        param = _param_of_size(array, expectations, sizes)
+        entry = Unexpected(
+            kind=array.logical_kind,
+            axes=array.axes,
+            tensor=f"{array.arrays[0]}" + (f", the size of {param}" if param else ""),
+            module=array.module,
+            source=array.source,
+            operation=array.op_name.rpartition("/")[2],
             count_per_step=count,
-            bytes_sent_per_device=one.bytes_sent_per_device * count,
-            fix=_fix(one, weight, scopes_above),
+            bytes_sent_per_device=array.bytes_sent_per_device * count,
+            fix=_fix(array, bool(param), scopes_above),
         )
-        key = (found.kind, found.axes, layerless(found.tensor), layerless(found.module), found.source)
-        alike.setdefault(key, []).append(found)
-    joined = []
-    for some in alike.values():
-        modules = {one.module for one in some}
-        joined.append(
+        key = (entry.kind, entry.axes, layerless(entry.tensor), layerless(entry.module), entry.source)
+        by_layer.setdefault(key, []).append(entry)
+    merged = []
+    for entries in by_layer.values():
+        modules = {entry.module for entry in entries}
+        merged.append(
             dataclasses.replace(
-                some[0],
+                entries[0],
                 module=of_layers(sorted(modules)),
-                count_per_step=sum(one.count_per_step for one in some),
-                bytes_sent_per_device=sum(one.bytes_sent_per_device for one in some),
+                count_per_step=sum(entry.count_per_step for entry in entries),
+                bytes_sent_per_device=sum(entry.bytes_sent_per_device for entry in entries),
                 layers=len(modules),
             )
         )
-    return tuple(sorted(joined, key=lambda one: -one.bytes_sent_per_device))
+    return tuple(sorted(merged, key=lambda entry: -entry.bytes_sent_per_device))
 
 
-def _weight_of(one: Collective, promises: Sequence[ExpectedCollective], sizes: dict[str, int]) -> str:
-    """A parameter of the size that travels, if some promise names one."""
-    for promise in promises:
-        if promise.role in (WEIGHTS, GRADIENTS, RENEWED):
-            sent = {(axes, size * times) for _, axes, size in promise.forms(sizes) for times in (1, promise.stack)}
-            if (one.axes, _elements(one)) in sent:
-                near = [path for path in promise.tensors if path.split("/")[-2:-1] == one.module.split("/")[-1:]]
-                return f"`{(near or promise.tensors)[0]}`"
+def _param_of_size(array: Collective, expectations: Sequence[ExpectedCollective], sizes: dict[str, int]) -> str:
+    """Return a parameter with the size of the payload, if an expected collective names one."""
+    for expected in expectations:
+        if expected.role in (WEIGHTS, GRADIENTS, RENEWED):
+            forms = {(axes, size * n) for _, axes, size in expected.forms(sizes) for n in (1, expected.stack)}
+            if (array.axes, _elements(array)) in forms:
+                in_module = [p for p in expected.tensors if p.split("/")[-2:-1] == array.module.split("/")[-1:]]
+                return f"`{(in_module or expected.tensors)[0]}`"
     return ""
 
 
-def _fix(one: Collective, weight: str, scopes_above: int | None) -> str:
-    kind, where = one.logical_kind, f"`{one.axes_label}`"
-    if one.module.partition("/")[0] == "update":
+def _fix(array: Collective, is_param: bool, scopes_above: int | None) -> str:
+    kind, axes = array.logical_kind, f"`{array.axes_label}`"
+    if array.module.partition("/")[0] == "update":
         return (
-            f"the optimizer works on whole arrays over {where} and not on shards: use one that works number by number "
-            "(adamw, lion, sgd), or take it as the price of this one and keep a budget"
+            f"the optimizer needs full arrays over {axes}: use an elementwise optimizer (adamw, lion, sgd), or accept "
+            "this cost and record it in a budget"
         )
-    if kind == "all-gather" and weight:
+    if kind == "all-gather" and is_param:
         return (
-            f"a weight is gathered over {where} more often than the strategy says: use it inside the scan over layers, "
-            "once a pass, and do not constrain it to a layout of its own"
+            f"a weight is gathered over {axes} more often than expected: use it inside the scan over layers, once per "
+            "pass, and do not constrain it to another layout"
         )
     if kind == "all-gather":
-        layout = (
-            'name its dims where it is made and where it is used, mp.constrain(x, "batch", "seq", "act_embed")'
+        fix = (
+            'constrain it after it is produced and before it is used, mp.constrain(x, "batch", "seq", "act_embed")'
             if scopes_above is None
-            else f"say by path how what its module and the one before give lies, {rule_for(one.module, scopes_above)}"
+            else f"add a rule for its module and for the module before it, {rule_for(array.module, scopes_above)}"
         )
+        return f"an operation needs an activation replicated over {axes}: {fix}"
+    if kind == "all-reduce" and is_param:
         return (
-            f"an activation is needed replicated over {where}: {layout}, so that no operation asks for another layout"
-        )
-    if kind == "all-reduce" and weight:
-        return (
-            f"a gradient is summed over {where} once more, or whole where it should be scattered: see that its rule in "
-            "Strategy.grads is the parameter's, and that the loss is a mean over the batch"
+            f"a gradient is summed over {axes} once more, or is all-reduced instead of reduce-scattered: check that "
+            "Strategy.grads has the same rule as the parameter, and that the loss is a mean over the batch"
         )
     if kind in ("all-reduce", "reduce-scatter"):
+        fix = "constrain the operand" if scopes_above is None else rule_for(array.module, scopes_above)
         return (
-            f"an operation contracts or reduces a dim that is split over {where}: split the other dim of the weight, "
-            "or "
-            + ("constrain the operand first" if scopes_above is None else rule_for(one.module, scopes_above))
-            + "; of two matmuls in a row the first is column-, the second row-parallel"
+            f"an operation contracts or reduces a dim sharded over {axes}: shard the other dim of the weight, "
+            f"or {fix}; of two consecutive matmuls, make the first column-parallel and the second row-parallel"
         )
     if kind in ("all-to-all", "collective-permute"):
         return (
-            f"the split over {where} moves from one dim, or from one device, to another: two constraints in a row "
-            "disagree, or a reshape or slice cuts through a split dim; keep the split dim whole and outermost"
+            f"the sharding over {axes} moves between dims or devices, because two consecutive constraints disagree, or "
+            "a reshape or slice divides a sharded dim: keep the sharded dim outermost and do not divide it"
         )
-    return f"nothing in the strategy asks for it over {where}: look at the line that made it"
+    return f"the strategy does not require it over {axes}: look at the source line that produced it"

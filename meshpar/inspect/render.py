@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal
 
-from meshpar.inspect.matching import MatchEntry, Promise, Unexpected
+from meshpar.inspect.matching import MatchEntry, MatchResult, Unexpected
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.report import Report, Sent
 from meshpar.sharding.printing import flat, human_mesh
@@ -226,7 +226,7 @@ def _largest(memory: Memory) -> Table:
     return Table(title="Largest", columns=("bytes>", "what", "where", "the largest array?"), rows=rows)
 
 
-def _promise_verdict(promise: Promise) -> Cell:
+def _promise_verdict(promise: MatchResult) -> Cell:
     broken = [
         *([f"{len(promise.unexpected)} unexpected collective(s)"] if promise.unexpected else []),
         *([f"{len(promise.missing)} promise(s) not found"] if promise.missing else []),

@@ -9,7 +9,7 @@ from typing import Any
 from meshpar.inspect import census
 from meshpar.inspect.census import Collective, Total
 from meshpar.inspect.lint import Finding
-from meshpar.inspect.matching import Promise
+from meshpar.inspect.matching import MatchResult
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.program import Program
 from meshpar.inspect.stage_summary import Stages
@@ -59,7 +59,7 @@ class Report(Plain):
     strategy: str
     memory: Memory
     collectives: tuple[Sent, ...]
-    promise: Promise
+    promise: MatchResult
     overlap: Overlap
     compute: Compute
     findings: tuple[Finding, ...]

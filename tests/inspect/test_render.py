@@ -11,7 +11,7 @@ import pytest
 import meshpar as mp
 from meshpar.inspect import render
 from meshpar.inspect.lint import Finding
-from meshpar.inspect.matching import Promise
+from meshpar.inspect.matching import MatchResult
 from meshpar.inspect.memory import Contributor, Remedy
 from meshpar.inspect.timeline.error_bounds import Bracket
 from meshpar.inspect.timeline.step_prediction import Compute, Overlap
@@ -45,7 +45,7 @@ def empty(report):
         devices=1,
         memory=memory,
         collectives=(),
-        promise=Promise(kept=(), missing=(), unexpected=()),
+        promise=MatchResult(kept=(), missing=(), unexpected=()),
         overlap=Overlap(hidden_fraction=None, per_axis={}, exposed=()),
         compute=compute,
         findings=(),
