@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from meshpar.cli.main import (
-    PICTURES,
-    check_file,
+    PLOT_SUFFIXES,
+    check_output_file,
     devices_option,
     output_options,
     prepare_devices,
@@ -80,9 +80,9 @@ def collectives(
     from meshpar.bench import collective_timing as kernels
     from meshpar.sharding.units import parse_bytes
 
-    for path, suffixes in ((save, (".json",)), (plot, PICTURES)):
+    for path, suffixes in ((save, (".json",)), (plot, PLOT_SUFFIXES)):
         if path:
-            check_file(path, suffixes)
+            check_output_file(path, suffixes)
     largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
     with _live() as progress:
         options |= {"names": names or tuple(kernels.COLLECTIVES), "algorithms": algorithms or kernels.DEFAULT}
@@ -120,7 +120,7 @@ def gpu(dtype: str, save: str | None, as_json: bool, **options: Any) -> None:
     from meshpar.bench.gpu import products, profile_of
 
     if save:
-        check_file(save, (".json",))
+        check_output_file(save, (".json",))
         import jax
 
         profile_of(jax.devices()[0].device_kind, save)  # refuse before measuring

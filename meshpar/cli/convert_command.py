@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from meshpar.cli.main import _devices, devices_option, layout_options, options, prepare_devices, traceback_option
+from meshpar.cli.main import devices_option, layout_options, options, prepare_devices, select_devices, traceback_option
 from meshpar.sharding.errors import MeshparError
 
 
@@ -40,7 +40,7 @@ where_options = options(
 def layout_of(mesh: str | None, strategy: str | None, devices: int | None) -> tuple[Any, Any]:
     """A mesh on the devices there are, and a strategy; by default each device holds an equal part of all."""
     prepare_devices(devices)
-    here = _devices(devices)
+    here = select_devices(devices)
     from meshpar.parallel import parse_strategy
     from meshpar.sharding.mesh import MeshSpec
 

@@ -20,7 +20,7 @@ import click
 from click.core import ParameterSource
 
 from meshpar.cli.main import (
-    check_folder,
+    check_output_file,
     field_options,
     hf_option,
     layout_options,
@@ -153,7 +153,7 @@ def _check_alone() -> None:
 def _check_written(html: str | None, save_budget: str | None) -> None:
     """Raises `ValueError` for files that cannot be written, before anything is compiled."""
     for path in filter(None, (html, save_budget)):
-        check_folder(path)
+        check_output_file(path)
 
 
 def _save_page(found: Explained, subject: Subject, path: str) -> None:

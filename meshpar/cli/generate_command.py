@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshpar.cli.convert_command import layout_of, where_options
-from meshpar.cli.main import _print_json
+from meshpar.cli.main import print_json
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import check_unicode
 
@@ -63,7 +63,7 @@ def generate(
     texts = [words.decode(_array(encoded[number] + found[number])) for number in range(len(prompts))]
     if as_json:
         rows = zip(prompts, (found[number] for number in range(len(prompts))), texts, strict=True)
-        _print_json([dict(zip(("prompt", "tokens", "text"), row, strict=True)) for row in rows])
+        print_json([dict(zip(("prompt", "tokens", "text"), row, strict=True)) for row in rows])
         return
     for text in texts:
         click.echo("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))  # no control codes of a model's

@@ -1,9 +1,13 @@
-"""The `meshpar` command. Nothing heavy is imported before a command runs, and devices are set up before jax is."""
+"""The `meshpar` command line: commands, shared options, device setup and error output.
+
+No command is imported before it runs, and XLA's flags are set before jax is imported.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.util
 import json
 import os
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import click
 
-from meshpar.loop import signals as interrupts
+from meshpar.loop import signals
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import check_local, unexpected, user_line
 
@@ -25,195 +29,171 @@ if TYPE_CHECKING:
     from meshpar.cli.recipe import Recipe
 
 HOST_DEVICES = 8
-"""XLA host devices where there is no accelerator and no number is given."""
+"""Default number of XLA host devices on a machine without an accelerator."""
 MAX_HOST_DEVICES = 1024
-"""Each host device takes threads of its own, and XLA aborts if the system gives it no more."""
-
-# Devices of one machine take turns on its cores: a thread may wait long for its turn before that means a deadlock.
-_PATIENCE = {
+"""Largest number of host devices. Each one starts threads, and XLA aborts if the system refuses to start more."""
+PIPE_WIDTH = 160
+"""Columns of a report that is not printed to a terminal."""
+BROKEN_PIPE = 141
+"""Exit code after standard output was closed: 128 plus the number of SIGPIPE, as other commands do in a pipe."""
+_DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
+# Host devices share the CPU cores, so a thread may wait for minutes without a deadlock.
+_COLLECTIVE_TIMEOUTS_S = {
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": "120",
     "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
 }
-PIPE_WIDTH = 160
-"""Columns of a report that does not go to a terminal."""
-BROKEN_PIPE = 141
-"""Exit code when standard output is closed: 128 and the number of the signal, as of other commands in a pipe."""
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
 _NO_DRIVER = "Could not find cuda drivers on your machine"
-_NO_LOG = "WARNING: All log messages before absl::InitializeLog() is called"
+_LOG_NOTICE = "WARNING: All log messages before absl::InitializeLog() is called"
 
 
 # ---- Devices, before jax is imported ---------------------------------------------------------------------------------
 
 
 def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "nothing"] = "devices") -> None:
-    """Decide on which devices jax will run; must come before anything asks jax for devices.
+    """Choose the devices that jax uses. Call this before anything asks jax for devices.
 
     Args:
-      count: that many XLA host devices. None: accelerators where there are any that jax can use, else 8 host devices.
-        What the environment says already (`JAX_PLATFORMS`, `XLA_FLAGS`) stays, where `count` does not speak against it.
-      start: what is started of host devices: jax alone where processes have to join first, nothing where jax may not be
-        needed.
+      count: number of XLA host devices. None selects the accelerators of this machine, or 8 host devices if there
+        are none. `JAX_PLATFORMS` and `XLA_FLAGS` of the environment are kept unless they contradict `count`.
+      start: how much of the host platform is started. "jax" only imports jax, for processes that have to join
+        before they create devices. "nothing" is for commands that may not need jax.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, not its chat
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, but not its info messages
     if count is None and ((os.environ.get("JAX_PLATFORMS") or "cpu") != "cpu" or _has_accelerator()):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     flags = {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
-    for name, value in _PATIENCE.items():
+    for name, value in _COLLECTIVE_TIMEOUTS_S.items():
         flags.setdefault(name, f"{name}={value}")
-    if count is not None or _COUNT_FLAG not in flags:
-        flags[_COUNT_FLAG] = f"{_COUNT_FLAG}={count or HOST_DEVICES}"
+    if count is not None or _DEVICE_COUNT_FLAG not in flags:
+        flags[_DEVICE_COUNT_FLAG] = f"{_DEVICE_COUNT_FLAG}={count or HOST_DEVICES}"
     os.environ["XLA_FLAGS"] = " ".join(flags.values())
-    if "jax" in sys.modules:  # it has read the environment; flags are read later, with the first device
+    if "jax" in sys.modules:  # jax read the environment on import; it reads XLA_FLAGS with the first device
         sys.modules["jax"].config.update("jax_platforms", "cpu")
-    if start != "nothing":
-        _start(with_devices=start == "devices")
+    if start == "nothing":
+        return
 
-
-def _start(*, with_devices: bool) -> None:
-    """Import jax, and have it find its devices, without what its CUDA plugin says where there is no driver.
-
-    jax 0.10's plugin writes that to standard error as it is loaded, whatever the log level and the platform chosen.
-    Everything else passes.
-    """
     from meshpar.inspect.compiler_messages import catch_stderr
 
     with catch_stderr() as caught:
         import jax
 
-        if with_devices:
+        if start == "devices":
             jax.devices()
+    # The CUDA plugin of jax 0.10 reports a missing driver on import, at every log level and on every platform.
     lines = caught.text.splitlines(keepends=True)
     if any(_NO_DRIVER in line for line in lines):
-        lines = [line for line in lines if _NO_DRIVER not in line and not line.startswith(_NO_LOG)]
+        lines = [line for line in lines if _NO_DRIVER not in line and not line.startswith(_LOG_NOTICE)]
     sys.stderr.write("".join(lines))
 
 
 def _has_accelerator() -> bool:
-    """Whether jax will find an accelerator, judged without importing it."""
+    """Return whether jax will find an accelerator, without importing jax."""
+
+    def is_installed(*modules: str) -> bool:
+        return any(importlib.util.find_spec(module) is not None for module in modules)
+
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return False
-    if _importable("libtpu") and any(Path("/dev").glob("accel[0-9]*")):
+    if is_installed("libtpu") and any(Path("/dev").glob("accel[0-9]*")):
         return True
-    if _importable("jax_rocm7_pjrt", "jax_rocm60_pjrt", "jax_rocm7_plugin") and Path("/dev/kfd").exists():
+    if is_installed("jax_rocm7_pjrt", "jax_rocm60_pjrt", "jax_rocm7_plugin") and Path("/dev/kfd").exists():
         return True
     if not any(Path("/dev").glob("nvidia[0-9]*")) or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
-    if _importable("jax_cuda12_plugin", "jax_cuda13_plugin"):
+    if is_installed("jax_cuda12_plugin", "jax_cuda13_plugin"):
         return True
-    click.secho("an NVIDIA GPU is here, but not jax's plugin: pip install 'meshpar[cuda12]'", fg="yellow", err=True)
+    message = "this machine has an NVIDIA GPU, but jax's CUDA plugin is missing: pip install 'meshpar[cuda12]'"
+    click.secho(message, fg="yellow", err=True)
     return False
 
 
-def _importable(*modules: str) -> bool:
-    return any(importlib.util.find_spec(module) is not None for module in modules)
-
-
-def _devices(count: int | None) -> Sequence[Any]:
+def select_devices(count: int | None) -> Sequence[Any]:
+    """Return the first `count` devices, or all devices if `count` is None or several processes run."""
     import jax
 
-    found = jax.devices()
-    if count is None or count == len(found) or jax.process_count() > 1:
-        return found
-    if count > len(found):
-        where, fix = f"--devices {count}", f"set XLA_FLAGS={_COUNT_FLAG}={count} before anything uses jax"
-        raise problem(where, f"run on {count} host devices", f"jax was started with {len(found)} before", fix)
-    return found[:count]
+    devices = jax.devices()
+    if count is None or jax.process_count() > 1:
+        return devices
+    if count > len(devices):
+        reason = f"jax was already started with {len(devices)} devices"
+        fix = f"set XLA_FLAGS={_DEVICE_COUNT_FLAG}={count} before anything uses jax"
+        raise problem(f"--devices {count}", f"run on {count} host devices", reason, fix, code="out-of-range")
+    return devices[:count]
 
 
 # ---- Commands --------------------------------------------------------------------------------------------------------
 
 
-class Lazy(NamedTuple):
-    """A command that another module holds, imported when it is used; it sets up its own devices."""
+class LazyCommand(NamedTuple):
+    """A command that is imported when it is used."""
 
-    home: str
+    target: str
     """`module:attribute`."""
     help: str
     """Its line in the list of commands."""
 
 
-COMMANDS: dict[str, Lazy] = {
-    "explain": Lazy(
-        "meshpar.cli.explain_command:explain",
-        "Show what the compiler inserted: collectives, memory, overlap; for a pod you do not have.",
-    ),
-    "plan": Lazy(
-        "meshpar.cli.plan_command:plan",
-        "The best layouts of a recipe on a cluster, confirmed by the compiler if asked.",
-    ),
-    "cost": Lazy(
-        "meshpar.cli.cost_command:cost", "What a collective costs by each algorithm: steps, bytes, time, the formulas."
-    ),
-    "schedule": Lazy(
-        "meshpar.cli.schedule_command:schedule", "Show a pipeline schedule: its table, bubbles and memory."
-    ),
-    "convert": Lazy("meshpar.cli.convert_command:convert", "Hugging Face's folders to runs, and runs to such folders."),
-    "generate": Lazy(
-        "meshpar.cli.generate_command:generate",
-        "Continue prompts by the model of a run, or of a folder of Hugging Face's.",
-    ),
-    "bench": Lazy(
-        "meshpar.cli.bench_command:bench", "Measure collectives and a GPU, as profiles for plan and explain."
-    ),
-    "checkpoint": Lazy(
-        "meshpar.cli.checkpoint_command:checkpoint",
-        "List, inspect, verify, export a run's checkpoints; needs no recipe.",
-    ),
-    "trace": Lazy("meshpar.cli.trace_command:trace", "A profile of training steps, beside what explain predicts."),
-    "verify": Lazy(
-        "meshpar.cli.verify_command:verify", "Hold a recipe's model to one device, under random layouts and restarts."
-    ),
-    "doctor": Lazy(
-        "meshpar.cli.doctor_command:doctor", "Versions, devices, links, environment; what looks wrong, and what to do."
-    ),
+COMMANDS = {
+    name: LazyCommand(f"meshpar.cli.{name}_command:{name}", help)
+    for name, help in (
+        ("explain", "Show the collectives, memory and overlap of a compiled step, for any cluster."),
+        ("plan", "Rank the layouts of a recipe on a cluster by predicted speed."),
+        ("cost", "Show the time, bytes and formula of a collective for each algorithm."),
+        ("schedule", "Show a pipeline schedule: its table, bubbles and memory."),
+        ("convert", "Convert Hugging Face folders to runs, and runs to such folders."),
+        ("generate", "Continue prompts with the model of a run or of a Hugging Face folder."),
+        ("bench", "Measure collectives and a GPU, and save profiles for plan and explain."),
+        ("checkpoint", "List, inspect, verify and export checkpoints of a run, without its recipe."),
+        ("trace", "Read a profile of training steps and compare it with the prediction of explain."),
+        ("verify", "Compare random layouts and restarts of a recipe's model with one device."),
+        ("doctor", "Report versions, devices, links and environment, with a fix for each problem."),
+    )
 }
-"""Commands whose options stand beside what they run; `train` and `shard` are below."""
+"""Commands in modules of their own. `train` and `shard` are defined below."""
 
 
 class _Group(click.Group):
-    """Commands of this file and of `COMMANDS`, of which none is imported to list them."""
+    """The commands of this file and of `COMMANDS`. Listing them imports none."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # `meshpar explain ... | head`: whoever read has read enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes what is left when it ends
+        except BrokenPipeError:  # `meshpar explain ... | head`: the reader has closed the pipe
+            # Python flushes standard output at exit, which must not fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(BROKEN_PIPE)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*super().list_commands(ctx), *COMMANDS]
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        lazy = COMMANDS.get(name)
-        if lazy is None:
+        if name not in COMMANDS:
             return super().get_command(ctx, name)
-        module, _, attribute = lazy.home.partition(":")
+        module, _, attribute = COMMANDS[name].target.partition(":")
         return getattr(importlib.import_module(module), attribute)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own = {name: self.commands[name].get_short_help_str(90) for name in super().list_commands(ctx)}
+        eager = [(name, command.get_short_help_str(90)) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
-            formatter.write_dl([*own.items(), *((name, lazy.help) for name, lazy in COMMANDS.items())])
+            formatter.write_dl([*eager, *((name, command.help) for name, command in COMMANDS.items())])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            import difflib
-
-            close = difflib.get_close_matches(args[0], self.list_commands(ctx))
-            hint = f"did you mean `{close[0]}`?" if close else f"there are {', '.join(self.list_commands(ctx))}"
+            names = self.list_commands(ctx)
+            close = difflib.get_close_matches(args[0], names)
+            hint = f"Did you mean `{close[0]}`?" if close else f"The commands are {', '.join(names)}."
             raise click.UsageError(f"{error.format_message()} {hint}", ctx) from None
 
 
-def options(*each: Callable[..., Any]) -> Callable[[Any], Any]:
-    """Several options as one decorator."""
+def options(*decorators: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Combine several options into one decorator."""
 
     def add(command: Any) -> Any:
-        for option in reversed(each):
-            command = option(command)
+        for decorator in reversed(decorators):
+            command = decorator(command)
         return command
 
     return add
@@ -221,59 +201,63 @@ def options(*each: Callable[..., Any]) -> Callable[[Any], Any]:
 
 devices_option = click.option(
     "--devices", metavar="N", type=click.IntRange(1, MAX_HOST_DEVICES),
-    help=f"Run on N XLA host devices. Without it: on this machine's accelerators, else on {HOST_DEVICES} host devices.",
+    help=f"Run on N XLA host devices. Default: the accelerators of this machine, or {HOST_DEVICES} host devices.",
 )  # fmt: skip
 layout_options = options(
-    click.option("--mesh", metavar="AXES", help="Another mesh, as fsdp=64,tensor=8; -1 takes what is left."),
     click.option(
-        "--strategy", metavar="STRATEGY", help="Another strategy, as 'fsdp() | tensor_parallel(sequence=True)'."
+        "--mesh", metavar="AXES", help="Replace the mesh, as in fsdp=64,tensor=8. -1 takes the remaining devices."
     ),
-)
+    click.option(
+        "--strategy", metavar="STRATEGY",
+        help="Replace the strategy, as in 'fsdp() | tensor_parallel(sequence=True)'.",
+    ),
+)  # fmt: skip
+# `main` reads this flag from the arguments.
 traceback_option = click.option(
-    "--traceback", is_flag=True, expose_value=False, help="Show where in the code an error came from."
-)  # `main` looks for it
+    "--traceback", is_flag=True, expose_value=False, help="Show the Python traceback of an error."
+)
 output_options = options(
     click.option("--json", "as_json", is_flag=True, help="Print the report as JSON."), traceback_option
 )
-"""What every command takes that prints a report."""
+"""Options of every command that prints a report."""
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True)
 @click.version_option(package_name="meshpar", message="meshpar %(version)s")
 @traceback_option
 def cli() -> None:
-    """Train Flax models sharded over a named mesh, and see what the sharding does."""
+    """Train Flax models sharded over a named mesh, and inspect the compiled programs."""
 
 
-def _xla(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> None:
-    """`--xla NAME=VALUE` is `--set xla.NAME=VALUE`, whichever of the two click looks at first."""
-    for one in given:
-        if not re.fullmatch(r"[^=]+=.+", one):
-            exists = "it is the name of an option, =, and its value"
-            raise problem(f"--xla {one}", "set an option of XLA's", exists, "write --xla xla_gpu_async_dot=true, say")
-    context.meta[__name__] = tuple(f"xla.{one.lstrip('-')}" for one in given)
+def _xla(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> None:
+    """Treat `--xla NAME=VALUE` as `--set xla.NAME=VALUE`. Click may process either option first."""
+    for value in values:
+        if not re.fullmatch(r"[^=]+=.+", value):
+            reason, fix = "it must be NAME=VALUE", "write it like --xla xla_gpu_async_dot=true"
+            raise problem(f"--xla {value}", "set an XLA option", reason, fix, code="bad-syntax")
+    context.meta[__name__] = tuple(f"xla.{value.lstrip('-')}" for value in values)
     if "assignments" in context.params:
         context.params["assignments"] += context.meta[__name__]
 
 
-def _set(context: click.Context, parameter: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    return (*given, *context.meta.get(__name__, ()))
+def _set(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    return (*values, *context.meta.get(__name__, ()))
 
 
 field_options = options(
     click.option(
         "--set", "assignments", metavar="FIELD=VALUE", multiple=True, callback=_set,
-        help="Set a field of the recipe by its dotted path, as mesh.fsdp=8; may be repeated.",
+        help="Set a field of the recipe by its dotted path, as in mesh.fsdp=8. Repeatable.",
     ),
     click.option(
         "--xla", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_xla,
-        help="Set one of XLA's compile options, as xla_gpu_all_gather_combine_threshold_bytes=1073741824.",
+        help="Set an XLA compile option, as in xla_gpu_all_gather_combine_threshold_bytes=1073741824. Repeatable.",
     ),
     output_options,
 )  # fmt: skip
-"""What every command that reads a recipe takes beside it."""
+"""Options of every command that reads a recipe."""
 hf_option = click.option(
-    "--from-hf", metavar="DIR", type=click.Path(), help="With the model of a folder of Hugging Face's, as `train` has."
+    "--from-hf", metavar="DIR", type=click.Path(), help="Use the model of a Hugging Face folder, as `train` does."
 )
 recipe_options = options(click.argument("recipe", type=click.Path()), field_options)
 
@@ -282,61 +266,63 @@ COMPARED_LATER = (
     "recipe", "assignments", "steps", "name", "writers", "plan", "text", "tokenizer",
     "as_json",
 )  # fmt: skip
-"""Options of `train` that processes do not compare at once: the first row as fields of the recipe, the second never."""
+"""Options of `train` that processes do not compare when they join.
+
+Those in the first row are compared later, as fields of the recipe. `as_json` is never compared.
+"""
 
 
 @cli.command()
 @recipe_options
 @devices_option
 @click.option("--steps", metavar="N", type=click.IntRange(min=1), help="Same as --set steps=N.")
-@click.option("--name", metavar="NAME", help="Same as --set name=NAME: the run writes to OUT/NAME/.")
+@click.option("--name", metavar="NAME", help="Same as --set name=NAME. The run writes to OUT/NAME/.")
 @click.option("--out", metavar="OUT", default="runs", show_default=True, help="Folder of all runs.")
-@click.option("--fresh", is_flag=True, help="Begin anew; an earlier run of this name is moved aside.")
+@click.option("--fresh", is_flag=True, help="Start from step 0 and rename the folder of an earlier run.")
 @click.option(
     "--accept-changes", is_flag=True,
-    help="Go on with a run although its code has changed since it began, or its recipe.json is lost.",
+    help="Resume a run although its code has changed or its recipe.json is missing.",
 )  # fmt: skip
 @click.option(
     "--text", metavar="PATH", multiple=True,
-    help="Train on your own text: files, globs or folders of .txt .py .md .jsonl .parquet; may be repeated.",
+    help="Train on your text: files, globs or folders of .txt .py .md .jsonl .parquet. Repeatable.",
 )  # fmt: skip
-@click.option("--tokenizer", metavar="JSON", help="A Hugging Face tokenizer.json; the model's vocabulary follows it.")
 @click.option(
-    "--from-hf", metavar="DIR", help="Begin with the model, weights and tokenizer of a folder of Hugging Face's."
+    "--tokenizer", metavar="JSON", help="A Hugging Face tokenizer.json. The vocabulary of the model is set to its size."
 )
+@click.option("--from-hf", metavar="DIR", help="Start from the model, weights and tokenizer of a Hugging Face folder.")
 @click.option(
-    "--plan",
-    metavar="FILE",
-    help="Mesh, strategy and how a step is cut, by the first plan of `meshpar plan`.",
-)
+    "--plan", metavar="FILE",
+    help="Use the mesh, strategy and step options of the first layout that `meshpar plan --save` wrote.",
+)  # fmt: skip
 @click.option(
     "--stall-limit", metavar="SECONDS", type=click.IntRange(5, 86_400), default=40, show_default=True,
-    help="Several processes: after how long one that is not heard of, or stays behind in a step, is given up.",
+    help="With several processes: seconds without progress before a process counts as lost.",
 )  # fmt: skip
 @click.option(
     "--join-limit", metavar="SECONDS", type=click.IntRange(5, 86_400),
-    help="Several processes: how long to wait until all have started; 300, and 90 with --processes.",
+    help="With several processes: seconds to wait until all have started. Default: 300, or 90 with --processes.",
 )  # fmt: skip
 @click.option(
     "--processes", metavar="N", type=click.IntRange(min=1),
-    help="Start N processes on this machine as one pod, to try it: any N gives the same losses bit for bit. "
-    "Without it, the launcher around says which this is.",
+    help="Start N processes on this machine, to test a multi-host run. The losses are equal bit for bit for any N. "
+    "Default: the process joins the job of its launcher (Slurm, MPI, ...), if there is one.",
 )  # fmt: skip
 @click.option(
     "--restarts", metavar="K", type=click.IntRange(min=0), default=0, show_default=True,
-    help="With --processes: when one is lost, the others start again from the newest checkpoint, K times at most.",
+    help="With --processes: after a process is lost, restart from the newest checkpoint, at most K times.",
 )  # fmt: skip
 @click.option(
     "--shrink", is_flag=True,
-    help="With --restarts: a lost process takes its devices along, as a host does, and the mesh's data axis shrinks.",
+    help="With --restarts: restart without the devices of the lost process, on a smaller data axis.",
 )  # fmt: skip
 @click.option(
     "--writer", "writers", metavar="NAME", multiple=True, type=click.Choice(["tensorboard", "wandb"]),
-    help="Write numbers there, too: tensorboard or wandb; may be repeated. Same as --set writers=NAME,NAME.",
+    help="Also write metrics to tensorboard or wandb. Same as --set writers=NAME,NAME. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--profile", metavar="FIRST:LAST",
-    help="Write an XProf trace of these steps, as 10:15, into the run's profile/; `meshpar trace` reads it back.",
+    help="Write an XProf trace of these steps, as in 10:15, to profile/ of the run. Read it with `meshpar trace`.",
 )  # fmt: skip
 def train(
     *,
@@ -346,41 +332,40 @@ def train(
     processes: int | None,
     restarts: int,
     shrink: bool,
-    **given: Any,
+    **settings: Any,
 ) -> None:
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
-    The same command again goes on where the run stopped.
+    Repeat the command to resume a run that has stopped.
     """
     from meshpar.cli.local_processes import PARENT, follow_parent, run
 
-    if restarts and (processes is None or given["fresh"]):
-        exists = (
-            "a restart would begin anew, too" if given["fresh"] else "a launcher around starts processes, or nobody"
-        )
-        fix = (
-            "move the run's folder away instead" if given["fresh"] else "add --processes N, or let the launcher restart"
-        )
-        raise problem(f"--restarts {restarts}", "start again what is lost", exists, fix)
+    if restarts and (processes is None or settings["fresh"]):
+        if settings["fresh"]:
+            reason, fix = "with --fresh a restart would discard the run", "rename the folder of the run instead"
+        else:
+            reason = "only processes that --processes started can be restarted"
+            fix = "add --processes N, or let the launcher restart the job"
+        raise problem(f"--restarts {restarts}", "restart lost processes", reason, fix, code="conflict")
     if shrink and not restarts:
-        raise problem("--shrink", "go on with fewer devices", "nothing starts again by itself", "add --restarts K")
-    if processes is not None and PARENT not in os.environ:
+        raise problem(
+            "--shrink", "continue with fewer devices", "no restart is allowed", "add --restarts K", code="conflict"
+        )
+    is_child = PARENT in os.environ
+    if processes is not None and not is_child:
         prepare_devices(devices, start="nothing")
         args = click.get_current_context().find_root().obj
         sys.exit(run(args, processes=processes, restarts=restarts, shrink=shrink))
     follow_parent()
-    # What started this process has shared the host devices already.
-    devices = None if PARENT in os.environ else devices
+    devices = None if is_child else devices  # the parent has already divided the host devices
     prepare_devices(devices, start="jax")
-    from meshpar.cli import launch
-    from meshpar.cli import multihost as together
+    from meshpar.cli import launch, multihost
 
-    is_local = PARENT in os.environ
-    launch.join(alone=is_local, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_local else launch.JOIN_S))
-    command = {f"--{name.replace('_', '-')}": value for name, value in given.items() if name not in COMPARED_LATER}
+    launch.join(alone=is_child, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_child else launch.JOIN_S))
+    command = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if name not in COMPARED_LATER}
     command["--stall-limit"] = stall_limit
-    with together.pod(stall_s=stall_limit, command=command):
-        _train(devices=devices, **given)
+    with multihost.pod(stall_s=stall_limit, command=command):
+        _train(device_count=devices, **settings)
 
 
 def _train(
@@ -389,7 +374,7 @@ def _train(
     assignments: tuple[str, ...],
     as_json: bool,
     plan: str | None,
-    devices: int | None,
+    device_count: int | None,
     steps: int | None,
     name: str | None,
     out: str,
@@ -401,8 +386,8 @@ def _train(
     writers: tuple[str, ...],
     profile: str | None,
 ) -> None:
-    prepare_devices(devices)
-    here = _devices(devices)
+    prepare_devices(device_count)
+    devices = select_devices(device_count)
     import jax
 
     from meshpar.cli.local_processes import shrunk
@@ -411,37 +396,44 @@ def _train(
     from meshpar.cli.train_command import train as run
     from meshpar.loop.profiler import check_steps, parse_steps
 
-    steps_traced = None if profile is None else parse_steps(profile)
-    found = load_recipe(recipe, devices=len(here))
-    own = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
-    fields = (*assignments, *(f"{field}={value}" for field, value in own if value is not None))
-    found = found.override(*fields) if plan is None else with_plan(found, plan, fields)
-    found = found.replace(mesh=shrunk(found.mesh))
-    if steps_traced is not None:
-        check_steps(*steps_traced, done=0, steps=found.steps)  # here, too: before anything is compiled
+    profiled_steps = None if profile is None else parse_steps(profile)
+    config = load_recipe(recipe, devices=len(devices))
+    shortcuts = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
+    fields = (*assignments, *(f"{field}={value}" for field, value in shortcuts if value is not None))
+    config = config.override(*fields) if plan is None else with_plan(config, plan, fields)
+    config = config.replace(mesh=shrunk(config.mesh))
+    if profiled_steps is not None:
+        check_steps(*profiled_steps, done=0, steps=config.steps)  # also here, before anything is compiled
     if from_hf is not None:
         check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:
-        found = found.replace(data=_own_text(found.data, text, tokenizer))
-    fit_vocab = (
-        tokenizer is not None and from_hf is None and not any(a.startswith("model.vocab_size") for a in assignments)
+        config = config.replace(data=_with_text(config.data, text, tokenizer))
+    sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
+    outcome = run(
+        config,
+        out=out,
+        devices=devices,
+        fresh=fresh,
+        stream=sys.stderr if as_json else sys.stdout,
+        fit_vocab=tokenizer is not None and from_hf is None and not sets_vocab,
+        from_hf=from_hf,
+        profile=profiled_steps,
+        accept_changes=accept_changes,
     )
-    stream = sys.stderr if as_json else sys.stdout
-    more: dict[str, Any] = {"fit_vocab": fit_vocab, "from_hf": from_hf, "profile": steps_traced}
-    more["accept_changes"] = accept_changes
-    outcome = run(found, out=out, devices=here, fresh=fresh, stream=stream, **more)
     if as_json and jax.process_index() == 0:
-        _print_json({"folder": str(outcome.folder), **outcome.summary})
+        print_json({"folder": str(outcome.folder), **outcome.summary})
     if outcome.reason == "interrupted":
-        sys.exit(interrupts.exit_code())
+        sys.exit(signals.exit_code())
 
 
-def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
+def _with_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
     from meshpar.data import TextData
 
     if not isinstance(data, TextData):
-        asked, fix = "train on your own text", "use a recipe whose data is TextData, as recipes/gpt_stdlib.py"
-        raise problem("--text" if text else "--tokenizer", asked, f"the recipe's data is {type(data).__name__}", fix)
+        reason = f"the data of the recipe is {type(data).__name__}"
+        fix = "use a recipe whose data is TextData, such as recipes/gpt_stdlib.py"
+        option = "--text" if text else "--tokenizer"
+        raise problem(option, "train on your text", reason, fix, code="conflict")
     return dataclasses.replace(data, files=tuple(text) or data.files, tokenizer=tokenizer or data.tokenizer)
 
 
@@ -449,7 +441,7 @@ def _own_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
 @recipe_options
 @layout_options
 @hf_option
-@click.option("--devices", metavar="N", type=click.IntRange(min=1), help="How many devices to plan for.")
+@click.option("--devices", metavar="N", type=click.IntRange(min=1), help="Number of devices of the mesh.")
 def shard(
     recipe: str,
     assignments: tuple[str, ...],
@@ -459,31 +451,32 @@ def shard(
     strategy: str | None,
     from_hf: str | None,
 ) -> None:
-    """Show how every leaf of a recipe's model lies on its mesh. Needs no devices.
+    """Show how the model of a recipe is sharded. Needs no devices.
 
-    Each leaf with its shape, names, the rule that fired, and bytes per device; then the totals.
+    Lists the shape, logical names, matching rule and bytes per device of each array, and the totals.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
+    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, so do not wait for an accelerator to start
     prepare_devices(None)
     from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.hardware.compile_options import check_options
     from meshpar.training.sharding_table import shardings
 
-    given = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
-    found = with_model(load_recipe(recipe, devices=devices).override(*given, *assignments), from_hf, assignments)
-    if devices is None and -1 in found.mesh.values():
-        where = f"mesh {', '.join(f'{axis}={size}' for axis, size in found.mesh.items() if size != 1)}"
-        exists = "one axis is -1, which takes what is left of a number of devices"
-        raise problem(where, "plan without devices", exists, "say how many: --devices 4096")
-    check_options(found.xla)  # changes no sharding, but whoever looks here trains with it next
-    over = found.mesh.abstract(devices)
-    model = build_model(found)
-    tx = build_optimizer(found, model, over)
-    print_report(shardings(model, over, found.strategy, tx=tx, precision=found.precision), as_json=as_json)
+    layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+    config = with_model(load_recipe(recipe, devices=devices).override(*layout, *assignments), from_hf, assignments)
+    if devices is None and -1 in config.mesh.values():
+        where = f"mesh {', '.join(f'{axis}={size}' for axis, size in config.mesh.items() if size != 1)}"
+        reason = "the size of the axis with -1 follows from the number of devices"
+        raise problem(where, "compute shardings", reason, "set it: --devices 4096", code="missing-argument")
+    check_options(config.xla)  # they change no sharding, but an error is more useful now than during training
+    abstract_mesh = config.mesh.abstract(devices)
+    model = build_model(config)
+    tx = build_optimizer(config, model, abstract_mesh)
+    report = shardings(model, abstract_mesh, config.strategy, tx=tx, precision=config.precision)
+    print_report(report, as_json=as_json)
 
 
 def with_model(recipe: Recipe, from_hf: str | None, assignments: Sequence[str]) -> Recipe:
-    """The recipe with the model of a folder of Hugging Face's, where one is named; its weights are not looked at."""
+    """Return the recipe with the model of a Hugging Face folder, without loading weights, if `from_hf` is set."""
     if from_hf is None:
         return recipe
     from meshpar.cli.train_command import check_left_to_folder, with_hf
@@ -492,114 +485,118 @@ def with_model(recipe: Recipe, from_hf: str | None, assignments: Sequence[str]) 
     return with_hf(recipe, from_hf)
 
 
+# ---- Output ----------------------------------------------------------------------------------------------------------
+
+
+def print_json(document: Any) -> None:
+    """Print a document as indented JSON."""
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
 def print_report(report: Any, *, as_json: bool) -> None:
-    """Print what has `to_json` and `__rich__`: as JSON, in a terminal as it likes, in a pipe without control codes."""
+    """Print a report that has `to_json` and `__rich__`. Output to a pipe has no control codes."""
     if as_json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
         return
     from rich.console import Console
 
     if sys.stdout.isatty():
         Console(highlight=False).print(report)
         return
-    # A pipe has no width; a table that is folded to a guess of 80 columns helps no reader.
+    # Without a terminal, rich assumes 80 columns and would fold the tables.
     console = Console(width=PIPE_WIDTH, highlight=False)
     with console.capture() as capture:
         console.print(report)
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-PICTURES = (".png", ".svg", ".pdf")
-"""What a plot is written as."""
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+"""File formats of plots."""
 
 
-def check_file(path: str, suffixes: tuple[str, ...]) -> None:
-    """See that a file to write has a name that says what it is, and a folder. Raises `ValueError`: it has not."""
-    if Path(path).suffix not in suffixes:
-        exists = f"its name ends in neither of {', '.join(suffixes)}" if len(suffixes) > 1 else "a profile is a .json"
-        raise problem(path, "write to it", exists, f"name it {Path(path).stem or 'my'}{suffixes[0]}")
-    check_folder(path)
-
-
-def check_folder(path: str) -> None:
-    """Raise `ValueError` where a file cannot be written: before minutes of work, not after."""
+def check_output_file(path: str, suffixes: tuple[str, ...] = ()) -> None:
+    """Check, before any long computation, that a file can be written and has one of the suffixes."""
+    where, requested = path, "write to it"
+    if suffixes and Path(path).suffix not in suffixes:
+        fix = f"name it {Path(path).stem or 'my'}{suffixes[0]}"
+        raise problem(where, requested, f"its name must end in {' or '.join(suffixes)}", fix, code="unknown-choice")
     check_local(path, path, "name a local file")
     folder = Path(path).absolute().parent
     if not folder.is_dir():
-        raise problem(path, "write to it", f"there is no folder {folder}", f"make it: mkdir -p {folder}")
+        raise problem(
+            where, requested, f"there is no folder {folder}", f"make it: mkdir -p {folder}", code="missing-file"
+        )
     if os.path.exists(path) and Path(path).is_fifo():
-        raise problem(path, "write to it", "it is a pipe, which may have no reader", "name a file")
+        raise problem(where, requested, "it is a pipe, which may have no reader", "name a file", code="wrong-type")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        raise problem(path, "write to it", "you may not", "name a file in a folder of yours")
+        fix = "name a file in a folder that you can write to"
+        raise problem(where, requested, "you do not have permission", fix, code="not-writable")
 
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """A file that cannot be written is a mistake of the user's."""
+    """Turn an `OSError` of the block into an error of the user about this file."""
     try:
         yield
     except OSError as error:
-        why = f"that failed ({error.strerror or error})"
-        raise problem(path, "write to it", why, "name another file") from None
-
-
-def _print_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+        reason = f"that failed ({error.strerror or error})"
+        raise problem(path, "write to it", reason, "name another file", code="not-writable") from None
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command, with errors as one readable paragraph.
+    """Run the command line and print errors as one paragraph.
 
-    Exits 0, 2 for a mistake of the user's, 128 and the signal's number (130 for Ctrl-C) when it was interrupted.
+    The exit code is 0, 1 for an unexpected error, 2 for an error of the user, or 128 plus the number of the signal
+    that interrupted the command (130 for Ctrl-C).
     """
-    _open_what_is_closed()
-    format_before, warnings.formatwarning = warnings.formatwarning, _one_line
-    watch = interrupts.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
+    _reopen_closed_streams()
+    previous_format, warnings.formatwarning = warnings.formatwarning, _format_warning
+    watch = signals.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
     try:
         _run(sys.argv[1:] if args is None else list(args))
     finally:
-        warnings.formatwarning = format_before
-        if watch is not None and args is not None:  # else the process ends here, and is watched to its end
+        warnings.formatwarning = previous_format
+        if watch is not None and args is not None:  # without `args` the process ends here, and is watched until then
             watch.close()
 
 
-def _one_line(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
-    """Format a warning for a person: its text, without the Python line that it comes from."""
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
+) -> str:
     return f"meshpar: warning: {' '.join(str(message).split())}\n"
 
 
-def _open_what_is_closed() -> None:
-    """Standard streams that who started the command has closed lead nowhere; any other file would take their number."""
+def _reopen_closed_streams() -> None:
+    """Connect closed standard streams to /dev/null. Otherwise the next opened file would get their descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - for as long as the process
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - open until the process ends
 
 
-def _check_values(args: Sequence[str]) -> None:
-    """Raise `ValueError` for an empty argument or option value, which a script's unset variable leaves."""
-    for at, word in enumerate(args):
-        before = args[at - 1] if at else ""
-        name = before if before.startswith("--") and "=" not in before else "an argument"
-        if word == "" or re.fullmatch(r"--[^=]+=", word):
-            where = f"`{word or name}`" if word or name != "an argument" else name
-            exists = "its value is empty, as that of an unset variable is"
-            raise problem(where, "use it", exists, "give it a value, or leave it out")
+def _check_not_empty(args: Sequence[str]) -> None:
+    """Check that no argument is empty, which an unset variable of a shell script causes."""
+    for previous, arg in zip(("", *args), args, strict=False):
+        if arg == "" or re.fullmatch(r"--[^=]+=", arg):
+            option = arg or (previous if previous.startswith("--") and "=" not in previous else "")
+            where = f"`{option}`" if option else "an argument"
+            reason, fix = "its value is empty; a shell variable may be unset", "give it a value, or remove it"
+            raise problem(where, "use it", reason, fix, code="missing-argument")
 
 
 def _run(args: Sequence[str]) -> None:
     try:
-        _check_values(args)
+        _check_not_empty(args)
         code = cli.main(args, prog_name="meshpar", standalone_mode=False, obj=list(args))
     except click.ClickException as error:
-        _complain(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
+        _fail(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):
-        _complain("interrupted", interrupts.exit_code())
-    except Exception as error:  # ours are written for a person; others are no pass, and no mistake of the user's
+        _fail("interrupted", signals.exit_code())
+    except Exception as error:
         code = 2 if isinstance(error, MeshparError) or user_line(error) else 1
         if "--traceback" in args:
             import traceback
@@ -608,30 +605,31 @@ def _run(args: Sequence[str]) -> None:
             sys.exit(code)
         if not isinstance(error, MeshparError):
             error = unexpected(error, command=" ".join(["meshpar", *args[:1]]))
-        # jax adds a note on its tracebacks, of which none is shown.
+        # jax adds a note about its filtered traceback, which is not shown.
         notes = (note for note in getattr(error, "__notes__", ()) if "JAX_TRACEBACK_FILTERING" not in note)
-        _complain(str(error) + "".join(f" ({note})" for note in notes), code)
+        _fail(str(error) + "".join(f" ({note})" for note in notes), code)
     else:
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def _usage(error: click.ClickException) -> str:
+    message = re.sub(r"\s+", " ", error.format_message())
     context = getattr(error, "ctx", None)
-    see = f" See {context.command_path} --help." if context is not None else ""
-    if context is not None and "unexpected extra" in error.format_message() and "=" in error.format_message():
-        takes = any("--set" in one.opts for one in context.command.params)
-        see = f" Fields of a recipe are set as --set NAME=VALUE.{see}" if takes else see
-    return re.sub(r"\s+", " ", error.format_message()) + see
+    if context is None:
+        return message
+    if "unexpected extra" in message and "=" in message and any("--set" in p.opts for p in context.command.params):
+        message += " Set a field of the recipe with --set NAME=VALUE."
+    return f"{message} See {context.command_path} --help."
 
 
-def _complain(text: str, code: int) -> None:
-    text = re.sub(r"\S{400,}", lambda word: f"{word[0][:200]}…", text)  # somebody's value of thousands of characters
-    click.secho(f"meshpar: {text}", fg="red", err=True)
+def _fail(message: str, code: int) -> None:
+    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:200]}…", message)  # shorten very long values
+    click.secho(f"meshpar: {message}", fg="red", err=True)
     sys.exit(code)
 
 
 def train_this(file: str) -> None:
-    """Train the recipe that a file holds: its last line, so that `python recipe.py --steps 20` works too."""
+    """Run `meshpar train` on a recipe file. Call it in the last line, so that `python recipe.py --steps 20` works."""
     sys.argv[1:1] = ["train", file]
     main()
 

@@ -12,9 +12,8 @@ import click
 from click.core import ParameterSource
 
 from meshpar.cli.main import (
-    PICTURES,
-    check_file,
-    check_folder,
+    PLOT_SUFFIXES,
+    check_output_file,
     field_options,
     hf_option,
     prepare_devices,
@@ -68,9 +67,9 @@ def plan(
     prepare_devices(None)
     for path in (save, plot):
         if path:
-            check_folder(path)
+            check_output_file(path)
     if plot and growth:
-        check_file(plot, PICTURES)
+        check_output_file(plot, PLOT_SUFFIXES)
     if plot and not growth:
         raise problem("--plot", f"draw {plot}", "it goes with --growth", "leave it out, or ask for the growth")
     if growth and (verify or save or why_not is not None or _is_given("top")):

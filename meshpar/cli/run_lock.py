@@ -1,4 +1,4 @@
-"""One run at a time in a folder: a lock that the kernel takes back from a process that dies, however it dies."""
+"""A lock on a run folder, so that only one run writes to it. The kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -15,66 +15,75 @@ from meshpar.sharding.host_resources import open_no_link
 from meshpar.sharding.types import problem
 
 WAIT_S = 5.0
-"""A run that is just ending has so long to let go."""
-_NONE_HERE = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+"""Seconds to wait for a run that is just ending."""
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+"""Errors of `flock` on a file system that does not support it."""
 _POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def held(folder: Path, *, tell: Callable[[str], None], wait_s: float = WAIT_S) -> Iterator[Callable[[], None]]:
-    """Hold the folder of a run against others; for one process of a pod.
+def lock_run_folder(
+    folder: Path, *, warn: Callable[[str], None], wait_s: float = WAIT_S
+) -> Iterator[Callable[[], None]]:
+    """Lock a run folder. Process 0 of a run calls this.
 
-    The lock is on a file beside the folder (`.NAME.lock`), which stays: it says nothing once nobody holds it, so what a
-    killed process leaves is no obstacle. Who removes that file lets nobody in: the folder is locked as well.
+    The lock is on the file `.NAME.lock` next to the folder. The file is never removed: if no process holds the lock,
+    the file has no effect. The folder itself is locked as well, so removing the file does not admit a second run.
+
+    Args:
+      folder: the run folder, which may not exist yet.
+      warn: receives a message if the file system has no locks.
+      wait_s: seconds to wait for another process to release the lock.
 
     Yields:
-      What is to be called when the folder has been made: locks it, where it was not there before.
+      A function that locks the folder itself, to be called after the folder was created.
 
     Raises:
-      ValueError: another process holds it; its host and number are told.
+      ValueError: if another process holds the lock. The message names its host and process id.
     """
     if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
-        exists, fix = "it is a link that another user made", "remove it, or name another folder by --out"
-        raise problem(f"run {folder}", "write to it", exists, fix)
+        reason, fix = "it is a link that another user created", "remove it, or name another folder with --out"
+        raise problem(f"run {folder}", "write to it", reason, fix, code="conflict")
     path = folder.with_name(f".{folder.name}.lock")
-    deadline, mine = time.monotonic() + wait_s, set[int]()
-    with contextlib.ExitStack() as until_end:
+    deadline, locked_inodes = time.monotonic() + wait_s, set[int]()
+    with contextlib.ExitStack() as stack:
 
-        def take(path: Path, number: int) -> int:
-            until_end.callback(os.close, number)
-            if not _locked(number, deadline):
-                raise _taken(folder, path)
-            mine.add(os.fstat(number).st_ino)
-            return number
+        def lock(path: Path, descriptor: int) -> int:
+            stack.callback(os.close, descriptor)
+            if not _flock(descriptor, deadline):
+                raise _already_locked(folder, path)
+            locked_inodes.add(os.fstat(descriptor).st_ino)
+            return descriptor
 
-        def take_folder() -> None:
-            with contextlib.suppress(OSError):  # not there yet; or of a file system that locks files alone
-                if folder.stat().st_ino not in mine:
-                    take(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+        def lock_folder() -> None:
+            # Some file systems lock files only, and the folder may not exist yet.
+            with contextlib.suppress(OSError):
+                if folder.stat().st_ino not in locked_inodes:
+                    lock(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
 
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            number = take(path, open_no_link(path, os.O_RDWR))
+            descriptor = lock(path, open_no_link(path, os.O_RDWR))
         except OSError as error:
-            if error.errno not in _NONE_HERE:
-                why, fix = f"that failed ({error.strerror})", "name another folder by --out"
-                raise problem(f"run {folder}", "write to it", why, fix) from error
-            tell(f"{folder.parent} is on a file system without locks: two runs in one folder are not told apart")
+            if error.errno not in _NO_LOCKS:
+                reason, fix = f"that failed ({error.strerror})", "name another folder with --out"
+                raise problem(f"run {folder}", "write to it", reason, fix, code="not-writable") from error
+            warn(f"the file system of {folder.parent} has no locks: a second run in the same folder is not detected")
         else:
-            take_folder()
-            with contextlib.suppress(OSError):  # a full disk: the lock holds, only its words are missing
-                os.ftruncate(number, 0)
-                os.pwrite(number, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
-        yield take_folder
+            lock_folder()
+            with contextlib.suppress(OSError):  # a full disk: the lock works without its description
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        yield lock_folder
 
 
-def _locked(number: int, deadline: float) -> bool:
-    """Whether the lock on an open file was got in time."""
+def _flock(descriptor: int, deadline: float) -> bool:
+    """Lock an open file, and return whether that succeeded before the deadline."""
     import fcntl
 
     while True:
         try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
@@ -82,11 +91,11 @@ def _locked(number: int, deadline: float) -> bool:
             time.sleep(_POLL_S)
 
 
-def _taken(folder: Path, path: Path) -> Exception:
+def _already_locked(folder: Path, path: Path) -> Exception:
     try:
-        said = json.loads(path.read_bytes()[:1000])
-        who = f"process {said['pid']} on {said['host']}"
+        holder = json.loads(path.read_bytes()[:1000])
+        process = f"process {holder['pid']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
-        who = "another process"
-    fix = "wait for it or stop it; or use --name for a run beside it"
-    return problem(f"run {folder}", "write to it", f"{who} is training in this folder", fix)
+        process = "another process"
+    fix = "wait for it, stop it, or use --name to start another run"
+    return problem(f"run {folder}", "write to it", f"{process} is training in this folder", fix, code="conflict")

@@ -129,7 +129,7 @@ def test_a_folder_that_may_not_be_written_is_told_first(explain, recipe, tmp_pat
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     code, _, err = explain(recipe, "--html", tmp_path / "report.html")
     assert code == 2
-    assert "you may not" in err
+    assert "you do not have permission" in err
 
 
 def test_a_report_in_words_with_another_strategy_beside_it(explain, recipe, tmp_path):

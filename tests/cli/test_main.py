@@ -405,7 +405,7 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["trian"], "did you mean `train`"),
+        (["trian"], "Did you mean `train`?"),
         (["train"], "Missing argument 'RECIPE'"),
         (["train", "x.py", "--stepps", "3"], "--steps"),
         (["train", "x.py", "--steps", "many"], "not a valid integer"),
@@ -438,8 +438,8 @@ def test_traceback_is_shown_when_asked(meshpar, tmp_path):
     [
         (None, "", None, False, ("cpu", "8")),
         (3, "", None, True, ("cpu", "3")),
-        (3, f"{cli._COUNT_FLAG}=5", "cpu", False, ("cpu", "3")),
-        (None, f"{cli._COUNT_FLAG}=5", None, False, ("cpu", "5")),
+        (3, f"{cli._DEVICE_COUNT_FLAG}=5", "cpu", False, ("cpu", "3")),
+        (None, f"{cli._DEVICE_COUNT_FLAG}=5", None, False, ("cpu", "5")),
         (None, "", None, True, (None, None)),
         (None, "", "cuda", False, ("cuda", None)),
         (None, "", "", False, ("cpu", "8")),
@@ -453,13 +453,13 @@ def test_devices_are_chosen_before_jax_starts(monkeypatch, count, flags, platfor
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
     cli.prepare_devices(count)
     found = dict(flag.split("=") for flag in os.environ.get("XLA_FLAGS", "").split())
-    assert (os.environ.get("JAX_PLATFORMS"), found.get(cli._COUNT_FLAG)) == expected
+    assert (os.environ.get("JAX_PLATFORMS"), found.get(cli._DEVICE_COUNT_FLAG)) == expected
 
 
 def test_more_devices_than_jax_was_started_with(meshpar, tmp_path):
     code, _, error = meshpar("train", write_recipe(tmp_path), "--devices", 64)
     assert code == 2
-    assert "jax was started with 8 before" in error
+    assert "jax was already started with 8 devices" in error
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""Two runs in one folder are told apart; what a killed one leaves is no obstacle."""
+"""Locks of run folders: a second run is rejected, and a killed process leaves no lock."""
 
 from __future__ import annotations
 
@@ -12,87 +12,90 @@ from pathlib import Path
 
 import pytest
 
-from meshpar.cli.run_lock import held
-from meshpar.sharding.types import MeshparError
+from meshpar.cli.run_lock import lock_run_folder
+from tests.errors import raises
 
-HOLDS = """
+HOLDER = """
 import sys, time
 from pathlib import Path
-from meshpar.cli.run_lock import held
-with held(Path(sys.argv[1]), tell=print) as made:
+from meshpar.cli.run_lock import lock_run_folder
+with lock_run_folder(Path(sys.argv[1]), warn=print) as lock_folder:
     Path(sys.argv[1]).mkdir()
-    made()
-    print("held", flush=True)
+    lock_folder()
+    print("locked", flush=True)
     time.sleep(600)
 """
 
 
-def silent(line: str) -> None:
-    raise AssertionError(line)
+def lock(folder: Path):
+    def warn(line: str) -> None:
+        raise AssertionError(line)
+
+    return lock_run_folder(folder, warn=warn, wait_s=0.0)
 
 
-def test_a_second_run_is_told_who_holds_the_folder_until_that_one_is_killed(tmp_path: Path) -> None:
+def test_lock_names_its_process_until_that_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "one"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True, env=env)
     try:
-        assert process.stdout.readline() == "held\n"
-        words = f"process {process.pid} on .* is training in this folder. Wait for it or stop it"
-        with pytest.raises(MeshparError, match=words), held(folder, tell=silent, wait_s=0.0):
+        assert process.stdout.readline() == "locked\n"
+        with raises("conflict", f"run {folder}") as error, lock(folder):
             pass
-        with held(folder.with_name("two"), tell=silent, wait_s=0.0):  # beside it there is room
+        assert f"process {process.pid} on " in error.value.reason
+        with lock(folder.with_name("two")):  # another run in the same parent folder
             pass
-        (folder.parent / ".one.lock").unlink()  # which lets nobody in
-        with pytest.raises(MeshparError, match="is training in this folder"), held(folder, tell=silent, wait_s=0.0):
+        (folder.parent / ".one.lock").unlink()  # the folder itself stays locked
+        with raises("conflict", f"run {folder}"), lock(folder):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
-        with held(folder, tell=silent, wait_s=0.0):
+        with lock(folder):
             pass
     finally:
         process.kill()
         process.wait()
 
 
-def test_a_run_lets_go_at_its_end_and_at_an_error(tmp_path: Path) -> None:
+def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), held(tmp_path / "run", tell=silent, wait_s=0.0) as made:  # noqa: PT012
+        with pytest.raises(ZeroDivisionError), lock(tmp_path / "run") as lock_folder:  # noqa: PT012
             (tmp_path / "run").mkdir(exist_ok=True)
-            made()  # the second time it is there, and held
+            lock_folder()  # in the second iteration the folder exists and is already locked
             raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("to", ["victim", "nowhere"])
-def test_a_lock_that_is_a_link_is_refused_and_what_it_leads_to_stays(tmp_path: Path, to: str) -> None:
+@pytest.mark.parametrize("target", ["victim", "nowhere"])
+def test_lock_file_that_is_a_link_is_not_followed(tmp_path: Path, target: str) -> None:
     (tmp_path / "victim").write_text("mine")
-    (tmp_path / ".run.lock").symlink_to(tmp_path / to)
-    with pytest.raises(MeshparError, match="it is a link to"), held(tmp_path / "run", tell=silent, wait_s=0.0):
+    (tmp_path / ".run.lock").symlink_to(tmp_path / target)
+    with raises("{link}"), lock(tmp_path / "run"):
         pass
     assert (tmp_path / "victim").read_text() == "mine"
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_lock_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+def test_lock_file_that_is_a_pipe_is_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".run.lock")
-    with pytest.raises(MeshparError, match="it is a pipe"), held(tmp_path / "run", tell=silent, wait_s=0.0):
+    with raises("{link}"), lock(tmp_path / "run"):
         pass
 
 
-def test_a_run_folder_that_another_user_links_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_run_folder_linked_by_another_user_is_an_error(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "run").symlink_to(tmp_path / "mine")
-    with held(tmp_path / "run", tell=silent, wait_s=0.0):  # a link of one's own is fine
+    with lock(tmp_path / "run"):  # the user's own link is allowed
         pass
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(MeshparError, match="another user made"), held(tmp_path / "run", tell=silent, wait_s=0.0):
+    with raises("conflict", "run "), lock(tmp_path / "run"):
         pass
 
 
-def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch) -> None:
-    def none(number: int, how: int) -> None:
+def test_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOTSUP, "not supported")
 
-    monkeypatch.setattr(fcntl, "flock", none)
-    told: list[str] = []
-    with held(tmp_path / "run", tell=told.append, wait_s=0.0):
-        assert "without locks" in told[0]
+    monkeypatch.setattr(fcntl, "flock", flock)
+    warnings: list[str] = []
+    with lock_run_folder(tmp_path / "run", warn=warnings.append, wait_s=0.0):
+        assert "has no locks" in warnings[0]
