@@ -44,7 +44,7 @@ test-rest: $(VENV)/.pods ## what `make test` leaves out: grids, recipes, noteboo
 
 test-gate: $(VENV)/.pods ## of what is left out, what a change must pass: recipes, notebooks, README, compilations for GPUs
 	$(PYTEST) -m "pod and not matrix" $(ARGS)
-	$(PYTEST) -m "matrix and not pod" tests/test_notebooks.py tests/test_recipes.py tests/test_readme.py $(ARGS)
+	$(PYTEST) -m "matrix and not pod" tests/test_notebooks.py tests/test_recipes.py tests/test_docs.py $(ARGS)
 
 test-all: test test-rest ## everything
 

@@ -218,7 +218,7 @@ def pytest_configure(config: pytest.Config) -> None:
     _read_programs_back(config)
 
 
-LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_readme.py", "test_commands.py")
+LONG_FILES = ("test_notebooks.py", "test_recipes.py", "test_docs.py", "test_commands.py")
 """Few tests that take minutes, in what `make test` leaves out."""
 
 

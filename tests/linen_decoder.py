@@ -13,7 +13,7 @@ import meshpar as mp
 from meshpar.layers.precision import NamedDot
 from meshpar.models import TransformerConfig, layers
 from meshpar.models.transformer import embedding_init, rope_of, run_layers
-from meshpar.sharding.activations import below
+from meshpar.sharding.activations import module_prefix
 
 
 def linear(cfg: TransformerConfig, name: str, outputs: Any, names: tuple[str, ...], axis: Any = -1) -> nn.DenseGeneral:
@@ -102,7 +102,7 @@ class Decoder(nn.Module):
         one = Block(cfg, parent=None)
 
         def block(x_BTE: jax.Array, params: Any, variables: Any, angles: layers.Rope, cache: None) -> Any:
-            with below("layers"):
+            with module_prefix("layers"):
                 return one.apply({"params": params}, x_BTE, angles)[0], None, None
 
         x_BTE, _, _ = run_layers(block, x_BTE, params, {}, angles, None, "layers")

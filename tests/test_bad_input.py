@@ -587,7 +587,7 @@ def test_memory_and_json_are_judged(tmp_path: Path) -> None:
         read_json(tmp_path / "deep.json", "it", "do")
     (tmp_path / "big.json").write_bytes(b"")
     os.truncate(tmp_path / "big.json", 1 << 40)  # a hole: nothing is on the disk
-    with pytest.raises(MeshparError, match="are the most"):
+    with pytest.raises(MeshparError, match="the limit is"):
         read_json(tmp_path / "big.json", "it", "do")
 
 

@@ -1,4 +1,4 @@
-"""Every example command in README, CONTRIBUTING, Makefile, docstrings, `--help` and notebooks is run.
+"""Every example command in README, CONTRIBUTING, docs/, Makefile, docstrings, `--help` and notebooks is run.
 
 The commands are found by reading those places, so a new one is run without being listed here. Quick ones run in this
 process. Compilation for pods, training and measurements run in a process of their own and are marked `matrix`. They
@@ -133,9 +133,9 @@ def docstrings(path: Path) -> Iterator[str]:
 def printed() -> list[Printed]:
     """Each once, in the order in which a reader meets them."""
     found = in_makefile()
-    for name in ("README", "CONTRIBUTING"):
-        text = (ROOT / f"{name}.md").read_text()
-        found += [Printed(name, line) for find in (in_blocks, in_backticks) for line in find(text)]
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = path.read_text()
+        found += [Printed(path.stem, line) for find in (in_blocks, in_backticks) for line in find(text)]
     for path in sorted((ROOT / "recipes").glob("*.py")):
         text = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
         found += [Printed(path.stem, line) for find in (in_docstring, in_backticks) for line in find(text)]

@@ -1,10 +1,12 @@
-"""Notebooks run from top to bottom in a fresh kernel, and are kept with their outputs.
+"""Notebooks run from top to bottom in a fresh kernel and are stored with their outputs.
 
-`make notebooks` runs this file as a script: it executes every notebook and keeps what comes out.
+`make notebooks` runs this file as a script. It executes all notebooks, stores their outputs, and copies the picture of
+the cell with the tag `cover` to docs/images, where the introduction of the notebook shows it.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import sys
@@ -16,6 +18,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+IMAGES = FOLDER.parent / "docs" / "images"
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|tmp|var|opt|work)/\w")
 MAX_BYTES = 1_000_000
 
@@ -32,6 +35,13 @@ def run(path: Path, env: dict[str, str]) -> nbformat.NotebookNode:
     )
     # A notebook asks for its own devices, as it does on a reader's machine.
     return client.execute(env={name: value for name, value in env.items() if name != "XLA_FLAGS"})
+
+
+def cover(notebook: nbformat.NotebookNode) -> bytes:
+    """Return the picture of the cell with the tag `cover`."""
+    (cell,) = [cell for cell in notebook.cells if "cover" in cell.metadata.get("tags", ())]
+    images = [output.data["image/png"] for output in cell.outputs if "image/png" in output.get("data", {})]
+    return base64.b64decode(images[0])
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -62,12 +72,26 @@ def test_outputs_are_kept_small_and_clean(path: Path) -> None:
     assert not found, f"{path.name} names places of one machine: {found[:3]}"
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_introduction_shows_the_cover(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert f"(../docs/images/{path.stem}.png)" in notebook.cells[0].source
+    assert (IMAGES / f"{path.stem}.png").read_bytes() == cover(notebook)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_ends_with_two_exercises(path: Path) -> None:
+    last = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"][-1].source
+    assert re.findall(r"^(\d)\. ", last.partition("## Exercises")[2], flags=re.MULTILINE) == ["1", "2"]
+
+
 if __name__ == "__main__":
     for notebook_path in NOTEBOOKS:
         print(f"running {notebook_path.relative_to(FOLDER.parent)}", flush=True)
         executed = run(notebook_path, {**os.environ, "JAX_PLATFORMS": "cpu"})
-        for cell in executed.cells:  # what libraries murmur on stderr depends on the machine, and is no result
+        for cell in executed.cells:  # messages on stderr depend on the machine
             if cell.cell_type == "code":
                 cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         nbformat.write(executed, notebook_path)
+        (IMAGES / f"{notebook_path.stem}.png").write_bytes(cover(executed))
     sys.exit(None if NOTEBOOKS else f"no notebooks in {FOLDER}")

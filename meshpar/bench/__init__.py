@@ -1,10 +1,10 @@
 """Measurements for cluster profiles, which `plan` and `explain` read.
 
-    kernels.py    collectives: each algorithm against XLA's own, in the style of nccl-tests
-    fit.py        latency and bandwidth of a link, fitted to the times
-    found.py      the measured rows and links, and the profile that they make
-    gpu.py        gpu: matrix products by size, copies and kernel launches, and their profile
-    timing.py     wall times and quartiles
+    collective_timing.py   collectives: each algorithm against XLA's
+    link_fit.py            latency and bandwidth of a link, fitted to the times
+    found.py               measured rows, fitted links and their profile
+    gpu.py                 matmuls by size, copies and kernel launches, and their profile
+    timing.py              wall times and quartiles
 
 Names are imported when they are first used.
 """

@@ -1,4 +1,4 @@
-"""What a measurement of collectives found: rows as nccl-tests prints them, fitted links, and the profile they make."""
+"""Results of the measurement of collectives: rows, fitted links, and the profile that they form."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshpar.sharding.types import problem
 from meshpar.sharding.units import si
 
 XLA = "XLA"
-"""The algorithm of XLA's own collective."""
+"""Name of XLA's collective in the column of algorithms."""
 FITTED = {"permutes": "messages of the kernels here", "axes": "XLA's collectives"}
-"""What links are fitted to, and in words."""
+"""Kinds of fits, with a description."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectiveRow(Plain):
-    """One algorithm at one size along one axis."""
+    """Measured time of an algorithm for a size and an axis."""
 
     axis: str
     num_ranks: int
@@ -33,21 +33,22 @@ class CollectiveRow(Plain):
     algorithm: str
     size_bytes: int
     count: int
-    """Elements of the payload."""
+    """Number of elements of the payload."""
     dtype: str
     op: str
     time_s: float
-    """Median of the rounds."""
+    """Median time."""
     low_s: float
-    """Quartiles."""
+    """Lower quartile."""
     high_s: float
+    """Upper quartile."""
     ratio: float | None
-    """Time over that of XLA's own, the median of the rounds; None for XLA's own, and where it has none."""
+    """Median ratio to the time of XLA's collective, or None without XLA's collective."""
     wrong: int
-    """Elements that are off by more than rounding explains."""
+    """Number of elements with an error above rounding."""
     max_error: float
     predicted_s: float | None = None
-    """By the model, with the α and β fitted to all rows of the axis."""
+    """Time of the alpha-beta model with the fitted link of the axis."""
     derived = ("algorithm_bytes_per_s", "bus_bytes_per_s")
 
     @property
@@ -56,16 +57,16 @@ class CollectiveRow(Plain):
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """That times the share of the payload that a rank has to send at best, as nccl-tests counts it."""
+        """Bus bandwidth as defined by nccl-tests."""
         return self.algorithm_bytes_per_s * bus_factor(self.collective.replace("_", "-"), self.num_ranks)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collectives(Printed, Plain):
-    """What `meshpar bench collectives` found. Prints as tables; `profile` is what it learned about the links."""
+    """Results of `meshpar bench collectives`. Prints as tables."""
 
     devices: str
-    """What jax calls them."""
+    """Name of the devices in jax."""
     mesh: Mapping[str, int]
     rows: tuple[CollectiveRow, ...]
     fits: tuple[Fit, ...]
@@ -74,7 +75,7 @@ class Collectives(Printed, Plain):
 
     @property
     def poor(self) -> str:
-        """Which fits are not good, in words; empty when all are."""
+        """Description of the fits that are not good."""
         return "; ".join(_fit_words(fit) for fit in self.fits if fit.verdict != "good")
 
     @property
@@ -82,38 +83,39 @@ class Collectives(Printed, Plain):
         return f"collectives on {math.prod(self.mesh.values())} {self.devices} devices, {human_mesh(self.mesh)}"
 
     def fit(self, axis: str, of: str) -> Fit | None:
-        """The fit along an axis: of `permutes` or of XLA's own (`axes`)."""
+        """Return the fit of an axis: of `permutes`, or of XLA's collectives (`axes`)."""
         return next((fit for fit in self.fits if (fit.axis, fit.of) == (axis, of)), None)
 
     def crossover_bytes(self, axis: str) -> float | None:
-        """Payload below which recursive doubling beats the ring along an axis, by the fitted link."""
+        """Return the payload below which recursive doubling is faster than a ring, with the fitted link."""
         fit = self.fit(axis, "permutes")
         num_ranks = next(row.num_ranks for row in self.rows if row.axis == axis)
         return None if fit is None or fit.link is None else cost.ring_tree_crossover_bytes(num_ranks, fit.link)
 
     def profile(self) -> Profile:
-        """The fitted links, for `explain`, `cost` and `algorithm="auto"`: a cluster of GPUs that the catalogue knows,
-        else links alone. What no link explains is left out.
+        """Return the profile for `explain`, `cost` and `algorithm="auto"`, without fits that are not usable.
+
+        It is a `Cluster` for GPUs of the catalogue, and `Links` for other devices.
 
         Raises:
-          ValueError: no link explains the times.
+          MeshparError: no fit is usable.
         """
-        kept = [(fit.of, fit.axis, fit.link) for fit in self.fits if fit.link is not None and fit.verdict != "none"]
-        links = {of: {axis: link for for_, axis, link in kept if for_ == of} for of in FITTED}
+        usable = [(fit.of, fit.axis, fit.link) for fit in self.fits if fit.link is not None and fit.verdict != "none"]
+        links = {of: {axis: link for for_, axis, link in usable if for_ == of} for of in FITTED}
         if not any(links.values()):
-            asked = "hold the links that were measured"
-            fix = "measure on an idle machine, over a wider range of sizes (--max-bytes) and more often (--repeats)"
-            raise problem("the profile", asked, f"no α and β explain the times: {self.poor}", fix)
+            fix = "measure on an idle machine, with a wider range of sizes (--max-bytes) and more rounds (--repeats)"
+            reason = f"no fit is usable: {self.poor}"
+            raise problem("profile", "save the measured links", reason, fix, code="bad-fit")
         gpu = gpu_of_kind(self.devices)
         if gpu is None:
             return Links(devices=self.devices, source=self._source(), axes=links["axes"], permutes=links["permutes"])
-        usual = cluster_of(gpu, nodes=1, gpus_per_node=math.prod(self.mesh.values()))
-        return dataclasses.replace(usual, source=self._source(), axes=links["axes"], permutes=links["permutes"])
+        cluster = cluster_of(gpu, nodes=1, gpus_per_node=math.prod(self.mesh.values()))
+        return dataclasses.replace(cluster, source=self._source(), axes=links["axes"], permutes=links["permutes"])
 
     def _source(self) -> str:
-        off = ", ".join(f"{fit.axis} {fit.of} {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "none")
+        errors = ", ".join(f"{fit.axis} {fit.of} {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "none")
         today = datetime.date.today().isoformat()
-        return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {off}"
+        return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {errors}"
 
     def to_json(self) -> dict[str, Any]:
         crossover = {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(fit.axis for fit in self.fits)}
@@ -174,5 +176,5 @@ def _cells(row: CollectiveRow) -> Iterator[str]:
 
 def _fit_words(fit: Fit) -> str:
     if fit.link is None:
-        return f"along `{fit.axis}` ({FITTED[fit.of]}) times do not grow with the bytes"
-    return f"along `{fit.axis}` ({FITTED[fit.of]}) the model is typically off by {fit.typical_error:.0%}"
+        return f"along `{fit.axis}` ({FITTED[fit.of]}), times do not grow with the bytes"
+    return f"along `{fit.axis}` ({FITTED[fit.of]}), the typical error is {fit.typical_error:.0%}"

@@ -1,4 +1,4 @@
-"""α and β of a link from measured times: the alpha-beta model fitted, and how far off it is."""
+"""Fit of latency and bandwidth (α and β) of a link to measured times."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from meshpar.hardware.clusters import Link
 from meshpar.sharding.printing import Plain
 
 GOOD, USABLE = 0.25, 1.0
-"""Typical errors up to which a fit is good, and up to which it is worth keeping: a factor of two either way."""
+"""Maximum typical errors of a good fit, and of a usable fit, which is a factor of two."""
 
 
 class Point(NamedTuple):
-    """One measured time, and what the closed form says it is made of."""
+    """A measured time with the steps and bytes of its algorithm."""
 
     steps: float
     bytes_in_turn: float
@@ -28,23 +28,22 @@ class Point(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit(Plain):
-    """A link that explains measured times, and how well it does."""
+    """A fitted link with its errors."""
 
     axis: str
     of: str
-    """`permutes`: the kernels here, made of single messages; `axes`: XLA's own collectives."""
+    """`permutes` for kernels with single messages, or `axes` for XLA's collectives."""
     link: Link | None
-    """None when the times do not grow with the bytes, so that there is no bandwidth."""
+    """None if the times do not grow with the bytes."""
     typical_error: float
-    """Median of predicted / measured, or of its inverse where that is larger, less 1: 0.25 is a quarter too much, or a
-    fifth too little."""
+    """Median of max(predicted / measured, measured / predicted) - 1."""
     worst_error: float
     num_points: int
     derived = ("verdict",)
 
     @property
     def verdict(self) -> str:
-        """`good`, `poor`, or `none`: not worth keeping."""
+        """`good`, `poor`, or `none` if the fit is not usable."""
         if self.link is None or self.typical_error > USABLE:
             return "none"
         return "good" if self.typical_error <= GOOD else "poor"
@@ -56,20 +55,20 @@ class Fit(Plain):
 
 
 def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -> Fit:
-    """The α and β, neither negative, with the least sum of |log(predicted / measured)|.
+    """Return the non-negative α and β that minimize the sum of |log(predicted / measured)|.
 
-    Ratios, since times span orders of magnitude, and too little is as bad as too much; and not their squares, since a
-    machine with other work on it makes outliers. Found by weighted least squares, the weights taken anew each round.
+    Ratios weight short and long times equally, and absolute values are robust against outliers of a busy machine. The
+    minimum is computed by iteratively reweighted least squares.
     """
-    parts = np.array([(point.steps, point.bytes_in_turn) for point in points], float).reshape(-1, 2)
+    features = np.array([(point.steps, point.bytes_in_turn) for point in points], float).reshape(-1, 2)
     times_s = np.array([point.time_s for point in points], float)
-    scale = np.maximum(parts.max(axis=0, initial=0.0), 1e-300)  # columns of one size: nnls judges by an absolute bound
-    weights, found = 1 / times_s, np.zeros(2)
+    scale = np.maximum(features.max(axis=0, initial=0.0), 1e-300)  # nnls has an absolute tolerance
+    weights, solution = 1 / times_s, np.zeros(2)
     for _ in range(rounds if points else 0):
-        found = optimize.nnls(parts / scale * weights[:, None], times_s * weights)[0] / scale
-        weights = np.sqrt(_weights(parts @ found, times_s))
-    alpha_s, beta_s = map(float, found)
-    errors = [_off(predicted_s, time_s) for predicted_s, time_s in zip(parts @ found, times_s, strict=True)]
+        solution = optimize.nnls(features / scale * weights[:, None], times_s * weights)[0] / scale
+        weights = np.sqrt(_weights(features @ solution, times_s))
+    alpha_s, beta_s = map(float, solution)
+    errors = [_error(predicted_s, time_s) for predicted_s, time_s in zip(features @ solution, times_s, strict=True)]
     link = Link(alpha_s=alpha_s, bytes_per_s=1 / beta_s) if beta_s > 0 else None
     return Fit(
         axis=axis,
@@ -81,11 +80,11 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
     )
 
 
-def _off(predicted_s: float, time_s: float) -> float:
+def _error(predicted_s: float, time_s: float) -> float:
     return float(max(predicted_s / time_s, time_s / predicted_s)) - 1 if predicted_s > 0 else math.inf
 
 
 def _weights(predicted_s: np.ndarray, times_s: np.ndarray) -> np.ndarray:
-    """What makes squared differences the size of the ratios' logarithms, kept finite where they agree."""
+    """Return weights with which squared differences equal |log ratio|, bounded where they agree."""
     ratios = np.log(np.maximum(predicted_s / times_s, 1e-9))
     return np.maximum(abs(ratios), 1e-3) / np.maximum(abs(predicted_s - times_s), 1e-3 * times_s) ** 2

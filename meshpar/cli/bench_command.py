@@ -85,7 +85,7 @@ def collectives(
             check_file(path, suffixes)
     largest = max_bytes or ("1MB" if jax.default_backend() == "cpu" else "100MB")
     with _live() as progress:
-        options |= {"names": names or tuple(kernels.COLLECTIVES), "algorithms": algorithms or kernels.USUAL}
+        options |= {"names": names or tuple(kernels.COLLECTIVES), "algorithms": algorithms or kernels.DEFAULT}
         options |= {"min_bytes": parse_bytes(min_bytes), "max_bytes": parse_bytes(largest)}
         found = kernels.collectives(mesh, **options, progress=progress)
     print_report(found, as_json=as_json)

@@ -115,7 +115,7 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     from meshpar.sharding.units import parse_bytes
 
     library()
-    most_bytes = int(parse_bytes(max_bytes, least=1))
+    most_bytes = int(parse_bytes(max_bytes, minimum=1))
     new_folder(out)  # minutes before it is written
     folder, step = _chosen(run, step)
     index = read_index(folder, step)

@@ -21,7 +21,7 @@ def _names_other_layouts(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(**given)
         except MeshparError as error:
-            if given["mesh"] is None and given["strategy"] is None and "is not a multiple of" in str(error):
+            if given["mesh"] is None and given["strategy"] is None and error.code == "indivisible":
                 error.add_note("no layout was named: --mesh fsdp=N takes fewer devices, --devices 1 splits nothing")
             raise
 

@@ -45,7 +45,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
             watch.say(str(error))
         watch.failed(error)
 
-    checkpoint.told_of_failed_writes.append(failed)
+    checkpoint.write_failure_callbacks.append(failed)
     try:
         watch.keep_native_text()
         facts = {**environment(os.environ), "command": dict(command)}
@@ -56,7 +56,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
             code = int(interrupted.code or 0)
         if signals is not None and signals.received is not None:  # while it reported
             code = 128 + signals.received
-        code = here.most(here.another("end"), code)  # all end as one does
+        code = here.max(here.new_key("end"), code)  # all end as one does
     except Exception as error:
         _end(watch, error)
     watch.done(code)

@@ -87,7 +87,7 @@ def _read(path: str) -> Schedule:
         return Schedule.from_csv(path)
     fix = "give a file that `meshpar schedule NAME --json` printed"
     try:
-        return Schedule.from_json(read_json(path, path, fix, asked="read a schedule"))
+        return Schedule.from_json(read_json(path, path, fix, requested="read a schedule"))
     except MeshparError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:

@@ -50,21 +50,19 @@ from meshpar.loop.fit import (
     Checkpointer,
     FitResult,
     Hook,
-    JsonlWriter,
     Preemption,
-    ProgressBar,
     Record,
     Run,
     Validator,
     fit,
-    missing_steps,
-    read_lines,
     restore_or_init,
 )
 from meshpar.loop.goodput import Goodput
 from meshpar.loop.goodput import words as goodput_words
 from meshpar.loop.metric_writers import check_writers, writers
+from meshpar.loop.metrics_file import JsonlWriter, missing_steps, read_lines
 from meshpar.loop.profiler import Profile
+from meshpar.loop.progress_bar import ProgressBar
 from meshpar.moe.load_metrics import Loads
 from meshpar.optim.averages import averages_of, ema_params
 from meshpar.sharding.context import use_rules

@@ -1,24 +1,25 @@
-"""Collectives as short loops of messages between neighbours, for use inside `jax.shard_map`.
+"""Collective kernels as short loops of messages between neighbours, for use inside `jax.shard_map`.
 
-    check.py (the arguments)      ─┐
-    auto.py (by which algorithm)  ─┤
-    wire.py (send, cut, join)     ─┤
-                                   ▼
+    kernel_checks.py  arguments ──────────────┐
+    auto.py           choice of algorithm ────┤
+    wire.py           send, split, join ──────┤
+                                              ▼
            point_to_point.py  shift, broadcast, reduce, scatter, gather ─► tree.py ─┐
            ring.py            all_gather, reduce_scatter ───────────────────────────┤
            matmul.py          all_gather_matmul, matmul_reduce_scatter              │
            exchange.py        all_to_all ─┐                                         ▼
                                           └─► hierarchical.py       reduction.py  all_reduce ─► bucket.py
-           quantized.py       the same with a byte an element: encode ─► XLA's own collective ─► decode, sum
-    attention.py   blockwise_attention; ring_attention, over sequences in the order of order.py: zigzag, to_zigzag, ...
-    cudnn.py       tiles for the ring that are cuDNN's kernel
-    flash.py       tokamax's attention of one device
+           quantized.py       8-bit messages: encode ─► XLA's collective ─► decode, sum
+    attention.py      blockwise_attention and ring_attention
+    zigzag_order.py   the balanced order of positions for ring_attention: zigzag, to_zigzag, ...
+    cudnn.py          cuDNN's attention as the tile kernel of ring_attention
+    flash.py          tokamax's attention on a device
 
-    reference.py   what each of them computes, in plain global-view jax.numpy
+    reference.py      plain global-view references in jax.numpy
 
-Per-device view: a kernel takes what one rank holds and gives what it holds after. Results vary over the axis as far as
-`shard_map` knows, even where all ranks hold the same: `out_specs` name the axis, unless `check_vma=False`. Derivatives
-are those of the reference, with the check on or off. Names are imported when they are first used.
+A kernel maps the local array of a rank to its local result. For `shard_map` all results vary over the axis, even if
+they are equal on all ranks, so `out_specs` must name the axis unless `check_vma=False`. The derivatives are the same as
+for the reference, with the check on or off. Modules are imported on the first use of their names.
 """
 
 from typing import TYPE_CHECKING

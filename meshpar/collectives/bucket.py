@@ -1,4 +1,4 @@
-"""Gradients in buckets: many small arrays reduced as a few long messages."""
+"""All-reduce of many small arrays in a few long messages (buckets)."""
 
 from __future__ import annotations
 
@@ -26,52 +26,53 @@ def bucketed_all_reduce(
     channels: int = 1,
     cluster: str | Profile | None = None,
 ) -> PyTree:
-    """All-reduce of every array of a tree: one all-reduce a bucket, last arrays first.
+    """All-reduce the arrays of a pytree, one all-reduce per bucket, starting with the last arrays.
 
-        per device {[A], [B], ...} -> {[A], [B], ...}
-        steps and bytes of the algorithm, for each bucket with its own n
+        {[A], [B], ...} {unreduced over X} -> {[A], [B], ...};  per device the same shapes
+        steps and bytes of the algorithm for each bucket
 
-    Backward passes make the last layers' gradients first, so reverse order lets the first bucket go while the rest is
-    still being computed. A bucket is one whole all-reduce; a ring cuts it into N chunks in turn.
+    Backward passes compute the gradients of the last layers first. In reverse order the first bucket can be sent while
+    the remaining gradients are computed. The reference of each array is
+    `reference.all_reduce`.
 
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 
     Args:
-      tree: arrays of any shapes; each dtype has its own buckets.
-      bucket_bytes: a bucket is closed before it would grow beyond this. An array that is larger has one to itself.
-      axis, op, algorithm, channels, cluster: as for `all_reduce`; `auto` chooses for each bucket by its size.
+      tree: arrays of any shapes. Each dtype has separate buckets.
+      bucket_bytes: maximum size of a bucket. A larger array has a bucket for itself.
+      axis, op, algorithm, channels, cluster: see `all_reduce`. `auto` chooses an algorithm for each bucket by its size.
 
     Raises:
-      ValueError: `bucket_bytes` is not positive, or what `all_reduce` raises.
+      MeshparError: `bucket_bytes` is not positive, or `all_reduce` raises an error.
     """
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | float) or not bucket_bytes > 0:
-        asked = f"fill buckets of {bucket_bytes!r} bytes"
-        raise problem("bucketed_all_reduce", asked, "a bucket holds something", "use a positive size, 25e6 say")
+        requested, fix = f"use bucket_bytes={bucket_bytes!r}", "use a positive number such as 25e6"
+        raise problem("bucketed_all_reduce", requested, "the size must be positive", fix, "out-of-range")
     ranks_of("bucketed_all_reduce", axis)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [varying(leaf, axis) for leaf in leaves]
     for bucket in buckets(leaves, bucket_bytes):
-        flat = jnp.concatenate([leaves[at].reshape(-1) for at in bucket])
+        flat = jnp.concatenate([leaves[i].reshape(-1) for i in bucket])
         with jax.named_scope("bucket"):
             total = all_reduce(flat, axis=axis, op=op, algorithm=algorithm, channels=channels, cluster=cluster)
-        ends = list(itertools.accumulate(leaves[at].size for at in bucket))
-        for at, part in zip(bucket, jnp.split(total, ends[:-1]), strict=True):
-            leaves[at] = part.reshape(leaves[at].shape)
+        ends = list(itertools.accumulate(leaves[i].size for i in bucket))
+        for i, part in zip(bucket, jnp.split(total, ends[:-1]), strict=True):
+            leaves[i] = part.reshape(leaves[i].shape)
     return jax.tree.unflatten(structure, leaves)
 
 
 def buckets(leaves: Sequence[jax.Array | jax.ShapeDtypeStruct], bucket_bytes: float) -> list[list[int]]:
-    """Which arrays share a bucket, as positions: buckets in the order they are closed, last arrays first."""
+    """Return the indices of the arrays in each bucket, in the order in which the buckets fill up."""
     closed: list[list[int]] = []
     filling: dict[jnp.dtype, list[int]] = {}
 
-    def size_bytes(at: int) -> int:
-        return math.prod(leaves[at].shape) * leaves[at].dtype.itemsize
+    def size_bytes(i: int) -> int:
+        return math.prod(leaves[i].shape) * leaves[i].dtype.itemsize
 
-    for at in reversed(range(len(leaves))):
-        bucket = filling.setdefault(leaves[at].dtype, [])
-        if bucket and sum(map(size_bytes, bucket)) + size_bytes(at) > bucket_bytes:
+    for i in reversed(range(len(leaves))):
+        bucket = filling.setdefault(leaves[i].dtype, [])
+        if bucket and sum(map(size_bytes, bucket)) + size_bytes(i) > bucket_bytes:
             closed.append(bucket)
-            bucket = filling[leaves[at].dtype] = []
-        bucket.append(at)
+            bucket = filling[leaves[i].dtype] = []
+        bucket.append(i)
     return closed + list(filling.values())

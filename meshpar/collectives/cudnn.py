@@ -1,7 +1,9 @@
-"""cuDNN's flash attention as jax has it: what it refuses told, and its tiles for a ring.
+"""cuDNN's flash attention as the tile kernel of `ring_attention`.
 
-jax has the kernel with its log-sum-exp, but no way to run its backward pass by the log-sum-exp and output of more keys
-than a tile's, so the primitives below `jax.nn.dot_product_attention` are called.
+The backward pass of a tile needs the log-sum-exp and the output over all keys, not only the keys of the tile. The
+public `jax.nn.dot_product_attention` cannot take them, so this module calls the primitives below it.
+
+Shape suffixes: B batch, H query heads, K key/value heads, s positions of a tile, D head width.
 """
 
 from __future__ import annotations
@@ -16,27 +18,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshpar.collectives.attention import TileKernel
-from meshpar.sharding.types import problem
+from meshpar.collectives.kernel_checks import unsupported_attention
 
 
 @contextlib.contextmanager
 def refusals_told(*arrays: Array) -> Iterator[None]:
-    """Raises `ValueError`, with what to do, where cuDNN is missing or does not take these arrays."""
+    """Turn errors of cuDNN into a `MeshparError`: it is not installed, or does not support these arrays."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     try:
         if device is not None and device.platform == "cpu":
             raise RuntimeError("the mesh is of CPU devices")
         yield
     except (RuntimeError, ValueError) as error:
-        shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
-        raise problem(
-            'attention="cudnn"',
-            f"attend with {shapes} on one device",
-            str(error).partition("\n")[0].rstrip("."),
-            "where cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one); for "
-            'what it does not take, --set model.attention=blockwise or TransformerConfig(attention="blockwise"), which '
-            "runs anywhere",
-        ) from error
+        reason = str(error).partition("\n")[0].rstrip(".")
+        install = "if cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one)"
+        raise unsupported_attention("cudnn", arrays, reason, install) from error
 
 
 def tile_forward(
@@ -47,17 +43,19 @@ def tile_forward(
     scale: float,
     causal: bool,
 ) -> tuple[Float[Array, "B H s D"], Float[Array, "B H s"]]:
-    """Attention within a tile, and the log-sum-exp of every query's scaled scores in float32.
+    """Compute attention within a tile, and the float32 log-sum-exp of the scaled scores of each query.
+
+    The reference is the plain tile in `attention.py`.
 
     Raises:
-      ValueError: cuDNN is missing or does not take these arrays.
+      MeshparError: cuDNN is missing, or does not support these arrays.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     with refusals_told(q_BHsD, k_BKsD, v_BKsD):
         mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-        how: dict[str, Any] = {"scale": scale, "mask_type": mask, "qkv_layout": "BNTH"}
-        o_BHsD, lse_BHs = cudnn.dot_product_attention(q_BHsD, k_BKsD, v_BKsD, return_residual=True, **how)
+        options: dict[str, Any] = {"scale": scale, "mask_type": mask, "qkv_layout": "BNTH"}
+        o_BHsD, lse_BHs = cudnn.dot_product_attention(q_BHsD, k_BKsD, v_BKsD, return_residual=True, **options)
     return o_BHsD, lse_BHs
 
 
@@ -72,20 +70,20 @@ def tile_backward(
     scale: float,
     causal: bool,
 ) -> tuple[Float[Array, "B H s D"], Float[Array, "B K s D"], Float[Array, "B K s D"]]:
-    """What a tile adds to the gradients of its queries, keys and values; o and lse are those of all keys."""
+    """Return the contribution of a tile to the gradients of q, k and v. `o` and `lse` are over all keys."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    how: dict[str, Any] = {"scale": scale, "mask_type": mask, "layout": cudnn.AttentionLayout.BNTH.value}
-    how |= {"seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "sliding_window_length": None}
+    options: dict[str, Any] = {"scale": scale, "mask_type": mask, "layout": cudnn.AttentionLayout.BNTH.value}
+    options |= {"seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "sliding_window_length": None}
     if "score_mod" in inspect.signature(cudnn._dot_product_attention_bwd_rule).parameters:  # jax 0.12 has it
-        how["score_mod"] = None
-    absent = [jnp.zeros(0, q_BHsD.dtype)] * 7  # bias, lengths and offsets of queries and keys, tables of pages
-    given = (q_BHsD, k_BKsD, v_BKsD, *absent, lse_BHs, o_BHsD, do_BHsD)
-    dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_p_wrapper.bind(*given, **how)
+        options["score_mod"] = None
+    unused = [jnp.zeros(0, q_BHsD.dtype)] * 7  # bias, lengths and offsets of queries and keys, page tables
+    args = (q_BHsD, k_BKsD, v_BKsD, *unused, lse_BHs, o_BHsD, do_BHsD)
+    dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_p_wrapper.bind(*args, **options)
     return dq, dk, dv
 
 
 TILES = TileKernel(tile_forward, tile_backward)
-"""cuDNN's attention as the tiles of `ring_attention`: bfloat16 or float16, on NVIDIA GPUs, in a region that is manual
-over the whole mesh."""
+"""cuDNN's attention as a kernel for `ring_attention`. It needs bfloat16 or float16, an NVIDIA GPU, and a `shard_map`
+that is manual over all axes of the mesh."""

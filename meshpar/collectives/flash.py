@@ -1,4 +1,7 @@
-"""tokamax's flash attention: its kernels by one word, what they refuse told, their FLOPs named for who counts them."""
+"""tokamax's flash attention, with FLOPs in the name of the scope.
+
+Shape suffixes: B batch, T positions, H query heads, K key/value heads, D head width.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from collections.abc import Iterator
 import jax
 from jaxtyping import Array, Float, Int
 
-from meshpar.sharding.types import problem
+from meshpar.collectives.kernel_checks import unsupported_attention
 
 KERNELS = ("mosaic", "triton")
-"""Of these the package takes the first that can do it; its own fallbacks to XLA are not there."""
+"""Implementations that tokamax may use. Its fallback to XLA is excluded."""
 SCOPE = "tokamax_attention_"
-"""Behind it the FLOPs of one product of a call: scores, or their product with the values."""
-_NAMED = re.compile(rf"{SCOPE}(\d+)")
+"""Prefix of the scope, followed by the FLOPs of each of the two matmuls of a call."""
+_SCOPE = re.compile(rf"{SCOPE}(\d+)")
 
 
 def flash_attention(
@@ -29,20 +32,23 @@ def flash_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention by tokamax's kernels, of one device; arguments as in `meshpar.models.layers.causal_attention`.
+    """Compute causal attention on a device with tokamax.
 
-    The package knows segments as a mask of `T T` bytes a row, which is made for every call. Its kernels do not say what
-    varies over a mesh: in a `shard_map` they want `check_vma=False`.
+    See `meshpar.models.layers.causal_attention` for the arguments.
+
+    Segments become a mask of T² bytes per example, which is created in each call. The kernels do not support the
+    check of varying axes, so in a `shard_map` they need `check_vma=False`. The reference is
+    `reference.blockwise_attention`.
 
     Raises:
-      ValueError: the package is missing, or has no kernel for these arrays or this device.
+      MeshparError: tokamax is missing, or has no kernel for these arrays or this device.
     """
     num_keys = k_BTKD.shape[1]
-    near = min(window or num_keys, num_keys)
-    seen = near * (2 * num_keys - near) // 2  # as `causal_share`
-    flops = 2 * q_BTHD.shape[0] * q_BTHD.shape[2] * q_BTHD.shape[3] * seen
+    window_size = min(window or num_keys, num_keys)
+    num_scores = window_size * (2 * num_keys - window_size) // 2  # as `causal_share`
+    flops = 2 * q_BTHD.shape[0] * q_BTHD.shape[2] * q_BTHD.shape[3] * num_scores
     mask = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None]
-    with _refusals_told(q_BTHD, k_BTKD, v_BTKD):
+    with _explain_errors(q_BTHD, k_BTKD, v_BTKD):
         import tokamax  # type: ignore[import-not-found,unused-ignore]
 
         with jax.named_scope(f"{SCOPE}{flops}"):
@@ -53,25 +59,19 @@ def flash_attention(
 
 
 @contextlib.contextmanager
-def _refusals_told(*arrays: Array) -> Iterator[None]:
+def _explain_errors(*arrays: Array) -> Iterator[None]:
     try:
         if importlib.util.find_spec("tokamax") is None:
             raise ValueError("the package tokamax is not installed")
         yield
     except (NotImplementedError, ExceptionGroup, ValueError) as error:
-        shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
-        parts = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-        raise problem(
-            'attention="tokamax"',
-            f"attend with {shapes} on one device",
-            "; ".join(str(one).partition("\n")[0].rstrip(".") for one in parts),
-            "on Python 3.12 or newer, pip install 'meshpar[cuda12]' (or tokamax, to compile for GPUs without one); for "
-            'what it does not take, --set model.attention=blockwise or TransformerConfig(attention="blockwise"), which '
-            "runs anywhere",
-        ) from error
+        errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
+        reason = "; ".join(str(e).partition("\n")[0].rstrip(".") for e in errors)
+        install = "on Python 3.12 or newer, pip install 'meshpar[cuda12]' (or tokamax, to compile for GPUs without one)"
+        raise unsupported_attention("tokamax", arrays, reason, install) from error
 
 
 def product_flops(scopes: str) -> int | None:
-    """FLOPs of one product, by the scopes around a kernel; None where it is none of this attention's."""
-    found = _NAMED.search(scopes)
-    return int(found[1]) if found else None
+    """Return the FLOPs of a matmul of the attention from the scopes of an operation, or None for other operations."""
+    match = _SCOPE.search(scopes)
+    return int(match[1]) if match else None

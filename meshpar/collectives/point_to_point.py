@@ -1,6 +1,7 @@
-"""Messages between single ranks: shift, and the collectives with a root (broadcast, reduce, scatter, gather).
+"""Point-to-point kernels: `shift`, and collectives with a root rank (broadcast, reduce, scatter, gather).
 
-N ranks, n bytes; off the root, results that only the root gets are zeros.
+N is the number of ranks along the axis and n the number of bytes of the array. Results that only the root receives are
+zeros on the other ranks. Each function has a global-view reference of the same name in `reference.py`.
 """
 
 from __future__ import annotations
@@ -10,27 +11,40 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.kernel_checks import Axis, check_op, checked_distance, checked_root, ranks_of
-from meshpar.collectives.wire import Combine, cut, doublings, join, pass_on, reduced, send, varying
+from meshpar.collectives.kernel_checks import Axis, check_op, check_root, ranks_of
+from meshpar.collectives.wire import (
+    Combine,
+    doublings,
+    join_parts,
+    reduce_by_op,
+    send,
+    send_on_ring,
+    split_parts,
+    varying,
+)
+from meshpar.sharding.errors import is_int, problem
 
 
 def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = True) -> Shaped[Array, "*dims"]:
-    """Every rank gets the array of the rank `by` places before it: send to the one, receive from the other.
+    """Send each rank's array to the rank `by` places ahead; the reference is `reference.shift`.
 
-        per device [A] -> [A];  1 step, n bytes
+        per device [A] -> [A], that of rank r - by;  1 step, n bytes
 
     Args:
-      axis: mesh axis, or several as one.
-      by: how many ranks further; negative for backwards.
-      wrap: whether the last is followed by the first; if not, ranks with none before them get zeros.
+      axis: mesh axis, or a tuple of axes that act as a single axis.
+      by: distance in ranks, negative for backwards.
+      wrap: whether the first rank follows the last. If not, ranks without a sender receive zeros.
 
     Raises:
-      ValueError: no such axis here, or a `by` that is no whole number.
+      MeshparError: the axis is unknown, or `by` is not an integer.
     """
-    num_ranks, by = ranks_of("shift", axis), checked_distance("shift", by)
+    num_ranks = ranks_of("shift", axis)
+    if not is_int(by):
+        fix = "use an integer such as 1, or -1 for backwards"
+        raise problem("shift", f"use by={by!r}", "it must be an integer", fix, "not-an-int")
     x = varying(x, axis)
     if wrap:
-        return pass_on(x, axis, by, num_ranks) if by % num_ranks else x
+        return send_on_ring(x, axis, by, num_ranks) if by % num_ranks else x
     if by == 0:
         return x
     with jax.named_scope("shift"):
@@ -38,35 +52,38 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
 
 
 def broadcast(x: Shaped[Array, "*dims"], *, axis: Axis, root: int = 0) -> Shaped[Array, "*dims"]:
-    """Every rank gets the root's array, down a binomial tree: those who have it double with each step.
+    """Send the root's array to all ranks along a binomial tree; the reference is `reference.broadcast`.
 
-        per device [A] -> [A], the root's;  ceil(log2 N) steps, n bytes each
+        per device [A] -> [A], that of the root;  ceil(log2 N) steps, n bytes each
 
     Source: Thakur, Rabenseifner, Gropp 2005.
 
     Raises:
-      ValueError: no such axis here, or no such root.
+      MeshparError: the axis or the root is unknown.
     """
     num_ranks = ranks_of("broadcast", axis)
-    checked_root("broadcast", root, num_ranks)
+    check_root("broadcast", root, num_ranks)
     return tree_down(varying(x, axis), axis, num_ranks, root)
 
 
 def reduce(x: Num[Array, "*dims"], *, axis: Axis, op: str = "sum", root: int = 0) -> Num[Array, "*dims"]:
-    """The root gets the reduction over all ranks, up a binomial tree; the others get zeros.
+    """Reduce over all ranks to the root along a binomial tree; the reference is `reference.reduce`.
 
-        per device [A] -> [A], zeros off the root;  ceil(log2 N) steps, n bytes each
+        [A] {unreduced over X} -> [A] on the root;  per device [A] -> [A], zeros off the root
+        ceil(log2 N) steps, n bytes each
 
     Source: Thakur, Rabenseifner, Gropp 2005.
 
     Args:
+      axis: mesh axis, or a tuple of axes that act as a single axis.
       op: `sum`, `mean`, `max` or `min`.
+      root: the rank that receives the result.
 
     Raises:
-      ValueError: no such axis here, root or op; an op that the dtype does not have.
+      MeshparError: the axis, root or op is unknown, or the dtype does not support the op.
     """
     num_ranks = ranks_of("reduce", axis)
-    checked_root("reduce", root, num_ranks)
+    check_root("reduce", root, num_ranks)
     x = varying(x, axis)
     check_op("reduce", op, x.dtype)
 
@@ -74,61 +91,67 @@ def reduce(x: Num[Array, "*dims"], *, axis: Axis, op: str = "sum", root: int = 0
         y = tree_up(x, axis, combine, num_ranks, root)
         return jnp.where(lax.axis_index(axis) == root, y, jnp.zeros_like(y))
 
-    return reduced(kernel, x, op, num_ranks, spread=lambda y: tree_down(y, axis, num_ranks, root))
+    return reduce_by_op(kernel, x, op, num_ranks, spread=lambda y: tree_down(y, axis, num_ranks, root))
 
 
 def scatter(
     x: Shaped[Array, "*dims"], *, axis: Axis, root: int = 0, dim: int = 0, tiled: bool = True
 ) -> Shaped[Array, "*dims"]:
-    """Every rank gets its part of the root's array, straight from the root.
+    """Send each rank its part of the root's array, directly from the root; the reference is `reference.scatter`.
 
-        per device [A, B], the root's -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
+        [A, B] on the root -> [A_X, B];  per device [A, B] -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
         N-1 steps; the root sends (N-1)/N n bytes
 
     Args:
-      dim: the dim that is cut.
-      tiled: whether parts are runs of the dim; if not, the dim has one entry for each rank and goes away.
+      x: the local array, of which only the root's is used.
+      axis: mesh axis, or a tuple of axes that act as a single axis.
+      root: the rank that sends.
+      dim: the dim that is divided among the ranks.
+      tiled: whether each rank receives a slice of the dim. If not, the dim has one entry per rank and is removed.
 
     Raises:
-      ValueError: no such axis here, root or dim; a dim that does not divide by N.
+      MeshparError: the axis, root or dim is unknown, or the dim is not divisible by N.
     """
     num_ranks = ranks_of("scatter", axis)
-    checked_root("scatter", root, num_ranks)
-    parts = cut("scatter", varying(x, axis), dim, num_ranks, tiled)
-    rank, mine = lax.axis_index(axis), parts[root]
+    check_root("scatter", root, num_ranks)
+    parts = split_parts("scatter", varying(x, axis), dim, num_ranks, tiled)
+    rank, part = lax.axis_index(axis), parts[root]
     with jax.named_scope("scatter"):
-        for target in _others(root, num_ranks):
-            mine = jnp.where(rank == target, send(parts[target], axis, [(root, target)]), mine)
-    return mine
+        for target in _ranks_after(root, num_ranks):
+            part = jnp.where(rank == target, send(parts[target], axis, [(root, target)]), part)
+    return part
 
 
 def gather(
     x: Shaped[Array, "*dims"], *, axis: Axis, root: int = 0, dim: int = 0, tiled: bool = True
 ) -> Shaped[Array, "*dims"]:
-    """The root gets the arrays of all ranks in order of their ranks; the others get zeros.
+    """Send the arrays of all ranks to the root, in the order of the ranks; the reference is `reference.gather`.
 
+        [A_X, B] -> [A, B] on the root
         per device [A, B] -> [N A, B], zeros off the root  (dim 0; [N, A, B] with tiled=False)
-        N-1 steps; n bytes from each rank but the root
+        N-1 steps; n bytes from each rank except the root
 
     Args:
-      dim: where the parts stand in the result.
-      tiled: whether they are laid end to end; if not, they are stacked along a new dim.
+      axis: mesh axis, or a tuple of axes that act as a single axis.
+      root: the rank that receives the result.
+      dim: the dim of the result along which the arrays are concatenated or stacked.
+      tiled: whether arrays are concatenated. If not, they are stacked along a new dim.
 
     Raises:
-      ValueError: no such axis here, root or dim.
+      MeshparError: the axis, root or dim is unknown.
     """
     num_ranks = ranks_of("gather", axis)
-    checked_root("gather", root, num_ranks)
+    check_root("gather", root, num_ranks)
     x = varying(x, axis)
     parts = [jnp.where(lax.axis_index(axis) == root, x, jnp.zeros_like(x))] * num_ranks
     with jax.named_scope("gather"):
-        for source in _others(root, num_ranks):
+        for source in _ranks_after(root, num_ranks):
             parts[source] = send(x, axis, [(source, root)])
-    return join("gather", jnp.stack(parts), dim, tiled)
+    return join_parts("gather", jnp.stack(parts), dim, tiled)
 
 
 def tree_down(x: jax.Array, axis: Axis, num_ranks: int, root: int) -> jax.Array:
-    """The root's array for all, `ceil(log2 N)` messages one after the other."""
+    """Broadcast in `ceil(log2 N)` sequential messages."""
     place = (lax.axis_index(axis) - root) % num_ranks
     with jax.named_scope("tree_down"):
         for reach in doublings(num_ranks):
@@ -138,7 +161,7 @@ def tree_down(x: jax.Array, axis: Axis, num_ranks: int, root: int) -> jax.Array:
 
 
 def tree_up(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, root: int) -> jax.Array:
-    """The reduction at the root, `ceil(log2 N)` messages one after the other; partial ones elsewhere."""
+    """Reduce to the root in `ceil(log2 N)` sequential messages. Other ranks return partial results."""
     place = (lax.axis_index(axis) - root) % num_ranks
     with jax.named_scope("tree_up"):
         for reach in reversed(doublings(num_ranks)):
@@ -149,10 +172,10 @@ def tree_up(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, root: in
 
 
 def _edges(reach: int, num_ranks: int, root: int) -> list[tuple[int, int]]:
-    """(parent, child) of one level of the tree: `reach` places apart, counted from the root."""
+    """Return the (parent, child) pairs of a level of the tree, which are `reach` ranks apart."""
     parents = range(min(reach, num_ranks - reach))
     return [((root + place) % num_ranks, (root + place + reach) % num_ranks) for place in parents]
 
 
-def _others(root: int, num_ranks: int) -> list[int]:
+def _ranks_after(root: int, num_ranks: int) -> list[int]:
     return [(root + step) % num_ranks for step in range(1, num_ranks)]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import jax
 from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, XLA, picked
+from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
 from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
-from meshpar.collectives.wire import Combine, reduced, varying, xla_reduced
+from meshpar.collectives.wire import reduce_by_op, varying, xla_reduced
 from meshpar.hardware.clusters import Profile
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS, XLA)
@@ -82,23 +82,18 @@ def all_reduce(
     checked_count("all_reduce", "num_servers", num_servers, most=num_ranks)
     x = varying(x, axis)
     check_op("all_reduce", op, x.dtype)
-    algorithm = picked("all_reduce", algorithm, x.nbytes, axis, num_ranks, cluster)
+    algorithm = resolve_algorithm("all_reduce", algorithm, x.nbytes, axis, num_ranks, cluster)
     if algorithm == XLA:
-        return reduced(lambda x, combine: xla_reduced(x, axis, combine), x, op, num_ranks)
+        return reduce_by_op(lambda x, combine: xla_reduced(x, axis, combine), x, op, num_ranks)
     if algorithm == "hierarchical":
         return hierarchical_all_reduce(x, inner=axis[-1], outer=tuple(axis[:-1]), op=op)
+    linear = None
     if algorithm in RINGS:
-        return _by_rings(x, axis, op, ring_strides("all_reduce", algorithm, channels, num_ranks))
-    run = tree.ALGORITHMS[algorithm]
-    if algorithm == "parameter_server":
-        run = functools.partial(run, num_servers=num_servers)
-    return reduced(lambda x, combine: run(x, axis, combine, num_ranks), x, op, num_ranks)
-
-
-def _by_rings(x: jax.Array, axis: Axis, op: str, strides: Sequence[int]) -> jax.Array:
-    num_ranks = ranks_of("all_reduce", axis)
-
-    def kernel(x: jax.Array, combine: Combine) -> jax.Array:
-        return ring_all_reduce(x, axis, combine, num_ranks, strides)
-
-    return reduced(kernel, x, op, num_ranks, linear=lambda x: ring_sum(x, axis, num_ranks, strides))
+        strides = ring_strides("all_reduce", algorithm, channels, num_ranks)
+        run: Callable[..., jax.Array] = functools.partial(ring_all_reduce, strides=strides)
+        linear = functools.partial(ring_sum, axis=axis, num_ranks=num_ranks, strides=strides)
+    elif algorithm == "parameter_server":
+        run = functools.partial(tree.parameter_server, num_servers=num_servers)
+    else:
+        run = tree.ALGORITHMS[algorithm]
+    return reduce_by_op(lambda x, combine: run(x, axis, combine, num_ranks), x, op, num_ranks, linear=linear)

@@ -1,7 +1,7 @@
-"""What every kernel computes, in plain global-view jax.numpy: no ranks, no messages.
+"""Plain global-view references of the kernels, in jax.numpy and without communication.
 
-Row r of `parts` is the array that rank r holds before, row r of the result what it holds after; N rows each.
-`tiled`, `dim`, `op`, `root` mean what they mean for the kernel of the same name.
+`parts[r]` is the input of rank r, and entry r of the result is its output, for N ranks. `tiled`, `dim`, `op` and `root`
+have the same meaning as in the kernel of the same name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _REDUCE: dict[str, Callable[..., jax.Array]] = {"sum": jnp.sum, "mean": jnp.mean
 
 
 def shift(parts: Shaped[Array, "N ..."], *, by: int = 1, wrap: bool = True) -> Shaped[Array, "N ..."]:
-    """Row r is row `r - by`."""
+    """Entry r is `parts[r - by]`."""
     moved = jnp.roll(parts, by, axis=0)
     if wrap:
         return moved
@@ -27,48 +27,48 @@ def shift(parts: Shaped[Array, "N ..."], *, by: int = 1, wrap: bool = True) -> S
 
 
 def broadcast(parts: Shaped[Array, "N ..."], *, root: int = 0) -> Shaped[Array, "N ..."]:
-    """Every row is the root's."""
+    """All entries are `parts[root]`."""
     return jnp.broadcast_to(parts[root], parts.shape)
 
 
 def reduce(parts: Num[Array, "N ..."], *, op: str = "sum", root: int = 0) -> Num[Array, "N ..."]:
-    """The root's row is the reduction over all rows, the others are zeros."""
+    """Entry `root` is the reduction over the first dim, other entries are zeros."""
     return _only(root, _total(parts, op), len(parts))
 
 
 def scatter(
     parts: Shaped[Array, "N ..."], *, root: int = 0, dim: int = 0, tiled: bool = True
 ) -> Shaped[Array, "N ..."]:
-    """Row r is part r of the root's row."""
+    """Entry r is part r of `parts[root]`."""
     return _split(parts[root], len(parts), dim, tiled)
 
 
 def gather(parts: Shaped[Array, "N ..."], *, root: int = 0, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
-    """The root's row is all rows, laid end to end or stacked; the others are zeros."""
+    """Entry `root` is the concatenation (or stack) of all inputs, other entries are zeros."""
     return _only(root, _joined(parts, dim, tiled), len(parts))
 
 
 def all_gather(parts: Shaped[Array, "N ..."], *, dim: int = 0, tiled: bool = True) -> Shaped[Array, "N ..."]:
-    """Every row is all rows, laid end to end or stacked."""
+    """All entries are the concatenation (or stack) of all inputs."""
     return _everywhere(_joined(parts, dim, tiled), len(parts))
 
 
 def reduce_scatter(
     parts: Num[Array, "N ..."], *, op: str = "sum", dim: int = 0, tiled: bool = True
 ) -> Num[Array, "N ..."]:
-    """Row r is part r of the reduction over all rows."""
+    """Entry r is part r of the reduction over the first dim."""
     return _split(_total(parts, op), len(parts), dim, tiled)
 
 
 def all_reduce(parts: Num[Array, "N ..."], *, op: str = "sum") -> Num[Array, "N ..."]:
-    """Every row is the reduction over all rows."""
+    """All entries are the reduction over the first dim."""
     return _everywhere(_total(parts, op), len(parts))
 
 
 def all_to_all(
     parts: Shaped[Array, "N ..."], *, split_dim: int = 0, concat_dim: int = 0, tiled: bool = True
 ) -> Shaped[Array, "N ..."]:
-    """Row r is part r of every row, laid end to end or stacked in the order of the rows."""
+    """Entry r is the concatenation (or stack) of part r of each input, ordered by rank."""
     pieces = jax.vmap(lambda row: _split(row, len(parts), split_dim, tiled))(parts)  # [source, target, ...]
     return jax.vmap(lambda column: _joined(column, concat_dim, tiled), in_axes=1)(pieces)
 
@@ -76,20 +76,19 @@ def all_to_all(
 def all_gather_matmul(
     parts: Num[Array, "N ..."], weights: Num[Array, "N E ..."], *, dim: int = -2
 ) -> Num[Array, "N ..."]:
-    """Row r is all rows laid end to end, times weight r."""
-    whole = all_gather(parts, dim=dim)
-    return jax.vmap(lambda x, w: jnp.tensordot(x, w, 1))(whole, weights)
+    """Entry r is the concatenation of all inputs, times weight r."""
+    return jax.vmap(lambda x, w: jnp.tensordot(x, w, 1))(all_gather(parts, dim=dim), weights)
 
 
 def matmul_reduce_scatter(
     parts: Num[Array, "N ..."], weights: Num[Array, "N ... E"], *, dim: int = -2
 ) -> Num[Array, "N ..."]:
-    """Row r is part r of the sum of every row times its weight."""
+    """Entry r is part r of the sum over ranks of input times weight."""
     products = jax.vmap(lambda h, w: jnp.tensordot(h, w, w.ndim - 1))(parts, weights)
     return reduce_scatter(products, dim=dim)
 
 
-# What the quantized kernels come near to.
+# Quantized kernels approximate these, within the error bounds in `quantized.py`.
 quantized_all_gather, quantized_reduce_scatter, quantized_all_reduce = all_gather, reduce_scatter, all_reduce
 
 
@@ -127,10 +126,7 @@ def ring_attention(
     cap: float | None = None,
     segments: Int[Array, "N B t"] | None = None,
 ) -> Float[Array, "N B t H D"]:
-    """Softmax attention over the whole sequence, the rows put one behind the other in the order of its positions.
-
-    Softmax is taken in float32 at the least.
-    """
+    """Softmax attention over the full sequence, with the softmax in float32 or higher precision."""
     num_ranks = len(q)
     q, k, v = (_joined(x, 1, tiled=True) for x in (q, k, v))
     if order == "zigzag":
@@ -138,7 +134,7 @@ def ring_attention(
     if segments is not None:
         segments = _joined(segments, 1, tiled=True)
         segments = unzigzag(segments, num_ranks) if order == "zigzag" else segments
-    o = _attention(q, k, v, _seen(q.shape[1], causal, window, segments), scale, cap)
+    o = _attention(q, k, v, _mask(q.shape[1], causal, window, segments), scale, cap)
     return jnp.stack(jnp.split(zigzag(o, num_ranks) if order == "zigzag" else o, num_ranks, axis=1))
 
 
@@ -152,31 +148,31 @@ def blockwise_attention(
     cap: float | None = None,
     segments: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal softmax attention with one mask for all of it."""
-    return _attention(q, k, v, _seen(q.shape[1], True, window, segments), scale, cap)
+    """Causal softmax attention with a mask over the full sequence."""
+    return _attention(q, k, v, _mask(q.shape[1], True, window, segments), scale, cap)
 
 
-def _seen(length: int, causal: bool, window: int | None, segments: Array | None) -> Array:
+def _mask(length: int, causal: bool, window: int | None, segments: Array | None) -> Array:
     ahead = jnp.arange(length)[:, None] - jnp.arange(length)
-    seen = ((ahead >= 0) | (not causal)) & (ahead < (length if window is None else window))
-    return seen if segments is None else seen & (segments[:, None, :, None] == segments[:, None, None])
+    mask = ((ahead >= 0) | (not causal)) & (ahead < (length if window is None else window))
+    return mask if segments is None else mask & (segments[:, None, :, None] == segments[:, None, None])
 
 
-def _attention(q: Array, k: Array, v: Array, seen: Array, scale: float | None, cap: float | None) -> Array:
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+def _attention(q: Array, k: Array, v: Array, mask: Array, scale: float | None, cap: float | None) -> Array:
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
-    scores = jnp.einsum("bqhd,bshd->bhqs", q, k, preferred_element_type=wide)
+    scores = jnp.einsum("bqhd,bshd->bhqs", q, k, preferred_element_type=dtype)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1).astype(v.dtype)
     return jnp.einsum("bhqs,bshd->bqhd", weights, v)
 
 
 def to_zigzag(parts: Shaped[Array, "N ..."], *, dim: int = 1) -> Shaped[Array, "N ..."]:
-    """The rows, parts of a sequence one behind the other, as its parts in zigzag order."""
+    """Reorder the parts of a sequence from contiguous to zigzag order."""
     return _split(zigzag(_joined(parts, dim, tiled=True), len(parts), dim=dim), len(parts), dim, tiled=True)
 
 
 def from_zigzag(parts: Shaped[Array, "N ..."], *, dim: int = 1) -> Shaped[Array, "N ..."]:
-    """The rows, parts of a sequence in zigzag order, as its parts one behind the other."""
+    """Reorder the parts of a sequence from zigzag to contiguous order."""
     return _split(unzigzag(_joined(parts, dim, tiled=True), len(parts), dim=dim), len(parts), dim, tiled=True)

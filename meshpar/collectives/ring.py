@@ -1,10 +1,9 @@
-"""Ring algorithms: every rank sends to the next one at every step. Bandwidth-optimal.
+"""All-gather and reduce-scatter with a choice of algorithms, and the ring loops that all-reduce shares with them.
 
-All-gather and reduce-scatter also go by recursive doubling and halving (`tree.py`): the same bytes in fewer steps, for
-a power of two of ranks.
-
-N ranks. A ring of stride s goes from rank r to rank r + s (mod N), s coprime with N. Several rings at once cut every
-chunk into as many lanes, each of which goes round its own ring.
+In a ring of stride s (coprime with the number of ranks N), rank r sends to rank r + s (mod N) in each step. Concurrent
+rings divide each chunk into lanes. Rings are bandwidth-optimal. Recursive doubling and halving
+(`tree.py`) send the same bytes in fewer steps if N is a power of two. Each public function has a global-view reference
+of the same name in `reference.py`.
 
 Source: Patarasuk and Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
 """
@@ -21,17 +20,17 @@ from jax import lax
 from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, XLA, picked
+from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
 from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
 from meshpar.collectives.wire import (
     Combine,
-    cut,
     flat_parts,
-    join,
-    pass_on,
+    join_parts,
+    permute_parts,
     put,
-    reduced,
-    reordered,
+    reduce_by_op,
+    send_on_ring,
+    split_parts,
     take,
     unflat,
     varying,
@@ -55,31 +54,32 @@ def all_gather(
     channels: int = 1,
     cluster: str | Profile | None = None,
 ) -> Shaped[Array, "*dims"]:
-    """Every rank gets the arrays of all ranks: each passes on what it has just received.
+    """Gather the arrays of all ranks on every rank; the reference is `reference.all_gather`.
 
         [A_X, B] -> [A, B]
         per device [A/N, B] -> [A, B]  (dim 0; [B] -> [N, B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps, as many bytes by recursive doubling
+        N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps and the same bytes with recursive doubling
 
     Args:
-      axis: mesh axis, or several as one.
-      dim: where the parts stand in the result, in the order of their ranks.
-      tiled: whether they are laid end to end; if not, they are stacked along a new dim.
-      algorithm: `ring`; `bidirectional`: half goes round one way and half the other, at the same time;
-        `recursive_doubling`, for a power of two of ranks; `xla`, XLA's own collective; or `auto`, that of `choose`.
-      channels: so many rings at once (pairs of rings when bidirectional), over different links where N allows.
-      cluster: for `auto`: what the ranks are linked by, as `h100:8x8` or a profile's file (see `auto.py`).
+      axis: mesh axis, or a tuple of axes that act as a single axis.
+      dim: the dim of the result along which the arrays are ordered by rank.
+      tiled: whether arrays are concatenated. If not, they are stacked along a new dim.
+      algorithm: `ring`; `bidirectional`, which sends half of the data each way round; `recursive_doubling`, if N is a
+        power of two; `xla`, XLA's own collective; or `auto`, the algorithm that `choose` returns.
+      channels: number of concurrent rings, or of pairs for "bidirectional". They use different links if N allows.
+      cluster: for "auto", the interconnect, such as `h100:8x8`, or the path of a profile (see `auto.py`).
 
     Raises:
-      ValueError: no such axis here, dim or algorithm; an algorithm that N does not allow; `auto` with links unknown.
+      MeshparError: the axis, dim or algorithm is unknown, N is not a power of two for recursive doubling, or the
+        cluster for "auto" is unknown.
     """
     num_ranks = ranks_of("all_gather", axis)
     x = varying(x, axis)
     check_choice("all_gather", "algorithm", algorithm, (*GATHERS, AUTO))
     check_only("all_gather", algorithm, "channels", channels, RINGS)
-    algorithm = picked("all_gather", algorithm, num_ranks * x.nbytes, axis, num_ranks, cluster)
+    algorithm = resolve_algorithm("all_gather", algorithm, num_ranks * x.nbytes, axis, num_ranks, cluster)
     parts = _gather_by(algorithm, axis, num_ranks, channels)(x.reshape(-1))
-    return join("all_gather", parts.reshape(num_ranks, *x.shape), dim, tiled)
+    return join_parts("all_gather", parts.reshape(num_ranks, *x.shape), dim, tiled)
 
 
 def reduce_scatter(
@@ -93,39 +93,39 @@ def reduce_scatter(
     channels: int = 1,
     cluster: str | Profile | None = None,
 ) -> Num[Array, "*dims"]:
-    """Every rank gets its part of the reduction: a part gathers its terms on its way round to its owner.
+    """Reduce over all ranks and return a part of the result on each rank; the reference is `reference.reduce_scatter`.
 
-        [A, B] {partial over X} -> [A_X, B]
+        [A, B] {unreduced over X} -> [A_X, B]
         per device [A, B] -> [A/N, B]  (dim 0; [N, B] -> [B] with tiled=False)
-        N-1 steps, (N-1)/N n bytes sent, n the array before; log2 N steps, as many bytes by recursive halving
+        N-1 steps, (N-1)/N n bytes sent, n the input; log2 N steps and the same bytes with recursive halving
 
-    Sums are taken in the array's own dtype; cast it first where that is too coarse.
+    Sums use the dtype of the array. Cast it first if that is too coarse.
 
     Args:
-      dim: the dim that is cut.
-      tiled: whether parts are runs of the dim; if not, the dim has one entry for each rank and goes away.
+      axis, channels, cluster: see `all_gather`.
+      dim: the dim that is divided among the ranks.
+      tiled: whether each rank receives a slice of the dim. If not, the dim has one entry per rank and is removed.
       op: `sum`, `mean`, `max` or `min`.
-      axis, channels, cluster: as for `all_gather`.
-      algorithm: likewise, with `recursive_halving` for a power of two of ranks. XLA's own has no form for `max` and
-        `min`, which it reduces at all ranks.
+      algorithm: see `all_gather`, with `recursive_halving` in place of recursive doubling. XLA has no reduce-scatter
+        for `max` and `min`, so "xla" all-reduces them.
 
     Raises:
-      ValueError: no such axis here, dim, op or algorithm; a dim that does not divide by N; an op the dtype has not; an
-        algorithm that N does not allow; `auto` with links unknown.
+      MeshparError: the axis, dim, op or algorithm is unknown, the dim is not divisible by N, the dtype does not support
+        the op, N is not a power of two for recursive halving, or the cluster for "auto" is unknown.
     """
     num_ranks = ranks_of("reduce_scatter", axis)
     x = varying(x, axis)
     check_choice("reduce_scatter", "algorithm", algorithm, (*SCATTERS, AUTO))
     check_only("reduce_scatter", algorithm, "channels", channels, RINGS)
     check_op("reduce_scatter", op, x.dtype)
-    parts = cut("reduce_scatter", x, dim, num_ranks, tiled)
+    parts = split_parts("reduce_scatter", x, dim, num_ranks, tiled)
 
-    algorithm = picked("reduce_scatter", algorithm, x.nbytes, axis, num_ranks, cluster)
+    algorithm = resolve_algorithm("reduce_scatter", algorithm, x.nbytes, axis, num_ranks, cluster)
     kernel = _scatter_by(algorithm, axis, num_ranks, channels)
     back = "recursive_doubling" if algorithm == "recursive_halving" else algorithm
     flat = parts.reshape(num_ranks, math.prod(parts.shape[1:]))
-    mine = reduced(kernel, flat, op, num_ranks, spread=_gather_by(back, axis, num_ranks, channels))
-    return mine.reshape(parts.shape[1:])
+    part = reduce_by_op(kernel, flat, op, num_ranks, spread=_gather_by(back, axis, num_ranks, channels))
+    return part.reshape(parts.shape[1:])
 
 
 def _gather_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array], jax.Array]:
@@ -133,9 +133,9 @@ def _gather_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Cal
         return functools.partial(lax.all_gather, axis_name=axis)
     if algorithm == "recursive_doubling":
         _check_power_of_two("all_gather", algorithm, num_ranks)
-        return functools.partial(tree.doubled, axis=axis, num_ranks=num_ranks)
+        return functools.partial(tree.doubling_all_gather, axis=axis, num_ranks=num_ranks)
     strides = ring_strides("all_gather", algorithm, channels, num_ranks)
-    return functools.partial(gathered, axis=axis, num_ranks=num_ranks, strides=strides)
+    return functools.partial(ring_all_gather, axis=axis, num_ranks=num_ranks, strides=strides)
 
 
 def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array, Combine], jax.Array]:
@@ -143,13 +143,13 @@ def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Ca
         return functools.partial(_xla_scattered, axis=axis)
     if algorithm == "recursive_halving":
         _check_power_of_two("reduce_scatter", algorithm, num_ranks)
-        return lambda parts, combine: tree.halved(parts, axis, combine)
+        return lambda parts, combine: tree.halving_reduce_scatter(parts, axis, combine)
     strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
-    return lambda parts, combine: scattered(parts, axis, combine, strides)
+    return lambda parts, combine: ring_reduce_scatter(parts, axis, combine, strides)
 
 
 def _xla_scattered(parts: jax.Array, combine: Combine, *, axis: Axis) -> jax.Array:
-    """`[N, c] -> [c]`: XLA's own reduce-scatter of a sum. It has none of an extremum, which is reduced at all ranks."""
+    """`[N, c] -> [c]`: XLA's reduce-scatter of a sum, or a slice of its all-reduce for max and min."""
     if combine is lax.add:
         return lax.psum_scatter(parts, axis)
     return take(xla_reduced(parts, axis, combine), lax.axis_index(axis))
@@ -157,114 +157,114 @@ def _xla_scattered(parts: jax.Array, combine: Combine, *, axis: Axis) -> jax.Arr
 
 def _check_power_of_two(kernel: str, algorithm: str, num_ranks: int) -> None:
     if num_ranks & (num_ranks - 1):
-        asked, fix = f"use algorithm={algorithm!r} on {num_ranks} ranks", "use a ring, or algorithm='auto'"
-        raise problem(kernel, asked, f"ranks pair up anew at each step, and {num_ranks} is no power of two", fix)
+        requested, fix = f"use algorithm={algorithm!r} on {num_ranks} ranks", "use a ring, or algorithm='auto'"
+        raise problem(kernel, requested, "the number of ranks must be a power of two", fix, "unsupported-feature")
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """A reduce-scatter, then an all-gather, both in the one buffer that holds the result in the end.
+    """All-reduce as a reduce-scatter and an all-gather in the same buffer; the reference is `reference.all_reduce`.
 
-        [A] {partial over X} -> [A];  per device [A] -> [A]
+        [A] {unreduced over X} -> [A];  per device [A] -> [A], any shape
         2(N-1) steps, 2(N-1)/N n bytes sent
 
-    Any shape: chunks are runs of the flattened array, padded to N equal ones.
+    The chunks are N equal slices of the flattened and padded array.
     """
     return unflat(_in_place(flat_parts(x, num_ranks), axis, combine, strides), x)
 
 
 def ring_sum(x: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """The same sum in two buffers, which is the one to transpose: in one, every step would add up n elements."""
-    mine = scattered(flat_parts(x, num_ranks), axis, lax.add, strides)
-    return unflat(gathered(mine, axis, num_ranks, strides), x)
+    """All-reduce a sum in two buffers. Its transpose is cheap: with a single buffer, each step would add n elements."""
+    chunk = ring_reduce_scatter(flat_parts(x, num_ranks), axis, lax.add, strides)
+    return unflat(ring_all_gather(chunk, axis, num_ranks, strides), x)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The loops. `parts` is [N, c], `mine` is [c]. T counts steps; the chunk that is sent at step T is that of rank r - s T.
-# All rings turn in one loop: loops of their own would run one after the other.
+# The loops. `parts` is [N, c] and `chunk` is [c]. In step T, rank r of a ring of stride s sends the chunk of rank
+# r - s T. All rings share a loop, because separate loops would run sequentially.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def gathered(mine: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
-    """`[c] -> [N, c]`: the chunks of all ranks."""
+def ring_all_gather(chunk: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
+    """`[c] -> [N, c]`: gather the chunks of all ranks."""
     rank = lax.axis_index(axis)
 
-    def turn(slots: jax.Array, passing: jax.Array, stride: int, T: jax.Array) -> tuple[jax.Array, jax.Array]:
-        arrived = pass_on(passing, axis, stride, num_ranks)
+    def pass_lane(slots: jax.Array, passing: jax.Array, stride: int, T: jax.Array) -> tuple[jax.Array, jax.Array]:
+        arrived = send_on_ring(passing, axis, stride, num_ranks)
         return put(slots, arrived, (rank - stride * (T + 1)) % num_ranks), arrived
 
-    def step(T: jax.Array, held: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
-        return [turn(*lane, stride, T) for lane, stride in zip(held, strides, strict=False)]
+    def step(T: jax.Array, lanes: list[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+        return [pass_lane(*lane, stride, T) for lane, stride in zip(lanes, strides, strict=False)]
 
     with jax.named_scope("ring_all_gather"):
-        held = [(jnp.broadcast_to(lane, (num_ranks, *lane.shape)), lane) for lane in _lanes(mine, strides)]
-        held = lax.fori_loop(0, num_ranks - 1, step, held)
-        return jnp.concatenate([slots for slots, _ in held], axis=-1)
+        lanes = [(jnp.broadcast_to(lane, (num_ranks, *lane.shape)), lane) for lane in _lanes(chunk, strides)]
+        lanes = lax.fori_loop(0, num_ranks - 1, step, lanes)
+        return jnp.concatenate([slots for slots, _ in lanes], axis=-1)
 
 
-def scattered(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
-    """`[N, c] -> [c]`: this rank's chunk, reduced."""
+def ring_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
+    """`[N, c] -> [c]`: reduce over ranks and return the local chunk."""
     num_ranks, rank = len(parts), lax.axis_index(axis)
 
-    def in_turn(lane: jax.Array, stride: int) -> jax.Array:
-        return reordered(lane, (rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks)
+    def in_order_of_use(lane: jax.Array, stride: int) -> jax.Array:
+        return permute_parts(lane, (rank - stride * jnp.arange(1, num_ranks + 1)) % num_ranks)
 
-    def step(passing: list[jax.Array], here: list[jax.Array]) -> tuple[list[jax.Array], None]:
-        arrived = [pass_on(lane, axis, stride, num_ranks) for lane, stride in zip(passing, strides, strict=False)]
-        return list(map(combine, arrived, here)), None
+    def step(partial: list[jax.Array], local: list[jax.Array]) -> tuple[list[jax.Array], None]:
+        arrived = [send_on_ring(lane, axis, stride, num_ranks) for lane, stride in zip(partial, strides, strict=False)]
+        return list(map(combine, arrived, local)), None
 
     with jax.named_scope("ring_reduce_scatter"):
-        lanes = [in_turn(lane, stride) for lane, stride in zip(_lanes(parts, strides), strides, strict=False)]
-        mine, _ = lax.scan(step, [lane[0] for lane in lanes], [lane[1:] for lane in lanes])
-        return jnp.concatenate(mine, axis=-1)
+        lanes = [in_order_of_use(lane, stride) for lane, stride in zip(_lanes(parts, strides), strides, strict=False)]
+        chunk, _ = lax.scan(step, [lane[0] for lane in lanes], [lane[1:] for lane in lanes])
+        return jnp.concatenate(chunk, axis=-1)
 
 
 def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
-    """`[N, c] -> [N, c]`: all chunks reduced; each arriving chunk takes a slot that has been sent on already."""
+    """`[N, c] -> [N, c]`: all-reduce all chunks. A received chunk replaces a chunk that was already sent."""
     num_ranks = len(parts)
 
     def step(T: jax.Array | int, lanes: list[jax.Array], *, merge: Combine) -> list[jax.Array]:
-        return [_turned(lane, axis, stride, T, merge) for lane, stride in zip(lanes, strides, strict=False)]
+        return [_all_reduce_step(lane, axis, stride, T, merge) for lane, stride in zip(lanes, strides, strict=False)]
 
     with jax.named_scope("ring_all_reduce"):
         lanes = lax.fori_loop(1, num_ranks, functools.partial(step, merge=combine), _lanes(parts, strides))
-        lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=_replaced), lanes)
+        lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=_received), lanes)
         return jnp.concatenate(lanes, axis=-1)
 
 
-def _turned(slots: jax.Array, axis: Axis, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
+def _all_reduce_step(slots: jax.Array, axis: Axis, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
     """`[N, c] -> [N, c]`: step T of an all-reduce."""
     num_ranks, rank = len(slots), lax.axis_index(axis)
     outgoing, incoming = (rank - stride * T) % num_ranks, (rank - stride * (T + 1)) % num_ranks
-    arrived = pass_on(take(slots, outgoing), axis, stride, num_ranks)
+    arrived = send_on_ring(take(slots, outgoing), axis, stride, num_ranks)
     return put(slots, merge(arrived, take(slots, incoming)), incoming)
 
 
-def _replaced(arrived: jax.Array, here: jax.Array) -> jax.Array:
+def _received(arrived: jax.Array, local: jax.Array) -> jax.Array:
     return arrived
 
 
 def ring_states(x: Num[Array, "*dims"], *, axis: Axis) -> Num[Array, "T N c"]:
-    """The slots of a ring all-reduce before its first step and after each of its 2(N-1): to look at, not to use.
+    """Return the buffer of a ring all-reduce before its first step and after each of its 2(N-1) steps, to display it.
 
     per device [A] -> [2N-1, N, A/N], any shape
     """
     num_ranks = ranks_of("ring_states", axis)
     states = [flat_parts(varying(x, axis), num_ranks)]
     for step in range(1, 2 * num_ranks - 1):
-        states.append(_turned(states[-1], axis, 1, step, lax.add if step < num_ranks else _replaced))
+        states.append(_all_reduce_step(states[-1], axis, 1, step, lax.add if step < num_ranks else _received))
     return jnp.stack(states)
 
 
 def _lanes(x: jax.Array, strides: Sequence[int]) -> list[jax.Array]:
-    """The last dim in one piece for each ring, as equal as can be; no more rings than elements."""
+    """Split the last dim into a nearly equal, nonempty part for each ring."""
     return jnp.array_split(x, min(len(strides), max(x.shape[-1], 1)), axis=-1)
 
 
 def ring_strides(kernel: str, algorithm: str, channels: int, num_ranks: int) -> tuple[int, ...]:
-    """The strides of the rings of an algorithm; different ones share no link.
+    """Return the strides of the rings of an algorithm. Rings of different strides share no link.
 
     Raises:
-      ValueError: no such algorithm, or fewer than one channel.
+      MeshparError: the algorithm is unknown, or `channels` is not positive.
     """
     check_choice(kernel, "algorithm", algorithm, RINGS)
     checked_count(kernel, "channels", channels)

@@ -1,9 +1,10 @@
-"""All-reduces in few steps: recursive doubling, halving-doubling, a binary tree; and two with a hot spot.
+"""All-reduce algorithms with few steps: recursive doubling, halving-doubling and a binary tree.
 
-N ranks, P the largest power of two up to N. The recursive algorithms are for P ranks: the others hand their array to
-one of the first N-P ranks before, and get the result from it after, which is two more messages.
+N is the number of ranks and P the largest power of two up to N. The recursive algorithms run on P ranks. The remaining
+ranks first send their array to the first N-P ranks, and receive the result afterwards: two more messages.
 
-The naive root and the parameter server are here for comparison only: one link carries what N-1 others send.
+The naive root and the parameter server are for comparison only: a single link carries the data of all ranks.
+The reference of all algorithms is `reference.all_reduce`.
 
 Source: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH".
 """
@@ -22,35 +23,36 @@ from meshpar.collectives.wire import Combine, doublings, flat_parts, put, send, 
 
 
 def recursive_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    """Ranks 1, 2, 4, ... apart swap all they have.
+    """Exchange the full array with the ranks at distances 1, 2, 4, ...
 
-    log2 P steps (two more when N > P), n bytes each
+    [A] {unreduced over X} -> [A];  log2 P steps (two more if N > P), n bytes each
     """
+
+    def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
+        for apart in doublings(num_ranks):
+            x = combine(_exchange(x, axis, apart, num_ranks), x)
+        return x
+
     with jax.named_scope("recursive_doubling"):
-        return _folded(x, axis, combine, num_ranks, _doubling)
-
-
-def _doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    for apart in doublings(num_ranks):
-        x = combine(_swapped(x, axis, apart, num_ranks), x)
-    return x
+        return _folded(x, axis, combine, num_ranks, kernel)
 
 
 def halving_doubling(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    """Ranks P/2, P/4, ... apart swap halves of what is left, till each holds a reduced chunk; then back.
+    """Reduce-scatter by recursive halving, then all-gather by recursive doubling.
 
-    2 log2 P steps, 2(P-1)/P n bytes sent (two steps of n bytes each more when N > P)
+    [A] {unreduced over X} -> [A];  2 log2 P steps, 2(P-1)/P n bytes sent (two more steps of n bytes each if N > P)
     """
 
-    def both(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-        return unflat(doubled(halved(flat_parts(x, num_ranks), axis, combine), axis, num_ranks), x)
+    def kernel(x: jax.Array, num_ranks: int) -> jax.Array:
+        chunk = halving_reduce_scatter(flat_parts(x, num_ranks), axis, combine)
+        return unflat(doubling_all_gather(chunk, axis, num_ranks), x)
 
     with jax.named_scope("halving_doubling"):
-        return _folded(x, axis, combine, num_ranks, both)
+        return _folded(x, axis, combine, num_ranks, kernel)
 
 
-def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-    """`[P, c] -> [c]`: this rank's chunk, reduced.
+def halving_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+    """`[P, c] -> [c]`: reduce-scatter by exchanging halves with the ranks at distances P/2, P/4, ..., 1.
 
     log2 P steps, (P-1)/P n bytes sent
     """
@@ -59,54 +61,54 @@ def halved(parts: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         for apart in reversed(doublings(num_ranks)):
             lower, upper = jnp.split(parts, 2)
             is_upper = (rank & apart) != 0
-            theirs, mine = jnp.where(is_upper, lower, upper), jnp.where(is_upper, upper, lower)
-            parts = combine(_swapped(theirs, axis, apart, num_ranks), mine)
+            outgoing, local = jnp.where(is_upper, lower, upper), jnp.where(is_upper, upper, lower)
+            parts = combine(_exchange(outgoing, axis, apart, num_ranks), local)
     return parts[0]
 
 
-def doubled(mine: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
-    """`[c] -> [P, c]`: the chunks of all ranks.
+def doubling_all_gather(chunk: jax.Array, axis: Axis, num_ranks: int) -> jax.Array:
+    """`[c] -> [P, c]`: all-gather by exchanging all chunks with the ranks at distances 1, 2, ..., P/2.
 
     log2 P steps, (P-1)/P n bytes sent
     """
-    rank, parts = lax.axis_index(axis), mine[None]
+    rank, parts = lax.axis_index(axis), chunk[None]
     with jax.named_scope("recursive_doubling"):
         for apart in doublings(num_ranks):
-            arrived = _swapped(parts, axis, apart, num_ranks)
+            arrived = _exchange(parts, axis, apart, num_ranks)
             is_upper = (rank & apart) != 0
             parts = jnp.concatenate([jnp.where(is_upper, arrived, parts), jnp.where(is_upper, parts, arrived)])
     return parts
 
 
 def binary_tree(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int) -> jax.Array:
-    """Up a binomial tree to rank 0, and down again.
+    """Reduce to rank 0 along a binomial tree, then broadcast along the same tree.
 
-    2 ceil(log2 N) steps, n bytes each
+    [A] {unreduced over X} -> [A];  2 ceil(log2 N) steps, n bytes each
     """
     return tree_down(tree_up(x, axis, combine, num_ranks, 0), axis, num_ranks, 0)
 
 
 def parameter_server(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, *, num_servers: int = 1) -> jax.Array:
-    """Every rank sends a part to each server, which reduces it and sends it back. Servers are the first ranks.
+    """Reduce part s of the array on server s and send it back to all ranks. The servers are the first S ranks.
 
-        2(N-1) steps; a server's link carries (N-1) n/S bytes in, and as much out, with S servers
+        [A] {unreduced over X} -> [A];  2(N-1) steps; the link of a server carries (N-1) n/S bytes in each direction
 
-    For comparison only: with one server it is the naive root, with N the bytes of the ring.
+    With a single server this is the naive root. With N servers it sends as many bytes as the ring.
     """
     parts, rank = flat_parts(x, num_servers), lax.axis_index(axis)
-    is_server, own = rank < num_servers, jnp.minimum(rank, num_servers - 1)
+    is_server, local = rank < num_servers, jnp.minimum(rank, num_servers - 1)
     with jax.named_scope("parameter_server"):
-        total = take(parts, own)
+        total = take(parts, local)
         for by in range(1, num_ranks):
             pairs = [(r, (r + by) % num_ranks) for r in range(num_ranks) if (r + by) % num_ranks < num_servers]
-            to = jnp.minimum((rank + by) % num_ranks, num_servers - 1)
-            total = jnp.where(is_server, combine(send(take(parts, to), axis, pairs), total), total)
-        parts = jnp.where(is_server, put(parts, total, own), parts)
+            target = jnp.minimum((rank + by) % num_ranks, num_servers - 1)
+            total = jnp.where(is_server, combine(send(take(parts, target), axis, pairs), total), total)
+        parts = jnp.where(is_server, put(parts, total, local), parts)
         for by in range(1, num_ranks):
             arrived = send(total, axis, [(server, (server + by) % num_ranks) for server in range(num_servers)])
             server = (rank - by) % num_ranks
-            at = jnp.minimum(server, num_servers - 1)
-            parts = put(parts, jnp.where(server < num_servers, arrived, take(parts, at)), at)
+            index = jnp.minimum(server, num_servers - 1)
+            parts = put(parts, jnp.where(server < num_servers, arrived, take(parts, index)), index)
     return unflat(parts, x)
 
 
@@ -117,21 +119,21 @@ ALGORITHMS: dict[str, Callable[..., jax.Array]] = {
     "root": parameter_server,
     "parameter_server": parameter_server,
 }
-"""Every all-reduce of this file: (x, axis, combine, num_ranks) -> x reduced."""
+"""Algorithms by name: (x, axis, combine, num_ranks) -> reduced x."""
 
 
 def _folded(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, kernel: Callable[..., jax.Array]) -> jax.Array:
-    """A kernel for a power of two of ranks, made to serve any number."""
+    """Run a kernel that needs a power of two of ranks on any number of ranks."""
     power = 2 ** (num_ranks.bit_length() - 1)
-    rest, rank = range(num_ranks - power), lax.axis_index(axis)
-    if rest:
-        arrived = send(x, axis, [(power + r, r) for r in rest])
-        x = jnp.where(rank < len(rest), combine(arrived, x), x)
-    x = kernel(x, axis, combine, power)
-    if rest:
-        x = jnp.where(rank >= power, send(x, axis, [(r, power + r) for r in rest]), x)
+    num_extra, rank = num_ranks - power, lax.axis_index(axis)
+    if num_extra:
+        arrived = send(x, axis, [(power + r, r) for r in range(num_extra)])
+        x = jnp.where(rank < num_extra, combine(arrived, x), x)
+    x = kernel(x, power)
+    if num_extra:
+        x = jnp.where(rank >= power, send(x, axis, [(r, power + r) for r in range(num_extra)]), x)
     return x
 
 
-def _swapped(x: jax.Array, axis: Axis, apart: int, num_ranks: int) -> jax.Array:
+def _exchange(x: jax.Array, axis: Axis, apart: int, num_ranks: int) -> jax.Array:
     return send(x, axis, [(rank, rank ^ apart) for rank in range(num_ranks)])

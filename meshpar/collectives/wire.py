@@ -1,4 +1,4 @@
-"""The few motions that kernels are made of: send to a neighbour, cut into parts, join, reduce with a gradient."""
+"""Building blocks of collective kernels: sends, splitting and joining of arrays, reductions with gradients."""
 
 from __future__ import annotations
 
@@ -11,99 +11,101 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.collectives.kernel_checks import Axis, check_cut, check_tiled, checked_dim
+from meshpar.collectives.kernel_checks import Axis, axis_names, check_parts, checked_dim
+from meshpar.sharding.errors import check_bool
 
 Combine: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-"""(what arrived, what is here) -> what is here next."""
+"""(received array, local array) -> new local array."""
+
+TILED = "the parts are concatenated along the dim, instead of stacked"
 
 COMBINE: dict[str, Combine] = {"sum": lax.add, "max": lax.max, "min": lax.min}
 
 
 def varying(x: jax.Array, axis: Axis) -> jax.Array:
-    """`x` as a value that may differ between ranks: what a permute gives back, and what loops must start with."""
+    """Mark `x` as varying over `axis`, as the results of permutes do and carries of loops must."""
     x = jnp.asarray(x)
-    known = jax.typeof(x).manual_axis_type.varying
-    new = tuple(name for name in ((axis,) if isinstance(axis, str) else axis) if name not in known)
-    return lax.pcast(x, new, to="varying") if new else x
+    missing = tuple(name for name in axis_names(axis) if name not in jax.typeof(x).manual_axis_type.varying)
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varying_alike(axis: Axis, *arrays: jax.Array) -> list[jax.Array]:
-    """The arrays as values that vary over the axis, and over every other one that any of them varies over.
+    """Mark arrays as varying over `axis`, and over each axis that any array varies over.
 
-    So the gradient of one that is the same at ranks of another axis is summed over that axis, by jax.
+    If an array is replicated over one of these axes, jax then sums its gradient over that axis.
     """
-    each = [varying(x, axis) for x in arrays]
-    everywhere = tuple(sorted({name for x in each for name in jax.typeof(x).manual_axis_type.varying}))
-    return [varying(x, everywhere) for x in each]
+    marked = [varying(x, axis) for x in arrays]
+    all_axes = tuple(sorted({name for x in marked for name in jax.typeof(x).manual_axis_type.varying}))
+    return [varying(x, all_axes) for x in marked]
 
 
 def send(x: jax.Array, axis: Axis, pairs: Iterable[tuple[int, int]]) -> jax.Array:
-    """`x` of the source, at the target of each (source, target) pair; zeros at ranks that are no target.
+    """Send `x` from the source to the target of each (source, target) pair. Other ranks receive zeros.
 
-    Ranks count as `axis` names its axes, the first varying slowest: as for `axis_index`, XLA's own collectives and a
-    PartitionSpec. `lax.ppermute` counts in the order of the mesh, or refuses any other.
+    Ranks are numbered in the order of `axis`, the first axis varying slowest, as in `axis_index`, XLA's collectives and
+    a PartitionSpec. `lax.ppermute` only accepts the order of the mesh.
     """
-    names = (axis,) if isinstance(axis, str) else axis
+    names = axis_names(axis)
     ordered = tuple(sorted(names, key=jax.sharding.get_abstract_mesh().axis_names.index))
     sizes = [lax.axis_size(name) for name in ordered]
     in_mesh = np.arange(math.prod(sizes)).reshape(sizes).transpose([ordered.index(name) for name in names]).reshape(-1)
     return lax.ppermute(x, ordered, in_mesh[np.array(list(pairs), int).reshape(-1, 2)].tolist())
 
 
-def pass_on(x: jax.Array, axis: Axis, by: int, num_ranks: int) -> jax.Array:
-    """`x` of the rank `by` places back on the ring."""
+def send_on_ring(x: jax.Array, axis: Axis, by: int, num_ranks: int) -> jax.Array:
+    """Send `x` to the rank `by` places ahead on the ring, and return the array received from `by` places back."""
     return send(x, axis, [(rank, (rank + by) % num_ranks) for rank in range(num_ranks)])
 
 
 def doublings(num_ranks: int) -> list[int]:
-    """1, 2, 4, ... below the number of ranks: how far apart partners are in the steps of a recursive algorithm."""
+    """Return the distances 1, 2, 4, ... < num_ranks between partners in the steps of a recursive algorithm."""
     return [2**level for level in range((num_ranks - 1).bit_length())]
 
 
-def reordered(parts: jax.Array, order: jax.Array) -> jax.Array:
-    """All parts `[N, ...]` in another order."""
+def permute_parts(parts: jax.Array, order: jax.Array) -> jax.Array:
+    """Return `parts[order]` for parts `[N, ...]` and a permutation."""
     return parts.at[order].get(mode="promise_in_bounds", unique_indices=True)
 
 
-# ---- Parts -----------------------------------------------------------------------------------------------------------
+# ---- Splitting and joining -------------------------------------------------------------------------------------------
 
 
-def cut(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax.Array:
-    """One part for each rank, in front: `[A, B] -> [N, A/N, B]` tiled, `[N, B] -> [N, B]` otherwise (dim 0)."""
-    check_tiled(kernel, tiled)
+def split_parts(kernel: str, x: jax.Array, dim: int, num_ranks: int, tiled: bool) -> jax.Array:
+    """Split a dim over ranks: `[A, B] -> [N, A/N, B]` if tiled, or `[N, B] -> [N, B]` if not (for dim 0)."""
+    check_bool(kernel, TILED, tiled=tiled)
     dim = checked_dim(kernel, dim, x.ndim)
-    check_cut(kernel, x.shape[dim], dim, num_ranks, tiled)
+    check_parts(kernel, x.shape[dim], dim, num_ranks, tiled)
     if tiled:
         x = x.reshape(*x.shape[:dim], num_ranks, x.shape[dim] // num_ranks, *x.shape[dim + 1 :])
     return jnp.moveaxis(x, dim, 0)
 
 
-def join(kernel: str, parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
-    """The parts `[N, ...]` end to end along a dim, or stacked along a new one: `cut` undone."""
-    check_tiled(kernel, tiled)
+def join_parts(kernel: str, parts: jax.Array, dim: int, tiled: bool) -> jax.Array:
+    """Invert `split_parts`: concatenate parts `[N, ...]` along a dim if tiled, or stack them."""
+    check_bool(kernel, TILED, tiled=tiled)
     dim = checked_dim(kernel, dim, parts.ndim - tiled)
     x = jnp.moveaxis(parts, 0, dim)
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]) if tiled else x
 
 
 def flat_parts(x: jax.Array, num_parts: int) -> jax.Array:
-    """Any array as `[num_parts, c]`, with zeros at the end where it does not divide."""
+    """Reshape an array to `[num_parts, c]`, padded with zeros at the end."""
     flat = x.reshape(-1)
     return jnp.pad(flat, (0, -flat.size % num_parts)).reshape(num_parts, -1)
 
 
 def take(parts: jax.Array, index: jax.Array) -> jax.Array:
-    """One part of `[N, ...]`."""
+    """Return `parts[index]`."""
     return lax.dynamic_index_in_dim(parts, index, keepdims=False)
 
 
 def put(parts: jax.Array, part: jax.Array, index: jax.Array) -> jax.Array:
-    """The parts `[N, ...]` with one replaced, in place where the compiler can."""
+    """Return the parts with `parts[index]` replaced."""
     return lax.dynamic_update_index_in_dim(parts, part, index, 0)
 
 
 def unflat(parts: jax.Array, like: jax.Array) -> jax.Array:
-    """`flat_parts` undone."""
+    """Invert `flat_parts`."""
     return parts.reshape(-1)[: like.size].reshape(like.shape)
 
 
@@ -111,12 +113,12 @@ def unflat(parts: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def xla_reduced(x: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-    """XLA's own all-reduce, with a result that varies over the axis as those of the kernels do."""
+    """All-reduce with XLA's collective. The result is marked as varying over the axis, as for the other kernels."""
     reductions: dict[Any, Any] = {lax.add: lax.psum, lax.max: lax.pmax, lax.min: lax.pmin}
     return varying(reductions[combine](x, axis), axis)
 
 
-def reduced(
+def reduce_by_op(
     kernel: Callable[[jax.Array, Combine], jax.Array],
     x: jax.Array,
     op: str,
@@ -125,18 +127,18 @@ def reduced(
     linear: Callable[[jax.Array], jax.Array] | None = None,
     spread: Callable[[jax.Array], jax.Array] = lambda y: y,
 ) -> jax.Array:
-    """A reduction by any of `OPS`, with the derivative of the reference whatever the kernel does inside.
+    """Reduce by one of `OPS`, with the derivative of the reference.
 
-    A sum's derivative is the kernel itself. That of max and min goes to the ranks that hold the extremum, in equal
-    shares, as `jnp.max` has it; pair by pair it would come out in unequal ones.
+    The derivative of a sum is the kernel itself. The derivative of max and min is divided equally among the ranks with
+    the extremum, as in `jnp.max`. Differentiating the pairwise steps would divide it unequally.
 
     Args:
-      kernel: reduces by a given combination of two.
-      linear: the sum in a form that transposes well, when that is not the kernel's own.
-      spread: the result, brought to where its terms are.
+      kernel: reduces with a given binary function.
+      linear: computes the sum in a form that transposes well, if the kernel does not.
+      spread: sends the result to the ranks of the terms.
     """
     if op == "mean":
-        return reduced(kernel, x, "sum", num_ranks, linear=linear) / num_ranks
+        return reduce_by_op(kernel, x, "sum", num_ranks, linear=linear) / num_ranks
     if not jnp.issubdtype(x.dtype, jnp.inexact) or (op == "sum" and linear is None):
         return kernel(x, COMBINE[op])
     total = linear or (lambda t: kernel(t, lax.add))
@@ -151,8 +153,8 @@ def reduced(
         y = run(x)
         if op == "sum":
             return y, total(dx)
-        holds = (x == spread(y)).astype(x.dtype)
-        # Where nothing is received (off the root of a `reduce`) no rank holds anything.
-        return y, total(holds * dx) / jnp.maximum(total(holds), 1)
+        is_extremum = (x == spread(y)).astype(x.dtype)
+        # The count is 0 on ranks that receive zeros: all but the root of a `reduce`.
+        return y, total(is_extremum * dx) / jnp.maximum(total(is_extremum), 1)
 
     return run(x)

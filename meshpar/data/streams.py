@@ -359,7 +359,7 @@ def _held(path: Path, file: IO[bytes]) -> ValueError:
 def _open(folder: Path, tokenizer: Tokenizer) -> Streams:
     """Open the streams in a folder of the cache, and compare all tokens with their digests."""
     fix = f"delete {folder}; it is made again"
-    facts = read_json(folder / "about.json", "`TextData.cache`", fix, asked=f"read {folder / 'about.json'}")
+    facts = read_json(folder / "about.json", "`TextData.cache`", fix, requested=f"read {folder / 'about.json'}")
     if not _is_complete(facts):
         exists = "a field is missing or has another type"
         raise problem("`TextData.cache`", f"read {folder / 'about.json'}", exists, fix)

@@ -184,7 +184,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(file: Path) -> str:
-    return read_text(file, "`ChatData.template`", "name a file with a template", asked=f"read {file}")
+    return read_text(file, "`ChatData.template`", "name a file with a template", requested=f"read {file}")
 
 
 def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
@@ -218,7 +218,7 @@ def _message(where: str, message: Any) -> dict[str, Any]:
 
 def _config(file: Path) -> dict[str, Any]:
     fix = "take the file of the release"
-    found = read_json(file, str(file), fix, asked="read it as JSON") if file.exists() else {}
+    found = read_json(file, str(file), fix, requested="read it as JSON") if file.exists() else {}
     return found if isinstance(found, dict) else {}
 
 

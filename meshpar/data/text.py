@@ -391,7 +391,7 @@ def _opened(file: File) -> Iterator[io.BufferedReader]:
 
 def _regular(file: File) -> Path:
     fix = "make it readable, or leave it out of `files`"
-    return check_file(file.path, f"{file.path}", fix, most_bytes=None)
+    return check_file(file.path, f"{file.path}", fix, max_bytes=None)
 
 
 def _not_utf8(where: str, error: UnicodeError) -> ValueError:

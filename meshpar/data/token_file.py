@@ -35,7 +35,7 @@ class TokenFile:
         self.path, self.dtype = path, dtype
         self._num_tokens, self._num_bytes = num_tokens, num_tokens * dtype.itemsize
         self._vocab_size, self._fix = vocab_size, fix
-        check_file(path, f"`TextData.cache`: {path}", fix, most_bytes=None)
+        check_file(path, f"`TextData.cache`: {path}", fix, max_bytes=None)
         try:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:

@@ -1,8 +1,8 @@
-"""Which algorithm `meshpar.collectives` should run for a message, XLA's own collective included, and why.
+"""Choice of the algorithm for a collective, among the kernels and XLA's own collective.
 
-The kernels send single messages, with one port a rank. They are priced over the link that a profile measured for single
-messages, and XLA's own collective over the link measured for that. Data sheets do not tell the two apart, so without
-such a profile XLA's own is taken.
+Kernels send single messages through one port per rank. Their times use the link that a profile measured for single
+messages, and the time of XLA's collective the link measured for XLA. Data sheets do not distinguish the two, so without
+a profile XLA's collective is chosen.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import jax
 
 from meshpar.hardware.clusters import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.hardware.cost_breakdown import Account, Accounts, account
+from meshpar.sharding.errors import check_choice, check_int, problem
 from meshpar.sharding.printing import Plain, Printed
-from meshpar.sharding.types import MeshLike, is_int, near, problem
+from meshpar.sharding.types import MeshLike
 from meshpar.sharding.units import si
 
 VARIABLE = "MESHPAR_CLUSTER"
-"""The environment variable that names a cluster, or a profile's file."""
+"""Environment variable with a cluster, or the path of a profile."""
 
 XLA = "xla"
-"""XLA's own collective."""
+"""Name of XLA's collective."""
 
-# The kernel's name for it, and the account's. Ties go to the first. XLA's own is priced as NCCL's ring, by which
-# `meshpar bench collectives` fits its link.
+# Names in the kernel and in `cost_breakdown`. The first of equal times wins. XLA's collective has the cost of
+# NCCL's ring, with which `meshpar bench collectives` fits its link.
 KERNELS: Mapping[str, Mapping[str, str]] = {
     "all_reduce": {
         XLA: "ring",
@@ -39,21 +40,21 @@ KERNELS: Mapping[str, Mapping[str, str]] = {
     "all_gather": {XLA: "all-gather", "ring": "all-gather", "recursive_doubling": "doubling-all-gather"},
     "reduce_scatter": {XLA: "reduce-scatter", "ring": "reduce-scatter", "recursive_halving": "halving-reduce-scatter"},
 }
-"""Algorithms to choose from, by kernel. Bidirectional rings, root and server are never quickest by the model."""
+"""Candidates by kernel. Bidirectional rings, root and parameter server are never the fastest in the model."""
 POWERS_OF_TWO = ("doubling-all-gather", "halving-reduce-scatter")
-"""What runs on a power of two of ranks only."""
+"""Algorithms that require a power of two as number of ranks."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice(Printed, Plain):
-    """The algorithm to run for a message, and the times of all. Prints as a table."""
+    """The chosen algorithm for a message, and the times of all candidates. Prints as a table."""
 
     kernel: str
     algorithm: str
-    """As the kernel's `algorithm=` names it; `hierarchical` is `hierarchical_all_reduce`."""
+    """Value for the `algorithm` argument of the kernel. `hierarchical` stands for `hierarchical_all_reduce`."""
     time_s: float
     alternatives: Mapping[str, Account]
-    """Every algorithm that was looked at, the quickest first."""
+    """All candidates, ordered by time."""
     why: str
 
     def __rich__(self) -> Any:
@@ -71,42 +72,40 @@ def choose(
     axes: Sequence[str] = (),
     mesh: MeshLike | None = None,
 ) -> Choice:
-    """Return the algorithm that `algorithm="auto"` takes.
+    """Return the algorithm that `algorithm="auto"` uses.
 
-    If a profile has measured both XLA's own collectives and single messages along the axes (`meshpar bench collectives
-    --save`), that is the quickest by the alpha-beta model. Otherwise it is XLA's own.
-
-        print(choose("all_reduce", 25e6, 8, cluster="h100:1x8"))
+    If a profile has measured both XLA's collectives and single messages along the axes (`meshpar bench collectives
+    --save`), this is the fastest in the alpha-beta model. Otherwise it is XLA's collective.
 
     Args:
       kernel: `all_reduce`, `all_gather` or `reduce_scatter`.
-      payload_bytes: of an all-gather the gathered array, else the array before.
-      num_ranks: ranks that take part together.
-      cluster: `h100:8x8`, a profile's file, a `Cluster`, measured `Links`, or a single `Link`. None: `links_here`, of
-        the devices here, and `why` says which.
-      axes: the mesh axes that the ranks differ along. Of several, all but the last may be taken across groups and the
-        last inside: an all-reduce is then priced in two levels, too.
-      mesh: the mesh that has these axes, in the order of the cluster's devices; without it the ranks stand one after
-        the other.
+      payload_bytes: bytes of the gathered array for an all-gather, and of the input otherwise.
+      num_ranks: number of ranks.
+      cluster: `h100:8x8`, the path of a profile, a `Cluster`, measured `Links`, or a single `Link`. The default is
+        `links_here`, and `why` states its source.
+      axes: mesh axes of the group. With several axes, the candidates of an all-reduce include the hierarchical one,
+        with the last axis as the inner axis.
+      mesh: the mesh with these axes, in the order of the cluster's devices. Without it, the ranks are consecutive.
 
     Raises:
-      ValueError: no such kernel; no such cluster, or one that is too small; a profile that has not measured the axes;
-        no cluster, and devices of unknown links.
+      MeshparError: the kernel or the cluster is unknown, the cluster is too small, the profile lacks an axis, or the
+        links of the local devices are unknown.
+
+    Example:
+      >>> choose("all_reduce", 25e6, 8, cluster="h100:1x8").algorithm
+      'xla'
     """
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        exists = "no algorithm is chosen for it"
-        raise problem(f"kernel `{kernel}`", "choose an algorithm", exists, near(str(kernel), KERNELS))
-    if not is_int(num_ranks):
-        raise problem(f"kernel `{kernel}`", f"run on {num_ranks!r} ranks", "it is a whole number", "give 1 or more")
+    check_choice("choose", "a kernel with several algorithms", tuple(KERNELS), kernel=kernel)
+    check_int(f"kernel `{kernel}`", "the number of ranks", num_ranks=num_ranks, minimum=-(2**62))
     over = links_here(kernel) if cluster is None else cluster if isinstance(cluster, Link) else parse_profile(cluster)
     names = dict(KERNELS[kernel])
     if num_ranks & (num_ranks - 1):
         names = {name: priced for name, priced in names.items() if priced not in POWERS_OF_TWO}
     if kernel == "all_reduce" and len(axes) > 1 and mesh is not None:
         names["hierarchical"] = "hierarchical"
-    how: dict[str, Any] = {"axes": axes, "mesh": mesh}
+    options: dict[str, Any] = {"axes": axes, "mesh": mesh}
     accounts = {
-        name: _named(name, account(priced, payload_bytes, num_ranks, over, by_messages=name != XLA, **how))
+        name: _named(name, account(priced, payload_bytes, num_ranks, over, by_messages=name != XLA, **options))
         for name, priced in names.items()
     }
     ranked = dict(sorted(accounts.items(), key=lambda item: item[1].time_s))
@@ -119,40 +118,40 @@ def choose(
 
 
 def links_here(kernel: str) -> Profile:
-    """What links the devices of the mesh in force, or else of this process.
+    """Return the links of the devices of the current mesh, or of this process.
 
-    The profile or cluster that MESHPAR_CLUSTER names; else, of GPUs that the catalogue knows, their data sheets, and of
-    CPU host devices `HOST_DEVICES`.
+    This is the profile or cluster of `MESHPAR_CLUSTER`, or the data sheet for GPUs of the catalogue, or `HOST_DEVICES`
+    for CPU devices.
 
     Raises:
-      ValueError: the links are unknown.
+      MeshparError: the links are unknown.
     """
-    named = os.environ.get(VARIABLE)
-    if named:
-        return parse_profile(named)
+    if from_environment := os.environ.get(VARIABLE):
+        return parse_profile(from_environment)
     mesh, kind = jax.sharding.get_abstract_mesh(), jax.devices()[0].device_kind
     if mesh.abstract_device is not None:
         kind = mesh.abstract_device.device_kind
     num_devices = jax.device_count() if mesh.empty else mesh.size
     gpu = gpu_of_kind(kind)
-    # Devices that are only compiled for do not say how they stand in nodes.
+    # The nodes of a compile-only topology are unknown.
     if gpu is not None and jax.devices()[0].device_kind == kind:
         per_node = min(jax.local_device_count(), num_devices)
         return cluster_of(gpu, nodes=-(-num_devices // per_node), gpus_per_node=per_node)
-    # A mesh without devices may be of anything, and several processes talk over a network.
+    # An abstract mesh may stand for any devices, and several processes communicate over a network.
     if kind == "cpu" and (mesh.empty or mesh.abstract_device is not None) and jax.process_count() == 1:
         return HOST_DEVICES
     raise problem(
         kernel,
         'use algorithm="auto"',
-        f"nothing says how the `{kind}` devices of this mesh are linked",
-        f'name their cluster, cluster="h100:8x8" or {VARIABLE}=h100:8x8; or measure them with '
-        'meshpar bench collectives --save my.json, and give cluster="my.json"',
+        f"the links of the `{kind}` devices of this mesh are unknown",
+        f'set cluster="h100:8x8" or {VARIABLE}=h100:8x8, or measure them with '
+        'meshpar bench collectives --save my.json, and set cluster="my.json"',
+        code="unknown-links",
     )
 
 
 def _named(name: str, found: Account) -> Account:
-    """The account of XLA's own collective under that name; others keep theirs."""
+    """Rename the ring that stands for XLA's collective."""
     if name != XLA:
         return found
     return dataclasses.replace(found, algorithm=dataclasses.replace(found.algorithm, name=XLA))
@@ -163,11 +162,11 @@ def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]], *, is_m
     second, other = rest[0]
     if not is_measured:
         return (
-            f"{shown}; XLA's own is taken, for no profile has measured both it and single messages here (meshpar bench "
-            f"collectives --save). The model's quickest kernel: {second}, {si(other.time_s, 's')}"
+            f"{shown}; chosen because no profile has measures of both XLA's collectives and single messages (meshpar "
+            f"bench collectives --save). The fastest kernel in the model is {second} with {si(other.time_s, 's')}"
         )
     if best.time_s == other.time_s:
-        return f"{shown}; {second} takes as long"
+        return f"{shown}; {second} takes the same time"
     mostly = "latency" if best.latency_s > best.bandwidth_s else "bandwidth"
     slower = f"{other.time_s / best.time_s:.2f} times that" if best.time_s else "longer"
     return f"{shown}, mostly {mostly}; next {second}: {slower}"

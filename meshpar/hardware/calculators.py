@@ -1,7 +1,7 @@
-"""Calculators: the literature's closed forms of memory, bubbles and messages, with anybody's numbers.
+"""Calculators for memory, bubbles and messages, from closed formulas of the literature.
 
-Symbols: Ψ parameters, N ranks, p stages, m microbatches, v chunks a stage, b rows, s positions, d width, k choices,
-L layers. What a collective costs is in `accounts.py`, what a schedule does to the tick in `Schedule.simulate`.
+Symbols: Ψ parameters, N ranks, p stages, m microbatches, v chunks per stage, b batch size, s sequence length, d width,
+k experts per token, L layers. Collectives are in `cost_breakdown.py`, and schedules in `Schedule.simulate`.
 """
 
 from __future__ import annotations
@@ -16,203 +16,207 @@ from typing import Any, Literal, get_args
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster
 from meshpar.hardware.cost_breakdown import account
-from meshpar.sharding.errors import check_positive_int
+from meshpar.sharding.errors import check_choice, check_positive_int
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import near, problem
 from meshpar.sharding.units import parse_count, si
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3"]
 WEIGHT, GRADIENT, OPTIMIZER, MASTER = 2, 2, 8, 4
-"""Bytes a parameter in mixed precision: bfloat16 weight and gradient, Adam's moments, float32 copy of the weight."""
+"""Bytes per parameter in mixed precision: bfloat16 weight and gradient, Adam's moments, and float32 master copy."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sheet(Printed, Plain):
-    """Figures, each with its formula. Prints as a table."""
+    """Numbers with their formulas. Prints as a table."""
 
     title: str
     rows: tuple[tuple[str, float, str, str], ...]
-    """(what, value, unit, formula)."""
+    """(name, value, unit, formula)."""
 
-    def __getitem__(self, what: str) -> float:
-        return next(value for name, value, *_ in self.rows if name == what)
+    def __getitem__(self, name: str) -> float:
+        return next(value for row, value, *_ in self.rows if row == name)
 
     def __rich__(self) -> Any:
-        columns = ("figure", "value", "formula")
-        shown = [(what, si(value, unit) if unit else f"{value:.6g}", form) for what, value, unit, form in self.rows]
+        columns = ("quantity", "value", "formula")
+        shown = [(name, si(value, unit) if unit else f"{value:.6g}", form) for name, value, unit, form in self.rows]
         return table(self.title, columns, shown, left=columns)
 
 
 def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -> float:
-    """Bytes of model state a parameter on one rank, mixed-precision Adam: 16 under DDP, 12 without the master copy.
+    """Return the bytes of model state per parameter and rank with mixed-precision Adam.
 
-    ZeRO-1 splits the optimizer's 12 over the ranks, ZeRO-2 the gradient too, ZeRO-3 (FSDP; HSDP inside its group) all.
+    DDP needs 16 bytes, or 12 without the master copy. ZeRO-1 shards the 12 bytes of the optimizer over N ranks, ZeRO-2
+    also the gradient, and ZeRO-3 (FSDP, or HSDP within a group) everything.
+
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
     """
     check_positive_int("zero_bytes_per_param", "the number of ranks that share the state", num_ranks=num_ranks)
     _check_stage(stage)
-    parts = (OPTIMIZER + MASTER * master, GRADIENT, WEIGHT)
-    split = get_args(Stage).index(stage)
-    return sum(part / num_ranks if at < split else part for at, part in enumerate(parts))
+    sizes = (OPTIMIZER + MASTER * master, GRADIENT, WEIGHT)
+    num_sharded = get_args(Stage).index(stage)
+    return sum(size / num_ranks if i < num_sharded else size for i, size in enumerate(sizes))
 
 
 def zero_messages(stage: Stage) -> float:
-    """What a stage sends over what data parallelism sends: ZeRO-3 gathers twice and scatters once, 1.5 times."""
+    """Return the communication of a stage relative to DDP. ZeRO-3 gathers twice and reduce-scatters once: 1.5."""
     _check_stage(stage)
     return 1.5 if stage == "zero3" else 1.0
 
 
 def _check_stage(stage: object) -> None:
-    if stage not in get_args(Stage):
-        exists = "stages are ddp, zero1, zero2, zero3"
-        raise problem(f"ZeRO stage `{stage}`", "split state by it", exists, near(str(stage), get_args(Stage)))
+    check_choice("ZeRO calculator", "a ZeRO stage", get_args(Stage), stage=stage)
 
 
 def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
-    """The calculator, whose numbers are read and checked before it sees them, whoever calls it."""
+    """Parse and check the numbers of a calculator."""
 
     @functools.wraps(calculator)
-    def made(*, cluster: Cluster | None = None, **numbers: str | float) -> Sheet:
+    def parse(*, cluster: Cluster | None = None, **numbers: str | float) -> Sheet:
         where, signature = f"meshpar cost {calculator.__name__}", inspect.signature(calculator).parameters
-        known = [one for one in signature if one != "cluster"]
+        names = [name for name in signature if name != "cluster"]
         for key in numbers:
-            if key not in known:
-                raise problem(where, f"take `{key}`", f"it takes {', '.join(known)}", near(key, known))
-        read: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
+            if key not in names:
+                reason = f"its numbers are {', '.join(names)}"
+                raise problem(where, f"use `{key}`", reason, near(key, names), code="unknown-name")
+        parsed: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
         if cluster is None:
-            return calculator(**read)
+            return calculator(**parsed)
         if not isinstance(cluster, Cluster):
-            exists, fix = (
-                f"it is a {type(cluster).__name__}",
-                'read it: meshpar.hardware.clusters.parse_cluster("h100:8x8")',
-            )
-            raise problem(f"{where} cluster={cluster!r}", "price messages over it", exists, fix)
+            reason = f"it is a {type(cluster).__name__}"
+            fix = 'use meshpar.hardware.clusters.parse_cluster("h100:8x8")'
+            raise problem(f"{where} cluster={cluster!r}", "use its links", reason, fix, code="wrong-type")
         if "cluster" not in signature:
-            raise problem(where, f"use the cluster {cluster.name}", "only tp has a message to price", "leave it out")
-        return calculator(**read, cluster=cluster)
+            reason = "only tp computes the time of a message"
+            raise problem(where, f"use cluster {cluster.name}", reason, "remove it", code="unsupported-feature")
+        return calculator(**parsed, cluster=cluster)
 
-    return made
+    return parse
 
 
 @_counted
 def zero(*, params: int = 7 * 10**9, ranks: int = 64) -> Sheet:
-    """State of every ZeRO stage on one of N ranks, and what is sent."""
+    """Bytes of the state of each ZeRO stage on a rank, and the communication."""
     rows = []
-    forms = {"ddp": "16 Ψ", "zero1": "(4 + 12/N) Ψ", "zero2": "(2 + 14/N) Ψ", "zero3": "16/N Ψ; HSDP: N of one group"}
+    forms = {
+        "ddp": "16 Ψ",
+        "zero1": "(4 + 12/N) Ψ",
+        "zero2": "(2 + 14/N) Ψ",
+        "zero3": "16/N Ψ; HSDP: N ranks of a group",
+    }
     for stage in get_args(Stage):
-        each = zero_bytes_per_param(stage, ranks)
-        sent = f"sends {zero_messages(stage):g}× data parallelism's"
-        rows += [(stage, params * each, "B", forms[stage]), (f"{stage} a parameter", each, "", sent)]
+        per_param = zero_bytes_per_param(stage, ranks)
+        sent = f"sends {zero_messages(stage):g} times the bytes of DDP"
+        rows += [(stage, params * per_param, "B", forms[stage]), (f"{stage} per parameter", per_param, "", sent)]
     return Sheet(title=f"{params:.4g} parameters on {ranks} ranks", rows=tuple(rows))
 
 
 @_counted
 def memory(*, params: int = 70 * 10**9, tensor: int = 1, stages: int = 1, ranks: int = 1) -> Sheet:
-    """Weights, gradients, optimizer on a GPU of T × P × N, of which the N ranks of data parallelism are ZeRO-1."""
-    mine = params / tensor / stages
+    """Bytes of weights, gradients and optimizer state on a GPU, with T tensor ranks, P stages and N data ranks."""
+    local = params / tensor / stages
     rows = (
-        ("parameters of a stage", params / stages, "", "Ψ/P"),
-        ("parameters of a GPU", mine, "", "Ψ/(T P)"),
-        ("weights", WEIGHT * mine, "B", "2 Ψ/(T P)"),
-        ("gradients", GRADIENT * mine, "B", "2 Ψ/(T P)"),
-        ("Adam and master copy", (OPTIMIZER + MASTER) * mine, "B", "12 Ψ/(T P)"),
-        ("ZeRO-1 over N", mine * zero_bytes_per_param("zero1", ranks), "B", "(4 + 12/N) Ψ/(T P)"),
-        ("ZeRO-3 over N", mine * zero_bytes_per_param("zero3", ranks), "B", "16/N Ψ/(T P)"),
+        ("parameters per stage", params / stages, "", "Ψ/P"),
+        ("parameters per GPU", local, "", "Ψ/(T P)"),
+        ("weights", WEIGHT * local, "B", "2 Ψ/(T P)"),
+        ("gradients", GRADIENT * local, "B", "2 Ψ/(T P)"),
+        ("Adam and master copy", (OPTIMIZER + MASTER) * local, "B", "12 Ψ/(T P)"),
+        ("ZeRO-1 over N", local * zero_bytes_per_param("zero1", ranks), "B", "(4 + 12/N) Ψ/(T P)"),
+        ("ZeRO-3 over N", local * zero_bytes_per_param("zero3", ranks), "B", "16/N Ψ/(T P)"),
     )
     return Sheet(title=f"{params:.4g} parameters, T={tensor:g}, P={stages:g}, N={ranks:g}", rows=rows)
 
 
 @_counted
 def bubble(*, stages: int = 4, microbatches: int = 8, chunks: int = 2) -> Sheet:
-    """Bubble fractions in closed form, F = B = W; `meshpar schedule` simulates the tables."""
+    """Bubble fractions in closed form for F = B = W. `meshpar schedule` simulates the tables."""
     p, m, v = stages, microbatches, chunks
-    least, between = 2 * p - 1, "between a stage's first op and its last"
-    none = ("zb-h2, zb-v", 0.0, "", f"0 from m = 2p−1 on, {between}")
-    if m < least:
-        none = ("microbatches without, zb-h2, zb-v", least, "", f"2p−1: from there on no bubble {between}")
+    min_m, span = 2 * p - 1, "between a stage's first op and its last"
+    zero_bubble = ("zb-h2, zb-v", 0.0, "", f"0 for m ≥ 2p−1, {span}")
+    if m < min_m:
+        zero_bubble = ("minimum m without bubble, zb-h2, zb-v", min_m, "", f"2p−1: no bubble {span}")
     rows = (
         ("gpipe, 1f1b", (p - 1) / (m + p - 1), "", "(p−1)/(m+p−1)"),
         ("interleaved-1f1b", (p - 1) / (v * m + p - 1), "", "(p−1)/(v m+p−1)"),
-        ("zb-h1", (p - 1) / (3 * m + p - 1), "", "(p−1)(F+B−W) over itself and m(F+B+W)"),
-        none,
+        ("zb-h1", (p - 1) / (3 * m + p - 1), "", "(p−1)(F+B−W) / ((p−1)(F+B−W) + m(F+B+W))"),
+        zero_bubble,
     )
     return Sheet(title=f"bubbles of {p:g} stages, {m:g} microbatches, {v:g} chunks", rows=rows)
 
 
 @_counted
 def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, cluster: Cluster | None = None) -> Sheet:
-    """Tensor parallelism: the payload of one of a layer's four all-reduces, and a square matmul beside it."""
+    """Tensor parallelism: the payload of each of a layer's four all-reduces, and a square matmul."""
     payload, flops = 2 * rows * seq * width, cost.matmul_flops(rows * seq, width, width)
-    found = [
+    result = [
         ("payload", payload, "B", "2 b s d"),
-        ("sent a layer", 4 * cost.bytes_sent("all-reduce", payload, ranks), "B", "4 · 2(N−1)/N · 2 b s d"),
+        ("sent per layer", 4 * cost.bytes_sent("all-reduce", payload, ranks), "B", "4 · 2(N−1)/N · 2 b s d"),
         ("matmul", flops, "FLOP", "2 b s d²"),
     ]
     if cluster is not None:
-        best = min((account(name, payload, ranks, cluster) for name in ("ring", "tree")), key=lambda one: one.time_s)
-        where = "inside a node" if ranks <= cluster.gpus_per_node else "between nodes"
-        found += [
+        best = min((account(name, payload, ranks, cluster) for name in ("ring", "tree")), key=lambda each: each.time_s)
+        where = "within a node" if ranks <= cluster.gpus_per_node else "between nodes"
+        result += [
             ("all-reduce", best.time_s, "s", f"{best.algorithm.name} {where}: {cluster.name}, {cluster.links_from}"),
             ("matmul at peak", flops / cluster.gpu.bf16_flops_per_s, "s", "2 b s d² / peak of the data sheet"),
         ]
-    return Sheet(title=f"tensor parallelism over {ranks:g} ranks", rows=tuple(found))
+    return Sheet(title=f"tensor parallelism over {ranks:g} ranks", rows=tuple(result))
 
 
 @_counted
 def moe(*, rows: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks: int = 64, layers: int = 58) -> Sheet:
-    """Expert parallelism: elements of one all-to-all of a rank, and of all layers there and back."""
-    each = rows * seq * k * width / ranks
-    found = (
-        ("elements a rank and direction", each, "", "b s k d / N"),
-        ("of all layers, there and back", 2 * layers * each, "", "2 L b s k d / N"),
-        ("that leave the rank", (ranks - 1) / ranks * each, "", "(N−1)/N · b s k d / N"),
+    """Expert parallelism: elements of an all-to-all per rank, and of dispatch and combine in all layers."""
+    elements = rows * seq * k * width / ranks
+    result = (
+        ("elements per rank and direction", elements, "", "b s k d / N"),
+        ("dispatch and combine of all layers", 2 * layers * elements, "", "2 L b s k d / N"),
+        ("sent to other ranks", (ranks - 1) / ranks * elements, "", "(N−1)/N · b s k d / N"),
     )
-    return Sheet(title=f"all-to-alls over {ranks:g} ranks of experts", rows=found)
+    return Sheet(title=f"all-to-alls over {ranks:g} expert ranks", rows=result)
 
 
 @_counted
 def remat(*, layers: int = 64) -> Sheet:
-    """Activation checkpointing: layers' inputs held, and compute (Chen et al. 2016, "Sublinear Memory Cost")."""
-    found = (
-        ("held without", layers, "", "L"),
-        ("held at the optimum", 2 * math.sqrt(layers), "", "√L checkpoints and √L layers between two"),
-        ("compute", 4 / 3, "", "a forward pass more to 3: a third"),
+    """Activation checkpointing: saved layer inputs, and compute (Chen et al. 2016, "Sublinear Memory Cost")."""
+    result = (
+        ("saved without", layers, "", "L"),
+        ("saved at the optimum", 2 * math.sqrt(layers), "", "√L checkpoints and √L layers between two"),
+        ("compute", 4 / 3, "", "four forward passes instead of three"),
     )
-    return Sheet(title=f"checkpointing of {layers:g} layers", rows=found)
+    return Sheet(title=f"checkpointing of {layers:g} layers", rows=result)
 
 
 @_counted
 def accumulate(*, params: int = 7 * 10**9, ranks: int = 64, steps: int = 8) -> Sheet:
-    """Gradient accumulation under ZeRO: reduced in every micro-step into shards, or summed whole and reduced once."""
+    """Gradient accumulation with ZeRO: reduced in each micro-step into shards, or accumulated and reduced once."""
     sent = cost.bytes_sent("reduce-scatter", GRADIENT * params, ranks)
-    found = (
-        ("each: held", GRADIENT * params / ranks, "B", "2Ψ/N"),
-        ("each: sent", steps * sent, "B", "steps · (N−1)/N · 2Ψ"),
-        ("once: held", GRADIENT * params, "B", "2Ψ"),
+    result = (
+        ("each micro-step: stored", GRADIENT * params / ranks, "B", "2Ψ/N"),
+        ("each micro-step: sent", steps * sent, "B", "steps · (N−1)/N · 2Ψ"),
+        ("once: stored", GRADIENT * params, "B", "2Ψ"),
         ("once: sent", sent, "B", "(N−1)/N · 2Ψ"),
     )
-    return Sheet(title=f"gradients of {steps:g} micro-steps on {ranks:g} ranks", rows=found)
+    return Sheet(title=f"gradients of {steps:g} micro-steps on {ranks:g} ranks", rows=result)
 
 
 CALCULATORS: Mapping[str, Callable[..., Sheet]] = {
-    one.__name__: one for one in (zero, memory, bubble, tp, moe, remat, accumulate)
+    calculator.__name__: calculator for calculator in (zero, memory, bubble, tp, moe, remat, accumulate)
 }
 
 
 def calculate(name: str, numbers: Mapping[str, str | float], cluster: Cluster | None = None) -> Sheet:
-    """A calculator by its name.
+    """Run a calculator.
 
     Args:
-      name: of `CALCULATORS`.
-      numbers: by name, each whole and at least 1; as text `70e9`, `70B`, `8k`, too.
-      cluster: whose links `tp` goes over.
+      name: a key of `CALCULATORS`.
+      numbers: positive integers by name, also as text: `70e9`, `70B`, `8k`.
+      cluster: the cluster of `tp`.
 
     Raises:
-      ValueError: a number that it does not take, or is none; a cluster for another calculator, or one too small.
+      MeshparError: a number is unknown or invalid, or the cluster is too small or not supported by the calculator.
     """
-    if name not in CALCULATORS:
-        raise problem(f"calculator `{name}`", "calculate", "there is no such one", near(str(name), CALCULATORS))
+    check_choice("meshpar cost", "a calculator", tuple(CALCULATORS), name=name)
     if not isinstance(numbers, Mapping):
-        exists, fix = f"it is a {type(numbers).__name__}", 'write {"params": "70B", "ranks": 64}'
-        raise problem(f"calculator `{name}`", f"take {numbers!r}", exists, fix)
+        reason, fix = f"it is a {type(numbers).__name__}", 'write {"params": "70B", "ranks": 64}'
+        raise problem(f"calculator `{name}`", f"use {numbers!r}", reason, fix, code="wrong-type")
     return CALCULATORS[name](**numbers, **({} if cluster is None else {"cluster": cluster}))

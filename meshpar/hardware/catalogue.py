@@ -1,4 +1,7 @@
-"""The GPUs of `gpus.toml`, each figure with its source and date. SI units; bandwidths are per direction and per GPU."""
+"""The GPU catalogue, `gpus.toml`, with a source and a date for each number.
+
+SI units. Bandwidths are per direction and per GPU.
+"""
 
 from __future__ import annotations
 
@@ -9,62 +12,62 @@ from pathlib import Path
 from typing import Any
 
 ATTENTION_SHARES = (0.53, 0.52)
-"""Of the peak, what cuDNN's attention reaches on an H100, forward and backward: 529 and 518 TFLOP/s (`gpus.toml`)."""
+"""Fraction of the peak of cuDNN's attention on an H100, forward and backward: 529 and 518 TFLOP/s (`gpus.toml`)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What XLA asks about a GPU to compile for it; names follow CUDA's device properties."""
+    """Properties of a GPU that XLA needs to compile for it. The names follow CUDA's device properties."""
 
     compute_capability: tuple[int, int]
     num_cores: int
     """Streaming multiprocessors."""
     fpus_per_core: int
-    """float32 units in each of them."""
+    """float32 units per multiprocessor."""
     clock_hz: float
     l2_bytes: int
     shared_bytes_per_core: int
     shared_bytes_per_block: int
-    """Most a block may ask for."""
+    """Maximum shared memory of a block."""
     threads_per_core: int = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU model."""
+    """A GPU model."""
 
     name: str
-    """As in a cluster's name: `h100`."""
+    """Name in cluster strings, such as `h100`."""
     device_kinds: tuple[str, ...]
-    """What jax calls it in `device.device_kind`; the first is the one compiled for."""
+    """Names in jax (`device.device_kind`). Programs are compiled for the first."""
     bf16_flops_per_s: float
-    """Peak of dense bfloat16 matrix products."""
+    """Peak of dense bfloat16 matmuls."""
     fp32_flops_per_s: float
-    """Peak of float32 outside the tensor cores."""
+    """Peak of float32 without tensor cores."""
     memory_bytes: float
     memory_bytes_per_s: float
     link: str
-    """What joins the GPUs of a node: `nvlink` or `pcie`."""
+    """Kind of link between the GPUs of a node: `nvlink` or `pcie`."""
     link_bytes_per_s: float
     nic_bytes_per_s: float
-    """Network between nodes, the GPU's share."""
+    """Bandwidth of the network between nodes, per GPU."""
     chip: Chip
     attention_rates: tuple[float, float] | None = None
-    """FLOP/s that cuDNN's attention was measured at, forward and backward; None: it was not."""
+    """Measured FLOP/s of cuDNN's attention, forward and backward, or None."""
     sources: tuple[tuple[str, str, str], ...] = ()
-    """(figures, source, date) for every figure above."""
+    """(numbers, source, date) for all numbers above."""
 
     @property
     def fp8_flops_per_s(self) -> float:
-        """Peak of dense products of 8-bit floats: twice that of bfloat16, as all data sheets of `gpus.toml` have it.
+        """Peak of dense fp8 matmuls: twice that of bfloat16, as in all data sheets of `gpus.toml`.
 
-        GPUs before compute capability 8.9 have no such products, and widen them.
+        GPUs before compute capability 8.9 have no fp8 matmuls and convert the operands to 16 bits.
         """
         return self.bf16_flops_per_s * (2 if self.chip.compute_capability >= (8, 9) else 1)
 
     @property
     def attention_flops_per_s(self) -> tuple[float, float]:
-        """Of cuDNN's attention, forward and backward: where it was not measured, at an H100's shares of the peak."""
+        """Rates of cuDNN's attention, forward and backward, measured or assumed as those of an H100."""
         if self.attention_rates is not None:
             return self.attention_rates
         forward, backward = ATTENTION_SHARES
@@ -72,7 +75,7 @@ class Gpu:
 
 
 def gpu_from(data: Mapping[str, Any]) -> Gpu:
-    """The GPU that plain data describe, as an entry of `gpus.toml` or of a profile does."""
+    """Return the GPU from plain data, an entry of `gpus.toml` or of a profile."""
     lists: dict[str, Any] = {field: tuple(map(_tuple, data.get(field, ()))) for field in ("device_kinds", "sources")}
     if data.get("attention_rates") is not None:
         lists["attention_rates"] = _tuple(data["attention_rates"])
@@ -92,6 +95,6 @@ def _read(path: Path) -> dict[str, Gpu]:
     return {name: gpu_from({"name": name, **entry}) for name, entry in entries.items()}
 
 
-_FILED = _read(Path(__file__).with_name("gpus.toml"))
-GPUS: Mapping[str, Gpu] = {**_FILED, "a100": _FILED["a100-80"]}
-"""The catalogue; `a100` alone means the one of 80 GB."""
+_ENTRIES = _read(Path(__file__).with_name("gpus.toml"))
+GPUS: Mapping[str, Gpu] = {**_ENTRIES, "a100": _ENTRIES["a100-80"]}
+"""The catalogue. `a100` is the A100 with 80 GB."""

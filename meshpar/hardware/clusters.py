@@ -1,7 +1,7 @@
-"""Clusters of GPUs: how many, joined by which links, by name or from a saved profile. SI units.
+"""Clusters of GPUs and their links, by name or from a saved profile. SI units.
 
-A profile is a JSON file. Of GPUs it is a `Cluster`; of any other devices it is `Links`: what was measured between them
-by mesh axis (`meshpar bench collectives --save`), and nothing that would pass for a GPU.
+A profile is a JSON file. For GPUs it contains a `Cluster`, and for other devices `Links`: the links measured between
+them by mesh axis (`meshpar bench collectives --save`).
 
     {"gpu": "h100", "nodes": 2, "gpus_per_node": 8, "axes": {"data": {"alpha_s": 2.1e-5, "bytes_per_s": 4.4e10}}}
     {"devices": "cpu", "axes": {"data": ...}, "permutes": {"data": ...}}
@@ -22,64 +22,65 @@ from meshpar.hardware.catalogue import GPUS, Gpu, gpu_from
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
 
-MOST_SECONDS, MOST_FIGURE, MOST_NODES = 1e9, 1e24, 999_999
-"""Upper limits of what a user may give, so that no product overflows: latencies, rates and sizes, numbers of GPUs."""
+MAX_SECONDS, MAX_VALUE, MAX_NODES = 1e9, 1e24, 999_999
+"""Upper limits of latencies, of rates and sizes, and of numbers of GPUs, so that products do not overflow."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """A kind of link in the alpha-beta model: a message of n bytes takes `alpha_s + n / bytes_per_s`."""
+    """A link in the alpha-beta model: a message of n bytes takes `alpha_s + n / bytes_per_s`."""
 
     alpha_s: float
-    """Time of a message without its bytes."""
+    """Latency of a message, in seconds."""
     bytes_per_s: float
 
     def __post_init__(self) -> None:
         for field in ("alpha_s", "bytes_per_s"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int | float):
-                raise problem("a cluster's link", f"set {field} to {value!r}", "it is a number", "write 2e-6, say")
-        if not 0 <= self.alpha_s <= MOST_SECONDS or not 1 / MOST_FIGURE <= self.bytes_per_s <= MOST_FIGURE:
-            exists = f"a latency is from 0 to {MOST_SECONDS:g} s, a bandwidth above 0 and at most {MOST_FIGURE:g} B/s"
-            raise problem("a cluster's link", f"use {self}", exists, "write alpha_s=2e-6, bytes_per_s=4.5e11, say")
+                raise problem("link", f"set {field}={value!r}", "it is not a number", "use 2e-6", code="wrong-type")
+        if not 0 <= self.alpha_s <= MAX_SECONDS or not 1 / MAX_VALUE <= self.bytes_per_s <= MAX_VALUE:
+            reason = f"latencies are from 0 to {MAX_SECONDS:g} s, bandwidths above 0 and at most {MAX_VALUE:g} B/s"
+            fix = "use values such as alpha_s=2e-6, bytes_per_s=4.5e11"
+            raise problem("link", f"use {self}", reason, fix, code="out-of-range")
 
     @property
     def beta_s_per_byte(self) -> float:
-        """Time of one byte."""
+        """Time per byte, in seconds."""
         return 1 / self.bytes_per_s
 
 
 MATMUL_EFFICIENCY = 0.65
-"""Share of the peak that products reach where a profile has none measured: assumed, not fitted. Alone, large ones in
-bfloat16 reach 0.79 of it on an H100 (XLA's table, xla/service/gpu/model/matmul_interpolator_data.h, 2025), 0.60 to 0.69
-on Meta's of 500 W (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2024 and 2025), and in a step they are not
-alone; published training is told with it to a median of a tenth (`tests/planner/published.txt`). Attention goes by
-rates of its own (`Gpu.attention_flops_per_s`)."""
+"""Fraction of the peak that matmuls reach if no rates were measured. This is an assumption and not a fit. Large
+bfloat16 matmuls alone reach 0.79 on an H100 (XLA's table, xla/service/gpu/model/matmul_interpolator_data.h, 2025), and
+0.60 to 0.69 on Meta's H100s with 500 W (pytorch/ao, torchao/testing/float8/roofline_utils.py, 2024 and 2025). With
+this value, published training runs are predicted with a median error of 10 % (`tests/planner/published.txt`). Attention
+has its own rates (`Gpu.attention_flops_per_s`)."""
 ALPHA_S: Mapping[str, float] = {"nvlink": 1.9e-6, "pcie": 2.5e-6, "network": 4.0e-6}
-"""Latency of one ring step by kind of link: the figures NCCL's own tuning model uses for its ring with the LL128
-protocol (NVIDIA/nccl, src/graph/tuning.cc, `hwLat`, version 2.23, 2024). Measure yours and save a profile."""
+"""Latency of a ring step by kind of link, from NCCL's tuning model for rings with the LL128 protocol (NVIDIA/nccl,
+src/graph/tuning.cc, `hwLat`, version 2.23, 2024)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rates:
-    """FLOP/s of a GPU's kernels: matrix products by the width of their operands and by size, and attention."""
+    """FLOP/s of a GPU's kernels: matmuls by dtype and size, and attention."""
 
     gpu: Gpu
     efficiency: float
-    """Share of the data sheet's peak that matrix products reach where none were measured."""
+    """Fraction of the data sheet's peak that matmuls reach if none were measured."""
     products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    """Measured FLOP/s of bfloat16 products of n × n matrices, by n; empty: none were measured."""
+    """Measured FLOP/s of bfloat16 matmuls of n × n matrices, by n; may be empty."""
     source: str = ""
-    """Where the measured rates come from."""
+    """Source of the measured rates."""
 
     def peak_flops_per_s(self, bits: int) -> float:
-        """Data sheet's peak of products whose wider operand has elements of this many bits."""
+        """Return the data sheet's peak of matmuls whose larger operand dtype has this number of bits."""
         if bits <= 8:
             return self.gpu.fp8_flops_per_s
         return self.gpu.bf16_flops_per_s if bits <= 16 else self.gpu.fp32_flops_per_s
 
     def share_of_peak(self, flops: float) -> float:
-        """Share of the peak that a product with this many FLOPs reaches: that of a square product of the same size."""
+        """Return the fraction of the peak of a matmul with this number of FLOPs, as that of a square matmul."""
         if not self.products:
             return self.efficiency
         sizes = sorted(self.products)
@@ -88,22 +89,22 @@ class Rates:
         return float(rate) / self.gpu.bf16_flops_per_s
 
     def product_flops_per_s(self, bits: int, flops: float) -> float:
-        """Rate of a product with this many FLOPs, whose wider operand has elements of this many bits."""
+        """Return the rate of a matmul with this number of FLOPs, whose larger operand dtype has `bits` bits."""
         return self.peak_flops_per_s(bits) * self.share_of_peak(flops)
 
     @property
     def attention_flops_per_s(self) -> tuple[float, float]:
-        """Rate of a fused attention kernel, forward and backward."""
+        """Rates of a fused attention kernel, forward and backward."""
         return self.gpu.attention_flops_per_s
 
     def __str__(self) -> str:
         forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.attention_flops_per_s)
-        measured = "" if self.gpu.attention_rates else " (assumed: an H100's share of the peak)"
+        measured = "" if self.gpu.attention_rates else " (assumed: the fraction of the peak of an H100)"
         return f"{self.of_products}, attention at {forward} TFLOP/s forward and {backward} backward{measured}"
 
     @property
     def of_products(self) -> str:
-        """The rates of matrix products in words."""
+        """Description of the matmul rates."""
         if self.products:
             sizes = f"{min(self.products):,} to {max(self.products):,}"
             return f"matmuls at the rates measured for sizes {sizes} ({self.source})"
@@ -114,69 +115,71 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Measured:
-    """Links as they were measured by mesh axis."""
+    """Links measured by mesh axis."""
 
     axes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
-    """As XLA's own collectives use it, by axis; several axes that count as one go by `data*fsdp`, others by `*`."""
+    """Links as XLA's collectives use them, by axis. The key of combined axes is `data*fsdp`, that of other axes `*`."""
     permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
-    """As single messages use it, of which `meshpar.collectives` is made; where an axis is missing, `axes` serves."""
+    """Links as single messages use them, for `meshpar.collectives`. `axes` is used for missing axes."""
     source: str = ""
-    """How and when it was measured, if it was."""
+    """How and when the links were measured."""
 
     @property
     def links_from(self) -> str:
-        """Which figures its links have, for whoever reads a time that is made of them."""
+        """Description of the sources of the links."""
         axes = ", ".join("any axis" if axis == ANY else axis for axis in dict.fromkeys((*self.axes, *self.permutes)))
         return f"links measured along {axes}" + f" ({self.source})" * bool(self.source)
 
     def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
-        """The link that was measured along mesh axes; None when it is not known.
+        """Return the link measured along mesh axes, or None.
 
-        Several axes have a measurement of their own, or else the worse figures of their links when each has one. An
-        axis that has none goes by that of `ANY`, where there is one.
+        Combined axes have the link of their key. Without one, the largest latency and the smallest bandwidth of the
+        axes are used. `ANY` is used for axes without a link.
 
         Args:
-          axes: mesh axes that count as one.
-          permute: whether single messages use it, not XLA's own collectives.
+          axes: mesh axes that are combined.
+          permute: whether the link is for single messages instead of XLA's collectives.
         """
-        known = {**self.axes, **self.permutes} if permute else {**self.permutes, **self.axes}
-        whole, parts = known.get("*".join(axes)), [known.get(axis, known.get(ANY)) for axis in axes]
-        if whole is not None or not parts or None in parts:
-            return whole
-        each = [part for part in parts if part is not None]
-        return Link(alpha_s=max(one.alpha_s for one in each), bytes_per_s=min(one.bytes_per_s for one in each))
+        links = {**self.axes, **self.permutes} if permute else {**self.permutes, **self.axes}
+        combined, separate = links.get("*".join(axes)), [links.get(axis, links.get(ANY)) for axis in axes]
+        if combined is not None or not separate or None in separate:
+            return combined
+        by_axis = [link for link in separate if link is not None]
+        return Link(
+            alpha_s=max(link.alpha_s for link in by_axis), bytes_per_s=min(link.bytes_per_s for link in by_axis)
+        )
 
     def compares(self, axes: Sequence[str]) -> bool:
-        """Whether XLA's own collectives and single messages were both measured along these mesh axes."""
+        """Return whether XLA's collectives and single messages were both measured along these mesh axes."""
         both = (self.axes, self.permutes)
         return all("*".join(axes) in by or all(axis in by or ANY in by for axis in axes) for by in both)
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as plain data; `from_json` reads it back."""
+        """Return the profile as plain data for `from_json`."""
         links = {"axes": self.axes, "permutes": self.permutes}
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             field: {axis: dataclasses.asdict(link) for axis, link in by_axis.items()}
             for field, by_axis in links.items()
             if by_axis
         }
-        return found | ({"source": self.source} if self.source else {})
+        return data | ({"source": self.source} if self.source else {})
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, which `parse_profile` reads. Raises `ValueError` where it cannot be written."""
+        """Write the profile as JSON for `parse_profile`. Raises `MeshparError` if the file cannot be written."""
         write_json(path, self.to_json(), "cluster profile")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links(_Measured):
-    """Measured links by mesh axis, between devices that the catalogue does not know; each at any distance along it."""
+    """Measured links by mesh axis, between devices that are not in the catalogue."""
 
     devices: str
-    """What jax calls them: `cpu`."""
+    """The name of the devices in jax: `cpu`."""
 
     def __post_init__(self) -> None:
         if not self.axes and not self.permutes:
-            fix = "measure some: meshpar bench collectives --mesh data=8 --save my.json"
-            raise problem(f"profile `{self.name}`", "hold links", "it names no mesh axis", fix)
+            fix = "measure links with meshpar bench collectives --mesh data=8 --save my.json"
+            raise problem("profile of links", "use it", "it has no mesh axis", fix, code="damaged-file")
 
     @property
     def name(self) -> str:
@@ -185,26 +188,26 @@ class Links(_Measured):
         return f"{self.devices} links of {', '.join('any axis' if axis == ANY else axis for axis in named)}"
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as plain data; `from_json` reads it back."""
+        """Return the profile as plain data for `from_json`."""
         return {"devices": self.devices, **super().to_json()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Links:
-        """Reads a profile.
+        """Return the profile from plain data.
 
         Raises:
-          ValueError: a field is missing, unknown or of the wrong kind.
+          MeshparError: a field is missing, unknown or has the wrong type.
         """
         _check_fields(data, {"devices", *_MEASURED})
-        _check("devices", data.get("devices"), isinstance(data.get("devices"), str), "a name, as jax gives it")
+        _check("devices", data.get("devices"), isinstance(data.get("devices"), str), "the name of the devices in jax")
         return Links(devices=data["devices"], **_axes_from_json(data))
 
 
 ANY = "*"
-"""In place of a mesh axis: whichever has no measurement of its own."""
+"""Key of mesh axes without a measurement."""
 
-LONGEST_LAUNCH_S = 1e-3
-"""A hundred times what a GPU's driver needs: above it a profile has another unit."""
+MAX_LAUNCH_S = 1e-3
+"""Upper limit of a kernel launch, 100 times that of a GPU, to detect a profile in another unit."""
 
 HOST_DEVICES = Links(
     devices="cpu",
@@ -212,36 +215,37 @@ HOST_DEVICES = Links(
     source="default for CPU host devices: meshpar bench collectives --mesh data=8 --max-bytes 10MB, jax 0.10.2 on a "
     "2-core Xeon at 2.5 GHz with other work on it, 2026-11-22; typical error of the fit 55%",
 )
-"""What `algorithm="auto"` takes on the CPU devices of one machine. They share its cores: measure yours and save a
-profile where it matters."""
+"""Links that `algorithm="auto"` assumes for the CPU devices of a machine, which share its cores."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster(_Measured):
-    """Nodes of equal GPUs; device i stands in node `i // gpus_per_node`. What was measured along a mesh axis comes
-    before `inside` and `across`."""
+    """Nodes with equal GPUs. Device i is in node `i // gpus_per_node`.
+
+    Links measured along mesh axes take precedence over `inside` and `across`.
+    """
 
     gpu: Gpu
     nodes: int
     gpus_per_node: int
     inside: Link
-    """Between GPUs of one node."""
+    """Link between the GPUs of a node."""
     across: Link
-    """Between nodes."""
+    """Link between nodes."""
     products: Mapping[int, float] = dataclasses.field(default_factory=dict, hash=False)
-    """FLOP/s that were measured of products of n × n matrices, by n (`meshpar bench gpu`); empty: none were."""
+    """Measured FLOP/s of matmuls of n × n matrices, by n (`meshpar bench gpu`); may be empty."""
     launch_s: float = 0.0
-    """From the start of a kernel to the next one's at the least (`meshpar bench gpu`); 0: nobody measured it."""
+    """Minimum time between the starts of two kernels (`meshpar bench gpu`); 0 if it was not measured."""
     is_shared: bool = False
-    """Whether the devices share the cores of one machine, as jax's host devices do: messages are work of the same
-    cores, so that nothing hides them, and who waits leaves its cores to others."""
+    """Whether the devices share the cores of a machine, as jax's host devices do. Then messages cannot overlap with
+    compute."""
 
     def __post_init__(self) -> None:
         for field in ("nodes", "gpus_per_node"):
-            if not 1 <= (count := getattr(self, field)) <= MOST_NODES:
-                asked = f"have {count if abs(count) < 1e18 else 'more than 1e18'} {field}"
-                exists = f"it is a whole number from 1 to {MOST_NODES:,}"
-                raise problem(f"a cluster of {self.gpu.name}", asked, exists, "write it as `h100:8x8`")
+            if not 1 <= (count := getattr(self, field)) <= MAX_NODES:
+                requested = f"have {count if abs(count) < 1e18 else 'more than 1e18'} {field}"
+                reason = f"it must be an integer from 1 to {MAX_NODES:,}"
+                raise problem(f"cluster of {self.gpu.name}", requested, reason, "write `h100:8x8`", code="out-of-range")
 
     @property
     def name(self) -> str:
@@ -250,22 +254,22 @@ class Cluster(_Measured):
 
     @property
     def links_from(self) -> str:
-        """As above; of links that nobody measured it is not known how far off they are."""
+        """Description of the sources of the links."""
         if self.axes or self.permutes:
             return super().links_from
-        usual = cluster_of(self.gpu, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
-        if (self.inside, self.across) == (usual.inside, usual.across):
+        default = cluster_of(self.gpu, nodes=self.nodes, gpus_per_node=self.gpus_per_node)
+        if (self.inside, self.across) == (default.inside, default.across):
             return "data-sheet links and NCCL's latencies, unmeasured"
-        return "links as its profile gives them" + f" ({self.source})" * bool(self.source)
+        return "links of its profile" + f" ({self.source})" * bool(self.source)
 
     @property
     def num_devices(self) -> int:
-        """GPUs in all."""
+        """Total number of GPUs."""
         return self.nodes * self.gpus_per_node
 
     @property
     def rates(self) -> Rates:
-        """The rates that a step is expected to reach: measured ones where there are any, else assumed ones."""
+        """Expected rates of a step: measured rates, or assumed rates if none were measured."""
         return Rates(gpu=self.gpu, efficiency=MATMUL_EFFICIENCY, products=self.products, source=self.source)
 
     @property
@@ -274,61 +278,59 @@ class Cluster(_Measured):
         return dataclasses.replace(self.rates, efficiency=1.0)
 
     def link(self, *, crosses_node: bool) -> Link:
-        """The link that messages inside a node or between nodes use."""
+        """Return the link within a node or between nodes."""
         return self.across if crosses_node else self.inside
 
     def layout(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> tuple[int, int]:
-        """(nodes, devices in each of them) of a group of devices that differ only along these mesh axes.
+        """Return the number of nodes of a group of devices along mesh axes, and the number of devices per node.
 
-        Where groups differ: the most nodes, and the fewest devices in one.
+        If groups differ, these are the maximum number of nodes and the minimum number of devices.
 
         Args:
           axes: names of mesh axes.
-          mesh: the mesh, or its axis sizes in order; its devices are counted in its own order.
+          mesh: the mesh, or its axis sizes in order. Devices are numbered in the order of the mesh.
 
         Raises:
-          ValueError: the mesh lacks an axis, or has more devices than the cluster.
+          MeshparError: the mesh lacks an axis, or has more devices than the cluster.
         """
         nodes, along = self._nodes(axes, mesh)
         if nodes.size > self.num_devices:
-            asked, fix = f"hold a mesh of {nodes.size} devices", "name a cluster of as many"
-            raise problem(f"cluster `{self.name}`", asked, f"it has {self.num_devices} GPUs", fix)
-        groups = np.moveaxis(nodes, along, range(-len(along), 0)).reshape(
-            -1, math.prod(nodes.shape[at] for at in along)
-        )
+            requested, reason = f"use a mesh of {nodes.size} devices", f"it has {self.num_devices} GPUs"
+            raise problem(f"cluster `{self.name}`", requested, reason, "use a larger cluster", code="out-of-range")
+        group_size = math.prod(nodes.shape[dim] for dim in along)
+        groups = np.moveaxis(nodes, along, range(-len(along), 0)).reshape(-1, group_size)
         counts = [np.unique(group, return_counts=True)[1] for group in groups]
         return max(map(len, counts)), int(min(count.min() for count in counts))
 
     def _nodes(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> tuple[np.ndarray, tuple[int, ...]]:
-        """The node of each device of a mesh, and which of its dims these axes are."""
+        """Return the node of each device of a mesh, and the dims of these axes."""
         sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-        for axis in (wanted := list(axes)):
+        for axis in (axes := list(axes)):
             if axis not in sizes:
-                raise problem(
-                    f"cluster `{self.name}`", f"look at mesh axis `{axis}`", "the mesh has none", near(axis, sizes)
-                )
+                requested, fix = f"use mesh axis `{axis}`", near(axis, sizes)
+                raise problem(f"cluster `{self.name}`", requested, "the mesh lacks it", fix, code="unknown-axis")
         nodes = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())) // self.gpus_per_node
-        return nodes, tuple(at for at, axis in enumerate(sizes) if axis in wanted)
+        return nodes, tuple(dim for dim, axis in enumerate(sizes) if axis in axes)
 
     def crosses_node(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> bool:
-        """Whether devices that differ only along these mesh axes stand in different nodes.
+        """Return whether a group of devices along mesh axes spans several nodes.
 
         Args:
           axes: names of mesh axes.
-          mesh: the mesh, or its axis sizes in order; its devices are counted in its own order.
+          mesh: the mesh, or its axis sizes in order. Devices are numbered in the order of the mesh.
 
         Raises:
-          ValueError: the mesh lacks an axis.
+          MeshparError: the mesh lacks an axis.
         """
         nodes, along = self._nodes(axes, mesh)
         return bool(along) and bool((nodes.min(axis=along) != nodes.max(axis=along)).any())
 
     def groups_cross_node(self, groups: Sequence[Sequence[int]]) -> bool:
-        """Whether some group of device numbers spans more than one node."""
+        """Return whether a group of device numbers spans several nodes."""
         return any(len({device // self.gpus_per_node for device in group}) > 1 for group in groups)
 
     def to_json(self) -> dict[str, Any]:
-        """The profile as plain data; `from_json` reads it back."""
+        """Return the profile as plain data for `from_json`."""
         return {
             "gpu": self.gpu.name if GPUS.get(self.gpu.name) == self.gpu else dataclasses.asdict(self.gpu),
             "nodes": self.nodes,
@@ -343,47 +345,52 @@ class Cluster(_Measured):
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Cluster:
-        """Reads a profile. `inside` and `across` may be left out or hold one number each: the catalogue gives the rest.
+        """Return the profile from plain data. The catalogue supplies missing values of `inside` and `across`.
 
         Raises:
-          ValueError: a field is missing, unknown or of the wrong kind.
+          MeshparError: a field is missing, unknown or has the wrong type.
         """
-        own = {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "launch_s", "is_shared"}
-        _check_fields(data, {*own, *_MEASURED})
+        fields = {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "launch_s", "is_shared"}
+        _check_fields(data, {*fields, *_MEASURED})
         is_shared, launch_s = data.get("is_shared", False), data.get("launch_s", 0.0)
-        is_time = (
-            isinstance(launch_s, int | float) and not isinstance(launch_s, bool) and 0 <= launch_s < LONGEST_LAUNCH_S
+        is_number = isinstance(launch_s, int | float) and not isinstance(launch_s, bool)
+        _check(
+            "launch_s",
+            launch_s,
+            is_number and 0 <= launch_s < MAX_LAUNCH_S,
+            f"seconds below {MAX_LAUNCH_S:g}, as 2.5e-06",
         )
-        _check("launch_s", launch_s, is_time, f"seconds below {LONGEST_LAUNCH_S:g}, as 2.5e-06")
         _check("is_shared", is_shared, isinstance(is_shared, bool), "true or false")
         try:
             gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
             for key in ("nodes", "gpus_per_node"):
-                _check(key, data[key], type(data[key]) is int, "a whole number")
-            usual = cluster_of(gpu, nodes=data["nodes"], gpus_per_node=data["gpus_per_node"])
+                _check(key, data[key], type(data[key]) is int, "an integer")
+            default = cluster_of(gpu, nodes=data["nodes"], gpus_per_node=data["gpus_per_node"])
             links: dict[str, Any] = _axes_from_json(data)
             for key in ("inside", "across"):
-                links[key] = dataclasses.replace(getattr(usual, key), **data.get(key, {}))
+                links[key] = dataclasses.replace(getattr(default, key), **data.get(key, {}))
             products = _products_from_json(data.get("products", {}))
-            return dataclasses.replace(usual, products=products, launch_s=float(launch_s), is_shared=is_shared, **links)
+            return dataclasses.replace(
+                default, products=products, launch_s=float(launch_s), is_shared=is_shared, **links
+            )
         except MeshparError:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            exists = f"it lacks or garbles something: {type(error).__name__}: {error}"
+            reason = f"a field is missing or invalid: {type(error).__name__}: {error}"
             fix = 'write {"gpu": "h100", "nodes": 8, "gpus_per_node": 8, "across": {"bytes_per_s": 5e10}}'
-            raise problem("a cluster's profile", "read it", exists, fix) from None
+            raise problem("cluster profile", "read it", reason, fix, code="damaged-file") from None
 
 
 Profile: TypeAlias = Cluster | Links
-"""What a saved profile may hold, and all that the time of a message needs."""
+"""Content of a saved profile."""
 
 
 def parse_profile(text: str | Profile) -> Profile:
-    """What a user named: a cluster, as `parse_cluster` takes it, or the file of a profile of any devices.
+    """Return the cluster of a text for `parse_cluster`, or the profile of a file.
 
     Raises:
-      ValueError: no such GPU, no such file, or neither form.
+      MeshparError: the text is invalid, or the GPU or the file does not exist.
     """
     if isinstance(text, Links):
         return text
@@ -391,19 +398,22 @@ def parse_profile(text: str | Profile) -> Profile:
 
 
 def parse_cluster(text: str | Cluster) -> Cluster:
-    """The cluster that a user named: `h100:8x8` (GPU:NODESxGPUS), `h100:8` (one node), or a profile's file `my.json`.
+    """Return the cluster of a text: `h100:8x8` (GPU:NODESxGPUS), `h100:8` (a single node), or the file `my.json`.
 
     Raises:
-      ValueError: no such GPU, no such file, neither form, or a profile of devices that are no known GPU.
+      MeshparError: the text is invalid, the GPU or the file does not exist, or the profile is not for GPUs.
+
+    Example:
+      >>> parse_cluster("h100:8x8").num_devices
+      64
     """
     if isinstance(text, Cluster):
         return text
     if isinstance(text, Links):
         raise _no_gpu(text.name, text)
     if not isinstance(text, str):
-        raise problem(
-            f"cluster {text!r}", "be read", f"it is a {type(text).__name__}, no text", "write it as `h100:8x8`"
-        )
+        reason, fix = f"it is a {type(text).__name__} and not a string", "write `h100:8x8`"
+        raise problem(f"cluster {text!r}", "read it", reason, fix, code="wrong-type")
     if text.endswith(".json"):
         profile = _load(Path(text))
         if isinstance(profile, Links):
@@ -411,34 +421,35 @@ def parse_cluster(text: str | Cluster) -> Cluster:
         return profile
     match = re.fullmatch(r"([A-Za-z0-9_\-]+):(?:([0-9]{1,6})x)?([0-9]{1,6})", text.strip())
     if match is None:
-        raise problem(
-            f"cluster `{text}`", "be read", "it is neither GPU:NODESxGPUS nor a .json profile", "write it as `h100:8x8`"
-        )
+        reason, fix = "it is neither GPU:NODESxGPUS nor a .json profile", "write `h100:8x8`"
+        raise problem(f"cluster `{text}`", "read it", reason, fix, code="bad-syntax")
     return cluster_of(gpu_by_name(match.group(1)), nodes=int(match.group(2) or 1), gpus_per_node=int(match.group(3)))
 
 
 def cluster_of(gpu: Gpu, *, nodes: int, gpus_per_node: int) -> Cluster:
-    """A cluster with the catalogue's bandwidths and the default latencies."""
+    """Return a cluster with the bandwidths of the catalogue and default latencies."""
     inside = Link(alpha_s=ALPHA_S[gpu.link], bytes_per_s=gpu.link_bytes_per_s)
     across = Link(alpha_s=ALPHA_S["network"], bytes_per_s=gpu.nic_bytes_per_s)
     return Cluster(gpu=gpu, nodes=nodes, gpus_per_node=gpus_per_node, inside=inside, across=across)
 
 
 def gpu_by_name(name: str) -> Gpu:
-    """A GPU of the catalogue. Raises `ValueError` when it has none of this name."""
+    """Return a GPU of the catalogue. Raises `MeshparError` if the name is unknown."""
     gpu = GPUS.get(str(name).lower())
     if gpu is None:
-        raise problem(f"GPU `{name}`", "be looked up", "the catalogue lacks it", near(str(name), GPUS))
+        raise problem(
+            f"GPU `{name}`", "use it", "it is not in the catalogue", near(str(name), GPUS), code="unknown-name"
+        )
     return gpu
 
 
 def gpu_of_kind(device_kind: str) -> Gpu | None:
-    """The catalogue's GPU that jax calls `device_kind`; None for any other device, parts of a GPU (MIG) included."""
+    """Return the GPU that jax calls `device_kind`, or None for other devices and for parts of a GPU (MIG)."""
     return next((gpu for gpu in GPUS.values() if device_kind in gpu.device_kinds), None)
 
 
 def cluster_here(devices: Sequence[Any]) -> Cluster | None:
-    """The GPUs at hand, as jax lists them, as a cluster; None when the catalogue does not know them."""
+    """Return the local GPUs as a cluster, or None if they are not in the catalogue."""
     gpu = gpu_of_kind(devices[0].device_kind) if len(devices) else None
     if gpu is None:
         return None
@@ -447,11 +458,11 @@ def cluster_here(devices: Sequence[Any]) -> Cluster | None:
 
 
 def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
-    """Peak FLOP/s of a device by the name jax gives its kind, for utilisation; None when it is not known (a CPU).
+    """Return the peak FLOP/s of a device by its name in jax, or None if it is unknown, such as a CPU.
 
     Args:
-      device_kind: `jax.devices()[0].device_kind`, as `NVIDIA H100 80GB HBM3`.
-      dtype: `bfloat16` or `float16` (dense tensor cores), or `float32` (outside them).
+      device_kind: `jax.devices()[0].device_kind`, such as `NVIDIA H100 80GB HBM3`.
+      dtype: `bfloat16` or `float16` (dense tensor cores), or `float32` (without tensor cores).
     """
     gpu = gpu_of_kind(device_kind)
     if gpu is None or dtype not in ("bfloat16", "float16", "float32"):
@@ -460,15 +471,16 @@ def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
 
 
 def _no_gpu(name: str, links: Links) -> MeshparError:
-    exists = f"it was measured on `{links.devices}` devices: it holds links, and nothing about a GPU"
-    fix = 'name GPUs, as h100:1x8; the profile itself serves algorithm="auto" and meshpar cost --axis'
-    return problem(f"cluster profile `{name}`", "stand for a cluster of GPUs", exists, fix)
+    reason = f"it has links measured on `{links.devices}` devices, and no GPU"
+    fix = 'name GPUs, such as h100:1x8; the profile can be used with algorithm="auto" and meshpar cost --axis'
+    return problem(f"cluster profile `{name}`", "use it as a cluster of GPUs", reason, fix, code="wrong-type")
 
 
 def _load(path: Path) -> Profile:
-    data = read_json(path, f"cluster profile `{path}`", "give the path of a saved profile")
+    data = read_json(path, f"cluster profile `{path}`", "use the path of a saved profile")
     if not isinstance(data, Mapping):
-        raise problem(f"cluster profile `{path}`", "be read", "it holds no JSON object", "save one with `Cluster.save`")
+        reason, fix = "it has no JSON object", "save a profile with `Cluster.save`"
+        raise problem(f"cluster profile `{path}`", "read it", reason, fix, code="damaged-file")
     return Links.from_json(data) if "devices" in data else Cluster.from_json(data)
 
 
@@ -476,13 +488,13 @@ _MEASURED = ("axes", "permutes", "source")
 
 
 def _axes_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
-    _check("source", data.get("source", ""), isinstance(data.get("source", ""), str), "a text")
-    found: dict[str, Any] = {"source": data.get("source", "")}
+    _check("source", data.get("source", ""), isinstance(data.get("source", ""), str), "a string")
+    result: dict[str, Any] = {"source": data.get("source", "")}
     for field in ("axes", "permutes"):
         links = data.get(field, {})
-        _check(field, links, isinstance(links, Mapping), "a link for each mesh axis")
-        found[field] = {axis: _link_from_json(f"{field}.{axis}", link) for axis, link in links.items()}
-    return found
+        _check(field, links, isinstance(links, Mapping), "an object with a link for each mesh axis")
+        result[field] = {axis: _link_from_json(f"{field}.{axis}", link) for axis, link in links.items()}
+    return result
 
 
 def _products_from_json(data: Any) -> dict[int, float]:
@@ -498,37 +510,41 @@ def _link_from_json(field: str, data: Any) -> Link:
     try:
         return Link(**data)
     except (TypeError, MeshparError):
-        kind = 'a latency of at least 0 and a bandwidth above 0, as {"alpha_s": 2e-6, "bytes_per_s": 4.5e11}'
-        raise problem(
-            "a cluster's profile", f"set `{field}` to {data!r}", f"it is {kind}", "correct the file"
-        ) from None
+        expected = 'a latency of at least 0 and a bandwidth above 0, as {"alpha_s": 2e-6, "bytes_per_s": 4.5e11}'
+        raise _invalid_field(field, data, expected) from None
 
 
 def _check_fields(data: Mapping[str, Any], known: set[str]) -> None:
     for key in data.keys() - known:
-        raise problem("a cluster's profile", f"set `{key}`", "a profile has no such field", near(key, known))
+        reason, fix = "a profile has no such field", near(key, known)
+        raise problem("cluster profile", f"set `{key}`", reason, fix, code="unknown-name")
 
 
 def _gpu_from_json(data: Mapping[str, Any]) -> Gpu:
     capability, kinds = data["chip"]["compute_capability"], data["device_kinds"]
     is_capability = isinstance(capability, list | tuple) and [type(part) for part in capability] == [int, int]
-    _check("compute_capability", capability, is_capability, "two whole numbers, as [9, 0]")
+    _check("compute_capability", capability, is_capability, "two integers, as [9, 0]")
     are_kinds = isinstance(kinds, list | tuple) and bool(kinds) and all(isinstance(kind, str) for kind in kinds)
     _check("device_kinds", kinds, are_kinds, "a list of at least one name")
     gpu = gpu_from(data)
-    for one in (gpu, gpu.chip):
-        for field in dataclasses.fields(one):
+    for record in (gpu, gpu.chip):
+        for field in dataclasses.fields(record):
             if field.type in ("int", "float"):
-                _check_figure(field.name, getattr(one, field.name), is_int=field.type == "int")
+                _check_number(field.name, getattr(record, field.name), is_int=field.type == "int")
     return gpu
 
 
-def _check_figure(field: str, value: Any, *, is_int: bool) -> None:
+def _check_number(field: str, value: Any, *, is_int: bool) -> None:
     is_number = isinstance(value, int if is_int else int | float) and not isinstance(value, bool)
-    kind = "a whole number above 0" if is_int else "a number above 0"
-    _check(field, value, is_number and 0 < value <= MOST_FIGURE, f"{kind} and at most {MOST_FIGURE:g}")
+    expected = f"{'an integer' if is_int else 'a number'} above 0 and at most {MAX_VALUE:g}"
+    _check(field, value, is_number and 0 < value <= MAX_VALUE, expected)
 
 
-def _check(field: str, value: Any, holds: bool, kind: str) -> None:
-    if not holds:
-        raise problem("a cluster's profile", f"set `{field}` to {value!r:.60}", f"it is {kind}", "correct the file")
+def _check(field: str, value: Any, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        raise _invalid_field(field, value, expected)
+
+
+def _invalid_field(field: str, value: Any, expected: str) -> MeshparError:
+    requested = f"set `{field}` to {value!r:.60}"
+    return problem("cluster profile", requested, f"it must be {expected}", "correct the file", code="damaged-file")

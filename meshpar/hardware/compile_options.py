@@ -1,4 +1,4 @@
-"""XLA's compile options: the one set by which `train` and `explain` compile a step, and its fingerprint."""
+"""XLA's compile options of a step, for `train` and `explain`, and the fingerprint of a program."""
 
 from __future__ import annotations
 
@@ -17,124 +17,120 @@ from meshpar.sharding.types import AnyMesh, problem
 
 Value = bool | int | float | str
 Options = Mapping[str, Value]
-"""Names of XLA's flags without their dashes, and their values."""
+"""Names of XLA's flags without dashes, and their values."""
 
 GPU_OPTIONS: Options = MappingProxyType({"xla_gpu_enable_latency_hiding_scheduler": True})
-"""For GPUs, unless the user says otherwise. Newer XLA has the scheduler on by itself, jax 0.10's has not."""
+"""Defaults for GPUs. Newer versions of XLA enable the scheduler by default, that of jax 0.10 does not."""
 
 
 IN_PLACE: Options = MappingProxyType(
     {f"xla_{platform}_copy_insertion_use_region_analysis": True for platform in ("cpu", "gpu")}
 )
-"""For pipelines: XLA looks closer at what a branch in a loop may overwrite, or every tick copies all buffers."""
+"""Options for pipelines. Without the region analysis, XLA copies all buffers in each tick."""
 
 
 OVERLAP_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
-"""The option that says how many collectives may run at a time; XLA gives each its stream."""
+"""Name of the option for the number of concurrent collectives, each with a stream of its own."""
 
 APART: Options = MappingProxyType({OVERLAP_LIMIT: 4, "xla_disable_hlo_passes": "multi_output_fusion"})
-"""For slices of the rows: messages of several at a time, and kernels of their own. XLA makes one of what slices do by
-the same weights, norms say, and one slice would wait there for the other's messages."""
+"""Options for batch slices: concurrent messages, and separate kernels. Without the second, XLA fuses operations of the
+slices, such as norms, and a slice would wait for the messages of the other."""
 
 
 LATENCIES = "xla_gpu_pgle_profile_file_or_directory_path"
-"""The option that names a file of what kernels and collectives were measured to take, by which XLA's scheduler hides
-them. Left to its own estimate it gives all collectives one latency."""
+"""Name of the option for a file with measured times of kernels and collectives, for XLA's scheduler. Without a file,
+the scheduler assumes the same latency for all collectives."""
 
 
 def overlap_limit(options: Options) -> int:
-    """Collectives that run at a time under these options."""
+    """Return the number of concurrent collectives."""
     return int(options.get(OVERLAP_LIMIT, 1))
 
 
 def pipelined(kind: str) -> dict[str, Value]:
-    """The option by which XLA lets a collective of a loop (`all_gather`, ...) run into its next iteration."""
+    """Return the option that lets a collective of a loop (`all_gather`, ...) overlap with the next iteration."""
     if jax.__version_info__ >= (0, 12):
-        return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}  # in XLA_FLAGS the word is "on"
+        return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}  # in XLA_FLAGS the value is "on"
     return {f"xla_gpu_enable_pipelined_{kind}": True}
 
 
-def options_for(mesh: AnyMesh, given: Options, strategys: Options = MappingProxyType({})) -> dict[str, Value]:
-    """The options for the devices of a mesh: on CPUs those given, which on GPUs join and override GPUs' own.
+def options_for(mesh: AnyMesh, user: Options, strategy: Options = MappingProxyType({})) -> dict[str, Value]:
+    """Return the options for the devices of a mesh. An abstract mesh stands for GPUs.
 
     Args:
-      mesh: of the step.
-      given: the user's.
-      strategys: what the strategy needs, on CPUs and on GPUs.
-
-    A mesh without devices stands for a pod's.
+      mesh: the mesh of the step.
+      user: options of the user, which override all others.
+      strategy: options of the strategy, for CPUs and for GPUs.
     """
     on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-    own = {name: value for name, value in strategys.items() if name.startswith("xla_cpu_") == on_cpu}
-    return {**({} if on_cpu else GPU_OPTIONS), **own, **given}
+    for_platform = {name: value for name, value in strategy.items() if name.startswith("xla_cpu_") == on_cpu}
+    return {**({} if on_cpu else GPU_OPTIONS), **for_platform, **user}
 
 
 def check_kind(options: object) -> None:
-    """Raises `ValueError` for what is no dict from names of XLA's options to their values, whichever XLA knows."""
+    """Check that the options are a dict from names that begin with `xla_` to values of a valid type."""
     if not isinstance(options, Mapping):
-        exists = "it is a dict of XLA's options by name"
-        raise problem(f"xla={options!r}", "compile by it", exists, "write xla={'xla_...': value}")
+        reason, fix = "it must be a dict of XLA's options by name", "write xla={'xla_...': value}"
+        raise problem(f"xla={options!r}", "compile with it", reason, fix, code="wrong-type")
     for name, value in options.items():
-        if not isinstance(name, str) or not name.startswith("xla_") or not isinstance(value, Value):
+        has_name = isinstance(name, str) and name.startswith("xla_")
+        if not has_name or not isinstance(value, Value):
             fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
-            exists = "the names of XLA's options begin with xla_"
-            if isinstance(name, str) and name.startswith("xla_"):
-                exists = f"values are Python's numbers, bools or words, no {type(value).__name__}"
-            raise problem(_in_words(options), f"set {name!r} to {value!r}", exists, fix)
+            reason = "names of XLA's options begin with xla_"
+            if has_name:
+                reason = f"values are numbers, bools or strings, and not of type {type(value).__name__}"
+            raise problem(_as_text(options), f"set {name!r} to {value!r}", reason, fix, code="wrong-type")
 
 
-def _in_words(options: Mapping[Any, Any]) -> str:
+def _as_text(options: Mapping[Any, Any]) -> str:
     return "xla={" + ", ".join(f"{name!r}: {value!r}" for name, value in options.items()) + "}"
 
 
 def check_options(options: Options) -> Options:
-    """The options, if XLA takes them.
+    """Return the options after checking that XLA accepts them.
 
     Raises:
-      ValueError: a name that is none of XLA's, or a value that is not of its type.
+      MeshparError: a name is unknown to XLA, or a value has the wrong type.
     """
     check_kind(options)
-    where = _in_words(options)
+    where = _as_text(options)
     for name, value in options.items():
         if name == LATENCIES:
             _check_latencies(where, str(value))
-        # Made anew each time: jax's cache takes 1 for an option that it knows as True.
-        nothing = jax.jit(lambda: 0, compiler_options={name: value})
-        try:  # XLA alone knows its options, and looks at them before it compiles
-            nothing.lower().compile()
+        # A new function for each option, because jax's cache does not distinguish 1 from True.
+        program = jax.jit(lambda: 0, compiler_options={name: value})
+        try:  # XLA checks options before it compiles
+            program.lower().compile()
         except jax.errors.JaxRuntimeError as error:
-            said = str(error).partition(": ")[2].partition("\n")[0].rstrip(".")
+            reason = str(error).partition(": ")[2].partition("\n")[0].rstrip(".")
             near = difflib.get_close_matches(name, GPU_OPTIONS, 1)
-            fix = (
-                f"did you mean {near[0]}?"
-                if near and name not in near
-                else (
-                    "see XLA's flags for this version of jax: some have new names; what is on or off is True or False"
-                )
-            )
-            raise problem(where, f"set {name} to {value!r}", said, fix) from error
+            fix = "see XLA's flags for this version of jax; switches are True or False"
+            if near and name not in near:
+                fix = f"did you mean {near[0]}?"
+            raise problem(where, f"set {name} to {value!r}", reason, fix, code="unknown-name") from error
     return options
 
 
 def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:
     """Return twelve hexadecimal digits that are equal for equal lowered programs and compile options.
 
-    A file of latencies counts by its content. Devices count by their number, kind and order: their numbers are part
-    of the lowered program.
+    The content of a latency file is included. Device numbers are part of the lowered program.
     """
     if LATENCIES in options:
-        held = Path(str(options[LATENCIES])).read_bytes()
-        options = {**options, LATENCIES: hashlib.sha256(held).hexdigest()}
-    words = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
-    return hashlib.sha256(words.encode()).hexdigest()[:12]
+        content = Path(str(options[LATENCIES])).read_bytes()
+        options = {**options, LATENCIES: hashlib.sha256(content).hexdigest()}
+    text = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _check_latencies(where: str, path: str) -> None:
-    """Raises `ValueError` for a file that XLA would leave out without a word."""
-    asked, fix = f"schedule by {path}", "name one that a profiler wrote"
+    """Check a latency file. XLA would silently ignore an invalid one."""
+    requested, fix = f"use the latencies of {path}", "use a file written by a profiler"
     if not path.endswith(".pbtxt"):
-        raise problem(where, asked, "XLA reads its text from *.pbtxt only", "name it FILE.pbtxt")
+        raise problem(
+            where, requested, "XLA reads only *.pbtxt files as text", "rename it to *.pbtxt", code="wrong-type"
+        )
     if not Path(path).is_file():
-        raise problem(where, asked, "there is no such file", fix)
+        raise problem(where, requested, "there is no such file", fix, code="missing-file")
     if not Path(path).read_text(encoding="utf-8", errors="replace").startswith("costs {"):
-        raise problem(where, asked, "it does not begin with `costs {`, as latencies do", fix)
+        raise problem(where, requested, "it does not begin with `costs {`", fix, code="damaged-file")

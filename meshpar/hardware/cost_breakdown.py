@@ -1,13 +1,13 @@
-"""What a collective costs by each algorithm, itemised: steps, bytes, latency and bandwidth parts, bandwidths, bound.
+"""Breakdown of the cost of a collective: steps, bytes, latency, bandwidth and formulas of each algorithm.
 
-The costs are those of `cost.py`; here they get the names that people call them by, a link each, and their formulas.
+The costs are those of `cost_model.py`. Here they have names, links and formulas.
 
-    n payload in bytes · N ranks · K of them in a group, M = N/K groups · S servers
-    α time of a message without its bytes · β time of a byte, one over the bandwidth
+    n payload in bytes · N ranks · K ranks in a group, M = N/K groups · S servers
+    α latency of a message · β time per byte, the inverse of the bandwidth
 
-Algorithm bandwidth is n over the time. Bus bandwidth is that times the share of n that a rank has to send at best:
-comparable between collectives, between numbers of ranks, and to the link. The terms are those of nccl-tests
-(NVIDIA/nccl-tests, doc/PERFORMANCE.md, 2024).
+The algorithm bandwidth is n over the time. The bus bandwidth is the algorithm bandwidth times the fraction of n that a
+rank must send. It is comparable between collectives and numbers of ranks, and with the bandwidth of the link. The terms
+are those of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 2024).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, Link, Links, Profile
 from meshpar.hardware.cost_model import Cost
+from meshpar.sharding.errors import check_choice
 from meshpar.sharding.printing import Plain, Printed, table
 from meshpar.sharding.types import MeshLike, axis_sizes, is_int, near, problem
 from meshpar.sharding.units import si
 
 
 class Forms(NamedTuple):
-    """The closed form of an algorithm, as people write it."""
+    """Formulas of an algorithm, as text."""
 
     steps: str
     bytes_sent: str
@@ -36,15 +37,15 @@ class Forms(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """A way to run a collective, and its closed form."""
+    """An algorithm for a collective."""
 
     name: str
     kind: str
-    """The collective, as XLA names it."""
+    """Name of the collective in XLA."""
     cost: Callable[[float, int], Cost]
     forms: Forms
     lays_rings: bool = False
-    """Whether NCCL lays it through all network ports of a node; the others have one port a rank."""
+    """Whether NCCL uses all network ports of a node. Other algorithms use one port per rank."""
     by_powers_of_two: bool = False
 
 
@@ -64,7 +65,7 @@ _HALVING = Forms(steps="2 log₂ N", bytes_sent="2(N−1)/N · n", time="2 log�
 _BROADCAST = Forms(steps="N−1", bytes_sent="n", time="(N−1) α + n β")
 _MESSAGE = Forms(steps="1", bytes_sent="n", time="α + n β")
 
-# The two that take more than a payload and a number of ranks are completed in `account`.
+# `account` handles the two algorithms with additional arguments.
 _KNOWN = (
     Algorithm(name="ring", kind="all-reduce", cost=cost.ring_all_reduce, lays_rings=True, forms=_WHOLE),
     Algorithm(
@@ -95,8 +96,8 @@ _KNOWN = (
     ),
     Algorithm(name="message", kind="collective-permute", cost=lambda n, _: cost.message(n), forms=_MESSAGE),
 )
-ALGORITHMS: Mapping[str, Algorithm] = {one.name: one for one in _KNOWN}
-ALL_REDUCES = tuple(one.name for one in _KNOWN if one.kind == "all-reduce")
+ALGORITHMS: Mapping[str, Algorithm] = {algorithm.name: algorithm for algorithm in _KNOWN}
+ALL_REDUCES = tuple(algorithm.name for algorithm in _KNOWN if algorithm.kind == "all-reduce")
 ALIASES: Mapping[str, str] = {
     "ring-all-reduce": "ring",
     "all-reduce": "ring",
@@ -118,38 +119,37 @@ _BOUND: Mapping[str, Callable[[int], float]] = {
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the share of the payload that a rank has to send at best.
+    """Return bus bandwidth over algorithm bandwidth: the fraction of the payload that a rank must send.
 
     Raises:
-      ValueError: no such kind of collective.
+      MeshparError: the kind of collective is unknown.
     """
-    if kind not in _BOUND:
-        raise problem(f"collective `{kind}`", "have a bus bandwidth", "there is no such kind", near(kind, _BOUND))
+    check_choice("bus_factor", "a collective", tuple(_BOUND), kind=kind)
     return _BOUND[kind](num_ranks)
 
 
 class LinkCost(NamedTuple):
-    """What an algorithm does over one kind of link."""
+    """Cost of an algorithm over a link."""
 
     cost: Cost
     link: Link
     where: str
-    """The link in words."""
+    """Description of the link."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Account(Printed):
-    """One collective by one algorithm, itemised."""
+    """Breakdown of the cost of a collective with an algorithm."""
 
     algorithm: Algorithm
     payload_bytes: float
     num_ranks: int
     over: str
-    """What holds the links, a cluster or a profile, and where their figures are from."""
+    """Cluster or profile, with the source of its links."""
     legs: tuple[LinkCost, ...]
-    """One after the other; two for an algorithm of two levels: inside, across."""
+    """Consecutive phases. A two-level algorithm has two: within and between groups."""
     crossover_bytes: float | None = None
-    """Payload below which recursive doubling is quicker than a ring, for an all-reduce; None where it never changes."""
+    """Payload below which recursive doubling is faster than a ring, for an all-reduce, or None."""
 
     @property
     def name(self) -> str:
@@ -157,32 +157,32 @@ class Account(Printed):
 
     @property
     def steps(self) -> int:
-        """Messages one after the other."""
+        """Number of consecutive messages."""
         return sum(leg.cost.steps for leg in self.legs)
 
     @property
     def bytes_sent(self) -> float:
-        """By one rank; by the busiest where ranks differ."""
+        """Bytes sent by a rank, or by the busiest rank."""
         return sum(leg.cost.bytes_sent for leg in self.legs)
 
     @property
     def latency_s(self) -> float:
-        """The steps' share of the time."""
+        """Time of the steps' latencies."""
         return sum(leg.cost.steps * leg.link.alpha_s for leg in self.legs)
 
     @property
     def bandwidth_s(self) -> float:
-        """The bytes' share of the time."""
+        """Time of the bytes."""
         return sum(leg.cost.bytes_in_turn * leg.link.beta_s_per_byte for leg in self.legs)
 
     @property
     def time_s(self) -> float:
-        """From the first message to the last."""
+        """Total time."""
         return self.latency_s + self.bandwidth_s
 
     @property
     def algorithm_bytes_per_s(self) -> float:
-        """Payload over time."""
+        """Payload over total time."""
         return self.payload_bytes / self.time_s if self.time_s else 0.0
 
     @property
@@ -192,21 +192,21 @@ class Account(Printed):
 
     @property
     def lower_bound_bytes(self) -> float:
-        """What a rank has to send at best, by any algorithm."""
+        """Minimum bytes that a rank sends with any algorithm."""
         return bus_factor(self.algorithm.kind, self.num_ranks) * self.payload_bytes
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the formulas leave out."""
+        """Remarks on the formulas."""
         if self.algorithm.by_powers_of_two and self.num_ranks & (self.num_ranks - 1):
             return (
-                "N is no power of two: the ranks beyond one hand their array in first and get the result last, two "
-                "messages more; log₂ N is rounded down",
+                "N is not a power of two: the remaining ranks send their array first and receive the result last, in "
+                "two additional messages; log₂ N is rounded down",
             )
         return ()
 
     def to_json(self) -> dict[str, Any]:
-        figures = (
+        fields = (
             "steps", "bytes_sent", "latency_s", "bandwidth_s", "time_s", "algorithm_bytes_per_s", "bus_bytes_per_s",
             "lower_bound_bytes", "crossover_bytes",
         )  # fmt: skip
@@ -215,7 +215,7 @@ class Account(Printed):
             "kind": self.algorithm.kind,
             "payload_bytes": self.payload_bytes,
             "num_ranks": self.num_ranks,
-            **{figure: getattr(self, figure) for figure in figures},
+            **{field: getattr(self, field) for field in fields},
             "formulas": self.algorithm.forms._asdict(),
             "over": self.over,
             "links": [{"where": leg.where, **dataclasses.asdict(leg.link)} for leg in self.legs],
@@ -223,24 +223,24 @@ class Account(Printed):
         }
 
     def __rich__(self) -> Any:
-        what = f"{self.name}: {self.algorithm.kind} of {si(self.payload_bytes, 'B')} over {self.num_ranks} ranks"
+        title = f"{self.name}: {self.algorithm.kind} of {si(self.payload_bytes, 'B')} over {self.num_ranks} ranks"
         caption = "\n".join([self._symbols(), f"links: {self.over}", *self.notes])
-        columns = ("figure", "value", "formula")
-        return table(what, columns, self._rows(), left=columns, caption=caption)
+        columns = ("quantity", "value", "formula")
+        return table(title, columns, self._rows(), left=columns, caption=caption)
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        named, forms, sent = self.algorithm, self.algorithm.forms, self.bytes_sent
-        over_bound = sent / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
+        forms, sent = self.algorithm.forms, self.bytes_sent
+        ratio = sent / self.lower_bound_bytes if self.lower_bound_bytes else 1.0
         rows = [
             ("steps", f"{self.steps:,}", forms.steps),
             ("bytes sent per rank", si(sent, "B"), forms.bytes_sent),
             (
                 "lower bound",
                 si(self.lower_bound_bytes, "B"),
-                f"any algorithm; this one sends {over_bound:.3g} times it",
+                f"of any algorithm; this one sends {ratio:.3g} times as much",
             ),
-            ("latency part", si(self.latency_s, "s"), "steps × α"),
-            ("bandwidth part", si(self.bandwidth_s, "s"), "bytes through a link in turn × β"),
+            ("latency", si(self.latency_s, "s"), "steps × α"),
+            ("bandwidth", si(self.bandwidth_s, "s"), "consecutive bytes × β"),
             ("time", si(self.time_s, "s"), forms.time),
             ("algorithm bandwidth", si(self.algorithm_bytes_per_s, "B/s"), "n / time"),
             ("bus bandwidth", si(self.bus_bytes_per_s, "B/s"), "lower bound / time"),
@@ -249,8 +249,8 @@ class Account(Printed):
             ("link", f"α {si(leg.link.alpha_s, 's')}, {si(leg.link.bytes_per_s, 'B/s')}", leg.where)
             for leg in self.legs
         ]
-        if named.kind == "all-reduce" and len(self.legs) == 1:
-            rows.append(("crossover", *_crossover_words(self.crossover_bytes)))
+        if self.algorithm.kind == "all-reduce" and len(self.legs) == 1:
+            rows.append(("crossover", *_crossover_text(self.crossover_bytes)))
         return rows
 
     def _symbols(self) -> str:
@@ -261,37 +261,37 @@ class Account(Printed):
         for mark, leg in zip(marks, self.legs, strict=True):
             symbols += [
                 f"α{mark} = {si(leg.link.alpha_s, 's')}",
-                f"β{mark} = {si(leg.link.beta_s_per_byte, 's')} a byte",
+                f"β{mark} = {si(leg.link.beta_s_per_byte, 's')} per byte",
             ]
         return ", ".join(symbols)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accounts(Printed, Plain):
-    """The same collective by several algorithms, the quickest first."""
+    """Costs of a collective with several algorithms, ordered by time."""
 
     accounts: tuple[Account, ...]
 
     def __rich__(self) -> Any:
         first = self.accounts[0]
-        what = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
+        title = f"{first.algorithm.kind} of {si(first.payload_bytes, 'B')} over {first.num_ranks} ranks"
         lines = [f"links: {first.over}"]
-        lines += [f"lower bound of any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
+        lines += [f"lower bound for any {first.algorithm.kind}: {si(first.lower_bound_bytes, 'B')} sent per rank"]
         if first.algorithm.kind == "all-reduce":
-            lines.append("ring / recursive doubling: {}, {}".format(*_crossover_words(first.crossover_bytes)))
+            lines.append("ring / recursive doubling: {}, {}".format(*_crossover_text(first.crossover_bytes)))
         columns = ("algorithm", "steps", "sent per rank", "latency", "bandwidth", "time", "bus bandwidth", "link")
         rows = [
             (
-                one.name,
-                f"{one.steps:,}",
-                si(one.bytes_sent, "B"),
-                *(si(time_s, "s") for time_s in (one.latency_s, one.bandwidth_s, one.time_s)),
-                si(one.bus_bytes_per_s, "B/s"),
-                "; ".join(dict.fromkeys(leg.where for leg in one.legs)),
+                each.name,
+                f"{each.steps:,}",
+                si(each.bytes_sent, "B"),
+                *(si(time_s, "s") for time_s in (each.latency_s, each.bandwidth_s, each.time_s)),
+                si(each.bus_bytes_per_s, "B/s"),
+                "; ".join(dict.fromkeys(leg.where for leg in each.legs)),
             )
-            for one in self.accounts
+            for each in self.accounts
         ]
-        return table(what, columns, rows, left=("algorithm", "link"), caption="\n".join(lines))
+        return table(title, columns, rows, left=("algorithm", "link"), caption="\n".join(lines))
 
 
 def account(
@@ -306,22 +306,21 @@ def account(
     mesh: MeshLike | None = None,
     by_messages: bool = False,
 ) -> Account:
-    """Itemises one collective.
+    """Return the breakdown of the cost of a collective.
 
     Args:
       algorithm: one of `ALGORITHMS`, or an alias.
-      payload_bytes: n: of an all-gather the gathered array, of a reduce-scatter the array before scattering, of an
-        all-to-all what a rank holds, of all others the array.
+      payload_bytes: n, the bytes of the gathered array for an all-gather, of the array before scattering for a
+        reduce-scatter, and of the local array otherwise.
       num_ranks: N.
-      over: a link; or a cluster, in which the ranks stand one after the other unless `axes` and `mesh` say how; or
-        measured links.
-      inner: K of the hierarchical algorithm; a cluster's GPUs in a node, where it is not given.
-      servers: S of the parameter server.
-      axes: the mesh axes that the ranks differ along: a profile may have measured them. Of the hierarchical algorithm
-        the last is inside.
-      mesh: the mesh that has them, in the order of the cluster's devices.
-      by_messages: rings, too, go as single messages with one port a rank, as those of `meshpar.collectives` do; if
-        not, they are laid as NCCL lays them.
+      over: a link, measured links, or a cluster. In a cluster the ranks are consecutive, unless `axes` and `mesh`
+        determine their order.
+      inner: K of the hierarchical algorithm, by default the GPUs per node.
+      servers: S, the number of parameter servers.
+      axes: mesh axes of the group, for measured links. The last axis is the inner axis of the hierarchical algorithm.
+      mesh: the mesh with these axes, in the order of the cluster's devices.
+      by_messages: whether rings use single messages and one port per rank, as `meshpar.collectives` does, instead of
+        NCCL's rings.
 
     Raises:
       ValueError: no such algorithm; sizes that cannot be; a cluster that is too small, links that were not measured.
@@ -352,48 +351,51 @@ def account(
     )
 
 
-def compare(names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **how: Any) -> Accounts:
-    """The same collective by several algorithms; `how` as for `account`. Errors are those of `account`."""
-    found = [account(name, payload_bytes, num_ranks, over, **how) for name in names]
-    return Accounts(accounts=tuple(sorted(found, key=lambda one: one.time_s)))
+def compare(
+    names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **options: Any
+) -> Accounts:
+    """Return the costs of a collective with several algorithms. Options and errors are those of `account`."""
+    accounts = [account(name, payload_bytes, num_ranks, over, **options) for name in names]
+    return Accounts(accounts=tuple(sorted(accounts, key=lambda each: each.time_s)))
 
 
-# ---- Parts -----------------------------------------------------------------------------------------------------------
+# ---- Helpers ---------------------------------------------------------------------------------------------------------
 
 
-MOST_RANKS = 1 << 24
-"""Ranks that are priced together."""
+MAX_RANKS = 1 << 24
+"""Maximum number of ranks of a collective."""
 
 
 def _check_sizes(name: str, payload_bytes: Any, **counts: Any) -> None:
     is_number = isinstance(payload_bytes, numbers.Real) and not isinstance(payload_bytes, bool)
     if not (is_number and 0 <= payload_bytes < math.inf):
-        exists, fix = "it is a number of bytes, 0 or more", "write 14e9, say"
-        raise problem(f"`{name}`", f"send {payload_bytes!r} bytes", exists, fix)
-    for what, count in counts.items():
-        if not is_int(count, 1) or count > MOST_RANKS:
-            exists, fix = f"it is a whole number from 1 to {MOST_RANKS:,}", f"write {what}=8, say"
-            raise problem(f"`{name}`", f"run with {what}={count!r}", exists, fix)
+        reason, fix = "it must be a finite number of at least 0", "use 14e9"
+        raise problem(f"`{name}`", f"send {payload_bytes!r} bytes", reason, fix, code="out-of-range")
+    for field, count in counts.items():
+        if not is_int(count, 1) or count > MAX_RANKS:
+            reason, fix = f"it must be an integer from 1 to {MAX_RANKS:,}", f"use {field}=8"
+            raise problem(f"`{name}`", f"run with {field}={count!r}", reason, fix, code="not-an-int")
 
 
 def _check_links(name: str, over: Any, axes: Any, mesh: Any) -> None:
     if not isinstance(over, Link | Cluster | Links):
-        fix = 'read a cluster: meshpar.hardware.clusters.parse_cluster("h100:8x8")'
-        raise problem(f"`{name}`", f"go over {over!r}", "links are a Link, a Cluster or measured Links", fix)
+        reason = "links are a Link, a Cluster or Links"
+        fix = 'use meshpar.hardware.clusters.parse_cluster("h100:8x8")'
+        raise problem(f"`{name}`", f"use the links of {over!r}", reason, fix, code="wrong-type")
     if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-        raise problem(f"`{name}`", f"go along axes={axes!r}", "it is a list of mesh axes", 'write axes=("data",)')
+        reason, fix = "it must be a sequence of mesh axes", 'write axes=("data",)'
+        raise problem(f"`{name}`", f"use axes={axes!r}", reason, fix, code="wrong-type")
     if mesh is not None and not isinstance(mesh, Mapping) and not hasattr(mesh, "axis_names"):
-        exists = f"it is a {type(mesh).__name__}"
-        raise problem(f"`{name}`", f"run on mesh={mesh!r}", exists, 'give a mesh, or sizes by axis: {"data": 8}')
+        reason, fix = f"it is a {type(mesh).__name__}", 'use a mesh, or sizes by axis: {"data": 8}'
+        raise problem(f"`{name}`", f"use mesh={mesh!r}", reason, fix, code="wrong-type")
 
 
 def _named(algorithm: str) -> Algorithm:
     name = str(algorithm).lower().replace("_", "-")
-    known = ALGORITHMS.get(ALIASES.get(name, name))
-    if known is None:
-        exists = "there is no such algorithm"
-        raise problem(f"algorithm `{algorithm}`", "be priced", exists, near(name, [*ALGORITHMS, *ALIASES]))
-    return known
+    if ALIASES.get(name, name) not in ALGORITHMS:
+        reason, fix = "there is no such algorithm", near(name, [*ALGORITHMS, *ALIASES])
+        raise problem(f"algorithm `{algorithm}`", "use it", reason, fix, code="unknown-choice")
+    return ALGORITHMS[ALIASES.get(name, name)]
 
 
 def _own(mesh: MeshLike) -> tuple[str, ...]:
@@ -413,25 +415,24 @@ def _two_levels(
     if inner is None:
         inner = axis_sizes(mesh)[axes[-1]] if len(axes) > 1 else over.gpus_per_node if isinstance(over, Cluster) else 0
     if not inner:
-        raise problem(
-            "`hierarchical`", "form groups", "nothing says how many ranks one has", "give it: --inner 8, inner=8"
-        )
+        reason, fix = "the number of ranks per group is missing", "use --inner 8, or inner=8"
+        raise problem("`hierarchical`", "form groups", reason, fix, code="missing-argument")
     both = cost.hierarchical_all_reduce(payload_bytes, num_ranks, inner=inner)
-    if len(axes) < 2:  # ranks of a group stand one after the other
+    if len(axes) < 2:  # the ranks of a group are consecutive
         mesh = {"across": num_ranks // inner, "inside": inner}
         axes = ("across", "inside")
     kind = "collective-permute" if by_messages else "all-reduce"
     return (
-        _leg(both.inside, kind, over, axes[-1:], mesh, within="inside: "),
-        _leg(both.across, kind, over, axes[:-1], mesh, within="across: "),
+        _leg(both.inside, kind, over, axes[-1:], mesh, prefix="inside: "),
+        _leg(both.across, kind, over, axes[:-1], mesh, prefix="across: "),
     )
 
 
 def _leg(
-    found: Cost, kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, within: str = ""
+    phase: Cost, kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, prefix: str = ""
 ) -> LinkCost:
     link, where = _link(kind, over, axes, mesh)
-    return LinkCost(cost=found, link=link, where=within + where)
+    return LinkCost(cost=phase, link=link, where=prefix + where)
 
 
 def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) -> tuple[Link, str]:
@@ -440,26 +441,27 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
     label = "*".join(axes)
     measured = over.measured(axes, permute=kind == "collective-permute")
     if measured is not None:
-        named = {*over.axes, *over.permutes}
-        is_default = label not in named and not named.issuperset(axes)
-        return measured, "measured, for any axis" if is_default else f"measured along `{label}`"
+        keys = {*over.axes, *over.permutes}
+        is_default = label not in keys and not keys.issuperset(axes)
+        return measured, "measured, for all axes" if is_default else f"measured along `{label}`"
     if isinstance(over, Links):
         names = ", ".join(f"`{axis}`" for axis in dict.fromkeys((*over.axes, *over.permutes)))
-        asked = f"price messages along mesh axis `{label}`"
-        fix = f"name one of them, or measure it: meshpar bench collectives --mesh {axes[0]}=8 --save my.json"
-        raise problem(f"profile `{over.name}`", asked, f"it was measured along {names}", fix)
+        requested = f"use mesh axis `{label}`"
+        fix = f"use one of these axes, or measure it: meshpar bench collectives --mesh {axes[0]}=8 --save my.json"
+        reason = f"its links were measured along {names}"
+        raise problem(f"profile `{over.name}`", requested, reason, fix, code="unknown-axis")
     nodes, per_node = over.layout(axes, mesh)
     link = cost.collective_link(kind, over, num_nodes=nodes, per_node=per_node)
     if nodes == 1:
-        return link, "inside a node"
-    ports = f", {per_node} ports each" if kind != "collective-permute" and per_node > 1 else ""
+        return link, "within a node"
+    ports = f", {per_node} ports per node" if kind != "collective-permute" and per_node > 1 else ""
     return link, f"between {nodes} nodes{ports}"
 
 
 def _crossover_bytes(
     known: Algorithm, num_ranks: int, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, by_messages: bool
 ) -> float | None:
-    """Below it recursive doubling is quicker than the ring; None where they have more than one link."""
+    """Return the payload below which recursive doubling is faster than a ring; None for other collectives."""
     if known.kind != "all-reduce" or known.name == "hierarchical":
         return None
     tree, _ = _link("collective-permute", over, axes or _own(mesh), mesh)
@@ -467,7 +469,7 @@ def _crossover_bytes(
     return cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree)
 
 
-def _crossover_words(crossover_bytes: float | None) -> tuple[str, str]:
+def _crossover_text(crossover_bytes: float | None) -> tuple[str, str]:
     if crossover_bytes is None:
         return "none", "recursive doubling is never slower than the ring"
-    return si(crossover_bytes, "B"), "recursive doubling is quicker below, the ring above"
+    return si(crossover_bytes, "B"), "recursive doubling is faster below, the ring above"

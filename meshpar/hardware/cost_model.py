@@ -1,7 +1,7 @@
-"""The alpha-beta model: steps, bytes and time of every collective algorithm, in closed form.
+"""The alpha-beta model: steps, bytes and time of collective algorithms in closed form.
 
-n is the payload in bytes, N the ranks of a group. A message of n bytes takes `alpha + n beta`. Every rank sends and
-receives at once, over one link.
+n is the payload in bytes and N the number of ranks of a group. A message of n bytes takes `alpha + n beta`. A rank
+sends and receives at the same time, over a single link.
 
     algorithm                                steps            bytes sent per rank
     ring all-reduce                          2(N-1)           2(N-1)/N n
@@ -27,22 +27,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from meshpar.hardware.clusters import Cluster, Link
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.errors import check_choice, check_positive_int, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What one algorithm costs a rank; costs of what runs one after the other are added with `+`."""
+    """Cost of an algorithm for a rank. `+` adds the costs of consecutive phases."""
 
     steps: int
-    """Messages one after the other."""
+    """Number of consecutive messages."""
     bytes_sent: float
-    """By one rank; by the busiest one where ranks differ."""
+    """Bytes sent by a rank, or by the busiest rank if ranks differ."""
     bytes_in_turn: float
-    """Through one link, one after the other, counted along the longest way: what beta is paid for."""
+    """Consecutive bytes on the critical path, which are multiplied by beta."""
 
     def time_s(self, link: Link) -> float:
-        """Time over a link."""
+        """Return the time in seconds over a link."""
         return self.steps * link.alpha_s + self.bytes_in_turn * link.beta_s_per_byte
 
     def __add__(self, other: Cost) -> Cost:
@@ -55,15 +55,15 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class HierarchicalCost:
-    """What an algorithm costs that uses two kinds of link, one after the other."""
+    """Cost of an algorithm with two consecutive phases on different links."""
 
     inside: Cost
-    """Within the groups of K ranks."""
+    """Phase within groups of K ranks."""
     across: Cost
-    """Between the groups: every rank of a group with its counterparts, all K at the same time."""
+    """Phase between groups. The K ranks of a group communicate with their counterparts at the same time."""
 
     def time_s(self, inside: Link, across: Link) -> float:
-        """Time over a link inside the groups and one between them."""
+        """Return the time over a link within the groups and a link between them."""
         return self.inside.time_s(inside) + self.across.time_s(across)
 
 
@@ -71,7 +71,7 @@ class HierarchicalCost:
 
 
 def message(payload_bytes: float) -> Cost:
-    """One message to another rank: `alpha + n beta`. A permute is one message of every rank."""
+    """Return the cost of a message, `alpha + n beta`. In a permute, each rank sends a message."""
     _check(payload_bytes, 1)
     return Cost(steps=1, bytes_sent=float(payload_bytes), bytes_in_turn=float(payload_bytes))
 
@@ -80,47 +80,48 @@ def message(payload_bytes: float) -> Cost:
 
 
 def ring_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
-    """Every rank passes on what it has just received. The payload is the gathered array."""
+    """Return the cost of a ring all-gather. The payload is the gathered array."""
     sent = _all_but_own(payload_bytes, num_ranks)
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
 
 
 def ring_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
-    """As the all-gather, each part summed on its way. The payload is the array before scattering."""
+    """Return the cost of a ring reduce-scatter. The payload is the array before scattering."""
     return ring_all_gather(payload_bytes, num_ranks)
 
 
 def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
-    """Ranks 1, 2, 4, ... apart swap what they have: the ring's bytes in `log2 N` steps, for a power of two of ranks."""
+    """Return the cost of an all-gather by recursive doubling: `log2 N` steps, if N is a power of two."""
     sent = _all_but_own(payload_bytes, num_ranks)
     rounds, rest = _doublings(num_ranks)
     if rest:
-        exists = "ranks pair up anew at each step, so there has to be a power of two of them"
-        raise problem("recursive doubling", f"gather over {num_ranks} ranks", exists, "use a ring")
+        reason = "the number of ranks must be a power of two"
+        raise problem("recursive doubling", f"gather over {num_ranks} ranks", reason, "use a ring", code="indivisible")
     return Cost(steps=rounds, bytes_sent=sent, bytes_in_turn=sent)
 
 
 def halving_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
-    """The all-gather by doubling backwards, what arrives summed: `log2 N` steps, for a power of two of ranks."""
+    """Return the cost of a reduce-scatter by recursive halving: `log2 N` steps, if N is a power of two."""
     return doubling_all_gather(payload_bytes, num_ranks)
 
 
 def all_to_all(payload_bytes: float, num_ranks: int) -> Cost:
-    """One part to each other rank, `n / N` each. The payload is what one rank holds."""
+    """Return the cost of an all-to-all: `n / N` bytes to each other rank. The payload is the array of a rank."""
     return ring_all_gather(payload_bytes, num_ranks)
 
 
 def ring_broadcast(payload_bytes: float, num_ranks: int) -> Cost:
-    """From a root round the ring, cut so finely that all links are busy at once: `(N-1) alpha + n beta`."""
+    """Return the cost of a pipelined broadcast around a ring: `(N-1) alpha + n beta`."""
     _check(payload_bytes, num_ranks)
     sent = float(payload_bytes) if num_ranks > 1 else 0.0
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
 
 
 def all_gather_matmul(payload_bytes: float, num_ranks: int, *, backward: bool = False) -> Cost:
-    """What the overlapped matmul sends: a ring all-gather, half of it each way. The payload is the gathered rows.
+    """Return the cost of the messages of `collectives.all_gather_matmul`. The payload is the gathered array.
 
-    Backward it scatters the sum of their gradients, and in the same steps gathers the rows once more.
+    The forward pass is a bidirectional ring all-gather. The backward pass reduce-scatters gradients and gathers the
+    array again in the same steps.
     """
     gather = ring_all_gather(payload_bytes, num_ranks)
     if not backward:
@@ -129,9 +130,9 @@ def all_gather_matmul(payload_bytes: float, num_ranks: int, *, backward: bool = 
 
 
 def matmul_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
-    """What the overlapped matmul sends: a ring reduce-scatter, half of it each way. The payload is the whole sum.
+    """Return the cost of the messages of `collectives.matmul_reduce_scatter`. The payload is the unsharded sum.
 
-    Backward it gathers the gradient, which takes as much.
+    The forward pass is a bidirectional ring reduce-scatter. The backward pass, an all-gather, has the same cost.
     """
     return ring_reduce_scatter(payload_bytes, num_ranks)
 
@@ -140,37 +141,36 @@ def matmul_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
 
 
 def ring_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
-    """A ring reduce-scatter, then a ring all-gather: `2(N-1) alpha + 2(N-1)/N n beta`. Bandwidth-optimal."""
+    """Return the cost of a ring all-reduce: `2(N-1) alpha + 2(N-1)/N n beta`. It is bandwidth-optimal."""
     sent = all_reduce_lower_bound_bytes(payload_bytes, num_ranks)
     return Cost(steps=2 * (num_ranks - 1), bytes_sent=sent, bytes_in_turn=sent)
 
 
 def both_ways(ring: Cost) -> Cost:
-    """Cost of a bidirectional ring, from that of the ring: each step sends two messages of half the size.
+    """Return the cost of a bidirectional ring: each step sends two messages of half the size.
 
-    A rank has one port, so the two messages leave one after the other: twice the latency, and the same bytes.
+    A rank has a single port and sends the messages consecutively, with twice the latency and the same bytes.
     """
     return dataclasses.replace(ring, steps=2 * ring.steps)
 
 
 def tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
-    """Recursive doubling: in each of `log2 N` steps pairs swap the whole message. Latency-optimal.
+    """Return the cost of recursive doubling: `log2 N` steps with the full message. It is latency-optimal.
 
-    Ranks beyond a power of two hand their part in first and get the result last: two messages more. One tree that
-    reduces upwards and broadcasts downwards takes `2 log2 N` steps.
+    Ranks beyond a power of two send their array first and receive the result last, in two additional messages.
     """
     _check(payload_bytes, num_ranks)
     rounds, rest = _doublings(num_ranks)
     moved = float((rounds + rest) * payload_bytes)
-    # Of the two messages more, a rank sends one and receives the other.
+    # A rank sends only one of the two additional messages.
     sent = moved - rest // 2 * payload_bytes
     return Cost(steps=rounds + rest, bytes_sent=sent, bytes_in_turn=moved)
 
 
 def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
-    """Reduce-scatter by recursive halving, all-gather by recursive doubling: `2 log2 N` steps, the ring's bytes.
+    """Return the cost of recursive halving and doubling: `2 log2 N` steps with the bytes of a ring.
 
-    Ranks beyond a power of two hand their part in first and get the result last: two whole messages more.
+    Ranks beyond a power of two send their array first and receive the result last, in two additional full messages.
     """
     _check(payload_bytes, num_ranks)
     rounds, rest = _doublings(num_ranks)
@@ -180,18 +180,21 @@ def halving_doubling_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
 
 
 def binomial_tree_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
-    """One tree that reduces up to a root and broadcasts down again: `2 log2 N` whole messages, log2 N rounded up."""
+    """Return the cost of a reduction to a root and a broadcast: `2 log2 N` full messages, log2 N rounded up."""
     _check(payload_bytes, num_ranks)
     levels = (num_ranks - 1).bit_length()
-    whole = float(levels * payload_bytes)
-    return Cost(steps=2 * levels, bytes_sent=whole, bytes_in_turn=2 * whole)
+    one_way = float(levels * payload_bytes)
+    return Cost(steps=2 * levels, bytes_sent=one_way, bytes_in_turn=2 * one_way)
 
 
 def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
-    """Reduce-scatter inside groups of `inner` ranks, all-reduce of `n / inner` across, all-gather inside (all rings).
+    """Return the cost of a hierarchical all-reduce by rings.
+
+    It is a reduce-scatter within groups of `inner` ranks, an all-reduce of `n / inner` between them, and an all-gather
+    within them.
 
     Raises:
-      ValueError: the groups do not divide the ranks.
+      MeshparError: `inner` does not divide the number of ranks.
     """
     _check(payload_bytes, num_ranks)
     nodes, inner = _nodes("hierarchical all-reduce", num_ranks, inner)
@@ -200,66 +203,69 @@ def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int)
 
 
 def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_servers: int = 1) -> Cost:
-    """Every rank sends its part to the servers, which sum it and send it back; the servers are ranks, too.
+    """Return the cost of a parameter server. The servers are ranks, too.
 
-    A server holds `n / num_servers`, and its link carries that N-1 times in and N-1 times out: with one server the hot
-    spot of the naive root. With as many servers as ranks it is the reduce-scatter and all-gather of the ring.
+    Each rank sends `n / num_servers` to each server, which returns the sum. The link of a server carries this N-1 times
+    in each direction. A single server is the hot spot of `naive_root_all_reduce`. With N servers the bytes are those of
+    a ring.
 
     Raises:
-      ValueError: there are more servers than ranks, or none.
+      MeshparError: `num_servers` is not from 1 to N.
     """
     _check(payload_bytes, num_ranks)
     if not 1 <= num_servers <= num_ranks:
-        asked = f"keep the parameters on {num_servers} servers"
-        raise problem("parameter server", asked, f"there are {num_ranks} ranks", f"use 1 to {num_ranks}")
-    part = payload_bytes / num_servers
-    one_way = (num_ranks - 1) * part
-    as_worker = (num_servers - 1) * part
+        requested, reason = f"use {num_servers} servers", f"there are {num_ranks} ranks"
+        raise problem("parameter server", requested, reason, f"use 1 to {num_ranks}", code="out-of-range")
+    shard = payload_bytes / num_servers
+    one_way = (num_ranks - 1) * shard
+    as_worker = (num_servers - 1) * shard
     return Cost(steps=2 * (num_ranks - 1), bytes_sent=one_way + as_worker, bytes_in_turn=2 * one_way)
 
 
 def naive_root_all_reduce(payload_bytes: float, num_ranks: int) -> Cost:
-    """All ranks send to a root, which sums and sends to all: its link carries `(N-1) n` in, then `(N-1) n` out."""
+    """Return the cost of a sum at a root: its link carries `(N-1) n` bytes in and then `(N-1) n` out."""
     return parameter_server_all_reduce(payload_bytes, num_ranks, num_servers=1)
 
 
 def all_reduce_lower_bound_bytes(payload_bytes: float, num_ranks: int) -> float:
-    """Least bytes that a rank has to send in any all-reduce: `2(N-1)/N n` (Patarasuk and Yuan 2009)."""
+    """Return the minimum bytes that a rank sends in an all-reduce: `2(N-1)/N n` (Patarasuk and Yuan 2009)."""
     _check(payload_bytes, num_ranks)
     return 2 * (num_ranks - 1) * payload_bytes / num_ranks
 
 
 def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | None = None) -> float | None:
-    """The payload at which ring and tree all-reduce take equally long: the tree is quicker below, the ring above.
+    """Return the payload at which ring and tree all-reduce take the same time.
 
-    For N a power of two it is `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`.
+    The tree is faster below it, the ring above. If N is a power of two, it is
+    `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`.
 
     Args:
       num_ranks: N.
-      link: between them.
-      tree_link: what the tree goes through, where that is another one.
+      link: the link of the ring.
+      tree_link: the link of the tree, by default the same.
 
     Returns:
-      bytes; 0 on a link without latency, where the ring is never slower; None when there is no crossover: for two
-      ranks, where the tree takes a step less and the same bytes, and for one, which sends nothing.
+      Bytes. It is 0 on a link without latency, and None if there is no crossover: with two ranks the tree is always
+      faster, and a single rank sends no message.
     """
     ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
-    other = tree_link or link
-    ahead_s = ring.steps * link.alpha_s - tree.steps * other.alpha_s
-    behind_s_per_byte = tree.bytes_in_turn * other.beta_s_per_byte - ring.bytes_in_turn * link.beta_s_per_byte
-    if behind_s_per_byte <= 0:
+    tree_link = tree_link or link
+    latency_gain_s = ring.steps * link.alpha_s - tree.steps * tree_link.alpha_s
+    loss_s_per_byte = tree.bytes_in_turn * tree_link.beta_s_per_byte - ring.bytes_in_turn * link.beta_s_per_byte
+    if loss_s_per_byte <= 0:
         return None
-    return max(ahead_s, 0.0) / behind_s_per_byte
+    return max(latency_gain_s, 0.0) / loss_s_per_byte
 
 
 # ---- Quantized -------------------------------------------------------------------------------------------------------
 
 
 def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
-    """What an array takes on the wire: a byte an element and four a block of at most `block`, blocks of one size."""
+    """Return the bytes of a quantized array: one per element, and four per block of at most `block` elements."""
     if num_elements < 0 or block < 1:
-        exists, fix = "an array has 0 elements or more, and a block at least one", "give both as such"
-        raise problem("quantized array", f"send {num_elements} elements in blocks of {block}", exists, fix)
+        requested = f"send {num_elements} elements in blocks of {block}"
+        reason, fix = "a size is negative, or a block is empty", "use a positive block size"
+        raise problem("quantized array", requested, reason, fix, code="out-of-range")
     num_blocks = -(-num_elements // block)
     return num_blocks * (-(-num_elements // max(num_blocks, 1)) + 4)
 
@@ -267,76 +273,76 @@ def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
 def quantized_all_gather(
     num_elements: int, num_ranks: int, *, inner: int | None = None, block: int = 256
 ) -> HierarchicalCost:
-    """Every rank's `num_elements / N` elements to all others, quantized once.
+    """Return the cost of an all-gather of `num_elements / N` elements per rank, quantized once.
 
-    With nodes of `inner` ranks (None: one node) counterparts gather first, across; what they then have goes round
-    inside. Wang et al. 2023, "ZeRO++", as what follows.
+    With nodes of `inner` ranks, counterparts of different nodes gather first, and then the ranks of a node (Wang et al.
+    2023, "ZeRO++"). None means a single node.
     """
     nodes, inner = _nodes("quantized all-gather", num_ranks, inner)
-    mine = quantized_bytes(-(-num_elements // num_ranks), block=block)
-    inside, across = ring_all_gather(num_ranks * mine, inner), ring_all_gather(nodes * mine, nodes)
+    shard = quantized_bytes(-(-num_elements // num_ranks), block=block)
+    inside, across = ring_all_gather(num_ranks * shard, inner), ring_all_gather(nodes * shard, nodes)
     return HierarchicalCost(inside=inside, across=across)
 
 
 def quantized_reduce_scatter(
     num_elements: int, num_ranks: int, *, inner: int | None = None, block: int = 256
 ) -> HierarchicalCost:
-    """An all-to-all of parts, summed where they arrive.
+    """Return the cost of a reduce-scatter by an all-to-all of quantized shards (Wang et al. 2023, "ZeRO++").
 
-    With nodes of `inner` ranks (None: one node) they are exchanged and summed inside first: a K-th goes across.
+    With nodes of `inner` ranks, shards are exchanged and summed within the node first. None means a single node.
     """
     nodes, inner = _nodes("quantized reduce-scatter", num_ranks, inner)
-    part = quantized_bytes(-(-num_elements // num_ranks), block=block)
-    return HierarchicalCost(inside=all_to_all(num_ranks * part, inner), across=all_to_all(nodes * part, nodes))
+    shard = quantized_bytes(-(-num_elements // num_ranks), block=block)
+    return HierarchicalCost(inside=all_to_all(num_ranks * shard, inner), across=all_to_all(nodes * shard, nodes))
 
 
 def quantized_all_reduce(
     num_elements: int, num_ranks: int, *, inner: int | None = None, block: int = 256
 ) -> HierarchicalCost:
-    """The reduce-scatter, then the all-gather."""
+    """Return the cost of a quantized reduce-scatter followed by a quantized all-gather."""
     scattered = quantized_reduce_scatter(num_elements, num_ranks, inner=inner, block=block)
     gathered = quantized_all_gather(num_elements, num_ranks, inner=inner, block=block)
     return HierarchicalCost(inside=scattered.inside + gathered.inside, across=scattered.across + gathered.across)
 
 
-def _nodes(what: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
-    """(nodes, ranks in each)."""
+def _nodes(where: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
+    """Return the number of nodes and the number of ranks per node."""
     inner = num_ranks if inner is None else inner
     if inner < 1 or num_ranks % inner:
-        asked = f"form groups of {inner} out of {num_ranks} ranks"
-        raise problem(what, asked, "groups of one size do not divide them", f"use a divisor of {num_ranks}")
+        reason, fix = f"{inner} does not divide {num_ranks}", f"use a divisor of {num_ranks}"
+        raise problem(where, f"form groups of {inner} of {num_ranks} ranks", reason, fix, code="indivisible")
     return num_ranks // inner, inner
 
 
-# ---- Attention over a split sequence ---------------------------------------------------------------------------------
+# ---- Attention over a sharded sequence -------------------------------------------------------------------------------
 
 
 def ring_attention(kv_bytes: float, num_ranks: int) -> Cost:
-    """Forward: keys and values of every rank go round the ring (Liu et al. 2023). `kv_bytes` are those of one rank."""
+    """Return the cost of the forward pass of ring attention (Liu et al. 2023). `kv_bytes` are those of a rank."""
     _check(kv_bytes, num_ranks)
     sent = float((num_ranks - 1) * kv_bytes)
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
 
 
 def ring_attention_backward(kv_bytes: float, gradient_bytes: float, num_ranks: int) -> Cost:
-    """Backward: keys and values once more, and their gradients behind them, summed on the way home.
+    """Return the cost of the backward pass of ring attention, which sends keys, values and their gradients.
 
     Args:
-      kv_bytes: keys and values of one rank.
-      gradient_bytes: their gradients in the dtype they are summed in, float32 for bfloat16.
+      kv_bytes: bytes of keys and values of a rank.
+      gradient_bytes: bytes of their gradients in the dtype of the sum, float32 for bfloat16.
       num_ranks: N.
     """
     return ring_attention(kv_bytes, num_ranks) + ring_attention(gradient_bytes, num_ranks)
 
 
-# ---- Mixture of experts: T tokens a rank (b s / N), k choices each, E experts over N ranks, rows of d numbers --------
+# ---- Mixture of experts: T = b s / N tokens per rank, k experts per token, E experts over N ranks, width d ----------
 
 
 def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bound_factor: float | None = None) -> int:
-    """Rows that a rank makes room for so that any routing fits: `N T min(k, E/N)`, on one rank `T k`.
+    """Return the number of rows of a rank's buffer that fits any routing: `N T min(k, E/N)`, or `T k` on one rank.
 
-    A token's choices are different experts, so that at most E/N of them are of one rank. It does not grow with E at
-    fixed k (once E/N is k or more). With a bound factor f there is room for `f T k / N` rows from each rank, if less.
+    The experts of a token are different, so at most E/N of them belong to a rank. With a bound factor f the buffer has
+    at most `f T k / N` rows per sending rank.
     """
     _check_routed(num_tokens, k, num_experts, num_ranks)
     if num_ranks == 1:
@@ -357,31 +363,31 @@ def dropless_bytes(
     bound_factor: float | None = None,
     chunks: int = 1,
 ) -> float:
-    """What dropless dispatch and combine hold at the most, forward and backward, beside what the experts hold.
+    """Return the maximum bytes of dropless dispatch and combine, forward and backward, without the experts.
 
-    Five arrays of `dropless_rows` rows and two of `T k`, with 16 bytes a row of where it stands; of chunks, which take
-    turns, no more than whole. The routing does not come in, nor E once E/N is k or more.
+    These are five arrays with `dropless_rows` rows and two with `T k` rows, with 16 bytes of indices per row. Chunks
+    are processed one after another. The bytes do not depend on the routing.
 
     Args:
-      row_bytes: of a row, the wider of what goes into the experts and what comes out.
+      row_bytes: bytes of a row, the larger of the input and the output of the experts.
     """
     rows = chunks * dropless_rows(num_tokens // chunks, k, num_experts, num_ranks, bound_factor)
     return (5 * rows + 2 * num_tokens * k) * (row_bytes + 16)
 
 
 def moe_all_to_all(row_bytes: float, num_tokens: int, k: int, num_ranks: int, *, padding: float = 1.0) -> Cost:
-    """One of the two all-to-alls of a layer and direction: `T k` rows a rank, of which `(N-1)/N` leave it.
+    """Return the cost of dispatch or combine: `T k` rows per rank, of which `(N-1)/N` are sent.
 
     Args:
-      row_bytes: of one token's row on the wire.
-      padding: rows that travel per choice: `E C / (T k)` with capacity C, `dropless_rows / (T k)` for dropless in
-        parts of one size, 1 for ragged ones.
+      row_bytes: bytes of a token's row as it is sent.
+      padding: rows sent per token-expert assignment: `E C / (T k)` with capacity C, `dropless_rows / (T k)` for
+        dropless dispatch with fixed sizes, and 1 for ragged messages.
     """
     return all_to_all(padding * num_tokens * k * row_bytes, num_ranks)
 
 
 def hierarchical_all_to_all(payload_bytes: float, num_ranks: int, *, inner: int) -> HierarchicalCost:
-    """All-to-all in two levels: `K-1` messages inside the node, then `N/K-1` across, the whole payload in each level.
+    """Return the cost of a two-level all-to-all: `K-1` messages within nodes, then `N/K-1` between, with full payload.
 
     Rajbhandari et al. 2022, "DeepSpeed-MoE".
     """
@@ -390,37 +396,40 @@ def hierarchical_all_to_all(payload_bytes: float, num_ranks: int, *, inner: int)
 
 
 def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
-    """Rows that a blocked grouped matmul computes at the most: `R + G (block - 1)`, in whole blocks.
+    """Return the maximum number of rows of a blocked grouped matmul: `R + G (block - 1)`, in full blocks.
 
     Gale et al. 2022, "MegaBlocks".
     """
     if num_rows < 0 or num_groups < 1 or block < 1:
-        asked = f"cut {num_rows} rows of {num_groups} groups into blocks of {block}"
-        raise problem("grouped matmul", asked, "rows are counted from 0, groups and blocks from 1", "give them as such")
+        requested = f"divide {num_rows} rows of {num_groups} groups into blocks of {block}"
+        reason, fix = "a size is out of range", "use at least 0 rows and at least 1 group and block"
+        raise problem("grouped matmul", requested, reason, fix, code="out-of-range")
     return min((num_rows + num_groups * (block - 1)) // block, num_rows) * block
 
 
 BLOCKS_A_GROUP = 4
-"""A block is at most so small a part of a group of mean size: padding adds a quarter to the rows at the most, an eighth
-on the mean. With 16 the gradients of DeepSeek-V3's experts take twice as long by the clock of an H100, for a block
-reads and writes the sums of all of them, and on CPU hosts forward and backward together take 1.2 to 1.9 times as
-long."""
-MOST_BLOCK_ROWS = 4096
-"""Of a block. Each block reads and writes the whole gradient of its group's weights: on an H100 that takes as long as
-the matmuls of 900 rows."""
+"""Minimum number of blocks per group of average size. Padding adds at most a quarter to the rows, on average an eighth.
+With 16, the gradients of DeepSeek-V3's experts take twice as long in the simulation of an H100, because each block
+reads and writes all sums. On CPUs, forward and backward pass together take 1.2 to 1.9 times as long."""
+MAX_BLOCK_ROWS = 4096
+"""Maximum number of rows of a block. Each block reads and writes the full gradient of its group's weights. On an H100
+this takes as long as the matmuls of 900 rows."""
 
 
 def grouped_block(num_rows: int, num_groups: int) -> int:
-    """Rows of a block of a grouped matmul, where nobody names them: a power of two."""
-    wanted = max(num_rows // (BLOCKS_A_GROUP * num_groups), 1)
-    return min(max(1 << (wanted.bit_length() - 1), 8), MOST_BLOCK_ROWS)
+    """Return the default number of rows per block of a grouped matmul, a power of two."""
+    rows = max(num_rows // (BLOCKS_A_GROUP * num_groups), 1)
+    return min(max(1 << (rows.bit_length() - 1), 8), MAX_BLOCK_ROWS)
 
 
 def _check_routed(num_tokens: int, k: int, num_experts: int, num_ranks: int) -> None:
     if min(num_tokens, k, num_experts, num_ranks) < 1 or num_experts % num_ranks:
-        asked = f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks"
-        exists = "there is at least one of each, and every rank has as many experts"
-        raise problem("mixture of experts", asked, exists, "give a number of experts that the ranks divide")
+        requested = f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks"
+        reason, fix = (
+            "a number is 0, or the experts are indivisible",
+            "use a multiple of the ranks as number of experts",
+        )
+        raise problem("mixture of experts", requested, reason, fix, code="indivisible")
 
 
 # ---- Collectives as the compiler names them --------------------------------------------------------------------------
@@ -437,55 +446,52 @@ _AS_SENT: Mapping[str, Callable[[float, int], Cost]] = {
     "recv": lambda n, _: dataclasses.replace(message(n), bytes_sent=0.0),
 }
 KINDS = tuple(_AS_SENT)
-"""Kinds of collectives, as XLA names them."""
+"""Names of collectives in XLA."""
 
 _RINGS = frozenset({"all-reduce", "all-gather", "reduce-scatter", "collective-broadcast"})
 _MESSAGES = frozenset({"collective-permute", "send", "recv"})
 
 
 def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
-    """Bytes a device sends for one collective, by ring algorithms.
+    """Return the bytes that a device sends in a collective, with ring algorithms.
 
     Args:
       kind: one of `KINDS`.
-      payload_bytes: of an all-gather the gathered array, of a reduce-scatter the array before scattering, of an
-        all-to-all what a device holds, of all others the array.
-      group_size: devices that take part together.
+      payload_bytes: bytes of the gathered array for an all-gather, of the array before scattering for a reduce-scatter,
+        and of the local array otherwise.
+      group_size: number of devices.
 
     Raises:
-      ValueError: no such kind, or a size that cannot be.
+      MeshparError: the kind is unknown, or a size is out of range.
     """
     return as_sent(kind, payload_bytes, group_size).bytes_sent
 
 
 def collective_time_s(kind: str, payload_bytes: float, group_size: int, link: Link) -> float:
-    """Time of one collective over a link: rings, but for an all-reduce the quicker of ring and tree.
+    """Return the time of a collective over a link, by rings; for an all-reduce, the faster of ring and tree.
 
     Args:
       kind: one of `KINDS`.
-      payload_bytes: as for `bytes_sent`.
-      group_size: devices that take part together.
-      link: between them.
+      payload_bytes: as in `bytes_sent`.
+      group_size: number of devices.
+      link: the link between them.
 
     Raises:
-      ValueError: no such kind, or a size that cannot be.
+      MeshparError: the kind is unknown, or a size is out of range.
     """
     time_s = as_sent(kind, payload_bytes, group_size).time_s(link)
     return time_s if kind != "all-reduce" else min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link))
 
 
 def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: int, axes: Sequence[str] = ()) -> Link:
-    """The link that a collective over groups of `num_nodes * per_node` GPUs goes through.
+    """Return the link of a collective over groups of `num_nodes * per_node` GPUs.
 
-    The one that was measured along its mesh axes, where the cluster's profile has it. Else, inside a node, the node's.
-    Between nodes a ring that visits `per_node` GPUs of each is laid `per_node` times, once through the network port of
-    each, so it has that many times a port's bandwidth (no more than inside a node), and of its N-1 steps
-    `num_nodes - 1` have the network's latency: NCCL's way (NVIDIA/nccl, src/graph/tuning.cc, version 2.23, 2024).
-    Exchanges and messages have a port each.
+    This is the measured link of the mesh axes, if the profile has one, or the link within a node. Between nodes, NCCL
+    builds `per_node` rings, each through the network port of another GPU (NVIDIA/nccl, src/graph/tuning.cc, version
+    2.23, 2024). Rings therefore have the bandwidth of `per_node` ports, at most that of a node, and `num_nodes - 1` of
+    the N-1 steps have the latency of the network. Other collectives use a single port.
     """
-    if num_nodes < 1 or per_node < 1:
-        asked = f"join {per_node} GPUs in each of {num_nodes} nodes"
-        raise problem(f"cluster `{cluster.name}`", asked, "a group has at least one", "give both as 1 or more")
+    check_positive_int(f"cluster `{cluster.name}`", "a group size", num_nodes=num_nodes, per_node=per_node)
     measured = cluster.measured(axes, permute=kind in _MESSAGES)
     if measured is not None:
         return measured
@@ -503,17 +509,16 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
 
 
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
-    """FLOPs of `[rows, inner] @ [inner, columns]`: a multiply and an add each."""
+    """Return the FLOPs of `[rows, inner] @ [inner, columns]`; a multiply-add is two FLOPs."""
     return 2 * rows * inner * columns
 
 
-# ---- Parts -----------------------------------------------------------------------------------------------------------
+# ---- Helpers ---------------------------------------------------------------------------------------------------------
 
 
 def as_sent(kind: str, payload_bytes: float, group_size: int) -> Cost:
-    """What a collective costs by the ring algorithm of its kind; arguments and errors as for `bytes_sent`."""
-    if kind not in _AS_SENT:
-        raise problem(f"collective `{kind}`", "be priced", "there is no such kind", near(kind, KINDS))
+    """Return the cost of a collective with its ring algorithm. Arguments and errors are those of `bytes_sent`."""
+    check_choice("cost model", "a collective", KINDS, kind=kind)
     return _AS_SENT[kind](payload_bytes, group_size)
 
 
@@ -523,13 +528,15 @@ def _all_but_own(payload_bytes: float, num_ranks: int) -> float:
 
 
 def _doublings(num_ranks: int) -> tuple[int, int]:
-    """(log2 of the largest power of two among the ranks, 2 when ranks are left over, else 0)."""
+    """Return log2 N rounded down, and the additional messages: 2 if N is not a power of two, else 0."""
     rounds = num_ranks.bit_length() - 1
     return rounds, 2 * (num_ranks != 2**rounds)
 
 
 def _check(payload_bytes: float, num_ranks: int) -> None:
     if num_ranks < 1:
-        raise problem("a collective", f"run on {num_ranks} ranks", "a group has at least one", "give 1 or more")
+        reason, fix = "a group has at least one rank", "use at least 1"
+        raise problem("collective", f"run on {num_ranks} ranks", reason, fix, code="out-of-range")
     if not payload_bytes >= 0:
-        raise problem("a collective", f"send {payload_bytes} bytes", "no message is shorter than 0", "give 0 or more")
+        reason, fix = "a payload is not negative", "use at least 0"
+        raise problem("collective", f"send {payload_bytes} bytes", reason, fix, code="out-of-range")

@@ -141,7 +141,7 @@ def find(path: str | Path) -> Path:
         if not files:
             raise problem(f"trace `{path}`", "read it", "the folder contains no .xplane.pb", fix, code="missing-file")
         file = next(f for f in files if f.parent == files[-1].parent)  # the first of several hosts
-    return check_file(file, f"trace `{path}`", fix, most_bytes=MOST_BYTES)
+    return check_file(file, f"trace `{path}`", fix, max_bytes=MOST_BYTES)
 
 
 def read(path: str | Path, *, report: Report | None = None, links: Links | None = None, top: int = 3) -> Trace:

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from meshpar.interop.blocks import CONFIG_FIELD
+from meshpar.interop.block_fp8 import CONFIG_FIELD
 from meshpar.interop.fields import Field, typed
-from meshpar.interop.table import FileTensor
+from meshpar.interop.weight_mapping import WeightMapping
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.types import near_or, problem
 
@@ -34,7 +34,7 @@ class Family:
     """Its class in transformers."""
     fields: Sequence[Field]
     """What of config.json is ours."""
-    tensors: Callable[[TransformerConfig], list[FileTensor]]
+    tensors: Callable[[TransformerConfig], list[WeightMapping]]
     """What of its files is ours."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields that our decoders know in one way only, with that value; a missing one is that."""
@@ -46,7 +46,7 @@ class Family:
     """Adds to the fields' values, or refuses: (where, document, values by path)."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda cfg: {}
     """The same for writing."""
-    kept: Callable[[TransformerConfig, Mapping[str, Any]], list[FileTensor]] = lambda cfg, document: []
+    kept: Callable[[TransformerConfig, Mapping[str, Any]], list[WeightMapping]] = lambda cfg, document: []
     """Tensors of its files that our decoders have no use for, and that are carried along: (config, document)."""
 
 
@@ -163,18 +163,18 @@ def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def ends(cfg: TransformerConfig) -> list[FileTensor]:
+def ends(cfg: TransformerConfig) -> list[WeightMapping]:
     """The embedding table, the last norm, and the output layer where it is no table."""
     sizes = sizes_of(cfg)
     found = [
-        FileTensor(TABLE, "embed/embedding", "V E -> V E", sizes),
-        FileTensor("model.norm.weight", "final_norm/scale", "E -> E", sizes),
+        WeightMapping(TABLE, "embed/embedding", "V E -> V E", sizes),
+        WeightMapping("model.norm.weight", "final_norm/scale", "E -> E", sizes),
     ]
-    head = FileTensor(HEAD, "head/kernel", "V E -> E V", sizes)
+    head = WeightMapping(HEAD, "head/kernel", "V E -> E V", sizes)
     return found if cfg.tied_embeddings else [*found, head]
 
 
-def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = False) -> list[FileTensor]:
+def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = False) -> list[WeightMapping]:
     """Tensors of stacked layers: rows of (their name, our path, dims), below each layer.
 
     Args:
@@ -186,7 +186,7 @@ def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = Fa
     at, first = ("dense_layers", 0) if dense else ("layers", cfg.num_dense_layers)
     sizes = {**sizes_of(cfg), "L": count}
     return [
-        FileTensor("model.layers.{L}." + theirs, f"{at}/{ours}", dims, sizes, first=first)
+        WeightMapping("model.layers.{L}." + theirs, f"{at}/{ours}", dims, sizes, first_layer=first)
         for theirs, ours, dims in rows
     ]
 

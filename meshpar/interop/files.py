@@ -1,7 +1,7 @@
-"""A folder of safetensors files, read part by part and written whole or not at all. Nothing in it is executed.
+"""Folders of safetensors files: validated slice-by-slice reading and atomic writing. No code in them is executed.
 
-The library reads and writes the files; here is what it does not see to: that an index stays within its folder and says
-what the files hold, and that a folder is only there when all of it is.
+The safetensors library parses and writes the files. This module also checks that an index refers only to files in its
+folder and matches their contents. A new folder gets its final name after all files are written.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.interop.blocks import (
+from meshpar.interop.block_fp8 import (
+    DEQUANTIZED_DTYPE,
     FLOAT8,
     SCALE,
-    STANDS_FOR,
     Block,
-    Bytes,
-    bytes_of,
-    dequantized,
+    Float8Tensor,
+    dequantize,
+    float8_tensors,
     scale_shape,
     scale_slices,
 )
@@ -38,23 +37,22 @@ from meshpar.sharding.types import problem
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
-}  # fmt: skip
-"""The dtypes of weights, as safetensors names them."""
-_COMPARED_BYTES = 2**26
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Supported dtypes of weights by their names in safetensors files."""
+_COMPARE_BYTES = 2**26
+_RELEASE = "use all files of one release"
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor of a file."""
+    """A tensor in a file."""
 
     file: str
     shape: tuple[int, ...]
     dtype: str
-    """As numpy names it; of 8-bit floats what they stand for."""
-    stored_as: str | None = None
-    """Its name in the file; `None` if it was not renamed."""
+    """NumPy name of the dtype. For float8 weights: the dtype after dequantization."""
+    stored_name: str | None = None
+    """Name in the file, if `Folder.rename` changed it."""
 
     @property
     def nbytes(self) -> int:
@@ -62,202 +60,202 @@ class Entry:
 
 
 def library() -> Any:
-    """The safetensors library. Raises `ValueError`: it is not installed."""
+    """Import safetensors. Raises `ValueError` if it is not installed."""
     try:
         import safetensors.numpy
     except ImportError as error:
-        asked = "read and write safetensors files"
-        raise problem("meshpar.interop", asked, "the library is not installed", "pip install 'meshpar[hf]'") from error
+        requested, reason = "read and write safetensors files", "the safetensors package is not installed"
+        raise problem(
+            "meshpar.interop", requested, reason, "pip install 'meshpar[hf]'", code="missing-package"
+        ) from error
     return safetensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object from a JSON file.
-
-    Raises:
-      ValueError: no file, one that is too large to be one of these, or something else in it.
-    """
-    fix = "take the file of the release"
-    document = host.read_json(path, str(path), fix, asked="read it as JSON")
+    """Read a JSON object. Raises `ValueError` if the file is missing, too large, or has no object."""
+    fix = "use the file of the release"
+    document = host.read_json(path, str(path), fix, requested="read it as JSON")
     if not isinstance(document, dict):
-        raise problem(str(path), "read an object", f"it holds a {type(document).__name__}", fix)
+        raise problem(str(path), "read an object", f"it has a {type(document).__name__}", fix, code="wrong-type")
     return document
 
 
 class Folder:
-    """The tensors of a folder: what there is, checked, and parts of each.
+    """The tensors of a folder with safetensors files.
 
-    A context manager; files are mapped, not read, and stay open until it ends.
+    This is a context manager. The files are memory-mapped and stay open until the context ends.
 
     Args:
-      path: of the folder.
-      single: the file's name where there is no index.
-      block: rows and columns that share a factor, where weights are 8-bit floats: they are read as what they stand for.
+      path: the folder.
+      single: name of the file if there is no index.
+      block: block shape of float8 weights. They are dequantized when they are read.
 
     Raises:
-      ValueError: no such folder or no safetensors in it; an index that names files outside, or says what they do not
-        hold; a file that is none; a dtype that is none of weights; factors that are missing, surplus, or of another
-        shape.
+      ValueError: a missing, damaged or unsupported file, or an index that does not match the files.
     """
 
     def __init__(self, path: str | Path, *, single: str = SINGLE, block: Block | None = None) -> None:
         self.path, self._single, self._block = Path(path), single, block
         self._files: dict[str, Any] = {}
-        self._eight_bits: dict[str, Bytes] = {}
+        self._float8: dict[str, Float8Tensor] = {}
         self._scales: dict[str, Entry] = {}
-        self._opened = contextlib.ExitStack()
+        self._stack = contextlib.ExitStack()
         try:
-            self.entries = self._scaled(self._entries())
+            self.entries = self._read_headers()
+            self._separate_scales()
         except BaseException:
-            self._opened.close()
+            self._stack.close()
             raise
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._files.clear()
-        self._opened.close()
+        self._stack.close()
+
+    @property
+    def has_float8(self) -> bool:
+        return bool(self._float8)
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
-        """A part of a tensor, copied out of the file; no more than that is read of its rows.
-
-        What 8-bit floats stand for comes as float32, and of their factors those of the part are read.
-        """
+        """Copy a slice of a tensor out of the file. Float8 weights are dequantized to float32."""
         entry = self.entries[name]
-        name = entry.stored_as or name
+        name = entry.stored_name or name
         try:
-            if name not in self._eight_bits:
+            if name not in self._float8:
                 return self._files[entry.file].get_slice(name)[tuple(slices)]
             assert self._block is not None
             scale = self._files[self._scales[name].file].get_slice(name + SCALE)[scale_slices(slices, self._block)]
-            return dequantized(self._eight_bits[name].read(slices), scale, slices, self._block)
-        except Exception as error:  # whatever the library meets in a file
-            raise self._unreadable(self.path / entry.file, error) from error
+            return dequantize(self._float8[name].read(slices), scale, slices, self._block)
+        except Exception as error:  # the library has no common base class of its errors
+            raise _damaged(self.path / entry.file, error) from error
 
-    def whole(self, name: str) -> np.ndarray:
-        """All of a tensor."""
+    def read_full(self, name: str) -> np.ndarray:
+        """Return a full tensor."""
         entry = self.entries[name]
         return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
 
-    def rename(self, name: str, to: str) -> None:
-        """Give a tensor another name."""
-        self.entries[to] = dataclasses.replace(self.entries.pop(name), stored_as=name)
+    def rename(self, name: str, new_name: str) -> None:
+        """Make a tensor available under another name."""
+        self.entries[new_name] = dataclasses.replace(self.entries.pop(name), stored_name=name)
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors hold the same numbers. Reads some rows of each at a time."""
+        """Return whether two tensors have equal values. Reads a few rows of each at a time."""
         shape = self.entries[name].shape
         if self.entries[other].shape != shape or not shape:
             return False
-        rows = max(_COMPARED_BYTES // max(4 * math.prod(shape[1:]), 1), 1)
-        rest = [slice(0, size) for size in shape[1:]]
-        parts = ([slice(at, min(at + rows, shape[0])), *rest] for at in range(0, shape[0], rows))
+        num_rows = max(_COMPARE_BYTES // max(4 * math.prod(shape[1:]), 1), 1)
+        trailing = [slice(0, size) for size in shape[1:]]
+        parts = ([slice(row, min(row + num_rows, shape[0])), *trailing] for row in range(0, shape[0], num_rows))
         return all(np.array_equal(self.read(name, part), self.read(other, part)) for part in parts)
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether some of it is 8-bit floats."""
-        return bool(self._eight_bits)
-
-    def _scaled(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """The tensors without the factors of those in 8 bits, which are checked and kept aside."""
-        for name in self._eight_bits:
+    def _separate_scales(self) -> None:
+        """Move the factors of float8 weights from `entries` to `_scales`."""
+        for name in self._float8:
             assert self._block is not None
-            entry, scale, where = entries[name], entries.pop(name + SCALE, None), f"{self.path}, `{name[:100]}{SCALE}`"
-            fix = "take all files of the release, and its config.json"
+            shape, scale = self.entries[name].shape, self.entries.pop(name + SCALE, None)
+            where, fix = f"{self.path}, `{name[:100]}{SCALE}`", "use all files of the release and its config.json"
             if scale is None:
-                raise problem(where, "read the factors of its blocks", "there is no such tensor", fix)
-            if len(entry.shape) != 2 or scale.shape != scale_shape(entry.shape, self._block):
-                exists = f"of {list(entry.shape)} in blocks of {list(self._block)}"
-                raise problem(where, f"take {list(scale.shape)} as its factors", exists, fix)
-            dtype = FLOAT8 if name + SCALE in self._eight_bits else scale.dtype
+                raise problem(where, "read the factors", "there is no such tensor", fix, code="not-found")
+            if len(shape) != 2 or scale.shape != scale_shape(shape, self._block):
+                reason = f"the weight has shape {list(shape)} and the blocks {list(self._block)}"
+                raise problem(where, f"use factors of shape {list(scale.shape)}", reason, fix, code="wrong-shape")
+            dtype = FLOAT8 if name + SCALE in self._float8 else scale.dtype
             if dtype not in ("float32", "bfloat16"):
-                raise problem(where, f"take factors in {dtype}", "they are float32 or bfloat16", fix)
+                reason = "the factors must be float32 or bfloat16"
+                raise problem(where, f"use factors of dtype {dtype}", reason, fix, code="wrong-dtype")
             self._scales[name] = scale
-        return entries
 
-    def _entries(self) -> dict[str, Entry]:
-        files = self._listed()
+    def _read_headers(self) -> dict[str, Entry]:
+        index = self._read_index()
         entries: dict[str, Entry] = {}
-        for file in sorted({*files.values()} or {self._single}):
-            for name, entry in self._held(file):
+        for file in sorted({*index.values()} or {self._single}):
+            for name, entry in self._read_header(file):
                 if name in entries:
-                    exists = f"{entries[name].file} has a tensor of that name, too"
-                    raise problem(f"{self.path / file}, `{name}`", "read it", exists, "take the files of one release")
+                    where, reason = (
+                        f"{self.path / file}, `{name}`",
+                        f"{entries[name].file} has a tensor of that name too",
+                    )
+                    raise problem(where, "read the tensor", reason, _RELEASE, code="conflict")
                 entries[name] = entry
-        for name, file in files.items():
+        for name, file in index.items():
             if name not in entries or entries[name].file != file:
-                exists = "it is not there" if name not in entries else f"it is in {entries[name].file}"
+                reason = f"it is in {entries[name].file}" if name in entries else "no file has it"
                 where = f"{self.path / INDEX}, `{name[:100]}`"
-                raise problem(where, f"find it in {file}", exists, "take the index and the files of one release")
+                raise problem(where, f"find the tensor in {file}", reason, _RELEASE, code="not-found")
         return entries
 
-    def _listed(self) -> dict[str, str]:
-        """The file of each tensor by the index, or nothing where there is no index."""
+    def _read_index(self) -> dict[str, str]:
+        """Return the file of each tensor, or an empty dict if the folder has no index."""
+        where, requested = f"folder `{self.path}`", "read a model"
         if not self.path.is_dir():
-            raise problem(f"folder `{self.path}`", "read a model", "there is no such folder", "name a folder")
+            raise problem(where, requested, "there is no such folder", "check the path", code="missing-file")
         index = self.path / INDEX
         if self._single != SINGLE or not index.exists():
-            if not (self.path / self._single).is_file():
-                pickled = any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*"))
-                exists = f"it has neither {self._single} nor {INDEX}"
-                exists += "; pickled files are never read: they run what they like" * pickled
-                fix = "save it by save_pretrained(..., safe_serialization=True)" if pickled else "download the weights"
-                raise problem(f"folder `{self.path}`", "read a model", exists, fix)
-            return {}
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict) or not listed:
-            raise problem(f"{index}, `weight_map`", "read it", "it is no object with names", "take the release's")
-        for name, file in listed.items():
-            is_plain = isinstance(file, str) and file == os.path.basename(file) and "\\" not in file
-            if not is_plain or not file.endswith(".safetensors") or "\0" in file:
-                where = f"{index}, `{name[:100]}`"
-                asked, fix = f"read it from {str(file)[:100]!r}", "take the index of the release"
-                raise problem(where, asked, "an index names safetensors files of its own folder only", fix)
-        return listed
+            if (self.path / self._single).is_file():
+                return {}
+            reason, fix = f"it has neither {self._single} nor {INDEX}", "download the weights"
+            if any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*")):
+                reason += ", and pickled files are never read because they can run any code"
+                fix = "save the model with save_pretrained(..., safe_serialization=True)"
+            raise problem(where, requested, reason, fix, code="missing-file")
+        files = read_json(index).get("weight_map")
+        if not isinstance(files, dict) or not files:
+            reason = "it must be an object with tensor names"
+            raise problem(
+                f"{index}, `weight_map`", "read it", reason, "use the index of the release", code="damaged-file"
+            )
+        for name, file in files.items():
+            is_local = isinstance(file, str) and file == os.path.basename(file) and not {"\\", "\0"} & {*file}
+            if not is_local or not file.endswith(".safetensors"):
+                where, requested = f"{index}, `{name[:100]}`", f"read the tensor from {str(file)[:100]!r}"
+                reason = "an index may only refer to safetensors files in its folder"
+                raise problem(where, requested, reason, "use the index of the release", code="damaged-file")
+        return files
 
-    def _held(self, file: str) -> Iterator[tuple[str, Entry]]:
-        """What a file's header says it holds; the library checks that offsets and sizes agree with the file."""
-        path = self.path / file
-        safetensors = library()
+    def _read_header(self, file: str) -> Iterator[tuple[str, Entry]]:
+        """Yield the tensors of a file. The library checks that sizes and offsets match the file."""
+        path, safetensors = self.path / file, library()
         if not path.is_file():
-            raise problem(str(path), "read it", "there is no such file", "download all files of the release")
+            fix = "download all files of the release"
+            raise problem(str(path), "read it", "there is no such file", fix, code="missing-file")
         try:
-            opened = self._opened.enter_context(safetensors.safe_open(str(path), framework="np"))
-            self._files[file] = opened
-            found = [(name, opened.get_slice(name)) for name in opened.keys()]  # noqa: SIM118  (no dict)
-            held = [(name, one.get_shape(), one.get_dtype()) for name, one in found]
+            reader = self._files[file] = self._stack.enter_context(safetensors.safe_open(str(path), framework="np"))
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  (it is not a dict)
+            headers = [(name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
         except Exception as error:
-            raise self._unreadable(path, error) from error
-        if self._block is not None and any(dtype == FLOAT8 for *_, dtype in held):
-            self._eight_bits |= bytes_of(path)
-        for name, shape, dtype in held:
-            if name in self._eight_bits:
-                yield name, Entry(file, tuple(shape), STANDS_FOR)
-                continue
-            if dtype not in DTYPES:
-                exists = f"weights are {', '.join(DTYPES)} here, or {FLOAT8} by `quantization_config`"
-                fix = "take the release in bfloat16, or convert it to that first"
-                raise problem(f"{path}, `{name[:100]}`", f"read {dtype}", exists, fix)
-            yield name, Entry(file, tuple(shape), DTYPES[dtype])
+            raise _damaged(path, error) from error
+        if self._block is not None and any(dtype == FLOAT8 for *_, dtype in headers):
+            self._float8 |= float8_tensors(path)
+        for name, shape, dtype in headers:
+            if name not in self._float8 and dtype not in DTYPES:
+                reason = f"weights must be {', '.join(DTYPES)}, or {FLOAT8} with a `quantization_config`"
+                fix = "use the bfloat16 release, or convert the weights to bfloat16 first"
+                raise problem(f"{path}, `{name[:100]}`", f"read {dtype}", reason, fix, code="wrong-dtype")
+            yield name, Entry(file, shape, DEQUANTIZED_DTYPE if name in self._float8 else DTYPES[dtype])
 
-    def _unreadable(self, path: Path, error: Exception) -> Exception:
-        reason = " ".join(str(error).split())[:160]
-        return problem(str(path), "read it", f"it is no sound safetensors file ({reason})", "download it again")
+
+def _damaged(path: Path, error: Exception) -> Exception:
+    reason = f"it is not a valid safetensors file ({' '.join(str(error).split())[:160]})"
+    return problem(str(path), "read it", reason, "download it again", code="damaged-file")
 
 
 def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str]:
-    """The file of each tensor: in order, each file full before the next, as transformers does it."""
+    """Return the file name of each tensor. Files are filled in order, as in transformers.
+
+    Args:
+      sizes: name and size in bytes of each tensor.
+      most_bytes: maximum size of a file, unless it has only one tensor.
+    """
     groups: list[list[str]] = [[]]
-    filled = 0
+    group_bytes = 0
     for name, nbytes in sizes:
-        if groups[-1] and filled + nbytes > most_bytes:
+        if groups[-1] and group_bytes + nbytes > most_bytes:
             groups.append([])
-            filled = 0
+            group_bytes = 0
         groups[-1].append(name)
-        filled += nbytes
+        group_bytes += nbytes
     if len(groups) == 1:
         return dict.fromkeys(groups[0], SINGLE)
     return {
@@ -267,78 +265,93 @@ def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str
     }
 
 
-def in_order(files: Mapping[str, str]) -> list[str]:
-    """Tensors in the order in which `write` asks for them, by the file of each."""
-    return [name for file in dict.fromkeys(files.values()) for name, of in files.items() if of == file]
+def tensors_by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the tensors of each file, in the order in which `write` writes them."""
+    names: dict[str, list[str]] = {}
+    for name, file in files.items():
+        names.setdefault(file, []).append(name)
+    return names
 
 
 def write(
     folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
 ) -> None:
-    """Write tensors to their files, one file in memory at a time, and the index where there are several."""
-    save_file = library().numpy.save_file
-    for file in dict.fromkeys(files.values()):
-        held = {name: np.ascontiguousarray(make(name)) for name, of in files.items() if of == file}
+    """Write tensors to safetensors files, with one file in memory at a time, and the index if there are several.
+
+    Args:
+      folder: an existing folder.
+      files: file name of each tensor.
+      make: returns the tensor with a name.
+      total_bytes: size of all tensors, for the index.
+      index: False if no index should be written.
+    """
+    safetensors = library()
+    for file, names in tensors_by_file(files).items():
+        tensors = {name: np.ascontiguousarray(make(name)) for name in names}
         path = folder / file
         path.touch()
         mode = path.stat().st_mode
         try:
-            save_file(held, str(path), metadata={"format": "pt"})
-        except library().SafetensorError as error:
-            raise problem(
-                file, "write it", f"that failed ({error})", "free some room, or name another folder"
-            ) from None
-        path.chmod(mode)  # the library makes files that only their owner may read, whatever the umask
+            safetensors.numpy.save_file(tensors, str(path), metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:
+            fix = "free some disk space, or use another folder"
+            raise problem(file, "write it", f"safetensors failed ({error})", fix, code="not-writable") from None
+        path.chmod(mode)  # the library creates files with mode 0600, whatever the umask
     if index and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / INDEX, document)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write an object as transformers does."""
+    """Write a JSON object in the format of transformers."""
     with host.naming(path):
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
-    """A folder to fill, that is at `path` when all of it is written and nowhere before; its mode is less the umask.
+    """Yield a temporary folder that is renamed to `path` when the block ends without an error.
+
+    Args:
+      path: the new folder.
+      mode: its mode, before the umask.
 
     Raises:
-      ValueError: something is there already, or nothing can be.
+      ValueError: the folder exists already or cannot be created.
     """
-    to = new_folder(path)
+    target = new_folder(path)
     try:
-        fresh = to.parent / f".{to.name}.{secrets.token_hex(8)}"
-        fresh.mkdir(mode)
+        temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
+        temporary.mkdir(mode)
     except OSError as error:
-        raise _not_made(path, error) from error
-    scratch.add(fresh)  # a command ends at Ctrl-C, without what follows below
+        raise _not_writable(path, error) from error
+    scratch.add(temporary)  # on Ctrl-C the command exits without running the `finally` block
     try:
-        yield fresh
-        fresh.replace(to)
+        yield temporary
+        temporary.replace(target)
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        scratch.discard(fresh)
+        shutil.rmtree(temporary, ignore_errors=True)
+        scratch.discard(temporary)
 
 
 def new_folder(path: str | Path) -> Path:
-    """Where a path leads, links followed; the folder above it is there then.
+    """Return the resolved path of a folder that does not exist or is empty, and create its parents.
 
     Raises:
-      ValueError: something is there already, or nothing can be.
+      ValueError: the folder exists already or cannot be created.
     """
-    host.check_local(path, f"folder `{path}`", "name a local folder, and copy it to the bucket afterwards")
-    to = Path(os.path.realpath(path))  # a folder can take the place of an empty one, but not of a link to it
+    host.check_local(path, f"folder `{path}`", "use a local folder, and copy it to the bucket afterwards")
+    target = Path(os.path.realpath(path))  # a rename can replace an empty folder, but not a link to it
     try:
-        if to.exists() and (not to.is_dir() or any(to.iterdir()) or to.samefile(".")):
-            exists = "you are in it" if to.samefile(".") else "something is there already"
-            raise problem(f"folder `{path}`", "write to it", exists, "name a new folder")
-        to.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(".")):
+            reason = "it is the current folder" if target.samefile(".") else "it exists already"
+            raise problem(f"folder `{path}`", "write to it", reason, "use a new folder", code="already-exists")
+        target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_made(path, error) from error
-    return to
+        raise _not_writable(path, error) from error
+    return target
 
 
-def _not_made(path: str | Path, error: OSError) -> Exception:
-    return problem(f"folder `{path}`"[:200], "write to it", f"{error.strerror}", "name one that can be made")
+def _not_writable(path: str | Path, error: OSError) -> Exception:
+    fix = "use a folder that can be created"
+    return problem(f"folder `{path}`"[:200], "write to it", f"{error.strerror}", fix, code="not-writable")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import re
 import shutil
@@ -25,12 +26,22 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from meshpar.interop.blocks import CONFIG_FIELD, Block, read_block
+from meshpar.interop.block_fp8 import CONFIG_FIELD, Block, read_block_shape
 from meshpar.interop.decoder import HEAD, TABLE, Family, check_known
 from meshpar.interop.families import BY_TYPE, LACKING
 from meshpar.interop.fields import built, read_rope, write_rope
-from meshpar.interop.files import INDEX, SINGLE, Folder, assigned, in_order, read_json, whole_folder, write, write_json
-from meshpar.interop.table import FileTensor
+from meshpar.interop.files import (
+    INDEX,
+    SINGLE,
+    Folder,
+    assigned,
+    read_json,
+    tensors_by_file,
+    whole_folder,
+    write,
+    write_json,
+)
+from meshpar.interop.weight_mapping import WeightMapping
 from meshpar.layers.precision import Precision, check_bits
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
 from meshpar.parallel import Strategy
@@ -172,7 +183,7 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
             exists += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
         raise problem(f"{where}, `model_type`", f"read {shown}", exists, fix)
     check_known(where, document, family)
-    block = read_block(where, document)
+    block = read_block_shape(where, document)
     values: dict[str, Any] = {}
     for field in family.fields:
         values[field.ours] = field.read(where, document)
@@ -274,7 +285,9 @@ def open_files(folder: str | Path, described: Described) -> Folder:
 
 def widest(files: Folder, described: Described) -> str:
     """The widest dtype that the files have of parameters, in which none of them is rounded."""
-    names = {name for one in described.family.tensors(described.config) if not one.is_extra for name, _ in one.names()}
+    names = {
+        name for one in described.family.tensors(described.config) if not one.is_extra for name, _ in one.tensors()
+    }
     found = {jnp.dtype(files.entries[name].dtype) for name in names}
     if jnp.dtype("float64") in found:  # which jax would take for 32 bits here
         return "float64"
@@ -322,14 +335,14 @@ def _check(files: Folder, described: Described) -> None:
             )
 
 
-def _shapes(tensors: Iterable[FileTensor], most: int, path: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Iterable[WeightMapping], most: int, path: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for one in tensors:
-        if one.num_names > most:
-            exists = f"by config.json there are {one.num_names:,} such"
+        if one.num_tensors > most:
+            exists = f"by config.json there are {one.num_tensors:,} such"
             fix = "take the config.json of these files"
-            raise problem(f"{path}, `{one.theirs}`", f"find it among {most} tensors", exists, fix)
-        shapes |= {name: one.their_shape for name, _ in one.names()}
+            raise problem(f"{path}, `{one.template}`", f"find it among {most} tensors", exists, fix)
+        shapes |= {name: one.file_shape for name, _ in one.tensors()}
     return shapes
 
 
@@ -337,8 +350,8 @@ def _shapes(tensors: Iterable[FileTensor], most: int, path: Path) -> dict[str, t
 def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | int) -> TrainState:
     tensors = described.family.tensors(described.config)
     like = setup.abstract
-    of_params = {one.ours: one for one in tensors if not one.is_extra}
-    of_extra = {one.ours: one for one in tensors if one.is_extra}
+    of_params = {one.path: one for one in tensors if not one.is_extra}
+    of_extra = {one.path: one for one in tensors if one.is_extra}
     given = {path: leaf.shape for path, leaf in tree_leaves_with_paths(like.params) if not of_pair(path)}
     pairs = fresh_pairs(setup, key)
     if given != {path: one.shape for path, one in of_params.items()}:
@@ -364,7 +377,7 @@ def _mapped(f: Any, tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def born(files: Folder, tensor: FileTensor, like: jax.ShapeDtypeStruct) -> jax.Array:
+def born(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> jax.Array:
     """An array in its shards, each read from the files by itself and let go of before the next one is read."""
     owners: dict[Any, list[jax.Device]] = {}
     indices: dict[Any, Any] = {}
@@ -466,7 +479,7 @@ def to_hf(
 
 def _spread(sizes: Mapping[str, int], files: Folder | None, file_bytes: int) -> dict[str, str]:
     """The file of each tensor: as in the folder the model came from, where that has the same tensors."""
-    if files is not None and not files.is_scaled and {n: one.nbytes for n, one in files.entries.items()} == sizes:
+    if files is not None and not files.has_float8 and {n: one.nbytes for n, one in files.entries.items()} == sizes:
         return {name: files.entries[name].file for name in sizes}
     return assigned(sizes.items(), file_bytes)
 
@@ -490,7 +503,7 @@ def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files:
         return
     from jax.experimental import multihost_utils
 
-    for name in in_order(files):  # of process 0 what it has not come to: the others send it all the same
+    for name in itertools.chain(*tensors_by_file(files).values()):
         made.take_part(name)
     has_failed = multihost_utils.process_allgather(np.array(failure is not None)).any()
     if failure is not None:
@@ -503,7 +516,7 @@ def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files:
 def kept_names(described: Described) -> list[str]:
     """Tensors that our decoders do not run, and that a folder may have."""
     config, family, document, _ = described
-    return [name for one in family.kept(config, document) for name, _ in one.names()]
+    return [name for one in family.kept(config, document) for name, _ in one.tensors()]
 
 
 def copy_beside(like: str | Path | None, folder: Path) -> None:
@@ -538,7 +551,7 @@ class Made:
     """The tensors of a model to write, made one at a time of the arrays they are parts of."""
 
     def __init__(
-        self, tensors: list[FileTensor], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
+        self, tensors: list[WeightMapping], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
         *, together: bool = False,
     ) -> None:  # fmt: skip
         self.files, self.dtype = files, dtype
@@ -546,20 +559,20 @@ class Made:
         self.kept: tuple[str, ...] = ()
         arrays = dict(tree_leaves_with_paths(params))
         beside = dict(tree_leaves_with_paths(extra))
-        self.pieces: dict[str, list[tuple[FileTensor, Any, tuple[int, ...]]]] = {}
+        self.pieces: dict[str, list[tuple[WeightMapping, Any, tuple[int, ...]]]] = {}
         for one in tensors:
-            found = arrays.get(one.ours)
+            found = arrays.get(one.path)
             if one.is_extra:
-                found = next((x for path, x in beside.items() if path.endswith(one.ours)), None)
+                found = next((x for path, x in beside.items() if path.endswith(one.path)), None)
             if found is None or found.shape != one.shape:
                 exists = "there is none" if found is None else f"it has {found.shape}"
                 fix = "give the state of this config" + ", not its parameters alone" * one.is_extra
-                raise problem(f"to_hf, `{one.ours}`", f"write an array of {one.shape}", exists, fix)
+                raise problem(f"to_hf, `{one.path}`", f"write an array of {one.shape}", exists, fix)
             if isinstance(found, jax.Array) and not (together or found.is_fully_addressable):
                 exists = "other processes hold a part of it"
                 fix = "save a checkpoint, and convert it in one process: meshpar convert to-peft RUN DIR"
-                raise problem(f"to_peft, `{one.ours}`", "write it", exists, fix)
-            for name, at in one.names():
+                raise problem(f"to_peft, `{one.path}`", "write it", exists, fix)
+            for name, at in one.tensors():
                 self.pieces.setdefault(name, []).append((one, found, at))
 
     def dtype_of(self, name: str) -> Any:
@@ -574,16 +587,16 @@ class Made:
         if name in self.kept:
             assert self.files is not None
             return self.files.entries[name].nbytes
-        shape = self.pieces[name][0][0].their_shape
+        shape = self.pieces[name][0][0].file_shape
         return int(np.prod(shape, dtype=np.int64)) * self.dtype_of(name).itemsize
 
     def __call__(self, name: str) -> np.ndarray:
         """The tensor."""
         if name in self.kept:
             assert self.files is not None
-            return self.files.whole(name)
+            return self.files.read_full(name)
         pieces = self.pieces[name]
-        out = np.zeros(pieces[0][0].their_shape, self.dtype_of(name))  # some pieces are blocks of it
+        out = np.zeros(pieces[0][0].file_shape, self.dtype_of(name))  # some pieces are blocks of it
         for number, (one, array, at) in enumerate(pieces, 1):
             self._taken[name] = number  # begun together with the other processes, so not to be begun again
             one.write(_gathered(array, at), out)

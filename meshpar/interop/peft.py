@@ -28,7 +28,7 @@ import numpy as np
 
 from meshpar.interop.files import Folder, read_json, whole_folder, write, write_json
 from meshpar.interop.hf import Made, born, check_dtype, describe, family_of, tell_rounded
-from meshpar.interop.table import FileTensor, run
+from meshpar.interop.weight_mapping import WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import PAIR, matrix_of, near, problem, tree_leaves_with_paths
@@ -104,7 +104,7 @@ def to_peft(
     sizes = {name: made.nbytes(name) for name in made.pieces}
     with whole_folder(folder) as fresh:
         write(fresh, dict.fromkeys(sizes, WEIGHTS), made, sum(sizes.values()), index=False)
-        wide = {name: one.full("Z") for one in tensors for name, _ in one.names() if "Z" in one.parts}
+        wide = {name: one.file_size("Z") for one in tensors for name, _ in one.tensors() if "Z" in one.parts}
         wide = {_module_of(name).removeprefix(ROOT): rank for name, rank in wide.items()}
         document = {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
@@ -197,7 +197,7 @@ def load_peft(
     rows = _rows(config, like, document, path)
     with Folder(folder, single=WEIGHTS) as files:
         tensors = _tensors(rows, {path: leaves[path] for path in leaves if of_pair(path)}, lora.rank, files)
-        shapes = {name: one.their_shape for one in tensors for name, _ in one.names()}
+        shapes = {name: one.file_shape for one in tensors for name, _ in one.tensors()}
         for name in sorted(shapes.keys() | files.entries.keys()):
             found = files.entries[name].shape if name in files.entries else None
             if found != shapes.get(name):
@@ -205,8 +205,8 @@ def load_peft(
                 fix = "make the model with lora_of_peft(...)" + ("" if name in shapes else f". {near(name, shapes)}")
                 raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
         _check_blocks(files, tensors)
-        tell_rounded(f"load_peft, `{folder}`", files, [leaves[one.ours] for one in tensors])
-        read = {one.ours: born(files, one, leaves[one.ours]) for one in tensors}
+        tell_rounded(f"load_peft, `{folder}`", files, [leaves[one.path] for one in tensors])
+        read = {one.path: born(files, one, leaves[one.path]) for one in tensors}
     params = [read.get(path, x) for path, x in tree_leaves_with_paths(state.params)]
     return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), params))
 
@@ -221,7 +221,7 @@ def _lora_of(state: TrainState, where: str) -> Lora:
 
 def _rows(
     config: TransformerConfig, like: str | Path | None, document: Mapping[str, Any], path: Path = Path(CONFIG)
-) -> list[FileTensor]:
+) -> list[WeightMapping]:
     """The family's matrices that may have a pair; of stacked experts in the tensors that the document says.
 
     Raises:
@@ -236,55 +236,59 @@ def _rows(
         raise problem(f"{path}, `target_parameters`", f"be {given!r}"[:80], exists, MERGE)
     rows = []
     for one in family.tensors(config):
-        name = one.ours.rpartition("/")[2]
-        if len(one.groups) != 2 or name in ("embedding", "router"):
+        name = one.path.rpartition("/")[2]
+        if len(one.file_dims) != 2 or name in ("embedding", "router"):
             continue
-        if "{X}" in one.theirs and STACKED[name] in stacked:
+        if "{X}" in one.template and STACKED[name] in stacked:
             inner = ".base_layer" if len(stacked) == 2 and name != "down" else ""
-            module = one.theirs.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
+            module = one.template.partition(".experts.")[0].replace("block_sparse_moe", "mlp")
             wide, at = one.sizes["F"], name == "up"
-            parts = {} if name == "down" else {"F": run(at * wide, (at + 1) * wide, 2 * wide)}
-            one = dataclasses.replace(one, theirs=f"{module}.experts{inner}.weight", parts=parts)
+            parts = {} if name == "down" else {"F": contiguous(at * wide, (at + 1) * wide, 2 * wide)}
+            one = dataclasses.replace(one, template=f"{module}.experts{inner}.weight", parts=parts)
         rows.append(one)
     return rows
 
 
 def _tensors(
-    table: list[FileTensor], pairs: Mapping[str, Any], rank: int, files: Folder | None = None
-) -> list[FileTensor]:
+    table: list[WeightMapping], pairs: Mapping[str, Any], rank: int, files: Folder | None = None
+) -> list[WeightMapping]:
     """The table of adapters: for each of ours, PEFT's tensors, as they are in files or are to be written."""
-    of = {row.ours: row for row in table}
+    of = {row.path: row for row in table}
     chosen = [of.get(matrix_of(path.rpartition("/")[0])) for path in sorted(pairs)]
     found = []
     for path, one in zip(sorted(pairs), chosen, strict=True):
         if one is None:
             exists = "PEFT has one pair a matrix of the release, and there this one is none"
             raise problem(f"adapters, `{path}`", "name it as PEFT does", exists, "merge the adapters, and use to_hf")
-        together = [row.ours for row in table if row in chosen and (row.theirs, row.first) == (one.theirs, one.first)]
+        together = [
+            row.path
+            for row in table
+            if row in chosen and (row.template, row.first_layer) == (one.template, one.first_layer)
+        ]
         pair = _pair_of(one, path, is_inward=path.endswith(PAIR[0]), rank=rank)
-        at, width = together.index(one.ours), len(together) * rank
+        at, width = together.index(one.path), len(together) * rank
         if len(together) > 1 and not _is_shared(files, pair):
-            pair = dataclasses.replace(pair, parts={**pair.parts, "Z": run(at * rank, at * rank + rank, width)})
+            pair = dataclasses.replace(pair, parts={**pair.parts, "Z": contiguous(at * rank, at * rank + rank, width)})
         found.append(pair)
     return found
 
 
-def _is_shared(files: Folder | None, pair: FileTensor) -> bool:
+def _is_shared(files: Folder | None, pair: WeightMapping) -> bool:
     """Whether files have one pair of the adapters' own rank for a matrix that is several of ours."""
-    entry = None if files is None else files.entries.get(next(name for name, _ in pair.names()))
-    return entry is not None and entry.shape == pair.their_shape
+    entry = None if files is None else files.entries.get(next(name for name, _ in pair.tensors()))
+    return entry is not None and entry.shape == pair.file_shape
 
 
-def _pair_of(one: FileTensor, path: str, *, is_inward: bool, rank: int) -> FileTensor:
-    out, into = (f"({' '.join(group)})" if len(group) > 1 else group for group in one.groups)
-    outputs, inputs = one.groups
-    lead = [letter for letter in one.letters if letter not in outputs + inputs]
+def _pair_of(one: WeightMapping, path: str, *, is_inward: bool, rank: int) -> WeightMapping:
+    out, into = (f"({' '.join(group)})" if len(group) > 1 else group for group in one.file_dims)
+    outputs, inputs = one.file_dims
+    lead = [letter for letter in one.model_dims if letter not in outputs + inputs]
     dims = [*lead, *inputs, "Z"] if is_inward else [*lead, "Z", *outputs]
-    inward, outward = ("Z", "Z") if "X" not in lead or "{X}" in one.theirs else ("(X Z)", "(Z X)")
+    inward, outward = ("Z", "Z") if "X" not in lead or "{X}" in one.template else ("(X Z)", "(Z X)")
     side = f"{inward} {into}" if is_inward else f"{out} {outward}"
-    name = ROOT + one.theirs.removesuffix("weight") + ("lora_A.weight" if is_inward else "lora_B.weight")
+    name = ROOT + one.template.removesuffix("weight") + ("lora_A.weight" if is_inward else "lora_B.weight")
     sizes = {**one.sizes, "Z": rank}
-    return dataclasses.replace(one, theirs=name, ours=path, dims=f"{side} -> {' '.join(dims)}", sizes=sizes)
+    return dataclasses.replace(one, template=name, path=path, dims=f"{side} -> {' '.join(dims)}", sizes=sizes)
 
 
 def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
@@ -301,17 +305,17 @@ def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
             raise problem(where, f"be {dict(ranks or alphas)!r}"[:80], exists, MERGE)
 
 
-def _check_blocks(files: Folder, tensors: list[FileTensor]) -> None:
+def _check_blocks(files: Folder, tensors: list[WeightMapping]) -> None:
     """Raises `ValueError` where a pair of a matrix that is several of ours has numbers that are none of theirs."""
-    of_name: dict[str, list[FileTensor]] = {}
+    of_name: dict[str, list[WeightMapping]] = {}
     for one in tensors:
-        if one.ours.endswith(PAIR[1]) and one.parts:
-            for name in dict.fromkeys(name for name, _ in one.names()):
+        if one.path.endswith(PAIR[1]) and one.parts:
+            for name in dict.fromkeys(name for name, _ in one.tensors()):
                 of_name.setdefault(name, []).append(one)
     for name, several in of_name.items():
-        rest = np.array(files.whole(name))
+        rest = np.array(files.read_full(name))
         for one in several:
-            shape = [one.sizes[letter] for letter in one.letters if letter in "".join(one.groups)]
+            shape = [one.sizes[letter] for letter in one.model_dims if letter in "".join(one.file_dims)]
             one.write(np.zeros(shape, rest.dtype), rest)
         if rest.any():
             exists = "the release's matrix is several of ours, and these are not the pairs of each, side by side"
@@ -323,15 +327,15 @@ def _module_of(name: str) -> str:
     return name.rpartition(".lora_")[0]
 
 
-def _targets(pairs: Iterable[str], rows: list[FileTensor]) -> dict[str, Any]:
+def _targets(pairs: Iterable[str], rows: list[WeightMapping]) -> dict[str, Any]:
     """What to name as `target_modules`, and as `target_parameters` the rest.
 
     With transformers 5 PEFT takes any module whose name ends as an expert's for one that it stacks with the others:
     what is none is named as a parameter.
     """
     chosen = {_module_of(name).removeprefix(ROOT) for name in pairs}
-    known = {name.removesuffix(".weight") for one in rows for name, _ in one.names()}
-    ends = {one.theirs.split(".")[-2] for one in rows if "{X}" in one.theirs}
+    known = {name.removesuffix(".weight") for one in rows for name, _ in one.tensors()}
+    ends = {one.template.split(".")[-2] for one in rows if "{X}" in one.template}
     beside = {name for name in chosen if name.rpartition(".")[2] in ends and ".experts." not in name}
     parameters = [f"{name}.weight" for name in _ends(beside, known)]
     return {"target_modules": _ends(chosen - beside, known), "target_parameters": parameters or None}
@@ -346,18 +350,18 @@ def _ends(chosen: set[str], known: set[str]) -> list[str]:
     raise AssertionError
 
 
-def _modules(files: Folder, rows: list[FileTensor], rank: int, path: Path) -> list[str]:
+def _modules(files: Folder, rows: list[WeightMapping], rank: int, path: Path) -> list[str]:
     """Return the paths of our layers that have a pair in a PEFT folder.
 
     Raises:
       ValueError: a tensor that is not a pair of the family; a pair of another rank; a matrix with pairs in some layers
         only.
     """
-    of_module: dict[str, list[FileTensor]] = {}
+    of_module: dict[str, list[WeightMapping]] = {}
     for one in rows:
         for module in _modules_of(one):
             of_module.setdefault(module, []).append(one)
-    found: dict[str, FileTensor] = {}
+    found: dict[str, WeightMapping] = {}
     for name, entry in files.entries.items():
         module, side = _module_of(name), re.fullmatch(r".*\.lora_([AB])\.weight", name)
         matrices = of_module.get(module) if side else None
@@ -366,13 +370,13 @@ def _modules(files: Folder, rows: list[FileTensor], rank: int, path: Path) -> li
             fix = f"{MERGE}: routers, tables and other tensors have no adapters here"
             raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
         # The experts of a layer may be stacked in one pair, and a matrix that is several of ours may have a block each.
-        stacked = 1 if "{X}" in matrices[0].theirs else matrices[0].sizes["X"] if "X" in matrices[0].letters else 1
+        stacked = 1 if "{X}" in matrices[0].template else matrices[0].sizes["X"] if "X" in matrices[0].model_dims else 1
         width = dict(zip("AB", (entry.shape[:1], entry.shape[1:2]), strict=True))[side[1]]
         if width and width[0] not in (rank * stacked, rank * stacked * len(matrices)):
             asked = f"give `{module[:100]}` rank {width[0] / stacked:g}"
             exists = f"all pairs must have the same rank, and `r` is {rank}"
             raise problem(f"{path}, `rank_pattern`", asked, exists, MERGE)
-        found |= {one.ours: one for one in matrices}
+        found |= {one.path: one for one in matrices}
     for one in found.values():
         for module in _modules_of(one):
             if f"{module}.lora_A.weight" not in files.entries:
@@ -382,6 +386,6 @@ def _modules(files: Folder, rows: list[FileTensor], rank: int, path: Path) -> li
     return sorted(ours.removesuffix("/kernel") for ours in found)
 
 
-def _modules_of(one: FileTensor) -> list[str]:
+def _modules_of(one: WeightMapping) -> list[str]:
     """Return PEFT's names of the modules that a table row covers."""
-    return list(dict.fromkeys(ROOT + name.removesuffix(".weight") for name, _ in one.names()))
+    return list(dict.fromkeys(ROOT + name.removesuffix(".weight") for name, _ in one.tensors()))

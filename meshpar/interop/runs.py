@@ -59,7 +59,7 @@ def keep_beside(source: str | Path, run: Path) -> Path:
         kept = [name for name in kept_names(described) if name in files.entries]
         if kept:
             total = sum(files.entries[name].nbytes for name in kept)
-            write(to, dict.fromkeys(kept, SINGLE), files.whole, total)
+            write(to, dict.fromkeys(kept, SINGLE), files.read_full, total)
     write_json(to / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
     return to
 

@@ -1,4 +1,4 @@
-"""What a model reports to the step beside its output: auxiliary losses and metrics."""
+"""Auxiliary losses and metrics that a model reports to the step, in addition to its output."""
 
 from __future__ import annotations
 
@@ -17,115 +17,124 @@ from meshpar.sharding.types import named, problem
 
 @dataclasses.dataclass(eq=False)
 class Reports:
-    """What was reported while a loss was traced. Compared by identity: every trace is its own."""
+    """Losses and metrics reported during a trace. Compared by identity, because each trace needs a new object."""
 
     losses: list[jax.Array] = dataclasses.field(default_factory=list)
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
     @property
     def loss(self) -> jax.Array | None:
-        """The sum of the losses; None: there is none."""
+        """The sum of the losses, or None if there are none."""
         return sum(self.losses[1:], self.losses[0]) if self.losses else None
 
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Reports]:
-    """Put in force that what models report is kept."""
+    """Collect the reports of models in the context."""
     reports = Reports()
     with within(reports=reports):
         yield reports
 
 
 def is_listening() -> bool:
-    """Whether reports are kept."""
+    """Return whether reports are collected."""
     return current().reports is not None
 
 
 def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | None = None) -> None:
-    """Report something to the step beside the model's output; outside of a step it is dropped.
+    """Report an auxiliary loss or metrics to the step. Outside a step the call only checks its arguments.
 
-    To be called by a model where its output is made, outside of its scan over layers: what stands inside a transformed
-    function cannot leave it. `train_step` adds the losses to the loss, `eval_step` does not; both add the metrics to
-    theirs. When a loss function runs its model several times, losses add up, and of a metric the last one counts.
+    `train_step` adds the losses to the loss, `eval_step` does not. Both add the metrics to their own. If a loss
+    function calls its model several times, losses are added and the last value of a metric is used. Call `report`
+    outside of the scan over layers: values inside a transformed function cannot leave it. Layers return an `Aux`.
 
     Args:
-      loss: a scalar, a mean over the batch.
-      metrics: arrays of any shape, means over the batch or, as whole numbers, counts; no gradient passes through them.
+      loss: scalar, a mean over the batch.
+      metrics: arrays of any shape by name. Integers are counts, other dtypes are means over the batch. They have no
+        gradient.
 
     Raises:
-      ValueError: a loss that is not one number; metrics that are not numbers by name. Whether anybody listens or not.
+      MeshparError: the loss is not a scalar, the metrics are not a dict of arrays, or the call is in a module that a
+        remat rule recomputes.
+
+    Example:
+      >>> with collecting() as reports:
+      ...     report(loss=jnp.float32(0.5), metrics={"max_logit": jnp.float32(3.0)})
+      >>> float(reports.loss), list(reports.metrics)
+      (0.5, ['max_logit'])
     """
     if loss is not None:
-        loss = _numbers("report(loss=...)", loss)
+        loss = _as_array("report(loss=...)", loss)
         if loss.shape:
-            exists = f"it has shape {loss.shape}"
-            raise problem("report(loss=...)", "be added to the loss", exists, "take its mean over the batch")
+            fix = "take its mean over the batch"
+            raise problem("report(loss=...)", "add it to the loss", f"it has shape {loss.shape}", fix, "wrong-shape")
     if metrics is not None and not isinstance(metrics, Mapping):
-        exists = "every metric has a name"
-        raise problem("report(metrics=...)", f"be a {type(metrics).__name__}", exists, 'give {"my/metric": array}')
-    found = {name: _numbers(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
-    here, boundaries = current().reports, current().boundaries
-    if here is None:
+        requested, reason = f"use a {type(metrics).__name__}", "metrics are a dict from names to arrays"
+        raise problem("report(metrics=...)", requested, reason, 'pass {"my/metric": array}', "wrong-type")
+    arrays = {name: _as_array(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
+    reports, boundaries = current().reports, current().boundaries
+    if reports is None:
         return
     for path in () if boundaries is None else sorted(boundaries.recomputed):
-        exists = "what is traced in it is made again in the backward pass, and cannot leave it"
-        raise problem(f"report(...) in `{path}`", "reach the step", exists, "narrow the remat rule of that module")
+        reason = "values of a module that is recomputed in the backward pass cannot leave it"
+        fix = "let the remat rule match submodules that do not report"
+        raise problem(f"report(...) in `{path}`", "pass values to the step", reason, fix, "unsupported-feature")
     if loss is not None:
-        here.losses.append(loss)
-    here.metrics.update({name: jax.lax.stop_gradient(x) for name, x in found.items()})
+        reports.losses.append(loss)
+    reports.metrics.update({name: jax.lax.stop_gradient(x) for name, x in arrays.items()})
 
 
-def _numbers(where: str, x: Any) -> jax.Array:
+def _as_array(where: str, x: Any) -> jax.Array:
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError):  # whichever of them jax has for the kind of thing
-        raise problem(where, f"be {x!r}", "it is numbers", "give an array, or leave it out") from None
+    except (TypeError, ValueError):  # which one depends on the type
+        raise problem(where, f"use {x!r}", "it is not an array of numbers", "pass an array", "wrong-type") from None
 
 
 # ---- Metrics ---------------------------------------------------------------------------------------------------------
 
 
 def is_counted(metric: Any) -> bool:
-    """Whether a metric is a count, to be summed over whatever the rows of a batch are cut into; else it is a mean."""
+    """Return whether a metric is a count, which is summed over parts of the batch. Other metrics are averaged."""
     return bool(jnp.issubdtype(jnp.result_type(metric), jnp.integer))
 
 
 def check_numbers(metrics: Mapping[str, Any]) -> None:
-    """What a loss function gives beside the loss is one number each.
-
-    Raises:
-      ValueError: something is none, or is several.
-    """
+    """Check that the metrics of a loss function are scalars with names."""
     for name, value in metrics.items():
+        if not isinstance(name, str):
+            reason = f"{name!r} is a {type(name).__name__}, and the name of a metric is a string"
+            raise problem("metrics of the loss function", "use their names", reason, "use strings", "wrong-type")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, bool | int | float) else None)
+        where, requested = f"metric `{name}`", "use it as a scalar"
         if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
-            exists = f"it is a {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else "")
-            raise problem(f"metric `{name}`", "be one number", exists, "give a scalar, or leave it out")
+            reason = f"it is a {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else "")
+            raise problem(where, requested, reason, "return a number, or leave it out", "wrong-type")
         if jnp.shape(value):
-            fix = "take its mean in the loss function, or as a whole number its sum"
-            raise problem(f"metric `{name}`", "be one number", f"it is of shape {jnp.shape(value)}", fix)
+            fix = "return its mean, or its sum if it is a count"
+            raise problem(where, requested, f"it is of shape {jnp.shape(value)}", fix, "wrong-shape")
 
 
 def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[str, Any]]:
-    """What a loss function gave, as (loss, metrics).
+    """Return the output of a loss function as (loss, metrics).
 
     Raises:
-      ValueError: it is something else; what is no number; to train, a loss that has no gradient.
+      MeshparError: it is not a pair of a loss and a dict of scalars, or, for training, the loss is not floating.
     """
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
-        where = f"loss function `{named(loss_fn)}`"
-        fix = "return a scalar and a dict of scalars, which may be empty"
-        raise problem(where, "return (loss, metrics)", f"it returned {type(out).__name__}", fix)
+        where, reason = f"loss function `{named(loss_fn)}`", f"it returned {type(out).__name__}"
+        fix = "return a scalar, and a dict of scalars that may be empty"
+        raise problem(where, "return (loss, metrics)", reason, fix, "wrong-type")
     loss, metrics = out
     values = {field: getattr(loss, field) for field in ("total", "weight") if hasattr(loss, field)}
     check_numbers({**({f"loss.{field}": x for field, x in values.items()} or {"loss": loss}), **metrics})
-    kind = jnp.result_type(values.get("total", loss))
-    if trains and not jnp.issubdtype(kind, jnp.floating):
-        exists = f"it is {kind.name}, which has no gradient"
-        raise problem("loss function, its loss", "differentiate it", exists, "give a mean, in a floating dtype")
+    dtype = jnp.result_type(values.get("total", loss))
+    if trains and not jnp.issubdtype(dtype, jnp.floating):
+        reason = f"it is {dtype.name}, which has no gradient"
+        raise problem("loss function, its loss", "differentiate it", reason, "return a floating mean", "wrong-dtype")
     return loss, metrics
 
 
 def means(sums: dict[str, jax.Array], total: Any) -> dict[str, jax.Array]:
-    """Of metrics over so many microbatches; whole numbers, which are counts, stay summed."""
+    """Divide sums of metrics by the number of microbatches. Counts stay sums."""
     return {name: x if is_counted(x) else x / jnp.asarray(total, x.dtype) for name, x in sums.items()}

@@ -107,23 +107,24 @@ class LossTerms:
     """The model's own: means over equal parts, or counts."""
 
     @staticmethod
-    def of(loss: Any, metrics: Mapping[str, Any], loss_is: str | None = None, **others: Any) -> LossTerms:
+    def of(loss: Any, metrics: Mapping[str, Any], loss_is: str | None = None, **fields: Any) -> LossTerms:
         """Convert the result of a loss function; `loss_is` is the option of `train_step`."""
         if isinstance(loss, MeanLoss):
             constant = None if isinstance(loss.weight, jax.Array) else np.asarray(loss.weight).item()
             if constant is not None and constant > 0:
-                loss = EqualMean(_wide(loss.total) / constant, constant)
+                loss = EqualMean(_at_least_float32(loss.total) / constant, constant)
             else:
-                loss = MeanLoss(_wide(loss.total), lax.stop_gradient(jnp.asarray(loss.weight)))
+                loss = MeanLoss(_at_least_float32(loss.total), lax.stop_gradient(jnp.asarray(loss.weight)))
         elif isinstance(loss, SumLoss):
-            loss = SumLoss(_wide(loss.total))
+            loss = SumLoss(_at_least_float32(loss.total))
         else:
-            loss = EqualMean(_wide(loss), None) if loss_is == MEAN_OVER_EXAMPLES else ScalarLoss(_wide(loss))
+            value = _at_least_float32(loss)
+            loss = EqualMean(value, None) if loss_is == MEAN_OVER_EXAMPLES else ScalarLoss(value)
         if LOSS_WEIGHT in metrics and isinstance(loss, MeanLoss | EqualMean):
-            exists, fix = "MeanLoss adds a metric of that name", "rename the metric"
-            raise problem(f"metric `{LOSS_WEIGHT}`", "return it from the loss function", exists, fix)
-        others = {"reported": {}, **others}
-        return LossTerms(loss=loss, metrics={name: jnp.asarray(x) for name, x in metrics.items()}, **others)
+            reason, fix = "MeanLoss adds a metric of that name", "rename the metric"
+            raise problem(f"metric `{LOSS_WEIGHT}`", "return it from the loss function", reason, fix, "conflict")
+        fields = {"reported": {}, **fields}
+        return LossTerms(loss=loss, metrics={name: jnp.asarray(x) for name, x in metrics.items()}, **fields)
 
     def normalized(self, normalizer: Normalizer = ONE_PART) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return (value, metrics), scaled so that the mean over all parts is the loss of the global batch.
@@ -148,11 +149,11 @@ class LossTerms:
         if weight is not None:
             weight = jnp.asarray(weight)
             # Floating metrics become means over parts, which makes this the sum of the weights.
-            metrics = {**metrics, LOSS_WEIGHT: weight if is_counted(weight) else _wide(weight) * num_parts}
+            metrics = {**metrics, LOSS_WEIGHT: weight if is_counted(weight) else _at_least_float32(weight) * num_parts}
         value = value + jnp.asarray(self.added).astype(value.dtype)
         metrics = {**self.reported, **metrics}
         return value, {
-            name: x.astype(jnp.promote_types(x.dtype, jnp.int32)) if is_counted(x) else _wide(x)
+            name: x.astype(jnp.promote_types(x.dtype, jnp.int32)) if is_counted(x) else _at_least_float32(x)
             for name, x in metrics.items()
         }
 
@@ -162,7 +163,7 @@ def scalar(loss: MeanLoss | SumLoss | jax.Array) -> jax.Array:
     return LossTerms.of(loss, {}).normalized()[0]
 
 
-def _wide(x: Any) -> jax.Array:
+def _at_least_float32(x: Any) -> jax.Array:
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -229,7 +230,7 @@ def normalizer_of(
     The loss function is traced on the first part. Only the equations that the weight needs are evaluated.
 
     Raises:
-      ValueError: a scalar loss; a weight that depends on `args`.
+      MeshparError: the loss is a scalar, or its weight depends on `args`.
     """
     num_parts = len(keys) * int(np.prod(list(axes.values()), dtype=int))
     if num_parts == 1:
@@ -248,6 +249,7 @@ def normalizer_of(
             "it returns a scalar, and the mean of the means of unequal parts is not the mean of the batch",
             "return `mp.MeanLoss((losses * weights).sum(), weights.sum()), metrics` (or mp.SumLoss(losses.sum())); or, "
             f'for a mean over examples that count the same, write `train_step(..., loss_is="{MEAN_OVER_EXAMPLES}")`',
+            "ambiguous-loss",
         )
     if not isinstance(out.loss, MeanLoss):
         _check_constant(where, getattr(out.loss, "weight", None), num_parts, part)
@@ -260,6 +262,7 @@ def normalizer_of(
             "sum the weights of all parts before their losses are computed",
             "it depends on the model's parameters, variables or outputs",
             "compute it from the batch and the key only, or add it to the batch",
+            "unsupported-feature",
         )
 
     def weight_of(rows: PyTree, key: jax.Array) -> jax.Array:
@@ -270,7 +273,7 @@ def normalizer_of(
 
 
 def _check_constant(where: str, weight: float | None, num_parts: int, part: PyTree) -> None:
-    """Check that a weight that is a Python number grows with the examples, so that those of parts add up."""
+    """Check that a constant weight is a multiple of the number of examples, so that the weights of parts add up."""
     num_examples = max((np.shape(x)[0] for x in jax.tree.leaves(part) if np.ndim(x)), default=1)
     if weight is not None and weight % num_examples:
         raise problem(
@@ -278,6 +281,7 @@ def _check_constant(where: str, weight: float | None, num_parts: int, part: PyTr
             f"add up the weights of {num_parts} parts of {num_examples} examples",
             "a constant is counted once for each part",
             f"return mp.SumLoss(total / {weight}) for a constant divisor, or a weight that sums over examples",
+            "ambiguous-loss",
         )
 
 

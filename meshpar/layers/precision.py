@@ -1,4 +1,4 @@
-"""Precision: in which dtype parameters are kept, computed with and reduced."""
+"""The dtypes in which a training step stores, computes and reduces parameters."""
 
 from __future__ import annotations
 
@@ -15,143 +15,147 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import source_info_util
 
-from meshpar.layers.fp8_dot import Split, fp8_dot_general, rowwise_fp8_dot_general, wide_gradient_dot
+from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
 from meshpar.sharding.context import ambient, current, within
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.rules import check_pattern
-from meshpar.sharding.types import PyTree, near, problem
+from meshpar.sharding.types import PyTree, check_choice, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of a training step, each a name such as "float32" or "bfloat16"."""
+    """The dtypes of a training step, as names such as "float32" or "bfloat16".
+
+    Example:
+      >>> Precision(compute="bfloat16").reduce_dtype("bfloat16").name
+      'float32'
+    """
 
     params: str | None = None
-    """Parameters between steps, and the optimizer's view of them. None: as the model makes them."""
+    """Parameters between steps and in the optimizer. None: the dtype in which the model creates them."""
     compute: str | None = None
-    """Forward and backward pass; parameters are cast before they are gathered, so the wire carries this dtype. None:
-    the parameters' own."""
+    """Forward and backward pass. Parameters are cast before they are gathered, so this dtype is sent. None: the dtype
+    of the parameters."""
     reduce: str | None = None
-    """Sums of gradients over devices and micro-steps. None: the compute dtype, and float32 at the least. A lower
-    dtype halves the bytes of a reduction and rounds at every hop. Over devices a gradient is summed in the dtype that
-    its matmul gives it: this one in linear layers of Flax's and with `dot_general`, else the compute dtype, as
-    `explain` says."""
+    """Sums of gradients over devices and micro-steps. None: the compute dtype, but at least float32. A lower precision
+    halves the bytes of a reduction, and rounds at each step of it. Over devices, gradients are summed in the dtype of
+    their matmul. That is this dtype in linear layers of Flax and with `dot_general`, otherwise the compute dtype (see
+    `explain`)."""
 
     matmul: str | Mapping[str, str | None] | None = None
-    """Matmuls with weights inside of layers: "fp8" rounds both operands to 8-bit floats, forward and backward, each by
-    a scale of its own (`meshpar.layers.fp8_dot.float8_dot`; experts: `meshpar.moe.grouped`);
-    "fp8-rowwise" has one for each row of activations and column of a weight, and weights' gradients stay wide
-    (`float8_rows_dot`).
-    Attention, router, output layer and everything else stay in the compute dtype. None: as they are. A mapping says it
-    by path: pattern of a module's whole path to one of these, for it and all that it holds; a pattern that stands later
-    wins, and what none matches stays as it is. `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
+    """Format of the matmuls with weights in layers. "fp8" rounds both operands to 8-bit floats in all passes, with a
+    scale per tensor (`meshpar.layers.fp8_dot.fp8_dot_general`; for experts `meshpar.moe.grouped`). "fp8-rowwise" has a
+    scale per row of activations and column of a weight, and computes weight gradients in the compute dtype
+    (`rowwise_fp8_dot_general`). Attention scores, router and output layer stay in the compute dtype. None: no 8-bit
+    matmuls. A mapping selects modules: from a regular expression for the full path of a module, whose submodules are
+    included, to one of these values. The last match counts. Other modules have no 8-bit matmuls. Example:
+    `{r"layers/.*": "fp8", r"layers/attention/out": None}`"""
 
     def __post_init__(self) -> None:
         if isinstance(self.matmul, Mapping):
-            object.__setattr__(self, "matmul", tuple(self.matmul.items()))  # a precision is hashed
+            object.__setattr__(self, "matmul", tuple(self.matmul.items()))  # to be hashable
         for field in ("params", "compute", "reduce"):
-            _check_word(field, getattr(self, field), FLOATS, "it is no floating dtype")
+            _check_dtype(field, getattr(self, field), FLOATS)
         for pattern, word in self._matmuls:
             check_pattern(pattern)
-            _check_word("matmul", word, MATMULS, _BY_BLOCK.get(str(word), f"there is {', '.join(MATMULS)}"))
+            _check_dtype("matmul", word, MATMULS)
 
     @property
     def _matmuls(self) -> tuple[tuple[str, str | None], ...]:
-        said: Any = self.matmul
-        is_mapping = isinstance(said, tuple) and all(isinstance(one, tuple) for one in said)
-        return said if is_mapping else ((".*", said),)
+        value: Any = self.matmul
+        is_mapping = isinstance(value, tuple) and all(isinstance(item, tuple) for item in value)
+        return value if is_mapping else ((".*", value),)
 
     def matmul_in(self, module: str) -> tuple[str | None, set[str]]:
-        """How the matmuls of the module at a path are computed, and the patterns that match it or what it stands in."""
+        """Return the format of the matmuls of a module, and the patterns that match the module or a parent."""
         paths = list(itertools.accumulate(module.split("/"), "{}/{}".format))
-        found = [one for one in self._matmuls if any(re.fullmatch(one[0], path) for path in paths)]
-        return (found[-1][1] if found else None), {pattern for pattern, _ in found}
+        matches = [item for item in self._matmuls if any(re.fullmatch(item[0], path) for path in paths)]
+        return (matches[-1][1] if matches else None), {pattern for pattern, _ in matches}
 
     def narrow(self, paths: Iterable[str], by: str | None = None) -> frozenset[str]:
-        """Of parameters' paths those in modules whose matmuls are in 8 bits, or by one of `MATMULS`."""
+        """Return the paths of parameters in modules with 8-bit matmuls, or with the format `by`."""
         if self.matmul is None:
             return frozenset()
-        words = MATMULS if by is None else (by,)
-        return frozenset(path for path in paths if self.matmul_in(path.rpartition("/")[0])[0] in words)
+        formats = MATMULS if by is None else (by,)
+        return frozenset(path for path in paths if self.matmul_in(path.rpartition("/")[0])[0] in formats)
 
     def unmatched(self, matched: Collection[str]) -> str | None:
-        """The first pattern of `matmul` that is not among those that a model's modules matched; None: there is none."""
-        said = () if self.matmul is None else self._matmuls
-        return next((pattern for pattern, _ in said if pattern not in matched), None)
+        """Return the first pattern of `matmul` that matched no module, or None."""
+        patterns = [] if self.matmul is None else [pattern for pattern, _ in self._matmuls]
+        return next((pattern for pattern in patterns if pattern not in matched), None)
 
     def reduce_dtype(self, compute: Any) -> jnp.dtype:
-        if jnp.issubdtype(compute, jnp.complexfloating):  # in no real dtype, which would drop the imaginary part
+        if jnp.issubdtype(compute, jnp.complexfloating):  # a real dtype would drop the imaginary part
             return jnp.dtype(compute)
         return jnp.dtype(self.reduce) if self.reduce else jnp.promote_types(compute, jnp.float32)
 
 
 def as_precision(precision: Precision | None, where: str) -> Precision:
-    """A precision as it is, and None as one that says nothing.
-
-    Raises:
-      ValueError: it is something else.
-    """
+    """Return the precision, or `Precision()` for None. Other types are a `MeshparError`."""
     if precision is not None and not isinstance(precision, Precision):
-        named = precision if isinstance(precision, str) and precision in FLOATS else "bfloat16"
-        exists, fix = f"it is a {type(precision).__name__}, no Precision", f'write mp.Precision(compute="{named}")'
-        raise problem(f"{where}(precision={precision!r})", "compute by it", exists, fix)
+        compute = precision if isinstance(precision, str) and precision in FLOATS else "bfloat16"
+        requested, reason = f"use precision={precision!r}", f"it is a {type(precision).__name__} and not a Precision"
+        raise problem(where, requested, reason, f'write mp.Precision(compute="{compute}")', "wrong-type")
     return Precision() if precision is None else precision
 
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 BY_ROW = "fp8-rowwise"
 MATMULS = ("fp8", BY_ROW)
-_BY_BLOCK = {
-    "fp8-blockwise": "XLA has no kernel for it: it multiplies in 16 bits, or keeps each block's product in memory",
-    "mxfp8": "compiled without a GPU, XLA makes products in 16 bits of jax.nn.scaled_dot_general, and "
-    "jax.lax.scaled_dot compiles for one device alone",
-    "nvfp4": "jax.nn.scaled_dot_general has it for inference: its gradients are in 16 bits",
+_UNSUPPORTED = {
+    "fp8-blockwise": "XLA has no kernel for it, and multiplies in 16 bits or keeps the product of each block in memory",
+    "mxfp8": "XLA compiles jax.nn.scaled_dot_general to 16-bit matmuls without a GPU, and jax.lax.scaled_dot only for "
+    "a single device",
+    "nvfp4": "jax.nn.scaled_dot_general supports it for inference, with gradients in 16 bits",
 }
-"""Recipes of other frameworks, and why they are not here (tried with jax 0.10.2 and 0.12.0)."""
+"""Formats of other frameworks that are not supported, with the reason (tested with jax 0.10.2 and 0.12.0)."""
 
 
-def _check_word(field: str, word: str | None, known: tuple[str, ...], exists: str) -> None:
-    if word is not None and word not in known:
-        fix = f"use {known[-1]!r}" if word in _BY_BLOCK else near(str(word), known)
-        raise problem(f"Precision({field}={word!r})", "use that dtype", exists, fix)
+def _check_dtype(field: str, value: str | None, choices: tuple[str, ...]) -> None:
+    if field == "matmul" and value in _UNSUPPORTED:
+        reason, fix = _UNSUPPORTED[value], f"use {choices[-1]!r}"
+        raise problem("Precision()", f"use matmul={value!r}", reason, fix, "unsupported-feature")
+    if value is not None:
+        kind = "the format of matmuls" if field == "matmul" else f"the dtype of {field}"
+        check_choice("Precision()", kind, choices, **{field: value})
 
 
 def check_bits(where: str, dtype: str) -> None:
-    """Raises `ValueError` for 64 bits where jax has none."""
+    """Check that a 64-bit dtype is only used if jax supports 64 bits."""
     if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        exists = "jax keeps 32 bits of them unless jax_enable_x64 is set, and would round them without a word"
-        raise problem(where, f"be {dtype!r}", exists, 'say so: "float32", or set it')
+        reason = "jax rounds 64-bit dtypes to 32 bits unless jax_enable_x64 is set"
+        raise problem(where, f"use {dtype!r}", reason, 'use "float32", or set jax_enable_x64', "unsupported-feature")
 
 
 def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
-    """The tree with its floating leaves in another dtype; None leaves it alone."""
+    """Cast the floating leaves of a tree. None returns the tree unchanged."""
     if dtype is None:
         return tree
     return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
-# ---- What computes in a wider dtype than asked ---------------------------------------------------------------------
+# ---- Matmuls in a higher precision than requested -------------------------------------------------------------------
 
-TOLD_FROM = 0.1
-"""From this share of a step's matmuls on: a router, or a head in float32, is meant."""
+MIN_REPORTED_SHARE = 0.1
+"""Smallest share of a step's matmul FLOPs that is reported. A router or an output layer in float32 is intended."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideWork:
-    """Matmuls and convolutions that a step computes in a wider dtype than `Precision.compute` asks for."""
+    """Matmuls and convolutions of a step in a higher precision than `Precision.compute`."""
 
     precision: Precision
     share: float
-    """Of the FLOPs of all of them."""
+    """Share of all matmul and convolution FLOPs."""
     dtype: str
     where: str
-    """The line of the costliest one."""
+    """Source line with the most FLOPs."""
 
     def __str__(self) -> str:
         return (
-            f"{self.share:.0%} of the matmul FLOPs are in {self.dtype}, most at {self.where}, although "
-            f"Precision(compute={self.precision.compute!r}) hands the model its parameters in that dtype"
+            f"{self.share:.0%} of the matmul FLOPs are in {self.dtype}, most of them at {self.where}, although "
+            f"Precision(compute={self.precision.compute!r}) casts the parameters"
         )
 
     @property
@@ -160,33 +164,36 @@ class WideWork:
 
 
 def cast_back_fix(precision: Precision) -> str:
-    """What to do with a model that computes wider than it is asked to."""
+    """Return the advice for a model that casts its parameters to a higher precision."""
     return (
-        f"build the model's modules with dtype={precision.compute}, and cast wider inputs in the loss function: "
-        "modules of a wider dtype, and wider inputs and constants, make a model cast its parameters back"
+        f"build the model's modules with dtype={precision.compute}, and cast inputs and constants to it: modules cast "
+        "their parameters to their own dtype, or promote them to the dtype of the inputs"
     )
 
 
 def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> WideWork | None:
-    """What a traced step computes wider than asked; None: nothing worth telling, or nothing was asked.
+    """Return the matmuls of a traced step in a higher precision than requested, or None for a negligible share.
 
-    `meant` are dtypes that rules give to some modules.
+    Args:
+      jaxpr: the traced step.
+      precision: the requested precision.
+      meant: dtypes that precision rules assign to modules. They are not reported.
     """
     if precision.compute is None:
         return None
-    asked, all_flops = jnp.dtype(precision.compute).itemsize, 0
-    wide: dict[tuple[str, str], int] = {}
+    itemsize, all_flops = jnp.dtype(precision.compute).itemsize, 0
+    flops_by_source: dict[tuple[str, str], int] = {}
     for flops, eqn in products(jaxpr):
         dtypes = [x.aval.dtype for x in eqn.invars[:2]]
         all_flops += flops
-        is_wide = all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > asked for dtype in dtypes)
+        is_wide = all(jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > itemsize for dtype in dtypes)
         if is_wide and dtypes[0].name not in meant:
             key = dtypes[0].name, source_info_util.summarize(eqn.source_info)
-            wide[key] = wide.get(key, 0) + flops
-    if sum(wide.values()) < max(TOLD_FROM * all_flops, 1):
+            flops_by_source[key] = flops_by_source.get(key, 0) + flops
+    if sum(flops_by_source.values()) < max(MIN_REPORTED_SHARE * all_flops, 1):
         return None
-    dtype, where = max(wide, key=lambda key: wide[key])
-    return WideWork(precision=precision, share=sum(wide.values()) / all_flops, dtype=dtype, where=where)
+    dtype, where = max(flops_by_source, key=lambda key: flops_by_source[key])
+    return WideWork(precision=precision, share=sum(flops_by_source.values()) / all_flops, dtype=dtype, where=where)
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
@@ -204,35 +211,35 @@ def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
 
 @dataclasses.dataclass(eq=False)
 class Numerics:
-    """What a step asks of the model it traces. Compared by identity: every trace is its own."""
+    """Options of a step for the model that it traces. Compared by identity, because each trace needs a new object."""
 
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
-    """A policy of `meshpar.layers.scan`."""
+    """Remat specification; see `meshpar.layers.remat.remat_policy`."""
     names: set[str] = dataclasses.field(default_factory=set)
-    """Marks for `jax.checkpoint` that its layers were seen to have."""
+    """Names for `jax.checkpoint` that the layers use."""
     gather: Any = None
-    """In force while a model is traced whose layers are shards: `meshpar.layers.scan.gathering`."""
+    """Gathers the weights of a layer from shards; see `meshpar.layers.scan.gathering`."""
     prefetch: Any = None
-    """(path of the stacked layers, layer, x, rows) -> what a scan gives: `meshpar.training.gradients.fsdp_prefetch`."""
+    """(path of the stacked layers, layer, x, inputs) -> result of the scan; see `training.gradients.fsdp_prefetch`."""
     interleave: int = 1
-    """Slices of the rows that a layer runs beside each other: `meshpar.layers.batch_slices`."""
+    """Number of slices of the local batch on which each layer runs; see `meshpar.layers.batch_slices`."""
     num_scans: int = 0
-    """Times that the model has called `scan_layers`."""
+    """Number of calls of `scan_layers` so far."""
     matched: set[str] = dataclasses.field(default_factory=set)
-    """Patterns of `Precision.matmul` that a module matched whose matmuls are computed as it says."""
+    """Patterns of `Precision.matmul` that matched a module with a supported matmul."""
 
 
 @contextlib.contextmanager
 def numerics(precision: Precision, remat: str | None, interleave: int = 1) -> Iterator[Numerics]:
-    """Put in force what a step asks of `dot_general` and of `meshpar.scan_layers`."""
+    """Set the options of a step for `dot_general` and `meshpar.scan_layers`."""
     context = Numerics(precision, remat, interleave=interleave)
     with within(numerics=context):
         yield context
 
 
 def matmul_here() -> str | None:
-    """How the step asks for the matmuls of the module that is being traced: a word of `MATMULS`, or None."""
+    """Return the matmul format of the module that is being traced: one of `MATMULS`, or None."""
     context, boundaries = current().numerics, current().boundaries
     if context is None or context.precision.matmul is None:
         return None
@@ -242,61 +249,65 @@ def matmul_here() -> str | None:
 
 
 def check_wide(where: str, what: str, fix: str) -> None:
-    """Raise where a kernel's own matmuls are to be computed in 8 bits, which it cannot."""
+    """Check that the module does not request 8-bit matmuls, for kernels that do not support them."""
     if (word := matmul_here()) is not None:
-        asked = f"compute {what} in 8 bits, as Precision(matmul={word!r}) asks"
-        raise problem(where, asked, "its kernel has no such products", fix)
+        requested = f"compute {what} in 8 bits for Precision(matmul={word!r})"
+        raise problem(where, requested, "its kernel has no 8-bit matmuls", fix, "unsupported-feature")
 
 
 def check_narrow(word: str, dtype: Any) -> None:
-    """Raise `ValueError` for dtypes that 8-bit matmuls do not support."""
+    """Check that 8-bit matmuls support the dtype of an operand."""
+    where = f"Precision(matmul={word!r})"
     if jnp.issubdtype(dtype, jnp.complexfloating):
-        exists = "8-bit floats have no imaginary part"
-        fix = "leave matmul out, or set it by modules: matmul={pattern: word}"
-        raise problem(f"Precision(matmul={word!r})", f"multiply by a weight in {jnp.dtype(dtype).name}", exists, fix)
+        fix = "leave out matmul, or select modules with a mapping from patterns"
+        requested = f"multiply by a weight in {jnp.dtype(dtype).name}"
+        raise problem(where, requested, "8-bit floats have no imaginary part", fix, "wrong-dtype")
     if dtype == jnp.float16:
-        exists = "sums of products of 8-bit floats exceed what float16 holds"
-        raise problem(f"Precision(matmul={word!r})", "compute in float16 around it", exists, 'use compute="bfloat16"')
+        reason = "sums of 8-bit products exceed the range of float16"
+        raise problem(where, "compute in float16", reason, 'use compute="bfloat16"', "wrong-dtype")
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
-    """In which dtype the gradient of a weight of dtype `dtype` leaves its matmul, as in `dot_general`.
-
-    None outside of a step.
-    """
+    """Return the dtype of the weight gradient's matmul, as in `dot_general`, or None outside a step."""
     context = current().numerics
     return None if context is None else context.precision.reduce_dtype(dtype)
 
 
-def _split_of(weight: jax.Array, names: tuple[str | None, ...]) -> Split | None:
-    axes, here = weight_axes(weight, *names, within=True), ambient()
-    if here is None or not any(axes):
+def _weight_sharding(weight: jax.Array, names: tuple[str | None, ...]) -> WeightSharding | None:
+    axes, context = weight_axes(weight, *names, in_region=True), ambient()
+    if context is None or not any(axes):
         return None
-    return Split(jax.sharding.get_abstract_mesh() if outer_axes() else here.mesh, axes)
+    return WeightSharding(jax.sharding.get_abstract_mesh() if outer_axes() else context.mesh, axes)
 
 
-_NARROW = {"fp8": fp8_dot_general, BY_ROW: rowwise_fp8_dot_general}
+_FP8_DOTS = {"fp8": fp8_dot_general, BY_ROW: rowwise_fp8_dot_general}
 
 
 def dot_general(
     lhs: jax.Array, rhs: jax.Array, dimension_numbers: Any, precision: Any = None, *, narrow: bool = True,
     names: tuple[str | None, ...] = (), **kwargs: Any,
 ) -> jax.Array:  # fmt: skip
-    """`lax.dot_general` of activations (lhs) and a weight (rhs), whose weight gradient leaves in the reduction dtype.
+    """`lax.dot_general` of activations (lhs) and a weight (rhs), with the weight gradient in the reduction dtype.
 
-    Where the step asks for it it is computed in fewer bits (`Precision.matmul`), unless `narrow` is False, as in output
-    layers. By logical `names` of the weight's dims that knows which of them tensor parallelism splits.
+    XLA reduces a weight gradient over devices directly after its matmul, in the dtype of that matmul. The sum over
+    devices therefore has the dtype `Precision.reduce` only in layers that use this function. Pass it as `dot_general=`
+    to Flax layers.
 
-    XLA places the reduction of a weight's gradient right behind the matmul that makes it, in the dtype of that
-    matmul. So the sum over devices is as precise as `Precision.reduce` asks only where the layers use this function:
-    pass it as `dot_general=` to Flax layers.
+    Args:
+      lhs: activations.
+      rhs: weight.
+      dimension_numbers: see `lax.dot_general`, as are `precision` and further keywords.
+      precision: see `lax.dot_general`.
+      narrow: whether `Precision.matmul` applies. False in output layers, for example.
+      names: logical names of the weight's dims, which tell 8-bit matmuls the dims that tensor parallelism shards.
+      **kwargs: see `lax.dot_general`.
     """
     context = current().numerics
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
     if context is not None and narrow and (word := matmul_here()) is not None:
         check_narrow(word, jnp.result_type(lhs, rhs) if jnp.iscomplexobj(lhs) else rhs.dtype)
         reduce = context.precision.reduce_dtype(rhs.dtype)
-        return _NARROW[word](contracting, batch, reduce, _split_of(rhs, names), lhs.astype(rhs.dtype), rhs)
+        return _FP8_DOTS[word](contracting, batch, reduce, _weight_sharding(rhs, names), lhs.astype(rhs.dtype), rhs)
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
@@ -306,12 +317,12 @@ def dot_general(
     reduce = context.precision.reduce_dtype(rhs.dtype)
     if reduce == rhs.dtype:
         return plain(lhs, rhs)
-    return wide_gradient_dot(plain, contracting, batch, reduce, lhs, rhs)
+    return dot_with_gradient_dtype(plain, contracting, batch, reduce, lhs, rhs)
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedDot:
-    """`dot_general` with a weight whose dims have these names; equal where they are, as Flax compares layers."""
+    """`dot_general` for a weight whose dims have these names. Flax compares layers, so this compares by the names."""
 
     names: tuple[str | None, ...]
 

@@ -1,70 +1,68 @@
-"""The one hook of a model's stacked layers: where a step gathers their weights, recomputes them, runs them by stages.
+"""`scan_layers`, which runs the stacked layers of a model as the training step requires.
 
-one layer's shards ─► gathered, where the strategy quantizes ─► layer     recomputed by the step's `remat` policy
-layers one after the other: a `lax.scan`, or stage by stage
+shards of a layer ─► gathered weights (with quantized or prefetched FSDP) ─► layer, with the step's remat policy
+layers in sequence: a `lax.scan`, a scan that prefetches, or pipeline stages
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import Offloadable
-from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.layers.batch_slices import check_rows, in_slices, joined, slices
+from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_slices, split_batch
 from meshpar.layers.precision import Numerics
+from meshpar.layers.remat import regathering, remat_policy
 from meshpar.sharding.context import ambient, current, within
-from meshpar.sharding.types import PyTree, near, near_or, problem, spec_axes
+from meshpar.sharding.types import PyTree, near_or, problem
 
 _Leaf = TypeVar("_Leaf")
 
 
 class Aux(NamedTuple):
-    """What a layer, or a part of the model, gives beside its output.
+    """Auxiliary loss and metrics of a layer, or of a larger part of the model, returned next to its output.
 
-    Under stages it is complete only when all microbatches are through, so what a model and its loss function make of it
-    is worked out once, behind the last tick, of the sums and means over microbatches and devices. For that,
+    With pipeline stages an `Aux` is complete only after all microbatches. Values computed from it are therefore
+    evaluated once, after the last tick, from sums and means over microbatches and devices. This requires that
 
-      - the loss may add `aux.loss`, times a constant, and use no `aux.metrics`;
-      - a metric, or a variable that the model changes, may be made of `aux`, constants and the model's variables as
-        they were before the step, and then of nothing else (`bias = update_bias(bias, aux.metrics["load"])`);
-      - a metric that is not made of `aux` is one of each microbatch, as always.
+      - the loss only adds `aux.loss`, times a constant, and does not use `aux.metrics`;
+      - a metric, or a variable that the model changes, that uses `aux` uses only `aux`, constants, and the values that
+        the model's variables had before the step (`bias = update_bias(bias, aux.metrics["load"])`);
+      - all other metrics are computed per microbatch, as usual.
 
-    All of this gives what a scan gives, as far as losses and metrics are means over rows, or counts.
+    The results equal those of a scan if losses and metrics are means over examples, or counts.
     """
 
     loss: jax.Array
-    """Scalar; a mean over rows, as losses are."""
+    """Scalar, a mean over examples like the main loss."""
     metrics: dict[str, jax.Array]
-    """Arrays that no gradient passes through. Over microbatches and devices those of whole numbers are summed, for they
-    are counts, and all others averaged, for they are means over rows."""
+    """Arrays without gradients. Integers are counts, which are summed over microbatches and devices. Other dtypes are
+    means over examples, which are averaged."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Ahead:
-    """A weight that a kernel gathers itself, as a layer is given it where that is done during the layer before.
+    """A weight that was gathered while the previous layer computed, for kernels that otherwise gather it themselves.
 
-    The kernel computes with `whole`, and hands the gradient to `shard`. A model's own modules pass it on as a weight;
-    where they compute with it themselves it is `shard`, which the compiler gathers there.
+    The kernel computes with `whole` and returns the gradient to `shard`. Modules of the model pass the object on like
+    an array. If they use it in arithmetic it acts as `shard`, which the compiler gathers there.
     """
 
     shard: jax.Array
-    """As the parameter lies; its gradient is the weight's."""
+    """The sharded parameter, which receives the gradient."""
     whole: jax.Array
-    """The same numbers, gathered. A constant: it has no gradient."""
+    """The gathered weight, a constant without gradient."""
 
     def __jax_array__(self) -> jax.Array:
         return self.shard
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("shard", "whole"):  # of one that is not made yet
+        if name in ("shard", "whole"):  # not set yet, while the object is created or copied
             raise AttributeError(name)
         return getattr(self.shard, name)
 
@@ -72,10 +70,20 @@ class Ahead:
         return self if index is Ellipsis else self.shard[index]
 
 
+def _shard_operator(name: str) -> Any:
+    return lambda self, *operands: getattr(self.shard, name)(*operands)
+
+
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+    for _operator in (f"__{_name}__", f"__r{_name}__"):
+        setattr(Ahead, _operator, _shard_operator(_operator))
+setattr(Ahead, "__neg__", _shard_operator("__neg__"))  # noqa: B010
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """Experts' matrices, `[E, d, f]`, with a low-rank pair beside each, which computes as `weight + scale a b`."""
+    """Weights of experts, `[E, d, f]`, with a LoRA pair for each: they compute as `weight + scale * a @ b`."""
 
     weight: Any
     a: Any
@@ -86,7 +94,6 @@ class Adapted:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrices; so are the dtype and the number of dims."""
         return self.weight.shape
 
     @property
@@ -98,49 +105,41 @@ class Adapted:
         return len(self.shape)
 
 
-def _of_shard(name: str) -> Any:
-    return lambda self, *others: getattr(self.shard, name)(*others)
-
-
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
-    for _operator in (f"__{_name}__", f"__r{_name}__"):
-        setattr(Ahead, _operator, _of_shard(_operator))
-setattr(Ahead, "__neg__", _of_shard("__neg__"))  # noqa: B010
-
-
 Layer: TypeAlias = Callable[[Any, PyTree], Any]
-"""(x, row of one layer) -> x, or -> (x, Aux)."""
+"""(x, inputs of a layer) -> x, or -> (x, Aux)."""
 Run: TypeAlias = Callable[[Layer, Any, PyTree], Any]
-"""(layer, x, stacked rows) -> x, or -> (x, Aux of all layers)."""
+"""(layer, x, stacked inputs) -> x, or -> (x, Aux of all layers)."""
 
 
 @contextlib.contextmanager
 def running(run: Run, *, in_part: bool = False) -> Iterator[None]:
-    """Put in force what `scan_layers` does instead of a scan; `in_part`: the trace is of a part of the model alone."""
-    # An object of its own for every trace: jax compares contexts by equality.
-    with within(run=_Identity(run, in_part)):
+    """Make `scan_layers` call `run` instead of a scan; `in_part` says that only a part of the model is traced."""
+    # jax compares contexts by equality, so each trace needs a new object.
+    with within(run=_StackedRun(run, in_part)):
         yield
 
 
-class _Identity:
-    def __init__(self, run: Run, in_part: bool) -> None:
-        self.run, self.in_part = run, in_part
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StackedRun:
+    run: Run
+    in_part: bool
 
 
 def is_staged() -> bool:
-    """Whether stages run the layers of the model that is being traced."""
+    """Return whether pipeline stages run the layers of the model that is being traced."""
     return current().run is not None
 
 
 def is_part() -> bool:
-    """Whether a part of the model alone is being traced, which need not call all of its modules."""
+    """Return whether only a part of the model is being traced, so that some modules may not be called."""
     return is_staged() and current().run.in_part
 
 
 def keeps_are_others() -> bool:
-    """Whether what a layer keeps for its backward pass is not its own to say.
+    """Return whether a layer must not choose the arrays that it saves for its backward pass.
 
-    Stages hold what a microbatch's B makes again until its W, like what was kept; `remat="full"` keeps nothing anyway.
+    Stages keep recomputed activations until the weight-gradient step of the microbatch, as if they had been saved.
+    `remat="full"` saves only the layer's input.
     """
     context = current().numerics
     return is_staged() or (context is not None and context.remat == "full")
@@ -157,98 +156,86 @@ def scan_layers(
     at: str = "layers",
     staged: bool = True,
 ) -> Any:
-    """Run a model's stacked layers one after the other, as the step and its strategy ask.
+    """Apply the stacked layers of a model in sequence.
 
-        x = scan_layers(layer, x, params["layers"])
-        x, aux = scan_layers(layer, x, params, extra=bias)      where layer gives (x, Aux(loss, {"load": counts}))
-        x, caches = scan_layers(layer, x, params, caches=kv)    where layer gives (x, cache)
+    Outside a training step this is `lax.scan`. Inside a step the options of the step and the strategy also apply:
 
-    It is a `lax.scan`, in which each layer is recomputed in the backward pass as `train_step(remat=...)` says, and
-    gets whole weights where the strategy quantizes what it gathers (`mp.fsdp(quantize=...)`): there the model holds
-    shards, gathered one layer at a time and again in the backward pass. With `mp.fsdp(prefetch=1)` a layer's weights
-    are gathered while the one before it computes. Under `mp.pipeline_parallel` stages run the layers. With
-    `train_step(interleave=2)` each layer runs on two slices of the rows, beside each other. Outside of a step it is the
-    plain scan.
+        option                          effect
+        train_step(remat=...)           each layer is recomputed in the backward pass, according to the policy
+        train_step(interleave=2)        each layer runs on two slices of the local batch, whose communication overlaps
+        mp.fsdp(prefetch=1)             the weights of a layer are gathered while the previous layer computes
+        mp.fsdp(quantize=...)           the weights of each layer are gathered from quantized shards, in both passes
+        mp.pipeline_parallel(...)       the stages run the layers
 
-    A layer may give an `Aux` with its output: an auxiliary loss, and metrics. Then so does `scan_layers`: the losses
-    summed over layers, the metrics stacked, `[layers, ...]`.
-
-    Under stages a model calls it once with `staged`; what stands before is the first stage's and what stands behind the
-    last one's. The layer must depend on nothing but its arguments and what follows from the batch. `Aux` says what may
-    be made of one.
+    With stages a model calls `scan_layers` once with `staged=True`. The first stage runs the code before the call and
+    the last stage the code after it. A layer may only depend on its arguments and on values computed from the batch;
+    see `Aux` for computations that use auxiliary losses.
 
     Args:
-      layer: `(x, params, extra, cache, beside) -> x` of one layer, without those of the last three that are not
-        given; or `-> (x, Aux)`. With caches `(x, cache)` stands where x stands.
-      x: a pytree; every layer gives it back in the same shapes and dtypes. The batch is the first dim of its leaves
-        where rows are interleaved.
-      params: the layers' parameters, stacked: `[layers, ...]`, logical name `layers`, with the paths that they have in
-        the model below `at`.
-      extra: what else has a row for every layer: variables (the state of an NNX module, a Linen collection), constants.
-      caches: likewise, and given back as the layers leave it: keys and values for decoding.
-      beside: what all layers read of each row of the batch, its first dim (or one row for all), as positions: a layer
-        that closes over it instead cannot be given slices of the rows.
-      at: the path of the stacked layers in the model, or its end; the scope of their operations, too.
-      staged: whether stages share these layers. False for a stack that one stage runs all of.
+      layer: function `(x, params, extra, cache, per_example) -> x`. The last three arguments are left out if they were
+        not passed to `scan_layers`. It may return `(x, Aux)`. With caches it returns `(x, cache)` in place of `x`.
+      x: pytree whose structure, shapes and dtypes all layers preserve. With `interleave` the batch is the first dim
+        of its leaves.
+      params: stacked parameters, `[layers, ...]`, with the logical name `layers` and the same paths as in the model
+        below `at`.
+      extra: other per-layer inputs, `[layers, ...]`: variables (an NNX state, a Linen collection) or constants.
+      caches: per-layer state for decoding, `[layers, ...]`, such as keys and values. The updated caches are returned.
+      per_example: inputs of all layers with the batch as first dim, or with a first dim of 1 for all examples, such as
+        positions. A layer that closes over them instead cannot run on slices of the batch.
+      at: path, or end of the path, of the stacked layers in the model. It also names the scope of their operations.
+      staged: whether pipeline stages share these layers; False for a stack that runs within one stage.
 
     Returns:
-      x or `(x, caches)`; `(that, Aux)` where the layers give one.
+      `x`, or `(x, caches)` if caches were passed. If the layers return an `Aux`, so does
+      `scan_layers`: `(x, aux)` or `((x, caches), aux)`, with the loss summed over layers and the metrics stacked,
+      `[layers, ...]`.
 
     Raises:
-      ValueError: an Aux whose loss is no scalar; a layer that gives back another x; caches under stages; parameters
-        to be gathered with a path that no parameter has.
+      MeshparError: the loss of an `Aux` is not a scalar, a layer changes the shape or dtype of x, caches are used with
+        stages, or the path of a parameter that has to be gathered is not found.
+
+    Example:
+      >>> weights = jnp.asarray([2.0, 3.0, 5.0])
+      >>> scan_layers(lambda x, w: x * w, jnp.float32(1), weights)
+      Array(30., dtype=float32)
+      >>> y, aux = scan_layers(lambda x, w: (x * w, Aux(w, {})), jnp.float32(1), weights)
+      >>> float(aux.loss)
+      10.0
     """
-    context, rows = current().numerics, (params, extra, caches)
-    count = 1 if context is None or caches is not None else context.interleave
-    if count > 1:
-        check_rows(x, per_example, count)
-        return _scan(in_slices(lambda *given: with_aux(layer(*given)), per_example, count), x, rows, at, staged, count)
-    return _scan(layer if per_example is None else lambda *given: layer(*given, per_example), x, rows, at, staged)
-
-
-def _scan(
-    layer: Callable[..., Any], x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str, staged: bool, count: int = 1
-) -> Any:
-    """The layers, which are of so many slices, as the step and its strategy ask."""
-    run, body, caches = current().run, _in_context(layer, at), rows[2]
+    context, inputs = current().numerics, (params, extra, caches)
+    num_slices = 1 if context is None or caches is not None else context.interleave
+    if num_slices > 1:
+        check_batch_dims(x, per_example, num_slices)
+        body = _in_context(layer_on_slices(lambda *args: with_aux(layer(*args)), per_example, num_slices), at)
+    else:
+        body = _in_context(layer if per_example is None else lambda *args: layer(*args, per_example), at)
+    run = current().run
     if run is None or not staged:
+
+        def in_sequence(x: Any) -> Any:
+            # Decoding with caches has no backward pass and does not prefetch.
+            if context is None or context.prefetch is None or caches is not None:
+                return scanned(body, x, inputs, with_caches=caches is not None)
+            return context.prefetch(at, body, x, inputs[:2])
+
         with jax.named_scope(at):
-            return _on_slices(count, x, lambda x: _one_by_one(body, x, rows, at))
+            return _on_slices(num_slices, x, in_sequence)
     if caches is not None:
-        exists = "stages run whole sequences, and keep nothing of them"
-        fix = "decode with a strategy without stages; checkpoints move to it"
-        raise problem("scan_layers(caches=...) under mp.pipeline_parallel", "decode by stages", exists, fix)
-    return run.run(body if count == 1 else _OnSlices(body, count), x, rows)
-
-
-def _on_slices(count: int, x: Any, run: Callable[[Any], Any]) -> Any:
-    """What is run on a tuple of slices of the rows, of whole rows; of one slice it is given x itself."""
-    if count == 1:
-        return run(x)
-    out, aux = with_aux(run(slices(x, count)))
-    return joined(out) if aux is None else (joined(out), aux)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OnSlices:
-    """A layer of slices as one of whole rows: those that `scanned` runs are cut once, and joined behind the last."""
-
-    layer: Layer
-    count: int
-
-    def __call__(self, x: Any, row: PyTree) -> Any:
-        return _on_slices(self.count, x, lambda xs: self.layer(xs, row))
+        reason = "pipeline stages run full sequences and keep no caches"
+        fix = "decode with a strategy without stages, to which checkpoints can be moved"
+        raise problem("scan_layers(caches=...)", "decode in stages", reason, fix, "unsupported-feature")
+    return run.run(body if num_slices == 1 else _OnSlices(body, num_slices), x, inputs)
 
 
 def _in_context(layer: Callable[..., Any], at: str) -> Layer:
-    """The layer as a function of (x, its row): weights gathered, and recomputed, as the step asks."""
+    """Return the layer as a function of (x, inputs) that gathers its weights and is recomputed as the step requires."""
     context = current().numerics
     gather = None if context is None else context.gather
 
-    def body(x: Any, row: tuple[PyTree, PyTree, PyTree]) -> Any:
-        params, *others = row
-        whole = params if gather is None else gather(at, params)
-        return layer(x, whole, *(other for other in others if other is not None))
+    def body(x: Any, inputs: tuple[PyTree, PyTree, PyTree]) -> Any:
+        params, *optional = inputs
+        weights = params if gather is None else gather(at, params)
+        return layer(x, weights, *(tree for tree in optional if tree is not None))
 
     if context is None:
         return body
@@ -257,195 +244,108 @@ def _in_context(layer: Callable[..., Any], at: str) -> Layer:
     if context.remat is None and not regathers:
         return body
     policy = None if context.remat is None else remat_policy(context.remat, context.names)
-    policy = _regathering(policy) if regathers else policy
+    policy = regathering(policy) if regathers else policy
     # Inside a scan nothing outside the loop can be shared with the body, so the barrier against CSE is not needed.
     return jax.checkpoint(body, policy=policy, prevent_cse=False)
 
 
-def _one_by_one(layer: Layer, x: Any, rows: tuple[PyTree, PyTree, PyTree], at: str) -> Any:
-    """The layers by a scan, or by the one that the step puts in its place; what keeps caches has no backward pass."""
-    context, with_caches = current().numerics, rows[2] is not None
-    if context is None or context.prefetch is None or with_caches:
-        return scanned(layer, x, rows, with_caches=with_caches)
-    return context.prefetch(at, layer, x, rows[:2])
+def _on_slices(num_slices: int, x: Any, run: Callable[[Any], Any]) -> Any:
+    """Call `run` on the slices of x and join its outputs. With one slice, call it on x itself."""
+    if num_slices == 1:
+        return run(x)
+    out, aux = with_aux(run(split_batch(x, num_slices)))
+    return join_batch(out) if aux is None else (join_batch(out), aux)
 
 
-def scanned(layer: Layer, x: Any, rows: PyTree, *, with_caches: bool = False) -> Any:
-    """The layers, one after the other."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OnSlices:
+    """A layer of slices, for callers that pass the full local batch.
+
+    `scanned` recognizes it and slices the batch once for all of its layers.
+    """
+
+    layer: Layer
+    num_slices: int
+
+    def __call__(self, x: Any, inputs: PyTree) -> Any:
+        return _on_slices(self.num_slices, x, lambda xs: self.layer(xs, inputs))
+
+
+def scanned(layer: Layer, x: Any, inputs: PyTree, *, with_caches: bool = False) -> Any:
+    """Run the layers with `lax.scan`. See `scan_layers` for the result."""
     if isinstance(layer, _OnSlices):
-        return _on_slices(layer.count, x, lambda xs: scanned(layer.layer, xs, rows, with_caches=with_caches))
+        sliced, num_slices = layer.layer, layer.num_slices
+        return _on_slices(num_slices, x, lambda xs: scanned(sliced, xs, inputs, with_caches=with_caches))
 
-    def step(x: Any, row: PyTree) -> Any:
-        out, aux = with_aux(layer(x, row))
+    def step(x: Any, layer_inputs: PyTree) -> Any:
+        out, aux = with_aux(layer(x, layer_inputs))
         if with_caches and not (isinstance(out, tuple) and len(out) == 2):
-            asked, exists = "keep the cache of a layer", "the layer gives back x alone"
-            raise problem("scan_layers(caches=...)", asked, exists, "return (x, cache), or ((x, cache), Aux)")
+            fix = "return (x, cache), or ((x, cache), Aux)"
+            requested, reason = "update the cache of a layer", "the layer does not return a cache"
+            raise problem("scan_layers(caches=...)", requested, reason, fix, "wrong-signature")
         y, cache = out if with_caches else (out, None)
-        # What is weakly typed takes the type that the layers give it.
+        # A weakly typed x takes the dtype of the layer's output, so it cannot be checked.
         if not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(x)):
             check_alike("a layer", x, y)
         return y, (cache, aux)
 
-    x, (caches, aux) = jax.lax.scan(step, x, rows)
+    x, (caches, aux) = jax.lax.scan(step, x, inputs)
     out = (x, caches) if with_caches else x
     return out if aux is None else (out, Aux(aux.loss.sum(0), aux.metrics))
 
 
 def check_alike(name: str, x: PyTree, y: PyTree) -> None:
-    """What takes x and gives y, one after the other, gives it as it takes it."""
-    trees = [str(jax.tree.structure(tree)) for tree in (x, y)]
-    if trees[0] != trees[1] or _types(x) != _types(y):
-        of_x, of_y = ("", "") if trees[0] == trees[1] else (f" in {tree}" for tree in trees)
-        wider = [f"`{rule.key}`" for rule in here.rules.precision] if (here := ambient()) is not None else []
-        shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (x, y)]
-        if wider and shapes[0] == shapes[1]:
-            where = f"{name}, under precision rule {', '.join(wider)}"
-            exists = f"each takes {_types(x)}: the rule names what makes the first one's input, too"
-            fix = "narrow it to modules in the layers, say r'layers/.*'"
-            raise problem(where, f"give its result, {_types(y)}, to the next", exists, fix)
-        fix = "make y of x's structure, shapes and dtypes; what changes them belongs before the layers or behind them"
-        raise problem(name, f"give its result, {_types(y)}{of_y}, to the next", f"each takes {_types(x)}{of_x}", fix)
+    """Check that a function which is applied repeatedly preserves structure, shapes and dtypes."""
+    structures = [str(jax.tree.structure(tree)) for tree in (x, y)]
+    if structures[0] == structures[1] and _types(x) == _types(y):
+        return
+    where, reason = name, f"each takes {_types(x)}"
+    requested = f"pass its output, {_types(y)}, to the next"
+    fix, code = (
+        "return y with the structure, shapes and dtypes of x; change them before or after the layers",
+        "wrong-shape",
+    )
+    if structures[0] != structures[1]:
+        requested = f"pass its output, {_types(y)} in {structures[1]}, to the next"
+        reason = f"each takes {_types(x)} in {structures[0]}"
+    elif [jnp.shape(leaf) for leaf in jax.tree.leaves(x)] == [jnp.shape(leaf) for leaf in jax.tree.leaves(y)]:
+        code, context = "wrong-dtype", ambient()
+        rules = [f"`{rule.key}`" for rule in context.rules.precision] if context is not None else []
+        if rules:
+            where = f"{name}, under precision rule {', '.join(rules)}"
+            reason += ": the rule also matches the module that computes the input of the first layer"
+            fix = "let the rule match only modules of the layers, such as r'layers/.*'"
+    raise problem(where, requested, reason, fix, code)
 
 
 def _types(tree: PyTree) -> str:
     return ", ".join(f"{jnp.result_type(x)}{list(jnp.shape(x))}" for x in jax.tree.leaves(tree)) or "no array"
 
 
-def with_aux(given: Any) -> tuple[Any, Aux | None]:
-    """What a layer gives, as its output and an Aux or None."""
-    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Aux)):
-        return given, None
-    x, aux = given
+def with_aux(output: Any) -> tuple[Any, Aux | None]:
+    """Split the output of a layer into x and its `Aux`, or None."""
+    if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux)):
+        return output, None
+    x, aux = output
     if jnp.shape(aux.loss) != ():
-        fix = "take its mean in the layer; what is to be seen of every row or expert belongs into Aux.metrics"
-        raise problem("the Aux of a layer", "add its loss to the loss", f"it has shape {jnp.shape(aux.loss)}", fix)
+        fix = "take its mean in the layer, and report values of examples or experts as Aux.metrics"
+        reason = f"it has shape {jnp.shape(aux.loss)}"
+        raise problem("the Aux of a layer", "add its loss to the loss", reason, fix, "wrong-shape")
     if not isinstance(aux.metrics, Mapping):
-        asked = f"take metrics from a {type(aux.metrics).__name__}"
-        raise problem("the Aux of a layer", asked, "they are a dict of arrays by name", "write Aux(loss, {})")
+        requested = f"read metrics from a {type(aux.metrics).__name__}"
+        reason, fix = "metrics are a dict from names to arrays", "write Aux(loss, {})"
+        raise problem("the Aux of a layer", requested, reason, fix, "wrong-type")
     metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
     return x, Aux(jnp.asarray(aux.loss), metrics)
 
 
-# ---- What the backward pass keeps of a layer -------------------------------------------------------------------------
-
-MATMUL = "matmul"
-"""Name, for `jax.checkpoint`, of the result of a matmul with a weight that policies cannot see for what it is."""
-
-ATTENTION = "attention"
-"""Name, for `jax.checkpoint`, of what attention gives, and of what its kernels keep beside that."""
-
-FLASH = "flash_attention"
-"""In the names of tokamax's kernels that give attention's output, with what its backward pass needs."""
-
-_NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
-
-REMAT_POLICIES: dict[str, Callable[..., Any]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _NAMED
-    ),
-    "all_dots": jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, _NAMED),
-}
-"""What a rematerialised layer keeps: nothing but its input; results of matmuls with weights; of all matmuls."""
-
-
-def _mark_of(primitive: Any, params: Mapping[str, Any]) -> str | None:
-    """The name that an operation gives its results; kernels for attention are some that none can mark outside."""
-    if primitive.name == "name":
-        return str(params["name"])
-    if primitive.name == "remat_opt":  # a kernel with what it keeps, which jax drops where nobody needs it
-        return ATTENTION if FLASH in str(params["fwd_jaxpr"]) else None
-    return ATTENTION if "dot_product_attention_fwd" in primitive.name else None
-
-
-def _with_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
-    """The policy, which keeps what attention gives, too: the matmuls of its kernels are not to be seen from outside."""
-
-    def kept(primitive: Any, *operands: Any, **params: Any) -> Any:
-        return _mark_of(primitive, params) == ATTENTION or policy(primitive, *operands, **params)
-
-    return kept
-
-
-REMAT_POLICIES["minimal"] = _with_attention(REMAT_POLICIES["dots"])
-REMAT_POLICIES["all_dots"] = _with_attention(REMAT_POLICIES["all_dots"])
-
-
-def remat_policy(remat: str, seen: set[str] | None = None) -> Callable[..., Any]:
-    """The policy for `jax.checkpoint` that a spec names.
-
-    Args:
-      remat: words joined by `+`: one of `REMAT_POLICIES`; `save:NAMES`, which keeps what the model marks by
-        `jax.ad_checkpoint.checkpoint_name` with one of these names, joined by commas; `offload:NAMES`, which keeps it
-        in pinned memory of the host.
-      seen: gets the names that the model marks, while it is differentiated.
-
-    Raises:
-      ValueError: no such word, no names, or a name twice.
-    """
-    words, saved, offloaded = _remat_parts(remat)
-
-    def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
-        mark = _mark_of(primitive, params)
-        if mark is not None and seen is not None:
-            seen.add(mark)
-        if mark in saved:
-            return True
-        if mark in offloaded:
-            return Offloadable(src="device", dst="pinned_host")
-        return any(REMAT_POLICIES[word](primitive, *operands, **params) for word in words)
-
-    return policy
-
-
-def named_in(remat: str) -> tuple[str, ...]:
-    """The names that a spec keeps or offloads."""
-    _, saved, offloaded = _remat_parts(remat)
-    return (*saved, *offloaded)
-
-
-def offloads(remat: str | None) -> bool:
-    """Whether a spec keeps anything in the memory of the host."""
-    return remat is not None and bool(_remat_parts(remat)[2])
-
-
-def _remat_parts(remat: str, where: str = "") -> tuple[list[str], list[str], list[str]]:
-    """Words of a spec, names it keeps, names it offloads."""
-    where = where or f"remat={remat!r}"
-    found: dict[str, list[str]] = {"": [], "save": [], "offload": []}
-    for part in remat.split("+"):
-        kind, colon, names = part.strip().partition(":")
-        given = [name.strip() for name in names.split(",")] if colon else [kind]
-        if colon and (kind not in ("save", "offload") or not all(given)):
-            exists, fix = "names stand behind `save:` or `offload:`", "write save:attention,mlp_out, say"
-            raise problem(where, f"keep by {part.strip()!r}", exists, fix)
-        if not colon and kind not in REMAT_POLICIES:
-            fix = near(kind, [*REMAT_POLICIES, "save:NAMES", "offload:NAMES"])
-            raise problem(where, "recompute by that policy", "there is no such policy", fix)
-        found[kind if colon else ""] += given
-    both = sorted(name for name in found["save"] if name in found["offload"])
-    if both:
-        exists = "it is kept on the device or on the host"
-        raise problem(where, f"save and offload `{both[0]}`", exists, "name it once")
-    return found[""], found["save"], found["offload"]
-
-
-SECOND_SHARD = "second_shard"
-"""Name, for `jax.checkpoint`, of what a quantizing strategy keeps inside the node from forward to backward."""
-
 Gather: TypeAlias = Callable[[str, PyTree], PyTree]
-"""(path of the stacked layers, one layer's shards) -> its weights."""
-
-
-def check_remat(remat: str | None, where: str = "") -> None:
-    """See that a remat policy exists, which stands at `where` in the error. Raises `ValueError`: it does not."""
-    if remat is not None:
-        _remat_parts(str(remat), where)
+"""(path of the stacked layers, shards of a layer) -> its weights."""
 
 
 @contextlib.contextmanager
 def gathering(gather: Gather) -> Iterator[Numerics]:
-    """Put in force, within `numerics`, how `scan_layers` makes whole weights of a layer's shards."""
+    """Make `scan_layers` gather the weights of each layer with `gather`. Use it within `numerics`."""
     context = current().numerics
     assert context is not None
     before, context.gather = context.gather, gather
@@ -456,63 +356,24 @@ def gathering(gather: Gather) -> Iterator[Numerics]:
 
 
 def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:
-    """What is known of a parameter of stacked layers.
+    """Return the information on the model parameter that a leaf of a layer belongs to.
 
     Args:
-      at: as `scan_layers` is given it.
-      path: of the parameter in one layer.
-      leaves: by path in the model.
-      layout: how such a leaf is split: all whose path ends so have to be split alike.
+      at: the argument of `scan_layers`.
+      path: path of the leaf in the layer.
+      leaves: information on the parameters, by path in the model.
+      layout: returns the layout of a parameter. All matching parameters must have the same layout.
 
     Raises:
-      ValueError: a path that no parameter has, or several that are split in different ways.
+      MeshparError: no parameter matches, or the layouts of the matches differ.
     """
-    # NNX keeps an array as the `value` of a variable.
-    wanted = f"/{at}/{path.removesuffix('/value')}".rstrip("/")
-    found = [leaf for name, leaf in leaves.items() if f"/{name}".endswith(wanted)]
-    if len({layout(leaf) for leaf in found}) == 1:
-        return found[0]
-    raise problem(
-        f"scan_layers(at={at!r})" + f", parameter `{path}`" * bool(path),
-        "gather it for one layer",
-        f"{len(found) or 'no'} parameters have paths that end in `{wanted[1:]}`"
-        + ", and they are not split alike" * bool(found),
-        near_or(wanted[1:], leaves, "give the path of the stacked layers as `at`"),
-    )
-
-
-_LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})
-"""What costs no arithmetic: a weight in another form must not be kept in its place."""
-
-_ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul", "sub", "tanh"})
-"""What activations and rotations make of matmuls in one pass: whoever keeps all keeps what they were made of."""
-
-
-def _lies_by_rows(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Whether it lays an array by its rows over all devices of the mesh: nothing is sent for that, which is not to be
-    sent again."""
-    sharding = params.get("sharding")
-    if primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding) or not sharding.spec:
-        return False
-    rows, *others = sharding.spec
-    sizes = dict(sharding.mesh.shape)
-    ways = math.prod(sizes[axis] for axis in spec_axes(rows)) if rows is not PartitionSpec.UNCONSTRAINED else 0
-    return ways == math.prod(sizes.values()) and not any(others)
-
-
-def _regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
-    """The policy, or with None to keep everything, but for gathered weights; second shards are kept.
-
-    Weights come out of messages, which are bytes: whatever is made of bytes is made again.
-    """
-
-    def keeps(primitive: Any, *operands: Any, **params: Any) -> Any:
-        if primitive.name == "name" and params["name"] == SECOND_SHARD:
-            return True
-        if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
-            return False
-        if policy is None:
-            return primitive.name not in _LAYOUT_ONLY | _ELEMENTWISE and not _lies_by_rows(primitive, params)
-        return policy(primitive, *operands, **params)
-
-    return keeps
+    # NNX stores an array as the `value` of a variable.
+    suffix = f"/{at}/{path.removesuffix('/value')}".rstrip("/")
+    matches = [leaf for name, leaf in leaves.items() if f"/{name}".endswith(suffix)]
+    if len({layout(leaf) for leaf in matches}) == 1:
+        return matches[0]
+    where = f"scan_layers(at={at!r})" + f", parameter `{path}`" * bool(path)
+    reason = f"{len(matches) or 'no'} parameters have paths that end in `{suffix[1:]}`"
+    reason += ", and their layouts differ" * bool(matches)
+    fix = near_or(suffix[1:], leaves, "pass the path of the stacked layers as `at`")
+    raise problem(where, "gather it for a layer", reason, fix, "conflict" if matches else "not-found")

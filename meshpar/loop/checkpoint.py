@@ -1,14 +1,13 @@
-"""Checkpoints: a training state on disk, written while training goes on and read back onto any mesh.
+"""Checkpoints of the training state: written asynchronously with orbax, restored onto any mesh.
 
-A checkpoint is a folder named by its step. orbax writes it in the background under another name and renames it when it
-is whole, so a process that is killed leaves the ones before it untouched. It holds two items:
+A checkpoint is a folder named by its step. orbax writes it under a temporary name and renames it when it is complete,
+so a process that is killed during a save leaves the earlier checkpoints intact. Each checkpoint has two items:
 
-    state   every array, whole and by path, however it was split
-    run     JSON under a checksum: format, versions, step; shape, dtype and fingerprint by path; where the data stood
+    state   all arrays by path, unsharded
+    run     JSON with a checksum: format, versions, step, data position; shape, dtype and fingerprint of each array
 
-Fingerprints are taken on the devices before writing and again after reading. orbax alone does not see a flipped bit in
-a data file, and casts to the dtype of the target; here neither goes unnoticed. Nor do two items that are not of one
-save, nor a folder that has another's name: fingerprints bind `run` to the arrays, its step binds both to the folder.
+Fingerprints are computed on the devices before a save and after a restore. They detect flipped bits in data files and
+items from different saves, which orbax does not. The step in `run` detects a folder that was renamed.
 """
 
 from __future__ import annotations
@@ -44,104 +43,126 @@ from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, pat
 from meshpar.training.state import Setup, TrainState
 
 FORMAT = 2
-"""Version of what is written, and of all that is read; raised when an older reader would misread it."""
+"""Version of the checkpoint format. Increase it if older readers would misread a new checkpoint."""
 SET_ASIDE = "set_aside"
-"""Folder beside the checkpoints for those a run goes on without: damaged, or later than where it restarted."""
+"""Subfolder for checkpoints that a run does not continue from: damaged, or later than its restart."""
 
-_HALF_WRITTEN = ".orbax-checkpoint-tmp"
-"""What orbax puts behind a step's name while it is written."""
-_SPREAD_FROM = 1 << 20
-"""Bytes of a replica's part from which processes share writing a replicated array. Training waits for the slices, and
-small ones cost more than they save. An array of which no dim divides by the replicas is written by one process."""
-_WHOLE_BELOW = 1 << 20
-"""Bytes below which a process on its own writes an array whole: orbax takes 0.2 ms of processor time for each shard."""
-_WAIT_S = 0.25
-_MOST_WAITS = 40
+_TEMPORARY = ".orbax-checkpoint-tmp"
+"""Suffix that orbax appends to the name of an incomplete checkpoint."""
+_SHARE_FROM_BYTES = 1 << 20
+"""Minimum bytes per replica for which processes share the write of a replicated array. The slices are computed before
+training continues, which costs more than it saves for small arrays. If no dim is divisible by the number of replicas,
+a single process writes the array."""
+_GATHER_BELOW_BYTES = 1 << 20
+"""Size below which a single-process run gathers an array before writing: orbax uses 0.2 ms of CPU time per shard."""
+_POLL_S = 0.25
+_MAX_POLLS = 40
+
+write_failure_callbacks: list[Callable[[MeshparError], None]] = []
+"""Functions called in orbax's thread as soon as a background write fails. The other processes of a pod wait for this
+process's files, so they must be informed before orbax raises the error in the next `save` or `wait`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """What a checkpoint held."""
+    """The content of a checkpoint."""
 
     state: TrainState
     data_state: dict[str, Any] | None
-    """Where the data stood, as it was given to `save`."""
+    """The data position that was passed to `save`."""
     step: int
     damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Newer checkpoints that could not be read, each with the reason."""
+    """Newer checkpoints that could not be read, with the reason."""
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder.
+    """The checkpoints of a run, in a folder.
 
-    Only complete checkpoints are seen. Nothing is made, cleaned or deleted before the first `save`, so that another
-    process may read the folder of a run that goes on. On several processes all call every method, and see one folder.
+    Incomplete checkpoints are ignored. Files are created and deleted in `save` only, so a second process may read the
+    folder of a run in progress. With multiple processes, all must call each method, on a shared folder.
 
     Args:
-      folder: where they lie: a local path, or a bucket that orbax knows. Made when it is not there.
-      keep: how many of the newest are kept.
+      folder: a local path or a bucket URL that orbax supports. It is created by the first `save`.
+      keep: the number of newest checkpoints to keep.
+
+    Raises:
+      ValueError: `keep` is not a positive integer.
+
+    Example:
+      with mp.Checkpoints("runs/gpt/checkpoints", keep=3) as checkpoints:
+          restored = checkpoints.restore(state)
+          state = restored.state if restored else state
+          checkpoints.save(state)
     """
 
     def __init__(self, folder: Any, *, keep: int = 3) -> None:
         from etils import epath
 
         check_positive_int("Checkpoints", "the number of checkpoints to keep", keep=keep)
-        _quiet_orbax()
-        _patient_orbax()
-        path = epath.Path(folder)
-        self.folder = path if "://" in str(folder) else path.absolute()
+        _filter_orbax_logs()
+        _patch_orbax()
+        self._is_local = "://" not in str(folder)
+        self.folder = epath.Path(folder).absolute() if self._is_local else epath.Path(folder)
         self.keep = keep
         self._manager: Any = None
         self._current: int | None = None
         self._failed = False
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints in the folder, oldest first."""
-        if "://" not in str(self.folder):
-            # A name is complete here, and the listing all there is to ask; every save asks several times.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.folder) as found:
-                return _numbers(one.name for one in found if one.is_dir())
-            return []
+        """Return the steps of the complete checkpoints, in ascending order."""
+        if self._is_local:
+            # Complete local checkpoints are recognized by their names, which is faster than asking orbax.
+            return self._numbered(folders=True)
         from orbax.checkpoint import path as ocp_path
 
-        return sorted(found.step for found in ocp_path.step.standard_name_format().find_all(self.folder))
+        return sorted(checkpoint.step for checkpoint in ocp_path.step.standard_name_format().find_all(self.folder))
 
-    def _misplaced(self) -> list[int]:
-        """Steps of files in the local folder that stand where a checkpoint would."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(str(self.folder)) as found:
-            return _numbers(one.name for one in found if not one.is_dir())
+    def _numbered(self, *, folders: bool) -> list[int]:
+        """Return the steps that name folders, or files, in a local folder. Steps are int32."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(str(self.folder)) as entries:
+            names = [entry.name for entry in entries if entry.is_dir() is folders]
+            steps = [int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name))]
+            return sorted(step for step in steps if step <= np.iinfo(np.int32).max)
         return []
 
     @apart()
     def save(self, state: TrainState, *, data_state: Mapping[str, Any] | None = None, wait: bool = False) -> bool:
         """Write a checkpoint of the state's step, in the background.
 
-        Returns when the arrays are copied from the devices, and so waits for the step that makes them; the state may be
-        donated afterwards. A save that is still being written is waited for first.
+        Blocks until the step that produces the state is finished and its arrays are copied to the host. The state may
+        be donated afterwards. If an earlier save is still in progress, it is finished first.
 
         Args:
-          state: what to write.
-          data_state: JSON values that say where the data stands, as `Batches.get_state()` gives them.
-          wait: return when it is on disk.
+          state: the state to write.
+          data_state: JSON values with the data position, as returned by `Batches.get_state()`.
+          wait: whether to return only after the checkpoint is on disk.
 
         Returns:
-          False when this object has just written or restored that very step, so that nothing is left to do. If someone
-          has removed that checkpoint, a call with `wait` writes it again.
+          False if this object has just written or restored this step, so no save is necessary. If the checkpoint was
+          deleted in the meantime, a call with `wait=True` writes it again.
 
         Raises:
-          NoRoomError: the disk has less room than the newest takes; nothing was begun.
-          ValueError: it cannot be written, or the one before it could not be.
+          NoRoomError: the free disk space is smaller than the newest checkpoint.
+          ValueError: this or the previous checkpoint could not be written.
         """
         step = int(state.step)
         new = step != self._current
         if new or wait:
             self.wait()
-            found, misplaced = _as_process_0_sees(self.steps()), _as_process_0_sees(self._misplaced())
-            if self._current not in (None, *found):
+            steps, files = _broadcast(self.steps()), _broadcast(self._numbered(folders=False))
+            if self._current not in (None, *steps):
                 new = True
-                self._report_lost(found)
+                if jax.process_index() == 0:
+                    remaining = f"steps {', '.join(map(str, steps))} remain" if steps else "none remains"
+                    warnings.warn(
+                        f"{self.folder} was removed, renamed or emptied during the run: the checkpoint of step "
+                        f"{self._current} is gone, {remaining}. A new checkpoint is written now.",
+                        stacklevel=2,
+                    )
+                if self._manager is not None:
+                    self._manager.reload()
         if new:
-            self._set_aside(sorted(one for one in {*found, *misplaced} if one >= step))
+            self._set_aside(sorted(later for later in {*steps, *files} if later >= step))
             self._write(step, state, data_state)
             self._current = step
         if wait:
@@ -156,70 +177,72 @@ class Checkpoints:
         *,
         weights_only: bool | Literal["averaged"] = False,
     ) -> Restored | None:
-        """Read a checkpoint into the shards of another state, whatever mesh, strategy or device count wrote it.
+        """Read a checkpoint into the shardings of a state, regardless of the mesh and strategy that wrote it.
 
         Args:
-          target: a state, abstract or not, or its setup: says which arrays there are, and how they lie.
-          step: which; by default the newest that is sound. Newer ones that are damaged are reported as a warning.
-          weights_only: read parameters and what the model keeps beside them, no optimizer: that of the target begins
-            anew, whatever the run was trained with. "averaged": parameters are the averages of `mp.ema`, where the
-            run kept some.
+          target: a concrete or abstract state, or its setup, with the arrays to read and their shardings.
+          step: the step to read; by default the newest intact checkpoint. Newer damaged checkpoints cause a warning.
+          weights_only: whether to read only the parameters and the other model variables, and to initialize the
+            optimizer state. With "averaged", the parameters are the averages of `mp.ema`, if the run has them.
 
         Returns:
-          None when there is no checkpoint at all.
+          The restored state, or None if the folder has no checkpoints.
 
         Raises:
-          ValueError: the checkpoint is of another model or optimizer; it is not there, or damaged; or all are damaged.
+          ValueError: the checkpoint is missing, damaged or from a different model or optimizer; or all are damaged.
         """
         setup = target if isinstance(target, Setup) else target.setup
         _concrete(setup)
         self.wait()
-        steps = _as_process_0_sees(self.steps())
-        if step is not None and step not in steps:
-            where = f"checkpoints in {self.folder}"
-            raise problem(where, f"restore step {step}", f"there are steps {steps}", "ask for one of them")
-        damaged: dict[int, str] = {}
+        steps = _broadcast(self.steps())
+        where, damaged = f"checkpoints in {self.folder}", dict[int, str]()
         if step is None:
-            newer = [one for one in _as_process_0_sees(self._misplaced()) if one > max(steps, default=-1)]
-            damaged = dict.fromkeys(newer, "it is a file, and a checkpoint is a folder")
+            files = [file for file in _broadcast(self._numbered(folders=False)) if file > max(steps, default=-1)]
+            damaged = dict.fromkeys(files, "it is a file, but a checkpoint is a folder")
+        elif step not in steps:
+            raise problem(
+                where, f"restore step {step}", f"there are steps {steps}", "choose a listed step", "not-found"
+            )
         for candidate in [step] if step is not None else reversed(steps):
             try:
                 restored = self._read(candidate, setup, weights_only)
             except _DamagedError as error:
-                damaged[candidate] = str(error)
+                damaged[candidate] = error.reason
                 continue
-            for bad, reason in damaged.items():
+            for damaged_step, reason in damaged.items():
                 warnings.warn(
-                    f"{self.folder / str(bad)} is damaged and skipped: {reason}. Step {candidate} is used instead.",
+                    f"{self.folder / str(damaged_step)} is damaged and skipped: {reason}. "
+                    f"Step {candidate} is used instead.",
                     stacklevel=2,
                 )
             self._current = candidate
             return dataclasses.replace(restored, damaged=damaged)
         if damaged:
             raise problem(
-                f"checkpoints in {self.folder}",
-                "restore " + ("the newest sound one" if step is None else f"step {step}"),
-                "; ".join(f"step {bad} is damaged ({reason})" for bad, reason in damaged.items()),
-                "bring the files back from a copy, or move the folder away to start anew",
+                where,
+                "restore " + ("the newest intact checkpoint" if step is None else f"step {step}"),
+                "; ".join(f"step {damaged_step} is damaged ({reason})" for damaged_step, reason in damaged.items()),
+                "restore the files from a backup, or move the folder away to start from step 0",
+                code="damaged-file",
             )
         return None
 
     def wait(self) -> None:
-        """Return when everything is on disk.
+        """Block until all saves are on disk.
 
         Raises:
-          ValueError: what was saved last could not be written.
+          ValueError: the last save failed.
         """
         if self._manager is not None:
-            with self._explained(f"finish the save of step {self._current}"):
+            with self._writing(f"finish the save of step {self._current}"):
                 self._manager.wait_until_finished()
                 self._remove_old(self.keep)
 
     def close(self) -> None:
-        """Wait, and end the background work; errors as in `wait`. Closing again does nothing."""
+        """Wait for the last save and stop the background threads. Raises as `wait` does; may be called again."""
         manager, self._manager = self._manager, None
         if manager is not None:
-            with self._explained(f"finish the save of step {self._current}"):
+            with self._writing(f"finish the save of step {self._current}"):
                 manager.close()
                 self._remove_old(self.keep)
 
@@ -231,77 +254,85 @@ class Checkpoints:
     ) -> None:
         try:
             self.close()
-        except ValueError as late:
+        except ValueError as save_error:
             if error is None:
                 raise
-            error.add_note(str(late))  # what ended the block matters more
+            error.add_note(str(save_error))  # the error that ended the block is more important
 
     def _write(self, step: int, state: TrainState, data_state: Mapping[str, Any] | None) -> None:
         from orbax.checkpoint import args
 
         leaves = _leaves(state)
-        stored = {"leaves": _nested(_small_ones_whole({path: x for path, x in leaves.items() if x.size}))}
-        run = _sealed(_document(step, state, leaves, data_state))
+        arrays = {"leaves": _nested(_gather_small({path: x for path, x in leaves.items() if x.size}))}
+        index = _new_index(step, state, leaves, data_state)
         if self._failed:
             self._clear_failed()
-        with self._explained(f"save step {step}"):
+        with self._writing(f"save step {step}"):
             manager = self._opened()
-        self._check_room(step)  # now that what was half written is gone
-        with self._explained(f"save step {step}"):
-            manager.save(step, args=args.Composite(state=args.PyTreeSave(stored), run=args.JsonSave(run)), force=True)
+        self._check_room(step)  # after incomplete checkpoints have been removed
+        items = args.Composite(state=args.PyTreeSave(arrays), run=args.JsonSave(index))
+        with self._writing(f"save step {step}"):
+            manager.save(step, args=items, force=True)
 
     def _check_room(self, step: int) -> None:
-        """In every process alike: where a write fails in one of a pod, the others wait ten minutes for its part."""
-        steps = _as_process_0_sees(self.steps())
-        if not steps or "://" in str(self.folder):
-            return  # nobody knows how much the first takes
+        """Check that the disk has room for a checkpoint as large as the newest, with the same result on all processes.
+
+        If a write fails on a single process, the remaining processes wait ten minutes for its files.
+        """
+        steps = _broadcast(self.steps())
+        if not steps or not self._is_local:
+            return  # the size of the first checkpoint is unknown
         needed = free = 0
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 needed, free = bytes_of(self.folder / str(steps[-1])), shutil.disk_usage(self.folder).free
-        if _as_process_0_sees([int(needed > free)]) == [1]:
+        if _broadcast([int(needed > free)]) == [1]:
             raise NoRoomError(
                 f"checkpoints in {self.folder}",
                 f"save step {step}",
-                f"no space left on the disk for one more as large as that of step {steps[-1]}",
-                "make room; what was complete before is untouched",
+                f"no space left on the disk for a checkpoint as large as that of step {steps[-1]}",
+                "free some disk space; earlier checkpoints are intact",
+                code="no-space",
             )
 
     def _clear_failed(self) -> None:
-        """Remove what a save that failed has left, once nothing is added to it any more.
+        """Remove the files of a failed save after its remaining writers have finished.
 
-        orbax reports the first write that fails while its others go on, in the very folder that the next save of the
-        same step would clear and use.
+        orbax reports the first write that fails while other writers continue, in the folder that the next save of the
+        same step would use.
         """
         if jax.process_index() == 0:
-            found: list[str] | None = None
-            for _ in range(_MOST_WAITS):
-                time.sleep(_WAIT_S)
-                below = (self.folder.glob(f"*{_HALF_WRITTEN}*" + "/*" * depth) for depth in range(1, 5))
-                found, before = sorted(map(str, itertools.chain.from_iterable(below))), found
-                if found == before:
+            files: list[str] | None = None
+            for _ in range(_MAX_POLLS):
+                time.sleep(_POLL_S)
+                levels = (self.folder.glob(f"*{_TEMPORARY}*" + "/*" * depth) for depth in range(1, 5))
+                files, previous = sorted(map(str, itertools.chain.from_iterable(levels))), files
+                if files == previous:
                     break
-            for folder in self.folder.glob(f"*{_HALF_WRITTEN}*"):
+            for folder in self.folder.glob(f"*{_TEMPORARY}*"):
                 folder.rmtree(missing_ok=True)
         barrier("meshpar: a failed save cleared")
         self._failed = False
 
     def _opened(self) -> Any:
-        """orbax's manager; opening it removes what a killed process has left half-written."""
-        # If the folder cannot be written, orbax retries in a background thread for minutes.
+        """Return the orbax manager. Creating it removes incomplete checkpoints of killed processes."""
+        # Without this check, orbax retries for minutes in a background thread if the folder is not writable.
         if jax.process_index() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             probe = self.folder / "writable"
             probe.unlink(missing_ok=True)
-            probe.touch(exist_ok=False)  # follows no link
+            probe.touch(exist_ok=False)  # does not follow links
             probe.unlink()
         if self._manager is None:
             import orbax.checkpoint as ocp
 
-            # Called when another is written and about to get its name; one whole one is there at any moment.
+            # The callback runs before the new checkpoint is renamed, so a complete checkpoint must stay.
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
-            late = ocp.options.AsyncOptions(post_finalization_callback=remove)
-            options = ocp.CheckpointManagerOptions(create=True, cleanup_tmp_directories=True, async_options=late)
+            options = ocp.CheckpointManagerOptions(
+                create=True,
+                cleanup_tmp_directories=True,
+                async_options=ocp.options.AsyncOptions(post_finalization_callback=remove),
+            )
             handlers = {
                 "state": ocp.PyTreeCheckpointHandler(type_handler_registry=array_handlers()),
                 "run": ocp.JsonCheckpointHandler(),
@@ -309,323 +340,285 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
         return self._manager
 
-    def _remove_old(self, most: int) -> None:
-        """Remove all but so many of the newest.
+    def _remove_old(self, keep: int) -> None:
+        """Remove all checkpoints except the newest `keep`.
 
-        Not left to orbax, which removes file by file: of a process that is killed meanwhile half a checkpoint would
-        stay under its name. Here it loses the name first, and what stays is removed as what was half written is.
+        orbax would delete file by file, so a killed process could leave a partial checkpoint under a valid name. Here
+        the folder is renamed first. A partially deleted folder is then removed like an incomplete checkpoint.
         """
         if jax.process_index() == 0:
-            for step in self.steps()[:-most]:
+            for step in self.steps()[:-keep]:
                 folder = self.folder / str(step)
-                if "://" not in str(folder):  # in a bucket nothing has another name at once
-                    folder = folder.rename(f"{folder}{_HALF_WRITTEN}-removed")
+                if self._is_local:  # a rename in a bucket is not atomic
+                    folder = folder.rename(f"{folder}{_TEMPORARY}-removed")
                 with contextlib.suppress(OSError):
                     folder.rmtree()
 
     def stored(self, step: int | None = None) -> Mapping[str, Any]:
-        """Shape and dtype of every array of a checkpoint, the newest by default, by its path in the state.
+        """Return the shape and dtype of each array in a checkpoint, by path. The default step is the newest.
 
         Raises:
-          ValueError: there is none, or it is damaged.
+          ValueError: the checkpoint is missing or damaged.
         """
-        steps = _as_process_0_sees(self.steps())
+        steps = _broadcast(self.steps())
         if not steps or step not in (None, *steps):
-            asked = "look at its newest" if step is None else f"look at step {step}"
-            fix = "train first, or name another folder"
-            raise problem(f"checkpoints in {self.folder}", asked, f"there are steps {steps}", fix)
-        try:
-            return _index(self.folder, steps[-1] if step is None else step)["leaves"]
-        except _DamagedError as error:
-            fix = "bring the files back from a copy"
-            raise problem(f"checkpoints in {self.folder}", "look at one", f"it is damaged ({error})", fix) from error
+            requested = "read the newest checkpoint" if step is None else f"read step {step}"
+            fix = "train first, or choose a different folder"
+
+            raise problem(f"checkpoints in {self.folder}", requested, f"there are steps {steps}", fix, "not-found")
+        return read_index(self.folder, steps[-1] if step is None else step)["leaves"]
 
     def _read(self, step: int, setup: Setup, weights_only: bool | Literal["averaged"]) -> Restored:
-        """One checkpoint; `_DamagedError` when it is not what was written."""
-        run = _index(self.folder, step)
+        """Read a checkpoint; raise `_DamagedError` if its content changed since the save."""
+        run = read_index(self.folder, step)
+
         where = f"checkpoint {self.folder / str(step)}"
         _check_format(run, where)
-        like, there = _leaves(setup.abstract), run["leaves"]
+        like, stored = _leaves(setup.abstract), run["leaves"]
         if weights_only:
-            like, there = (
+            like, stored = (
                 {path: x for path, x in leaves.items() if path.split("/")[0] in ("params", "extra")}
-                for leaves in (like, there)
+                for leaves in (like, stored)
             )
-        _check_fits(there, like, where)
+        _check_fits(stored, like, where)
         _check_alpha(run.get("lora_alpha"), setup, where)
         dtypes = [x.dtype for x in like.values()]
         if weights_only == "averaged" and run.get("averages"):
-            like = _of_averages(like, run)
-        values = _agreed(lambda: _read_arrays(self.folder / str(step), like))
-        written = [run["leaves"][path]["fingerprint"] for path in like]
-        wrong = [path for path, a, b in zip(like, _fingerprints(values, setup), written, strict=True) if a != b]
-        if wrong:
-            raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
-        if weights_only:
-            narrow = (x.astype(dtype) for x, dtype in zip(values.values(), dtypes, strict=True))
-            whole = setup.begin(*_weights(setup, dict(zip(values, narrow, strict=True))), 0)
-            return Restored(state=whole, data_state=None, step=step)
-        state = jax.tree.unflatten(jax.tree.structure(setup.abstract), values.values())
-        return Restored(state=state, data_state=run["data_state"], step=step)
-
-    def _report_lost(self, found: Sequence[int]) -> None:
-        """Warn that the newest checkpoint is gone; `found` are the steps of those that are left."""
-        if jax.process_index() == 0:
-            left = f"those of steps {', '.join(map(str, found))} are left" if found else "none is left"
-            warnings.warn(
-                f"{self.folder} was removed, renamed or emptied while the run goes on: the checkpoint of step "
-                f"{self._current} is gone, {left}. The next one is written now.",
-                stacklevel=3,
-            )
-        if self._manager is not None:
-            self._manager.reload()
+            like = _averages_like(like, run)
+        arrays = _read_verified(self.folder / str(step), like, run, _concrete(setup)).values()
+        if not weights_only:
+            state = jax.tree.unflatten(jax.tree.structure(setup.abstract), arrays)
+            return Restored(state=state, data_state=run["data_state"], step=step)
+        structure = jax.tree.structure((setup.abstract.params, setup.abstract.extra))
+        weights = [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+        params, extra = jax.tree.unflatten(structure, weights)
+        return Restored(state=setup.begin(params, extra, 0), data_state=None, step=step)
 
     def _set_aside(self, steps: Sequence[int]) -> None:
-        """Move checkpoints out of the way of a run that restarted before them: they would be taken for its newest."""
+        """Move later checkpoints away from a run that restarted before them, so that they are not taken for its own."""
         if not steps:
             return
-        aside = self.folder / SET_ASIDE
+        folder = self.folder / SET_ASIDE
         warnings.warn(
-            f"{self.folder}: a run that restarted before step {min(steps)} writes here; the checkpoints of steps "
-            f"{', '.join(map(str, steps))} are moved to {aside}.",
+            f"{self.folder}: this run restarted before step {min(steps)}; the checkpoints of steps "
+            f"{', '.join(map(str, steps))} are moved to {folder}.",
             stacklevel=3,
         )
         if jax.process_index() == 0:
-            aside.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             for step in steps:
-                number = sum(1 for old in aside.iterdir() if old.name.split(".")[0] == str(step))
-                (self.folder / str(step)).rename(aside / (f"{step}.{number}" if number else str(step)))
+                number = sum(1 for earlier in folder.iterdir() if earlier.name.split(".")[0] == str(step))
+                (self.folder / str(step)).rename(folder / (f"{step}.{number}" if number else str(step)))
         barrier("meshpar: checkpoints set aside")
         if self._manager is not None:
             self._manager.reload()
 
     @contextlib.contextmanager
-    def _explained(self, asked: str) -> Iterator[None]:
+    def _writing(self, requested: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
             self._current, self._failed = None, True
-            raise _problem_of(asked, error, f"checkpoints in {self.folder}") from error
+            raise _write_problem(requested, error, f"checkpoints in {self.folder}") from error
 
 
 class NoRoomError(MeshparError):
-    """A checkpoint was not begun, for the disk has no room for it."""
+    """The disk is too full for a checkpoint, so the save was not started."""
 
 
-class _DamagedError(Exception):
-    """A checkpoint is not what was written."""
+class _DamagedError(MeshparError):
+    """The content of a checkpoint differs from the content at the save; `reason` says where."""
 
 
-# ---- Without a model -------------------------------------------------------------------------------------------------
+def _damaged(checkpoint: Any, reason: str) -> _DamagedError:
+    fix = "choose another step, or restore the files from a backup"
+    return _DamagedError(f"checkpoint {checkpoint}", "read it, because it is damaged", reason, fix, "damaged-file")
+
+
+# ---- Reading without a model -----------------------------------------------------------------------------------------
 
 
 def bytes_of(folder: Any) -> int:
-    """Bytes of all files below a local folder."""
+    """Return the total bytes of the files in a local folder and its subfolders."""
     return sum(os.lstat(os.path.join(root, name)).st_size for root, _, names in os.walk(folder) for name in names)
 
 
 def read_index(folder: Any, step: int) -> dict[str, Any]:
-    """What a checkpoint says about itself: format, versions, mesh, strategy, arrays by path, where the data stood.
+    """Return the index of a checkpoint: format, versions, mesh, strategy, arrays by path and data position.
 
     Args:
-      folder: of the checkpoints.
-      step: which; it is there.
+      folder: the folder of the checkpoints.
+      step: the step of an available checkpoint.
 
     Raises:
-      ValueError: it is damaged.
+      ValueError: the checkpoint is damaged.
     """
-    try:
-        return _index(folder, step)
-    except _DamagedError as error:
-        fix = "look at another step"
-        raise problem(f"checkpoint {folder}/{step}", "read its index", f"it is damaged ({error})", fix) from error
+    checkpoint = Checkpoints(folder).folder / str(step)
+
+    def read() -> dict[str, Any]:
+        _check_files(checkpoint)
+        sealed = json.loads((checkpoint / "run" / "metadata").read_text())
+        if zlib.crc32(json.dumps(sealed["document"], sort_keys=True).encode()) != sealed["crc32"]:
+            raise _damaged(checkpoint, "the checksum of run/metadata is wrong")
+        return sealed["document"]
+
+    index = _agreed(checkpoint, read)
+    if index["step"] != step:
+        raise _damaged(checkpoint, f"run/metadata belongs to step {index['step']}")
+    return index
 
 
 def damage_of(folder: Any, step: int) -> str | None:
-    """What is wrong with a checkpoint, None where every array is what was written; needs no model, mesh or recipe.
+    """Return the damage of a checkpoint, or None if it is intact, without a model, mesh or recipe.
 
-    The arrays are read onto the first device, all of them at a time.
+    All arrays are read onto the first device.
     """
     try:
-        run = _index(folder, step)
-        _read_here(folder, run, run["leaves"])
-        return None
+        index = read_index(folder, step)
+        _read_on_first_device(folder, index, index["leaves"])
     except _DamagedError as error:
-        return str(error)
+        return error.reason
+    return None
 
 
 def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
-    """One array of a checkpoint, whole and held to its fingerprint; needs no model, mesh or recipe.
+    """Read an array of a checkpoint, unsharded, without a model, mesh or recipe, and check its fingerprint.
 
     Args:
-      folder: of the checkpoints.
-      index: from `read_index`.
-      path: of the array, one of `index["leaves"]`.
+      folder: the folder of the checkpoints.
+      index: the return value of `read_index`.
+      path: a key of `index["leaves"]`.
 
     Raises:
-      ValueError: it is damaged.
+      ValueError: the checkpoint is damaged.
     """
-    try:
-        return np.asarray(_read_here(folder, index, [path])[path])
-    except _DamagedError as error:
-        where = f"checkpoint {folder}/{index['step']}"
-        raise problem(where, f"read `{path}`", f"it is damaged ({error})", "take another step") from error
+    return np.asarray(_read_on_first_device(folder, index, [path])[path])
 
 
-def _read_here(folder: Any, run: Mapping[str, Any], paths: Iterable[str]) -> dict[str, jax.Array]:
-    """Arrays of a checkpoint on the first device, held to what was written."""
-    _check_format(run, f"checkpoint {folder}/{run['step']}")
+def _read_on_first_device(folder: Any, index: Mapping[str, Any], paths: Iterable[str]) -> dict[str, jax.Array]:
+    _check_format(index, f"checkpoint {folder}/{index['step']}")
     mesh = Mesh(np.array(jax.devices()[:1]), ("all",))
-    whole, leaves = NamedSharding(mesh, PartitionSpec()), run["leaves"]
-    like = {one: jax.ShapeDtypeStruct(leaves[one]["shape"], leaves[one]["dtype"], sharding=whole) for one in paths}
-    step = Checkpoints(folder).folder / str(run["step"])
-    values = _agreed(lambda: _read_arrays(step, like))
-    found = np.asarray(_fingerprint_program(mesh)(list(values.values()))).tolist()
-    wrong = [path for path, is_now in zip(like, found, strict=True) if leaves[path]["fingerprint"] != is_now]
-    if wrong:
-        raise _DamagedError(f"contents of {_some(wrong)} are not what was written")
-    return values
+    sharding, leaves = NamedSharding(mesh, PartitionSpec()), index["leaves"]
+    like = {
+        path: jax.ShapeDtypeStruct(leaves[path]["shape"], leaves[path]["dtype"], sharding=sharding) for path in paths
+    }
+    return _read_verified(Checkpoints(folder).folder / str(index["step"]), like, index, mesh)
 
 
-def _index(folder: Any, step: int) -> dict[str, Any]:
-    at = Checkpoints(folder).folder / str(step)
-
-    def read() -> dict[str, Any]:
-        _check_files(at)
-        return _unsealed(json.loads((at / "run" / "metadata").read_text()))
-
-    run = _agreed(read)
-    if run["step"] != step:
-        raise _DamagedError(f"run/metadata is that of step {run['step']}")
-    return run
+def _read_verified(folder: Any, like: Mapping[str, Any], index: Mapping[str, Any], mesh: Mesh) -> dict[str, jax.Array]:
+    """Read arrays by path and compare them with the fingerprints in the index."""
+    arrays = _agreed(folder, lambda: _read_arrays(folder, like))
+    saved = [index["leaves"][path]["fingerprint"] for path in like]
+    changed = [path for path, a, b in zip(like, _fingerprints(arrays, mesh), saved, strict=True) if a != b]
+    if changed:
+        raise _damaged(folder, f"the contents of {_shorten(changed)} changed since the save")
+    return arrays
 
 
 def _check_files(folder: Any) -> None:
-    """All that lies below a local folder can be read: a pipe would never end, and a reader in C would name no file."""
+    """Check that all files in a local folder are readable: a pipe blocks, and tensorstore does not name the file."""
     if not os.path.isdir(folder):
-        return  # a bucket, or nothing at all
+        return  # in a bucket, or missing
 
-    def unlisted(error: OSError) -> None:
-        raise _DamagedError(f"{os.path.relpath(error.filename, folder)} cannot be listed ({error.strerror})")
+    def not_listed(error: OSError) -> None:
+        raise _damaged(folder, f"{os.path.relpath(error.filename, folder)} cannot be listed ({error.strerror})")
 
-    for below, _, names in os.walk(folder, onerror=unlisted):
+    for parent, _, names in os.walk(folder, onerror=not_listed):
         for name in names:
-            path = os.path.join(below, name)
+            path = os.path.join(parent, name)
             if not os.path.isfile(path):
-                raise _DamagedError(f"{os.path.relpath(path, folder)} is no file")
+                raise _damaged(folder, f"{os.path.relpath(path, folder)} is not a file")
             if not os.access(path, os.R_OK):
-                raise _DamagedError(f"{os.path.relpath(path, folder)} may not be read")
+                raise _damaged(folder, f"{os.path.relpath(path, folder)} is not readable")
 
 
 def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Read arrays by path; those without elements are made, because orbax does not store them."""
-    empty = {path: _zeros(x) for path, x in like.items() if not x.size}
-    stored = _stored_arrays(folder, {path: x for path, x in like.items() if x.size})
-    return {path: empty[path] if path in empty else stored[path] for path in like}
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.make_array_from_callback(like.shape, like.sharding, lambda at: np.zeros(like.shape, like.dtype)[at])
-
-
-def _stored_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    # The handler and not the manager: reading needs no barrier between processes, so one that meets a damaged file
-    # leaves no other waiting.
+    """Read arrays by path. Arrays without elements are created, because orbax does not store them."""
+    # Unlike the manager, the handler has no barriers, so a process that reads a damaged file does not block the rest.
     import orbax.checkpoint as ocp
 
-    if not like:
-        return {}
-    target = {"leaves": _nested(like)}
-    handler = ocp.PyTreeCheckpointHandler()
-    how = ocp.checkpoint_utils.construct_restore_args(target)
-    try:
-        args = ocp.args.PyTreeRestore(target, restore_args=how, partial_restore=True)
-        found = handler.restore(folder / "state", args=args)
-    finally:
-        handler.close()
-    # Of what its index does not name, orbax gives back what was asked for.
-    if missing := [x for x in jax.tree.leaves(found, is_leaf=lambda x: x is None) if not isinstance(x, jax.Array)]:
-        raise _DamagedError(f"the index of arrays lacks {len(missing)} of them")
-    return _flat(found["leaves"], like)
+    arrays = {
+        path: jax.make_array_from_callback(x.shape, x.sharding, np.zeros(x.shape, x.dtype).__getitem__)
+        for path, x in like.items()
+        if not x.size
+    }
+    if stored := {path: x for path, x in like.items() if x.size}:
+        target = {"leaves": _nested(stored)}
+        handler = ocp.PyTreeCheckpointHandler()
+        try:
+            restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+            args = ocp.args.PyTreeRestore(target, restore_args=restore_args, partial_restore=True)
+            tree = handler.restore(folder / "state", args=args)
+        finally:
+            handler.close()
+        # For arrays that are not in its index, orbax returns the leaves of the target.
+        if missing := [x for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None) if not isinstance(x, jax.Array)]:
+            raise _damaged(folder, f"{len(missing)} arrays are missing from the index of arrays")
+        for path in stored:
+            arrays[path] = functools.reduce(lambda node, key: node[key], path.split("/"), tree["leaves"])
+    return {path: arrays[path] for path in like}
 
 
-# ---- What is stored --------------------------------------------------------------------------------------------------
+# ---- Stored arrays and index -----------------------------------------------------------------------------------------
 
 
 def _leaves(state: TrainState) -> dict[str, Any]:
-    """Every array by its path, in the order of the state's leaves; "." and "/" in a key are escaped."""
+    """Return the arrays by path, in the order of the state's leaves; "." and "/" in keys are escaped."""
     leaves: dict[str, Any] = {}
     for key_path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        path = "/".join(_escaped(path_str((key,))) for key in key_path)
+        path = _path(key_path)
         if path in leaves:
-            fix = "rename one: 1 and '1' are the same"
-            raise problem(f"`{path}`", "name one array of a checkpoint", "two arrays have this path", fix)
+            reason, fix = "two arrays have this path", "rename a key; 1 and '1' are the same here"
+            raise problem(f"`{path}`", "save the array", reason, fix, code="conflict")
         leaves[path] = leaf
     return leaves
 
 
 def array_handlers() -> Any:
-    """How orbax is to write arrays, on devices and on the host."""
+    """Return the orbax handlers for arrays on devices and on the host."""
     import orbax.checkpoint as ocp
 
-    split = ocp.type_handlers.ArrayHandler(
+    sharded = ocp.type_handlers.ArrayHandler(
         use_replica_parallel=True,
-        min_slice_bytes_for_replica_parallel=_SPREAD_FROM,
-        enable_write_sharding_file=False,  # what is restored lies as its target says
+        min_slice_bytes_for_replica_parallel=_SHARE_FROM_BYTES,
+        enable_write_sharding_file=False,  # `restore` uses the shardings of its target
     )
-    whole = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # nobody else has them
-    return ocp.type_handlers.create_type_handler_registry((jax.Array, split), (np.ndarray, whole))
+    gathered = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # `_gather_small` has already copied them
+    return ocp.type_handlers.create_type_handler_registry((jax.Array, sharded), (np.ndarray, gathered))
 
 
-def _small_ones_whole(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves, small ones put together on the host, where one process has all their shards.
+def _gather_small(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Gather small arrays on the host in a single-process run.
 
-    Of a pod's processes orbax has the first write what lies on the host, whoever holds it: there they stay as they are.
+    With multiple processes they stay on the devices, because orbax writes host arrays on the first process only.
     """
     if jax.process_count() > 1:
         return dict(leaves)
-    small = {path: x for path, x in leaves.items() if x.nbytes < _WHOLE_BELOW}
-    # Copies: on CPUs what jax hands out may be the array's own memory, which the next step writes over.
-    whole = (np.array(x) for x in jax.device_get(list(small.values())))
-    return {**leaves, **dict(zip(small, whole, strict=True))}
+    small = {path: x for path, x in leaves.items() if x.nbytes < _GATHER_BELOW_BYTES}
+    # On CPU, `jax.device_get` may return a view of the buffer, which the next step overwrites.
+    gathered = (np.array(x) for x in jax.device_get(list(small.values())))
+    return {**leaves, **dict(zip(small, gathered, strict=True))}
 
 
-def _weights(setup: Setup, values: Mapping[str, Any]) -> tuple[PyTree, PyTree]:
-    """Parameters and what the model keeps beside them, of arrays in their order."""
-    trees = (setup.abstract.params, setup.abstract.extra)
-    counts, arrays = [len(jax.tree.leaves(tree)) for tree in trees], list(values.values())
-    parts = (arrays[: counts[0]], arrays[counts[0] :])
-    params, extra = (
-        jax.tree.unflatten(jax.tree.structure(tree), part) for tree, part in zip(trees, parts, strict=True)
-    )
-    return params, extra
-
-
-def _of_averages(like: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
-    """What is read where averages are to be the parameters, in their order, laid out alike; frozen ones have none."""
-    found = {}
+def _averages_like(like: Mapping[str, Any], index: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace parameters by their averages in a dict of abstract arrays; frozen parameters have no averages."""
+    averages = {}
     for path, x in like.items():
-        average = f"{run['averages']}/{path.removeprefix('params/')}"
-        is_kept = path.startswith("params/") and average in run["leaves"]
-        dtype = run["leaves"][average]["dtype"] if is_kept else x.dtype
-        found[average if is_kept else path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-    return found
+        average = f"{index['averages']}/{path.removeprefix('params/')}"
+        is_averaged = path.startswith("params/") and average in index["leaves"]
+        dtype = index["leaves"][average]["dtype"] if is_averaged else x.dtype
+        averages[average if is_averaged else path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return averages
 
 
-def _path_of_averages(state: TrainState) -> str | None:
-    found = averages_of(state.opt_state)
-    return (
-        None if found is None else "/".join(["opt_state", *(_escaped(path_str((key,))) for key in found[0]), "average"])
-    )
-
-
-def _escaped(key: str) -> str:
-    # orbax joins keys with ".", so that {"a.b": x} and {"a": {"b": y}} would be written over each other.
-    return key.replace("%", "%25").replace(".", "%2E").replace("/", "%2F")
+def _path(keys: Iterable[Any]) -> str:
+    # orbax joins keys with ".", so without escapes {"a.b": x} and {"a": {"b": y}} would be written to the same file.
+    escapes = {ord("%"): "%25", ord("."): "%2E", ord("/"): "%2F"}
+    return "/".join(path_str((key,)).translate(escapes) for key in keys)
 
 
 def _nested(leaves: Mapping[str, Any]) -> PyTree:
-    """Leaves by path as nested dicts: arrays and nothing else, with no empty nodes and no classes of anyone's."""
+    """Convert leaves by path to nested dicts, which orbax stores without custom classes and empty nodes."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *folders, name = path.split("/")
@@ -636,17 +629,15 @@ def _nested(leaves: Mapping[str, Any]) -> PyTree:
     return tree
 
 
-def _flat(tree: PyTree, paths: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of nested dicts, by path, in the order of `paths`."""
-    return {path: functools.reduce(lambda node, key: node[key], path.split("/"), tree) for path in paths}
-
-
-def _document(
+def _new_index(
     step: int, state: TrainState, leaves: Mapping[str, Any], data_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
+    """Return the JSON item `run` with its checksum. It shares no object with the arguments, as it is written later."""
     import meshpar
 
-    return {
+    averages = averages_of(state.opt_state)
+    fingerprints = _fingerprints(leaves, _concrete(state.setup))
+    document = {
         "format": FORMAT,
         "meshpar": meshpar.__version__,
         "jax": jax.__version__,
@@ -654,59 +645,48 @@ def _document(
         "mesh": state.table.mesh,
         "strategy": state.table.strategy,
         "lora_alpha": None if state.setup.model.lora is None else state.setup.model.lora.alpha,
-        "averages": _path_of_averages(state),
+        "averages": averages and "/".join(filter(None, ("opt_state", _path(averages[0]), "average"))),
         "leaves": {
             path: {"shape": list(x.shape), "dtype": x.dtype.name, "fingerprint": fingerprint}
-            for (path, x), fingerprint in zip(leaves.items(), _fingerprints(leaves, state.setup), strict=True)
+            for (path, x), fingerprint in zip(leaves.items(), fingerprints, strict=True)
         },
         "data_state": None if data_state is None else dict(data_state),
     }
-
-
-def _sealed(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON document with its checksum; a copy, as it is written later."""
     text = json.dumps(document, sort_keys=True)
     return {"crc32": zlib.crc32(text.encode()), "document": json.loads(text)}
-
-
-def _unsealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
-    document = sealed["document"]
-    if zlib.crc32(json.dumps(document, sort_keys=True).encode()) != sealed["crc32"]:
-        raise _DamagedError("the checksum of run/metadata does not fit it")
-    return document
 
 
 # ---- Fingerprints ----------------------------------------------------------------------------------------------------
 
 
-def _fingerprints(leaves: Mapping[str, jax.Array], setup: Setup) -> list[int]:
-    """32 bits for each array, the same however it is split, and in every process."""
-    return np.asarray(_fingerprint_program(_concrete(setup))(list(leaves.values()))).tolist()
+def _fingerprints(leaves: Mapping[str, jax.Array], mesh: Mesh) -> list[int]:
+    """Return a 32-bit fingerprint per array. It is independent of the sharding and equal on all processes."""
+    return np.asarray(_fingerprint_program(mesh)(list(leaves.values()))).tolist()
 
 
 @functools.lru_cache(maxsize=8)
 def _fingerprint_program(mesh: Mesh) -> Any:
-    whole = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda arrays: jnp.stack([_fingerprint(x) for x in arrays]), out_shardings=whole)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda arrays: jnp.stack([_fingerprint(x) for x in arrays]), out_shardings=replicated)
 
 
 def _fingerprint(x: jax.Array) -> jax.Array:
-    """Sum over the words of an array, each times an odd number of its place, modulo 2^32.
+    """Sum the words of an array, each multiplied by an odd number that depends on its position, modulo 2^32.
 
-    An odd factor has an inverse, so that no change of a single word leaves the sum as it was. Integer sums do not
-    depend on their order, and so not on the mesh.
+    Odd factors are invertible, so a change of a single word always changes the sum. Integer sums are independent of
+    the order of summation, and therefore of the mesh.
     """
-    words = _words(jax.device_put(x, jax.memory.Space.Device))  # from the host, where optimizer state is offloaded
-    place = jnp.zeros(words.shape, jnp.uint32)
+    words = _words(jax.device_put(x, jax.memory.Space.Device))  # offloaded optimizer state is in host memory
+    position = jnp.zeros(words.shape, jnp.uint32)
     for dim in range(words.ndim):
         stride = np.uint32(math.prod(words.shape[dim + 1 :]) % 2**32)
-        place += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * stride
-    factor = (place * np.uint32(2654435761)) | np.uint32(1)
+        position += lax.broadcasted_iota(jnp.uint32, words.shape, dim) * stride
+    factor = (position * np.uint32(2654435761)) | np.uint32(1)
     return jnp.sum(words * factor, dtype=jnp.uint32)
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as uint32; an 8-byte element becomes two words in a new last dim."""
+    """Return the bits of an array as uint32; an 8-byte element becomes two words in a new last dim."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -718,181 +698,160 @@ def _words(x: jax.Array) -> jax.Array:
 # ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_format(run: Mapping[str, Any], where: str) -> None:
-    if run["format"] != FORMAT:
-        newer = f"install meshpar {run['meshpar']} or newer"
-        fix = newer if run["format"] > FORMAT else "train anew: no release has written it"
-        asked = f"be read by a meshpar that knows format {FORMAT}"
-        raise problem(where, asked, f"meshpar {run['meshpar']} wrote it in format {run['format']}", fix)
+def _check_format(index: Mapping[str, Any], where: str) -> None:
+    if index["format"] != FORMAT:
+        newer = index["format"] > FORMAT
+        fix = f"install meshpar {index['meshpar']} or newer" if newer else "train again: no release wrote this format"
+        reason = f"meshpar {index['meshpar']} wrote it in format {index['format']}"
+        raise problem(where, f"read it as format {FORMAT}", reason, fix, code="unsupported-version")
 
 
 def _check_fits(stored: Mapping[str, Any], like: Mapping[str, Any], where: str) -> None:
-    """The checkpoint has the arrays that the state has, in the same shapes and dtypes."""
+    """Check that the checkpoint has the same arrays as the state, with the same shapes and dtypes."""
     missing = [path for path in like if path not in stored]
-    unknown = [path for path in stored if path not in like]
-    unlike = [
-        f"{path} ({_shown(stored[path]['shape'], stored[path]['dtype'])} there, {_shown(x.shape, x.dtype.name)} here)"
+    unexpected = [path for path in stored if path not in like]
+    types = {
+        path: (f"{stored[path]['dtype']}{stored[path]['shape']}", f"{x.dtype.name}{list(x.shape)}")
         for path, x in like.items()
-        if path in stored and (tuple(stored[path]["shape"]), stored[path]["dtype"]) != (tuple(x.shape), x.dtype.name)
-    ]
-    if not (missing or unknown or unlike):
+        if path in stored
+    }
+    different = {path: pair for path, pair in types.items() if pair[0] != pair[1]}
+    if not (missing or unexpected or different):
         return
-    found = [
-        f"{what} {_some(paths)}"
-        for what, paths in (("it lacks", missing), ("only it has", unknown), ("they differ in", unlike))
-        if paths
-    ]
-    parts = {path.split(" ")[0].split("/")[0] for path in (*missing, *unknown, *unlike)}
-    fix = "give the optimizer it was trained with" if parts == {"opt_state"} else "give the model it was trained with"
-    if (
-        unlike
-        and not (missing or unknown)
-        and all(tuple(stored[p]["shape"]) == tuple(x.shape) for p, x in like.items())
-    ):
-        fix = "give init_state the precision it was trained with"
-    raise problem(where, "be restored into this state", "; ".join(found), f"{fix}, or use another checkpoint folder")
+    details = [f"{path} ({old} in the checkpoint, {new} in the state)" for path, (old, new) in different.items()]
+    reasons = {
+        "the checkpoint lacks": missing,
+        "only the checkpoint has": unexpected,
+        "shapes or dtypes differ:": details,
+    }
+    fix = "use the model that it was trained with"
+    if all(path.startswith("opt_state/") for path in (*missing, *unexpected, *different)):
+        fix = "use the optimizer that it was trained with"
+    same_shapes = all(tuple(stored[path]["shape"]) == tuple(like[path].shape) for path in different)
+    if same_shapes and not (missing or unexpected):
+        fix = "pass init_state the precision that it was trained with"
+    reason = "; ".join(f"{text} {_shorten(paths)}" for text, paths in reasons.items() if paths)
+    fix = f"{fix}, or choose a different checkpoint folder"
+    raise problem(where, "restore it into this state", reason, fix, code="wrong-state")
 
 
 def _check_alpha(stored: float | None, setup: Setup, where: str) -> None:
-    """Adapters count as often as when they were trained, which no array tells; older checkpoints do not say it."""
+    """Check the scale of LoRA adapters, which no array contains; older checkpoints do not record it."""
     lora = setup.model.lora
     if stored is not None and lora is not None and lora.alpha != stored:
-        asked = f"be restored into a model with lora(alpha={lora.alpha})"
-        raise problem(where, asked, f"its adapters were trained with alpha={stored}", f"use lora(alpha={stored})")
+        reason, fix = f"its adapters were trained with alpha={stored}", f"use lora(alpha={stored})"
+        raise problem(where, f"restore it with lora(alpha={lora.alpha})", reason, fix, code="conflict")
 
 
-def _shown(shape: Sequence[int], dtype: str) -> str:
-    return f"{dtype}[{','.join(map(str, shape))}]"
-
-
-def _some(paths: Sequence[str], most: int = 4) -> str:
-    shown = ", ".join(f"`{path}`" for path in paths[:most])
-    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
+def _shorten(paths: Sequence[str], limit: int = 4) -> str:
+    text = ", ".join(f"`{path}`" for path in paths[:limit])
+    return text if len(paths) <= limit else f"{text} and {len(paths) - limit} more"
 
 
 def _concrete(setup: Setup) -> Mesh:
     if not isinstance(setup.mesh, Mesh):
-        raise problem(
-            "checkpoint", "be read onto this mesh", "the mesh is abstract: it has no devices", "use MeshSpec.build()"
-        )
+        reason = "the mesh is abstract: it has no devices"
+        raise problem("checkpoint", "read it onto this mesh", reason, "use MeshSpec.build()", code="abstract-mesh")
     return setup.mesh
 
 
-# ---- Several processes, and orbax's talk -----------------------------------------------------------------------------
+# ---- Multiple processes ----------------------------------------------------------------------------------------------
 
 
-def _agreed(read: Any) -> Any:
-    """What `read` gives; when it fails in any process, `_DamagedError` in all of them."""
-    value, failure = None, None
+def _agreed(checkpoint: Any, read: Callable[[], Any]) -> Any:
+    """Return the result of `read`; if it fails on any process, raise `_DamagedError` on all processes."""
+    result, failure = None, None
     try:
-        value = read()
+        result = read()
     except (MemoryError, jax.errors.JaxRuntimeError):
-        raise  # says nothing about the files
+        raise  # the files may be intact
     except Exception as error:
-        failure = str(error) if isinstance(error, _DamagedError) else _reason(error)
+        failure = error.reason if isinstance(error, _DamagedError) else _summarize(error)
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
         if multihost_utils.process_allgather(np.array(failure is not None)).any() and failure is None:
-            failure = "another process could not read it"
+            failure = "a process could not read it"
     if failure is not None:
-        raise _DamagedError(failure)
-    return value
+        raise _damaged(checkpoint, failure)
+    return result
 
 
-def _numbers(names: Iterable[str]) -> list[int]:
-    """Return the names that are numbers of steps, which are int32, in ascending order."""
-    found = (int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name)))
-    return sorted(number for number in found if number <= np.iinfo(np.int32).max)
-
-
-def _as_process_0_sees(steps: list[int], most: int = 256) -> list[int]:
-    """The newest steps in the folder as one process lists it: file systems may show others an older view."""
+def _broadcast(steps: list[int], limit: int = 256) -> list[int]:
+    """Return the newest steps that process 0 lists: on network file systems, other processes may see old listings."""
     if jax.process_count() == 1:
         return steps
     from jax.experimental import multihost_utils
 
-    padded = np.full((most,), -1, np.int32)
-    padded[: len(steps[-most:])] = steps[-most:]
+    padded = np.full((limit,), -1, np.int32)
+    padded[: len(steps[-limit:])] = steps[-limit:]
     return [step for step in multihost_utils.broadcast_one_to_all(padded).tolist() if step >= 0]
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has come to the place of this name."""
+    """Block until all processes have called this function with the same name."""
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(name)
 
 
-def write_failed(error: MeshparError) -> None:
-    """Called in a thread of orbax's where it fails to write; for a pod, whose other processes wait for this one's part.
-
-    orbax keeps the error until somebody asks, and then has all processes meet before it raises it.
-    """
-    for tell in told_of_failed_writes:
-        tell(error)
+# ---- orbax -----------------------------------------------------------------------------------------------------------
 
 
-told_of_failed_writes: list[Callable[[MeshparError], None]] = []
+def _write_problem(requested: str, error: Exception, where: str = "checkpoints") -> MeshparError:
+    fix = "check that the folder is writable and has free space; earlier checkpoints are intact"
+    return problem(where, requested, f"writing failed ({_summarize(error)})", fix, code="write-failed")
 
 
-def _problem_of(asked: str, error: Exception, where: str = "checkpoints") -> MeshparError:
-    fix = "see that the folder can be written and has room; what was complete before is untouched"
-    return problem(where, asked, f"writing failed ({_reason(error)})", fix)
-
-
-def _reason(error: BaseException, most: int = 200) -> str:
-    """An error in one short line."""
+def _summarize(error: BaseException, limit: int = 200) -> str:
+    """Return the type and message of an error in a short line."""
     text = " ".join(str(error).split("[tensorstore_spec")[0].split())
     if "No space left" in text:
         text = "no space left on the disk"
-    return f"{type(error).__name__}: {text[:most]}{'…' if len(text) > most else ''}" if text else type(error).__name__
+    return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}" if text else type(error).__name__
 
 
 @functools.cache
-def _quiet_orbax() -> None:
-    """Keep orbax's own log lines back: what goes wrong is raised. absl's verbosity at DEBUG lets them through."""
+def _filter_orbax_logs() -> None:
+    """Drop the log lines of orbax, because its errors are raised. They are kept if absl's verbosity is DEBUG."""
     from absl import logging as absl_logging
 
-    def wanted(record: logging.LogRecord) -> bool:
+    def is_kept(record: logging.LogRecord) -> bool:
         return "orbax" not in record.pathname or absl_logging.get_verbosity() >= absl_logging.DEBUG
 
-    logging.getLogger("absl").addFilter(wanted)
-    # Of the writes that fail together orbax raises one, and asyncio prints a traceback for each of the others.
+    logging.getLogger("absl").addFilter(is_kept)
+    # If multiple writes fail, orbax raises the first error, and asyncio logs a traceback for each remaining error.
     logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
 
 
 @functools.cache
-def _patient_orbax() -> None:
-    """Let orbax return or raise when none of its reads and writes is under way any more.
-
-    Without this, once one has failed, on a full disk say, orbax closes its event loop with the others running. Each
-    would print a traceback of no use to anyone when it ends, long after the failure was reported. orbax has no option
-    for it, so a function of its own is wrapped; where it is another one by now it stays, and that is told.
-    """
+def _patch_orbax() -> None:
+    """Make orbax wait for all writes of a failed save, and report the failure immediately."""
+    # orbax has no public API for either. `asyncio_utils.run_sync` closes its event loop after the first failed write,
+    # and each remaining write then prints a traceback ("Event loop is closed"). The error itself stays in the
+    # background thread until `wait_until_finished`, which first waits for all processes at a barrier.
     import orbax.checkpoint as ocp
 
     run_sync = getattr(getattr(getattr(ocp, "_src", None), "asyncio_utils", None), "run_sync", None)
     if not callable(run_sync) or list(inspect.signature(run_sync).parameters) != ["coro"]:
-        text = (
-            f"orbax {ocp.__version__} is not known: when a checkpoint cannot be written, it may print tracebacks, too"
-        )
+        text = f"orbax {ocp.__version__} is not supported: a failed write of a checkpoint may also print tracebacks"
         warnings.warn(text, stacklevel=3)
         return
 
-    async def to_the_end(work: Any) -> Any:
-        before = asyncio.all_tasks()
+    async def finish(coro: Any) -> Any:
+        previous = asyncio.all_tasks()
         try:
-            return await work
+            return await coro
         except Exception as error:
-            if threading.current_thread() is not threading.main_thread():  # where what is restored is read
-                late = _problem_of("write a checkpoint in the background", error)
-                late.__cause__ = error
-                write_failed(late)
+            if threading.current_thread() is not threading.main_thread():  # the main thread reads, and raises itself
+                failure = _write_problem("write a checkpoint in the background", error)
+                failure.__cause__ = error
+                for callback in write_failure_callbacks:
+                    callback(failure)
             raise
         finally:
-            while others := asyncio.all_tasks() - before:
-                await asyncio.wait(others)
+            while pending := asyncio.all_tasks() - previous:
+                await asyncio.wait(pending)
 
-    ocp._src.asyncio_utils.run_sync = functools.wraps(run_sync)(lambda coro: run_sync(to_the_end(coro)))
+    ocp._src.asyncio_utils.run_sync = functools.wraps(run_sync)(lambda coro: run_sync(finish(coro)))

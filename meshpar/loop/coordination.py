@@ -1,11 +1,10 @@
-"""What the processes of a pod agree on before they compute together, compared through JAX's coordination service.
+"""Agreement between the processes of a pod, through the key-value store of JAX's coordination service.
 
-    process i   put(digest of its facts) ─┐
-    process 0   reads every digest ───────┴─► verdict: alike, or which two are to show all they have
-    the two     put(facts) ─► every process reads both, and raises the same error
+    process i   put(digest of values) ─────┐
+    process 0   compares the digests ──────┴─► verdict: equal, or two processes that must send their values
+    these two   put(values) ─► all processes read both and raise the same error
 
-The service is a key-value store beside the program: no device takes part, so processes whose programs differ, and which
-would hang or abort in a collective, are told apart.
+No device is involved. Processes with different programs would hang or abort in a collective; here they get an error.
 """
 
 from __future__ import annotations
@@ -28,23 +27,22 @@ import jax
 from meshpar.sharding.types import MeshparError, problem
 
 WAIT_S = 86_400.0
-"""Seconds for which a process waits for another that lives: one may read text for long. The dead and the stuck are the
-watchdog's."""
-_ASK_S = 5.0
+"""Seconds to wait for a live process, which may be tokenizing text. The watchdog detects dead and stalled processes."""
+POLL_S = 1.0
+"""Seconds between two checks of whether a process has received a signal."""
+_GET_S = 5.0
 _CONNECT_S = 2.0
 _ANSWER_S = 60.0
-_TURN_S = 0.05
-POLL_S = 1.0
-"""Seconds between two questions whether one has received a signal."""
+_SLEEP_S = 0.05
 _PREFIX = "meshpar"
 _PROBE = ".meshpar-probe"
-_SEEN_S = 10.0
-"""Seconds for a new file to be seen by all hosts: network file systems cache what a folder holds."""
+_VISIBLE_S = 10.0
+"""Seconds until all hosts see a new file: network file systems cache directory listings."""
 _ABSENT = "(absent)"
 
 
 class Client(Protocol):
-    """What is used of the client of JAX's coordination service."""
+    """The methods of JAX's coordination service client that are used here."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
@@ -52,15 +50,19 @@ class Client(Protocol):
 
 
 class Pod:
-    """This process among those of a pod, and the store they share."""
+    """The processes of a pod, seen from the local process: a key-value store and collective operations.
+
+
+    All processes must call the collective methods (`agree`, `max`, `gather`, `broadcast`) in the same order.
+    """
 
     def __init__(self, client: Client, *, process_id: int, num_processes: int, coordinator: str | None = None) -> None:
         self._client, self.coordinator = client, coordinator
         self.process_id, self.num_processes = process_id, num_processes
-        self._times: collections.Counter[str] = collections.Counter()
+        self._num_keys: collections.Counter[str] = collections.Counter()
 
     def is_coordinator_gone(self) -> bool:
-        """Return whether nothing listens at the coordinator's address any more. A stopped process still does."""
+        """Return whether the coordinator's port is closed. It stays open while the process is stopped by a signal."""
         host, _, port = (self.coordinator or "").rpartition(":")
         try:
             if host:
@@ -72,296 +74,281 @@ class Pod:
         return False
 
     def put(self, key: str, value: Any) -> None:
-        """Set a key to a JSON value, whatever it was before."""
+        """Set a key to a JSON value, replacing an earlier value."""
         self._client.key_value_set(f"{_PREFIX}/{key}", json.dumps(value), allow_overwrite=True)
 
     def get(self, key: str, *, timeout_s: float) -> Any:
-        """The value of a key, which another process may still have to set; None when it does not come in time."""
+        """Return the value of a key, or None if it is not set within the timeout."""
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
+        while (remaining := deadline - time.monotonic()) > 0:
             try:
-                asked_ms = max(round(min(left, _ASK_S) * 1000), 1)
-                return json.loads(self._client.blocking_key_value_get(f"{_PREFIX}/{key}", asked_ms))
+                timeout_ms = max(round(min(remaining, _GET_S) * 1000), 1)
+                return json.loads(self._client.blocking_key_value_get(f"{_PREFIX}/{key}", timeout_ms))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
         return None
 
-    def another(self, key: str) -> str:
-        """A key below this one that was not there before; the same in every process that asks as often."""
-        self._times[key] += 1
-        return f"{key}/{self._times[key]}"
+    def children(self, key: str) -> dict[str, Any]:
+        """Return the values that are set under a key, by the last component of their keys."""
+        children = self._client.key_value_dir_get(f"{_PREFIX}/{key}")
+        return {path.rpartition("/")[2]: json.loads(value) for path, value in children}
 
-    def below(self, key: str) -> dict[str, Any]:
-        """Every value that is set below a key by now, by the last part of its own."""
-        return {
-            path.rpartition("/")[2]: json.loads(value)
-            for path, value in self._client.key_value_dir_get(f"{_PREFIX}/{key}")
-        }
+    def new_key(self, key: str) -> str:
+        """Return an unused key under `key`. The n-th call returns the same key on all processes."""
+        self._num_keys[key] += 1
+        return f"{key}/{self._num_keys[key]}"
 
-    def agree(self, about: str, facts: Mapping[str, Any], *, fix: str, timeout_s: float = WAIT_S) -> None:
-        """Return when every process has come here with the same facts.
+    def agree(self, about: str, values: Mapping[str, Any], *, fix: str, timeout_s: float = WAIT_S) -> None:
+        """Check that all processes pass the same values.
 
         Args:
-          about: what is compared, the same word in every process.
-          facts: JSON values by name; nested ones are told apart by dotted paths.
-          fix: what to do where they differ.
-          timeout_s: how long to wait for the others, in seconds.
+          about: a name for the values, such as "recipe", equal on all processes.
+          values: JSON values by name. In errors, nested values have dotted paths.
+          fix: advice for the error message.
+          timeout_s: the time to wait for the other processes, in seconds.
 
         Raises:
-          ValueError: in every process: which one differs, in which field first, and both values; or which did not come.
+          ValueError: on all processes: a process has different values (the error names the process, the first field
+            that differs, and both values), or did not call this method in time.
         """
-        stage = self.another(f"agree/{about}")  # a process may train twice
-        flat = dict(flatten(facts))
-        mine = hashlib.sha256(json.dumps(flat).encode()).hexdigest()
-        self.put(f"{stage}/digest/{self.process_id}", [mine, socket.gethostname()])
+        key = self.new_key(f"agree/{about}")
+        flat = dict(flatten(values))
+        digest = hashlib.sha256(json.dumps(flat).encode()).hexdigest()
+        self.put(f"{key}/digest/{self.process_id}", [digest, socket.gethostname()])
         if self.process_id == 0:
-            self.put(f"{stage}/verdict", self._verdict(f"{stage}/digest", about, timeout_s))
-        verdict = self.get(f"{stage}/verdict", timeout_s=2 * timeout_s)
-        if verdict is None:
-            raise self._absent(about, [0])
-        if verdict["missing"]:
-            raise self._absent(about, verdict["missing"])
-        if not verdict["differ"]:
-            return
-        two = verdict["differ"]
-        if self.process_id in two:
-            self.put(f"{stage}/facts/{self.process_id}", flat)
-        odd, usual = (self.get(f"{stage}/facts/{number}", timeout_s=timeout_s) for number in two)
-        if odd is None or usual is None:
-            raise self._absent(about, [number for number, found in zip(two, (odd, usual), strict=True) if not found])
-        raise self._differing(about, two, verdict["host"], odd, usual, fix)
+            self.put(f"{key}/verdict", self._verdict(f"{key}/digest", timeout_s))
+        verdict = self.get(f"{key}/verdict", timeout_s=2 * timeout_s)
+        missing, pair = ([0], []) if verdict is None else (verdict["missing"], verdict["differ"])
+        if self.process_id in pair:
+            self.put(f"{key}/facts/{self.process_id}", flat)
+        sent = {number: self.get(f"{key}/facts/{number}", timeout_s=timeout_s) for number in pair}
+        missing = missing or [number for number, received in sent.items() if received is None]
+        if missing:
+            raise self._missing(about, missing)
+        if pair:
+            (odd, first), (number, other) = sent.values(), pair
+            names = [name for name in {**first, **odd} if odd.get(name, _ABSENT) != first.get(name, _ABSENT)]
+            left, right = (_shorten(values.get(names[0], _ABSENT)) for values in (odd, first))
+            more = f" ({len(names) - 1} more {'differs' if len(names) == 2 else 'differ'})" if len(names) > 1 else ""
+            raise problem(
+                f"process {number} of {self.num_processes} (on {verdict['host']})",
+                f"compute together with process {other}",
+                f"the {about} differs: {names[0]} is {left} there and {right} in process {other}{more}",
+                fix,
+                code="conflict",
+            )
 
-    def most(self, key: str, mine: int, *, timeout_s: float = WAIT_S) -> int:
-        """The largest number that any process gives under this key; all wait for each other, as long as is said."""
-        self.put(f"{key}/{self.process_id}", mine)
-        deadline = time.monotonic() + timeout_s
-        while len(found := self.below(key)) < self.num_processes and time.monotonic() < deadline:
-            time.sleep(_TURN_S)
-        return max(mine, *found.values())
+    def max(self, key: str, value: int, *, timeout_s: float = WAIT_S) -> int:
+        """Return the maximum value of all processes. Processes that do not respond in time are ignored."""
+        values, _ = self._gather(key, value, timeout_s)
+        return max(value, *values.values())
 
-    def gather(self, about: str, mine: Any, *, timeout_s: float = WAIT_S) -> dict[int, Any]:
-        """Return the JSON value that each process passes, by process, once all have come.
+    def gather(self, about: str, value: Any, *, timeout_s: float = WAIT_S) -> dict[int, Any]:
+        """Return the JSON values of all processes, by process.
 
         Raises:
-          ValueError: a process did not come.
+          ValueError: a process did not call this method in time.
         """
-        key = self.another(f"gather/{about}")
-        self.put(f"{key}/{self.process_id}", mine)
-        deadline = time.monotonic() + timeout_s
-        while len(found := self.below(key)) < self.num_processes:
-            if time.monotonic() > deadline:
-                raise self._absent(about, [number for number in range(self.num_processes) if str(number) not in found])
-            time.sleep(_TURN_S)
-        return {int(number): found[number] for number in sorted(found, key=int)}
+        values, missing = self._gather(self.new_key(f"gather/{about}"), value, timeout_s)
+        if missing:
+            raise self._missing(about, missing)
+        return values
 
-    def of_first(self, about: str, mine: Any, *, first: int = 0, timeout_s: float = WAIT_S) -> Any:
-        """What one process has to say, in every process that asks.
+    def _gather(self, key: str, value: Any, timeout_s: float) -> tuple[dict[int, Any], list[int]]:
+        self.put(f"{key}/{self.process_id}", value)
+        deadline = time.monotonic() + timeout_s
+        while len(values := self.children(key)) < self.num_processes and time.monotonic() < deadline:
+            time.sleep(_SLEEP_S)
+        ordered = {number: values[str(number)] for number in range(self.num_processes) if str(number) in values}
+        return ordered, [number for number in range(self.num_processes) if number not in ordered]
+
+    def broadcast(self, about: str, value: Any, *, source: int = 0, timeout_s: float = WAIT_S) -> Any:
+        """Return the value of process `source` on all processes.
 
         Args:
-          about: what it is, the same word in every process, which all ask as often.
-          mine: a JSON value, not None; only that of process `first` counts.
-          first: the process that says it.
-          timeout_s: how long to wait for it, in seconds.
+          about: a name for the value, equal on all processes.
+          value: a JSON value, not None; ignored on processes other than `source`.
+          source: the process whose value is returned.
+          timeout_s: the time to wait for it, in seconds.
 
         Raises:
-          ValueError: it did not come.
+          ValueError: process `source` did not call this method in time.
         """
-        key = self.another(f"first/{about}")
-        if self.process_id == first:
-            self.put(key, mine)
-            return mine
-        found = self.get(key, timeout_s=timeout_s)
-        if found is None:
-            raise self._absent(about, [first])
-        return found
+        key = self.new_key(f"first/{about}")
+        if self.process_id == source:
+            self.put(key, value)
+            return value
+        received = self.get(key, timeout_s=timeout_s)
+        if received is None:
+            raise self._missing(about, [source])
+        return received
 
-    def _verdict(self, key: str, about: str, timeout_s: float) -> dict[str, Any]:
-        """Process 0's: who did not come; or the first process with another digest than most, and one of those."""
+    def _verdict(self, key: str, timeout_s: float) -> dict[str, Any]:
+        """Return the missing processes, or a process with an unusual digest and a process with the usual digest."""
         deadline = time.monotonic() + timeout_s
         digests: list[tuple[str, str]] = []
         for number in range(self.num_processes):
-            found = self.get(f"{key}/{number}", timeout_s=max(deadline - time.monotonic(), 0.001))
-            if found is None:
-                here = self.below(key)
-                return {"missing": [n for n in range(self.num_processes) if str(n) not in here], "differ": []}
-            digests.append((found[0], found[1]))
+            digest = self.get(f"{key}/{number}", timeout_s=max(deadline - time.monotonic(), 0.001))
+            if digest is None:
+                present = self.children(key)
+                return {"missing": [n for n in range(self.num_processes) if str(n) not in present], "differ": []}
+            digests.append(digest)
         usual = collections.Counter(digest for digest, _ in digests).most_common(1)[0][0]
-        odd = [number for number, (digest, _) in enumerate(digests) if digest != usual]
-        if not odd:
+        is_usual = [digest == usual for digest, _ in digests]
+        if all(is_usual):
             return {"missing": [], "differ": []}
-        like = next(number for number, (digest, _) in enumerate(digests) if digest == usual)
-        return {"missing": [], "differ": [odd[0], like], "host": digests[odd[0]][1]}
+        odd = is_usual.index(False)
+        return {"missing": [], "differ": [odd, is_usual.index(True)], "host": digests[odd][1]}
 
-    def _differing(
-        self, about: str, two: Sequence[int], host: str, odd: Mapping[str, Any], usual: Mapping[str, Any], fix: str
-    ) -> MeshparError:
-        names = [name for name in {**usual, **odd} if odd.get(name, _ABSENT) != usual.get(name, _ABSENT)]
-        first, more = names[0], len(names) - 1
-        others = f" ({more} more {'differs' if more == 1 else 'differ'})" if more else ""
-        return problem(
-            f"process {two[0]} of {self.num_processes} (on {host})",
-            f"compute together with process {two[1]}",
-            f"the {about} differs: {first} is {_shown(odd.get(first, _ABSENT))} there and "
-            f"{_shown(usual.get(first, _ABSENT))} in process {two[1]}{others}",
-            fix,
-        )
-
-    def _absent(self, about: str, missing: Sequence[int]) -> MeshparError:
-        who = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
-        asked, fix = f"compare its {about} with the others'", "look at its own log, and start all processes again"
-        return problem(f"process {who} of {self.num_processes}", asked, "it did not come in time", fix)
+    def _missing(self, about: str, missing: Sequence[int]) -> MeshparError:
+        numbers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
+        where, requested = f"process {numbers} of {self.num_processes}", f"compare its {about} with other processes"
+        fix = "read its log, and restart all processes"
+        return problem(where, requested, "it did not respond in time", fix, code="timeout")
 
 
 def check_shared(pod: Pod, folder: Path) -> None:
-    """Check that every process reads and writes the same folder, which is made if it is not there.
+    """Check that all processes can read and write the same folder, and create it if necessary.
 
-        process 0   writes a probe ── all: read it, write one of their own ── removes the probe
-                                      one cannot: it is named in all processes, and folders made here are removed
+        process 0   writes a probe file ── all: read it, write their own file ── removes the probe file
+                                           failure: all raise an error, and the created folders are removed
 
     Raises:
-      ValueError: in every process: the first one that cannot.
+      ValueError: on all processes: the first process that cannot access the folder.
     """
-    name, made, why = f"{_PROBE}-{secrets.token_hex(8)}", list[Path](), ""
+    name, created, failure = f"{_PROBE}-{secrets.token_hex(8)}", list[Path](), ""
     if pod.process_id == 0:
         try:
-            made = _make(folder)
+            created = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(name)
         except OSError as error:
-            why = f"that failed ({error.strerror or error})"
-    name = pod.of_first("probe", name)
+            failure = f"that failed ({error.strerror or error})"
+    name = pod.broadcast("probe", name)
     try:
-        whys = pod.gather("probe", [socket.gethostname(), why or _why_not_shared(folder, name, pod.process_id)])
-        failed = [(number, host, why) for number, (host, why) in whys.items() if why]
-        if failed:
-            number, host, why = failed[0]
-            raise problem(
-                f"process {number} of {pod.num_processes} (on {host})",
-                f"share the folder {folder} with process 0",
-                why,
-                "name a folder (--out) on a disk that every host has mounted at the same path, and may write to",
-            )
-        made = []
+        failures = pod.gather("probe", [socket.gethostname(), failure or _access_failure(folder, name, pod.process_id)])
+        for number, (host, failure) in failures.items():
+            if failure:
+                where = f"process {number} of {pod.num_processes} (on {host})"
+                fix = "choose a folder (--out) on a disk that all hosts mount at the same path with write access"
+                requested = f"share the folder {folder} with process 0"
+                raise problem(where, requested, failure, fix, code="missing-file")
+        created = []
     finally:
         if pod.process_id == 0:
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
-            for path in reversed(made):
+            for path in reversed(created):
                 with contextlib.suppress(OSError):
                     path.rmdir()
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make a folder, and return the folders that were not there before, outermost first."""
-    missing = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
-
-
-def _why_not_shared(folder: Path, name: str, process_id: int) -> str:
-    """Return why this process does not share the folder; empty if it does."""
-    deadline, mine = time.monotonic() + _SEEN_S, folder / f"{name}.{process_id}"
+def _access_failure(folder: Path, name: str, process_id: int) -> str:
+    """Return why this process cannot read the probe file or write its own file, or an empty string."""
+    deadline, own_file = time.monotonic() + _VISIBLE_S, folder / f"{name}.{process_id}"
     while True:
         with contextlib.suppress(OSError):
-            os.listdir(folder.parent)  # makes a network file system look again
+            os.listdir(folder.parent)  # refreshes the cache of a network file system
         try:
             if (folder / name).read_text() != name:
-                return f"the file that process 0 wrote there ({name}) reads otherwise"
-            mine.touch()
-            mine.unlink()
+                return f"the probe file of process 0 ({name}) has different content on this host"
+            own_file.touch()
+            own_file.unlink()
             return ""
         except FileNotFoundError:
             if time.monotonic() > deadline:
-                return "the file that process 0 wrote there is missing on this host"
+                return "the probe file of process 0 is missing on this host"
         except OSError as error:
             return f"that failed ({error.strerror or error})"
-        time.sleep(_TURN_S)
+        time.sleep(_SLEEP_S)
 
 
 class StopAgreement:
-    """The step after which all processes stop when one has received a signal; without a message in any step.
+    """Agreement on the last step of all processes after a process has received a signal.
 
-        thread: asks the store: has one received it? ─► says how far this process may have dispatched ─► all have said
-        main:                                             waits before the next step ◄── stop after the largest of these
+        thread:  polls the store ─► a process received a signal ─► announces how many steps this process may dispatch
+        main:    blocks before the next step until all have announced ─► stops after the maximum
 
-    While a process waits, others may wait for it in a step: their threads answer all the same.
+    The step itself sends no message. Processes that are blocked in a step still announce, in their threads.
 
     Args:
-      pod: this process's.
-      received: the number of a signal that this process has received, None before.
-      poll_s: seconds between two questions; None: `POLL_S`.
+      pod: the local process's pod.
+      received: returns the number of the signal that this process has received, or None.
+      poll_s: seconds between two polls; `POLL_S` by default.
     """
 
     def __init__(self, pod: Pod, received: Callable[[], int | None], *, poll_s: float | None = None) -> None:
-        self._key, self._end_key = pod.another("stop"), pod.another("end")  # every process makes as many, in one order
+        self._key, self._end_key = pod.new_key("stop"), pod.new_key("end")  # all processes create them in this order
         self._pod, self._received, self._poll_s = pod, received, POLL_S if poll_s is None else poll_s
         self._lock, self._closed, self._settled = threading.Lock(), threading.Event(), threading.Event()
-        self._step, self._asked, self._said = 0, False, False
+        self._step, self._requested, self._announced = 0, False, False
         self._last: int | None = None
-        self._thread = threading.Thread(target=self._talk, name="meshpar-agreement", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="meshpar-agreement", daemon=True)
         self._thread.start()
 
     def is_over(self, step: int) -> bool:
-        """Whether the run stops behind this step, which the main thread has just dispatched.
+        """Return whether the run stops after this step, which the main thread has just dispatched.
 
         Raises:
-          ValueError: others do not answer.
+          ValueError: a process does not respond.
         """
         with self._lock:
-            self._step = step
-            asked = self._asked
-        if asked and not self._settled.wait(_ANSWER_S):
-            fix = "look at the other processes; the last checkpoint is whole"
-            raise problem("a signal to stop", "stop at one step with all", "not all processes answered", fix)
+            self._step, requested = step, self._requested
+        if requested and not self._settled.wait(_ANSWER_S):
+            fix = "read the logs of the other processes; the last checkpoint is intact"
+            action, reason = "stop all processes at the same step", "a process did not respond"
+            raise problem("a stop signal", action, reason, fix, code="timeout")
+
         return self._last is not None and step >= self._last
 
     def end(self) -> int | None:
-        """The run has ended here, with all that is to be saved: the signal that any process has received until then.
+        """Return the signal that any process has received. Call it at the end of the run, after the last save.
 
-        All wait for each other, so that each ends as the others do, also where a signal came behind the last step.
+        All processes block here, so that they have the same exit code even if a signal arrives after the last step.
         """
-        mine = self._received() or 0
+        number = self._received() or 0
         self.close()
-        return self._pod.most(self._end_key, mine, timeout_s=_ANSWER_S) or None
+        return self._pod.max(self._end_key, number, timeout_s=_ANSWER_S) or None
 
     def close(self) -> None:
-        """The run has ended here: others need not wait."""
+        """Stop taking part, so that other processes do not wait for this process."""
         self._closed.set()
-        self._thread.join(_ASK_S)  # Python aborts where it finalizes while a thread is inside the service's client
+        self._thread.join(_GET_S)  # Python aborts if it finalizes while a thread is inside the service's client
         with contextlib.suppress(Exception):  # the service may have ended
-            if not self._said:
+            if not self._announced:
                 self._pod.put(f"{self._key}/{self._pod.process_id}", 0)
 
-    def _talk(self) -> None:
-        while not self._closed.wait(self._poll_s if not self._asked else self._poll_s / 20):
-            with contextlib.suppress(Exception):  # told by the watchdog, where the service is gone
-                if self._look():
+    def _run(self) -> None:
+        while not self._closed.wait(self._poll_s if not self._requested else self._poll_s / 20):
+            with contextlib.suppress(Exception):  # the watchdog reports a lost service
+                if self._poll():
                     return
 
-    def _look(self) -> bool:
-        found = self._pod.below(self._key)
-        if self._received() is not None and "asked" not in found:
+    def _poll(self) -> bool:
+        announced = self._pod.children(self._key)
+        if "asked" not in announced:
+            if self._received() is None:
+                return False
             self._pod.put(f"{self._key}/asked", True)
-        elif "asked" not in found:
-            return False
         with self._lock:
-            first, self._asked = not self._asked, True
-            may_reach = self._step + 1  # the main thread may have asked just before, and go on by one
-        if first:
-            self._pod.put(f"{self._key}/{self._pod.process_id}", may_reach)
-            self._said = True
-        said = [found[one] for one in found if one != "asked"]
-        if len(said) < self._pod.num_processes:
+            is_new, self._requested = not self._requested, True
+            limit = self._step + 1  # the main thread may dispatch another step before it sees `_requested`
+        if is_new:
+            self._pod.put(f"{self._key}/{self._pod.process_id}", limit)
+            self._announced = True
+        steps = [step for name, step in announced.items() if name != "asked"]
+        if len(steps) < self._pod.num_processes:
             return False
-        self._last = max(said)
+        self._last = max(steps)
         self._settled.set()
         return True
 
 
 def this_pod() -> Pod | None:
-    """The pod that this process has joined by `jax.distributed.initialize`; None for a process on its own.
+    """Return the pod of this process after `jax.distributed.initialize`, or None for a single process.
 
-    jax offers the store to its own packages only (orbax uses it, too), so this is the one place that knows where.
+    jax has no public API for its key-value store. orbax uses the same private one.
     """
     global _pod
     from jax._src.distributed import global_state
@@ -370,26 +357,26 @@ def this_pod() -> Pod | None:
     if client is None or number is None or number < 2:
         return None
     if _pod is None or _pod[0] is not client:
-        place = {"process_id": global_state.process_id, "num_processes": number}
-        _pod = (client, Pod(client, **place, coordinator=global_state.coordinator_address))
+        process = {"process_id": global_state.process_id, "num_processes": number}
+        _pod = (client, Pod(client, **process, coordinator=global_state.coordinator_address))
     return _pod[1]
 
 
 _pod: tuple[Any, Pod] | None = None
 
 
-def flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested values by dotted path, lists by number."""
-    for name, value in facts.items():
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested values with dotted paths; list elements are numbered."""
+    for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
         elif isinstance(value, list | tuple) and value:
             yield from flatten({str(number): item for number, item in enumerate(value)}, f"{prefix}{name}.")
         else:
-            # As JSON has it: what is compared in this process and in another went the same way.
+            # Values of other processes are sent as JSON, so local values are converted too, to compare equal.
             yield f"{prefix}{name}", json.loads(json.dumps(value, default=str))
 
 
-def _shown(value: Any, most: int = 200) -> str:
+def _shorten(value: Any, limit: int = 200) -> str:
     text = value if value == _ABSENT else repr(value)
-    return text if len(text) <= most else f"{text[:most]}…"
+    return text if len(text) <= limit else f"{text[:limit]}…"

@@ -1,55 +1,55 @@
-"""Watches the load of experts while a model trains: numbers of every layer for metrics.jsonl, advice, and a picture.
+"""Hook that monitors the load of experts during training: metrics of each layer, and advice if a layer is imbalanced.
 
-    step's metrics ─► ExpertLoad ─┬─► the worst layer's numbers, in every line of metrics.jsonl and in the live line
-                      adds up     ├─► every layer's numbers, in some lines of metrics.jsonl
-                      some steps  └─► advice, where a number is past its healthy range
+    metrics of a step ─► ExpertLoad ─┬─► metrics of the worst layer, for each line of metrics.jsonl and the progress bar
+                                     ├─► periodically: metrics of all layers, for metrics.jsonl
+                                     └─► periodically: advice, if a metric is outside its healthy range
 
-One step's load is mostly chance. What is judged is the load of all steps since the time before.
+The load of a single step is noisy, so periodic reports use all steps since the previous report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import IO, Any
 
 import jax
 import numpy as np
 
 from meshpar.loop.fit import Hook, Record, Run
-from meshpar.moe.load_metrics import Advice, Loads, advice, loads, scalars
+from meshpar.moe.load_metrics import Loads, advice, loads, scalars
 from meshpar.sharding.types import check_positive_int
 
 LAYERS = "moe/layers"
-"""Under this name a line of metrics.jsonl holds what `layer_numbers` gives."""
+"""Name of the metrics of all layers, from `layer_numbers`, in a line of metrics.jsonl."""
 
 _COUNTS = ("moe/load", "moe/rank_load")
 _SHARES = ("moe/drop_rate", "moe/router_entropy")
 
 
 class ExpertLoad(Hook):
-    """Adds up the load of experts, and says so when it is past its healthy range; on other models it does nothing.
+    """Hook that accumulates the load of experts and prints advice. It ignores models without experts.
 
-    Give its `line` to `JsonlWriter(path, also=...)`, its `words` to `ProgressBar(also=...)`. Advice of a kind is shown
-    when there was none of it the time before, so what stays as it is is said once.
+    Pass `line` to `JsonlWriter(path, also=...)` and `words` to `ProgressBar(also=...)`. Each kind of advice is printed
+    when it first applies, and again only after a report to which it did not apply.
 
     Args:
-      every: steps between two lines with every layer, and two looks at whether all is well.
-      stream: where advice is shown; None: nowhere.
+      every: steps between two reports.
+      stream: output stream of the advice, or None.
     """
 
-    order = -1  # before the hook that writes lines asks for one
+    order = -1  # before the hooks that call `line` and `words`
 
     def __init__(self, *, every: int, stream: IO[str] | None = None) -> None:
         check_positive_int("ExpertLoad", "the number of steps between two reports", every=every)
         self._every, self._stream = every, stream
         self._sums: dict[str, np.ndarray] = {}
         self._num_steps = 0
-        self._known: frozenset[str] = frozenset()
+        self._previous_advice: frozenset[str] = frozenset()
         self._step: Loads | None = None
-        self._last: Loads | None = None
+        self._report: Loads | None = None
 
     def on_record(self, run: Run, record: Record) -> None:
-        self._step, self._last = loads(record.arrays), None
+        self._step, self._report = loads(record.arrays), None
         if self._step is None:
             return
         for name in (*_COUNTS, *_SHARES):
@@ -57,17 +57,24 @@ class ExpertLoad(Hook):
             self._sums[name] = self._sums[name] + value if self._num_steps else value
         self._num_steps += 1
         if record.step % self._every == 0 or record.step == run.steps:
-            self._look(record.step)
+            means = {name: self._sums[name] / self._num_steps for name in _SHARES}
+            self._report, self._num_steps = loads({**self._sums, **means}), 0
+            assert self._report is not None
+            items = advice(self._report)
+            for item in items if self._stream is not None and jax.process_index() == 0 else ():
+                if item.kind not in self._previous_advice:
+                    print(f"step {record.step}: {item.text}", file=self._stream, flush=True)
+            self._previous_advice = frozenset(item.kind for item in items)
 
     def line(self, record: Record) -> dict[str, Any]:
-        """For the line in metrics.jsonl of the last step: the worst layer, and when it is time every layer."""
+        """Return values for the line of the last step: the worst layer, and after a report all layers."""
         if self._step is None:
             return {}
         worst = {f"moe/{name}": value for name, value in worst_layer(self._step).items()}
-        return worst | ({} if self._last is None else {LAYERS: layer_numbers(self._last)})
+        return worst | ({} if self._report is None else {LAYERS: layer_numbers(self._report)})
 
     def words(self, record: Record) -> list[str]:
-        """For the live line of the last step: the worst layer, and of ranks since these are what a step waits for."""
+        """Return texts for the progress bar: the worst layer and rank of the last step."""
         if self._step is None:
             return []
         worst = worst_layer(self._step)
@@ -75,43 +82,27 @@ class ExpertLoad(Hook):
         busiest = "busiest expert {expert_max_over_mean:.2f}x, rank {rank_max_over_mean:.2f}x"
         return [busiest.format(**worst), *dropped]
 
-    def _look(self, step: int) -> None:
-        means = {name: self._sums[name] / self._num_steps for name in _SHARES}
-        self._last = loads({**self._sums, **means})
-        assert self._last is not None
-        self._num_steps = 0
-        self._say(step, advice(self._last))
-
-    def _say(self, step: int, found: Sequence[Advice]) -> None:
-        if self._stream is not None and jax.process_index() == 0:
-            for one in found:
-                if one.kind not in self._known:
-                    print(f"step {step}: {one.text}", file=self._stream, flush=True)
-        self._known = frozenset(one.kind for one in found)
-
 
 def layer_numbers(loads: Loads) -> dict[str, Any]:
-    """Every layer's numbers as lists: tokens of every expert and rank, and how even they are; see `moe.metrics.Loads`.
+    """Return the metrics of all layers as lists: tokens and imbalance of experts and ranks; see `Loads`.
 
-    What is not a finite number, as after a step whose scores were none, is None.
+    Values that are not finite, for example after a step with invalid router scores, are None.
     """
-    named: dict[str, Any] = {"drop_rate": loads.drop_rate, "router_entropy": loads.router_entropy}
-    for of, load in (("expert", loads.experts), ("rank", loads.ranks)):
-        named |= {f"{of}_{field}": value for field, value in load._asdict().items()}
-    return {name: np.where(np.isfinite(value), value, np.array(None)).tolist() for name, value in named.items()}
+    metrics: dict[str, Any] = {"drop_rate": loads.drop_rate, "router_entropy": loads.router_entropy}
+    for prefix, load in (("expert", loads.experts), ("rank", loads.ranks)):
+        metrics |= {f"{prefix}_{field}": value for field, value in load._asdict().items()}
+    return {name: np.where(np.isfinite(value), value, np.array(None)).tolist() for name, value in metrics.items()}
 
 
 def loads_of(numbers: Mapping[str, Any]) -> Loads:
-    """What `layer_numbers` was given, out of a line of metrics.jsonl."""
-    read = {name: np.array(value, np.float64) for name, value in numbers.items()}
+    """Invert `layer_numbers` for a value from metrics.jsonl."""
     names = {"moe/load": "expert_tokens", "moe/rank_load": "rank_tokens"}
     names |= {f"moe/{name}": name for name in ("drop_rate", "router_entropy")}
-    found = loads({metric: read[name] for metric, name in names.items()})
-    assert found is not None
-    return found
+    parsed = loads({metric: np.array(numbers[name], np.float64) for metric, name in names.items()})
+    assert parsed is not None
+    return parsed
 
 
 def worst_layer(loads: Loads) -> dict[str, float]:
-    """Of each number that of the layer where it is worst; of the entropy the lowest."""
-    worst = scalars(loads, prefix="")
-    return {name: float(value) for name, value in worst.items()}
+    """Return each metric of the layer where it is worst: the maximum, or the minimum of the entropy."""
+    return {name: float(value) for name, value in scalars(loads, prefix="").items()}

@@ -1,10 +1,10 @@
-"""fit: steps, one after another, and the hooks that watch them; nothing is compiled here.
+"""Training loop: `fit`, and the hooks for checkpoints, validation and signals. It compiles nothing itself.
 
     batches ─► step ─► step ─► step (just dispatched)
-                │                └─ on_dispatched: checkpoints, validation, a request to stop
-                └─ read back two steps late ─► on_record: progress, metrics.jsonl
+                │                └─ on_dispatched: checkpoints, validation, stop requests
+                └─ read two steps later ─► on_record: progress, metrics.jsonl
 
-The loop never waits for the step it has just dispatched, nor for the one before it: devices always have work.
+The loop reads the metrics of a step after it has dispatched two more steps, so that the devices always have work.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import datetime
-import json
 import math
-import os
 import signal
 import sys
 import threading
@@ -23,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,139 +30,135 @@ from meshpar.layers.losses import LOSS_WEIGHT
 from meshpar.loop import heartbeat as watchdog
 from meshpar.loop import signals as interrupts
 from meshpar.loop.checkpoint import Checkpoints, NoRoomError
-from meshpar.loop.coordination import Pod, StopAgreement, check_shared, this_pod
-from meshpar.sharding.host_resources import check_file, open_no_link, replace_file
+from meshpar.loop.coordination import StopAgreement, check_shared, this_pod
 from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, problem
-from meshpar.sharding.units import human_count
 from meshpar.training.state import Setup, TrainState
 
 STEPS_IN_FLIGHT = 2
-"""Steps that are dispatched and not waited for. Two hide the host's work. More would gain nothing, and on CPU host
-devices the threads of several programs, each waiting for its own collectives, take the cores from each other."""
+"""Number of dispatched steps that the loop does not wait for. Two are enough to hide the work of the host. With more,
+the CPU backend gets slower: threads of different programs wait for their collectives and occupy the cores."""
 
 PHASES = {
-    "compile": "compiles its first step",
-    "data": "waits for data",
-    "save": "saves",
-    "validate": "validates",
+    "compile": "compiling the first step",
+    "data": "waiting for data",
+    "save": "saving",
+    "validate": "validating",
 }
-"""What `fit` does beside steps, by the name it has in goodput and in profiles."""
+"""Phases of `fit` other than steps, by their names in goodput and profiles."""
 
-MOST_KEPT_BYTES = 16 << 20
-"""Bytes of metrics.jsonl that are kept in memory, for the case that the file is cut."""
 _RESERVED = ("step", "loss", "seconds", "tokens_per_s", "mfu", "goodput")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """The numbers of one finished training step."""
+    """The metrics of a finished training step."""
 
     step: int
-    """Steps taken when it had finished; the first is 1."""
+    """Number of this step, starting at 1."""
     loss: float
     seconds: float
-    """From the end of the step before to its own; the first one's holds the compilation."""
+    """Time since the end of the previous step. For the first step, it includes the compilation."""
     tokens_per_s: float | None
     mfu: float | None
-    """Model FLOP utilisation: of what the devices can do at their best, the part that went into the model."""
+    """Model FLOPs utilization: the model's FLOPs per second divided by the peak of all devices."""
     metrics: dict[str, float]
-    """The step's other metrics."""
+    """Other scalar metrics."""
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    """Those of the step's metrics that are no scalars: what MoE layers report, see `meshpar.loop.expert_load`."""
+    """Metrics that are not scalars, such as the load of MoE layers; see `meshpar.loop.expert_load`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Validation:
-    """The numbers of one pass over the validation batches."""
+    """The metrics of a pass over the validation batches."""
 
     step: int
-    """Steps the parameters had been trained for."""
+    """Number of training steps before the validation."""
     metrics: dict[str, float]
-    """Means over the batches; `loss` is among them."""
+    """Means over the batches, including `loss`."""
     seconds: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """How a run ended."""
+    """The result of `fit`."""
 
     state: TrainState
     step: int
     reason: str
-    """"done", "interrupted", or what a hook gave to `Run.stop`."""
+    """"done", "interrupted", or the argument of `Run.stop`."""
     last: Record | None
-    """The last step's numbers; None when no step was taken."""
+    """The record of the last step; None if there was no step."""
     validation: Validation | None
     """The last validation."""
     skipped: int
-    """Skipped updates since step 0: those that were not finite."""
+    """Number of updates since step 0 that were skipped because they were not finite."""
     tokens_per_s: float | None
-    """Mean over all steps of this call but its first, which holds the compilation."""
+    """Mean over all steps of this call except the first, which includes the compilation."""
     seconds: float
     """Wall-clock time of this call."""
 
 
 class Hook:
-    """What `fit` calls on the way. Derive from it and override what is needed; each method does nothing by default."""
+    """Base class of the hooks of `fit`. The methods do nothing by default."""
 
     order = 0
-    """Hooks are called by this number, then as given. Saving (1) sees what all others have done; `Preemption` is 2."""
+    """Hooks are called in this order, then in the order of the list. `Checkpointer` has 1 and `Preemption` 2."""
 
     def on_start(self, run: Run) -> None:
-        """Before the first step; `run.step` is where it starts."""
+        """Called before the first step. `run.step` is the number of steps already taken."""
 
     def on_dispatched(self, run: Run) -> None:
-        """After a step was dispatched: `run.state` is its result, whose arrays the devices may still be computing.
+        """Called after a step was dispatched. The devices may still be computing the arrays of `run.state`.
 
-        The next step takes the arrays' memory: keep none of them.
+        The next step donates these arrays, so hooks must not keep references to them.
         """
 
     def on_record(self, run: Run, record: Record) -> None:
-        """The numbers of a finished step: in order, each once, up to `STEPS_IN_FLIGHT` steps late."""
+        """Called once for each finished step, in order, up to `STEPS_IN_FLIGHT` steps after its dispatch."""
 
     def on_validation(self, run: Run, validation: Validation) -> None:
-        """The numbers of a validation, after the records of all steps before it."""
+        """Called after a validation, when the records of all previous steps have been handled."""
 
     def on_end(self, run: Run, reason: str) -> None:
-        """After the last record, however the run ends: "error" after an exception, "nonfinite" after bad numbers."""
+        """Called after the last record; `reason` is "error" after an exception and "nonfinite" if training diverged."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Run:
-    """A run under way, as hooks see it."""
+    """A training run in progress, as passed to hooks."""
 
     state: TrainState
-    """After the step dispatched last."""
+    """The state after the last dispatched step."""
     batches: Any
-    """What has `get_state`, where anything has."""
+    """The object with `get_state`: the iterator of the batches, or the batches."""
     steps: int
-    """Where it is to end."""
+    """The step at which the run ends."""
     hooks: Sequence[Hook]
     tokens_per_step: float | None
     flops_per_step: float | None
     peak_flops_per_s: float | None
     raise_nonfinite: bool
     max_skipped: int
-    """Skipped updates in a row at which the run fails."""
+    """Number of consecutive skipped updates at which the run fails."""
     last: Record | None = None
     validation: Validation | None = None
     training_s: float = 0.0
-    """Time of all recorded steps but the first."""
+    """Time of all recorded steps except the first."""
     reason: str | None = None
-    """Why the run is to stop; None while it goes on."""
+    """Why the run stops; None while it continues."""
     steps_s: float = 0.0
-    """Time of all recorded steps, without what `lost_s` holds."""
+    """Time of all recorded steps, without `lost_s`."""
     lost_s: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Seconds in which no step was computed, by phase."""
+    """Seconds without a running step, by phase."""
     phase: tuple[str, float] | None = None
-    """Of `PHASES`, the one it is in and since when, by `time.perf_counter`."""
+    """The current phase, a key of `PHASES`, and its start by `time.perf_counter`."""
 
     def __post_init__(self) -> None:
         self.step = self.first_step = int(self.state.step)
-        """Steps dispatched since step 0, and where this run started."""
+        """Number of dispatched steps, and its value at the start of this run."""
         self.skipped = int(self.state.skipped)
-        """Skipped updates, as far as records have come."""
-        self._skipped_in_a_row = 0
+        """Number of skipped updates in the recorded steps."""
+        self._consecutive_skipped = 0
         self.iterator = iter(self.batches)
         self.batches = self.iterator if hasattr(self.iterator, "get_state") else self.batches
         self._in_flight: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
@@ -173,54 +166,52 @@ class Run:
         self._lost_at = self.lost_s.copy()
 
     def stop(self, reason: str) -> None:
-        """Dispatch no further step; the first reason given is kept."""
+        """Stop after the steps that are already dispatched. Later calls do not change the reason."""
         self.reason = self.reason or reason
 
     @contextlib.contextmanager
     def within(self, phase: str) -> Iterator[None]:
-        """A block that is of one of `PHASES`: for the watchdog, the progress, goodput, and profiles."""
-        before, began = self.phase, time.perf_counter()
+        """Mark a block as a phase of `PHASES`, for the watchdog, the progress bar, goodput and profiles."""
+        previous, began = self.phase, time.perf_counter()
         self.phase = (phase, began)
         try:
             with watchdog.busy(PHASES[phase]), jax.profiler.TraceAnnotation(f"meshpar:{phase}"):
                 yield
         finally:
-            self.phase = before
-            # Steps that were dispatched before may go on behind a wait for data: then nothing is lost.
-            if phase != "data" or self._is_idle():
+            self.phase = previous
+            # No time is lost to waiting for data while the devices are still computing earlier steps.
+            last_loss: Any = self._in_flight[-1][1].get("loss") if self._in_flight else None
+            is_idle = not self._in_flight or (hasattr(last_loss, "is_ready") and last_loss.is_ready())
+            if phase != "data" or is_idle:
                 self.lost_s[phase] += time.perf_counter() - began
-
-    def _is_idle(self) -> bool:
-        """Whether the devices have done all that was dispatched."""
-        is_ready = getattr(self._in_flight[-1][1].get("loss"), "is_ready", None) if self._in_flight else None
-        return not self._in_flight or (is_ready is not None and bool(is_ready()))
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Mean over all recorded steps but the first, which holds the compilation."""
+        """Mean over all recorded steps except the first, which includes the compilation."""
         steps = 0 if self.last is None else self.last.step - self.first_step - 1
         return None if self.tokens_per_step is None or steps < 1 else steps * self.tokens_per_step / self.training_s
 
     @property
     def elapsed_s(self) -> float:
-        """Since the call of `fit`."""
+        """Seconds since the call of `fit`."""
         return time.perf_counter() - self._began_at
 
     def drain(self) -> None:
-        """Wait for all that was dispatched, and call the hooks. What a hook does next counts as no step's time."""
+        """Wait for all dispatched steps and handle their records. Time that a hook spends afterwards is not counted."""
         self._read(leave=0)
 
     def result(self) -> FitResult:
-        """How it ended.
+        """Return the result.
 
         Raises:
-          ValueError: the batches ended too early.
+          ValueError: there were too few batches.
         """
         assert self.reason is not None
         if self.reason == "exhausted":
-            asked = f"give the batch of step {self.step + 1} of {self.steps}"
+            requested = f"read the batch of step {self.step + 1} of {self.steps}"
+            reason = f"the batches ended after {self.step - self.first_step}"
             fix = f"use batches that repeat, or steps={self.step}"
-            raise problem("batches", asked, f"they ended after {self.step - self.first_step}", fix)
+            raise problem("batches", requested, reason, fix, code="exhausted")
         return FitResult(
             state=self.state,
             step=self.step,
@@ -233,18 +224,19 @@ class Run:
         )
 
     def publish(self, validation: Validation) -> None:
+        """Pass a validation to all hooks."""
         self.validation = validation
         for hook in self.hooks:
             hook.on_validation(self, validation)
 
     def data_state(self) -> dict[str, Any] | None:
-        """Where the data stands, None when it cannot say."""
+        """Return the data position, or None if the batches have no `get_state`."""
         get_state = getattr(self.batches, "get_state", None)
         return None if get_state is None else get_state()
 
     def advance(self, step: Any) -> None:
-        """Dispatch one step, and read back the one that has left the window."""
-        if not self._in_flight:  # the devices rest: what went before is no step's time
+        """Dispatch a step, and handle the record of the step `STEPS_IN_FLIGHT` before it."""
+        if not self._in_flight:  # the devices are idle, so the time until now belongs to no step
             self._read_at, self._lost_at = time.perf_counter(), self.lost_s.copy()
         try:
             with self.within("data"):
@@ -252,12 +244,14 @@ class Run:
         except StopIteration:
             self.stop("exhausted")
             return
-        compiles = self.within("compile") if self.step == self.first_step else contextlib.nullcontext()
-        with compiles, jax.profiler.StepTraceAnnotation("meshpar:step", step_num=self.step + 1):
+        is_first = self.step == self.first_step
+        compiling = self.within("compile") if is_first else contextlib.nullcontext()
+        with compiling, jax.profiler.StepTraceAnnotation("meshpar:step", step_num=self.step + 1):
             self.state, metrics = step(self.state, batch)
         self.step += 1
-        if self.step == self.first_step + 1:
-            _check_names(metrics)
+        if is_first and (names := metrics.keys() & {*_RESERVED} - {"loss"}):
+            reason, fix = f"the loop reserves the names {', '.join(_RESERVED)}", "rename it in the loss function"
+            raise problem(f"metric `{min(names)}`", "record it", reason, fix, code="conflict")
         self._in_flight.append((self.step, metrics))
         for hook in self.hooks:
             hook.on_dispatched(self)
@@ -266,7 +260,7 @@ class Run:
     def _read(self, *, leave: int) -> None:
         while len(self._in_flight) > leave:
             step, metrics = self._in_flight.popleft()
-            self._tell(self._record(step, *_on_host(metrics)))
+            self._handle(self._record(step, *_to_host(metrics)))
 
     def _record(self, step: int, scalars: dict[str, float], arrays: dict[str, np.ndarray]) -> Record:
         now = time.perf_counter()
@@ -284,26 +278,26 @@ class Run:
             arrays=arrays,
         )
 
-    def _tell(self, record: Record) -> None:
+    def _handle(self, record: Record) -> None:
         finite = record.metrics.get("finite", True)
         self.training_s += 0.0 if self.last is None else record.seconds
         self.last = record
         self.skipped += not finite
-        self._skipped_in_a_row = 0 if finite else self._skipped_in_a_row + 1
+        self._consecutive_skipped = 0 if finite else self._consecutive_skipped + 1
         for hook in self.hooks:
             hook.on_record(self, record)
+        skipped, values = self._consecutive_skipped, f"loss {record.loss}, grad_norm {record.metrics.get('grad_norm')}"
+        all_skipped = record.step == self.steps and skipped == record.step - self.first_step
         if not finite and self.raise_nonfinite:
-            self.reason = "nonfinite"
-            exists = f"its loss is {record.loss}, its gradient norm {record.metrics.get('grad_norm')}: it was skipped"
-            fix = "look at the batch, lower the learning rate or clip gradients; or train with nonfinite='skip'"
-            raise problem(f"step {record.step}", "update the parameters", exists, fix)
-        in_a_row, is_last = self._skipped_in_a_row, record.step == self.steps
-        if in_a_row >= self.max_skipped or (is_last and in_a_row == record.step - self.first_step):
-            self.reason = "nonfinite"
-            norm = record.metrics.get("grad_norm")
-            exists = f"{in_a_row} updates in a row were skipped: its loss is {record.loss}, its gradient norm {norm}"
-            fix = "look at the data, lower the learning rate or clip gradients; a larger max_skipped waits longer"
-            raise problem(f"step {record.step}", "update the parameters", exists, fix)
+            reason = f"the gradients are not finite ({values}), so the update was skipped"
+            fix = "check the batch, lower the learning rate or clip gradients; or use nonfinite='skip'"
+        elif skipped >= self.max_skipped or all_skipped:
+            reason = f"{skipped} consecutive updates were skipped because they were not finite ({values})"
+            fix = "check the data, lower the learning rate or clip gradients; or increase max_skipped"
+        else:
+            return
+        self.reason = "nonfinite"
+        raise problem(f"step {record.step}", "update the parameters", reason, fix, code="not-finite")
 
 
 def fit(
@@ -318,41 +312,58 @@ def fit(
     peak_flops_per_s: float | None = None,
     max_skipped: int = 100,
 ) -> FitResult:
-    """Train until `state.step` is `steps`; a restored state simply goes on.
+    """Train until `state.step` equals `steps`.
 
     Args:
-      step: from `train_step`.
-      state: donated: use the one in the result.
-      batches: gives a batch for each step. With `get_state` its position is saved in checkpoints.
-      steps: where to end, counted from step 0.
-      hooks: called on the way, ordered by `Hook.order`.
-      tokens_per_step: tokens in a global batch, for tokens per second.
-      flops_per_step: FLOPs the model needs for a global batch, for the utilisation.
-      peak_flops_per_s: what all devices of the mesh can do together at their best, for the utilisation.
-      max_skipped: how many updates in a row may be skipped by a step with nonfinite="skip".
+      step: the training step, from `train_step`.
+      state: the initial or restored state. It is donated; use the state of the result.
+      batches: an iterable with a batch for each step. If it has `get_state`, checkpoints contain its position.
+      steps: the total number of steps, including those before a restored state.
+      hooks: objects that are called during training, sorted by `Hook.order`.
+      tokens_per_step: tokens in a global batch, to report tokens per second.
+      flops_per_step: model FLOPs for a global batch, to report the utilization.
+      peak_flops_per_s: combined peak of all devices of the mesh, to report the utilization.
+      max_skipped: maximum number of consecutive updates that a step with nonfinite="skip" may skip.
+
+    Returns:
+      The final state, its step, and the last metrics.
 
     Raises:
-      ValueError: batches that end too early (hooks have saved by then); a loss or gradients that are not finite, when
-        the step was made with nonfinite="raise"; with "skip", `max_skipped` updates in a row, or all, were skipped.
-      KeyboardInterrupt: after Ctrl-C, when the step in flight is finished and hooks have saved; not with `Preemption`.
+      ValueError: there are too few batches (after hooks have saved); or the loss or gradients are not finite and the
+        step has nonfinite="raise"; or, with "skip", `max_skipped` consecutive updates or all updates were skipped.
+      KeyboardInterrupt: Ctrl-C was pressed. The current step is finished first, and hooks save. The hook `Preemption`
+        returns a result instead.
+
+    Example:
+      step = mp.train_step(loss_fn)
+      result = mp.fit(step, state, batches, steps=1000, hooks=[ProgressBar(), Checkpointer(checkpoints, every=100)])
+      print(result.last.loss)
     """
     if isinstance(step, TrainState) or not callable(step) or not hasattr(state, "step"):
-        exists = f"its first argument is a {type(step).__name__}, and the second a {type(state).__name__}"
-        raise problem("fit", "take steps from a state", exists, "write mp.fit(step, state, batches, steps=...)")
-    options = getattr(step, "options", None)
+        reason = f"the first argument is a {type(step).__name__}, the second a {type(state).__name__}"
+        raise problem("fit", "train", reason, "write mp.fit(step, state, batches, steps=...)", code="wrong-type")
+    watch = watchdog.current()
+    all_hooks = [*([] if watch is None else [_WatchdogHook(watch)]), *hooks]
+    # Python's default handler would raise KeyboardInterrupt at an arbitrary position of the main thread.
+    if (
+        not any(isinstance(hook, Preemption) for hook in hooks)
+        and threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):
+        all_hooks.append(_CtrlC())
     run = Run(
         state=state,
         batches=batches,
         steps=steps,
-        hooks=sorted([*_Progress.if_watched(), *_CtrlC.unless_minded(hooks)], key=lambda hook: hook.order),
+        hooks=sorted(all_hooks, key=lambda hook: hook.order),
         tokens_per_step=tokens_per_step,
         flops_per_step=flops_per_step,
         peak_flops_per_s=peak_flops_per_s,
-        raise_nonfinite=getattr(options, "nonfinite", None) == "raise",
+        raise_nonfinite=getattr(getattr(step, "options", None), "nonfinite", None) == "raise",
         max_skipped=max_skipped,
     )
-    del state  # its buffers are the run's: a reference kept here would be one to deleted arrays
-    with _hooks_called(run):
+    del state  # the first step donates it
+    with _started_hooks(run):
         while run.step < run.steps and run.reason is None:
             run.advance(step)
         run.drain()
@@ -361,31 +372,30 @@ def fit(
 
 
 @contextlib.contextmanager
-def _hooks_called(run: Run) -> Iterator[None]:
-    """Start the hooks, and end each that was started however the block ends."""
+def _started_hooks(run: Run) -> Iterator[None]:
+    """Start the hooks, and end all started hooks after the block, even if it or a hook fails."""
     started: list[Hook] = []
+
+    def end(reason: str) -> list[Exception]:
+        errors = []
+        for hook in started:
+            try:
+                hook.on_end(run, reason)
+            except Exception as error:
+                errors.append(error)
+        return errors
+
     try:
         for hook in run.hooks:
             started.append(hook)
             hook.on_start(run)
         yield
     except BaseException as error:
-        for late in _ended(started, run, "nonfinite" if run.reason == "nonfinite" else "error"):
-            error.add_note(f"then, when hooks were ended: {late}")
+        for end_error in end("nonfinite" if run.reason == "nonfinite" else "error"):
+            error.add_note(f"then a hook failed in on_end: {end_error}")
         raise
-    for late in _ended(started, run, run.reason or "done"):
-        raise late
-
-
-def _ended(hooks: Sequence[Hook], run: Run, reason: str) -> list[Exception]:
-    """End every hook; the errors met, for one that fails must not keep others from closing their files."""
-    errors = []
-    for hook in hooks:
-        try:
-            hook.on_end(run, reason)
-        except Exception as error:
-            errors.append(error)
-    return errors
+    for end_error in end(run.reason or "done"):
+        raise end_error
 
 
 def restore_or_init(
@@ -396,77 +406,63 @@ def restore_or_init(
     batches: Any = None,
     init: Callable[[Setup, Any], TrainState] = Setup.init,
 ) -> TrainState:
-    """The state to go on with: the newest sound checkpoint's, with the data moved to where it stood; else a new one.
+    """Restore the newest intact checkpoint and the data position, or create a new state.
 
     Args:
-      checkpoints: where to look.
-      setup: what the state is made of, from `meshpar.training.state.make_setup`.
-      key: for a new state, as in `init_state`.
-      batches: the data; moved with `set_state` when the checkpoint says where it stood.
-      init: makes a new state of the setup and the key.
+      checkpoints: the checkpoints of the run.
+      setup: the setup of the state, from `meshpar.training.state.make_setup`.
+      key: the PRNG key of a new state, as in `init_state`.
+      batches: the training data, whose position is restored with `set_state`.
+      init: function that creates a new state from the setup and the key.
+
+    Returns:
+      The state.
 
     Raises:
-      ValueError: as in `Checkpoints.restore`; or the data cannot be moved to where it stood.
+      ValueError: as in `Checkpoints.restore`; or the data position cannot be restored.
     """
     restored = checkpoints.restore(setup)
     if restored is None:
         return init(setup, key)
     if batches is not None:
-        move_data(batches, restored.data_state, restored.step)
+        if restored.data_state is None or not hasattr(batches, "set_state"):
+            missing = f"{type(batches).__name__} has no set_state"
+            reason = "the checkpoint does not contain it" if restored.data_state is None else missing
+            where, fix = f"data of the run restored at step {restored.step}", "use batches with get_state and set_state"
+            fix = f"{fix}, or pass batches=None and set the position yourself"
+            raise problem(where, "restore the data position", reason, fix, code="not-found")
+        batches.set_state(restored.data_state)
     return restored.state
 
 
-def move_data(batches: Any, data_state: Mapping[str, Any] | None, step: int) -> None:
-    """Move batches to where a checkpoint's data stood.
-
-    Raises:
-      ValueError: the checkpoint does not say where, or the batches cannot be moved.
-    """
-    if data_state is None or not hasattr(batches, "set_state"):
-        raise problem(
-            f"data of the run restored at step {step}",
-            "go on where it stood",
-            "the checkpoint does not say where" if data_state is None else f"{type(batches).__name__} has no set_state",
-            "use batches with get_state and set_state, or pass batches=None and move them yourself",
-        )
-    batches.set_state(data_state)
-
-
-def _check_names(metrics: Mapping[str, Any]) -> None:
-    for name in metrics:
-        if name in _RESERVED and name != "loss":
-            exists = f"the loop's own numbers have the names {', '.join(_RESERVED)}"
-            raise problem(f"metric `{name}`", "be recorded", exists, "give it another name in the loss function")
-
-
-def _on_host(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
-    """Metrics off their devices, as (scalars, arrays); waits for them."""
-    read = {name: np.asarray(value) for name, value in metrics.items()}
-    scalars = {name: value.item() for name, value in read.items() if value.ndim == 0}
-    return scalars, {name: value for name, value in read.items() if value.ndim}
+def _to_host(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
+    """Wait for metrics, and return the scalars and the arrays."""
+    arrays = {name: np.asarray(value) for name, value in metrics.items()}
+    scalars = {name: value.item() for name, value in arrays.items() if value.ndim == 0}
+    return scalars, {name: value for name, value in arrays.items() if value.ndim}
 
 
 # ---- Checkpoints and validation --------------------------------------------------------------------------------------
 
 
 class Checkpointer(Hook):
-    """Saves every so many steps and at the end, unless the run fails.
+    """Hook that saves checkpoints periodically and at the end, unless the run fails.
 
-    All numbers up to the step that is saved are handed out first: what a checkpoint knows, metrics.jsonl holds too.
-    A save that fails before the end, on a full disk for example, is a warning, and the next interval tries again. One
-    failure more than `retries` in a row stops the run with an error, and so does a failure at the end. In a pod only a
-    full disk is a warning: any other failed write stops all processes, because they wait for each other's part.
+    The records of all steps up to a checkpoint are handled before the save, so metrics.jsonl contains them.
+    If a save fails, for example on a full disk, a warning is printed and the next interval tries again. More than
+    `retries` consecutive failures stop the run, and so does a failure at the end. With multiple processes, only a full
+    disk is a warning. Other failures stop all processes, because they wait for each other's files.
 
     Args:
-      checkpoints: where to; stays open.
+      checkpoints: the checkpoints to save to. They are not closed.
       every: steps between two saves; None saves at the end only.
-      retries: failed saves in a row after which the run goes on.
+      retries: number of consecutive failed saves that do not stop the run.
     """
 
     order = 1
 
     def __init__(self, checkpoints: Checkpoints, *, every: int | None, retries: int = 3) -> None:
-        self._checkpoints, self._every = checkpoints, _positive("Checkpointer", every)
+        self._checkpoints, self._every = checkpoints, _check_every("Checkpointer", every)
         self._retries, self._failures, self._newest = retries, 0, -1
 
     def on_start(self, run: Run) -> None:
@@ -475,27 +471,25 @@ class Checkpointer(Hook):
             check_shared(pod, Path(self._checkpoints.folder))
 
     def on_dispatched(self, run: Run) -> None:
-        if self._every is not None and run.step % self._every == 0:
-            run.drain()
-            with run.within("save"):
-                self._save(run)
-
-    def _save(self, run: Run) -> None:
+        if self._every is None or run.step % self._every:
+            return
+        run.drain()
         try:
-            self._checkpoints.save(run.state, data_state=run.data_state())
-        except MeshparError as error:  # of this save, or of the one before, which was written in the background
-            whole = self._checkpoints.steps()
+            with run.within("save"):
+                self._checkpoints.save(run.state, data_state=run.data_state())
+        except MeshparError as error:  # of this save, or of the previous background save
+            steps = self._checkpoints.steps()
             if jax.process_count() > 1 and not isinstance(error, NoRoomError):
                 raise
-            # A save that returned may fail later: only a new checkpoint ends the row of failures.
-            newest = max(whole, default=-1)
+            # A background save may fail after `save` has returned, so only a new checkpoint resets the count.
+            newest = max(steps, default=-1)
             self._failures = self._failures + 1 if newest == self._newest else 1
             self._newest = newest
             if self._failures > self._retries:
                 error.add_note(f"the run stops: {self._failures} saves in a row failed")
                 raise
-            kept = f"step {whole[-1]} is the last whole checkpoint" if whole else "there is no whole checkpoint yet"
-            warnings.warn(f"{error} The run goes on; {kept}.", stacklevel=2)
+            available = f"the newest checkpoint is step {newest}" if steps else "there is no checkpoint yet"
+            warnings.warn(f"{error} The run continues; {available}.", stacklevel=2)
 
     def on_end(self, run: Run, reason: str) -> None:
         if reason not in ("error", "nonfinite"):
@@ -504,19 +498,19 @@ class Checkpointer(Hook):
 
 
 class Validator(Hook):
-    """Metrics of an evaluation step over all validation batches, every so many steps and after the last.
+    """Hook that runs an evaluation step over all validation batches, periodically and after the last step.
 
-    Means of batches are weighted by their `loss_weight`: the number of counted tokens, or of examples. Integers are
-    counts and are summed.
+    Metrics are averaged over the batches, weighted by `loss_weight`, the number of counted tokens or examples. Integer
+    metrics are counts, which are summed.
 
     Args:
-      step: from `eval_step`.
-      batches: a list, or what can be iterated again and again and gives the same batches each time.
+      step: the evaluation step, from `eval_step`.
+      batches: a list, or an object that yields the same batches in each iteration.
       every: steps between two validations; None validates after the last step only.
-      of: from the state to the one that is evaluated, as `mp.ema_params`; None: itself.
+      of: function from the training state to the state to evaluate, such as `mp.ema_params`.
 
     Raises:
-      ValueError: an iterator, which would be empty the second time.
+      ValueError: `batches` is an iterator, which is empty after the first validation; or `every` is invalid.
     """
 
     def __init__(
@@ -528,9 +522,9 @@ class Validator(Hook):
         of: Callable[[TrainState], TrainState] | None = None,
     ) -> None:
         if iter(batches) is batches:
-            where, fix = "Validator(batches=...)", "give a list, or an object whose __iter__ starts anew"
-            raise problem(where, "validate again and again", "an iterator is spent after one pass", fix)
-        self._step, self._batches, self._every = step, batches, _positive("Validator", every)
+            reason, fix = "an iterator is exhausted after one pass", "use a list, or a re-iterable object"
+            raise problem("Validator(batches=...)", "validate repeatedly", reason, fix, code="wrong-type")
+        self._step, self._batches, self._every = step, batches, _check_every("Validator", every)
         self._of = of
 
     def on_dispatched(self, run: Run) -> None:
@@ -543,425 +537,79 @@ class Validator(Hook):
 
     def _means(self, state: TrainState) -> dict[str, float]:
         """Combine the scalar metrics of all batches."""
-        found: list[dict[str, float]] = []
+        results: list[dict[str, float]] = []
         counts: set[str] = set()
         in_flight: collections.deque[Mapping[str, Any]] = collections.deque()
         for batch in self._batches:
             in_flight.append(self._step(state, batch))
             counts = {name for name, x in in_flight[-1].items() if is_counted(x)}
             if len(in_flight) > STEPS_IN_FLIGHT:
-                found.append(_on_host(in_flight.popleft())[0])
-        found += [_on_host(metrics)[0] for metrics in in_flight]
-        if not found:
-            raise problem("Validator", "take the mean over batches", "there are none", "give at least one batch")
-        weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in found]
-        total = {name: math.fsum(m[name] for m in found) for name in counts & found[0].keys()}
+                results.append(_to_host(in_flight.popleft())[0])
+        results += [_to_host(metrics)[0] for metrics in in_flight]
+        if not results:
+            raise problem("Validator", "average over batches", "there are none", "pass at least one batch", "exhausted")
+        weights = [metrics.get(LOSS_WEIGHT, 1.0) for metrics in results]
+        total = {name: math.fsum(m[name] for m in results) for name in counts & results[0].keys()}
         means = {
-            # A batch without weight may have nan as its means, and does not count.
-            name: math.fsum(m[name] * w for m, w in zip(found, weights, strict=True) if w) / (math.fsum(weights) or 1)
-            for name in found[0].keys() - counts - {LOSS_WEIGHT}
+            # The means of a batch without weight may be nan, and are ignored.
+            name: math.fsum(m[name] * w for m, w in zip(results, weights, strict=True) if w) / (math.fsum(weights) or 1)
+            for name in results[0].keys() - counts - {LOSS_WEIGHT}
         }
         values = {**total, **means, LOSS_WEIGHT: math.fsum(weights)}
-        return {name: values[name] for name in found[0]}
+        return {name: values[name] for name in results[0]}
 
 
-def _positive(what: str, every: int | None) -> int | None:
+def _check_every(where: str, every: int | None) -> int | None:
     if every is not None:
-        check_positive_int(what, "the number of steps between two calls", every=every)
+        check_positive_int(where, "the number of steps between two calls", every=every)
     return every
 
 
-# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
+# ---- Watchdog and signals --------------------------------------------------------------------------------------------
 
 
-class JsonlWriter(Hook):
-    """One JSON line a step, and one a validation, in a file that a killed run leaves whole but for its last line.
+class _WatchdogHook(Hook):
+    """Hook that reports the progress of this process to the watchdog of a pod."""
 
-    A step: `step, loss, tokens_per_s, mfu, seconds` and its other metrics. A validation: `step`, each metric with
-    `val_` before it, `seconds`. JSON knows no NaN: such a number is null, and `nonfinite` says by name what it was.
-    When a run starts at a step, the lines of later steps, which it will write again, are dropped. Process 0 writes.
-
-    If the file was removed, renamed, replaced or cut, it is written again with the next line, from memory and from what
-    is still open, with a warning. Steps whose lines are lost are recorded in a line `step, missing_from`.
-
-    Args:
-      path: the file; its folder is made when it is not there.
-      also: record -> more for the line of a step, by name: numbers, or lists and dicts of them.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], *, also: Callable[[Record], Mapping[str, Any]] | None = None
-    ) -> None:
-        self._path, self._also = Path(path), also
-        self._file: IO[bytes] | None = None
-        self._waiting: list[bytes] = []
-        self._kept: collections.deque[bytes] = collections.deque()
-        self._size = self._kept_bytes = 0
-        self._is_lost = False
-
-    def on_start(self, run: Run) -> None:
-        if jax.process_index() != 0:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        content = b""
-        if self._path.exists():
-            check_file(self._path, str(self._path), "move it away: the run writes its own", most_bytes=None)
-            content = self._path.read_bytes()
-        lines, missing = _with_gaps(_own_lines(content, last_step=run.first_step), run.first_step)
-        self._open(lines, is_changed=b"".join(lines) != content)
-        if missing:
-            warnings.warn(f"{self._path}: {_missing_words(missing)}, which the run has taken", stacklevel=2)
-
-    def on_record(self, run: Run, record: Record) -> None:
-        self._write(
-            {
-                "step": record.step,
-                "loss": record.loss,
-                "tokens_per_s": record.tokens_per_s,
-                "mfu": record.mfu,
-                "seconds": record.seconds,
-                **record.metrics,
-                **({} if self._also is None else self._also(record)),
-            }
-        )
-
-    def on_validation(self, run: Run, validation: Validation) -> None:
-        named = {f"val_{name}": value for name, value in validation.metrics.items()}
-        self._write({"step": validation.step, **named, "seconds": validation.seconds})
-
-    def on_end(self, run: Run, reason: str) -> None:
-        if self._file is not None:
-            self._check()
-            self._file.close()
-            self._file = None
-        if self._waiting:
-            warnings.warn(f"{self._path}: the last {len(self._waiting)} lines could not be written", stacklevel=2)
-            self._waiting = []
-
-    def _open(self, lines: Iterable[bytes], *, is_changed: bool) -> None:
-        """Open the file to add lines to these, which it holds or is to hold."""
-        lines = list(lines)
-        if is_changed:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, b"".join(lines))
-        number = open_no_link(self._path, os.O_RDWR | os.O_APPEND)
-        file = open(number, "a+b", buffering=0)  # noqa: SIM115 - the kernel has a line at once: a killed process loses none
-        if self._file is not None:
-            self._file.close()
-        self._file, self._size = file, os.fstat(file.fileno()).st_size
-        self._kept.clear()
-        self._kept_bytes = 0
-        for line in lines:
-            self._keep(line)
-
-    def _keep(self, line: bytes) -> None:
-        self._kept.append(line)
-        self._kept_bytes += len(line)
-        while self._kept_bytes > MOST_KEPT_BYTES:
-            self._kept_bytes -= len(self._kept.popleft())
-
-    def _check(self) -> None:
-        """Write the file again if it is no longer the one that was written."""
-        assert self._file is not None
-        mine, there = os.fstat(self._file.fileno()), None
-        with contextlib.suppress(OSError):
-            there = os.lstat(self._path)
-        is_cut = mine.st_size < self._size
-        if there is not None and os.path.samestat(mine, there) and not is_cut:
-            return
-        content = os.pread(self._file.fileno(), mine.st_size, 0)
-        if is_cut:  # memory has the end: all of it, where it is not longer than `MOST_KEPT_BYTES`
-            content = content[: self._size - self._kept_bytes]
-            content = content[: content.rfind(b"\n") + 1] + b"".join(self._kept)
-        own = _own_lines(content)
-        lines, missing = _with_gaps(own, max((json.loads(line)["step"] for line in own), default=0))
-        what = "was removed or renamed" if there is None else "was cut" if is_cut else "was replaced"
-        try:
-            self._open(lines, is_changed=True)
-        except OSError as error:
-            again = f"it cannot be written again ({error.strerror or error})"
-            if self._is_lost:
-                return  # said before
-            self._is_lost = True
-        else:
-            again, self._is_lost = "it is written again", False
-        lost = f"; {_missing_words(missing)}" if missing else ""
-        warnings.warn(f"{self._path} {what} while the run goes on: {again}{lost}", stacklevel=2)
-
-    def _write(self, values: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._check()
-            self._waiting.append(json_line(values).encode())
-            while self._waiting and self._written(self._file, self._waiting[0]):
-                self._keep(self._waiting.pop(0))
-            self._size = os.fstat(self._file.fileno()).st_size
-
-    def _written(self, file: IO[bytes], line: bytes) -> bool:
-        """Whether the disk had room for a line; what it took of one is taken back, and the line waits."""
-        size = os.fstat(file.fileno()).st_size
-        try:
-            if file.write(line) == len(line):
-                return True
-        except OSError as error:
-            if len(self._waiting) == 1:
-                warnings.warn(f"{self._path}: {error.strerror}; the run goes on, and lines wait for room", stacklevel=2)
-        file.truncate(size)
-        return False
-
-
-def json_line(values: Mapping[str, Any]) -> str:
-    """Numbers as one line of strict JSON, ended by a newline."""
-    odd = {name: str(x) for name, x in values.items() if isinstance(x, float) and not math.isfinite(x)}
-    line: dict[str, Any] = {name: None if name in odd else x for name, x in values.items()}
-    if odd:
-        line["nonfinite"] = odd
-    return json.dumps(line, allow_nan=False) + "\n"
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics.jsonl, each with its `step`; what is no such line was someone else's. No file: none."""
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(found := json.loads(line), dict) and isinstance(found.get("step"), int):
-                    yield found
-
-
-def missing_steps(lines: Iterable[Mapping[str, Any]], last_step: int) -> list[tuple[int, int]]:
-    """Return the ranges of steps, first and last, from 1 to `last_step` that have no line with a loss."""
-    found = {line["step"] for line in lines if "loss" in line}
-    missing: list[tuple[int, int]] = []
-    for step in range(1, last_step + 1):
-        if step in found:
-            continue
-        if missing and missing[-1][1] == step - 1:
-            missing[-1] = (missing[-1][0], step)
-        else:
-            missing.append((step, step))
-    return missing
-
-
-def _missing_words(missing: Sequence[tuple[int, int]], most: int = 4) -> str:
-    shown = ", ".join(f"{first} to {last}" if first < last else f"{first}" for first, last in missing[:most])
-    return f"it lacks steps {shown}" + (", …" if len(missing) > most else "")
-
-
-def _own_lines(content: bytes, *, last_step: float = math.inf) -> list[bytes]:
-    """Return the lines of steps and validations up to a step, without recorded gaps."""
-    return [line for line in content.splitlines(keepends=True) if _is_up_to(line, last_step)]
-
-
-def _is_up_to(line: bytes, last_step: float) -> bool:
-    try:
-        found = json.loads(line)
-        return line.endswith(b"\n") and found["step"] <= last_step and "missing_from" not in found
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return False
-
-
-def _with_gaps(lines: Sequence[bytes], last_step: int) -> tuple[list[bytes], list[tuple[int, int]]]:
-    """Return the lines with one more for each range of missing steps, and these ranges."""
-    found = [(json.loads(line), line) for line in lines]
-    missing = missing_steps((values for values, _ in found), last_step)
-    gaps = [json_line({"step": last, "missing_from": first}).encode() for first, last in missing]
-    if not gaps:
-        return list(lines), []
-    of_gaps = [(first, gap) for (first, _), gap in zip(missing, gaps, strict=True)]
-    in_order = sorted([*of_gaps, *((values["step"], line) for values, line in found)], key=lambda one: one[0])
-    return [line for _, line in in_order], missing
-
-
-# ---- Progress --------------------------------------------------------------------------------------------------------
-
-
-class ProgressBar(Hook):
-    """How far it is: a bar in a terminal, plain lines elsewhere. Process 0 shows it.
-
-    Args:
-      stream: where to; standard output by default.
-      every_s: seconds between two plain lines.
-      also: the last record -> more to say about it.
-    """
-
-    def __init__(
-        self,
-        *,
-        stream: IO[str] | None = None,
-        every_s: float = 10.0,
-        also: Callable[[Record], Sequence[str]] | None = None,
-    ) -> None:
-        self._stream, self._every_s, self._also = stream, every_s, also
-        self._bar: Any = None
-        self._task: Any = None
-        self._out: IO[str] | None = None
-        self._shown_at, self._shown_step = -math.inf, -1
-        self._first: tuple[int, float] | None = None
-        self._pace_s: float | None = None
-
-    def on_start(self, run: Run) -> None:
-        if jax.process_index() != 0:
-            return
-        self._out = self._stream or sys.stdout
-        if _is_terminal(self._out):
-            self._bar = _rich_bar(self._out, run)
-            self._task = self._bar.add_task("train", total=run.steps, completed=run.step, numbers="")
-            self._bar.start()
-
-    def on_record(self, run: Run, record: Record) -> None:
-        now = time.monotonic()
-        self._first = self._first or (record.step, now)
-        # Paces differ from step to step; the mean of about the last ten is steady and still follows.
-        if record.step > self._first[0]:
-            self._pace_s = record.seconds if self._pace_s is None else 0.9 * self._pace_s + 0.1 * record.seconds
-        if self._bar is not None or now - self._shown_at >= self._every_s:
-            self._show(run)
-
-    def on_validation(self, run: Run, validation: Validation) -> None:
-        self._show(run)
-
-    def on_end(self, run: Run, reason: str) -> None:
-        if run.last is not None and run.last.step != self._shown_step:
-            self._show(run)
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-        if reason != "done" and self._out is not None:
-            print(f"stopped at step {run.step} of {run.steps}: {reason}", file=self._out, flush=True)
-        self._out = None
-
-    def _show(self, run: Run) -> None:
-        if self._out is None or run.last is None:
-            return
-        self._shown_at, self._shown_step = time.monotonic(), run.last.step
-        numbers = self._numbers(run, run.last)
-        if self._bar is not None:
-            self._bar.update(self._task, completed=run.last.step, numbers=numbers)
-        else:
-            print(f"step {run.last.step}/{run.steps}  {numbers}", file=self._out, flush=True)
-
-    def _numbers(self, run: Run, last: Record) -> str:
-        parts = [f"loss {last.loss:.4g}"]
-        if run.validation is not None:
-            parts += [f"val {run.validation.metrics['loss']:.4g}"] if "loss" in run.validation.metrics else []
-        if last.tokens_per_s is not None:
-            pace = self._pace_s or last.seconds
-            parts.append(f"{human_count(last.tokens_per_s * last.seconds / pace)} tokens/s")
-        parts += [] if self._also is None else self._also(last)
-        if run.skipped:
-            parts.append(f"{run.skipped} skipped")
-        left = self._left_s(run, last)
-        return "  ".join([*parts, *([] if left is None else [f"{datetime.timedelta(seconds=round(left))} left"])])
-
-    def _left_s(self, run: Run, last: Record) -> float | None:
-        """From the wall clock since the first step, so that validations and saves are counted, and compiling is not."""
-        if self._first is None or last.step <= self._first[0] or last.step >= run.steps:
-            return None
-        per_step = (time.monotonic() - self._first[1]) / (last.step - self._first[0])
-        return per_step * (run.steps - last.step)
-
-
-def _is_terminal(stream: IO[str]) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def _rich_bar(stream: IO[str], run: Run) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-    from rich.table import Column
-    from rich.text import Text
-
-    class Doing(ProgressColumn):
-        """Drawn four times a second by a thread of its own: it moves while the run compiles, too."""
-
-        def render(self, task: Task) -> Text:
-            phase = run.phase
-            since_s = 0.0 if phase is None else time.perf_counter() - phase[1]
-            told = f"{PHASES[phase[0]]}, {since_s:.0f} s  " if phase is not None and since_s > 0.2 else ""
-            return Text(told + task.fields["numbers"])
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        Doing(table_column=Column(no_wrap=True)),
-    )
-    return Progress(*columns, console=Console(file=stream, force_terminal=True), refresh_per_second=4, expand=True)
-
-
-class _Progress(Hook):
-    """What `fit` adds in a pod: how far this process is, for the watchdog."""
-
-    order = -1  # at the end the others are told first: what comes then may wait for them
+    order = -1  # first, because the other hooks may block in `on_end`
 
     def __init__(self, watch: watchdog.Watchdog) -> None:
         self._watch = watch
-
-    @classmethod
-    def if_watched(cls) -> list[Hook]:
-        watch = watchdog.current()
-        return [] if watch is None else [cls(watch)]
 
     def on_start(self, run: Run) -> None:
         self._watch.set_busy(PHASES["compile"])
 
     def on_dispatched(self, run: Run) -> None:
-        self._watch.entered(run.step)
+        self._watch.set_step(run.step)
 
     def on_record(self, run: Run, record: Record) -> None:
-        if record.step > run.first_step + 1:  # the first holds the compilation, here or in another process
-            self._watch.took(record.seconds)
+        if record.step > run.first_step + 1:  # the first step includes the compilation, here or on another process
+            self._watch.add_step_time(record.seconds)
             self._watch.set_busy(None)
 
     def on_end(self, run: Run, reason: str) -> None:
         error = sys.exc_info()[1]
         if reason == "error" and error is not None:
             self._watch.failed(error)
-        self._watch.set_busy("ends")
-
-
-class Watched(Hook):
-    """What a pod's process does in every step beside training, to be measured: beats, and agreement on signals.
-
-    Args:
-      watch: started.
-      pod: this process's.
-    """
-
-    def __init__(self, watch: watchdog.Watchdog, pod: Pod) -> None:
-        self._progress, self._agreement = _Progress(watch), StopAgreement(pod, lambda: None)
-
-    def on_start(self, run: Run) -> None:
-        self._progress.on_start(run)
-
-    def on_dispatched(self, run: Run) -> None:
-        self._progress.on_dispatched(run)
-        self._agreement.is_over(run.step)
-
-    def on_record(self, run: Run, record: Record) -> None:
-        self._progress.on_record(run, record)
-
-    def on_end(self, run: Run, reason: str) -> None:
-        self._agreement.close()
-
-
-# ---- Preemption ------------------------------------------------------------------------------------------------------
+        self._watch.set_busy("finishing")
 
 
 class Preemption(Hook):
-    """SIGINT (Ctrl-C) or SIGTERM: the step in flight is finished, `Checkpointer` saves, `fit` returns "interrupted".
+    """Hook that handles SIGINT (Ctrl-C) and SIGTERM: the run saves, and `fit` returns with reason "interrupted".
 
-    A second signal ends the process at once, also while it compiles or waits for a device; one within `grace_s` of the
-    first is taken for the same request, as schedulers often send two. On several processes, whichever receives it, all
-    stop at the same step. Handlers are put back at the end. Only where `fit` runs in the main thread, as Python asks.
+    The current step is finished first. A second signal ends the process immediately, even during a compilation.
+    Schedulers often send a signal twice, so a second signal within `grace_s` is ignored. With multiple processes, all
+    stop at the same step. The previous signal handlers are restored at the end. Python supports signal handlers in the
+    main thread only, so `fit` must run there.
 
-    Without it `fit` still obeys Ctrl-C, where no other hook does: it stops and saves as here, then raises
+    Without this hook, Ctrl-C also stops and saves, unless a different handler is installed, but `fit` then raises
     KeyboardInterrupt.
 
     Args:
-      grace_s: seconds after the first signal in which another counts as the same.
+      grace_s: seconds after the first signal in which further signals are ignored.
     """
 
-    order = 2  # saving is still under its protection
+    order = 2  # after `Checkpointer`, so that a save at the end is still protected
     _signals: Sequence[signal.Signals] = interrupts.SIGNALS
 
     def __init__(self, *, grace_s: float = interrupts.GRACE_S) -> None:
@@ -972,15 +620,16 @@ class Preemption(Hook):
 
     def on_start(self, run: Run) -> None:
         if threading.current_thread() is not threading.main_thread():
-            exists = "Python allows it in the main thread only"
-            raise problem("Preemption", "watch for signals", exists, "call fit there, or leave the hook out")
+            reason = "Python supports signal handlers in the main thread only"
+            fix = "call fit in the main thread, or remove the hook"
+            raise problem("Preemption", "handle signals", reason, fix, code="wrong-thread")
         if jax.process_count() > 1:
             pod = this_pod()
-            assert pod is not None, "jax has several processes, and they a service"
+            assert pod is not None
             self._agreement = StopAgreement(pod, lambda: None if self._watch is None else self._watch.received)
         watch = interrupts.current()
         self._watch = watch if watch is not None and watch.command else interrupts.Watch(signals=self._signals)
-        # A command that compiles its first step may end at once; in a pod the others would wait for it.
+        # A single process may end immediately before its first step. In a pod, the other processes would wait for it.
         self._watch.hold(lambda: self._agreement is not None or run.step > run.first_step, grace_s=self._grace_s)
 
     def on_dispatched(self, run: Run) -> None:
@@ -995,28 +644,19 @@ class Preemption(Hook):
         if agreement is not None and reason in ("error", "nonfinite"):
             agreement.close()
         elif agreement is not None and self._watch is not None:
-            self._watch.received = agreement.end()  # whichever received it, all end with its code
+            self._watch.received = agreement.end()  # all processes end with the same exit code
         if self._watch is not None:
             self._watch.release()
-            if self._watch.received is not None:  # also after the last step: whoever calls is to stop, too
+            if self._watch.received is not None:  # possibly after the last step: the caller must stop as well
                 self._stopped, run.reason = True, "interrupted"
             self._watch = None
 
 
 class _CtrlC(Preemption):
-    """What `fit` adds where no other hook minds Ctrl-C."""
+    """Hook that `fit` adds if Ctrl-C has no other handler; it raises KeyboardInterrupt after the save."""
 
     order = 3
     _signals = (signal.SIGINT,)
-
-    @classmethod
-    def unless_minded(cls, hooks: Sequence[Hook]) -> list[Hook]:
-        """The hooks, and this one where Python's own handler would raise wherever the program happens to be."""
-        minded = any(isinstance(hook, Preemption) for hook in hooks) or (
-            threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        )
-        return [*hooks] if minded else [*hooks, cls()]
 
     def on_end(self, run: Run, reason: str) -> None:
         super().on_end(run, reason)

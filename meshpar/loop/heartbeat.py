@@ -1,12 +1,12 @@
-"""The watchdog: every process of a pod tells the others how far it is, and all end when one is lost.
+"""Watchdog: the processes of a pod send heartbeats to process 0, and all end if a process is lost.
 
-    main thread   entered(step), busy("saves")          two assignments a step, no message
-    talker        every two seconds: put(beat), read the verdict; process 0 reads all beats and gives the verdict
-    guard         ends this process when process 0, where the service lives, does not answer any more
-    on SIGABRT    the service's client aborts this process when process 0 is gone: name process 0 first, then end
+    main thread   set_step(step), busy("saving")        two assignments per step, no messages
+    beat thread   sends a heartbeat and reads the verdict each 2 s; process 0 derives the verdict from all heartbeats
+    guard thread  ends this process if process 0, which runs the coordination service, does not respond
+    on SIGABRT    the service's client aborts this process if process 0 is gone; the handler reports that first
 
-A process is lost when its beats stop (it died, or was stopped by a signal), or when they go on while it stays behind
-the others in a step for too long. What may take long and is no stall says so: `busy`.
+A process is lost if its heartbeats stop because it died or a signal stopped it, or if it stays in a step for too long
+while other processes wait for it. Phases that may take longer are marked with `busy`.
 """
 
 from __future__ import annotations
@@ -30,126 +30,117 @@ import jax
 from meshpar.loop.coordination import Pod
 
 STALL_S = 40.0
-"""Seconds without a beat, or in one step behind the others, after which a process is taken for lost."""
+"""Seconds without a heartbeat, or in a step that other processes have finished, until a process counts as lost."""
 BUSY_S = 1800.0
-"""Seconds that what is no step may take: compiling, saving, validating."""
-READS, WAITS = "reads its data", "waits for others that read theirs"
-"""What a process does that may take as long as `DATA_S`: text is tokenized once, in hours where there is much."""
+"""Maximum seconds of a phase other than steps, such as compilation, saving and validation."""
+READS, WAITS = "reading data", "waiting for other processes to read data"
+"""Phases that may take up to `DATA_S`: the first process tokenizes text, which can take hours."""
 DATA_S = 86_400.0
 BEAT_S = 2.0
 EXIT_CODE = 1
 MISTAKE_CODE = 2
-"""Of all processes, where one of them failed by an error of its own: starting again would meet it again."""
-"""Exit code of a process that ended by its own mistake, as of commands elsewhere."""
-_SLOWEST = 5.0  # a step may take so many times the longest before it
-_OF_OTHERS = ("UNKNOWN: ", "UNAVAILABLE: ", "ABORTED: ", "CANCELLED: ", "DEADLINE_EXCEEDED: ")
-"""How errors begin that jax raises, as a ValueError some, where a message to another process failed."""
-_GRACE_S = 10.0  # for the others to read the verdict before the service ends with process 0
-_LEAVE_S = 60.0  # for all to go the way on which jax has them wait for each other, once they have agreed to
+"""Exit code of all processes if a process raised a local error, which a restart would not fix."""
+_SLOW_FACTOR = 5.0  # a step may take this many times as long as the longest step so far
+_RUNTIME_ERRORS = ("UNKNOWN: ", "UNAVAILABLE: ", "ABORTED: ", "CANCELLED: ", "DEADLINE_EXCEEDED: ")
+"""Prefixes of the errors that jax raises, sometimes as `ValueError`, if communication between processes failed."""
+_GRACE_S = 10.0  # for other processes to read the verdict before process 0 and its service end
+_LEAVE_S = 60.0  # for jax's barrier at exit, once all processes have agreed to end
 
 
 class Judge:
-    """Process 0's account of all: what each told last, and since when it tells the same.
+    """The heartbeats of all processes as received by process 0, which decides whether a process is lost.
 
-    Clocks of hosts need not agree: times are taken here, where beats arrive.
+    Times are measured on process 0, when heartbeats arrive, so the clocks of the hosts may differ.
     """
 
     def __init__(self, num_processes: int, *, stall_s: float = STALL_S, busy_s: float = BUSY_S) -> None:
         self.num_processes, self.stall_s, self.busy_s = num_processes, stall_s, busy_s
-        self._beats: dict[int, tuple[Any, float]] = {}
-        self._places: dict[int, tuple[Any, float]] = {}
-        self._told: dict[int, Mapping[str, Any]] = {}
+        self._beats: dict[int, Mapping[str, Any]] = {}
+        self._changes: dict[tuple[str, int], tuple[Any, float]] = {}
         self._failed_at: float | None = None
         self.code = EXIT_CODE
-        """What all end with after a verdict."""
+        """Exit code of all processes after a verdict."""
 
-    def look(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> str | None:
-        """Who is lost, by the beats read at `now` (seconds, any clock that only goes forward); None while all is well.
+    def verdict(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> str | None:
+        """Return which process is lost and why, or None.
 
         Args:
-          beats: by process: `count`, `host`, `step`, `busy` (what it does, None in a step), `slowest_s`, `failed`.
+          beats: the heartbeats by process, with `count`, `host`, `step`, `busy` (the phase, None during steps),
+            `slowest_s` and `failed`.
+          now: the time at which they were read, in seconds of a monotonic clock.
         """
+        self._beats.update(beats)
         for number, beat in beats.items():
-            self._told[number] = beat
-            _since(self._beats, number, beat["count"], now)
-            _since(self._places, number, (beat["step"], beat["busy"]), now)
-        failed = [number for number, beat in self._told.items() if beat["failed"]]
+            for name, value in (("count", beat["count"]), ("phase", (beat["step"], beat["busy"]))):
+                if self._changes.get((name, number), (None,))[0] != value:
+                    self._changes[name, number] = (value, now)
+        failed = [number for number, beat in self._beats.items() if beat["failed"]]
         self._failed_at = now if failed and self._failed_at is None else self._failed_at
-        # Where a message between devices failed, the process that died is named, not the one that noticed.
+        # After a failed message between devices, the process that died is reported, not the process that noticed.
         limit_s = min(self.stall_s, _GRACE_S) if failed else self.stall_s
-        live = [number for number, beat in self._told.items() if beat["busy"] != "done"]
-        silent = [number for number in live if now - self._beats[number][1] > limit_s]
-        if silent:
-            return self._silent(silent[0], now)
-        noticed = [number for number in failed if self._told[number]["failed"]["own"]]
+        live = [number for number, beat in self._beats.items() if beat["busy"] != "done"]
+        for number in live:
+            silent_s = now - self._changes["count", number][1]
+            if silent_s > limit_s:
+                phase = self._beats[number]["busy"] or f"in step {self._beats[number]['step'] + 1}"
+                silence = f"sent no heartbeat for {silent_s:.0f} s while {phase}"
+                return f"{self._name(number)} {silence}: it died or was stopped"
+        noticed = [number for number in failed if self._beats[number]["failed"]["own"]]
         if noticed or (failed and now - (self._failed_at or now) > limit_s + BEAT_S):
             number = (noticed or failed)[0]
             self.code = MISTAKE_CODE if noticed else EXIT_CODE
-            return f"{self._name(number)} ended: {self._told[number]['failed']['text']}"
+            return f"{self._name(number)} failed: {self._beats[number]['failed']['text']}"
         return self._stalled(live, now)
-
-    def _silent(self, number: int, now: float) -> str:
-        return (
-            f"{self._name(number)} has not been heard of for {now - self._beats[number][1]:.0f} s, since it "
-            f"{self._doing(number)}: it died, or it was stopped"
-        )
 
     def _stalled(self, live: list[int], now: float) -> str | None:
         if not live:
             return None
-        least = min(self._told[number]["step"] for number in live)
-        behind = [number for number in live if self._told[number]["step"] == least]
-        slowest = max(self._told[number]["slowest_s"] for number in live)
+        phase_s = {number: now - self._changes["phase", number][1] for number in live}
         for number in live:
-            busy, since_s = self._told[number]["busy"], now - self._places[number][1]
-            if busy is not None and since_s > (DATA_S if busy in (READS, WAITS) else self.busy_s):
-                return f"{self._name(number)} {self._doing(number)} for {since_s:.0f} s"
-        if any(self._told[number]["busy"] is not None for number in behind):
+            busy = self._beats[number]["busy"]
+            if busy is not None and phase_s[number] > (DATA_S if busy in (READS, WAITS) else self.busy_s):
+                return f"{self._name(number)} has been {busy} for {phase_s[number]:.0f} s"
+        last_step = min(self._beats[number]["step"] for number in live)
+        slow = [number for number in live if self._beats[number]["step"] == last_step]
+        slowest_s = max(self._beats[number]["slowest_s"] for number in live)
+        since_s = min(phase_s[number] for number in slow)
+        is_busy = any(self._beats[number]["busy"] is not None for number in slow)
+        if is_busy or since_s <= max(self.stall_s, _SLOW_FACTOR * slowest_s):
             return None
-        since_s = min(now - self._places[number][1] for number in behind)
-        if since_s <= max(self.stall_s, _SLOWEST * slowest):
-            return None
-        whom = "all processes stay" if len(behind) == len(live) else f"{self._name(behind[0])} stays"
-        return f"{whom} in step {least + 1} for {since_s:.0f} s (the longest step took {slowest:.1f} s)"
+        subject = "all processes have" if len(slow) == len(live) else f"{self._name(slow[0])} has"
+        longest = f"the longest step took {slowest_s:.1f} s"
+        return f"{subject} been in step {last_step + 1} for {since_s:.0f} s ({longest})"
 
     def _name(self, number: int) -> str:
-        return f"process {number} of {self.num_processes} (on {self._told[number]['host']})"
-
-    def _doing(self, number: int) -> str:
-        beat = self._told[number]
-        return f"was in step {beat['step'] + 1}" if beat["busy"] is None else f"{beat['busy']}"
-
-
-def _since(kept: dict[int, tuple[Any, float]], number: int, value: Any, now: float) -> None:
-    if number not in kept or kept[number][0] != value:
-        kept[number] = (value, now)
+        return f"process {number} of {self.num_processes} (on {self._beats[number]['host']})"
 
 
 class Watchdog:
-    """This process's part. One for a process: `start`, then `entered`, `busy` and `failed` from anywhere.
+    """The watchdog of the local process. After `start`, all threads may call its methods.
 
     Args:
-      pod: whose processes watch each other.
-      stall_s: seconds after which a process is lost.
-      leave: how this process ends; by default it says why, dumps stacks into `log` and exits.
+      pod: the processes that watch each other.
+      stall_s: seconds after which a process counts as lost.
+      leave: function that ends this process; by default it prints the verdict, writes stacks to `log` and exits.
     """
 
     log: Path | None = None
-    """The file for stacks, in the run folder; None before there is one."""
+    """File for stack traces in the run's folder, or None if the folder does not exist yet."""
 
     def __init__(self, pod: Pod, *, stall_s: float = STALL_S, leave: Callable[[str], None] | None = None) -> None:
         self._pod, self.stall_s, self._leave = pod, stall_s, leave or self._dump_and_exit
-        self._stderr = os.dup(2)  # while jax compiles, what is written to 2 is caught
-        self._place: tuple[int, str | None] = (0, "starts")
+        self._stderr = os.dup(2)  # file descriptor 2 is redirected while jax compiles
+        self._step: int = 0
+        self._busy: str | None = "starting"
         self._slowest_s, self._count = 0.0, 0
         self._failed: dict[str, Any] | None = None
-        self._heard_at = time.monotonic()
+        self._response_at = time.monotonic()
         self._judge = Judge(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
         self._code = EXIT_CODE
         self._agreed: int | None = None
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._answers = True
+        self._coordinator_responds = True
         self._num_gone = 0
         self._leaving = threading.Lock()
         self._native: int | None = None
@@ -157,39 +148,39 @@ class Watchdog:
         self._on_abort: Any = None
 
     def start(self) -> None:
-        """Begin to tell and to watch, in threads of their own."""
-        faulthandler.enable(file=self._stderr)  # the service's own client aborts where process 0 is gone
+        """Start the threads that send heartbeats and watch process 0."""
+        faulthandler.enable(file=self._stderr)  # the service's client aborts if process 0 is gone
         self._beat()
-        for run in (self._talk, *(() if self._judge else (self._guard,))):
+        for run in (self._run, *(() if self._judge else (self._guard,))):
             self._threads.append(threading.Thread(target=run, name="meshpar-watchdog", daemon=True))
             self._threads[-1].start()
 
     def keep_native_text(self) -> None:
-        """Show what C++ writes on standard error a few seconds late: an abort can be explained before its stack.
+        """Delay the messages of C++ code on standard error by seconds, so that an abort is explained before its stack.
 
-        Python's own text is not delayed.
+        Messages of Python code are not delayed.
         """
         sys.stderr.flush()
         with tempfile.TemporaryFile() as file:
             self._native = os.dup(file.fileno())
         os.dup2(self._native, 2)
-        shown = os.dup(self._stderr)
-        sys.stderr = open(shown, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115
-        # A handler of Python's would run after the abort.
+        stderr = os.dup(self._stderr)
+        sys.stderr = open(stderr, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")  # noqa: SIM115
+        # A Python signal handler would run after the abort.
         self._on_abort = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._aborts)
         ctypes.CDLL(None).signal(signal.SIGABRT, self._on_abort)
 
     def _aborts(self, number: int) -> None:
-        deadline = time.monotonic() + BEAT_S  # a process that dies closes its sockets one after another
+        deadline = time.monotonic() + BEAT_S  # the sockets of a dying process do not close at the same time
         while self._judge is None and time.monotonic() < deadline:
             if self._pod.is_coordinator_gone():
-                self._go_without_coordinator()
+                self._end_without_coordinator()
             time.sleep(BEAT_S / 10)
         self.show_native_text()
         faulthandler.dump_traceback(file=self._stderr, all_threads=True)
 
     def show_native_text(self, *, late: bool = False) -> None:
-        """Show what C++ has written; `late`: only what it had written at the call before."""
+        """Print the delayed messages of C++ code; with `late`, only messages from before the previous call."""
         if self._native is not None:
             size = os.fstat(self._native).st_size
             end = self._native_seen if late else size
@@ -197,32 +188,31 @@ class Watchdog:
                 os.write(self._stderr, os.pread(self._native, end - self._native_shown, self._native_shown))
             self._native_seen, self._native_shown = size, end
 
-    def entered(self, step: int) -> None:
-        """The main thread has dispatched so many steps."""
-        self._place = (step, self._place[1])
+    def set_step(self, step: int) -> None:
+        """Record the number of steps that the main thread has dispatched."""
+        self._step = step
 
-    def took(self, seconds: float) -> None:
-        """A step took so long; the next may take a few times that before it counts as a stall."""
+    def add_step_time(self, seconds: float) -> None:
+        """Record the time of a step. A later step counts as stalled after a multiple of the longest time."""
         self._slowest_s = max(self._slowest_s, seconds)
 
-    def set_busy(self, what: str | None) -> None:
-        """What the process does that is no step and may take long, as "saves"; None: steps again."""
-        self._place = (self._place[0], what)
+    def set_busy(self, phase: str | None) -> None:
+        """Set the current phase, such as "saving", which may take longer than a step; None during steps."""
+        self._busy = phase
 
     @contextlib.contextmanager
-    def busy(self, what: str) -> Iterator[None]:
-        """A block that is no step."""
-        before = self._place[1]
-        self.set_busy(what)
+    def busy(self, phase: str) -> Iterator[None]:
+        """Set the phase within a block."""
+        previous, self._busy = self._busy, phase
         try:
             yield
         finally:
-            self.set_busy(before)
+            self._busy = previous
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others that this process is about to end, and why. Only the first error counts.
+        """Report that this process will end due to an error. Only the first error counts.
 
-        Where it is the runtime's, a message between devices may have failed: then another process may have died.
+        An error of the jax runtime may mean that communication failed because a different process died.
         """
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         self._failed = self._failed or {"text": text, "own": is_own(error)}
@@ -230,30 +220,28 @@ class Watchdog:
             self._beat()
 
     def say(self, text: str) -> None:
-        """On the standard error that the process began with."""
+        """Print a line on the original standard error."""
         with contextlib.suppress(OSError):  # a closed pipe, or a full disk
             os.write(self._stderr, f"\nmeshpar: {text}\n".encode())
 
     def wait_to_leave(self) -> None:
-        """After `failed`: wait for the verdict, with which this process ends; returns when none comes."""
+        """Block, after `failed`, until the verdict ends this process. Return after a timeout."""
         self._ended.wait(self.stall_s + 3 * _GRACE_S)
 
     def interrupted(self, number: int) -> None:
-        """Tell the others that a signal of this number ends this process before anything is trained: they end, too."""
-        if self._agreed is not None:  # all are leaving: one that went before the others would have jax abort them
+        """End all processes because a signal ends this process before training starts."""
+        if self._agreed is not None:  # all processes are ending, and jax would abort the slower processes
             time.sleep(_GRACE_S)
             return
         self._pod.put(f"interrupted/{self._pod.process_id}", number)
-        self._see_all_leave()
+        self._leave_pod()
 
     def done(self, code: int = 0) -> None:
-        """The work is done, and all have agreed on the code they end with: beats that stop now mean nothing.
+        """Stop watching, after all processes have finished and agreed on an exit code.
 
-        From here on no thread of this one asks the store: Python ends threads as it finalizes, and where one is inside
-        the service's client that aborts the process.
+        The threads end here. Python aborts if it finalizes while a thread is inside the service's client.
         """
-        self._agreed = code
-        self.set_busy("done")
+        self._agreed, self._busy = code, "done"
         with contextlib.suppress(Exception):
             self._beat()
         self._ended.set()
@@ -261,143 +249,138 @@ class Watchdog:
             thread.join(_GRACE_S)
 
     def leave_in_time(self, code: int) -> None:
-        """After `done`: jax has all wait for each other at exit. Where one is lost on its way there, end without it."""
-        late = threading.Timer(_LEAVE_S + (_GRACE_S if self._judge else 0.0), self._exit, (code,))  # process 0 last
-        late.daemon = True
-        late.start()
+        """Limit the time, after `done`, of the barrier that jax has at exit, in case that a process is lost there."""
+        timer = threading.Timer(_LEAVE_S + (_GRACE_S if self._judge else 0.0), self._exit, (code,))  # process 0 is last
+        timer.daemon = True
+        timer.start()
 
     def _beat(self) -> None:
         self._count += 1
-        step, busy = self._place
         beat = {
             "count": self._count,
             "host": socket.gethostname(),
-            "step": step,
-            "busy": busy,
+            "step": self._step,
+            "busy": self._busy,
             "slowest_s": self._slowest_s,
             "failed": self._failed,
         }
         self._pod.put(f"beat/{self._pod.process_id}", beat)
 
-    def _talk(self) -> None:
+    def _run(self) -> None:
         while not self._ended.wait(BEAT_S):
             self.show_native_text(late=True)
             try:
                 self._beat()
-                for who, number in self._pod.below("interrupted").items():
-                    self._interrupt(who, number)
+                for process, number in self._pod.children("interrupted").items():
+                    self._interrupt(process, number)
                 verdict = self._read_verdict()
-                self._heard_at = time.monotonic()
+                self._response_at = time.monotonic()
             except Exception:
-                if self._place[1] == "done":
+                if self._busy == "done":
                     return
                 if self._judge is None and self._pod.is_coordinator_gone():
-                    self._go_without_coordinator()
+                    self._end_without_coordinator()
                     return
-                continue  # the guard counts the seconds
+                continue  # `_guard` ends the process if this persists
             if verdict is not None:
-                self._go(verdict)
+                self._end(verdict)
                 return
 
     def _read_verdict(self) -> str | None:
         if self._judge is None:
-            told = self._pod.below("verdict")
-            self._code = told.get("code", EXIT_CODE)
-            return told.get("text")
-        beats = {int(number): beat for number, beat in self._pod.below("beat").items()}
-        verdict = self._judge.look(beats, time.monotonic())
+            received = self._pod.children("verdict")
+            self._code = received.get("code", EXIT_CODE)
+            return received.get("text")
+        beats = {int(number): beat for number, beat in self._pod.children("beat").items()}
+        verdict = self._judge.verdict(beats, time.monotonic())
         if verdict is not None:
             self._code = self._judge.code
-            self._pod.put("verdict/code", self._code)  # before the text, at which the others leave
+            self._pod.put("verdict/code", self._code)  # first, because the other processes end when they read the text
             self._pod.put("verdict/text", verdict)
         return verdict
 
     def _guard(self) -> None:
         while not self._ended.wait(BEAT_S):
-            silent_s = time.monotonic() - self._heard_at
-            if self._place[1] == "done":
+            silent_s = time.monotonic() - self._response_at
+            if self._busy == "done":
                 return
             if silent_s > self.stall_s:
-                name = f"process 0 of {self._pod.num_processes}, which coordinates,"
-                self._answers = False  # nothing is told any more: a message to it would not return
-                self._go(f"{name} has not answered for {silent_s:.0f} s: it died, or it was stopped")
+                name = f"process 0 of {self._pod.num_processes}, the coordinator,"
+                self._coordinator_responds = False  # further calls to the service would hang
+                self._end(f"{name} has not responded for {silent_s:.0f} s: it died or was stopped")
                 return
 
-    def _interrupt(self, who: str, number: int) -> None:
-        if int(who) == self._pod.process_id or self._place[1] == "done":
+    def _interrupt(self, process: str, number: int) -> None:
+        if int(process) == self._pod.process_id or self._busy == "done":
             return
-        name = f"process {who} of {self._pod.num_processes}"
+        name = f"process {process} of {self._pod.num_processes}"
         self.say(f"interrupted ({signal.Signals(number).name} in {name})")
-        self._see_all_leave()
+        self._leave_pod()
         self._ended.set()
         os._exit(128 + number)
 
-    def _see_all_leave(self) -> None:
-        """Say that this process leaves; where the service lives, wait until all have said so."""
+    def _leave_pod(self) -> None:
+        """Announce that this process ends. Process 0, which runs the service, ends after all announcements."""
         with contextlib.suppress(Exception):
             self._pod.put(f"left/{self._pod.process_id}", True)
-        if self._judge is not None:
-            self._wait_for_the_others()
-
-    def _go_without_coordinator(self) -> None:
-        self._answers = False
-        name = f"process 0 of {self._pod.num_processes}, the coordinator at {self._pod.coordinator},"
-        self._go(f"{name} is gone: it died, or it was killed")
-
-    def without(self, number: int, *, how: str) -> None:
-        """End this process, because process `number` is known to be gone."""
-        if number == 0:
-            self._go_without_coordinator()
-        else:
-            self._num_gone = 1
-            self._go(f"process {number} of {self._pod.num_processes} {how}")
-
-    def _go(self, verdict: str) -> None:
-        if not self._leaving.acquire(blocking=False):
-            self._ended.wait()  # another thread ends this process
+        if self._judge is None:
             return
-        self._leave(f"{verdict}. All processes end; what was saved is whole, and the same command goes on from there.")
-        self._ended.set()
-
-    def _wait_for_the_others(self) -> None:
         deadline = time.monotonic() + _GRACE_S
         with contextlib.suppress(Exception):
             num_live = self._pod.num_processes - self._num_gone
-            while time.monotonic() < deadline and len(self._pod.below("left")) < num_live:
+            while time.monotonic() < deadline and len(self._pod.children("left")) < num_live:
                 time.sleep(BEAT_S / 10)
-        time.sleep(BEAT_S / 10)  # the last has said so, and has yet to leave
+        time.sleep(BEAT_S / 10)  # the last process ends shortly after its announcement
+
+    def _end_without_coordinator(self) -> None:
+        self._coordinator_responds = False
+        name = f"process 0 of {self._pod.num_processes}, the coordinator at {self._pod.coordinator},"
+        self._end(f"{name} is gone: it died or was killed")
+
+    def without(self, number: int, *, how: str) -> None:
+        """End this process because process `number` is known to be gone."""
+        if number == 0:
+            self._end_without_coordinator()
+        else:
+            self._num_gone = 1
+            self._end(f"process {number} of {self._pod.num_processes} {how}")
+
+    def _end(self, verdict: str) -> None:
+        if not self._leaving.acquire(blocking=False):
+            self._ended.wait()  # a different thread ends this process
+            return
+        fix = "All processes end. Saved checkpoints are intact; run the same command to continue."
+        self._leave(f"{verdict}. {fix}")
+        self._ended.set()
 
     def _dump_and_exit(self, text: str) -> None:
-        own = self._failed is not None and self._failed["own"]  # it has said so itself
-        code = MISTAKE_CODE if own else self._code
-        if self._agreed is not None:  # the one that is lost had agreed, too: a signal ended it on its way out
+        is_own = self._failed is not None and self._failed["own"]  # then the error has been printed
+        code = MISTAKE_CODE if is_own else self._code
+        if self._agreed is not None:  # all processes had finished, and a signal ended a process before its exit
             code = self._agreed
-        elif not own:
+        elif not is_own:
             with contextlib.suppress(OSError):
                 self.say(text)
-                if code != MISTAKE_CODE:  # which is told, and in none of this process's stacks
+                if code != MISTAKE_CODE:  # a mistake is explained by its message, not by the stacks of this process
                     self._write_stacks()
-        if self._answers:
-            self._see_all_leave()  # when all is said: the client of one that is still here aborts it without process 0
+        if self._coordinator_responds:
+            self._leave_pod()  # last, because the clients of remaining processes abort them when process 0 ends
         self._exit(code)
 
     def _write_stacks(self) -> None:
-        """Write the local error, the stacks of all threads and the last C++ messages to a file, and report its name.
-
-        If there is no run folder, the file is a temporary one.
-        """
+        """Write the error, the stacks of all threads and the latest C++ messages to `log`, or to a temporary file."""
         try:
             path = str(self.log)
-            to = os.open(self.log or "", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            file = os.open(self.log or "", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
         except OSError:
-            to, path = tempfile.mkstemp(prefix=f"meshpar-process-{self._pod.process_id}-", suffix=".log")
+            file, path = tempfile.mkstemp(prefix=f"meshpar-process-{self._pod.process_id}-", suffix=".log")
         if self._failed is not None:
-            os.write(to, f"{self._failed['text']}\n\n".encode())
-        faulthandler.dump_traceback(file=to, all_threads=True)
+            os.write(file, f"{self._failed['text']}\n\n".encode())
+        faulthandler.dump_traceback(file=file, all_threads=True)
         if self._native is not None:
             size = os.fstat(self._native).st_size - self._native_shown
-            os.write(to, os.pread(self._native, size, self._native_shown))
-        os.close(to)
+            os.write(file, os.pread(self._native, size, self._native_shown))
+        os.close(file)
         os.write(self._stderr, f"meshpar: the stacks of process {self._pod.process_id} are in {path}\n".encode())
 
     def _exit(self, code: int) -> None:
@@ -407,9 +390,9 @@ class Watchdog:
 
 
 def is_own(error: BaseException | None) -> bool:
-    """Whether a process failed by itself: behind a save that failed, say, no message to another process did."""
+    """Return whether an error was caused by this process, and not by failed communication between processes."""
     while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) or str(error).startswith(_OF_OTHERS):
+        if isinstance(error, jax.errors.JaxRuntimeError) or str(error).startswith(_RUNTIME_ERRORS):
             return False
         error = error.__cause__ or error.__context__
     return True
@@ -419,7 +402,7 @@ _watchdog: Watchdog | None = None
 
 
 def watch(pod: Pod | None, *, stall_s: float = STALL_S) -> Watchdog | None:
-    """Start this process's watchdog, once; None for a process on its own."""
+    """Start the watchdog of this process, if it is not running; return None for a single process."""
     global _watchdog
     if pod is not None and _watchdog is None:
         _watchdog = Watchdog(pod, stall_s=stall_s)
@@ -428,10 +411,11 @@ def watch(pod: Pod | None, *, stall_s: float = STALL_S) -> Watchdog | None:
 
 
 def current() -> Watchdog | None:
-    """This process's watchdog; None where none was started."""
+    """Return the watchdog of this process, or None."""
     return _watchdog
 
 
-def busy(what: str) -> contextlib.AbstractContextManager[None]:
-    """A block that is no step, as "saves"; nothing where no watchdog was started."""
-    return contextlib.nullcontext() if _watchdog is None else _watchdog.busy(what)
+def busy(phase: str) -> contextlib.AbstractContextManager[None]:
+    """Set the phase of the watchdog, such as "saving", within a block. Without a watchdog, it has no effect."""
+
+    return contextlib.nullcontext() if _watchdog is None else _watchdog.busy(phase)

@@ -1,4 +1,4 @@
-"""Writers of a run's numbers to TensorBoard and Weights & Biases, beside metrics.jsonl, which stays what counts."""
+"""Hooks that log a run to TensorBoard or Weights & Biases, in addition to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from typing import Any
 import jax
 
 from meshpar.loop.fit import Hook, Record, Run, Validation
+from meshpar.sharding.errors import check_choice
 from meshpar.sharding.host_resources import replace_file
-from meshpar.sharding.types import near, problem
+from meshpar.sharding.types import problem
 
 Also = Callable[[Record], Mapping[str, Any]]
 
 
 class Writer(Hook, abc.ABC):
-    """Numbers to a library's writer, by process 0.
+    """Base class of hooks that log metrics to a logging library, on process 0.
 
-    What goes wrong in the library after `check_writers` ends no run: a warning tells it once, the run goes on without
-    this writer, and metrics.jsonl has every number. Derive from it: `_open`, `_log`, `_close`.
+
+    If the library raises during the run, a warning is printed once and logging to it stops. The run continues, and
+    metrics.jsonl stays complete. Subclasses define `_open`, `_log` and `_close`.
 
     Args:
-      folder: of the run.
-      config: what the run is made of, to be shown beside its numbers.
-      also: record -> more of its numbers, by name.
+      folder: the folder of the run.
+      config: the recipe, shown next to the metrics.
+      also: function from a record to additional metrics by name.
     """
 
     name = ""
     package = ""
-    """What is imported; the extra of this package has the name of the writer."""
+    """The package to import. The extra of meshpar that installs it has the name of the writer."""
 
     def __init__(self, folder: str | Path, *, config: Mapping[str, Any], also: Also | None = None) -> None:
         self._folder, self._config, self._also = Path(folder), config, also
@@ -43,57 +45,57 @@ class Writer(Hook, abc.ABC):
 
     def on_start(self, run: Run) -> None:
         if jax.process_index() == 0:
-            self._library = self._tried("open", lambda: self._open(run.first_step))
+            self._library = self._attempt("open", lambda: self._open(run.first_step))
 
     def on_record(self, run: Run, record: Record) -> None:
+        rates = {"tokens_per_s": record.tokens_per_s, "mfu": record.mfu, "seconds": record.seconds}
         also = {} if self._also is None else self._also(record)
-        own = {"tokens_per_s": record.tokens_per_s, "mfu": record.mfu, "seconds": record.seconds}
-        self._write(record.step, "train", {"loss": record.loss, **own, **record.metrics, **also})
+        self._write(record.step, "train", {"loss": record.loss, **rates, **record.metrics, **also})
 
     def on_validation(self, run: Run, validation: Validation) -> None:
         self._write(validation.step, "valid", validation.metrics)
 
     def on_end(self, run: Run, reason: str) -> None:
         if self._library is not None:
-            self._tried("close", lambda: self._close(failed=reason in ("error", "nonfinite")))
+            self._attempt("close", lambda: self._close(failed=reason in ("error", "nonfinite")))
             self._library = None
 
-    def _write(self, step: int, side: str, values: Mapping[str, Any]) -> None:
+    def _write(self, step: int, prefix: str, values: Mapping[str, Any]) -> None:
         if self._library is not None:
-            found = {f"{side}/{name}": float(x) for name, x in values.items() if isinstance(x, int | float)}
-            self._tried("write", lambda: self._log(step, found))
+            scalars = {f"{prefix}/{name}": float(x) for name, x in values.items() if isinstance(x, int | float)}
+            self._attempt("write", lambda: self._log(step, scalars))
 
-    def _tried(self, what: str, call: Callable[[], Any]) -> Any:
+    def _attempt(self, action: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except Exception as error:  # whatever a library or a network has for us
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            told = f"{self.name} could not {what} ({said}): the run goes on without it, metrics.jsonl has every number"
-            warnings.warn(told, stacklevel=3)
+        except Exception as error:  # the libraries do not document which exceptions they raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            message = f"{self.name} could not {action} ({reason}). The run continues without it"
+            warnings.warn(f"{message}; metrics.jsonl has all metrics.", stacklevel=3)
             self._library = None
 
     @abc.abstractmethod
     def _open(self, first_step: int) -> Any:
-        """The library's writer, for a run that has taken so many steps."""
+        """Return the library's writer for a run that starts after `first_step` steps."""
 
     @abc.abstractmethod
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes numbers of a step by name, as `train/loss`."""
+        """Log the metrics of a step; names look like `train/loss`."""
 
     @abc.abstractmethod
     def _close(self, *, failed: bool) -> None:
-        """Writes what is left, and whether the run ended by an error."""
+        """Flush the metrics and record whether the run failed."""
 
 
 class TensorBoard(Writer):
-    """Event files in `tensorboard/` of the run's folder, by tensorboardX: `tensorboard --logdir runs`."""
+    """Writer of event files in `tensorboard/` of the run's folder: `tensorboard --logdir runs`."""
 
     name, package = "tensorboard", "tensorboardX"
 
     def _open(self, first_step: int) -> Any:
         from tensorboardX import SummaryWriter
 
-        # What a process that died wrote of later steps is taken back, as in metrics.jsonl.
+        # A resumed run repeats the steps after its checkpoint, so their earlier values are purged, as in metrics.jsonl.
         purge = first_step + 1 if first_step else None
         library = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge, flush_secs=10)
         library.add_text("recipe", f"```json\n{json.dumps(self._config, indent=2, default=str)}\n```", first_step)
@@ -108,9 +110,9 @@ class TensorBoard(Writer):
 
 
 class WandB(Writer):
-    """A run of Weights & Biases of the recipe's name; WANDB_MODE=offline, WANDB_PROJECT and so on count as everywhere.
+    """Writer to Weights & Biases. Variables such as WANDB_MODE=offline and WANDB_PROJECT work as usual.
 
-    Its id is kept in the run's folder, so that a run that goes on is the same there, too.
+    The run id is saved in the run's folder, so a resumed run continues the same W&B run.
     """
 
     name, package = "wandb", "wandb"
@@ -118,42 +120,46 @@ class WandB(Writer):
     def _open(self, first_step: int) -> Any:
         import wandb
 
-        kept = self._folder / "wandb.id"
-        if not kept.exists():
-            replace_file(kept, secrets.token_hex(8))
+        id_file = self._folder / "wandb.id"
+        if not id_file.exists():
+            replace_file(id_file, secrets.token_hex(8))
         library = wandb.init(
-            id=kept.read_text(encoding="ascii").strip(),
+            id=id_file.read_text(encoding="ascii").strip(),
             name=self._folder.name,
             dir=str(self._folder),
             config=dict(self._config),
             resume="allow",
-            settings=wandb.Settings(console="off"),  # standard output is the report's
+            settings=wandb.Settings(console="off"),  # standard output is used for the report
         )
         library.define_metric("*", step_metric="step")
         return library
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        # Not `step=`: a validation comes after its step's own line, and a run that goes on takes steps again.
+        # W&B drops values whose `step=` is not increasing. A validation has the step of the previous record, and a
+        # resumed run repeats steps, so the step is logged as a metric.
         self._library.log({"step": step, **{name: x for name, x in values.items() if math.isfinite(x)}})
 
     def _close(self, *, failed: bool) -> None:
         self._library.finish(exit_code=int(failed))
 
 
-WRITERS: dict[str, type[Writer]] = {one.name: one for one in (TensorBoard, WandB)}
+WRITERS: dict[str, type[Writer]] = {writer.name: writer for writer in (TensorBoard, WandB)}
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Raises `ValueError` for a writer that does not exist, or whose library is not installed."""
+    """Check that the writers exist and that their packages are installed.
+
+    Raises:
+      ValueError: a name is not in `WRITERS`, or its package is missing.
+    """
     for name in names:
-        where = f"writer `{name}`"
-        if name not in WRITERS:
-            raise problem(where, "write with it", f"there are {', '.join(WRITERS)}", near(name, WRITERS))
+        check_choice("writers", "the name of a metric writer", tuple(WRITERS), name=name)
         if importlib.util.find_spec(WRITERS[name].package) is None:
-            exists = f"the package {WRITERS[name].package} is not installed"
-            raise problem(where, "write numbers with it", exists, f"pip install 'meshpar[{name}]', or leave it out")
+            reason = f"the package {WRITERS[name].package} is not installed"
+            fix = f"pip install 'meshpar[{name}]', or remove this writer"
+            raise problem(f"writer `{name}`", "log metrics", reason, fix, code="missing-package")
 
 
 def writers(names: Sequence[str], folder: str | Path, *, config: Mapping[str, Any], also: Also | None) -> list[Hook]:
-    """The hooks of these names, for a run's folder; arguments as of `Writer`."""
+    """Create the hooks with these names. See `Writer` for the arguments."""
     return [WRITERS[name](folder, config=config, also=also) for name in names]

@@ -1,4 +1,4 @@
-"""Profile: a trace of some steps, with the phases of the loop by name, for XProf and `meshpar trace`."""
+"""Hook that profiles a range of steps with `jax.profiler`, for XProf and `meshpar trace`."""
 
 from __future__ import annotations
 
@@ -19,111 +19,113 @@ from meshpar.sharding.host_resources import replace_file
 from meshpar.sharding.types import problem
 
 ABOUT = "about.json"
-"""Beside the trace: which steps it has, and the program's fingerprint."""
+"""File next to the trace, with the profiled steps and the program's fingerprint."""
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """`10:15` as the first and the last step. Raises `ValueError`: something else, or no step between them."""
+    """Parse `10:15` into the first and last step to profile; raise `ValueError` for other texts."""
     match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
     first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last:
-        exists = "it is the first step, a colon and the last step, counted from 1"
-        raise problem(f"--profile {text}", "trace these steps", exists, "write --profile 10:15")
+        reason = "expected the first step, a colon and the last step, counted from 1"
+        raise problem(f"--profile {text}", "profile these steps", reason, "write --profile 10:15", code="bad-syntax")
     return first, last
 
 
 def check_steps(first: int, last: int, *, done: int, steps: int) -> None:
-    """Check that a run that has `done` of its `steps` takes those from `first` to `last`.
+    """Check that step `last` is ahead for a run of `steps` steps that has finished `done` steps.
 
-    A resumed run may have taken the first of them before.
+    A resumed run may already have finished some of the profiled steps.
 
     Raises:
-      ValueError: the last one is not among the steps that it still takes.
+      ValueError: the run does not include step `last`.
     """
     if not done < last <= steps:
-        exists, fix = f"this run takes steps {done + 1} to {steps}", "name steps among these"
+        reason, fix = f"the run computes steps {done + 1} to {steps}", "choose steps in this range"
         if done >= steps:
-            exists, fix = f"the run has taken all its {steps}", "leave --profile out, or give it more --steps"
-        raise problem(f"a profile of steps {first} to {last}", "trace them", exists, fix)
+            reason, fix = f"the run has already finished its {steps} steps", "remove --profile, or increase --steps"
+        raise problem("--profile", f"profile steps {first} to {last}", reason, fix, code="out-of-range")
 
 
 class Profile(Hook):
-    """Traces steps by `jax.profiler`, on every process; each begins and ends with devices at rest.
+    """Hook that traces steps with `jax.profiler`, on all processes. Devices are idle when the trace starts and ends.
 
-    Several processes write one profile, with a trace each: `<host>_process_3.xplane.pb`.
+    All processes write to the same profile. The trace of process 3 is `<host>_process_3.xplane.pb`.
 
-    Host threads have `meshpar:step` around each dispatch and `meshpar:data`, `:compile`, `:save`, `:validate` around
-    what else the loop does. On devices an operation has its scope: `gradients` (with `transpose(...)` in the backward
-    pass) and `update`, the optimizer.
+    Host threads have an event `meshpar:step` for each dispatch, and `meshpar:data`, `:compile`, `:save` and
+    `:validate` for the other phases of the loop. Device operations carry their scope: `gradients` (with
+    `transpose(...)` in the backward pass) and `update` (the optimizer).
+
+    Args:
+      folder: the profile's folder.
+      first: the first step to trace, counted from 1.
+      last: the last step to trace.
+      about: JSON values to save in about.json.
     """
 
-    order = 3  # a save before the first step is not in it, one behind the last is
+    order = 3  # after `Checkpointer`, so that a save after the last step is traced and a save before the first is not
 
     def __init__(self, folder: str | Path, *, first: int, last: int, about: Mapping[str, Any] | None = None) -> None:
         self._folder, self._first, self._last, self._about = Path(folder), first, last, dict(about or {})
-        self._is_on = False
+        self._is_tracing = False
 
     def on_start(self, run: Run) -> None:
         check_steps(self._first, self._last, done=run.first_step, steps=run.steps)
+        # jax names a trace after the host, so processes on the same host need separate folders.
+        several = jax.process_count() > 1
+        self._process_folder = self._folder / f"process_{jax.process_index()}" if several else self._folder
         self._begin(run)
 
     def on_dispatched(self, run: Run) -> None:
-        if self._is_on and run.step >= self._last:
+        if self._is_tracing and run.step >= self._last:
             self._end(run)
         self._begin(run)
 
     def on_end(self, run: Run, reason: str) -> None:
-        if self._is_on:
+        if self._is_tracing:
             self._end(run)
 
     def _begin(self, run: Run) -> None:
-        if self._is_on or run.step + 1 != max(self._first, run.first_step + 1):
+        if self._is_tracing or run.step + 1 != max(self._first, run.first_step + 1):
             return
         run.drain()
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # every call of Python would be in it, and slow what is measured
+        options.python_tracer_level = 0  # tracing Python calls would slow down the steps
         if jax.process_count() > 1:
-            options.session_id = self._session = _now_of_process_0()
-        self._is_on = self._tried(lambda: jax.profiler.start_trace(str(self._own), profiler_options=options))
-        self._from = run.step + 1
+            from jax.experimental import multihost_utils
+
+            # jax names a profile after the start time. All processes use the time of process 0.
+            now = multihost_utils.broadcast_one_to_all(np.int32(time.time()))
+            self._session = time.strftime("%Y_%m_%d_%H_%M_%S", time.localtime(int(now)))
+            options.session_id = self._session
+        folder = str(self._process_folder)
+        self._is_tracing = self._attempt(lambda: jax.profiler.start_trace(folder, profiler_options=options))
+        self._from_step = run.step + 1
 
     def _end(self, run: Run) -> None:
-        self._is_on = False
+        self._is_tracing = False
         run.drain()
-        if not self._tried(jax.profiler.stop_trace):
+        if not self._attempt(jax.profiler.stop_trace):
             return
-        if self._own != self._folder:
-            self._tried(self._bring_together)
+        if self._process_folder != self._folder:
+            self._attempt(self._merge)
         if jax.process_index() == 0:
-            about = {**self._about, "first_step": self._from, "last_step": run.step}
-            self._tried(lambda: replace_file(self._folder / ABOUT, json.dumps(about) + "\n"))
+            about = {**self._about, "first_step": self._from_step, "last_step": run.step}
+            self._attempt(lambda: replace_file(self._folder / ABOUT, json.dumps(about) + "\n"))
 
-    @property
-    def _own(self) -> Path:
-        """Where this process writes: jax calls a trace by its host, and processes of one host would overwrite it."""
-        return self._folder / f"process_{jax.process_index()}" if jax.process_count() > 1 else self._folder
+    def _merge(self) -> None:
+        """Move this process's files into the shared profile, where XProf shows each process as a host."""
+        session = Path("plugins", "profile", self._session)
+        (self._folder / session).mkdir(parents=True, exist_ok=True)
+        for file in (self._process_folder / session).iterdir():
+            host, dot, extension = file.name.partition(".")
+            file.replace(self._folder / session / f"{host}_{self._process_folder.name}{dot}{extension}")
+        shutil.rmtree(self._process_folder)
 
-    def _bring_together(self) -> None:
-        """Put this process's files beside the others', where XProf sees them as hosts of one profile."""
-        within = Path("plugins", "profile", self._session)
-        (self._folder / within).mkdir(parents=True, exist_ok=True)
-        for file in (self._own / within).iterdir():
-            host, dot, kind = file.name.partition(".")
-            file.replace(self._folder / within / f"{host}_{self._own.name}{dot}{kind}")
-        shutil.rmtree(self._own)
-
-    def _tried(self, call: Any) -> bool:
+    def _attempt(self, call: Any) -> bool:
         try:
             call()
             return True
-        except (RuntimeError, OSError) as error:  # another profiler is at work, or the disk is full
-            warnings.warn(f"no profile was written: {error}; the run goes on", stacklevel=3)
+        except (RuntimeError, OSError) as error:  # a profiler is already active, or the disk is full
+            warnings.warn(f"no profile was written: {error}. The run continues.", stacklevel=3)
             return False
-
-
-def _now_of_process_0() -> str:
-    """The time as jax names a profile by it, the same on every process."""
-    from jax.experimental import multihost_utils
-
-    now = multihost_utils.broadcast_one_to_all(np.int32(time.time()))
-    return time.strftime("%Y_%m_%d_%H_%M_%S", time.localtime(int(now)))

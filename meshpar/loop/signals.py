@@ -1,11 +1,11 @@
-"""Ctrl-C and SIGTERM, obeyed at any moment.
+"""Immediate handling of Ctrl-C and SIGTERM, at any moment.
 
-    nothing to save    a command ends at the first signal
-    after `hold`       the first is noted, and whoever holds saves and stops; a second ends the process at once
+    nothing to save    the first signal ends the command
+    after `hold`       the first signal is recorded, and the caller saves and stops; a second signal ends the process
 
-Nothing is raised. Python runs a signal's handler between two bytecodes of the main thread: never while that is inside a
-compilation; and what the handler raises inside a callback or a finalizer is printed and lost. The number of the signal,
-however, is written to the wakeup descriptor at once, and a thread reads it there.
+The handlers raise no exception. Python runs a handler between two bytecodes of the main thread, so it would be delayed
+by a compilation, and an exception in a callback or finalizer would be printed and lost. Instead, a thread reads the
+numbers of the signals from the wakeup file descriptor, to which Python writes them immediately.
 """
 
 from __future__ import annotations
@@ -23,72 +23,77 @@ from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FAREWELL_S = 15.0
-"""Seconds that telling others may take."""
+"""Maximum seconds for the call of `Watch.farewell`."""
 GRACE_S = 0.5
-"""Seconds after the first signal in which another counts as the same: schedulers often send two."""
+"""Seconds after the first signal in which a second signal is ignored, because schedulers often send it twice."""
 scratch: set[Path] = set()
-"""Folders that are worth nothing before they are whole: removed where a signal ends the process."""
+"""Incomplete folders, which are removed if a signal ends the process."""
 heirs: set[Callable[[], object]] = set()
-"""Each ends a process that would speak after this one's end: called where a signal ends this one, as was asked."""
+"""Functions that end child processes, called if a signal ends the process, so that they print nothing afterwards."""
 
 
 class Watch:
-    """Listens for signals from now on, in a thread of its own; to be made in the main thread."""
+    """Signal handlers and a thread that reads the signals. Create it in the main thread.
+
+    Args:
+      signals: the signals to handle.
+      command: whether the process is a command, which a signal ends immediately unless there is work to save.
+    """
 
     def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, command: bool = False) -> None:
         self.received: int | None = None
-        """The first signal that arrived, None before."""
+        """The first signal received, or None."""
         self.command = command
         self.farewell: Callable[[int], object] | None = None
-        """Called with the signal's number before a command ends at once: what tells the others of a pod."""
+        """Called with the signal's number before a command ends immediately, to inform the processes of a pod."""
         self._has_work: Callable[[], bool] | None = None
         self._grace_s = GRACE_S
-        # A command's own standard error: while jax starts or compiles, what is written to 2 is caught.
+        # File descriptor 2 is redirected while jax starts or compiles.
         self._stderr = os.dup(2) if command else 2
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
-        self._wakeup_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._note) for number in signals}
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._previous = {number: signal.signal(number, self._handle) for number in signals}
         self._thread = threading.Thread(target=self._listen, name="meshpar-signals", daemon=True)
         self._thread.start()
 
     def hold(self, has_work: Callable[[], bool], *, grace_s: float = GRACE_S) -> None:
-        """From now on the first signal is only noted, in `received`: the caller looks there, saves and stops.
+        """Record the first signal in `received`, where the caller checks for it, saves and stops.
 
-        A second one ends the process at once. In a session of Python or IPython, whose variables would be lost, it
-        raises KeyboardInterrupt.
+        A second signal ends the process immediately. In an interactive session, whose variables would be lost, it
+        raises KeyboardInterrupt instead.
 
         Args:
-          has_work: whether there is anything to save; a command without ends at the first signal nevertheless.
-          grace_s: seconds after the first signal in which another counts as the same.
+          has_work: returns whether there is anything to save. If not, the first signal ends a command.
+          grace_s: seconds after the first signal in which a second signal is ignored.
         """
-        for number in self._before:  # others may have put theirs in its place meanwhile, jax.distributed for one
-            signal.signal(number, self._note)
+        for number in self._previous:  # libraries such as jax.distributed may have replaced the handlers
+            signal.signal(number, self._handle)
         self._grace_s, self._has_work = grace_s, has_work
 
     def release(self) -> None:
-        """All is saved. A command is watched further; elsewhere handlers are as they were before."""
+        """End `hold`, after the save. Outside commands, the previous handlers are restored."""
         if self.command:
             self._has_work = None
         else:
             self.close()
 
     def close(self) -> None:
-        """Put the handlers back; what has arrived until then is in `received`."""
-        self._disarm()
+        """Restore the previous handlers. `received` includes all signals until then."""
+        self._restore()
         os.close(self._write_fd)
-        self._thread.join()  # when it has read all there was
+        self._thread.join()  # it reads the remaining signals first
         os.close(self._read_fd)
         if self.command:
             os.close(self._stderr)
 
-    def _disarm(self) -> None:
-        for number, handler in self._before.items():
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._wakeup_before)
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
 
-    def _note(self, number: int, frame: Any) -> None:
-        if self.received is not None and _is_session() and number == signal.SIGINT:
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.received is not None and _is_interactive() and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = self.received or number
 
@@ -96,62 +101,63 @@ class Watch:
         first_at = None
         while numbers := os.read(self._read_fd, 64):
             for number in numbers:
-                if number not in self._before:
+                if number not in self._previous:
                     continue
                 has_work = self._has_work
                 if self.command and (has_work is None or not has_work()):
-                    self._leave(number, "interrupted")
+                    self._exit(number, "interrupted")
                 elif first_at is None:
                     first_at = time.monotonic()
-                    self._say(f"{signal.Signals(number).name}: stopping after this step; once more to exit at once")
-                elif time.monotonic() - first_at > self._grace_s and not _is_session():
-                    self._leave(number, f"{signal.Signals(number).name}: exiting at once")
+                    name = signal.Signals(number).name
+                    self._print(f"{name}: stopping after this step; send it again to exit immediately")
+                elif time.monotonic() - first_at > self._grace_s and not _is_interactive():
+                    self._exit(number, f"{signal.Signals(number).name}: exiting at once")
 
-    def _leave(self, number: int, text: str) -> None:
-        self._say(text)
+    def _exit(self, number: int, text: str) -> None:
+        self._print(text)
         for folder in list(scratch):
             shutil.rmtree(folder, ignore_errors=True)
         for end in list(heirs):
             end()
         if self.farewell is not None:
-            telling = threading.Thread(target=self.farewell, args=(number,), daemon=True)
-            telling.start()
-            telling.join(FAREWELL_S)
+            thread = threading.Thread(target=self.farewell, args=(number,), daemon=True)
+            thread.start()
+            thread.join(FAREWELL_S)
         os._exit(128 + number)
 
-    def _say(self, text: str) -> None:
-        """One line on standard error, past Python's buffers; a progress bar may have hidden the cursor."""
+    def _print(self, text: str) -> None:
+        # A progress bar may have hidden the cursor.
         show_cursor = "\x1b[?25h" if os.isatty(self._stderr) else ""
         with contextlib.suppress(OSError):
             os.write(self._stderr, f"{show_cursor}\nmeshpar: {text}\n".encode())
 
 
 def current() -> Watch | None:
-    """The watch whose handler for Ctrl-C is in place."""
+    """Return the watch whose handler of Ctrl-C is installed, or None."""
     owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return owner if isinstance(owner, Watch) else None
 
 
 def standard_error() -> int:
-    """Return the file number of the standard error that a command began with; 2 elsewhere."""
+    """Return the file descriptor of the original standard error of a command; 2 outside commands."""
     watch = current()
     return 2 if watch is None else watch._stderr
 
 
 def exit_code() -> int:
-    """Of a command that a signal has ended, its own or another process's of the pod: 128 and the signal's number."""
+    """Return 128 plus the number of the signal that ends a command, in this or a different process of the pod."""
     watch = current()
     return 128 + ((watch and watch.received) or signal.SIGINT)
 
 
-def _is_session() -> bool:
+def _is_interactive() -> bool:
     return hasattr(sys, "ps1")
 
 
-def _forget() -> None:
-    """A forked child has no thread that listens, and must not write into its parent's pipe."""
+def _restore_in_child() -> None:
+    # A forked child does not have the thread, and must not write to the pipe of its parent.
     if watch := current():
-        watch._disarm()
+        watch._restore()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -145,7 +145,7 @@ def by_device(
     rows = PartitionSpec(*q[:2])
 
     def split(kernel: Callable[..., Array], kv: PartitionSpec) -> Callable[..., Array]:
-        how = {"whole": True, "check_vma": check_vma}
+        how = {"all_axes": True, "check_vma": check_vma}
         return lambda *given: per_device(kernel, (q, kv, kv, *[rows] * len(given[3:])), q, **how)(*given)
 
     if q[2] == kv[2]:

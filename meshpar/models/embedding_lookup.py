@@ -131,7 +131,7 @@ def exchanged_rows(
         return lax.all_to_all(rows_GTW, how.width, split_axis=0, concat_axis=2, tiled=True)
 
     with jax.named_scope(SCOPE):
-        x_BTE = per_device(kernel, (how.table, how.tokens), how.rows, whole=True)(table_VE, tokens_BT)
+        x_BTE = per_device(kernel, (how.table, how.tokens), how.rows, all_axes=True)(table_VE, tokens_BT)
     unknown_BT = (tokens_BT < -how.num_rows) | (tokens_BT >= how.num_rows)
     return jnp.where(unknown_BT[..., None], jnp.nan, x_BTE)
 
@@ -155,7 +155,7 @@ def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]
         return lax.psum(d_table_VW, how.summed) if how.summed else d_table_VW
 
     with jax.named_scope(SCOPE):
-        d_table_VE = per_device(kernel, (how.tokens, how.rows), how.table, whole=True)(tokens_BT, g_BTE)
+        d_table_VE = per_device(kernel, (how.tokens, how.rows), how.table, all_axes=True)(tokens_BT, g_BTE)
     return d_table_VE.astype(g_BTE.dtype), None
 
 

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Integer
 from meshpar.collectives import blockwise_attention, cudnn, flash
 from meshpar.collectives.attention import capped
 from meshpar.layers.precision import dot_general
-from meshpar.layers.scan import ATTENTION
+from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
 from meshpar.models.config import Attention, RopeScaling, YarnScaling
 from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of

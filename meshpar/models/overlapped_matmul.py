@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from meshpar.collectives import all_gather_matmul, matmul_reduce_scatter
 from meshpar.layers.precision import check_wide, weight_grad_dtype
-from meshpar.layers.scan import MATMUL
+from meshpar.layers.remat import MATMUL
 from meshpar.models import layers
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import ambient, spec_of

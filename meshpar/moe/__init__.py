@@ -1,17 +1,18 @@
-"""Mixture of experts: routing, dispatch and combine over a mesh axis, balance, placement.
+"""Mixture of experts: routing, dispatch and combine over a mesh axis, balancing, placement.
 
-    routing.py    logits -> experts and weights of every token; who finds room
-    balance.py    auxiliary loss, z-loss, the balancing bias
-    metrics.py    how even the load is, over experts and over ranks, and what to do about it
-    dispatch_combine.py  tokens to their experts and back: paths.py (in buffers, sorted, node first), order.py (what
-                  stands where), exchange.py (rows on the wire), choice.py (how they travel when nothing is said)
-    grouped.py    rows sorted by expert, each times its own expert's weight
-    config.py     what an MoE layer is: layer.py computes it, nnx.py makes a Flax module of it
-    placement.py  expert rebalancing: which rank owns which experts, by measured loads
-    check.py      four-part errors of the functions on routed tokens
-    reference.py  what an MoE layer computes, every token through every expert
+    routing.py            logits -> experts and gate weights of each token; capacity
+    balance.py            auxiliary loss, z-loss, balancing bias
+    load_metrics.py       load of experts and ranks, and advice
+    dispatch_combine.py   tokens to their experts and back, with dispatch_paths.py (capacity, dropless, node-first),
+                          assignment_order.py (sorting), token_exchange.py (all-to-alls), transport_choice.py (`auto`)
+    grouped.py            rows sorted by expert, each times its expert's weight; tokamax_kernels.py on GPUs
+    layer.py              the routed part of an MoE layer; layer_config.py its options, nnx.py the Flax module,
+                          expert_reduction.py its collectives
+    expert_placement.py   assignment of experts to ranks by measured loads
+    argument_checks.py    checks of arrays and options
+    reference.py          plain reference: all tokens through all experts
 
-Names are imported when they are first used.
+Names are imported on first use.
 """
 
 from typing import TYPE_CHECKING

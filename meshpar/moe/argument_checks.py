@@ -1,86 +1,87 @@
-"""What is asked of functions on routed tokens, checked where they are called: four-part errors before any trace."""
+"""Checks of the arguments of functions on routed tokens."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
 from meshpar.sharding.types import is_int, problem
 
-_KINDS = {"floating": jnp.floating, "whole": jnp.integer}
+_DTYPES = {"floating": (jnp.floating, "floating-point numbers"), "integer": (jnp.integer, "integers")}
 
 
-def check_array(kernel: str, name: str, x: Any, dims: str, of: Literal["floating", "whole"] = "floating") -> None:
-    """Raises `ValueError` for what is no array of so many dims and of that kind of numbers.
+def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floating", "integer"] = "floating") -> None:
+    """Check that an argument is an array with these dims and this kind of dtype.
 
     Args:
-      kernel: who asks.
-      name: of the argument.
-      x: given for it.
-      dims: their letters, as "T k"; "...": any number of dims.
-      of: kind of the numbers.
+      where: the function that received the argument.
+      name: the name of the argument.
+      x: its value.
+      dims: names of its dims, such as "T k", or "..." for any number of dims.
+      dtype: the kind of dtype.
     """
-    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    if shape is None or dtype is None:
-        asked = f"take a {type(x).__name__} for `{name}`"
-    elif not jnp.issubdtype(dtype, _KINDS[of]) or (dims != "..." and len(dims.split()) != len(shape)):
-        asked = f"take `{name}` of shape {shape} and dtype {dtype}"
+    shape, (kind, numbers) = getattr(x, "shape", None), _DTYPES[dtype]
+    if shape is None or not hasattr(x, "dtype"):
+        code, requested = "wrong-type", f"use a {type(x).__name__} as `{name}`"
+    elif not jnp.issubdtype(x.dtype, kind):
+        code, requested = "wrong-dtype", f"use `{name}` with dtype {x.dtype}"
+    elif dims != "..." and len(dims.split()) != len(shape):
+        code, requested = "wrong-shape", f"use `{name}` with shape {shape}"
     else:
         return
-    wanted = f"[{', '.join(dims.split())}]"
-    raise problem(kernel, asked, f"it is an array {wanted} of {of} numbers", f"give a jax or NumPy array {wanted}")
+    expected = "an array" if dims == "..." else f"an array [{', '.join(dims.split())}]"
+    raise problem(where, requested, f"it must be {expected} of {numbers}", "pass a JAX or NumPy array like that", code)
 
 
-def check_tokens(kernel: str, scores: Any, experts: Any) -> None:
-    """Raises `ValueError` unless these are scores [T, E] and choices [T, k] of the same tokens, of one at least."""
-    check_array(kernel, "scores", scores, "T E")
-    check_array(kernel, "experts", experts, "T k", "whole")
+def check_scores(where: str, scores: Any, experts: Any) -> None:
+    """Check that scores [T, E] and experts [T, k] describe the same tokens, and at least one."""
+    check_array(where, "scores", scores, "T E")
+    check_array(where, "experts", experts, "T k", "integer")
     if len(scores) != len(experts) or not len(scores):
-        asked = f"take scores of shape {scores.shape} with experts of shape {experts.shape}"
-        exists = "they are [tokens, num_experts] and [tokens, k], of the same tokens, and of one at the least"
-        raise problem(kernel, asked, exists, "give `scores` and `experts` of one `Routed`")
+        raise problem(
+            where,
+            f"use scores of shape {scores.shape} with experts of shape {experts.shape}",
+            "they are [T, E] and [T, k] of the same T tokens, with T of at least 1",
+            "pass `scores` and `experts` of the same `Routed`",
+            "wrong-shape",
+        )
 
 
-def check_routed(kernel: str, x: Any, experts: Any, weights: Any) -> None:
-    """Raises `ValueError` unless these are tokens [T, d] with the numbers and the weights [T, k] of their experts."""
-    for name, array in (("x", x), ("experts", experts), ("weights", weights)):
-        if not hasattr(array, "dtype"):
-            check_array(kernel, name, array, "T d" if name == "x" else "T k")
-    shapes = f"x {x.shape}, experts {experts.shape} and weights {weights.shape}"
-    fits = x.ndim == experts.ndim == 2 and experts.shape == weights.shape and len(x) == len(experts)
-    if not fits or not experts.size or not x.size:
-        exists = "they are [T, d], [T, k] and [T, k], with at least one token and one choice, of some width"
-        fix = "give each token its experts and their weights; -1 marks a token that goes nowhere"
-        raise problem(kernel, f"take {shapes}", exists, fix)
-    if not jnp.issubdtype(experts.dtype, jnp.integer):
-        raise problem(kernel, f"take experts of {experts.dtype}", "they are numbers of experts", "give int32")
-    for name, array in (("x", x), ("weights", weights)):
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise problem(kernel, f"take {name} of {array.dtype}", "it has a gradient", "give a floating dtype")
+def check_routed(where: str, x: Any, experts: Any, weights: Any) -> None:
+    """Check that tokens [T, d], their experts [T, k] and gate weights [T, k] belong together."""
+    check_array(where, "x", x, "T d")
+    check_array(where, "experts", experts, "T k", "integer")
+    check_array(where, "weights", weights, "T k")
+    if experts.shape != weights.shape or len(x) != len(experts) or not experts.size or not x.size:
+        raise problem(
+            where,
+            f"use x {x.shape}, experts {experts.shape} and weights {weights.shape}",
+            "they are [T, d], [T, k] and [T, k], without dims of size 0",
+            "pass k experts and k weights per token; expert -1 marks an unassigned one",
+            "wrong-shape",
+        )
 
 
-def check_whole(kernel: str, name: str, asked: Any, *, least: int = 1) -> None:
-    """Raises `ValueError` for what is no whole number from `least` on; one that is traced may be any."""
-    if isinstance(asked, jax.core.Tracer) and jnp.issubdtype(asked.dtype, jnp.integer) and not asked.ndim:
+def check_whole(where: str, name: str, value: Any, *, least: int = 1) -> None:
+    """Check that an argument is an integer of at least `least`."""
+    if not is_int(value, least):
+        reason = f"it must be an integer of at least {least}"
+        raise problem(where, f"set {name}={value!r}", reason, f"use {name}={max(least, 1)}", "not-an-int")
+
+
+def check_factor(where: str, name: str, value: Any, *, scheduled: bool = True) -> None:
+    """Check that an argument is a finite number of at least 0, or a scalar array from a schedule."""
+    if scheduled and getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.number):
         return
-    if not is_int(asked, least):
-        exists = f"it is a whole number, {least} or more"
-        raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}={max(least, 1)}, say")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        reason = "it must be a finite number of at least 0"
+        raise problem(where, f"set {name}={value!r}", reason, f"use {name}=0.001", "out-of-range")
 
 
-def check_factor(kernel: str, name: str, asked: Any, *, scheduled: bool = True) -> None:
-    """Raises `ValueError` for what is no number from 0 on; a schedule's, that is an array, may be any."""
-    if scheduled and getattr(asked, "shape", None) == () and jnp.issubdtype(asked.dtype, jnp.number):
-        return
-    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 <= asked < math.inf:
-        exists = "it is a number from 0 on"
-        raise problem(f"{kernel}({name}=...)", f"be {asked!r}", exists, f"write {name}=0.001, say")
-
-
-def check_positive(where: str, name: str, asked: Any, fix: str) -> None:
-    """Raises `ValueError` for what is no number above 0."""
-    if isinstance(asked, bool) or not isinstance(asked, int | float) or not 0 < asked < math.inf:
-        raise problem(f"{where}({name}=...)", f"be {asked!r}", "it is a number above 0", f"write {name}={fix}")
+def check_positive(where: str, name: str, value: Any, fix: str) -> None:
+    """Check that an argument is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        reason = "it must be a finite number above 0"
+        raise problem(where, f"set {name}={value!r}", reason, f"use {name}={fix}", "out-of-range")

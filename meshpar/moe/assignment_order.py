@@ -1,11 +1,11 @@
-"""Which choice stands where: choices sorted by expert, or in buffers, and rows moved from one order to another.
+"""Token-expert assignments in a new order, and differentiable movements of rows between orders.
 
-    T tokens, k choices each; choice (t, j) counts as t k + j: token by token, and a token's own in their order
-    places[t, j]   where choice (t, j) stands in the new order, -1 if nowhere
-    choices[s]     which choice stands at s, -1 if none
+    T tokens with k assignments each; assignment (t, j) has the index t k + j
+    positions[t, j]  position of assignment (t, j) in the new order, or -1
+    assignments[s]   index of the assignment at position s, or -1
 
-The two maps undo each other, so what moves rows by one of them is differentiated by moving rows by the other. Rows that
-stay together on the way are moved as `Runs`.
+The two maps are inverse, so the transpose of a gather by one is a gather by the other. Consecutive rows that stay
+together are moved as `Runs`.
 """
 
 from __future__ import annotations
@@ -23,76 +23,74 @@ from meshpar.moe.routing import kept
 
 
 class Order(NamedTuple):
-    """Choices in a new order."""
+    """An order of the assignments."""
 
-    places: jax.Array
+    positions: jax.Array
     """int32 [T, k]."""
-    choices: jax.Array
+    assignments: jax.Array
     """int32 [S]."""
 
     @property
     def tokens(self) -> jax.Array:
-        """int32 [S]: whose choice stands at s, -1 if none."""
-        return jnp.where(self.choices < 0, -1, self.choices // self.places.shape[1])
+        """Return the token at each position, int32 [S], or -1."""
+        return jnp.where(self.assignments < 0, -1, self.assignments // self.positions.shape[1])
 
     @property
     def is_sparse(self) -> bool:
-        """Whether most choices stand nowhere: experts that choose have a column each for every token."""
-        return self.choices.size < self.places.size
+        """Return whether most assignments have no position. With expert choice, k is E."""
+        return self.assignments.size < self.positions.size
 
 
 def by_expert(experts: jax.Array, num_experts: int) -> Order:
-    """Choices `[T, k]` sorted by expert, those of one expert as they were; unassigned ones (E) have no place."""
-    choices = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
-    stands = jnp.arange(experts.size, dtype=jnp.int32)
-    places = jnp.zeros_like(choices).at[choices].set(stands, unique_indices=True).reshape(experts.shape)
-    is_chosen = experts < num_experts
-    num_chosen = jnp.sum(is_chosen, dtype=jnp.int32)
-    return Order(jnp.where(is_chosen, places, -1), jnp.where(stands < num_chosen, choices, -1))
+    """Sort assignments `[T, k]` by expert, stably. Unassigned elements (E) get no position."""
+    assignments = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
+    index = jnp.arange(experts.size, dtype=jnp.int32)
+    positions = jnp.zeros_like(assignments).at[assignments].set(index, unique_indices=True).reshape(experts.shape)
+    is_assigned = experts < num_experts
+    num_assigned = jnp.sum(is_assigned, dtype=jnp.int32)
+    return Order(jnp.where(is_assigned, positions, -1), jnp.where(index < num_assigned, assignments, -1))
 
 
-def in_buffers(experts: jax.Array, num_experts: int, room: int) -> Order:
-    """A buffer of `room` places for each expert, filled with its first choices: `num_experts * room` places in all."""
-    slot, has_room = kept(experts, room, num_experts)
-    size = num_experts * room
-    places = jnp.where(has_room, experts * room + slot, size)
-    stands = jnp.arange(experts.size, dtype=jnp.int32)
-    choices = jnp.full(size, -1, jnp.int32).at[places.reshape(-1)].set(stands, mode="drop")
-    return Order(jnp.where(has_room, places, -1), choices)
+def in_buffers(experts: jax.Array, num_experts: int, capacity: int) -> Order:
+    """Put the first `capacity` assignments of each expert into its buffer; there are E · capacity positions."""
+    slot, is_kept = kept(experts, capacity, num_experts)
+    size = num_experts * capacity
+    positions = jnp.where(is_kept, experts * capacity + slot, size)
+    index = jnp.arange(experts.size, dtype=jnp.int32)
+    assignments = jnp.full(size, -1, jnp.int32).at[positions.reshape(-1)].set(index, mode="drop")
+    return Order(jnp.where(is_kept, positions, -1), assignments)
 
 
-# ---- Rows ------------------------------------------------------------------------------------------------------------
+# ---- Rows of tokens and of assignments -------------------------------------------------------------------------------
 
 
-def taken(rows: jax.Array, at: jax.Array) -> jax.Array:
-    """`rows[at]`, zeros where `at` is -1."""
-    return rows.at[jnp.where(at < 0, rows.shape[0], at)].get(mode="fill", fill_value=0)
-
-
-@jax.custom_vjp
-def spread(x: jax.Array, order: Order) -> jax.Array:
-    """[T, d] -> [S, d]: each token's row at the places of its choices."""
-    return taken(x, order.tokens)
-
-
-spread.defvjp(
-    lambda x, order: (spread(x, order), order), lambda order, grad: (_sum_of_choices(grad, None, order), None)
-)
+def take(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """Return `rows[index]`, with zeros where the index is -1."""
+    return rows.at[jnp.where(index < 0, rows.shape[0], index)].get(mode="fill", fill_value=0)
 
 
 @jax.custom_vjp
-def summed(rows: jax.Array, order: Order) -> jax.Array:
-    """[S, d] -> [T, d]: each token's sum over its choices, in float32 at the least; the transpose of `spread`."""
-    return _sum_of_choices(rows, None, order)
+def expand(x: jax.Array, order: Order) -> jax.Array:
+    """[T, d] -> [S, d]: copy each token's row to the positions of the token's assignments."""
+    return take(x, order.tokens)
 
 
-summed.defvjp(lambda rows, order: (summed(rows, order), order), lambda order, grad: (taken(grad, order.tokens), None))
+expand.defvjp(lambda x, order: (expand(x, order), order), lambda order, grad: (_combine(grad, None, order), None))
+
+
+@jax.custom_vjp
+def combine(rows: jax.Array, order: Order) -> jax.Array:
+    """[S, d] -> [T, d]: sum the rows of each token, in float32 or wider. The transpose of `expand`."""
+    return _combine(rows, None, order)
+
+
+combine.defvjp(lambda rows, order: (combine(rows, order), order), lambda order, grad: (take(grad, order.tokens), None))
 
 
 def weighted_sum(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array:
-    """[S, d], [T, k] -> [T, d]: each token's sum over its choices, in float32 at the least.
+    """[S, d], [T, k] -> [T, d]: sum the rows of each token with its gate weights, in float32 or wider.
 
-    Weights of choices that stand nowhere count nothing, whatever they are: no number times zero would be none.
+    Weights of assignments without a position are ignored, even if they are NaN.
     """
     rows, weights = varying_alike((), rows, weights)
     return _weighted_sum(rows, weights, order)
@@ -100,170 +98,173 @@ def weighted_sum(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array
 
 @jax.custom_vjp
 def _weighted_sum(rows: jax.Array, weights: jax.Array, order: Order) -> jax.Array:
-    return _sum_of_choices(rows, weights, order)
+    return _combine(rows, weights, order)
 
 
 def _weighted_sum_backward(saved: tuple[jax.Array, jax.Array, Order], grad: jax.Array) -> tuple:
     rows, weights, order = saved
-    wide = _wide(rows, weights)
-    weight = taken(weights.reshape(-1), order.choices).astype(wide)[:, None]
-    grads = taken(grad, order.tokens).astype(wide)
-    d_weights = taken(jnp.sum(grads * rows.astype(wide), axis=1), order.places)
+    dtype = _sum_dtype(rows, weights)
+    weight = take(weights.reshape(-1), order.assignments).astype(dtype)[:, None]
+    grads = take(grad, order.tokens).astype(dtype)
+    d_weights = take(jnp.sum(grads * rows.astype(dtype), axis=1), order.positions)
     return (weight * grads).astype(rows.dtype), d_weights.astype(weights.dtype), None
 
 
 _weighted_sum.defvjp(lambda *args: (_weighted_sum(*args), args), _weighted_sum_backward)
 
 
-def _sum_of_choices(rows: jax.Array, weights: jax.Array | None, order: Order) -> jax.Array:
-    """A gather for each choice; where most stand nowhere, a scatter of those that do: T k rows would be too many."""
-    wide = _wide(rows, rows if weights is None else weights)
-    num_tokens = order.places.shape[0]
+def _combine(rows: jax.Array, weights: jax.Array | None, order: Order) -> jax.Array:
+    """Sum with a gather per assignment of a token, or with a scatter if most assignments have no position."""
+    dtype = _sum_dtype(rows, rows if weights is None else weights)
+    num_tokens = order.positions.shape[0]
     if order.is_sparse:
-        wide_rows = rows.astype(wide)
+        terms = rows.astype(dtype)
         if weights is not None:
-            wide_rows = taken(weights.reshape(-1), order.choices).astype(wide)[:, None] * wide_rows
-        at = jnp.where(order.choices < 0, num_tokens, order.tokens)
-        room = varying_alike((), jnp.zeros((num_tokens, rows.shape[1]), wide), wide_rows)[0]
-        return room.at[at].add(wide_rows, mode="drop").astype(rows.dtype)
-    each = taken(rows, order.places).astype(wide)
+            terms = take(weights.reshape(-1), order.assignments).astype(dtype)[:, None] * terms
+        index = jnp.where(order.assignments < 0, num_tokens, order.tokens)
+        zeros = varying_alike((), jnp.zeros((num_tokens, rows.shape[1]), dtype), terms)[0]
+        return zeros.at[index].add(terms, mode="drop").astype(rows.dtype)
+    terms = take(rows, order.positions).astype(dtype)
     if weights is not None:
-        each = jnp.where(order.places < 0, 0, weights.astype(wide))[:, :, None] * each
-    return jnp.sum(each, axis=1).astype(rows.dtype)
+        terms = jnp.where(order.positions < 0, 0, weights.astype(dtype))[:, :, None] * terms
+    return jnp.sum(terms, axis=1).astype(rows.dtype)
 
 
-def _wide(*arrays: jax.Array) -> jnp.dtype:
+def _sum_dtype(*arrays: jax.Array) -> jnp.dtype:
     return jnp.result_type(jnp.float32, *(x.dtype for x in arrays))
 
 
 # ---- Runs of rows ----------------------------------------------------------------------------------------------------
 
 _BLOCK = 64
-"""Rows that a loop moves at once."""
+"""Rows per loop iteration."""
 
 
 class Runs(NamedTuple):
-    """Rows that stay together: `sizes[i]` of them from `begins[i]` on are to stand from `places[i]` on. int32 [S].
+    """Runs of consecutive rows: run i moves `sizes[i]` rows from `sources[i]` to `targets[i]`. int32 [S] each.
 
-    They do not overlap, neither where they stand nor where they are to stand.
+    Runs do not overlap, before or after the move.
     """
 
-    begins: jax.Array
-    places: jax.Array
+    sources: jax.Array
+    targets: jax.Array
     sizes: jax.Array
 
     @property
-    def undone(self) -> Runs:
-        return Runs(self.places, self.begins, self.sizes)
+    def inverse(self) -> Runs:
+        return Runs(self.targets, self.sources, self.sizes)
 
 
-class Places(NamedTuple):
-    """Rows that go each its own way: row `to[r]` is to stand at r, and row s stands at `back[s]` then; -1 if none."""
+class Permutation(NamedTuple):
+    """Movement of single rows: row `sources[r]` moves to r, and row s moves to `targets[s]`; -1 for none."""
 
-    to: jax.Array
-    back: jax.Array
+    sources: jax.Array
+    targets: jax.Array
 
     @property
-    def undone(self) -> Places:
-        return Places(self.back, self.to)
+    def inverse(self) -> Permutation:
+        return Permutation(self.targets, self.sources)
 
 
-def moved(rows: jax.Array, runs: Runs | Places, size: int) -> jax.Array:
-    """[R, d] -> [size, d]: the runs at their places, zeros elsewhere. Differentiated by moving them back.
+def move(rows: jax.Array, movement: Runs | Permutation, size: int) -> jax.Array:
+    """[R, d] -> [size, d]: move rows to their targets; the other rows of the result are zero.
 
-    Runs are moved on CPUs by a loop over blocks of rows there are, on other platforms by one gather, over all the room
-    there is; so are `Places` everywhere.
+    On CPUs, `Runs` are moved by a loop over blocks of existing rows. On other platforms, and for a `Permutation`, it is
+    a gather of the full result.
     """
-    if isinstance(runs, Places):
-        return _gathered(rows, *runs)
-    rows, *each = varying_alike((), rows, *runs)
-    return _moved(len(rows), size, rows, Runs(*each))
+    if isinstance(movement, Permutation):
+        return _permute(rows, *movement)
+    rows, *runs = varying_alike((), rows, *movement)
+    return _move(len(rows), size, rows, Runs(*runs))
 
 
 @jax.custom_vjp
-def _gathered(rows: jax.Array, to: jax.Array, back: jax.Array) -> jax.Array:
-    return taken(rows, to)
+def _permute(rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+    return take(rows, sources)
 
 
-_gathered.defvjp(
-    lambda rows, to, back: (_gathered(rows, to, back), back), lambda back, grad: (taken(grad, back), None, None)
+_permute.defvjp(
+    lambda rows, sources, targets: (_permute(rows, sources, targets), targets),
+    lambda targets, grad: (take(grad, targets), None, None),
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _moved(_: int, size: int, rows: jax.Array, runs: Runs) -> jax.Array:
-    looped, gathered = functools.partial(moved_in_blocks, size), functools.partial(moved_at_once, size)
-    return lax.platform_dependent(rows, runs, cpu=looped, default=gathered)
+def _move(_: int, size: int, rows: jax.Array, runs: Runs) -> jax.Array:
+    in_blocks, in_one_gather = functools.partial(move_in_blocks, size), functools.partial(move_in_one_gather, size)
+    return lax.platform_dependent(rows, runs, cpu=in_blocks, default=in_one_gather)
 
 
-_moved.defvjp(
-    lambda before, size, rows, runs: (_moved(before, size, rows, runs), runs),
-    lambda before, size, runs, grad: (_moved(size, before, grad, runs.undone), None),
+_move.defvjp(
+    lambda num_rows, size, rows, runs: (_move(num_rows, size, rows, runs), runs),
+    lambda num_rows, size, runs, grad: (_move(size, num_rows, grad, runs.inverse), None),
 )
 
 
-def moved_in_blocks(size: int, rows: jax.Array, runs: Runs) -> jax.Array:
-    """`moved`, block by block: what is not there costs zeros and nothing else."""
+def move_in_blocks(size: int, rows: jax.Array, runs: Runs) -> jax.Array:
+    """Move runs block by block, so that only existing rows cost time."""
     block = min(_BLOCK, size)
-    used, block_at = blocks_of(runs.sizes, block)
+    num_blocks, block_at = blocks_of(runs.sizes, block)
 
-    def turn(at: jax.Array, out: jax.Array) -> jax.Array:
-        run, into = block_at(at)
-        begin = runs.places[run] + into
-        # The last rows may be fewer than a block: it then begins earlier, and leaves alone what it does not own.
+    def move_block(index: jax.Array, out: jax.Array) -> jax.Array:
+        run, offset = block_at(index)
+        begin = runs.targets[run] + offset
+        # A block at the end starts earlier and masks the rows before `begin`.
         first = jnp.minimum(begin, size - block)
-        place = first + jnp.arange(block, dtype=jnp.int32)
-        mask = (place >= begin) & (place < runs.places[run] + runs.sizes[run])
-        stands = jnp.clip(place + (runs.begins[run] - runs.places[run]), 0, len(rows) - 1)
-        new = rows.at[stands].get(mode="promise_in_bounds")
-        before = lax.dynamic_slice_in_dim(out, first, block)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(mask[:, None], new, before), first, 0)
+        target = first + jnp.arange(block, dtype=jnp.int32)
+        mask = (target >= begin) & (target < runs.targets[run] + runs.sizes[run])
+        source = jnp.clip(target + (runs.sources[run] - runs.targets[run]), 0, len(rows) - 1)
+        new = rows.at[source].get(mode="promise_in_bounds")
+        old = lax.dynamic_slice_in_dim(out, first, block)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(mask[:, None], new, old), first, 0)
 
-    return lax.fori_loop(0, used, turn, room_for((size, rows.shape[1]), rows, runs.sizes))
-
-
-def moved_at_once(size: int, rows: jax.Array, runs: Runs) -> jax.Array:
-    """`moved`, as one gather. Marks and a running maximum say of which run a place is: no array of runs x places."""
-    at = jnp.arange(size, dtype=jnp.int32)
-    begun = jnp.where(runs.sizes > 0, runs.places, size)
-    marks = jnp.full_like(at, -1).at[begun].set(jnp.arange(len(begun), dtype=jnp.int32), mode="drop")
-    run = marks[lax.cummax(jnp.where(marks < 0, 0, at))]  # of the last that began
-    within = at - runs.places[run]
-    return taken(rows, jnp.where((run >= 0) & (within < runs.sizes[run]), runs.begins[run] + within, -1))
+    return lax.fori_loop(0, num_blocks, move_block, late_zeros((size, rows.shape[1]), rows, runs.sizes))
 
 
-def part_of(begins: jax.Array, size: int) -> jax.Array:
-    """[lines, parts] -> int32 [lines, size]: the last part that begins at or before each place.
+def move_in_one_gather(size: int, rows: jax.Array, runs: Runs) -> jax.Array:
+    """Move runs with a single gather. A running maximum finds the run of each row without an array [runs, size]."""
+    index = jnp.arange(size, dtype=jnp.int32)
+    begins = jnp.where(runs.sizes > 0, runs.targets, size)
+    marks = jnp.full_like(index, -1).at[begins].set(jnp.arange(len(begins), dtype=jnp.int32), mode="drop")
+    run = marks[lax.cummax(jnp.where(marks < 0, 0, index))]  # the last run with a start at or before the row
+    offset = index - runs.targets[run]
+    return take(rows, jnp.where((run >= 0) & (offset < runs.sizes[run]), runs.sources[run] + offset, -1))
 
-    Parts begin at 0 and in order. Marks and a running sum: no array of parts x places.
+
+def segment_of(starts: jax.Array, size: int) -> jax.Array:
+    """[lines, segments] -> int32 [lines, size]: return the last segment with a start at or before each position.
+
+    Starts are sorted, and the first is 0. A running sum avoids an array [segments, size].
     """
-    if begins.shape[1] == 1:  # known when it is traced; XLA would work out the sums of marks that are constant
-        return jnp.zeros((len(begins), size), jnp.int32)
-    line = jnp.arange(len(begins), dtype=jnp.int32)[:, None]
-    marks = jnp.zeros((len(begins), size), jnp.int32).at[line, begins].add(1, mode="drop")
+    if starts.shape[1] == 1:  # otherwise XLA would evaluate the constant sums at compile time
+        return jnp.zeros((len(starts), size), jnp.int32)
+    line = jnp.arange(len(starts), dtype=jnp.int32)[:, None]
+    marks = jnp.zeros((len(starts), size), jnp.int32).at[line, starts].add(1, mode="drop")
     return jnp.cumsum(marks, axis=1) - 1
 
 
-def room_for(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Zeros of the dtype of `like`, to be written into; made when `like` is there, which has a number at least.
+def late_zeros(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return zeros in the dtype of `like` that XLA allocates when `like` is available. `like` must not be empty.
 
-    Those that a compiler knows to be zeros it makes at the start, once for all loops of a shape, and copies: memory
-    that is held all the time, twice. No size is below zero, which it does not know.
+    XLA would create constant zeros once at the start of the program and copy them for each loop, which occupies memory
+    twice. The condition below is never true, but XLA does not know that sizes are not negative.
     """
     zero = jnp.where(jnp.sum(sizes) < 0, like[(0,) * like.ndim], jnp.zeros((), like.dtype))
     return varying_alike((), jnp.broadcast_to(zero, shape), like)[0]
 
 
 def blocks_of(sizes: jax.Array, block: int) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
-    """Runs of rows cut into blocks, in order: (how many there are, block -> (its run, rows of the run before it)).
+    """Divide runs of rows into blocks.
 
-    Blocks behind the last one are the last run's, and begin behind it.
+    Returns:
+      The number of blocks, and a function from the index of a block to (its run, its offset in the run). Blocks past
+      the end belong to the last run and begin at or after its end.
     """
-    blocks = -(-sizes // block)
-    ends = jnp.cumsum(blocks)
+    num_blocks = -(-sizes // block)
+    ends = jnp.cumsum(num_blocks)
 
-    def block_at(at: jax.Array) -> tuple[jax.Array, jax.Array]:
-        run = jnp.minimum(jnp.sum(ends <= at, dtype=jnp.int32), len(sizes) - 1)
-        return run, (at - (ends[run] - blocks[run])) * block
+    def block_at(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        run = jnp.minimum(jnp.sum(ends <= index, dtype=jnp.int32), len(sizes) - 1)
+        return run, (index - (ends[run] - num_blocks[run])) * block
 
     return ends[-1], block_at

@@ -1,7 +1,9 @@
-"""Balance between experts: two losses on what the router gives out, and a bias that needs no gradient.
+"""Load balancing of experts: auxiliary losses of the router, and a bias without gradient.
 
-All of them are statistics of the tokens at hand; `axis` names the mesh axes that the tokens are split over, and makes
-them statistics of the global batch, the same at all ranks. E experts, T tokens at one device.
+    T  tokens of a device    E  experts    k  experts per token
+
+The functions compute statistics of the local tokens, or of the global batch if `axis` names the mesh axes that shard
+tokens. The result is then the same on all ranks.
 """
 
 from __future__ import annotations
@@ -14,55 +16,66 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Num
 
 from meshpar.collectives.kernel_checks import Axis, ranks_of
-from meshpar.moe.argument_checks import check_array, check_factor, check_tokens
+from meshpar.moe.argument_checks import check_array, check_factor, check_scores
 from meshpar.moe.routing import count
 from meshpar.sharding.types import problem
 
-_LEAST_TOTAL = 1e-12
-"""Of one token's scores: below it, their shares are understated instead of divided by nothing."""
+_MIN_SUM = 1e-12
+"""Lower limit of the sum of a token's scores, which avoids a division by zero."""
 
 
 def auxiliary_loss(
     scores: Float[Array, "T E"], experts: Int[Array, "T k"], *, alpha: float = 0.01, axis: Axis | None = None
 ) -> Float[Array, ""]:
-    """alpha · E · Σ f_i P_i: alpha when all experts get the same share of choices, alpha · E / k at most.
+    """Return alpha · E · Σ f_i P_i: alpha if the load is balanced, and at most alpha · E / k.
 
-        f_i  share of all choices that fell on expert i (no gradient)
-        P_i  mean over tokens of expert i's score, each token's scores divided by their sum
+        f_i  fraction of all assignments that use expert i (no gradient)
+        P_i  mean over tokens of the score of expert i, with each token's scores divided by their sum
 
-    What is f_i = k/E for every i elsewhere (choices per token) is 1/E here, so alpha means the same for every k. With
-    `axis`, E + E + 2 numbers are summed over the ranks; the gradient is that of the global batch's loss, taken once.
+    Other definitions count assignments per token, so that f_i is k/E in balance. Here it is 1/E, and alpha has the same
+    meaning for all k. With `axis`, E + E + 2 numbers are summed over the ranks, and the gradient is that of the loss of
+    the global batch.
 
     Source: Fedus et al. 2022, "Switch Transformers", section 2.2; for k > 1 and sigmoid scores, DeepSeek-AI 2024,
-    "DeepSeek-V3", equations 17 to 20 (there for each sequence by itself: `jax.vmap` over sequences, then the mean).
+    "DeepSeek-V3", equations 17 to 20 (there per sequence: use `jax.vmap` over sequences and take the mean).
+
+    Args:
+      scores: scores of all experts, from `route`.
+      experts: experts of each token, from `route`.
+      alpha: weight of the loss, at least 0. It may be an array from a schedule.
+      axis: mesh axes that shard tokens, inside a `shard_map`.
 
     Raises:
-      ValueError: scores and experts of different tokens, or of none; no such axis here; a negative alpha.
+      ValueError: scores and experts describe different tokens, or none; the axis does not exist; alpha is negative.
     """
-    check_tokens("auxiliary_loss", scores, experts)
+    check_scores("auxiliary_loss", scores, experts)
     check_factor("auxiliary_loss", "alpha", alpha)
     num_experts = scores.shape[1]
     with jax.named_scope("auxiliary_loss"):
         counts = _over_ranks("auxiliary_loss", lax.psum, count(experts, num_experts), axis).astype(scores.dtype)
-        share = counts / jnp.maximum(counts.sum(), 1)
-        shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), _LEAST_TOTAL)
-        mean_score = _over_ranks("auxiliary_loss", lax.pmean, shares.mean(0), axis)
-        return alpha * num_experts * (share * mean_score).sum()
+        load_fraction = counts / jnp.maximum(counts.sum(), 1)
+        normalized = scores / jnp.maximum(scores.sum(-1, keepdims=True), _MIN_SUM)
+        mean_score = _over_ranks("auxiliary_loss", lax.pmean, normalized.mean(0), axis)
+        return alpha * num_experts * (load_fraction * mean_score).sum()
 
 
 def z_loss(logits: Float[Array, "T E"], *, weight: float = 1e-3, axis: Axis | None = None) -> Float[Array, ""]:
-    """weight · mean over tokens of (log Σ exp logits)²: keeps logits small, where their rounding does no harm.
+    """Return weight · mean over tokens of (log Σ exp logits)², which keeps logits and their rounding errors small.
 
     Source: Zoph et al. 2022, "ST-MoE: Designing Stable and Transferable Sparse Expert Models", equation 5.
 
+    Args:
+      logits: router logits.
+      weight: weight of the loss, at least 0. It may be an array from a schedule.
+      axis: mesh axes that shard tokens, inside a `shard_map`.
+
     Raises:
-      ValueError: logits that are not [T, E], or of no token; no such axis here; a negative weight.
+      ValueError: logits are not [T, E] with T of at least 1; the axis does not exist; the weight is negative.
     """
     check_array("z_loss", "logits", logits, "T E")
     check_factor("z_loss", "weight", weight)
     if not len(logits):
-        exists = "there is no token to take it over"
-        raise problem("z_loss", "take a mean over tokens", exists, "give logits of one token at the least")
+        raise problem("z_loss", "take the mean over tokens", "there are none", "pass at least one token", "wrong-shape")
     with jax.named_scope("z_loss"):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return weight * _over_ranks("z_loss", lax.pmean, (jax.nn.logsumexp(logits, axis=-1) ** 2).mean(0), axis)
@@ -71,47 +84,49 @@ def z_loss(logits: Float[Array, "T E"], *, weight: float = 1e-3, axis: Axis | No
 def update_bias(
     bias: Float[Array, "*layers E"], loads: Num[Array, "*layers E"], *, rate: float = 1e-3, axis: Axis | None = None
 ) -> Float[Array, "*layers E"]:
-    """The bias after a step: `rate` less where an expert got more than the mean load, `rate` more where it got less.
+    """Lower the bias of experts above the mean load by `rate`, and raise it for experts below.
 
-    To be done once a step, outside of the loss. No gradient goes through it, nor through the bias in `route`, so the
-    loss and its gradient know nothing of balancing. At exactly the mean nothing moves; counts are compared exactly.
+    Call it once per step, outside of the loss. Neither this update nor the bias in `route` has a gradient, so balancing
+    does not change the gradient of the loss. The bias of experts with exactly the mean load does not change; integer
+    counts are compared exactly.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2; Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing
     Strategy for Mixture-of-Experts".
 
     Args:
-      bias: of every expert; with layers in front, each layer by itself.
-      loads: choices that fell on each expert in this step, as `routing.count` gives them; summed over `axis`.
-      rate: the paper's γ.
-      axis: mesh axes that the tokens are split over, when called inside `shard_map`.
+      bias: bias of each expert. Leading dims are layers, which are updated independently.
+      loads: assignments of each expert in this step, from `routing.count`; they are summed over `axis`.
+      rate: γ in the paper, at least 0. It may be an array from a schedule.
+      axis: mesh axes that shard tokens, inside a `shard_map`.
 
     Raises:
-      ValueError: bias and loads of different shapes, or not of numbers; no such axis here; a negative rate.
+      ValueError: bias and loads have different shapes or are not numbers; the axis does not exist; the rate is
+        negative.
     """
     check_array("update_bias", "bias", bias, "...")
-    is_count = jnp.issubdtype(getattr(loads, "dtype", jnp.float32), jnp.integer)
-    check_array("update_bias", "loads", loads, "...", "whole" if is_count else "floating")
+    is_integer = jnp.issubdtype(getattr(loads, "dtype", jnp.float32), jnp.integer)
+    check_array("update_bias", "loads", loads, "...", "integer" if is_integer else "floating")
     check_factor("update_bias", "rate", rate)
     if bias.shape != loads.shape or not bias.ndim:
-        exists = f"the loads are {loads.shape}"
-        raise problem("update_bias", f"update a bias of shape {bias.shape}", exists, "give one load for each bias")
+        requested, reason = f"update a bias of shape {bias.shape}", f"the loads have shape {loads.shape}"
+        raise problem("update_bias", requested, reason, "pass a load for each bias", "wrong-shape")
     with jax.named_scope("update_bias"):
         loads = _over_ranks("update_bias", lax.psum, lax.stop_gradient(loads), axis)
-        return lax.stop_gradient(bias - rate * _above_mean(loads).astype(bias.dtype))
+        return lax.stop_gradient(bias - rate * _sign_above_mean(loads).astype(bias.dtype))
 
 
-def _above_mean(loads: jax.Array) -> jax.Array:
-    """The sign of load - mean."""
+def _sign_above_mean(loads: jax.Array) -> jax.Array:
+    """Return the sign of load - mean."""
     total, num_experts = loads.sum(-1, keepdims=True), loads.shape[-1]
     if jnp.issubdtype(loads.dtype, jnp.floating):
         return jnp.sign(loads - total / num_experts)
-    # A mean of q + r/E: whole numbers are above it past q, at it when q and r = 0, and below it otherwise.
-    whole, rest = jnp.divmod(total, num_experts)
-    return jnp.where(loads > whole, 1, jnp.where((loads < whole) | (rest > 0), -1, 0))
+    # The mean is q + r/E. A load is above it if it exceeds q, and equal to it if it is q and r is 0.
+    quotient, remainder = jnp.divmod(total, num_experts)
+    return jnp.where(loads > quotient, 1, jnp.where((loads < quotient) | (remainder > 0), -1, 0))
 
 
-def _over_ranks(kernel: str, collective: Callable[..., jax.Array], x: jax.Array, axis: Axis | None) -> jax.Array:
+def _over_ranks(where: str, collective: Callable[..., jax.Array], x: jax.Array, axis: Axis | None) -> jax.Array:
     if axis is None:
         return x
-    ranks_of(kernel, axis)
+    ranks_of(where, axis)
     return collective(x, axis)

@@ -1,10 +1,14 @@
-"""The ways of `dispatch`: rows to the ranks of their experts, and home as every token's weighted sum.
+"""The algorithms of `dispatch`: send rows to the ranks of their experts, and return each token's weighted sum.
 
-    Capacity    buffers of one size for every pair of rank and expert
-    Dropless    rows sorted by expert, as many to each rank as there are
-    NodeFirst   a token once to every node that it visits, and there to its experts as by `Dropless`
+    Capacity    a buffer of fixed size for each pair of rank and expert
+    Dropless    rows sorted by expert, a variable number per rank
+    NodeFirst   each token once per node, then to its experts with `Dropless`
 
-`out(x, experts, weights)` gives what `Arrived`, rows sorted by local expert; `back(made, arrived)` gives y [T, d'].
+`send(x, experts, weights)` returns `Arrived`, with rows sorted by local expert; `combine(outputs, arrived)` returns
+y [T, d']. The plain reference is `meshpar.moe.reference.moe`.
+
+    T  tokens of a chunk       k  assignments per token    E  experts      N  ranks
+    P  rows per pair of ranks  A  rows sent by a rank      C  capacity     M  nodes
 """
 
 from __future__ import annotations
@@ -18,205 +22,217 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from meshpar.collectives.kernel_checks import check_choice, checked_count
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.hardware import cost_model as cost
-from meshpar.moe import token_exchange as exchange
+from meshpar.moe import token_exchange
 from meshpar.moe import transport_choice as choice
 from meshpar.moe.assignment_order import (
     Order,
-    Places,
+    Permutation,
     Runs,
     by_expert,
+    combine,
+    expand,
     in_buffers,
-    moved,
-    part_of,
-    spread,
-    summed,
+    move,
+    segment_of,
     weighted_sum,
 )
 from meshpar.moe.routing import count, kept
 from meshpar.moe.token_exchange import Coding, RowCounts, RowLink
+from meshpar.sharding.types import check_choice, check_positive_int
 
 
 class Dispatched(NamedTuple):
-    """What was sent where, as one rank sees it: int32, no gradient."""
+    """Local counts of a dispatch, int32 without gradient."""
 
     chosen: jax.Array
-    """[E]: choices of this rank's tokens for each expert, dropped ones included."""
+    """[E]: assignments of the local tokens to each expert, including dropped ones."""
     received: jax.Array
-    """[E/N]: rows that this rank's experts computed for the tokens of all ranks."""
+    """[E/N]: rows from all ranks that each local expert computed."""
     dropped: jax.Array
-    """[]: choices that no expert computed: of this rank's tokens, and node-first those that it had to hand on."""
+    """[]: dropped assignments of the local tokens; node-first also of tokens that this rank forwards."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Payload:
-    """How rows travel: each number format "int8", "fp8" or None, as they are.
+    """Number formats of rows sent by `dispatch`: "int8", "fp8", or None for the dtype of the rows.
 
-    Rows are quantized one by one, to nearest (`collectives.quantize`: a scale for each run of at most `block` numbers),
-    and rounding counts as the identity in the gradient. DeepSeek-V3 (2024, section 3.3.2) dispatches in fp8 and
-    combines in bf16.
+    Each row is quantized to nearest (`collectives.quantize`, with a scale per `block` numbers). Rounding has the
+    gradient of the identity. DeepSeek-V3 (2024, section 3.3.2) dispatches in fp8 and combines in bf16.
     """
 
     dispatch: str | None = None
-    """Tokens to their experts."""
+    """Format of tokens sent to their experts."""
     combine: str | None = None
-    """What the experts made of them, back."""
+    """Format of expert outputs sent back."""
     grad: str | None = None
-    """The cotangents, both ways."""
+    """Format of cotangents, in both directions."""
     block: int = BLOCK
+    """Numbers per scale."""
 
     def __post_init__(self) -> None:
         for name in ("dispatch", "combine", "grad"):
             if getattr(self, name) is not None:
-                check_choice("Payload", name, getattr(self, name), FORMATS)
-        checked_count("Payload", "block", self.block)
+                check_choice("Payload", "a number format", tuple(FORMATS), **{name: getattr(self, name)})
+        check_positive_int("Payload", "the number of values per scale", block=self.block)
 
-    def coding(self, way: str) -> Coding:
-        return Coding(getattr(self, way), self.grad, self.block)
+    def coding(self, direction: str) -> Coding:
+        return Coding(getattr(self, direction), self.grad, self.block)
 
     def row_bytes(self, way: str, width: int) -> int | None:
-        """Of a row of so many numbers under way (`dispatch`, `combine`, `grad`), with its scales; None: as it is."""
+        """Return the bytes of a row of `width` numbers with its scales, or None if it is not quantized.
+
+        Args:
+          way: `dispatch`, `combine` or `grad`.
+          width: numbers per row.
+        """
         return None if getattr(self, way) is None else cost.quantized_bytes(width, block=self.block)
 
 
 class Shape(NamedTuple):
-    """What is known when the program is traced, of one chunk."""
+    """Static sizes of a dispatch, for a single chunk."""
 
     tokens: int
     k: int
     num_experts: int
     num_ranks: int
     axis: tuple[str, ...]
-    how: str
+    implementation: str
 
     @property
     def local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
     def link(self, pair_rows: int, send_rows: int) -> RowLink:
-        return RowLink(self.axis, self.num_ranks, self.how, pair_rows, send_rows)
+        return RowLink(self.axis, self.num_ranks, self.implementation, pair_rows, send_rows)
 
-    def told(self, counts: jax.Array) -> jax.Array:
-        """int32 [N to, c] -> [N from, c]: what every rank is told by each.
+    def exchange_counts(self, counts: jax.Array) -> jax.Array:
+        """int32 [N to, c] -> [N from, c]: send row r of the counts to rank r.
 
-        By an all-to-all: XLA makes one of all-gathers that do not wait for each other, and then slices of the rows
-        (`interleave`) and chunks would wait for each other's counts before any row travels.
+        XLA would combine independent all-gathers. Batch slices (`interleave`) and chunks would then
+        wait for each other's counts before sending rows.
         """
         with jax.named_scope("counts"):
             return counts if self.num_ranks == 1 else lax.all_to_all(counts, self.axis, 0, 0)
 
-    def rank(self) -> jax.Array:
-        return lax.axis_index(self.axis)
-
 
 class Arrived(NamedTuple):
-    """Rows of this rank's experts, and what takes them back."""
+    """Rows for the local experts, with the data to send results back."""
 
     rows: jax.Array
     sizes: Any
+    """Rows per local expert."""
     order: Order
-    """Of this rank's own choices."""
+    """Order of the local tokens' assignments."""
     weights: jax.Array
-    """[T, k]: theirs."""
-    traffic: RowCounts | None
-    runs: Runs | Places | None
-    """From where rows came in to where they stand."""
+    """[T, k]: gate weights of the local tokens."""
+    counts: RowCounts | None
+    movement: Runs | Permutation | None
+    """Movement of rows from the order of arrival to the order of experts."""
     stats: Dispatched
-    before: Arrived | None = None
-    """Node-first: what came in over the nodes, of which these are the rows handed on."""
+    across: Arrived | None = None
+    """Node-first: the exchange across nodes, whose rows were forwarded."""
 
 
 class Capacity(NamedTuple):
-    """A buffer of `room` rows for every pair of rank and expert; all of them travel."""
+    """A buffer of `capacity` rows for each pair of rank and expert. Buffers are sent in full.
+
+    [T, d] -> [N, E/N, C, d] -> all-to-all -> [E/N, N, C, d]
+    """
 
     shape: Shape
     payload: Payload
-    room: int
+    capacity: int
 
-    def out(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
-        shape, room = self.shape, self.room
-        order = in_buffers(experts, shape.num_experts, room)
-        parts = spread(x, order).reshape(shape.num_ranks, self._link.pair_rows, x.shape[1])
-        parts = exchange.swapped(self._link, self.payload.coding("dispatch"), parts)
-        rows = self._turned(parts.reshape(shape.num_ranks, shape.local_experts, room, x.shape[1]))
-        sizes = np.full(shape.local_experts, shape.num_ranks * room, np.int32)
-        return Arrived(rows, sizes, order, weights, None, None, self._stats(experts))
+    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
+        shape, capacity = self.shape, self.capacity
+        order = in_buffers(experts, shape.num_experts, capacity)
+        buffers = expand(x, order).reshape(shape.num_ranks, self._link.pair_rows, x.shape[1])
+        buffers = token_exchange.exchange(self._link, self.payload.coding("dispatch"), buffers)
+        rows = self._transposed(buffers.reshape(shape.num_ranks, shape.local_experts, capacity, x.shape[1]))
+        sizes = np.full(shape.local_experts, shape.num_ranks * capacity, np.int32)
+        chosen = count(experts, shape.num_experts)
+        fitting = jnp.minimum(chosen, capacity)
+        received = shape.exchange_counts(fitting.reshape(shape.num_ranks, -1)).sum(0, dtype=jnp.int32)
+        stats = Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
+        return Arrived(rows, sizes, order, weights, None, None, stats)
 
-    def back(self, made: jax.Array, arrived: Arrived) -> jax.Array:
-        shape, width = self.shape, made.shape[1]
-        parts = self._turned(made.reshape(shape.local_experts, shape.num_ranks, self.room, width))
-        parts = parts.reshape(shape.num_ranks, self._link.pair_rows, width)
-        parts = exchange.swapped(self._link, self.payload.coding("combine"), parts)
-        return weighted_sum(parts.reshape(-1, width), arrived.weights, arrived.order)
+    def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+        shape, width = self.shape, outputs.shape[1]
+        rows = self._transposed(outputs.reshape(shape.local_experts, shape.num_ranks, self.capacity, width))
+        buffers = rows.reshape(shape.num_ranks, self._link.pair_rows, width)
+        buffers = token_exchange.exchange(self._link, self.payload.coding("combine"), buffers)
+        return weighted_sum(buffers.reshape(-1, width), arrived.weights, arrived.order)
 
     @property
     def _link(self) -> RowLink:
-        return self.shape.link(self.shape.local_experts * self.room, self.shape.tokens * self.shape.k)
+        return self.shape.link(self.shape.local_experts * self.capacity, self.shape.tokens * self.shape.k)
 
-    def _turned(self, parts: jax.Array) -> jax.Array:
-        """[N, E/N, C, d] <-> [E/N, N, C, d], as rows."""
-        return jnp.swapaxes(parts, 0, 1).reshape(-1, parts.shape[3])
-
-    def _stats(self, experts: jax.Array) -> Dispatched:
-        chosen = count(experts, self.shape.num_experts)
-        fitting = jnp.minimum(chosen, self.room)
-        received = self.shape.told(fitting.reshape(self.shape.num_ranks, -1)).sum(0, dtype=jnp.int32)
-        return Dispatched(chosen, received, jnp.sum(chosen - fitting, dtype=jnp.int32))
+    def _transposed(self, buffers: jax.Array) -> jax.Array:
+        """[a, b, C, d] -> [b a C, d]."""
+        return jnp.swapaxes(buffers, 0, 1).reshape(-1, buffers.shape[3])
 
 
 class Dropless(NamedTuple):
-    """Rows sorted by expert, as many to each rank as there are."""
+    """Rows sorted by expert, a variable number per rank.
+
+    [T, d] -> [A, d] sorted by expert -> all-to-all -> [N P, d] by rank -> [N P, d] by local expert
+    """
 
     shape: Shape
     payload: Payload
     pair_rows: int
-    """The most to any one rank."""
+    """P, the limit of rows to the same rank."""
     send_rows: int
-    """The most to all."""
+    """A, the limit of rows to all ranks."""
 
     @classmethod
     def of(cls, shape: Shape, payload: Payload, bound_factor: float | None) -> Dropless:
-        """Room for any routing, or for so many times an even load."""
+        """Return the path with limits for any routing, or for `bound_factor` times a balanced load."""
         rows = cost.dropless_rows(shape.tokens, shape.k, shape.num_experts, shape.num_ranks, bound_factor)
         return cls(shape, payload, rows // shape.num_ranks, shape.tokens * shape.k)
 
-    def out(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
+    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
         shape = self.shape
-        order, chosen, sent = self._sorted(experts)
-        traffic, mine = self._traffic(sent.reshape(shape.num_ranks, -1))
-        stats = Dispatched(chosen, mine.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
-        # Runs spare a CPU the rows that are not there. On GPUs, where all are read either way, places leave XLA the
-        # freedom to let chunks travel while experts work: with runs it hid two exchanges of eight, with places four.
-        on_cpu = choice.platform_of_mesh() == "cpu"
-        runs = _runs_by_expert(mine, self.pair_rows) if on_cpu else _places_by_expert(mine, self.pair_rows)
-        arrived = Arrived(x, stats.received, order, weights, traffic, runs, stats)
-        return arrived._replace(rows=self.carried(x, arrived, self.payload.coding("dispatch")))
+        order, chosen, sent = self._sort(experts)
+        sent_by_rank = sent.reshape(shape.num_ranks, -1)
+        sums = sent_by_rank.sum(1, dtype=jnp.int32)
+        begins = jnp.cumsum(sums) - sums
+        exchanged = shape.exchange_counts(jnp.concatenate([sent_by_rank, begins[:, None]], axis=1))
+        received_by_rank = exchanged[:, :-1]
+        counts = RowCounts(sums, begins, received_by_rank.sum(1, dtype=jnp.int32), exchanged[:, -1])
+        stats = Dispatched(chosen, received_by_rank.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
+        # Runs save a CPU the work on missing rows. GPUs read all rows in either case, and a permutation leaves XLA more
+        # freedom to overlap chunks with experts: with runs it overlapped two of eight exchanges, with it four.
+        to_expert_order = _runs_by_expert if choice.platform_of_mesh() == "cpu" else _permutation_by_expert
+        movement = to_expert_order(received_by_rank, self.pair_rows)
+        arrived = Arrived(x, stats.received, order, weights, counts, movement, stats)
+        return arrived._replace(rows=self.send_rows_of(x, arrived, self.payload.coding("dispatch")))
 
-    def carried(self, x: jax.Array, arrived: Arrived, coding: Coding) -> jax.Array:
-        """[T, d] -> [N P, d]: what belongs to the tokens, to where their rows stand."""
-        assert arrived.traffic is not None
-        came_in = exchange.sent_out(self._link, coding, spread(x, arrived.order), arrived.traffic)
-        return came_in if arrived.runs is None else moved(came_in, arrived.runs, len(came_in))
+    def send_rows_of(self, x: jax.Array, arrived: Arrived, coding: Coding) -> jax.Array:
+        """[T, d] -> [N P, d]: send values of the tokens to the positions of their rows."""
+        assert arrived.counts is not None
+        rows = token_exchange.send(self._link, coding, expand(x, arrived.order), arrived.counts)
+        return rows if arrived.movement is None else move(rows, arrived.movement, len(rows))
 
-    def back(self, made: jax.Array, arrived: Arrived) -> jax.Array:
-        return weighted_sum(self.returned(made, arrived), arrived.weights, arrived.order)
+    def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+        return weighted_sum(self.send_back(outputs, arrived), arrived.weights, arrived.order)
 
-    def returned(self, made: jax.Array, arrived: Arrived) -> jax.Array:
-        """[A, d']: rows in the order of this rank's own choices."""
-        assert arrived.traffic is not None
-        rows = made if arrived.runs is None else moved(made, arrived.runs.undone, len(made))
-        return exchange.sent_back(self._link, self.payload.coding("combine"), rows, arrived.traffic)
+    def send_back(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+        """[N P, d'] -> [A, d']: return rows to the order of the local tokens' assignments."""
+        assert arrived.counts is not None
+        rows = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse, len(outputs))
+        return token_exchange.send_back(self._link, self.payload.coding("combine"), rows, arrived.counts)
 
     @property
     def _link(self) -> RowLink:
         return self.shape.link(self.pair_rows, self.send_rows)
 
-    def _sorted(self, experts: jax.Array) -> tuple[Order, jax.Array, jax.Array]:
-        """(order, choices of each expert, those of them that travel): who comes late where there is no room is dropped.
+    def _sort(self, experts: jax.Array) -> tuple[Order, jax.Array, jax.Array]:
+        """Return (order, assignments of each expert, rows sent to each expert) within the limits.
 
-        Room at a rank goes to the earliest choices, room to send to those of the first experts.
+        The limit per rank keeps the earliest assignments. The limit of all rows keeps the first experts.
         """
         shape = self.shape
         chosen = sent = count(experts, shape.num_experts)
@@ -227,105 +243,105 @@ class Dropless(NamedTuple):
         order = by_expert(experts, shape.num_experts)
         if self.send_rows < shape.tokens * shape.k:
             sent = jnp.clip(self.send_rows - (jnp.cumsum(sent) - sent), 0, sent)
-            order = Order(jnp.where(order.places < self.send_rows, order.places, -1), order.choices[: self.send_rows])
+            positions = jnp.where(order.positions < self.send_rows, order.positions, -1)
+            order = Order(positions, order.assignments[: self.send_rows])
         return order, chosen, sent
-
-    def _traffic(self, sent: jax.Array) -> tuple[RowCounts, jax.Array]:
-        """Of rows [N to, E/N] that this rank sends: what travels, and rows [N from, E/N] that it gets."""
-        sums = sent.sum(1, dtype=jnp.int32)
-        begins = jnp.cumsum(sums) - sums
-        told = self.shape.told(jnp.concatenate([sent, begins[:, None]], axis=1))
-        mine = told[:, :-1]
-        return RowCounts(sums, begins, mine.sum(1, dtype=jnp.int32), told[:, -1]), mine
 
 
 class NodeFirst(NamedTuple):
-    """M nodes of K ranks. A token goes once to every node that it visits, to the rank of its own place there, with its
-    choices and their weights; that rank hands it on to its experts in the node and sends back one weighted sum.
+    """Two exchanges: across M nodes, then inside a node of K ranks.
 
-    Across the nodes a row travels for each token and node instead of one for each choice, and weights are done with
-    when the sums go home: recomputing a layer for its gradient repeats the way out, and not the way back.
+    A token is sent once to each node with experts for it, to the rank with the same inner index, together with its
+    experts and weights. That rank forwards it to the experts in the node and returns a weighted sum. Rows sent across
+    nodes are per token and node instead of per assignment. Sums are complete when they are sent back, so the backward
+    pass of a rematerialized layer repeats only the exchange to the experts.
     """
 
     shape: Shape
     across: Dropless
-    """Its experts are the nodes."""
+    """Exchange across nodes, with nodes as its experts."""
     inside: Dropless
 
     @classmethod
-    def of(cls, shape: Shape, payload: Payload, bound_factor: float | None, nodes: int, visited: int) -> NodeFirst:
-        """For tokens that visit at most so many of the nodes."""
+    def of(
+        cls, shape: Shape, payload: Payload, bound_factor: float | None, num_nodes: int, nodes_per_token: int
+    ) -> NodeFirst:
         outer, inner = shape.axis
-        tokens, k, num_ranks = shape.tokens, shape.k, shape.num_ranks // nodes
-        across = Shape(tokens, visited, nodes, nodes, (outer,), "auto")
-        first = Dropless.of(across, payload, bound_factor)
-        handed = Shape(nodes * first.pair_rows, k, shape.num_experts // nodes, num_ranks, (inner,), "auto")
-        # All ranks of this place send to this one, together no more choices than they have.
-        any_routing = min(handed.tokens * min(k, handed.num_experts), nodes * tokens * k)
-        even = math.inf if bound_factor is None else max(1, math.ceil(round(bound_factor * tokens * k, 9)))
-        send_rows = int(min(any_routing, even))
-        pair_rows = min(send_rows, handed.tokens * min(k, handed.local_experts))
+        tokens, k, num_ranks = shape.tokens, shape.k, shape.num_ranks // num_nodes
+        across_shape = Shape(tokens, nodes_per_token, num_nodes, num_nodes, (outer,), "auto")
+        across = Dropless.of(across_shape, payload, bound_factor)
+        inside_shape = Shape(
+            num_nodes * across.pair_rows, k, shape.num_experts // num_nodes, num_ranks, (inner,), "auto"
+        )
+        # The ranks with this inner index send at most all of their assignments to this rank.
+        any_routing = min(inside_shape.tokens * min(k, inside_shape.num_experts), num_nodes * tokens * k)
+        balanced = math.inf if bound_factor is None else max(1, math.ceil(round(bound_factor * tokens * k, 9)))
+        send_rows = int(min(any_routing, balanced))
+        pair_rows = min(send_rows, inside_shape.tokens * min(k, inside_shape.local_experts))
         if bound_factor is not None and num_ranks > 1:
             pair_rows = max(1, min(pair_rows, math.ceil(round(bound_factor * tokens * k / num_ranks, 9))))
-        return cls(shape, first, Dropless(handed, payload, pair_rows, send_rows))
+        return cls(shape, across, Dropless(inside_shape, payload, pair_rows, send_rows))
 
-    def out(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
-        nodes, here = self.across.shape, self.inside.shape
-        node = experts // here.num_experts  # M where there is none
-        # Where a token has more nodes than there is room for, those of its first choices.
-        before = jnp.arange(here.k, 0, -1, dtype=jnp.int32)[:, None]
-        early = jnp.max(jnp.where(node[:, :, None] == jnp.arange(nodes.num_experts), before, 0), axis=1)
-        early, visited = lax.top_k(early, nodes.k)
-        visited = jnp.where(early > 0, visited, nodes.num_experts).astype(jnp.int32)
-        came = self.across.out(x, visited, weights)
-        # Numbers of experts count from 1: 0 is what stands where no row came in.
-        wide = jnp.promote_types(weights.dtype, jnp.float32)
-        along = jnp.concatenate([(experts + 1).astype(wide), weights.astype(wide)], axis=1)
-        along = self.across.carried(along, came, Coding())
-        whom = lax.stop_gradient(along[:, : here.k]).astype(jnp.int32) - 1 - nodes.rank() * here.num_experts
-        whom = jnp.where((whom >= 0) & (whom < here.num_experts), whom, here.num_experts)
-        handed = self.inside.out(came.rows, whom, along[:, here.k :])
-        travels = jnp.any((visited[:, None] == node[:, :, None]) & (came.order.places[:, None] >= 0), axis=2)
+    def send(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> Arrived:
+        across, inside = self.across.shape, self.inside.shape
+        node = experts // inside.num_experts  # M if unassigned
+        # If a token has too many nodes, the nodes of the first assignments are kept.
+        priority = jnp.arange(inside.k, 0, -1, dtype=jnp.int32)[:, None]
+        priority = jnp.max(jnp.where(node[:, :, None] == jnp.arange(across.num_experts), priority, 0), axis=1)
+        priority, nodes = lax.top_k(priority, across.k)
+        nodes = jnp.where(priority > 0, nodes, across.num_experts).astype(jnp.int32)
+        arrived = self.across.send(x, nodes, weights)
+        # Experts are sent with weights, as floats that count from 1: missing rows are 0.
+        dtype = jnp.promote_types(weights.dtype, jnp.float32)
+        metadata = jnp.concatenate([(experts + 1).astype(dtype), weights.astype(dtype)], axis=1)
+        metadata = self.across.send_rows_of(metadata, arrived, Coding())
+        local = lax.stop_gradient(metadata[:, : inside.k]).astype(jnp.int32) - 1
+        local = local - lax.axis_index(across.axis) * inside.num_experts
+        local = jnp.where((local >= 0) & (local < inside.num_experts), local, inside.num_experts)
+        forwarded = self.inside.send(arrived.rows, local, metadata[:, inside.k :])
+        has_node = (nodes[:, None] == node[:, :, None]) & (arrived.order.positions[:, None] >= 0)
+        is_sent = jnp.any(has_node, axis=2)
         chosen = count(experts, self.shape.num_experts)
-        stayed = jnp.sum((experts < self.shape.num_experts) & ~travels, dtype=jnp.int32)
-        stats = Dispatched(chosen, handed.stats.received, stayed + handed.stats.dropped)
-        return handed._replace(stats=stats, before=came)
+        not_sent = jnp.sum((experts < self.shape.num_experts) & ~is_sent, dtype=jnp.int32)
+        stats = Dispatched(chosen, forwarded.stats.received, not_sent + forwarded.stats.dropped)
+        return forwarded._replace(stats=stats, across=arrived)
 
-    def back(self, made: jax.Array, arrived: Arrived) -> jax.Array:
-        assert arrived.before is not None
-        return summed(self.across.returned(self.inside.back(made, arrived), arrived.before), arrived.before.order)
+    def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
+        assert arrived.across is not None
+        sums = self.inside.combine(outputs, arrived)
+        return combine(self.across.send_back(sums, arrived.across), arrived.across.order)
 
 
 Path: TypeAlias = Capacity | Dropless | NodeFirst
 
 
 def _begins(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where each rank's rows for each expert begin: among that rank's, and among all in the order of the experts."""
-    of_experts = counts.sum(0, dtype=jnp.int32)
-    before = (jnp.cumsum(of_experts) - of_experts) + (jnp.cumsum(counts, axis=0) - counts)
-    return jnp.cumsum(counts, axis=1) - counts, before
+    """Return the first row [N, E/N] of each (rank, expert), in the order of ranks within a rank, and of experts."""
+    per_expert = counts.sum(0, dtype=jnp.int32)
+    expert_begins = (jnp.cumsum(per_expert) - per_expert) + (jnp.cumsum(counts, axis=0) - counts)
+    return jnp.cumsum(counts, axis=1) - counts, expert_begins
 
 
 def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
-    """Rows [N P] came in rank by rank, each rank's by expert, and are to stand in the order of the experts.
+    """Return the runs from rows [N P] sorted by (rank, expert) to the order of experts.
 
-    Returns:
-      A run for each expert and rank; None for one rank's, which stand so.
+    There is a run for each expert and rank. Rows from a single rank are already sorted (None).
     """
     if len(counts) == 1:
         return None
-    within, before = _begins(counts)
-    begins = jnp.arange(len(counts), dtype=jnp.int32)[:, None] * pair_rows + within
-    return Runs(begins.T.reshape(-1), before.T.reshape(-1), counts.T.reshape(-1))
+    rank_begins, expert_begins = _begins(counts)
+    sources = jnp.arange(len(counts), dtype=jnp.int32)[:, None] * pair_rows + rank_begins
+    return Runs(sources.T.reshape(-1), expert_begins.T.reshape(-1), counts.T.reshape(-1))
 
 
-def _places_by_expert(counts: jax.Array, pair_rows: int) -> Places:
-    """The same motion, row by row."""
+def _permutation_by_expert(counts: jax.Array, pair_rows: int) -> Permutation:
+    """Return the movement of `_runs_by_expert` as a permutation of single rows."""
     num_ranks = len(counts)
-    within, before = _begins(counts)
-    at = jnp.arange(pair_rows, dtype=jnp.int32)
-    shift = jnp.take_along_axis(before - within, part_of(within, pair_rows), axis=1)
+    rank_begins, expert_begins = _begins(counts)
+    index = jnp.arange(pair_rows, dtype=jnp.int32)
+    shift = jnp.take_along_axis(expert_begins - rank_begins, segment_of(rank_begins, pair_rows), axis=1)
     size = num_ranks * pair_rows
-    back = jnp.where(at < counts.sum(1, dtype=jnp.int32)[:, None], at + shift, -1).reshape(size)
-    to = jnp.full_like(back, -1).at[jnp.where(back < 0, size, back)].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    return Places(to, back)
+    targets = jnp.where(index < counts.sum(1, dtype=jnp.int32)[:, None], index + shift, -1).reshape(size)
+    sources = jnp.full_like(targets, -1)
+    sources = sources.at[jnp.where(targets < 0, size, targets)].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    return Permutation(sources, targets)

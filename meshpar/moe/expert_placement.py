@@ -28,14 +28,14 @@ from meshpar.sharding.types import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertPlacement:
-    """The assignment of the experts of one layer to ranks."""
+    """Assignment of a layer's experts to ranks."""
 
     order: tuple[int, ...]
     """The expert at each position after the placement."""
     before: tuple[float, ...]
     """Load of each rank before the placement."""
     after: tuple[float, ...]
-    """Load of each rank after it, if the load of every expert stays the same."""
+    """Load of each rank after it, if the load of each expert stays the same."""
     moved: int
     """Number of experts that change rank."""
 
@@ -188,7 +188,7 @@ def _swap(loads: np.ndarray, shares: list[list[int]]) -> list[list[int]]:
 
 
 def _with_few_moves(shares: list[list[int]], size: int) -> np.ndarray:
-    """Give each share to the rank that has most of its items. Items that stay on their rank keep their position."""
+    """Assign each share to the rank that already owns most items in it. Items that stay keep their position."""
     overlap = np.zeros((len(shares), len(shares)), int)
     for number, share in enumerate(shares):
         np.add.at(overlap[number], np.array(share) // size, 1)
@@ -216,8 +216,8 @@ def _check_loads(loads: Any) -> np.ndarray:
         raise problem(
             "place",
             f"place experts by loads of shape {loads.shape} and dtype {loads.dtype}",
-            "loads are finite, non-negative numbers of tokens, one per expert",
-            "pass `measure(...).experts.tokens` of one layer, or its sum over steps",
+            "loads are finite, non-negative numbers of tokens per expert",
+            "pass `measure(...).experts.tokens` of a layer, or a sum over steps",
             code="wrong-type",
         )
     return loads.astype(float)
@@ -233,7 +233,7 @@ def _check_sizes(num_experts: int, num_ranks: int, groups: int) -> None:
             "place",
             f"place {groups} groups of {num_experts} experts on {num_ranks} ranks",
             "each rank must own full groups, or each group full ranks",
-            "make one of the two numbers a multiple of the other",
+            "use numbers of groups and ranks that divide each other",
             code="indivisible",
         )
 
@@ -247,11 +247,11 @@ def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, where: str) 
         raise problem(
             f"`{where}/{path}`",
             requested,
-            f"{reason}: the optimizer keeps one number per expert for all layers",
-            "place the experts of all layers alike, by loads.sum(0), or use an optimizer whose state has the shapes of "
-            "the parameters, such as optax.adamw",
+            f"{reason}: the optimizer has a number per expert for all layers together",
+            "place the experts of all layers in the same order, by loads.sum(0), or use an optimizer whose state has "
+            "the shapes of the parameters, such as optax.adamw",
             code="wrong-shape",
         )
     if sizes["expert"] != order.shape[-1] or (is_per_layer and sizes.get("layers") != len(order)):
-        fix = "pass the loads of these experts, one row per stacked layer"
+        fix = "pass the loads of these experts, with a row per stacked layer"
         raise problem(f"`{path}`", requested, reason, fix, code="wrong-shape")

@@ -1,7 +1,9 @@
-"""Sums over the ranks of an MoE layer: of partial results, and of the gradients of weights gathered from shards.
+"""Collectives of an MoE layer with custom gradients.
 
-partial [T, d] ─► total ─► y          shard [E/N, d/F, f] ─► whole ─► [E/N, d, f]
-dx ◄─ total ◄── alike ◄── dx's parts       shard's gradient ◄─ reduce-scatter in float32 ◄┘
+    partial [T, d] ─► all_reduce ─► y           shard [E/N, d/F, f] ─► gather_weight ─► [E/N, d, f]
+    dx ◄─ all_reduce ◄─ sum_gradient ◄─ dx parts     d shard ◄─ reduce-scatter in float32 ◄─┘
+
+F is the size of the axes that shard dim d of a weight.
 """
 
 from __future__ import annotations
@@ -17,78 +19,78 @@ from jax import lax
 from meshpar.collectives.wire import varying
 
 Dims: TypeAlias = tuple[tuple[str, ...], ...]
-"""Of each dim of an array, mesh axes."""
+"""Mesh axes for each dim of an array."""
 
 
-def total(x: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """The sum over ranks of mesh axes, the same at all of them."""
-    return _summed(lambda x: lax.psum(x, tuple(axes)), x) if axes else x
+def all_reduce(x: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """Sum over the ranks of mesh axes."""
+    return _in_safe_dtype(lambda x: lax.psum(x, tuple(axes)), x) if axes else x
 
 
-def scattered(x: jax.Array, axis: str, dim: int) -> jax.Array:
-    """This rank's part, along a dim, of the sum over the ranks of a mesh axis."""
-    return _summed(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x)
+def reduce_scatter(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Sum over the ranks of a mesh axis and return the local shard along a dim."""
+    return _in_safe_dtype(lambda x: lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True), x)
 
 
-def _summed(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """On the wire in the dtype that it has; for CPUs, whose compiler aborts on such sums of bfloat16, in float32."""
+def _in_safe_dtype(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Reduce in the dtype of `x`, but in float32 on CPUs, where XLA aborts on some reductions of bfloat16."""
     if jnp.dtype(x.dtype).itemsize >= 4:
         return collective(x)
 
-    def widened(x: jax.Array) -> jax.Array:
+    def in_float32(x: jax.Array) -> jax.Array:
         return collective(x.astype(jnp.float32)).astype(x.dtype)
 
-    return lax.platform_dependent(x, cpu=widened, default=collective)
+    return lax.platform_dependent(x, cpu=in_float32, default=collective)
 
 
-def varies_beside(x: jax.Array, other: jax.Array) -> tuple[str, ...]:
-    """Mesh axes over which `x` may differ and `other` does not."""
-    of_x, of_other = (jax.typeof(y).manual_axis_type.varying for y in (x, other))
-    return tuple(sorted(of_x - of_other))
+def extra_varying_axes(x: jax.Array, y: jax.Array) -> tuple[str, ...]:
+    """Return the mesh axes over which `x` may vary and `y` does not."""
+    x_axes, y_axes = (jax.typeof(array).manual_axis_type.varying for array in (x, y))
+    return tuple(sorted(x_axes - y_axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def alike(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """What is the same at all ranks of mesh axes, as a value that may differ there; its gradient is the sum of all."""
+def sum_gradient(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Cast a value that is replicated over `axes` to a varying one, and sum its gradient over `axes`."""
     return varying(x, axes)
 
 
-alike.defvjp(lambda axes, x: (varying(x, axes), None), lambda axes, _, g: (total(g, axes),))
+sum_gradient.defvjp(lambda axes, x: (varying(x, axes), None), lambda axes, _, g: (all_reduce(g, axes),))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def whole(dims: Dims, dtype: Any, shard: jax.Array) -> jax.Array:
-    """A weight, gathered over the axes that split its dims; its gradient comes back as this rank's part of the sum.
+def gather_weight(dims: Dims, dtype: Any, shard: jax.Array) -> jax.Array:
+    """All-gather a sharded weight. Its gradient is reduce-scattered.
 
     Args:
-      dims: of each dim, the axes to gather.
-      dtype: on the wire, and of the result.
-      shard: in the dtype that gradients are summed in.
+      dims: the axes to gather, for each dim.
+      dtype: dtype of the all-gather and of the result.
+      shard: local shard, in the dtype in which gradients are summed.
     """
-    return _gathered(dims, shard.astype(dtype))
+    return _gather(dims, shard.astype(dtype))
 
 
-def _gathered(dims: Dims, x: jax.Array) -> jax.Array:
+def _gather(dims: Dims, x: jax.Array) -> jax.Array:
     for dim, axes in enumerate(dims):
         x = lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
     return x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def ahead(dims: Dims, dtype: Any, shard: jax.Array, gathered: jax.Array) -> jax.Array:
-    """`whole(dims, dtype, shard)` where that has been gathered already, outside of the layer."""
+def use_gathered(dims: Dims, dtype: Any, shard: jax.Array, gathered: jax.Array) -> jax.Array:
+    """Return `gather_weight(dims, dtype, shard)` for a weight that was gathered outside of the layer."""
     return varying(gathered.astype(dtype), tuple(jax.typeof(shard).manual_axis_type.varying))
 
 
-def _whole_backward(dims: Dims, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+def _gather_backward(dims: Dims, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     g = g.astype(like.dtype)
     for dim, axes in enumerate(dims):
         g = lax.psum_scatter(g, axes, scatter_dimension=dim, tiled=True) if axes else g
     return (g,)
 
 
-whole.defvjp(lambda dims, dtype, x: (_gathered(dims, x.astype(dtype)), jnp.zeros((), x.dtype)), _whole_backward)
-ahead.defvjp(
-    lambda dims, dtype, x, y: (ahead(dims, dtype, x, y), jnp.zeros((), x.dtype)),
-    lambda dims, dtype, like, g: (*_whole_backward(dims, dtype, like, g), None),
+gather_weight.defvjp(lambda dims, dtype, x: (_gather(dims, x.astype(dtype)), jnp.zeros((), x.dtype)), _gather_backward)
+use_gathered.defvjp(
+    lambda dims, dtype, x, y: (use_gathered(dims, dtype, x, y), jnp.zeros((), x.dtype)),
+    lambda dims, dtype, like, g: (*_gather_backward(dims, dtype, like, g), None),
 )

@@ -1,10 +1,12 @@
-"""An MoE layer on the global view: routed, dispatched, computed, combined, and what balancing needs.
+"""The routed part of an MoE layer, as a function of global arrays.
 
-    x [B, T, d] ─► router ─► dispatch over the axes of experts ─► SwiGLU, column and row parallel ─► combine ─► y
-                     └─► RouterStats: auxiliary losses, tokens of every expert
+    x [B, T, d] ─► router ─► dispatch over the expert axes ─► SwiGLU, sharded over `act_mlp` ─► combine ─► y
+                     └─► RouterStats: auxiliary losses, tokens per expert
 
-What the Flax module is made of (`meshpar.moe.nnx`), and usable without Flax. The rules in force say
-which mesh axes split what: tokens by `batch` and `seq`, experts by `act_expert`, their hidden width by `act_mlp`.
+It works without Flax; `meshpar.moe.nnx.MoE` is the module. The current rules say which mesh axes shard tokens (`batch`
+and `seq`), experts (`act_expert`) and the hidden dim of an expert (`act_mlp`).
+
+    B, T  batch, sequence    d  token size    f  hidden size    E  experts
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -25,34 +27,28 @@ from jaxtyping import Array, Float, Int32
 
 from meshpar.collectives.wire import varying_alike
 from meshpar.layers.auxiliary import report
-from meshpar.layers.precision import dot_general
 from meshpar.layers.scan import Adapted, Ahead, Aux, is_staged
-from meshpar.moe.argument_checks import check_array, check_whole
-from meshpar.moe.assignment_order import by_expert, in_buffers, spread, weighted_sum
+from meshpar.moe import expert_reduction as reduction
+from meshpar.moe.argument_checks import check_array
+from meshpar.moe.assignment_order import by_expert, expand, in_buffers, weighted_sum
 from meshpar.moe.balance import auxiliary_loss, z_loss
 from meshpar.moe.dispatch_combine import ExpertFn, dispatch
 from meshpar.moe.dispatch_paths import Dispatched
-from meshpar.moe.expert_reduction import Dims, ahead, alike, scattered, total, varies_beside, whole
 from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.moe.transport_choice import NODE_FIRST, TWO_LEVELS
-from meshpar.sharding.context import Ambient, ambient, constrain, param_spec, spec_of
+from meshpar.sharding.context import Ambient, ambient, param_spec, spec_of
 from meshpar.sharding.manual_regions import outer_axes, per_device
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
 
-ROUTER_NAMES = ("embed", "expert")
-INWARD_NAMES = ("expert", "embed", "mlp")
-OUTWARD_NAMES = ("expert", "mlp", "embed")
-
-
-Experts: TypeAlias = tuple[Any, Any, Any]
-"""Gate, up and down of the experts that are here: arrays, or `Adapted`."""
+Experts: TypeAlias = Sequence[Any]
+"""Gate, up and down of the local experts: arrays, or `Adapted`."""
 
 
 class Weights(NamedTuple):
-    """Of the router and of all experts, stacked."""
+    """Weights of the router and of all experts, stacked."""
 
     router: Float[Array, "d E"]
     gate: Float[Array, "E d f"]
@@ -61,69 +57,70 @@ class Weights(NamedTuple):
 
 
 class RouterStats(NamedTuple):
-    """Router statistics, beside a layer's output: of all tokens that it was given."""
+    """Router statistics of an MoE layer over all tokens of its input."""
 
     loss: Float[Array, ""]
-    """Auxiliary losses, to be added to the loss."""
+    """Sum of the weighted auxiliary losses, to be added to the loss."""
     load: Int32[Array, " E"]
-    """Choices that fell on each expert, dropped ones included."""
+    """Assignments of each expert, including dropped ones."""
     dropped: Int32[Array, ""]
-    """Choices dropped over capacity."""
+    """Assignments dropped over capacity."""
     router_entropy: Float[Array, ""]
-    """Mean over tokens of the entropy of a token's scores, in nats."""
+    """Mean entropy of a token's scores, in nats."""
 
     @property
     def aux(self) -> Aux:
-        """As `meshpar.scan_layers` takes it."""
+        """Return the statistics in the form that `meshpar.scan_layers` stacks."""
         metrics = {"load": self.load, "dropped": self.dropped, "router_entropy": self.router_entropy}
         return Aux(self.loss, metrics)
 
 
 def report_layers(aux: Aux | RouterStats, config: MoEConfig) -> None:
-    """Report to the step the router statistics of all MoE layers of a model: the losses, and the metrics by layer.
+    """Report the auxiliary losses and the metrics of all MoE layers to the training step.
 
-        moe/load            [layers, E]  choices that fell on each expert
-        moe/rank_load       [layers, N]  on the experts of each rank
-        moe/drop_rate       [layers]     share of them dropped over capacity
+        moe/load            [layers, E]  assignments of each expert
+        moe/rank_load       [layers, N]  assignments of each rank's experts
+        moe/drop_rate       [layers]     fraction of assignments dropped over capacity
         moe/router_entropy  [layers]     in nats
-        moe/aux_loss        []           what is added to the loss of training
+        moe/aux_loss        []           added to the training loss, summed over layers
 
-    `meshpar.moe.load_metrics.loads` reads them on the host. Each is a mean over micro-steps; under stages loads
-    are sums.
+    Each layer has its own row: nothing is averaged or summed over layers. Loads are counted over the global
+    micro-batch, and the step averages all metrics over micro-steps: with accumulate=n, `moe/load` is 1/n of the number
+    of assignments in the step. With pipeline stages, loads are summed over microbatches instead, and the other metrics
+    are averaged. `meshpar.moe.load_metrics.loads` reads the metrics on the host.
 
     Args:
-      aux: of all layers, the losses summed and the metrics stacked, as `scan_layers` gives them; of a model with one
-        layer its `RouterStats`.
-      config: of a layer.
+      aux: statistics of all layers, with summed losses and stacked metrics, as returned by `scan_layers`; or the
+        `RouterStats` of the only layer.
+      config: configuration of a layer.
 
     Raises:
-      ValueError: something else than router statistics of this config.
+      ValueError: `aux` has no router statistics for this config.
     """
     check_config("report_layers", config)
-    aux = _of_layers(aux, config)
-    load, here = aux.metrics["load"], ambient()
-    wide = jnp.promote_types(aux.loss.dtype, jnp.float32)
-    ranks = 1 if here is None else math.prod(axis_sizes(here.mesh)[a] for a in _axes_of_experts(here, load.shape[1]))
+    num_experts = config.routing.num_experts
+    stats = aux.aux if isinstance(aux, RouterStats) else aux
+    load = stats.metrics.get("load") if isinstance(stats, Aux) else None
+    if load is None or load.ndim not in (1, 2) or load.shape[-1] != num_experts or stats.loss.ndim:
+        shapes = "" if load is None else f" with loads {load.shape} and loss {stats.loss.shape}"
+        reason = f"loads are [layers, {num_experts}] or [{num_experts}], and the loss is a scalar"
+        fix = "pass the RouterStats of one layer, or stack the metrics of `stats.aux` over layers and sum the losses"
+        raise problem("report_layers", f"report a {type(aux).__name__}{shapes}", reason, fix, "wrong-shape")
+    if load.ndim == 1:
+        stats = Aux(stats.loss, {name: x[None] for name, x in stats.metrics.items()})
+    load, context = stats.metrics["load"], ambient()
+    dtype = jnp.promote_types(stats.loss.dtype, jnp.float32)
+    num_ranks = 1
+    if context is not None:
+        num_ranks = math.prod(axis_sizes(context.mesh)[axis] for axis in _expert_axes(context, num_experts))
     metrics = {
-        "moe/load": load.astype(wide),
-        "moe/rank_load": load.reshape(len(load), ranks, -1).sum(-1).astype(wide),
-        "moe/drop_rate": aux.metrics["dropped"] / jnp.maximum(load.sum(-1), 1).astype(wide),
-        "moe/router_entropy": aux.metrics["router_entropy"],
-        "moe/aux_loss": aux.loss,
+        "moe/load": load.astype(dtype),
+        "moe/rank_load": load.reshape(len(load), num_ranks, -1).sum(-1).astype(dtype),
+        "moe/drop_rate": stats.metrics["dropped"] / jnp.maximum(load.sum(-1), 1).astype(dtype),
+        "moe/router_entropy": stats.metrics["router_entropy"],
+        "moe/aux_loss": stats.loss,
     }
-    report(loss=aux.loss if config.auxiliary_weight or config.z_weight else None, metrics=metrics)
-
-
-def _of_layers(aux: Aux | RouterStats, config: MoEConfig) -> Aux:
-    """Statistics of several layers, or of one as the only layer there is."""
-    given = aux.aux if isinstance(aux, RouterStats) else aux
-    load = given.metrics.get("load") if isinstance(given, Aux) else None
-    if load is None or load.ndim not in (1, 2) or load.shape[-1] != config.routing.num_experts or given.loss.ndim:
-        shown = f"a {type(aux).__name__}" + ("" if load is None else f" of loads {load.shape}, loss {given.loss.shape}")
-        exists = f"loads are [layers, {config.routing.num_experts}] or [{config.routing.num_experts}], with one loss"
-        fix = "give the RouterStats of one layer, or stack the metrics of `stats.aux` over layers and sum the losses"
-        raise problem("report_layers", f"report {shown}", exists, fix)
-    return given if load.ndim == 2 else Aux(given.loss, {name: x[None] for name, x in given.metrics.items()})
+    report(loss=stats.loss if config.auxiliary_weight or config.z_weight else None, metrics=metrics)
 
 
 def moe_layer(
@@ -134,518 +131,449 @@ def moe_layer(
     bias: Float[Array, " E"] | None = None,
     drops: bool = True,
 ) -> tuple[Float[Array, "B T d"], RouterStats]:
-    """Every token through its experts, summed with their weights: the routed part of a layer.
+    """Route each token to its top-k experts and return the gate-weighted sum of their outputs.
 
-    On one device, and where no rules are in force, everything is computed here. Under rules it runs per device over the
-    axes that split tokens, experts and the experts' hidden width:
+    Without rules, or on a single device, the full layer is computed locally. With rules, it is a `shard_map` over the
+    axes that shard tokens, experts and hidden dim:
 
-    - tokens split over the axes of experts travel to their experts and back (`dispatch`): two all-to-alls;
-    - tokens replicated over them stay: every rank computes its own experts' part, and the parts are summed;
-    - hidden width split over `tensor`: partial sums, summed over it behind the combine, where there are T rows;
-    - weights that the strategy splits over axes of the tokens, as `fsdp()` does, come in as they lie: they are gathered
-      forward and again backward, and their gradients reduce-scattered in float32; over other axes that split tokens,
-      but for those of the experts, over which dispatch has summed them, gradients are summed.
+    - If tokens are sharded over the expert axes, they are sent to their experts and back with two all-to-alls
+      (`dispatch`).
+    - If tokens are replicated over the expert axes, each rank computes its local experts and the results are
+      all-reduced.
+    - If the hidden dim is sharded over `tensor`, the partial sums are reduced after the combine, on T tokens.
+    - If weights are sharded over token axes, as with `fsdp()`, shards are all-gathered in the forward pass and again in
+      the backward pass, and their gradients are reduce-scattered in float32. Over token axes that do not shard the
+      weights, gradients are all-reduced; dispatch has already summed them over the expert axes.
 
-    Inside a region that is manual over the axes of the batch (`reduce_gradients="once"`, `quantize=...`, stages)
-    experts may come whole, and are all computed here, or as the rank's own slice, and tokens travel as always.
+    Inside a `shard_map` over batch axes (`reduce_gradients="once"`, `quantize=...`, stages), `weights`
+    has either all experts, which are then computed locally, or the rank's shard, and tokens are dispatched.
 
     Args:
       x: tokens.
-      weights: global, or inside such a region as they are held there.
-      config: of the layer.
-      bias: of the balancing, added to scores for the choice alone.
-      drops: whether the routing's capacity and the config's bound hold; a decoder that adds one token after the other
-        has no use for them. Without them `chunks` changes nothing but time, and need not divide the tokens.
+      weights: global arrays, or local arrays inside such a `shard_map`.
+      config: configuration of the layer.
+      bias: balancing bias, added to the scores for the assignment only.
+      drops: False to ignore the capacity of the routing and the bound of the config, as in decoding one token at a
+        time. Then `chunks` need not divide the number of tokens.
 
     Returns:
-      y, laid out as the rules say for `norm_seq` (partial sums are scattered where that splits the sequence further),
-      and the router's statistics.
+      y with the sharding of `norm_seq` (partial sums are reduce-scattered if it shards the sequence further), and the
+      router statistics.
 
     Raises:
-      ValueError: x that is not [B, T, d] of floating numbers, or holds no token; weights of other sizes than the
-        config's; tokens that are split over some axes of the experts only.
+      ValueError: x is not a floating-point array [B, T, d] with at least one token; the weights do not match the
+        config; tokens are sharded over some of the expert axes only.
+
+    Example:
+      with mp.use_rules(mesh, mp.fsdp() | mp.expert_parallel()):
+          y, stats = moe_layer(x, weights, config)
     """
-    here = ambient()
-    is_alone = here is None or here.mesh.size == 1
-    _check_given(x, weights, config)
-    _check_sizes(x, weights, config, bias, is_alone=is_alone)
-    cut = _SplitAxes() if here is None or is_alone else _SplitAxes.of(here, x, weights, config)
-    kernel = functools.partial(_per_device, config=config, cut=cut, drops=drops)
+    context = ambient()
+    is_single = context is None or context.mesh.size == 1
+    _check_arguments(x, weights, config, bias, is_single=is_single)
+    axes = _LayerAxes() if context is None or is_single else _LayerAxes.of(context, x, weights, config)
+    kernel = functools.partial(_per_device, config=config, axes=axes, drops=drops)
     with jax.named_scope("moe"):
-        if not cut.inner:
+        if not axes.manual:
             return kernel(x, weights, bias)
-        same = PartitionSpec()
-        specs = (cut.tokens, Weights(same, *_specs_of(weights[1:], cut)), same)  # type: ignore[arg-type]
-        stats = RouterStats(*[same] * 4)  # type: ignore[arg-type]
-        kept = jax.checkpoint(kernel, policy=_keeps, prevent_cse=False)
+        replicated = PartitionSpec()
+        weight_specs = Weights(replicated, *_map_weights(_weight_spec, weights[1:], axes.weights))  # type: ignore[arg-type]
+        in_specs = (axes.token_spec, weight_specs, replicated)
+        out_specs = (axes.output_spec, RouterStats(*[replicated] * 4))  # type: ignore[arg-type]
+        saving = jax.checkpoint(kernel, policy=_is_saved, prevent_cse=False)
         if outer_axes():
-            return _nested(kept, specs, (cut.out, stats))(x, weights, bias)
-        return per_device(kept, specs, (cut.out, stats))(x, weights, bias)
+            return _nested(saving, in_specs, out_specs)(x, weights, bias)
+        return per_device(saving, in_specs, out_specs)(x, weights, bias)
 
 
-def _specs_of(experts: Sequence[Any], cut: _SplitAxes) -> list[Any]:
-    """How gate, up and down enter the layer's region: as they lie, and beside that as they are used, where gathered."""
-
-    def specs(weight: Any, split: _Split) -> Any:
-        lies, used = (PartitionSpec(*(axes or None for axes in dims)) for dims in (split.lies, split.used))
-        return Ahead(lies, used) if isinstance(weight, Ahead) else lies  # type: ignore[arg-type]
-
-    return _each(specs, experts, cut.weights)
+def _weight_spec(weight: Any, axes: _WeightAxes) -> Any:
+    stored, used = (PartitionSpec(*(dim or None for dim in dims)) for dims in (axes.stored, axes.used))
+    return Ahead(stored, used) if isinstance(weight, Ahead) else stored  # type: ignore[arg-type]
 
 
-def _each(function: Callable[..., Any], experts: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
-    """What a function makes of gate, up and down, and of the pairs beside them."""
-    return jax.tree.map(function, list(experts), *map(list, others), is_leaf=lambda x: isinstance(x, Ahead))
+def _map_weights(function: Callable[..., Any], experts: Sequence[Any], *trees: Sequence[Any]) -> list[Any]:
+    """Apply a function to gate, up and down and to their low-rank pairs."""
+    return jax.tree.map(function, list(experts), *map(list, trees), is_leaf=lambda x: isinstance(x, Ahead))
 
 
-def _nested(kernel: Callable[..., Any], specs: Any, out: Any) -> Callable[..., Any]:
-    """The kernel per device inside a region that is per device already.
+def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Return the kernel as a `shard_map` inside another `shard_map`.
 
-    Nothing there says what varies over which axes, and gradients of what is replicated over some are summed on the way
-    out, in the dtype it came in: the router's in float32 at the least, and on CPUs, whose compiler aborts on sums of
-    bfloat16, the tokens' too.
+    It runs without `check_vma`, because the inner region does not know the varying axes of the outer region. JAX
+    then sums the gradients of replicated inputs in the dtype of the input. The router is therefore passed in float32,
+    and on CPUs, where XLA aborts on sums of bfloat16, the tokens too.
     """
-    here = ambient()
-    assert here is not None
-    # A mesh without devices is one of a cluster that is compiled for.
-    on_cpu = isinstance(here.mesh, jax.sharding.Mesh) and here.mesh.devices.flat[0].platform == "cpu"
+    context = ambient()
+    assert context is not None
+    # The mesh of a compile-only cluster has no devices.
+    on_cpu = isinstance(context.mesh, jax.sharding.Mesh) and context.mesh.devices.flat[0].platform == "cpu"
 
     def nested(x: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
         def widened(array: jax.Array) -> jax.Array:
             return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
-        def local(wide: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
-            return kernel(wide.astype(x.dtype), weights, bias)
+        def local(tokens: jax.Array, weights: Weights, bias: jax.Array | None) -> Any:
+            return kernel(tokens.astype(x.dtype), weights, bias)
 
-        # Inside another region what varies over its axes is not known here, and experts may be split over them.
-        run = per_device(local, specs, out, check_vma=False)
+        run = per_device(local, in_specs, out_specs, check_vma=False)
         weights = weights._replace(router=widened(weights.router))
-        for name, one in weights._asdict().items():
-            if isinstance(one, Adapted):
-                a, b = jax.tree.map(widened, (one.a, one.b))
-                weights = weights._replace(**{name: dataclasses.replace(one, a=a, b=b)})  # type: ignore[arg-type]
+        for name, weight in weights._asdict().items():
+            if isinstance(weight, Adapted):
+                a, b = jax.tree.map(widened, (weight.a, weight.b))
+                weights = weights._replace(**{name: dataclasses.replace(weight, a=a, b=b)})  # type: ignore[arg-type]
         return run(widened(x) if on_cpu else x, weights, bias)
 
     return nested
 
 
-_FORMS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
-"""What gives back the same numbers in another form."""
+_CASTS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
+"""Primitives that return the same numbers in another form."""
 
 
-def _keeps(primitive: Any, *operands: Any, **params: Any) -> bool:
-    """A policy for `jax.checkpoint`: not the backward pass's to keep are weights as they are used here.
+def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
+    """Policy for `jax.checkpoint`: save everything except gathered weights, which are gathered again.
 
-    They are replicated over axes whose ranks hold a shard of each, and are gathered again. Of a frozen one `whole`
-    stands there as a call, for it has no gradient.
+    For a frozen weight, the equation is the call of `gather_weight`, because it has no gradient.
     """
     inner = getattr(params.get("call_jaxpr"), "eqns", ())
-    names = {one.primitive.name for one in inner} or {primitive.name}
+    names = {equation.primitive.name for equation in inner} or {primitive.name}
     gathers = "all_gather" in names and jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not gathers and not names <= _FORMS
+    return not gathers and not names <= _CASTS
 
 
-def shared_experts(x: Float[Array, "B T d"], product: Callable[[jax.Array, str], jax.Array]) -> Float[Array, "B T d"]:
-    """SwiGLU of the shared experts, for every token; `product` is of rows and a matrix by its name in `SHARED`."""
-    gate, up, down = SHARED
-    with jax.named_scope("shared_experts"):
-        hidden = jax.nn.silu(product(x, gate)) * product(x, up)
-        if ambient() is not None:
-            hidden = constrain(hidden, "batch", "seq", "act_mlp")
-        return product(hidden, down)
-
-
-def of_rows(x: Float[Array, "B T d"], weight: Float[Array, "d f"]) -> Float[Array, "B T f"]:
-    """Rows times a matrix: a plain matmul, left to XLA."""
-    return dot_general(x, weight, (((2,), (0,)), ((), ())))
-
-
-Init: TypeAlias = Callable[..., jax.Array]
-"""(key, shape, dtype) -> array."""
-EXPERTS = Weights._fields[1:]
-SHARED = ("shared_gate", "shared_up", "shared_down")
-
-
-def parameters(
-    embed_dim: int, config: MoEConfig, down_init: Init | None
-) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Init]]:
-    """Logical names, shape and initializer of a layer's parameters, in the order in which they are drawn."""
-    num_experts, width, shared = config.routing.num_experts, config.mlp_dim, (embed_dim, config.shared_dim)
-    init = jax.nn.initializers.lecun_normal()
-    down, inward, outward = down_init or init, (num_experts, embed_dim, width), (num_experts, width, embed_dim)
-    found = {
-        "router": (ROUTER_NAMES, (embed_dim, num_experts), init),
-        "gate": (INWARD_NAMES, inward, _of_each_expert(init)),
-        "up": (INWARD_NAMES, inward, _of_each_expert(init)),
-        "down": (OUTWARD_NAMES, outward, _of_each_expert(down)),
-    }
-    if config.shared_experts:
-        names = (INWARD_NAMES[1:], INWARD_NAMES[1:], OUTWARD_NAMES[1:])
-        shapes = (shared, shared, shared[::-1])
-        found |= dict(zip(SHARED, zip(names, shapes, (init, init, down), strict=True), strict=True))
-    return found
-
-
-def _of_each_expert(init: Init) -> Init:
-    """An initializer of one expert's matrix, as one of all experts, `[E, ...]`: each is drawn by itself."""
-
-    def make(key: jax.Array, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> jax.Array:
-        return jax.vmap(lambda one: init(one, tuple(shape[1:]), dtype))(jax.random.split(key, shape[0]))
-
-    return make
-
-
-# ---- Which axes split what -------------------------------------------------------------------------------------------
+# ---- Mesh axes -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class _Split:
-    """Of each dim of a weight, the axes that split it."""
+class _WeightAxes:
+    """Mesh axes that shard each dim of a weight."""
 
-    lies: Dims = ()
-    """On the way in: as it lies, or as it is used."""
-    used: Dims = ()
-    """Where it is multiplied."""
+    stored: reduction.Dims = ()
+    """Axes of the input of the `shard_map`."""
+    used: reduction.Dims = ()
+    """Axes that still shard it in the matmul."""
 
     @property
-    def gathered(self) -> Dims:
-        """The axes to gather it over."""
-        return tuple(axes[len(used) :] for axes, used in zip(self.lies, self.used, strict=True))
+    def gathered(self) -> reduction.Dims:
+        """Return the axes to gather."""
+        return tuple(stored[len(used) :] for stored, used in zip(self.stored, self.used, strict=True))
 
 
-class _SplitAxes(NamedTuple):
-    """Axes of more than one rank, by what they split. With none, one device has everything."""
+class _LayerAxes(NamedTuple):
+    """Mesh axes with at least two ranks, by the dim that they shard. All are empty on a single device."""
 
-    inner: tuple[str, ...] = ()
-    """Axes that the layer's own region is manual over."""
+    manual: tuple[str, ...] = ()
+    """Axes of the layer's own `shard_map`."""
     batch: tuple[str, ...] = ()
-    """Axes that split tokens, those of a region around included."""
+    """Axes that shard tokens, including axes of an enclosing `shard_map`."""
     outer: tuple[str, ...] = ()
-    """Of these, the ones of a region around."""
+    """The axes in `batch` that belong to an enclosing `shard_map`."""
     experts: tuple[str, ...] = ()
-    inner_experts: tuple[str, ...] = ()
-    """The same, unless a region around has cut the experts already."""
-    is_one_level: bool = False
-    """Experts lie over two axes, of which one has one rank: two levels are then one."""
+    has_one_level: bool = False
+    """True if the rules shard experts over two axes, of which only `experts[0]` is larger than 1."""
     hidden: tuple[str, ...] = ()
     weights: tuple[Any, ...] = ()
-    """A `_Split` of gate, up and down, and of the pairs beside them."""
+    """`_WeightAxes` of gate, up and down, and of their low-rank pairs."""
     scattered: tuple[str, ...] = ()
-    """Axes of `hidden` that split the sequence behind the layer."""
-    tokens: PartitionSpec = PartitionSpec()
-    out: PartitionSpec = PartitionSpec()
+    """Axes in `hidden` that shard the sequence of the output."""
+    token_spec: PartitionSpec = PartitionSpec()
+    output_spec: PartitionSpec = PartitionSpec()
 
     @staticmethod
-    def of(here: Ambient, x: jax.Array, weights: Weights, config: MoEConfig) -> _SplitAxes:
-        sizes, outer, num_experts = axis_sizes(here.mesh), outer_axes(), config.routing.num_experts
+    def of(context: Ambient, x: jax.Array, weights: Weights, config: MoEConfig) -> _LayerAxes:
+        """Derive the axes from the current rules and the shapes of the arguments."""
+        sizes, outer, num_experts = axis_sizes(context.mesh), outer_axes(), config.routing.num_experts
 
-        def several(entry: object) -> tuple[str, ...]:
-            return tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1)  # type: ignore[arg-type]
+        def dims_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+            dims = [tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in spec]  # type: ignore[arg-type]
+            return dims + [()] * (3 - len(dims))
 
-        tokens = [several(entry) for entry in _padded(spec_of(x, "batch", "seq", None), 3)]
-        behind = [several(entry) for entry in _padded(spec_of(x, "batch", "norm_seq", None), 3)]
-        like = jax.ShapeDtypeStruct((num_experts, 1, config.mlp_dim), x.dtype)
-        of_experts, _, of_hidden = _padded(spec_of(like, "act_expert", None, "act_mlp"), 3)
-        experts, hidden = several(of_experts), several(of_hidden)
-        inner_experts = experts
+        batch, seq, _ = dims_of(spec_of(x, "batch", "seq", None))
+        token_axes = (*batch, *seq)
+        outer_batch = tuple(axis for axis in axes_over(context.mesh, context.rules, "batch", "seq") if axis in outer)
+        hidden_like = jax.ShapeDtypeStruct((num_experts, 1, config.mlp_dim), x.dtype)
+        hidden_spec = spec_of(hidden_like, "act_expert", None, "act_mlp")
+        experts, _, hidden = dims_of(hidden_spec)
+        manual_experts = experts
         if weights.gate.shape[0] != num_experts:
-            experts, inner_experts = _cut_outside(here, weights, num_experts), ()
-        around = tuple(axis for axis in axes_over(here.mesh, here.rules, "batch", "seq") if axis in outer)
-        batch = (*tokens[0], *tokens[1], *around)
-        _check_experts(experts, batch)
-        scattered = behind[1][len(tokens[1]) :] if set(behind[1][len(tokens[1]) :]) <= set(hidden) else ()
-        seq = tokens[1] + scattered
-        by_tokens = (*tokens[0], *tokens[1])
+            experts, manual_experts = _outer_expert_axes(context, weights, num_experts), ()
+        _check_expert_axes(experts, (*token_axes, *outer_batch))
+        more_seq = dims_of(spec_of(x, "batch", "norm_seq", None))[1][len(seq) :]
+        scattered = more_seq if set(more_seq) <= set(hidden) else ()
 
-        def split(weight: Any, names: tuple[str | None, ...], used: Dims) -> Any:
+        def weight_axes(weight: Any, names: tuple[str | None, ...], used: reduction.Dims) -> Any:
             if isinstance(weight, Adapted):
-                (_, inputs, outputs), (of_experts, of_inputs, of_outputs) = names, used
+                (_, inputs, outputs), (expert_axes, input_axes, output_axes) = names, used
                 return Adapted(
-                    split(weight.weight, names, used),
-                    split(weight.a, ("expert", inputs, None), (of_experts, of_inputs, ())),
-                    split(weight.b, ("expert", None, outputs), (of_experts, (), of_outputs)),
+                    weight_axes(weight.weight, names, used),
+                    weight_axes(weight.a, ("expert", inputs, None), (expert_axes, input_axes, ())),
+                    weight_axes(weight.b, ("expert", None, outputs), (expert_axes, (), output_axes)),
                     weight.scale,
                 )
-            if outer:  # whose region has gathered them
-                return _Split(used, used)
+            if outer:  # the enclosing shard_map has gathered the weights
+                return _WeightAxes(used, used)
             like = jax.ShapeDtypeStruct((num_experts, *weight.shape[1:]), weight.dtype)
-            lie = [several(entry) for entry in _padded(param_spec(like, *names), 3)]
-            lies = tuple(_as_it_lies(of, dim, by_tokens, used) for of, dim in zip(lie, used, strict=True))
-            return _Split(lies, used)
+            in_matmul = {axis for axes in used for axis in axes}
+            dims = []
+            # A dim keeps additional axes if they shard tokens: the gradient has to be summed over these anyway. XLA
+            # reshards dims with other layouts.
+            for stored, used_axes in zip(dims_of(param_spec(like, *names)), used, strict=True):
+                is_prefix, more = stored[: len(used_axes)] == used_axes, stored[len(used_axes) :]
+                dims.append(stored if is_prefix and set(more) <= set(token_axes) - in_matmul else used_axes)
+            return _WeightAxes(tuple(dims), used)
 
-        inward = INWARD_NAMES, (inner_experts, (), hidden)
-        outward = OUTWARD_NAMES, (inner_experts, hidden, ())
-
-        return _SplitAxes(
-            inner=tuple(dict.fromkeys((*tokens[0], *tokens[1], *inner_experts, *hidden))),
-            batch=batch,
-            outer=around,
+        inward, outward = (manual_experts, (), hidden), (manual_experts, hidden, ())
+        return _LayerAxes(
+            manual=tuple(dict.fromkeys((*token_axes, *manual_experts, *hidden))),
+            batch=(*token_axes, *outer_batch),
+            outer=outer_batch,
             experts=experts,
-            inner_experts=inner_experts,
-            is_one_level=len(experts) == 1 and len(spec_axes(of_experts)) == 2,  # type: ignore[arg-type]
+            has_one_level=len(experts) == 1 and len(spec_axes((*hidden_spec, None)[0])) == 2,  # type: ignore[arg-type]
             hidden=hidden,
-            weights=tuple(split(one, *of) for one, of in zip(weights[1:], (inward, inward, outward), strict=True)),
+            weights=(
+                weight_axes(weights.gate, ("expert", "embed", "mlp"), inward),
+                weight_axes(weights.up, ("expert", "embed", "mlp"), inward),
+                weight_axes(weights.down, ("expert", "mlp", "embed"), outward),
+            ),
             scattered=scattered,
-            tokens=PartitionSpec(tokens[0] or None, tokens[1] or None),
-            out=PartitionSpec(tokens[0] or None, seq or None),
+            token_spec=PartitionSpec(batch or None, seq or None),
+            output_spec=PartitionSpec(batch or None, seq + scattered or None),
         )
 
     @property
-    def travels(self) -> bool:
-        """Whether tokens go to the ranks of their experts."""
+    def dispatches(self) -> bool:
+        """Return whether tokens are sent to the ranks of their experts."""
         return bool(self.experts) and set(self.experts) <= set(self.batch)
 
     @property
-    def counted(self) -> tuple[str, ...]:
-        """Axes to sum counts over: stages sum over the devices of the batch themselves."""
+    def count_axes(self) -> tuple[str, ...]:
+        """Return the axes to sum counts over. Pipeline stages sum over the outer axes themselves."""
         return tuple(axis for axis in self.batch if not (is_staged() and axis in self.outer))
 
 
-def _padded(spec: PartitionSpec, ndim: int) -> list[object]:
-    return [*spec, *[None] * (ndim - len(spec))]
-
-
-def _as_it_lies(
-    lies: tuple[str, ...], used: tuple[str, ...], by_tokens: tuple[str, ...], all_used: Dims
-) -> tuple[str, ...]:
-    """Axes that a dim of a weight may come in split over: what it is used with, and then axes that split tokens.
-
-    Over these its gradient has to be summed anyway. Any other way to lie is XLA's to bring into the form that is used.
-    """
-    more, taken = lies[len(used) :], {axis for axes in all_used for axis in axes}
-    return lies if lies[: len(used)] == used and set(more) <= set(by_tokens) - taken else used
-
-
 def axes_over(mesh: AnyMesh, rules: Rules, *names: str, size: int | None = None) -> tuple[str, ...]:
-    """Mesh axes above 1 over which rules split activations with dims of these names, each of a size or as they divide.
+    """Return the mesh axes (size at least 2) that shard activations with these dim names.
 
-    Those of a region around are among them.
+    Axes of an enclosing `shard_map` are included. `size` is the size of the dims; by default all axes divide it.
     """
     shape = (size or mesh.size,) * len(names)
     like = Leaf(path="×".join(names), shape=shape, dtype=np.dtype(np.int32), names=names)
     return axes_of_spec(resolve(like, rules, mesh).spec, axis_sizes(mesh))
 
 
-def _axes_of_experts(here: Ambient, num_experts: int) -> tuple[str, ...]:
-    return axes_over(here.mesh, here.rules, "act_expert", size=num_experts)
+def _expert_axes(context: Ambient, num_experts: int) -> tuple[str, ...]:
+    return axes_over(context.mesh, context.rules, "act_expert", size=num_experts)
 
 
-def _cut_outside(here: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
-    """Axes of a region around over which the rank's own experts were cut."""
-    axes, sizes = _axes_of_experts(here, num_experts), axis_sizes(here.mesh)
-    own = weights.gate.shape[0]
-    if own * math.prod(sizes[axis] for axis in axes) != num_experts or not set(axes) <= set(outer_axes()):
-        exists = f"the rules in force split `act_expert` over {', '.join(f'`{a}`' for a in axes) or 'nothing'}"
-        fix = "give all experts, or in a region that is manual over those axes the rank's own"
-        raise problem(f"experts of shape {weights.gate.shape}", f"be {own} of {num_experts} experts", exists, fix)
+# ---- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _outer_expert_axes(context: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
+    """Return the axes of the enclosing `shard_map` that shard the experts."""
+    axes, sizes, num_local = _expert_axes(context, num_experts), axis_sizes(context.mesh), weights.gate.shape[0]
+    if num_local * math.prod(sizes[axis] for axis in axes) != num_experts or not set(axes) <= set(outer_axes()):
+        reason = f"the current rules shard `act_expert` over {_listed(axes) or 'no axis'}"
+        fix = "pass all experts, or the rank's shard inside a `shard_map` over these axes"
+        raise problem("moe_layer", f"use {num_local} of {num_experts} experts", reason, fix, "wrong-shape")
     return axes
 
 
-def _check_experts(experts: tuple[str, ...], batch: tuple[str, ...]) -> None:
+def _check_expert_axes(experts: tuple[str, ...], batch: tuple[str, ...]) -> None:
     common = set(experts) & set(batch)
     if common and common != set(experts):
-        missing = ", ".join(f"`{axis}`" for axis in experts if axis not in batch)
-        exists = f"they are replicated over {missing}, so that its ranks would all send the same"
-        fix = f"let the rule for `batch` name {missing} too, as the presets do for `expert`"
-        raise problem("the MoE layer", f"send tokens over {' × '.join(f'`{axis}`' for axis in experts)}", exists, fix)
+        missing = _listed(axis for axis in experts if axis not in batch)
+        reason = f"tokens are replicated over {missing}, so its ranks would all send the same tokens"
+        fix = f"include {missing} in the rule for `batch`, as the presets do for `expert`"
+        raise problem("moe_layer", f"dispatch tokens over {_listed(experts)}", reason, fix, "conflict")
+
+
+def _listed(axes: Iterable[str]) -> str:
+    return ", ".join(f"`{axis}`" for axis in axes)
 
 
 def check_config(where: str, config: object) -> None:
-    """Raises `ValueError` for what is no `MoEConfig`."""
+    """Check that an argument is a `MoEConfig`."""
     if not isinstance(config, MoEConfig):
-        fix = "write moe.MoEConfig(routing=moe.Routing(num_experts=8, top_k=2), mlp_dim=1024), say"
-        raise problem(where, f"be a layer of {config!r}", "an MoE layer is described by a MoEConfig", fix)
+        fix = "pass moe.MoEConfig(routing=moe.Routing(num_experts=8, top_k=2), mlp_dim=1024)"
+        raise problem(where, f"use config={config!r}", "an MoE layer is configured by a MoEConfig", fix, "wrong-type")
 
 
-def check_layer(where: str, embed_dim: object, config: object, param_dtype: Any) -> None:
-    """Raises `ValueError` for what no MoE layer can be made of."""
-    check_whole(where, "embed_dim", embed_dim)
-    check_config(where, config)
-    try:
-        is_floating = param_dtype is not None and jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating)
-    except TypeError:
-        is_floating = False
-    if not is_floating:
-        exists, fix = "it is the name of a floating dtype", 'use "float32" or "bfloat16", say'
-        raise problem(f"{where}(param_dtype={param_dtype!r})", "make parameters in it", exists, fix)
-
-
-def _check_given(x: jax.Array, weights: Weights, config: MoEConfig) -> None:
-    """Whether these are tokens, weights and a config at all."""
-    where = "moe_layer"
+def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, *, is_single: bool) -> None:
+    where, fix = "moe_layer", "create the weights for this config"
     check_config(where, config)
     check_array(where, "x", x, "B T d")
     if not x.size:
-        asked, exists = f"send tokens x of shape {x.shape} to experts", "there is none"
-        raise problem(where, asked, exists, "give one token at the least")
+        raise problem(where, f"use x of shape {x.shape}", "it has no tokens", "pass a larger batch", "wrong-shape")
     if not isinstance(weights, Weights):
-        asked, exists = f"take a {type(weights).__name__} for the weights", "they are named"
-        raise problem(where, asked, exists, "give moe.Weights(router=..., gate=..., up=..., down=...)")
+        reason, fix = "they are a moe.Weights", "pass moe.Weights(router=..., gate=..., up=..., down=...)"
+        raise problem(where, f"use weights of type {type(weights).__name__}", reason, fix, "wrong-type")
     for name, dims in (("router", "d E"), ("gate", "..."), ("up", "..."), ("down", "...")):
         check_array(where, name, getattr(weights, name), dims)
-
-
-def _check_sizes(x: jax.Array, weights: Weights, config: MoEConfig, bias: jax.Array | None, *, is_alone: bool) -> None:
-    num_experts, width, hidden = config.routing.num_experts, x.shape[-1], config.mlp_dim
-    own = weights.gate.shape[0] if weights.gate.ndim == 3 and num_experts % max(weights.gate.shape[0], 1) == 0 else 0
-    own = 0 if is_alone and own != num_experts else own  # no other rank has the rest
-    expected = {"gate": (own, width, hidden), "up": (own, width, hidden), "down": (own, hidden, width)}
-    for name, shape in expected.items():
-        if not own or getattr(weights, name).shape != shape:
-            where = f"experts' `{name}` of shape {getattr(weights, name).shape}"
-            asked = f"be that of {num_experts} experts of width {width} and hidden width {hidden}"
-            raise problem(where, asked, f"it would be {(num_experts, *shape[1:])}", "make the weights for this config")
-    if weights.router.shape not in ((width, num_experts), (width, own)):
-        asked, exists = f"score {num_experts} experts", f"it would be {(width, num_experts)}"
-        raise problem(f"a router of shape {weights.router.shape}", asked, exists, "make the weights for this config")
+    num_experts, d, f = config.routing.num_experts, x.shape[-1], config.mlp_dim
+    num_local = weights.gate.shape[0] if weights.gate.ndim == 3 else 0
+    if not num_local or num_experts % num_local or (is_single and num_local != num_experts):
+        num_local = num_experts  # not a valid shard
+    for name, shape in (("gate", (d, f)), ("up", (d, f)), ("down", (f, d))):
+        if getattr(weights, name).shape != (num_local, *shape):
+            requested = f"use `{name}` of shape {getattr(weights, name).shape}"
+            reason = f"{num_experts} experts with token size {d} and hidden size {f} need {(num_experts, *shape)}"
+            raise problem(where, requested, reason, fix, "wrong-shape")
+    if weights.router.shape not in ((d, num_experts), (d, num_local)):
+        reason = f"{num_experts} experts need {(d, num_experts)}"
+        raise problem(where, f"use a router of shape {weights.router.shape}", reason, fix, "wrong-shape")
     if config.is_biased and bias is None:
-        where, asked = f"an MoE layer with bias_rate={config.bias_rate}", "choose without its balancing bias"
-        raise problem(where, asked, "that would be another choice than in training", "give `bias`, or use bias_rate=0")
+        reason = f"the layer is trained with a balancing bias (bias_rate={config.bias_rate})"
+        raise problem(where, "route tokens without `bias`", reason, "pass `bias`, or use bias_rate=0", "conflict")
 
 
 # ---- Per device ------------------------------------------------------------------------------------------------------
 
 
 def _per_device(
-    x: jax.Array, weights: Weights, bias: jax.Array | None, *, config: MoEConfig, cut: _SplitAxes, drops: bool
+    x: jax.Array, weights: Weights, bias: jax.Array | None, *, config: MoEConfig, axes: _LayerAxes, drops: bool
 ) -> tuple[jax.Array, RouterStats]:
-    routing, flat = config.routing, x.reshape(-1, x.shape[-1])
-    router = weights.router
-    if router.shape[1] != routing.num_experts:  # a slice of its columns, as experts are cut
-        router = lax.all_gather(router, cut.experts, axis=1, tiled=True)
-    # Logits decide and are compared, so they are as exact as float32 makes them; so is the router's gradient.
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    """[B, T, d] of this device, shards of the weights -> y of this device, statistics of all tokens.
+
+    The plain reference is `meshpar.moe.reference.moe`.
+    """
+    routing, tokens, router = config.routing, x.reshape(-1, x.shape[-1]), weights.router
+    if router.shape[1] != routing.num_experts:  # sharded like the experts
+        router = lax.all_gather(router, axes.experts, axis=1, tiled=True)
+    # In float32: rounding would change the assignment, and the sum of the router's gradients.
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
     with jax.named_scope("router"):
-        logits = jnp.matmul(flat.astype(wide), router.astype(wide), precision=lax.Precision.HIGHEST)
+        logits = jnp.matmul(tokens.astype(dtype), router.astype(dtype), precision=lax.Precision.HIGHEST)
         routed = route(logits, routing, bias=bias)
-    rows, (gate, up, down) = _one_dtype(flat, weights, cut)
+    tokens, experts = _gather_weights(tokens, weights, axes)
     if not drops:
-        config = dataclasses.replace(config, bound_factor=None, chunks=math.gcd(config.chunks, len(flat)))
-    limited = routing.choice == "expert" or (drops and routing.capacity_factor is not None)
-    # Only what travels is cut into chunks, each with room of its own.
-    room = capacity(len(flat) // (config.chunks if cut.travels else 1), routing) if limited else None
-    if cut.travels:
-        y, counted = _travelling(rows, routed, (gate, up, down), config, cut, room)
-    else:
-        y, counted = _staying(rows, routed, (gate, up, down), config, cut, room)
-    partial = (*(() if cut.travels else cut.experts), *(axis for axis in cut.hidden if axis not in cut.scattered))
+        config = dataclasses.replace(config, bound_factor=None, chunks=math.gcd(config.chunks, len(tokens)))
+    slots = None
+    if routing.choice == "expert" or (drops and routing.capacity_factor is not None):
+        # Only dispatched tokens are divided into chunks, each with its own capacity.
+        slots = capacity(len(tokens) // (config.chunks if axes.dispatches else 1), routing)
+    compute = _dispatch if axes.dispatches else _compute_local
+    y, dispatched = compute(tokens, routed, experts, config, axes, slots)
+    partial = (
+        *(() if axes.dispatches else axes.experts),
+        *(axis for axis in axes.hidden if axis not in axes.scattered),
+    )
     y = y.reshape(*x.shape[:2], -1)
     with jax.named_scope("combine"):
-        y = total(y, partial)
-        for axis in cut.scattered:
-            y = scattered(y, axis, 1)
-    return y, _router_stats(logits, routed, counted.dropped, config, cut)
+        y = reduction.all_reduce(y, partial)
+        for axis in axes.scattered:
+            y = reduction.reduce_scatter(y, axis, 1)
+    return y, _router_stats(logits, routed, dispatched.dropped, config, axes)
 
 
-def _one_dtype(x: jax.Array, weights: Weights, cut: _SplitAxes) -> tuple[jax.Array, Experts]:
-    """Rows and whole experts; these vary as shards in float32 at the least, so that their gradients are summed so."""
+def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[jax.Array, Experts]:
+    """Return tokens and the local experts' weights in a common dtype. Gradients of the shards are summed in float32."""
     experts = weights[1:]
     dtype = jnp.result_type(x, *(weight.dtype for weight in experts))
-    wide = jnp.promote_types(dtype, jnp.float32)
+    grad_dtype = jnp.promote_types(dtype, jnp.float32)
 
-    def used(weight: jax.Array | Ahead, split: _Split | None = None) -> jax.Array:
-        dims = () if split is None else split.gathered
+    def gathered(weight: jax.Array | Ahead, weight_axes: _WeightAxes | None = None) -> jax.Array:
+        dims = () if weight_axes is None else weight_axes.gathered
         shard = weight.shard if isinstance(weight, Ahead) else weight
-        shard = varying_alike((), x, shard.astype(wide))[1]
-        return ahead(dims, dtype, shard, weight.whole) if isinstance(weight, Ahead) else whole(dims, dtype, shard)
+        shard = varying_alike((), x, shard.astype(grad_dtype))[1]
+        if isinstance(weight, Ahead):
+            return reduction.use_gathered(dims, dtype, shard, weight.whole)
+        return reduction.gather_weight(dims, dtype, shard)
 
-    gate, up, down = _each(used, experts, *([cut.weights] if cut.weights else []))
-    return x.astype(dtype), (gate, up, down)
+    return x.astype(dtype), _map_weights(gathered, experts, *([axes.weights] if axes.weights else []))
 
 
 def _swiglu(experts: Experts, typical_rows: int | None) -> ExpertFn:
     gate, up, down = experts
 
     def expert_fn(rows: jax.Array, sizes: Any) -> jax.Array:
-        # The same rows go through every rank's part of the hidden width.
-        rows = alike(_varies_beside(gate, rows), rows)
-        return grouped_swiglu(rows, gate, up, down, sizes, typical_rows=typical_rows)
+        return grouped_swiglu(_for_hidden_shards(rows, experts), gate, up, down, sizes, typical_rows=typical_rows)
 
     return expert_fn
 
 
-def _varies_beside(weight: jax.Array | Adapted, rows: jax.Array) -> tuple[str, ...]:
-    return varies_beside(weight.weight if isinstance(weight, Adapted) else weight, rows)
+def _for_hidden_shards(rows: jax.Array, experts: Experts) -> jax.Array:
+    """Mark rows that all shards of the hidden dim use: their gradient is the sum over the shards."""
+    gate = experts[0]
+    gate = gate.weight if isinstance(gate, Adapted) else gate
+    return reduction.sum_gradient(reduction.extra_varying_axes(gate, rows), rows)
 
 
-def _travelling(
-    rows: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, cut: _SplitAxes, room: int | None
+def _dispatch(
+    tokens: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, axes: _LayerAxes, slots: int | None
 ) -> tuple[jax.Array, Dispatched]:
-    """Rows to the ranks of their experts, and back."""
-    typical = len(rows) // config.chunks * routed.experts.shape[1] if room is None else None
-    # Where the experts' width is split the same rows go to every part of it. Their gradients travel as they are, and
-    # are summed over the parts here, where they are the tokens' and not as many as there is room for.
-    rows = alike(_varies_beside(experts[0], rows), rows)
-    how, nodes = config.implementation, None
-    if how in TWO_LEVELS and len(cut.experts) == 1:
-        how = "auto"
-        if not cut.is_one_level:
-            _tell_one_level(config.implementation, cut.experts[0])
-    elif how == NODE_FIRST:
-        nodes = config.routing.nodes_visited(lax.axis_size(cut.experts[0]))
+    """Send tokens to the ranks of their experts and combine the results."""
+    typical_rows = len(tokens) // config.chunks * routed.experts.shape[1] if slots is None else None
+    # All shards of the hidden dim receive the same tokens. Their gradients are sent back unreduced and summed
+    # here, on T tokens, and not on the larger receive buffers.
+    tokens = _for_hidden_shards(tokens, experts)
+    implementation, nodes_per_token = config.implementation, None
+    if implementation in TWO_LEVELS and len(axes.experts) == 1:
+        implementation = "auto"
+        if not axes.has_one_level:
+            warning = problem(
+                "moe_layer",
+                f"use implementation={config.implementation!r}",
+                f"it has two levels, but experts are sharded over one axis, `{axes.experts[0]}`, so 'auto' is used",
+                'shard experts across nodes and inside a node: mp.expert_parallel(axis=("data", "expert"))',
+                "conflict",
+            )
+            warnings.warn(str(warning), stacklevel=2)
+    elif implementation == NODE_FIRST:
+        nodes_per_token = config.routing.nodes_visited(lax.axis_size(axes.experts[0]))
     return dispatch(
-        rows,
+        tokens,
         routed.experts,
         routed.weights,
-        _swiglu(experts, typical),
-        axis=cut.experts,
+        _swiglu(experts, typical_rows),
+        axis=axes.experts,
         num_experts=config.routing.num_experts,
-        capacity=room,
-        implementation=how,
+        capacity=slots,
+        implementation=implementation,
         bound_factor=config.bound_factor,
         payload=config.payload,
         chunks=config.chunks,
-        nodes_per_token=nodes,
+        nodes_per_token=nodes_per_token,
     )
 
 
-def _tell_one_level(implementation: str, axis: str) -> None:
-    told = problem(
-        "the MoE layer",
-        f"send tokens {implementation!r}, in two levels",
-        f"experts are split over `{axis}` alone, so that rows travel as by 'auto', in one",
-        'split them over two axes, across the nodes and inside them: mp.expert_parallel(axis=("data", "expert"))',
-    )
-    warnings.warn(str(told), stacklevel=2)
-
-
-def _staying(
-    rows: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, cut: _SplitAxes, room: int | None
+def _compute_local(
+    tokens: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, axes: _LayerAxes, slots: int | None
 ) -> tuple[jax.Array, Dispatched]:
-    """Rows through the experts that are here; those of other ranks are theirs to compute."""
-    own = experts[0].shape[0]
-    first = lax.axis_index(cut.experts) * own if cut.experts else 0
-    mine = routed.experts - first
-    mine = jnp.where((mine >= 0) & (mine < own), mine, own).astype(jnp.int32)
-    rows, mine, weights = varying_alike((), alike(varies_beside(mine, rows), rows), mine, routed.weights)
-    chosen = count(mine, own)
-    if room is None:
-        order, dropped = by_expert(mine, own), jnp.zeros_like(chosen[0])
-        sizes: Any = chosen
-        typical = max(mine.size * own // config.routing.num_experts, 1)
+    """Compute the local experts for all local tokens. The sum over ranks is the caller's."""
+    num_local = experts[0].shape[0]
+    first = lax.axis_index(axes.experts) * num_local if axes.experts else 0
+    local = routed.experts - first
+    local = jnp.where((local >= 0) & (local < num_local), local, num_local).astype(jnp.int32)
+    tokens = reduction.sum_gradient(reduction.extra_varying_axes(local, tokens), tokens)
+    tokens, local, weights = varying_alike((), tokens, local, routed.weights)
+    counts = count(local, num_local)
+    if slots is None:
+        order, dropped = by_expert(local, num_local), jnp.zeros_like(counts[0])
+        sizes: Any = counts
+        typical_rows = max(local.size * num_local // config.routing.num_experts, 1)
     else:
-        order, sizes, typical = in_buffers(mine, own, room), np.full(own, room, np.int32), None
-        dropped = jnp.sum(jnp.maximum(chosen - room, 0), dtype=jnp.int32)
+        order, sizes = in_buffers(local, num_local, slots), np.full(num_local, slots, np.int32)
+        typical_rows = None
+        dropped = jnp.sum(jnp.maximum(counts - slots, 0), dtype=jnp.int32)
     with jax.named_scope("experts"):
-        made = _swiglu(experts, typical)(spread(rows, order), sizes)
-    return weighted_sum(made, weights, order), Dispatched(chosen, chosen, dropped)
+        outputs = _swiglu(experts, typical_rows)(expand(tokens, order), sizes)
+    return weighted_sum(outputs, weights, order), Dispatched(counts, counts, dropped)
 
 
 def _router_stats(
-    logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, cut: _SplitAxes
+    logits: jax.Array, routed: Routed, dropped: jax.Array, config: MoEConfig, axes: _LayerAxes
 ) -> RouterStats:
-    """Losses and means are those of all tokens, wherever they are; so are counts, but where stages sum them."""
-    axis, scores = cut.batch or None, routed.scores
+    """Return the statistics over the tokens of all devices. With stages, counts are local to the outer axes."""
+    axis, scores = axes.batch or None, routed.scores
     loss = jnp.zeros((), logits.dtype)
     if config.auxiliary_weight:
         loss += auxiliary_loss(scores, routed.experts, alpha=config.auxiliary_weight, axis=axis)
     if config.z_weight:
         loss += z_loss(logits, weight=config.z_weight, axis=axis)
-    scores = lax.stop_gradient(scores)
-    mean = entropy(scores).mean()
+    mean_entropy = entropy(lax.stop_gradient(scores)).mean()
     load = count(routed.experts, config.routing.num_experts)
-    if cut.experts and not cut.travels:
-        dropped = lax.psum(dropped, cut.experts)
-    if cut.counted:
-        load, dropped = lax.psum((load, dropped), cut.counted)
-    return RouterStats(loss, load, dropped, mean if axis is None else lax.pmean(mean, axis))
+    if axes.experts and not axes.dispatches:
+        dropped = lax.psum(dropped, axes.experts)
+    if axes.count_axes:
+        load, dropped = lax.psum((load, dropped), axes.count_axes)
+    return RouterStats(loss, load, dropped, mean_entropy if axis is None else lax.pmean(mean_entropy, axis))

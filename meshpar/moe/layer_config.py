@@ -1,100 +1,92 @@
-"""What an MoE layer is, and how it is computed and balanced."""
+"""Configuration of an MoE layer."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 
-from meshpar.collectives.kernel_checks import check_choice
-from meshpar.moe.argument_checks import check_factor, check_whole
+from meshpar.moe.argument_checks import check_factor
 from meshpar.moe.dispatch_combine import check_bound, check_payload
 from meshpar.moe.dispatch_paths import Payload
 from meshpar.moe.routing import Routing
 from meshpar.moe.transport_choice import IMPLEMENTATIONS, NODE_FIRST
-from meshpar.sharding.types import problem
+from meshpar.sharding.types import check_choice, check_int, check_positive_int, problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """An MoE layer of SwiGLU experts.
+    """Experts, routing, balancing and dispatch of an MoE layer with SwiGLU experts.
 
-    Mixtral's is `MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.00125)`;
-    DeepSeek-V3's is `MoEConfig(routing=Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8,
-    top_groups=4), mlp_dim=2048, shared_experts=1, bias_rate=1e-3)`.
+    Example:
+      >>> mixtral = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=14_336, auxiliary_weight=0.00125)
+      >>> f"{mixtral.num_params(4096):,}"
+      '1,409,318,912'
+      >>> routing = Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4)
+      >>> deepseek_v3 = MoEConfig(routing=routing, mlp_dim=2048, shared_experts=1, bias_rate=1e-3)
     """
 
     routing: Routing
-    """How tokens find their experts, and with a capacity factor how many have room there."""
+    """Assignment of tokens to experts, with an optional capacity factor."""
     mlp_dim: int
-    """Width of the hidden layer of one expert."""
+    """Hidden size of an expert."""
     shared_experts: int = 0
-    """Experts that every token visits besides; they are computed as one, of `shared_experts · mlp_dim` hidden width."""
+    """Number of experts for all tokens. They are computed as an MLP with hidden size shared_experts · mlp_dim."""
     auxiliary_weight: float = 0.0
-    """Weight of the auxiliary loss (`balance.auxiliary_loss`) of each layer; the layers' losses are added to the loss.
-    With balanced experts a model with L MoE layers adds `L * auxiliary_weight`. Transformers' `router_aux_loss_coef` c
-    adds `c * top_k` for all layers together: c is `auxiliary_weight * L / top_k`."""
+    """Weight of the auxiliary loss of a layer (`balance.auxiliary_loss`). The losses of all layers are added to the
+    loss: with balanced experts, L MoE layers add L · auxiliary_weight. `router_aux_loss_coef` c of Transformers adds
+    c · top_k for all layers together, so c is auxiliary_weight · L / top_k."""
     z_weight: float = 0.0
-    """Of the router z-loss (`balance.z_loss`), likewise."""
+    """Weight of the router z-loss of a layer (`balance.z_loss`)."""
     bias_rate: float = 0.0
-    """By how much a step moves the balancing bias of an expert (`balance.update_bias`); 0: there is no bias."""
+    """Change of an expert's balancing bias per step (`balance.update_bias`). 0 means no bias."""
     implementation: str = "auto"
-    """How rows travel between the ranks of experts: as for `dispatch`. Forms in two levels want experts split over two
-    axes; over one, a warning says that there is one level."""
+    """How tokens are sent to other ranks, as in `dispatch`. If experts are sharded over one axis, implementations with
+    two levels cause a warning."""
     bound_factor: float | None = None
-    """Room for rows from one rank to another, as for `dispatch`; None: for any routing."""
+    """Limit of the rows from a rank to another, as in `dispatch`. None allows any routing."""
     payload: Payload | None = None
-    """Number formats of rows that travel; None: as they are."""
+    """Number formats of the rows sent. None keeps the dtype."""
     chunks: int = 1
-    """Parts of a device's tokens, so that one travels while another is computed, as for `dispatch`."""
+    """Number of chunks of a device's tokens, for overlapping communication with computation, as in `dispatch`."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.routing, Routing):
-            fix = "write moe.Routing(num_experts=8, top_k=2)"
-            raise problem("MoEConfig(routing=...)", f"be {self.routing!r}", "it is a Routing", fix)
-        for field, least in (("mlp_dim", 1), ("shared_experts", 0), ("chunks", 1)):
-            check_whole("MoEConfig", field, getattr(self, field), least=least)
+        where, routing = "MoEConfig", self.routing
+        if not isinstance(routing, Routing):
+            reason, fix = "it must be a moe.Routing", "pass moe.Routing(num_experts=8, top_k=2)"
+            raise problem(where, f"set routing={routing!r}", reason, fix, "wrong-type")
+        check_positive_int(where, "the hidden size of an expert", mlp_dim=self.mlp_dim)
+        check_int(where, "the number of shared experts", shared_experts=self.shared_experts)
+        check_positive_int(where, "the number of chunks", chunks=self.chunks)
         for field in ("auxiliary_weight", "z_weight", "bias_rate"):
-            check_factor("MoEConfig", field, getattr(self, field), scheduled=False)
-        check_choice("MoEConfig", "implementation", self.implementation, IMPLEMENTATIONS)
-        self._check_expert_choice()
-        check_bound("MoEConfig", self.bound_factor)
-        check_payload("MoEConfig", self.payload)
-        self._check_buffers()
+            check_factor(where, field, getattr(self, field), scheduled=False)
+        check_choice(where, "the way in which tokens are sent", IMPLEMENTATIONS, implementation=self.implementation)
+        check_bound(where, self.bound_factor)
+        check_payload(where, self.payload)
+        if routing.choice == "expert":
+            reason = "each expert chooses the same number of a device's tokens"
+            self._check_unused({"bias_rate": self.bias_rate > 0, "chunks": self.chunks > 1}, reason)
+        if routing.choice == "expert" or routing.capacity_factor is not None:
+            reason = "experts have buffers of fixed capacity, which are sent in full"
+            needs_dropless = self.implementation in ("ragged", NODE_FIRST)
+            unused = {"bound_factor": self.bound_factor is not None, "implementation": needs_dropless}
+            self._check_unused(unused, reason)
 
-    def _check_expert_choice(self) -> None:
-        if self.routing.choice != "expert":
-            return
-        for field, unused in (("bias_rate", self.bias_rate > 0), ("chunks", self.chunks > 1)):
-            if unused:
-                where = f'MoEConfig({field}={getattr(self, field)}) with Routing(choice="expert")'
-                exists = "an expert takes the best of all tokens of a device, and always as many"
-                raise problem(where, f"use {field}", exists, f"leave {field} out")
-
-    def _check_buffers(self) -> None:
-        """Experts that have so much room, or that choose, get buffers; the other forms are of dropless dispatch."""
+    def _check_unused(self, unused: dict[str, bool], reason: str) -> None:
         routing = self.routing
-        if routing.choice == "token" and routing.capacity_factor is None:
-            return
-        where = 'Routing(choice="expert")'
-        if routing.choice == "token":
-            where = f"Routing(capacity_factor={routing.capacity_factor!r})"
-        for field, unused in (
-            ("bound_factor", self.bound_factor),
-            ("implementation", self.implementation in ("ragged", NODE_FIRST)),
-        ):
-            if unused:
-                exists = "buffers of fixed capacity travel whole, and that capacity is their bound"
-                fix = f"leave {field} out" + ", or the capacity_factor" * (routing.choice == "token")
-                raise problem(f"MoEConfig({field}={getattr(self, field)!r}) with {where}", f"use {field}", exists, fix)
+        option = f"capacity_factor={routing.capacity_factor!r}" if routing.choice == "token" else 'choice="expert"'
+        for field in (field for field, is_set in unused.items() if is_set):
+            fix = f"leave {field} out" + " or use capacity_factor=None" * (routing.choice == "token")
+            requested = f"combine {field}={getattr(self, field)!r} with Routing({option})"
+            raise problem("MoEConfig", requested, reason, fix, "conflict")
 
     @property
     def nodes_visited(self) -> Callable[[int], int] | None:
-        """Of so many nodes, those that a token goes to; None: rows travel choice by choice, whatever the nodes."""
+        """Return the function from the number of nodes to the nodes per token. None if rows are sent per assignment."""
         return self.routing.nodes_visited if self.implementation == NODE_FIRST else None
 
     @property
     def row_bytes(self) -> Callable[[str, int], int | None] | None:
-        """Of a row of so many numbers under way, as `Payload.row_bytes`; None: rows travel as they are."""
+        """Return `Payload.row_bytes`, or None if rows keep their dtype."""
         return None if self.payload is None else self.payload.row_bytes
 
     @property
@@ -106,11 +98,11 @@ class MoEConfig:
         return self.shared_experts * self.mlp_dim
 
     def num_params(self, embed_dim: int) -> int:
-        """Parameters of a layer: router, experts and shared experts; the balancing bias is none."""
-        each = 3 * embed_dim * self.mlp_dim
-        return embed_dim * self.routing.num_experts + each * (self.routing.num_experts + self.shared_experts)
+        """Return the number of parameters of a layer: router, experts and shared experts, without the bias."""
+        per_expert = 3 * embed_dim * self.mlp_dim
+        return embed_dim * self.routing.num_experts + per_expert * (self.routing.num_experts + self.shared_experts)
 
     def active_params(self, embed_dim: int) -> int:
-        """Parameters that one token is multiplied with: the router's, and those of the experts it visits."""
-        each = 3 * embed_dim * self.mlp_dim
-        return embed_dim * self.routing.num_experts + each * (self.routing.top_k + self.shared_experts)
+        """Return the number of parameters used for a token: the router, its experts and the shared experts."""
+        per_expert = 3 * embed_dim * self.mlp_dim
+        return embed_dim * self.routing.num_experts + per_expert * (self.routing.top_k + self.shared_experts)

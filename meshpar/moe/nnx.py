@@ -1,55 +1,63 @@
-"""An MoE layer as a Flax NNX module: `MoE`."""
+"""The MoE layer as a Flax NNX module: `MoE`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from meshpar.layers.precision import dot_general
 from meshpar.moe.balance import update_bias
-from meshpar.moe.layer import (
-    EXPERTS,
-    SHARED,
-    RouterStats,
-    Weights,
-    check_layer,
-    moe_layer,
-    of_rows,
-    parameters,
-    shared_experts,
-)
+from meshpar.moe.layer import RouterStats, Weights, check_config, moe_layer
 from meshpar.moe.layer_config import MoEConfig
+from meshpar.sharding.context import ambient, constrain
+from meshpar.sharding.types import check_positive_int, problem
 
 Initializer = nnx.initializers.Initializer
+SHARED = ("shared_gate", "shared_up", "shared_down")
 
 
 class BalancingBias(nnx.Variable):
-    """What is added to an expert's score for the choice alone. Not a parameter: no gradient, no optimizer."""
+    """Bias that is added to the experts' scores for the assignment only. It has no gradient and no optimizer state."""
 
 
 class LoadCount(nnx.Variable):
-    """Choices that fell on each expert since the last update of the bias."""
+    """Number of assignments of each expert since the last update of the bias."""
 
 
 class MoE(nnx.Module):
-    """An MoE layer of SwiGLU experts, for any NNX model.
+    """MoE layer with SwiGLU experts, for any NNX model.
 
-    Parameters: `router [d, E]`, `gate` and `up [E, d, f]`, `down [E, f, d]`, and of shared experts `shared_gate`,
-    `shared_up [d, s]`, `shared_down [s, d]`, with logical names. With `config.bias_rate` there are two variables more,
-    `bias` and `load`, which the training step keeps up to date (`after_update`).
+    Parameters, with logical names: `router [d, E]`, `gate` and `up [E, d, f]`, `down [E, f, d]`, and for shared experts
+    `shared_gate` and `shared_up [d, s]`, `shared_down [s, d]`. If `config.bias_rate` is set, the variables `bias` and
+    `load` [E] hold the balancing bias, and the training step calls `after_update` once per update.
 
     Args:
-      embed_dim: width of the tokens, d.
-      config: of the layer.
-      param_dtype: in which parameters are made; compute follows what the layer is given.
-      down_init: of the matrices that lead back to tokens; None: as all others, by the width they come from.
-      rngs: draws the parameters.
+      embed_dim: d, the size of a token.
+      config: the MoE layer's experts, routing and dispatch.
+      param_dtype: dtype of the parameters. The compute dtype follows the inputs.
+      down_init: initializer of `down` and `shared_down`. None for the default, which scales by the input size.
+      rngs: source of the PRNG keys for the parameters.
 
     Raises:
-      ValueError: a width that is none; something else than a config, or than a floating dtype.
+      ValueError: `embed_dim`, `config` or `param_dtype` is invalid.
+
+    Example:
+      >>> from meshpar.moe import Routing, report_layers
+      >>> config = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=32, auxiliary_weight=0.01)
+      >>> layer = MoE(16, config, rngs=nnx.Rngs(0))
+      >>> y, stats = layer(jnp.ones((2, 4, 16)))
+      >>> y.shape, int(stats.load.sum())
+      ((2, 4, 16), 16)
+      >>> report_layers(stats, config)  # adds the auxiliary loss and the load metrics to a training step
     """
 
-    adapted = (*EXPERTS, *SHARED)
+    adapted = (*Weights._fields[1:], *SHARED)
+    """Weights that `mp.lora` can adapt."""
 
     def __init__(
         self,
@@ -60,42 +68,94 @@ class MoE(nnx.Module):
         down_init: Initializer | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        check_layer("MoE", embed_dim, config, param_dtype)
+        check_positive_int("MoE", "the size of a token", embed_dim=embed_dim)
+        check_config("MoE", config)
+        _check_floating(param_dtype)
         self.config = config
         dtype = jnp.dtype(param_dtype)
-        # NNX would place annotated parameters on a mesh of its own; meshpar's rules place them when they are born.
+        # NNX would place annotated parameters on its own mesh. meshpar's rules place them when they are created.
         with nnx.use_eager_sharding(False):
-            for name, (names, shape, init) in parameters(embed_dim, config, down_init).items():
+            for name, (names, shape, init) in _parameters(embed_dim, config, down_init).items():
                 setattr(self, name, nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype)))
             if config.is_biased:
                 self.bias = BalancingBias(jnp.zeros(config.routing.num_experts, jnp.promote_types(dtype, jnp.float32)))
                 self.load = LoadCount(jnp.zeros(config.routing.num_experts, jnp.int32))
 
     def __call__(self, x: Float[Array, "B T d"], *, drops: bool = True) -> tuple[Float[Array, "B T d"], RouterStats]:
-        """The experts' output for every token, and the router's statistics; see `moe_layer`.
+        """Return the gate-weighted sum of the experts' outputs, and the router statistics.
 
-        The auxiliary loss, `stats.loss`, is the caller's to add to the loss, or to hand to
-        `meshpar.layers.auxiliary.report`.
+        Args:
+          x: tokens.
+          drops: False to ignore capacities, as in `moe_layer`.
+
+        Returns:
+          The output, and `RouterStats`. Their auxiliary loss is not added to anything: pass the statistics to
+          `report_layers`, or add `stats.loss` to the loss.
         """
         config = self.config
         weights = Weights(*(self.weight(name) for name in Weights._fields))
         y, stats = moe_layer(x, weights, config, bias=self.bias[...] if config.is_biased else None, drops=drops)
         if config.shared_experts:
-            y = y + shared_experts(x, self.product)
+            gate, up, down = SHARED
+            with jax.named_scope("shared_experts"):
+                hidden = jax.nn.silu(self.product(x, gate)) * self.product(x, up)
+                if ambient() is not None:
+                    hidden = constrain(hidden, "batch", "seq", "act_mlp")
+                shared = self.product(hidden, down)
+            y = y + shared
         if config.is_biased:
             self.load[...] = self.load[...] + stats.load
         return y, stats
 
     def weight(self, name: str) -> Array:
-        """What the layer computes with in place of a weight: `mp.lora` puts pairs beside experts' here."""
+        """Return a weight of the router or the experts. `mp.lora` overrides this to add low-rank pairs."""
         return getattr(self, name)[...]
 
     def product(self, x: Float[Array, "B T d"], name: str) -> Float[Array, "B T f"]:
-        """Rows times a matrix of the shared experts: `mp.lora` adds what pairs make here."""
-        return of_rows(x, getattr(self, name)[...])
+        """Multiply by a matrix of the shared experts. `mp.lora` overrides this to add low-rank products."""
+        return dot_general(x, getattr(self, name)[...], (((2,), (0,)), ((), ())))
 
     def after_update(self) -> None:
-        """Move the bias by what was counted since the last time; a training step does it once, behind its update."""
+        """Update the bias from the counted load, and reset the count. The training step calls it after each update."""
         if self.config.is_biased:
             self.bias[...] = update_bias(self.bias[...], self.load[...], rate=self.config.bias_rate)
             self.load[...] = jnp.zeros_like(self.load[...])
+
+
+def _parameters(
+    embed_dim: int, config: MoEConfig, down_init: Initializer | None
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Initializer]]:
+    """Return logical names, shape and initializer of the parameters, in the order of their PRNG keys."""
+    d, f, s, num_experts = embed_dim, config.mlp_dim, config.shared_dim, config.routing.num_experts
+    init = jax.nn.initializers.lecun_normal()
+    down_init = down_init or init
+    inward, outward = ("embed", "mlp"), ("mlp", "embed")
+    parameters: dict[str, tuple[tuple[str, ...], tuple[int, ...], Initializer]] = {
+        "router": (("embed", "expert"), (d, num_experts), init),
+        "gate": (("expert", *inward), (num_experts, d, f), _per_expert(init)),
+        "up": (("expert", *inward), (num_experts, d, f), _per_expert(init)),
+        "down": (("expert", *outward), (num_experts, f, d), _per_expert(down_init)),
+    }
+    if config.shared_experts:
+        gate, up, down = SHARED
+        parameters |= {gate: (inward, (d, s), init), up: (inward, (d, s), init), down: (outward, (s, d), down_init)}
+    return parameters
+
+
+def _per_expert(init: Initializer) -> Initializer:
+    """Return an initializer of stacked matrices [E, ...] that initializes each matrix with its own key and fan-in."""
+
+    def init_stacked(key: jax.Array, shape: Sequence[int], dtype: Any = None) -> jax.Array:
+        return jax.vmap(lambda key: init(key, tuple(shape[1:]), dtype))(jax.random.split(key, shape[0]))
+
+    return init_stacked  # type: ignore[return-value]
+
+
+def _check_floating(param_dtype: Any) -> None:
+    try:
+        is_floating = param_dtype is not None and jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        reason, fix = "parameters have a floating-point dtype", 'use param_dtype="float32" or param_dtype="bfloat16"'
+        raise problem("MoE", f"set param_dtype={param_dtype!r}", reason, fix, "wrong-dtype")

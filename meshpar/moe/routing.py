@@ -1,9 +1,10 @@
-"""Routing: which experts a token goes to, with what weight, and which places they have room for.
+"""Routing: the experts of each token, their gate weights, and the assignments that fit into the capacity.
 
     logits [T, E] ─► scores (softmax or sigmoid) ─┬─► + bias, best groups, top k ─► experts [T, k] ─► kept: slot, kept
-                                                  └─► gate of the chosen, without the bias ─► weights [T, k]
+                                                  └─► gates of these experts, without the bias ─► weights [T, k]
 
-T tokens, E experts, k choices; T is what one device holds when called inside `jax.shard_map`.
+T tokens, E experts, k experts per token. Inside `jax.shard_map`, T counts the tokens of one device. An element of
+`experts` is called an assignment; E means unassigned.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from meshpar.collectives.kernel_checks import check_choice
-from meshpar.moe.argument_checks import check_array, check_positive, check_whole
-from meshpar.sharding.types import problem
+from meshpar.moe.argument_checks import check_array, check_positive
+from meshpar.sharding.types import check_bool, check_choice, check_int, check_positive_int, problem
 
 Score = Literal["softmax", "sigmoid"]
 Choice = Literal["token", "expert"]
@@ -28,7 +28,7 @@ Choice = Literal["token", "expert"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How tokens find their experts.
+    """How tokens are assigned to experts.
 
     Mixtral is `Routing(num_experts=8, top_k=2)`; DeepSeek-V3 is `Routing(num_experts=256, top_k=8, score="sigmoid",
     scale=2.5, groups=8, top_groups=4)` with a bias; Switch is `Routing(num_experts=64, top_k=1, normalize=False,
@@ -36,301 +36,279 @@ class Routing:
     """
 
     num_experts: int
-    """Experts to choose from, on all ranks together; shared experts, which every token visits, are not among them."""
+    """Number of routed experts on all ranks together. Shared experts do not count."""
     top_k: int
-    """Experts of a token; with choice="expert", the mean of that number."""
+    """Number of experts per token; with choice="expert", its mean."""
     score: Score = "softmax"
-    """From logit to score: "softmax" lets experts compete, "sigmoid" scores each by itself."""
+    """Function from logits to scores: "softmax" over the experts, or "sigmoid" of each logit."""
     normalize: bool = True
-    """Whether the weights of a token's chosen experts are made to add up to `scale`."""
+    """True if the gate weights of a token sum to `scale`."""
     scale: float = 1.0
-    """What every weight is multiplied by at last."""
+    """Factor of all gate weights."""
     groups: int = 1
-    """Equal runs of neighbouring experts, of which a token may visit only the best `top_groups` (choice="token")."""
+    """Number of groups of consecutive experts. A token uses the best `top_groups` groups (choice="token")."""
     top_groups: int = 1
-    """Groups a token may visit. A group's score is the sum of its two best biased scores."""
+    """Number of groups per token. The score of a group is the sum of the two highest biased scores in it."""
     choice: Choice = "token"
-    """Who chooses: every token its `top_k` experts, or every expert its T·top_k/E tokens."""
+    """With "token", each token chooses `top_k` experts; with "expert", each expert chooses T·top_k/E tokens."""
     capacity_factor: float | None = None
-    """Room at an expert, in multiples of what it gets when all get the same; None: as much as needed, nothing drops."""
+    """Capacity of an expert, as a multiple of its load when routing is balanced. None means unlimited."""
     causal: bool = True
-    """Whether the model predicts a token from those before it, as a language model does."""
+    """True if the model predicts each token from the tokens before it, as language models do."""
     force: bool = False
-    """Allows choice="expert" in a causal model all the same."""
+    """Allow choice="expert" in a causal model."""
 
     def __post_init__(self) -> None:
-        for field, options in (("score", Score), ("choice", Choice)):
-            check_choice("Routing", field, getattr(self, field), get_args(options))
-        for field in ("num_experts", "top_k", "groups", "top_groups"):
-            check_whole("Routing", field, getattr(self, field))
-        for field in ("normalize", "causal", "force"):
-            if not isinstance(getattr(self, field), bool):
-                asked = f"be {getattr(self, field)!r}"
-                raise problem(f"Routing({field}=...)", asked, "it is True or False", f"write {field}=True, or False")
-        self._check_top_k()
-        self._check_groups()
+        num_experts, k, groups = self.num_experts, self.top_k, self.groups
+        check_choice("Routing", "the function from logits to scores", get_args(Score), score=self.score)
+        check_choice("Routing", "the side that chooses", get_args(Choice), choice=self.choice)
+        counts = {"num_experts": num_experts, "top_k": k, "groups": groups, "top_groups": self.top_groups}
+        check_positive_int("Routing", "a number of experts or groups", **counts)
+        flags = {"normalize": self.normalize, "causal": self.causal, "force": self.force}
+        check_bool("Routing", "the option is on", **flags)
+        reachable = num_experts // groups * self.top_groups
+        if k > reachable:
+            reason = f"it can use {reachable} experts" + f" in {self.top_groups} of {groups} groups" * (groups > 1)
+            requested, fix = f"assign {k} experts to a token", f"use top_k of at most {reachable}"
+            raise problem(f"Routing(top_k={k})", requested, reason, fix, "out-of-range")
+        if k == 1 and self.normalize and self.choice == "token":
+            reason = "the weight is then constant, and the router gets no gradient from the loss"
+            requested, fix = "normalize the weight of a single expert", "use normalize=False, or top_k of at least 2"
+            raise problem("Routing(top_k=1, normalize=True)", requested, reason, fix, "conflict")
+        if num_experts % groups or self.top_groups > groups:
+            where = f"Routing(groups={groups}, top_groups={self.top_groups})"
+            reason = "groups have equal sizes, and top_groups is at most groups"
+            fix = f"use a divisor of {num_experts} for groups, and top_groups of at most groups"
+            code = "indivisible" if num_experts % groups else "out-of-range"
+            raise problem(
+                where, f"use {self.top_groups} of {groups} groups of {num_experts} experts", reason, fix, code
+            )
         check_positive("Routing", "scale", self.scale, "1.0")
         if self.capacity_factor is not None:
-            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None to drop nothing")
+            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None for unlimited capacity")
         if self.choice == "expert":
             self._check_expert_choice()
 
     def nodes_visited(self, nodes: int) -> int:
-        """How many of so many equal runs of neighbouring experts the choices of a token lie in at the most."""
+        """Return how many nodes a token reaches at most, if each node owns consecutive experts."""
         most = min(nodes, self.top_k)
         if nodes % self.groups == 0 or self.groups % nodes == 0:
             most = min(most, self.top_groups * max(1, nodes // self.groups))
         return most
 
-    def _check_top_k(self) -> None:
-        reachable = self.num_experts // self.groups * self.top_groups
-        if self.top_k > reachable:
-            where = f"{self.num_experts} experts" + (f", {reachable} in {self.top_groups} groups" * (self.groups > 1))
-            asked = f"send a token to {self.top_k} different experts"
-            raise problem("Routing(top_k=...)", asked, f"it may choose among {where}", f"use at most {reachable}")
-        if self.top_k == 1 and self.normalize and self.choice == "token":
-            asked = "make the weights of one chosen expert add up to a constant"
-            exists = "that weight is then the constant itself, and the router gets no gradient from the loss"
-            raise problem("Routing(normalize=True)", asked, exists, "use normalize=False, or a top_k of at least 2")
-
-    def _check_groups(self) -> None:
-        if self.num_experts % self.groups or self.top_groups > self.groups:
-            asked = f"cut {self.num_experts} experts into {self.groups} groups and visit {self.top_groups}"
-            exists = "groups are equal, and there are no more to visit than there are"
-            fix = f"use a divisor of {self.num_experts}, and top_groups up to it"
-            raise problem("Routing(groups=..., top_groups=...)", asked, exists, fix)
-
     def _check_expert_choice(self) -> None:
+        where = 'Routing(choice="expert")'
         if self.causal and not self.force:
-            raise problem(
-                'Routing(choice="expert")',
-                "let experts choose tokens in a causal model",
-                "an expert compares all tokens it sees before it picks, so what happens to a token would depend on "
-                "later ones: the training loss leaks the future, and no decoder can repeat it token by token",
-                'use choice="token"; causal=False if the model sees whole sequences; force=True to do it anyway',
+            reason = (
+                "an expert compares all tokens, so the choice for a token depends on later tokens: the training loss "
+                "leaks future tokens, and decoding token by token gives other results"
             )
-        unused = {"groups": self.groups != 1, "capacity_factor": self.capacity_factor is not None}
-        if any(unused.values()):
-            field = next(name for name, given in unused.items() if given)
-            raise problem(
-                f'Routing(choice="expert", {field}={getattr(self, field)!r})',
-                f"use {field}",
-                f"it is for tokens that choose; an expert takes tokens·{self.top_k}/{self.num_experts} of them, always",
-                f"leave {field} out",
-            )
+            fix = 'use choice="token", causal=False if the model sees full sequences, or force=True to do it anyway'
+            raise problem(where, "let experts choose tokens in a causal model", reason, fix, "conflict")
+        for field, default in (("groups", 1), ("capacity_factor", None)):
+            if getattr(self, field) != default:
+                reason = f"each expert chooses tokens·{self.top_k}/{self.num_experts} tokens"
+                raise problem(where, f"use {field}", reason, f"leave {field} out", "conflict")
         if self.normalize:
-            asked = "make the weights of a token's experts add up to a constant"
-            exists = "which experts a token gets is up to them, it may be none"
-            raise problem('Routing(choice="expert", normalize=True)', asked, exists, "use normalize=False")
+            reason = "experts choose the tokens, and a token may have no expert"
+            raise problem(where, "normalize the weights of a token", reason, "use normalize=False", "conflict")
 
 
 class Routed(NamedTuple):
-    """What a router decided. With choice="expert" there are k = E columns, one for each expert."""
+    """Result of a router. With choice="expert" k is E, and column e belongs to expert e."""
 
     experts: Int32[Array, "T k"]
-    """The chosen, from the best on; E, unassigned, where there is none (choice="expert" only)."""
+    """Experts of each token, in order of decreasing score. E means unassigned (choice="expert" only)."""
     weights: Float[Array, "T k"]
-    """What their outputs are multiplied by; 0 where unassigned."""
+    """Gate weights of these experts, 0 where unassigned."""
     scores: Float[Array, "T E"]
-    """Of every expert, without the bias."""
+    """Scores of all experts, without the bias."""
 
 
 def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, " E"] | None = None) -> Routed:
-    """The experts of every token, and their weights, computed in float32 at least.
+    """Return the experts of each token and their gate weights, computed in float32 or wider.
 
-    Ties go to the lowest expert (with choice="expert", to the earliest token). Weights and scores are differentiable,
-    the choice is not. Normalised weights are computed from the logits of the chosen alone, so they are exact however
-    small the scores; none of the weights depends to the bit on the order in which the experts are numbered.
+    Ties go to the expert with the lowest index (with choice="expert", to the earliest token). Weights and scores are
+    differentiable, the assignment is not. Normalized weights are computed from the logits of the assigned experts, so
+    they stay exact when scores underflow. All weights are bitwise independent of the numbering of the experts.
 
     Source: Shazeer et al. 2017 (top-k gating); Fedus et al. 2022, "Switch Transformers" (top 1); Zhou et al. 2022,
     "Mixture-of-Experts with Expert Choice Routing"; DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid scores,
     groups, and the bias).
 
     Args:
-      logits: of the router, for the tokens at hand; nothing is sent, and experts choose among these tokens only.
-      routing: how.
-      bias: added to the scores for the choice alone; no gradient goes through it. See `balance.update_bias`.
+      logits: router logits of the local tokens. Nothing is communicated: experts choose among these tokens.
+      routing: the routing algorithm.
+      bias: added to the scores for the assignment only, without a gradient. See `balance.update_bias`.
 
     Raises:
-      ValueError: logits that are not [tokens, num_experts] of floating numbers; a bias of another shape, or one for
-        experts that choose, who are balanced already.
+      ValueError: logits are not floating-point numbers [T, E]; the bias is not [E], or is used with choice="expert".
     """
     _check_arrays(logits, routing, bias)
     with jax.named_scope("route"):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         scores = _softmax(logits) if routing.score == "softmax" else jax.nn.sigmoid(logits)
         if routing.choice == "expert":
-            experts, gates = _chosen_by_experts(scores, routing)
+            experts, gates = _experts_choose(scores, routing)
         else:
-            experts = _chosen_by_tokens(logits, scores, routing, bias)
-            gates = _normalized(logits, experts, routing) if routing.normalize else _of(experts, scores)
+            experts = _tokens_choose(logits, scores, routing, bias)
+            if routing.normalize:
+                # Softmax of log scores: dividing the scores by their sum would be 0/0 when they underflow.
+                log_scores = logits if routing.score == "softmax" else jax.nn.log_sigmoid(logits)
+                gates = jax.nn.softmax(jnp.take_along_axis(log_scores, experts, axis=-1))
+            else:
+                gates = jnp.take_along_axis(scores, experts, axis=-1)
         return Routed(experts, gates * routing.scale, scores)
 
 
 def capacity(tokens: int, routing: Routing) -> int:
-    """Tokens that an expert has room for, of `tokens` that one device routes: ⌈tokens · k / E · factor⌉.
+    """Return how many tokens of a device an expert accepts: min(tokens, ⌈tokens · k / E · factor⌉).
 
-    At most `tokens`, since a token visits an expert once: that is also the answer without a factor. With
-    choice="expert", how many each expert takes.
+    The limit `tokens` is also the result without a capacity factor. With choice="expert", the result is the number of
+    tokens that each expert chooses.
 
     Source: Fedus et al. 2022, "Switch Transformers", section 2.2 (k = 1).
 
     Raises:
-      ValueError: a number of tokens that is none.
+      ValueError: `tokens` is not an integer of at least 0.
+
+    Example:
+      >>> capacity(64, Routing(num_experts=8, top_k=2, capacity_factor=1.25))
+      20
     """
-    check_whole("capacity", "tokens", tokens, least=0)
+    check_int("capacity", "the number of tokens of a device", tokens=tokens)
     if routing.capacity_factor is None and routing.choice == "token":
         return tokens
-    # In floating point, 200 times 2.2 is above 440, and 55 places an expert would be rounded up to 56.
+    # Exact arithmetic: in floating point 200 * 2.2 is above 440, and a capacity of 55 would be rounded up to 56.
     factor = Fraction(str(routing.capacity_factor or 1))
     return min(tokens, math.ceil(tokens * routing.top_k * factor / routing.num_experts))
 
 
 def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[Int32[Array, "T k"], Bool[Array, "T k"]]:
-    """(slot, kept): each choice's number at its expert, counted from 0, and whether there is room for it.
+    """Return the slot of each assignment at its expert, and whether the slot is within the capacity.
 
-    Room goes to the earliest token, and among one token's choices to the first: choices are numbered as they stand in
-    `experts`, row by row. So what drops is the same in every run, and what is at the end of a batch drops first.
-    A slot is counted on past the capacity; an unassigned choice (see `or_unassigned`) is never kept.
-
-    No temporary is larger than a few times `experts`: choices are sorted, not compared with every expert.
+    Slots count from 0 in row-major order of `experts`, and continue past the capacity. The last tokens of a batch are
+    therefore dropped first, deterministically. Unassigned elements are never kept. Assignments are sorted, so no
+    temporary is larger than a few times `experts`.
 
     Raises:
-      ValueError: experts that are no whole numbers; a capacity below 0; no expert at all.
+      ValueError: `experts` are not integers, or `capacity` or `num_experts` is out of range.
+
+    Example:
+      >>> slot, is_kept = kept(jnp.array([[0, 1], [0, 2], [0, 1]]), capacity=2, num_experts=4)
+      >>> slot.tolist(), is_kept.tolist()
+      ([[0, 0], [1, 0], [2, 1]], [[True, True], [True, True], [False, True]])
     """
-    check_array("kept", "experts", experts, "T k", "whole")
-    check_whole("kept", "capacity", capacity, least=0)
-    check_whole("kept", "num_experts", num_experts)
+    check_array("kept", "experts", experts, "T k", "integer")
+    if not isinstance(capacity, jax.core.Tracer):
+        check_int("kept", "the capacity of an expert", capacity=capacity)
+    check_positive_int("kept", "the number of experts", num_experts=num_experts)
     experts = or_unassigned(experts, num_experts)
     flat = experts.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    by_expert = flat[order]
-    chosen = count(flat, num_experts + 1)  # the unassigned among them
-    first = jnp.cumsum(chosen, dtype=jnp.int32) - chosen
-    number = jnp.arange(flat.size, dtype=jnp.int32) - first[by_expert]
-    slot = jnp.zeros_like(number).at[order].set(number, unique_indices=True).reshape(experts.shape)
+    sorted_experts = flat[order]
+    counts = count(flat, num_experts + 1)  # includes the unassigned elements
+    first = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    sorted_slots = jnp.arange(flat.size, dtype=jnp.int32) - first[sorted_experts]
+    slot = jnp.zeros_like(sorted_slots).at[order].set(sorted_slots, unique_indices=True).reshape(experts.shape)
     return slot, (slot < capacity) & (experts < num_experts)
 
 
 def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
-    """How often each expert was chosen; unassigned choices are not counted.
+    """Return the number of assignments of each expert. Unassigned elements do not count.
 
     Raises:
-      ValueError: experts that are no whole numbers; no expert at all.
+      ValueError: `experts` are not integers, or `num_experts` is not positive.
     """
-    check_array("count", "experts", experts, "...", "whole")
-    check_whole("count", "num_experts", num_experts)
+    check_array("count", "experts", experts, "...", "integer")
+    check_positive_int("count", "the number of experts", num_experts=num_experts)
     flat = or_unassigned(experts, num_experts).reshape(-1)
     return jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
 
 
 def entropy(scores: Float[Array, "T E"]) -> Float[Array, " T"]:
-    """Of each token's scores, divided by their sum, in nats."""
+    """Return the entropy in nats of each token's scores, divided by their sum."""
     shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
     return -jax.scipy.special.xlogy(shares, shares).sum(-1)
 
 
 def or_unassigned(experts: Int[Array, "*dims"], num_experts: int) -> Int32[Array, "*dims"]:
-    """Numbers from 0 to E - 1 as they are, and E, which means unassigned, for all others."""
+    """Replace values outside [0, E) by E, the index for "unassigned"."""
     return jnp.where((experts >= 0) & (experts < num_experts), experts, num_experts).astype(jnp.int32)
 
 
-# ---- Choosing --------------------------------------------------------------------------------------------------------
+# ---- Assignment ------------------------------------------------------------------------------------------------------
 
 
-def _chosen_by_tokens(logits: jax.Array, scores: jax.Array, routing: Routing, bias: jax.Array | None) -> jax.Array:
-    """`[T, E] -> [T, k]`: the best, from the best on.
+def _tokens_choose(logits: jax.Array, scores: jax.Array, routing: Routing, bias: jax.Array | None) -> jax.Array:
+    """Return the best k experts of each token, `[T, k]`, in order of decreasing score.
 
-    Where the scores are compared as they are, the logits do as well, and no rounding has made them equal: sigmoid
-    scores of logits above 17 are all 1 in float32.
+    Without bias and groups, logits are compared instead of scores. Rounding makes scores equal that differ as logits:
+    in float32 the sigmoid of all logits above 17 is 1.
     """
     ranked = logits if bias is None and routing.groups == 1 else scores
     if bias is not None:
         ranked = ranked + bias.astype(ranked.dtype)
     ranked = lax.stop_gradient(ranked)
     if routing.groups > 1:
-        ranked = _in_best_groups(ranked, routing)
+        in_groups = ranked.reshape(len(ranked), routing.groups, -1)
+        two_best, _ = lax.top_k(in_groups, min(2, in_groups.shape[-1]))
+        _, best = lax.top_k(two_best.sum(-1), routing.top_groups)
+        allowed = jax.nn.one_hot(best, routing.groups, dtype=bool).any(1)
+        ranked = jnp.where(allowed[..., None], in_groups, -jnp.inf).reshape(ranked.shape)
     return lax.top_k(ranked, routing.top_k)[1].astype(jnp.int32)
 
 
-def _in_best_groups(scores: jax.Array, routing: Routing) -> jax.Array:
-    """The scores, those outside a token's best groups replaced by -inf."""
-    in_groups = scores.reshape(len(scores), routing.groups, -1)
-    two_best, _ = lax.top_k(in_groups, min(2, in_groups.shape[-1]))
-    _, best = lax.top_k(two_best.sum(-1), routing.top_groups)
-    allowed = jax.nn.one_hot(best, routing.groups, dtype=bool).any(1)
-    return jnp.where(allowed[..., None], in_groups, -jnp.inf).reshape(scores.shape)
-
-
-def _of(experts: jax.Array, of_all: jax.Array) -> jax.Array:
-    """`[T, k], [T, E] -> [T, k]`."""
-    return jnp.take_along_axis(of_all, experts, axis=-1)
-
-
-def _normalized(logits: jax.Array, experts: jax.Array, routing: Routing) -> jax.Array:
-    """`[T, E], [T, k] -> [T, k]`: scores of the chosen over their sum.
-
-    Divided as they stand, they would be 0/0 where all of a token's chosen scores underflow.
-    """
-    log_scores = logits if routing.score == "softmax" else jax.nn.log_sigmoid(logits)
-    return jax.nn.softmax(_of(experts, log_scores))
+def _experts_choose(scores: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
+    """Return experts and gates `[T, E]`: column e has e and its score for the tokens that e chose, else E and 0."""
+    tokens, num_experts = scores.shape
+    _, chosen = lax.top_k(lax.stop_gradient(scores).T, capacity(tokens, routing))
+    is_chosen = jnp.zeros((num_experts, tokens), bool).at[jnp.arange(num_experts)[:, None], chosen].set(True).T
+    experts = jnp.where(is_chosen, jnp.arange(num_experts, dtype=jnp.int32), num_experts)
+    return experts, jnp.where(is_chosen, scores, 0.0)
 
 
 @jax.custom_jvp
 def _softmax(logits: jax.Array) -> jax.Array:
-    """A score has the same bits wherever its expert stands among the others."""
+    """Softmax whose bits do not depend on the order of the experts."""
     powers = jnp.exp(logits - logits.max(-1, keepdims=True))
-    return powers / _sum_in_any_order(powers)
+    return powers / _order_independent_sum(powers)
 
 
 @_softmax.defjvp
 def _softmax_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    scores, (moved,) = _softmax(*primals), tangents
-    return scores, scores * (moved - (scores * moved).sum(-1, keepdims=True))
+    scores, (tangent,) = _softmax(*primals), tangents
+    return scores, scores * (tangent - (scores * tangent).sum(-1, keepdims=True))
 
 
-def _sum_in_any_order(shares: jax.Array) -> jax.Array:
-    """The sum over the last dim of numbers from 0 to 1, with the same bits in whatever order they stand.
+def _order_independent_sum(values: jax.Array) -> jax.Array:
+    """Sum numbers from 0 to 1 over the last dim, with the same bits for every order of the numbers.
 
-    Each is cut into three parts of so few bits that parts add up without rounding. What is cut off behind them is less
-    than the sum's own rounding, for up to 4096 numbers above a largest of 1.
+    Numbers are split into three terms, short enough to be added without rounding. The remainder is smaller than the
+    rounding error of the sum for up to 4096 numbers, if the largest is 1.
     """
-    bits = jnp.finfo(shares.dtype).nmant + 1 - (shares.shape[-1] - 1).bit_length()
-    total, rest = jnp.zeros((*shares.shape[:-1], 1), shares.dtype), shares
+    bits = jnp.finfo(values.dtype).nmant + 1 - (values.shape[-1] - 1).bit_length()
+    total, remainder = jnp.zeros((*values.shape[:-1], 1), values.dtype), values
     for level in (1, 2, 3):
-        part = jnp.round(rest * 2.0 ** (bits * level)) * 2.0 ** (-bits * level)
-        total += part.sum(-1, keepdims=True)
-        rest -= part
+        term = jnp.round(remainder * 2.0 ** (bits * level)) * 2.0 ** (-bits * level)
+        total += term.sum(-1, keepdims=True)
+        remainder -= term
     return total
-
-
-def _chosen_by_experts(scores: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """`[T, E] -> [T, E], [T, E]`: column e is expert e with its score where it took the token, else E with 0."""
-    tokens, num_experts = scores.shape
-    _, taken = lax.top_k(lax.stop_gradient(scores).T, capacity(tokens, routing))
-    takes = jnp.zeros((num_experts, tokens), bool).at[jnp.arange(num_experts)[:, None], taken].set(True).T
-    experts = jnp.where(takes, jnp.arange(num_experts, dtype=jnp.int32), num_experts)
-    return experts, jnp.where(takes, scores, 0.0)
-
-
-# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> None:
     num_experts = routing.num_experts
-    if not hasattr(logits, "dtype"):
-        check_array("route", "logits", logits, "T E")
-    if logits.ndim != 2 or logits.shape[1] != num_experts or not jnp.issubdtype(logits.dtype, jnp.floating):
-        exists = f"they are floating numbers [tokens, {num_experts}], one for each of the {num_experts} experts"
+    check_array("route", "logits", logits, "...")
+    if logits.ndim != 2 or logits.shape[1] != num_experts:
+        requested, reason = f"use logits of shape {logits.shape}", f"they are [T, {num_experts}] for this routing"
         fix = "merge batch and sequence into one dim of tokens, and check num_experts"
-        raise problem("route", f"route by logits of shape {logits.shape} and dtype {logits.dtype}", exists, fix)
+        raise problem("route", requested, reason, fix, "wrong-shape")
     if bias is None:
         return
     if routing.choice == "expert":
-        exists = "every expert takes the same number of tokens anyway"
-        raise problem("route", "balance experts that choose with a bias", exists, "leave the bias out")
-    check_array("route", "bias", bias, "...")
+        reason = "each expert chooses the same number of tokens"
+        raise problem("route", 'use a bias with choice="expert"', reason, "leave the bias out", "conflict")
+    check_array("route", "bias", bias, "E")
     if bias.shape != (num_experts,):
-        raise problem(
-            "route", f"use a bias of shape {bias.shape}", f"there are {num_experts} experts", f"give ({num_experts},)"
-        )
+        requested, reason = f"use a bias of shape {bias.shape}", f"there are {num_experts} experts"
+        raise problem("route", requested, reason, f"pass ({num_experts},)", "wrong-shape")

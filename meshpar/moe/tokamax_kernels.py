@@ -1,8 +1,10 @@
-"""tokamax's grouped matmul and its gradients, as primitives that are opened when they are lowered and not before.
+"""tokamax's grouped matmul and its gradients as JAX primitives that are expanded at lowering.
 
-A `shard_map` follows which axes each value varies over. The package's arithmetic does not say so, jax asserts about it
-(0.12), and its rules ask again whenever an equation is traced anew; so there is one equation for it all, whose result
-varies as its operands do, and what is in it is traced as for one device.
+Inside a `shard_map`, tokamax's arithmetic does not track varying mesh axes, and JAX (0.12) rejects it whenever the
+equation is traced. A primitive is a single equation whose results vary like the operands. Its body is traced as for a
+single device.
+
+The plain reference of these kernels is the blocked implementation in `meshpar.moe.grouped`.
 """
 
 from __future__ import annotations
@@ -19,18 +21,21 @@ from meshpar.sharding.types import MeshparError, problem
 
 PRODUCT, GRADIENTS = "tokamax_ragged_dot", "tokamax_ragged_dot_gradients"
 SCOPE = "tokamax_rows_"
-"""Behind it the number of rows that there are as a rule."""
+"""Prefix of the kernels' named scope. The typical number of rows follows."""
 
 
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, typical_rows: int) -> jax.Array:
-    """[R, d] . [G, d, f] -> [R, f], rows sorted by group; what stands in rows of no group is not said.
+    """[R, d] . [G, d, f] -> [R, f], with rows sorted by group. Unassigned rows of the result are undefined.
 
     Args:
-      typical_rows: what `sizes` sum to as a rule. Kernels visit no others; the compiled program says it, in the name of
-        their scope, to whoever counts FLOPs.
+      rows: sorted by group.
+      weights: a matrix per group.
+      sizes: rows per group.
+      typical_rows: usual sum of `sizes`. Kernels skip the other rows; the named scope contains the number, so that
+        FLOPs of compiled programs can be counted.
 
     Raises:
-      ValueError: while it is lowered, where the package has no kernel for it.
+      ValueError: at lowering, if tokamax has no kernel for the operands.
     """
     return _product.bind(rows, weights, sizes, typical_rows=typical_rows)[0]
 
@@ -38,7 +43,7 @@ def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, typical_ro
 def gradients(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, grad: jax.Array, *, typical_rows: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Of `product`, for the cotangent [R, f]: those of rows and weights. Rows of no group are zeros on both sides."""
+    """Return the gradients of `product` for rows and weights. Unassigned rows of `rows` and `grad` must be zero."""
     d_rows, d_weights = _gradients.bind(rows, weights, sizes, grad, typical_rows=typical_rows)
     return d_rows, d_weights
 
@@ -46,48 +51,52 @@ def gradients(
 def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     import tokamax  # type: ignore[import-not-found,unused-ignore]
 
-    # Of these names the package takes the first that can do it; its own fallback to XLA's masked product is not there.
-    with _refusals(rows, weights):
+    # tokamax uses the first of these that supports the operands. Without the list it could fall back to XLA, which
+    # multiplies all rows with all groups.
+    with _coded_refusals(rows, weights):
         return tokamax.ragged_dot(rows, weights, sizes, implementation=("mosaic", "triton"))
 
 
-def _pulled(rows: jax.Array, weights: jax.Array, sizes: jax.Array, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _ragged_dot_vjp(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     _, pull = jax.vjp(lambda r, w: _ragged_dot(r, w, sizes), rows, weights)
-    with _refusals(rows, weights):  # not all GPUs that have a kernel have those of its gradients
+    with _coded_refusals(rows, weights):  # some GPUs have a kernel for the product and none for its gradients
         return pull(grad)
 
 
 @contextlib.contextmanager
-def _refusals(rows: jax.Array, weights: jax.Array) -> Iterator[None]:
-    """What the package has no kernel for, on this device or with this release and jax, as an error of ours."""
+def _coded_refusals(rows: jax.Array, weights: jax.Array) -> Iterator[None]:
+    """Convert tokamax's errors about missing kernels to a `MeshparError`."""
     try:
         yield
     except (NotImplementedError, ExceptionGroup, ValueError) as error:
         if isinstance(error, MeshparError):
             raise
-        asked = f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} by tokamax's kernels"
-        raise problem("grouped_matmul", asked, f"it refuses: {error}", "take implementation='blocked'") from error
+        requested = f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} with tokamax"
+        reason, fix = f"its kernels do not support them ({error})", "use implementation='blocked'"
+        raise problem("grouped_matmul", requested, reason, fix, "unsupported-feature") from error
 
 
 def _primitive(
-    name: str, run: Callable[..., tuple[jax.Array, ...]], shapes: Callable[..., tuple[Any, ...]]
+    name: str, run: Callable[..., tuple[jax.Array, ...]], abstract_eval: Callable[..., tuple[Any, ...]]
 ) -> Primitive:
-    """A primitive of arrays whose results are shaped as `shapes` says of its operands."""
-    made = Primitive(name)
-    made.multiple_results = True
-    made.def_impl(lambda *given, **how: jax.jit(lambda *x: made.bind(*x, **how))(*given))
-    made.def_abstract_eval(shapes)
+    """Return a primitive whose lowering traces `run` without varying axes."""
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(lambda *args, **params: jax.jit(lambda *x: primitive.bind(*x, **params))(*args))
+    primitive.def_abstract_eval(abstract_eval)
 
-    def named(*given: jax.Array, typical_rows: int) -> tuple[jax.Array, ...]:
+    def in_scope(*args: jax.Array, typical_rows: int) -> tuple[jax.Array, ...]:
         with jax.named_scope(f"{SCOPE}{typical_rows}"):
-            return run(*given)
+            return run(*args)
 
-    def lowered(ctx: Any, *given: Any, **how: Any) -> Any:
-        plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
-        return mlir.lower_fun(named, multiple_results=True)(ctx.replace(avals_in=plain), *given, **how)
+    def lower(ctx: Any, *args: Any, **params: Any) -> Any:
+        avals = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+        return mlir.lower_fun(in_scope, multiple_results=True)(ctx.replace(avals_in=avals), *args, **params)
 
-    mlir.register_lowering(made, lowered)
-    return made
+    mlir.register_lowering(primitive, lower)
+    return primitive
 
 
 _product = _primitive(
@@ -95,4 +104,4 @@ _product = _primitive(
     lambda rows, weights, sizes: (_ragged_dot(rows, weights, sizes),),
     lambda rows, weights, *_, **__: (rows.update(shape=(rows.shape[0], weights.shape[2])),),
 )
-_gradients = _primitive(GRADIENTS, _pulled, lambda rows, weights, *_, **__: (rows, weights))
+_gradients = _primitive(GRADIENTS, _ragged_dot_vjp, lambda rows, weights, *_, **__: (rows, weights))

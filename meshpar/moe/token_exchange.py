@@ -1,13 +1,13 @@
-"""Rows to the ranks of their experts, and back: each way one all-to-all, the transpose of the other.
+"""Exchange of rows between token ranks and expert ranks.
 
-N ranks, rank r owns experts [r E/N, (r+1) E/N). A rank has at most A rows to send, at most P of them to any one rank.
+Each direction is an all-to-all, and the transpose of the other direction. Rank r of N owns experts [r E/N, (r+1) E/N).
+A rank sends at most A rows, and at most P rows to the same rank.
 
-    fixed         [N, P, d] to and fro in one dense all-to-all: rows there are not travel as zeros
-    ragged        `jax.lax.ragged_all_to_all`: only rows there are travel; XLA has it for GPUs
-    hierarchical  [N, P, d] in two levels, inside the nodes and across (`collectives.hierarchical_all_to_all`)
+    fixed         [N, P, d] -> [N, P, d] in a dense all-to-all; missing rows are sent as zeros
+    ragged        `jax.lax.ragged_all_to_all` sends existing rows only; XLA supports it on GPUs
+    hierarchical  [N, P, d] -> [N, P, d] inside a node and across nodes (`collectives.hierarchical_all_to_all`)
 
-All three leave the same bits at the same places: row p of rank s at [s, p]. Quantized, a row is encoded by itself, so
-that it travels as bytes in any of the three.
+The results are bitwise equal: row p from rank s is at [s, p]. Quantized rows are encoded separately and sent as bytes.
 """
 
 from __future__ import annotations
@@ -22,147 +22,146 @@ from jax import lax
 from meshpar.collectives.hierarchical import hierarchical_all_to_all
 from meshpar.collectives.quantized import BLOCK, decoded, encoded
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe.assignment_order import Runs, moved
+from meshpar.moe.assignment_order import Runs, move
 
 
 class RowLink(NamedTuple):
-    """Between whom, and how: known when the program is traced."""
+    """Static description of an exchange."""
 
     axis: tuple[str, ...]
-    """Several axes count as one, the first varying slowest; (outer, inner) for the hierarchical form."""
+    """Mesh axes, the first varying slowest; (outer, inner) if hierarchical."""
     num_ranks: int
-    how: str
-    """`fixed`, `ragged`, `hierarchical`; `auto`: ragged where the program is compiled for GPUs, else fixed."""
+    """N."""
+    implementation: str
+    """`fixed`, `ragged`, `hierarchical`, or `auto`: ragged if the program is compiled for GPUs, otherwise fixed."""
     pair_rows: int
-    """P; on one rank alone it is A."""
+    """P. It is A if N is 1."""
     send_rows: int
     """A."""
 
 
 class RowCounts(NamedTuple):
-    """How many rows go where: known when the program runs. int32 [N] each."""
+    """Numbers of rows per rank, as int32 [N] arrays."""
 
     sent: jax.Array
-    """Rows for rank r, at most P."""
+    """Rows to rank r, at most P."""
     begins: jax.Array
-    """Where they begin in what this rank has to send."""
+    """Index of the first row to rank r in the local send buffer."""
     received: jax.Array
     """Rows from rank s."""
-    begins_there: jax.Array
-    """Where they begin in what rank s has to send."""
+    remote_begins: jax.Array
+    """Index of the first row to this rank in the send buffer of rank s."""
 
 
 class Coding(NamedTuple):
-    """Number formats on the wire; None: as the rows are."""
+    """Number formats of the rows sent. None keeps their dtype."""
 
     forward: str | None = None
     backward: str | None = None
     block: int = BLOCK
 
 
-def all_to_all(link: RowLink, parts: jax.Array) -> jax.Array:
-    """[N, P, d] -> [N, P, d]: part r is for rank r before, from rank r after. Its own transpose."""
-    if link.num_ranks == 1 or parts.size == 0:
-        return parts
-    if link.how == "hierarchical":
+def all_to_all(link: RowLink, buffers: jax.Array) -> jax.Array:
+    """[N, P, d] -> [N, P, d]: send buffer r to rank r and receive buffer s from rank s. It is its own transpose."""
+    if link.num_ranks == 1 or buffers.size == 0:
+        return buffers
+    if link.implementation == "hierarchical":
         outer, inner = link.axis
-        return hierarchical_all_to_all(parts, inner=inner, outer=outer, tiled=False)
-    return lax.all_to_all(parts, link.axis, 0, 0)
+        return hierarchical_all_to_all(buffers, inner=inner, outer=outer, tiled=False)
+    return lax.all_to_all(buffers, link.axis, 0, 0)
 
 
-def swapped(link: RowLink, coding: Coding, parts: jax.Array) -> jax.Array:
-    """`all_to_all`, coded."""
-    return _coded(link, coding, "both", parts, None)
+def exchange(link: RowLink, coding: Coding, buffers: jax.Array) -> jax.Array:
+    """Exchange full buffers, like `all_to_all`."""
+    return _coded(link, coding, "exchange", buffers, None)
 
 
-def sent_out(link: RowLink, coding: Coding, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    """[A, d] -> [N P, d]: rows sorted by rank, to their ranks; zeros where there is no row."""
-    return _coded(link, coding, "out", rows, traffic)
+def send(link: RowLink, coding: Coding, rows: jax.Array, counts: RowCounts) -> jax.Array:
+    """[A, d] -> [N P, d]: send rows, sorted by rank, to their ranks. Missing rows are zeros."""
+    return _coded(link, coding, "send", rows, counts)
 
 
-def sent_back(link: RowLink, coding: Coding, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    """[N P, d] -> [A, d]: `sent_out` undone, and its transpose."""
-    return _coded(link, coding, "back", rows, traffic)
+def send_back(link: RowLink, coding: Coding, rows: jax.Array, counts: RowCounts) -> jax.Array:
+    """[N P, d] -> [A, d]: the inverse and the transpose of `send`."""
+    return _coded(link, coding, "send_back", rows, counts)
 
 
-# ---- Derivatives and coding ------------------------------------------------------------------------------------------
+# ---- Derivatives and number formats ----------------------------------------------------------------------------------
 
-_OPPOSITE = {"both": "both", "out": "back", "back": "out"}
+_TRANSPOSE = {"exchange": "exchange", "send": "send_back", "send_back": "send"}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _coded(link: RowLink, coding: Coding, way: str, rows: jax.Array, traffic: RowCounts | None) -> jax.Array:
-    return _sent(link, coding.forward, coding.block, way, rows, traffic)
+def _coded(link: RowLink, coding: Coding, direction: str, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
+    return _encode_and_send(link, coding.forward, coding.block, direction, rows, counts)
 
 
-def _coded_backward(link: RowLink, coding: Coding, way: str, traffic: RowCounts | None, grad: jax.Array) -> tuple:
-    # Rounding counts as the identity: the transpose is that of what travels in full.
-    return _sent(link, coding.backward, coding.block, _OPPOSITE[way], grad, traffic), None
+def _coded_backward(link: RowLink, coding: Coding, direction: str, counts: RowCounts | None, grad: jax.Array) -> tuple:
+    # Rounding has the gradient of the identity.
+    return _encode_and_send(link, coding.backward, coding.block, _TRANSPOSE[direction], grad, counts), None
 
 
 _coded.defvjp(lambda *args: (_coded(*args), args[-1]), _coded_backward)
 
 
-def _sent(
-    link: RowLink, dtype: str | None, block: int, way: str, rows: jax.Array, traffic: RowCounts | None
+def _encode_and_send(
+    link: RowLink, dtype: str | None, block: int, direction: str, rows: jax.Array, counts: RowCounts | None
 ) -> jax.Array:
     if dtype is None or link.num_ranks == 1:
-        return _on_wire(link, way, rows, traffic)
-    message = _on_wire(link, way, encoded(rows, dtype, block, None), traffic)
+        return _send(link, direction, rows, counts)
+    message = _send(link, direction, encoded(rows, dtype, block, None), counts)
     return decoded(message, rows.shape[-1], dtype, block, rows.dtype)
 
 
-# ---- Rows on the wire ------------------------------------------------------------------------------------------------
+# ---- Implementations -------------------------------------------------------------------------------------------------
 
 
-def _on_wire(link: RowLink, way: str, rows: jax.Array, traffic: RowCounts | None) -> jax.Array:
-    """Which form, decided as the program is lowered: one traced on a laptop is compiled for GPUs as it stands."""
-    if traffic is None:
+def _send(link: RowLink, direction: str, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
+    if counts is None:
         return all_to_all(link, rows)
     if link.num_ranks == 1:
         return rows
-    rows, *each = varying_alike(link.axis, rows, *traffic)
-    ragged, fixed = (_out_ragged, _out_fixed) if way == "out" else (_back_ragged, _back_fixed)
-    ragged, fixed, traffic = functools.partial(ragged, link), functools.partial(fixed, link), RowCounts(*each)
-    if link.how == "auto":
-        return lax.platform_dependent(rows, traffic, cuda=ragged, rocm=ragged, default=fixed)
-    return ragged(rows, traffic) if link.how == "ragged" else fixed(rows, traffic)
+    rows, *arrays = varying_alike(link.axis, rows, *counts)
+    ragged, fixed = (_send_ragged, _send_fixed) if direction == "send" else (_send_back_ragged, _send_back_fixed)
+    ragged, fixed, counts = functools.partial(ragged, link), functools.partial(fixed, link), RowCounts(*arrays)
+    if link.implementation == "auto":  # chosen at lowering: a program traced on a laptop may be compiled for GPUs
+        return lax.platform_dependent(rows, counts, cuda=ragged, rocm=ragged, default=fixed)
+    return ragged(rows, counts) if link.implementation == "ragged" else fixed(rows, counts)
 
 
-def _out_fixed(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    parts = moved(rows, _runs(link, traffic), link.num_ranks * link.pair_rows)
-    return all_to_all(link, parts.reshape(link.num_ranks, link.pair_rows, rows.shape[1])).reshape(parts.shape)
+def _send_fixed(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
+    buffers = move(rows, _buffer_runs(link, counts), link.num_ranks * link.pair_rows)
+    return all_to_all(link, buffers.reshape(link.num_ranks, link.pair_rows, rows.shape[1])).reshape(buffers.shape)
 
 
-def _back_fixed(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    parts = all_to_all(link, rows.reshape(link.num_ranks, link.pair_rows, rows.shape[1]))
-    return moved(parts.reshape(rows.shape), _runs(link, traffic).undone, link.send_rows)
+def _send_back_fixed(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
+    buffers = all_to_all(link, rows.reshape(link.num_ranks, link.pair_rows, rows.shape[1]))
+    return move(buffers.reshape(rows.shape), _buffer_runs(link, counts).inverse, link.send_rows)
 
 
-def _runs(link: RowLink, traffic: RowCounts) -> Runs:
-    """From what this rank has to send to the parts for each rank."""
-    return Runs(traffic.begins, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows, traffic.sent)
+def _buffer_runs(link: RowLink, counts: RowCounts) -> Runs:
+    """Return the runs that move sorted rows into a buffer per rank."""
+    return Runs(counts.begins, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows, counts.sent)
 
 
-def _out_ragged(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    here = _like(traffic.sent, lax.axis_index(link.axis) * link.pair_rows)
-    room = _room(link, link.num_ranks * link.pair_rows, rows)
-    return lax.ragged_all_to_all(rows, room, traffic.begins, traffic.sent, here, traffic.received, axis_name=link.axis)
+def _send_ragged(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
+    begins = _batched_like(counts.sent, lax.axis_index(link.axis) * link.pair_rows)
+    zeros = _zeros(link, link.num_ranks * link.pair_rows, rows)
+    return lax.ragged_all_to_all(rows, zeros, counts.begins, counts.sent, begins, counts.received, axis_name=link.axis)
 
 
-def _back_ragged(link: RowLink, rows: jax.Array, traffic: RowCounts) -> jax.Array:
-    begins = _like(traffic.sent, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows)
-    room = _room(link, link.send_rows, rows)
+def _send_back_ragged(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
+    begins = _batched_like(counts.sent, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows)
+    zeros = _zeros(link, link.send_rows, rows)
     return lax.ragged_all_to_all(
-        rows, room, begins, traffic.received, traffic.begins_there, traffic.sent, axis_name=link.axis
+        rows, zeros, begins, counts.received, counts.remote_begins, counts.sent, axis_name=link.axis
     )
 
 
-def _like(counts: jax.Array, numbers: jax.Array) -> jax.Array:
-    """Numbers that vary as the counts do, mapped axes of `jax.vmap` included: jax maps all of a message or nothing."""
-    return numbers + 0 * counts
+def _batched_like(counts: jax.Array, offsets: jax.Array) -> jax.Array:
+    """Broadcast offsets to the varying and `vmap` axes of the counts, because JAX batches all operands or none."""
+    return offsets + 0 * counts
 
 
-def _room(link: RowLink, num_rows: int, like: jax.Array) -> jax.Array:
-    """Zeros to be written into."""
+def _zeros(link: RowLink, num_rows: int, like: jax.Array) -> jax.Array:
     return varying_alike(link.axis, jnp.zeros((num_rows, *like.shape[1:]), like.dtype), like)[0]

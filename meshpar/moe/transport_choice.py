@@ -1,4 +1,4 @@
-"""How rows travel between ranks when nothing is said about it, and why."""
+"""Choice of the `dispatch` implementation, and the platform that it depends on."""
 
 from __future__ import annotations
 
@@ -10,61 +10,64 @@ import jax
 NODE_FIRST = "node-first"
 IMPLEMENTATIONS = ("auto", "fixed", "ragged", "hierarchical", NODE_FIRST)
 TWO_LEVELS = ("hierarchical", NODE_FIRST)
-"""Over a pair of axes, across the nodes and inside them."""
+"""Implementations over a pair of axes, across nodes and inside a node."""
 GPUS = ("gpu", "cuda", "rocm")
 _TARGET = jax.make_user_context(None)
-"""(platform, compute capability) of the devices that a program is traced for; caches of traces go by it."""
+"""(platform, compute capability) of the devices that a program is traced for. It is part of jit cache keys."""
 
 
 def compiled_for(platform: str, capability: tuple[int, int] | None = None) -> contextlib.AbstractContextManager[None]:
-    """What is traced inside is for these devices, whichever jax runs on: kernels are chosen as they would be there."""
+    """Return a context in which kernels are chosen for these devices instead of local ones."""
     return _TARGET((platform, capability))
 
 
 def target() -> tuple[str, tuple[int, int] | None]:
-    """Platform and compute capability that a program is traced for: those of `compiled_for`, else jax's own."""
+    """Return platform and compute capability of `compiled_for`, or by default of JAX's backend."""
     if _TARGET.value is not None:
         return _TARGET.value
     platform = jax.default_backend()
-    known = getattr(jax.devices()[0], "compute_capability", None) if platform in GPUS else None
-    if known is None:
+    capability = getattr(jax.devices()[0], "compute_capability", None) if platform in GPUS else None
+    if capability is None:
         return platform, None
-    major, _, minor = str(known).partition(".")
+    major, _, minor = str(capability).partition(".")
     return platform, (int(major), int(minor or 0))
 
 
 def platform_of_mesh() -> str | None:
-    """What the devices of the mesh around a kernel are (`cpu`, `gpu`, ...); None where it has none: it is abstract."""
+    """Return the platform of the current mesh (`cpu`, `gpu`, ...), or None for an abstract mesh without devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return None if device is None else device.platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """An implementation of `dispatch` or of a grouped matmul, and the reason for it."""
+    """An implementation of `dispatch` or of a grouped matmul, with the reason for choosing it."""
 
     implementation: str
     why: str
 
 
 def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_levels: bool = False) -> KernelChoice:
-    """What `dispatch(implementation="auto")` takes.
+    """Return the implementation that `dispatch(implementation="auto")` uses.
 
-    For dropless it is decided when the program is lowered: traced on a laptop and compiled for GPUs, it is ragged.
+    Dropless dispatch chooses when the program is lowered: a program traced on a laptop and compiled for GPUs uses
+    `ragged`.
 
     Args:
-      platform: that the program is compiled for (`cpu`, `gpu`, `cuda`, ...); None: the one jax runs on.
-      dropless: whether experts have no capacity.
-      two_levels: whether the axis is a pair, (outer, inner).
+      platform: `cpu`, `gpu`, `cuda`, ...; None for JAX's default backend.
+      dropless: True if the experts have no capacity.
+      two_levels: True if the expert axis is a pair (outer, inner).
     """
     platform = platform or jax.default_backend()
     if dropless and platform in GPUS:
-        why = "XLA has ragged-all-to-all for GPUs: only rows there are travel, where other forms send padding too"
-        return KernelChoice(implementation="ragged", why=why)
-    if dropless:
-        why = f"XLA has no ragged-all-to-all for {platform}: rows travel in parts of one size, one for each rank"
-        return KernelChoice(implementation="fixed", why=why)
-    if two_levels:
-        why = "buffers of one size, over two axes: a rank sends a message to each node, not to each rank there"
-        return KernelChoice(implementation="hierarchical", why=why)
-    return KernelChoice(implementation="fixed", why="buffers of one size, over one axis: one dense all-to-all each way")
+        choice = "ragged", "XLA supports ragged-all-to-all on GPUs, which sends no padding"
+    elif dropless:
+        choice = "fixed", f"XLA has no ragged-all-to-all for {platform}: rows are sent in padded buffers"
+    elif two_levels:
+        choice = (
+            "hierarchical",
+            "with fixed capacity over two axes, a rank sends a message per node instead of per rank",
+        )
+    else:
+        choice = "fixed", "with fixed capacity over a single axis, there is a dense all-to-all in each direction"
+    return KernelChoice(implementation=choice[0], why=choice[1])

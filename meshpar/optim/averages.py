@@ -1,4 +1,4 @@
-"""Averages of parameters over steps, which lie in the optimizer's state as its moments do."""
+"""Exponential moving averages of parameters, as part of the optimizer state."""
 
 from __future__ import annotations
 
@@ -17,47 +17,52 @@ if TYPE_CHECKING:
 
 
 class EmaState(NamedTuple):
-    """What `mp.ema` keeps: the optimizer's own state, and the averages."""
+    """State of `mp.ema`: the state of the optimizer, and the averages."""
 
     inner: PyTree
     average: PyTree
-    """Of every trained parameter, float32 or wider."""
+    """Average of each trained parameter, in float32 or a wider dtype."""
 
 
 def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
-    """The optimizer, with an exponential moving average of the parameters it makes: `a = decay a + (1 - decay) p`.
+    """Add an exponential moving average of the updated parameters to an optimizer: `a = decay a + (1 - decay) p`.
 
-    `mp.ema_params` puts the averages in the parameters' place, to evaluate with. They begin as the parameters and are
-    in checkpoints with the rest of the state. A device holds those of the shards that it updates, 4 bytes a number;
-    nothing is sent for them. Frozen parameters have none, and an update that is skipped leaves them.
+    `mp.ema_params` returns a state with the averages as parameters, for evaluation. The averages start as the
+    parameters and are saved in checkpoints. They are sharded like the updates, take 4 bytes per element, and need no
+    communication. Frozen parameters have no average. Skipped updates do not change the averages.
 
     Args:
-      tx: an optax optimizer, outermost: `ema(offloaded(tx), 0.999)` keeps averages on the device, `offloaded(ema(tx,
-        0.999))` on the host. What `optax.chain` has behind it changes updates that it has averaged: put it last.
-      decay: from 0 up to 1, 1 excluded.
+      tx: an optax optimizer. `ema(offload_state(tx), 0.999)` keeps the averages on the device,
+        `offload_state(ema(tx, 0.999))` on the host. In `optax.chain`, put `ema` last: it averages the parameters
+        before the updates of later transformations.
+      decay: at least 0 and less than 1.
+
+    Returns:
+      The optimizer with averages.
 
     Raises:
-      ValueError: what is no optimizer, or no such decay.
+      ValueError: `tx` is not an optimizer, or `decay` is out of range.
 
-    Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging", there with equal weights.
+    Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging", which uses equal weights.
 
     Example:
       >>> state = init_state(model, ema(optax.adamw(3e-4), 0.999), ...)  # doctest: +SKIP
-      >>> eval_step(loss)(averaged(state), batch)  # doctest: +SKIP
+      >>> eval_step(loss)(ema_params(state), batch)  # doctest: +SKIP
     """
     tx = optax.with_extra_args_support(checked("ema", tx))
     if isinstance(decay, bool) or not (isinstance(decay, int | float) and 0 <= decay < 1):
-        raise problem(f"ema(decay={decay!r})", "average by it", "a decay is a number in [0, 1)", "write decay=0.999")
+        where, reason = f"ema(decay={decay!r})", "the decay must be a number in [0, 1)"
+        raise problem(where, "average parameters", reason, "use decay=0.999", code="out-of-range")
 
     def init(params: PyTree) -> EmaState:
-        # A copy: a step is given both to write over.
-        return EmaState(tx.init(params), jax.tree.map(lambda p: jnp.array(p, _wide(p), copy=True), params))
+        # A copy, because a step donates both the parameters and the averages.
+        return EmaState(tx.init(params), jax.tree.map(lambda p: jnp.array(p, _average_dtype(p), copy=True), params))
 
-    def update(grads: PyTree, state: EmaState, params: PyTree = None, **asked: Any) -> tuple[PyTree, EmaState]:
+    def update(grads: PyTree, state: EmaState, params: PyTree = None, **kwargs: Any) -> tuple[PyTree, EmaState]:
         if params is None:
             fix = "call tx.update(grads, state, params)"
-            raise problem("ema, its update", "average parameters", "it is given none", fix)
-        updates, inner = tx.update(grads, state.inner, params, **asked)
+            raise problem("ema, its update", "average parameters", "`params` is None", fix, code="wrong-signature")
+        updates, inner = tx.update(grads, state.inner, params, **kwargs)
         new = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), state.average, new)
         return updates, EmaState(inner, average)
@@ -66,37 +71,35 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
 
 
 def averages_of(opt_state: PyTree) -> tuple[Any, EmaState] | None:
-    """(its key path, what `mp.ema` keeps) in an optimizer's state; None where it keeps nothing."""
-    found = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
-    return next((one for one in found if isinstance(one[1], EmaState)), None)
+    """Return the key path and the state of `mp.ema` in an optimizer state, or None."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
+    return next((leaf for leaf in leaves if isinstance(leaf[1], EmaState)), None)
 
 
-def _wide(x: Any) -> Any:
-    is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-    # Steps of 1 - decay are lost on 8 bits.
-    return jnp.promote_types(x.dtype, jnp.float32) if is_float else x.dtype
+def _average_dtype(x: Any) -> Any:
+    # bfloat16 would lose steps of 1 - decay.
+    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
 @apart()
 def ema_params(state: TrainState) -> TrainState:
-    """The state with the averages of `mp.ema` as its parameters, laid out like them and in their dtype.
+    """Return the state with the averages of `mp.ema` as parameters, in the dtype and sharding of the parameters.
 
-    For `eval_step`, `generate`, `interop.to_hf`; training goes on with the state as it was.
+    Use it for `eval_step`, `generate` or `interop.to_hf`. Continue training with the original state.
 
     Raises:
-      ValueError: an optimizer without `mp.ema`.
+      ValueError: the optimizer has no averages.
     """
     setup = state.setup
     if averages_of(state.opt_state) is None:
-        fix = "give init_state the optimizer mp.ema(tx, 0.999)"
-        raise problem("averaged", "find averages of the parameters", "the optimizer keeps none", fix)
+        fix = "use the optimizer mp.ema(tx, 0.999) in init_state"
+        raise problem("ema_params", "return averages", "the optimizer has no averages", fix, code="not-found")
 
     def cast(opt_state: PyTree, params: PyTree) -> PyTree:
-        found = averages_of(setup.for_update((), opt_state)[1])
-        assert found is not None
-        average = found[1].average
-        trained = jax.tree.map(lambda a, p: a.astype(p.dtype), average, setup.trained(params))
-        # Copies: the state goes on, and what a step is given is gone behind it.
+        averages = averages_of(setup.for_update((), opt_state)[1])
+        assert averages is not None
+        trained = jax.tree.map(lambda a, p: a.astype(p.dtype), averages[1].average, setup.trained(params))
+        # Copies, because the next step donates the original state.
         return jax.tree.map(jnp.copy, setup.with_frozen(trained, params))
 
     return state.replace(params=setup.jit(cast, setup.shardings.params)(state.opt_state, state.params))

@@ -1,6 +1,6 @@
-"""Optimizer state in less memory of the device: in fewer bits, or in the memory of the host.
+"""Optimizer state that needs less device memory: low-precision moments, and state in host memory.
 
-Both take any optax optimizer and give one, so that a layout, an account of memory and a plan learn it from there.
+Both functions wrap an optax optimizer, so layouts, memory estimates and plans take the savings into account.
 """
 
 from __future__ import annotations
@@ -19,45 +19,48 @@ from jax.extend import core
 from meshpar.sharding.types import PyTree, near, problem
 
 DTYPES = ("bfloat16", "int8")
-"""In which moments can be kept. float16 ends where squares of gradients begin, at 6e-8."""
+"""Dtypes of moments. float16 is not among them: its smallest number, 6e-8, is larger than many squared gradients."""
 _LEVELS = 127
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OnHost:
-    """State of an optimizer that lies in the host's memory between updates, also as a part of another's state."""
+    """Optimizer state in host memory between updates. It may be part of a larger state."""
 
     state: Any
 
 
 def offload_state(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The optimizer, with its state in pinned memory of the host between updates.
+    """Keep the state of an optimizer in pinned host memory between updates.
 
-    The step brings it to the device when the gradients are made, and takes it back: twice its bytes travel over the
-    link between the two in every step, so it pays where a step has many tokens. While gradients are made the device
-    holds less by its bytes; during the update it holds all of it, beside the gradients, as without. Values are the
-    same. Counters stay on the device.
+    A step copies the state to the device after the gradients are computed, and copies it back. This transfers twice its
+    bytes per step between host and device, so it is useful for steps with many tokens. The device memory for the state
+    is free while gradients are computed, but not during the update. Numerical results are the same. Counters stay on
+    the device.
 
     Args:
-      tx: an optax optimizer; `offloaded(low_precision_moments(tx, "bfloat16"))` halves what travels.
+      tx: an optax optimizer. `offload_state(low_precision_moments(tx, "bfloat16"))` halves the transfers.
+
+    Returns:
+      The optimizer with state on the host.
 
     Raises:
-      ValueError: what is no optimizer.
+      ValueError: `tx` is not an optimizer.
 
-    Source: Ren et al. 2021, "ZeRO-Offload" (there the update is computed on the host, too).
+    Source: Ren et al. 2021, "ZeRO-Offload", which computes the update on the host, too.
     """
-    tx = optax.with_extra_args_support(checked("offloaded", tx))
+    tx = optax.with_extra_args_support(checked("offload_state", tx))
 
-    def update(grads: PyTree, kept: OnHost, params: PyTree = None, **more: Any) -> tuple[PyTree, OnHost]:
-        updates, state = tx.update(grads, kept.state, params, **more)
-        return updates, OnHost(state)
+    def update(grads: PyTree, state: OnHost, params: PyTree = None, **kwargs: Any) -> tuple[PyTree, OnHost]:
+        updates, inner = tx.update(grads, state.state, params, **kwargs)
+        return updates, OnHost(inner)
 
     return optax.GradientTransformationExtraArgs(lambda params: OnHost(tx.init(params)), update)
 
 
 def on_host(state: PyTree) -> PyTree:
-    """Of every leaf of an optimizer's state, whether it lies on the host."""
+    """Return a pytree of bools: whether a leaf of the optimizer state is in host memory."""
     return jax.tree.map(
         lambda x: jax.tree.map(lambda _: isinstance(x, OnHost), x), state, is_leaf=lambda x: isinstance(x, OnHost)
     )
@@ -66,20 +69,20 @@ def on_host(state: PyTree) -> PyTree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class InBytes:
-    """An array in a byte a number: row by row of its last dim `sign(k) (|k| / 127)⁴ · scale`."""
+    """An array with one byte per element: `sign(k) (|k| / 127)⁴ · scale`, with a scale for each row of the last dim."""
 
     levels: Any
-    """k, int8; as the array lies."""
+    """k, int8, with the shape and sharding of the array."""
     scales: Any
-    """The largest magnitude of each row, float32, of the array's other dims."""
+    """The largest magnitude of each row, float32, with the shape of the array without its last dim."""
 
 
 class RoundedState(NamedTuple):
     """State of `low_precision_moments`: the number of updates, and the optimizer's state with quantized moments.
 
-    A moment is right on average, and a single one is within about a level of the exact value. Measured for Adam's v
-    under a constant gradient after 6,000 updates, as the standard deviation and the range of v / exact v, by the share
-    of v in the row's maximum (b2 of 0.95, 0.99 and 0.999 give the same within 10 %):
+    Moments are unbiased, and each is within about one level of the exact value. Measured for Adam's v with a constant
+    gradient after 6,000 updates: standard deviation and range of v / exact v, by the ratio of v to the maximum of its
+    row (b2 of 0.95, 0.99 and 0.999 agree within 10 %):
 
         bfloat16                       0.4 %   0.97 to 1.01
         int8       1/10 to 1           2 %     0.95 to 1.05
@@ -88,8 +91,8 @@ class RoundedState(NamedTuple):
                    1/10,000 to 1/1,000 10 %    0.75 to 1.35
                    1e-6 to 1/10,000    18 %    0.55 to 2
 
-    While v decays to 5 % without gradients, nothing pulls it back to the exact value: bfloat16 is then off by 5 % at a
-    b2 of 0.95 and by 14 % at 0.99. In int8 such a row decays by its scale, which is exact.
+    Rounding errors accumulate while v decays without gradients: at 5 % of its initial value, bfloat16 is off by 5 % for
+    b2 = 0.95 and by 14 % for b2 = 0.99. In int8 only the scale of such a row decays, which is exact.
     """
 
     count: Any  # type: ignore[assignment]
@@ -97,17 +100,17 @@ class RoundedState(NamedTuple):
 
 
 def _mixed(bits: jax.Array) -> jax.Array:
-    """Hash uint32 to uint32, one to one."""
+    """Hash uint32 to uint32, bijectively."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return bits
 
 
 def _draws(shape: Sequence[int], count: Any, array: int) -> jax.Array:
-    """Return 32 uniform bits for each element of an array, from the update's number and the element's index.
+    """Return 32 uniform bits for each element of an array, from the update number and the index of the element.
 
-    They do not depend on the values: a value that repeats would else be rounded the same way in every update. The index
-    is that in the global array, so every sharding draws the same bits.
+    They do not depend on the values, because a repeated value would then be rounded in the same direction in each
+    update. The index is global, so the bits do not depend on the sharding.
     """
     index = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
@@ -118,7 +121,7 @@ def _draws(shape: Sequence[int], count: Any, array: int) -> jax.Array:
 
 
 def _in_bfloat16(x: jax.Array, draws: jax.Array) -> jax.Array:
-    """Round to one of the two nearest numbers, at random, so that the expected value is x."""
+    """Round stochastically to an adjacent bfloat16 number, with expected value x."""
     x = x.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + (draws >> 16)
     rounded = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
@@ -126,9 +129,9 @@ def _in_bfloat16(x: jax.Array, draws: jax.Array) -> jax.Array:
 
 
 def _in_bytes(x: jax.Array, draws: jax.Array) -> InBytes:
-    """Round to one of the two nearest levels, at random, so that the expected value is x.
+    """Round stochastically to an adjacent level, with expected value x.
 
-    A number other than zero does not become zero, because Adam divides by the root of a moment.
+    A nonzero number does not become zero, because Adam divides by the square root of a moment.
     """
     x = x.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=-1, initial=0)  # a row may be empty
@@ -146,63 +149,66 @@ def _from_bytes(x: InBytes, dtype: Any) -> jax.Array:
 
 
 def _rounded(inner: PyTree, is_moment: PyTree, count: Any, dtype: str) -> RoundedState:
-    in_dtype = _in_bytes if dtype == "int8" else _in_bfloat16
+    round_to = _in_bytes if dtype == "int8" else _in_bfloat16
     leaves, structure = jax.tree.flatten(inner)
-    found = [
-        in_dtype(x, _draws(x.shape, count, array)) if is_one else x
-        for array, (x, is_one) in enumerate(zip(leaves, jax.tree.leaves(is_moment), strict=True))
+    rounded = [
+        round_to(x, _draws(x.shape, count, index)) if rounds else x
+        for index, (x, rounds) in enumerate(zip(leaves, jax.tree.leaves(is_moment), strict=True))
     ]
-    return RoundedState(count, jax.tree.unflatten(structure, found))
+    return RoundedState(count, jax.tree.unflatten(structure, rounded))
 
 
 def low_precision_moments(tx: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
-    """Keep an optimizer's moments in `dtype`; its updates are computed in the dtype of the parameters as before.
+    """Store the moments of an optimizer in `dtype`. Updates are computed in the dtype of the parameters.
 
-    Counters and other scalars stay as they are. So do weights that the optimizer keeps, which are the arrays that begin
-    as the parameters (`optax.contrib.schedule_free`), and complex moments.
+    Counters, other scalars and complex moments keep their dtype. So do copies of the parameters in the optimizer state,
+    recognized by their initial values (`optax.contrib.schedule_free`).
 
-    Rounding is stochastic: up or down at random, with the exact value as its mean. To nearest, a moving average
-    `b m + (1 - b) x` would stand still where its step `1 - b` is below half of the last bit, as with Adam's b2 of 0.999
-    in bfloat16. The random bits come from the number of the update, which is part of the state, and from the element's
-    index. So they are the same for every sharding and after a restart.
+    Rounding is stochastic, with the exact value as the mean. With rounding to nearest, a moving average
+    `b m + (1 - b) x` would not change if its step `1 - b` is less than half of the last bit, as for b2 = 0.999 in
+    bfloat16. The random bits depend on the update number, which is part of the state, and on the index of the element.
+    They do not depend on the sharding or on restarts.
 
-    In int8 a number is a byte, and every row of the last dim has a scale in float32: `sign(k) (|k| / 127)⁴ · scale`, a
+    An int8 element is one byte, and each row of the last dim has a float32 scale: `sign(k) (|k| / 127)⁴ · scale`, a
     range of 2.6e8. If the last dim is sharded, the scale is the maximum over all shards. Adjacent levels differ by 3 %
-    at the row's maximum, by 10 % at 1/100 of it, by 34 % at 1/10,000 and by a factor of 2.4 at 1/1,000,000.
+    at the maximum of the row, by 10 % at 1/100 of it, by 34 % at 1/10,000 and by a factor of 2.4 at 1/1,000,000.
 
     The docstring of `meshpar.optim.moments.RoundedState` has the measured accuracy.
 
     Args:
-      tx: an optax optimizer whose state belongs to its parameters, array by array.
+      tx: an optax optimizer whose state has arrays with the shapes of the parameters.
       dtype: "bfloat16" or "int8".
 
+    Returns:
+      The optimizer with low-precision moments.
+
     Raises:
-      ValueError: what is no optimizer, or no such dtype.
+      ValueError: `tx` is not an optimizer, or `dtype` is not supported.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 3.3.3: both moments of AdamW in bfloat16. Dettmers
     et al. 2022, "8-bit Optimizers via Block-wise Quantization": levels that are denser near zero, scales by block.
     """
     if dtype not in DTYPES:
-        exists = f"there is {', '.join(DTYPES)}"
-        raise problem(f"low_precision_moments(dtype={dtype!r})", "keep moments in it", exists, near(dtype, DTYPES))
+        where, reason = f"low_precision_moments(dtype={dtype!r})", f"the dtypes are {', '.join(DTYPES)}"
+        raise problem(where, "store moments", reason, near(dtype, DTYPES), code="unknown-choice")
     tx = optax.with_extra_args_support(checked("low_precision_moments", tx))
 
-    def widened(x: Any, as_was: Any) -> Any:
-        return _from_bytes(x, as_was.dtype) if isinstance(x, InBytes) else x.astype(as_was.dtype)
+    def restored(x: Any, like: Any) -> Any:
+        return _from_bytes(x, like.dtype) if isinstance(x, InBytes) else x.astype(like.dtype)
 
     def init(params: PyTree) -> RoundedState:
-        # `optax.tree_utils.tree_map_params` initialises with what is no array, to see where parameters go.
+        # `optax.tree_utils.tree_map_params` passes placeholders that are not arrays.
         count = jnp.zeros((), jnp.int32)
         if not all(hasattr(x, "dtype") for x in jax.tree.leaves(params)):
             return RoundedState(count, tx.init(params))
         return _rounded(tx.init(params), _are_moments(tx, params)[0], count, dtype)
 
-    def update(grads: PyTree, kept: RoundedState, params: PyTree = None, **more: Any) -> tuple[PyTree, RoundedState]:
+    def update(grads: PyTree, state: RoundedState, params: PyTree = None, **kwargs: Any) -> tuple[PyTree, RoundedState]:
         is_moment, like = _are_moments(tx, grads if params is None else params)
-        # `like` first: what is kept in bytes is a tree of its own below a leaf.
-        inner = jax.tree.map(lambda as_was, is_one, x: widened(x, as_was) if is_one else x, like, is_moment, kept.inner)
-        updates, inner = tx.update(grads, inner, params, **more)
-        return updates, _rounded(inner, is_moment, optax.safe_increment(kept.count), dtype)
+        # `like` is first, because an `InBytes` is a subtree in place of a leaf.
+        inner = jax.tree.map(lambda x, rounds, low: restored(low, x) if rounds else low, like, is_moment, state.inner)
+        updates, inner = tx.update(grads, inner, params, **kwargs)
+        return updates, _rounded(inner, is_moment, optax.safe_increment(state.count), dtype)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -211,39 +217,39 @@ _COPIES = ("copy", "copy_p", "convert_element_type", "optimization_barrier", "sh
 
 
 def _are_moments(tx: optax.GradientTransformation, params: PyTree) -> tuple[PyTree, PyTree]:
-    """Of every leaf of the optimizer's state, whether it is a moment; and its shape and dtype.
+    """Return whether each leaf of the optimizer state is a moment, and the shapes and dtypes of the state.
 
-    What begins as the parameters goes on as weights, which 8 bits would not let move: schedule-free's z, slow weights.
-    Constants are no moments either (coefficients of Muon's iteration).
+    Leaves that start as copies of the parameters are weights (schedule-free's z, slow weights). 8 bits are not enough
+    for their updates. Constants are not moments, either (coefficients of Muon's iteration).
     """
     jaxpr, like = jax.make_jaxpr(tx.init, return_shape=True)(params)
     is_copy = _copied(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.invars))
     leaves, structure = jax.tree.flatten(like)
-    found = [
+    is_moment = [
         x.ndim > 0 and jnp.issubdtype(x.dtype, jnp.floating) and not copy
         for x, copy in zip(leaves, is_copy, strict=True)
     ]
-    return jax.tree.unflatten(structure, found), like
+    return jax.tree.unflatten(structure, is_moment), like
 
 
-def _copied(jaxpr: core.Jaxpr, of_inputs: Sequence[bool]) -> list[bool]:
-    """Of every result of a traced function, whether it is an input as it came, in whatever dtype, or a constant."""
-    copies = {*jaxpr.constvars, *(x for x, is_copy in zip(jaxpr.invars, of_inputs, strict=True) if is_copy)}
+def _copied(jaxpr: core.Jaxpr, inputs_are_copies: Sequence[bool]) -> list[bool]:
+    """Return whether each output of a jaxpr is an unchanged input, in any dtype, or a constant."""
+    copies = {*jaxpr.constvars, *(x for x, is_copy in zip(jaxpr.invars, inputs_are_copies, strict=True) if is_copy)}
 
-    def are(atoms: Sequence[Any]) -> list[bool]:
+    def are_copies(atoms: Sequence[Any]) -> list[bool]:
         return [isinstance(x, core.Literal) or x in copies for x in atoms]
 
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
-        found = are(eqn.invars) if eqn.primitive.name in _COPIES else []
-        found = found if inner is None else _copied(inner.jaxpr, are(eqn.invars))
-        copies |= {x for x, is_copy in zip(eqn.outvars, found, strict=False) if is_copy}
-    return are(jaxpr.outvars)
+        outputs = are_copies(eqn.invars) if eqn.primitive.name in _COPIES else []
+        outputs = outputs if inner is None else _copied(inner.jaxpr, are_copies(eqn.invars))
+        copies |= {x for x, is_copy in zip(eqn.outvars, outputs, strict=False) if is_copy}
+    return are_copies(jaxpr.outvars)
 
 
 def checked(where: str, tx: Any) -> optax.GradientTransformation:
-    """The optimizer as given; raises `ValueError` where it is none."""
+    """Return an optimizer. Raises `ValueError` for other values."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        exists = "it has no init and update, as an optax optimizer does"
-        raise problem(where, f"take {tx!r} as the optimizer", exists, "give it one, as optax.adamw(3e-4)")
+        reason, fix = "it has no init and update, as an optax optimizer has", "pass optax.adamw(3e-4), for example"
+        raise problem(where, f"use {tx!r} as the optimizer", reason, fix, code="wrong-type")
     return tx  # type: ignore[no-any-return]

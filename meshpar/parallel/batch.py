@@ -177,7 +177,7 @@ def check_batch(
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_put_in)
     paths = [path_str(path) for path, _ in leaves]
     for rule in rules.inputs:
-        if not any(map(rule.fires, paths)):
+        if not any(map(rule.matches, paths)):
             where, exists = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(paths)} leaves"
             raise problem(where, "lay leaves of the batch", exists, near_or(rule.key, paths, "write a whole path"))
     for path, (_, x) in zip(paths, leaves, strict=True):

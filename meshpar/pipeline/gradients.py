@@ -24,7 +24,8 @@ from meshpar.collectives import broadcast
 from meshpar.hardware.compile_options import IN_PLACE, options_for
 from meshpar.layers.auxiliary import means
 from meshpar.layers.losses import MEAN_OVER_EXAMPLES, LossTerms, Normalizer, normalizer_of
-from meshpar.layers.scan import Aux, check_remat, named_in, remat_policy, with_aux
+from meshpar.layers.remat import check_remat, named_in, remat_policy
+from meshpar.layers.scan import Aux, with_aux
 from meshpar.parallel.batch import check_rows
 from meshpar.pipeline import stage_checks as checks
 from meshpar.pipeline.executor import (

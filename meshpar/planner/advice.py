@@ -1,4 +1,4 @@
-"""The decision guide with a model's own numbers: which parallelism its memory and its messages ask for."""
+"""Decision guide: the parallelisms that the memory and the messages of a model require."""
 
 from __future__ import annotations
 
@@ -8,81 +8,83 @@ from meshpar.hardware.clusters import MATMUL_EFFICIENCY, Cluster
 from meshpar.planner.workload import Workload
 from meshpar.sharding.units import human_bytes, si
 
-PART = 8
-"""Of a GPU's memory, what one gathered layer may take: beside it are the next one, and gradients of both, wider."""
-SLOW = 4
-"""Links inside a node that are so much quicker than those between nodes make groups inside worth while."""
+MAX_LAYERS = 8
+"""A gathered layer may use this fraction (1/8) of a GPU's memory; the next layer and gradients need room, too."""
+MIN_LINK_RATIO = 4
+"""HSDP is suggested if links within a node are this many times as fast as links between nodes."""
 
 
 def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...]:
     """Return the simplest strategy that fits and the parallelism to add, by rules of thumb.
 
-    Plans are ranked by estimated time instead. Fits on one device: data parallelism. Only the optimizer's state
-    does not: ZeRO-1. Else ZeRO-3; with slow links between nodes HSDP; a layer too large or a batch too small: tensor
-    parallelism inside a node; links too slow even for that: a pipeline of at least four times as many microbatches as
-    stages.
+    If the state fits on a device, this is data parallelism. If only the optimizer state does not fit, it is ZeRO-1,
+    otherwise ZeRO-3, and HSDP if links between nodes are slow. Tensor parallelism within a node is added for large
+    layers or small batches, and a pipeline, with at least four microbatches per stage, if links are too slow for that.
+    Plans are ranked by estimated time instead.
 
     Args:
-      work: what a step asks of devices.
-      cluster: of which GPUs.
-      limit_bytes: that a plan may fill of one.
+      work: the workload.
+      cluster: the GPUs.
+      limit_bytes: memory of a GPU that a plan may use.
     """
     params = sum(leaf.nbytes for leaf in work.leaves)
     optimizer = sum(slot.nbytes for slot in work.slots)
     size, devices = sum(leaf.size for leaf in work.leaves), cluster.num_devices
     gradients = 4 * size
-    whole, first = params + optimizer + gradients, params + gradients + optimizer // devices
+    unsharded, zero1 = params + optimizer + gradients, params + gradients + optimizer // devices
     limit = human_bytes(limit_bytes)
-    if whole <= limit_bytes:
-        lines = [f"state and gradients, {human_bytes(whole)}, fit a GPU ({limit}): ddp() is the simplest strategy"]
-    elif first <= limit_bytes:
+    if unsharded <= limit_bytes:
         lines = [
-            f"state and gradients, {human_bytes(whole)}, do not fit a GPU ({limit}), but without the optimizer's share "
-            f"of {devices} GPUs they do ({human_bytes(first)}): zero1() is the simplest strategy"
+            f"state and gradients ({human_bytes(unsharded)}) fit on a GPU ({limit}): ddp() is the simplest strategy"
+        ]
+    elif zero1 <= limit_bytes:
+        lines = [
+            f"state and gradients ({human_bytes(unsharded)}) do not fit on a GPU ({limit}), but they do if "
+            f"{devices} GPUs share the optimizer state ({human_bytes(zero1)}): zero1() is the simplest strategy"
         ]
     else:
         lines = [
-            f"parameters and gradients alone take {human_bytes(params + gradients)} of {limit}: fsdp() is the simplest "
-            f"strategy, with {human_bytes(whole / devices)} a GPU"
+            f"parameters and gradients alone need {human_bytes(params + gradients)} of {limit}: fsdp() is the simplest "
+            f"strategy, with {human_bytes(unsharded / devices)} per GPU"
         ]
         ratio = cluster.inside.bytes_per_s / cluster.across.bytes_per_s
         group = next(
-            (n for n in range(1, cluster.nodes + 1) if whole / (n * cluster.gpus_per_node) < limit_bytes / 2), 0
+            (n for n in range(1, cluster.nodes + 1) if unsharded / (n * cluster.gpus_per_node) < limit_bytes / 2), 0
         )
-        if cluster.nodes > 1 and ratio > SLOW and 0 < group < cluster.nodes:
+        if cluster.nodes > 1 and ratio > MIN_LINK_RATIO and 0 < group < cluster.nodes:
             lines.append(
-                f"links inside a node are {ratio:.3g} times as quick as between nodes, and {group} nodes hold the "
-                "state: hsdp() keeps gathers inside a group"
+                f"links within a node are {ratio:.3g} times as fast as links between nodes, and the state fits on "
+                f"{group} nodes: hsdp() gathers weights within a group"
             )
     if work.rows < devices:
         lines.append(
-            f"{work.rows} rows do not go round {devices} GPUs: split rows too, with tensor_parallel(sequence=True) "
-            "inside a node, context_parallel() or a pipeline"
+            f"a batch of {work.rows} is too small for {devices} GPUs: add tensor_parallel(sequence=True) within a "
+            "node, context_parallel() or a pipeline"
         )
     layer = work.compute_itemsize * sum(leaf.size // leaf.num_layers for leaf in work.leaves if leaf.is_stacked)
-    if layer > limit_bytes / PART:
-        also = " and expert_parallel()" if work.choices else ""
+    if layer > limit_bytes / MAX_LAYERS:
+        experts = " and expert_parallel()" if work.choices else ""
         lines.append(
-            f"one gathered layer takes {human_bytes(layer)}: split it, with tensor_parallel() over the "
-            f"{cluster.gpus_per_node} GPUs of a node{also}"
+            f"a gathered layer needs {human_bytes(layer)}: shard it with tensor_parallel() over the "
+            f"{cluster.gpus_per_node} GPUs of a node{experts}"
         )
-    return (*lines, *_by_stages(work, cluster, limit_bytes, layer))
+    return (*lines, *_pipeline_advice(work, cluster, limit_bytes, layer))
 
 
-def _by_stages(work: Workload, cluster: Cluster, limit_bytes: int, layer: int) -> Iterator[str]:
-    """Whether stages are worth their bubble: of a layer too large for a node, of weights that travel too long."""
-    remedy = "cut the layers over nodes, with pipeline_parallel(stages=p, microbatches=m), m at least 4 p"
-    if layer > cluster.gpus_per_node * limit_bytes / PART:
+def _pipeline_advice(work: Workload, cluster: Cluster, limit_bytes: int, layer: int) -> Iterator[str]:
+    """Yield advice for a pipeline: if a layer is too large for a node, or messages take longer than compute."""
+    remedy = "distribute the layers over nodes with pipeline_parallel(stages=p, microbatches=m), m at least 4 p"
+    if layer > cluster.gpus_per_node * limit_bytes / MAX_LAYERS:
         yield f"a layer of {human_bytes(layer)} is too large for a node of {cluster.gpus_per_node} GPUs: {remedy}"
     if cluster.nodes == 1:
         return
-    # Two gathers and a scatter of all weights, through all ports of a node; products at the rate that plans assume.
+    # Two gathers and a reduce-scatter of all weights over all links of a node, and matmuls at the assumed rate.
     sent = (2 * work.compute_itemsize + 4) * sum(leaf.size for leaf in work.leaves if leaf.is_stacked)
     rate = min(cluster.gpus_per_node * cluster.across.bytes_per_s, cluster.inside.bytes_per_s)
-    wire_s, busy_s = sent / rate, work.model_flops * work.rows / cluster.num_devices
-    busy_s /= MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s
-    if wire_s > busy_s:
+    network_s, compute_s = sent / rate, work.model_flops * work.rows / cluster.num_devices
+    compute_s /= MATMUL_EFFICIENCY * cluster.gpu.bf16_flops_per_s
+    if network_s > compute_s:
         yield (
-            f"weights and their gradients travel {si(wire_s, 's')} between nodes in a step that computes "
-            f"{si(busy_s, 's')}: {remedy}"
+            f"messages of weights and gradients between nodes need {si(network_s, 's')} in a step with "
+            f"{si(compute_s, 's')} of compute: {remedy}"
         )

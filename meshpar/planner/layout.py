@@ -1,4 +1,4 @@
-"""Layout: a mesh, a strategy and how a step is cut, as a value; placed, it is what every parameter becomes under it."""
+"""Layouts that the planner evaluates, and the sharding of all parameters under a layout."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ Of = TypeVar("Of")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A mesh, a strategy, and how a step is cut."""
+    """A mesh, a strategy, and the step options that the planner searches."""
 
     mesh: MeshSpec
     strategy: Strategy
     remat: Remat = None
     accumulate: int = 1
     interleave: int = 1
-    """Slices of a device's rows that layers run beside each other."""
+    """Number of slices of the local batch that layers process separately."""
 
     def to_json(self) -> dict[str, Any]:
-        """The layout as plain data; `from_json` reads it back."""
+        """Return the layout as plain data for `from_json`."""
         return {
             "mesh": {axis: size for axis, size in self.mesh.items() if size > 1},
             "strategy": self.strategy.to_json(),
@@ -52,35 +52,40 @@ class Layout:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Layout:
-        """Reads what `to_json` gave.
+        """Return the layout that `to_json` described.
 
         Raises:
-          ValueError: a field is missing, or of the wrong kind.
+          MeshparError: a field is missing, unknown or has the wrong type.
         """
-        where, fix = "a plan's `layout`", "write the file anew: meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
-        fields = {one.name: one for one in dataclasses.fields(Layout)}
-        if isinstance(data, Mapping):  # plans were of whole rows before they said so
+        where, fix = (
+            "a plan's `layout`",
+            "create the file again: meshpar plan RECIPE --cluster h100:8x8 --save plan.json",
+        )
+        fields = [field.name for field in dataclasses.fields(Layout)]
+        if isinstance(data, Mapping):  # files of earlier versions have no `interleave`
             data = {"interleave": 1, **data}
-        if not isinstance(data, Mapping) or data.keys() != fields.keys():
-            exists = f"it is {some(data)}, and no object with exactly {', '.join(fields)}"
-            raise problem(where, "read it", exists, fix)
-        for field, is_right, rule in (
-            ("mesh", isinstance(data["mesh"], Mapping), 'sizes by axis: {"fsdp": 8}'),
+        if not isinstance(data, Mapping) or data.keys() != set(fields):
+            reason = f"it is {abbreviated(data)}, not an object with exactly {', '.join(fields)}"
+            raise problem(where, "read it", reason, fix, code="damaged-file")
+        for field, is_valid, expected in (
+            ("mesh", isinstance(data["mesh"], Mapping), 'an object with sizes by axis: {"fsdp": 8}'),
             ("strategy", isinstance(data["strategy"], Mapping), 'an object: {"parts": [{"part": "fsdp"}]}'),
-            ("remat", data["remat"] is None or isinstance(data["remat"], str), 'null, or what layers keep: "dots"'),
-            ("accumulate", is_int(data["accumulate"], 1), "a whole number of at least 1"),
-            ("interleave", is_int(data["interleave"], 1), "a whole number of at least 1"),
+            ("remat", data["remat"] is None or isinstance(data["remat"], str), 'null or a policy: "dots"'),
+            ("accumulate", is_int(data["accumulate"], 1), "a positive integer"),
+            ("interleave", is_int(data["interleave"], 1), "a positive integer"),
         ):
-            if not is_right:
-                raise problem(f"{where}, `{field}`", f"read {some(data[field])}", f"it is {rule}", fix)
+            if not is_valid:
+                requested = f"read {abbreviated(data[field])}"
+                raise problem(f"{where}, `{field}`", requested, f"it must be {expected}", fix, code="damaged-file")
         options = StepOptions(accumulate=data["accumulate"], remat=data["remat"], interleave=data["interleave"])
         try:
             strategy = from_json(data["strategy"])
         except MeshparError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError):
-            exists = "its parts are objects with the name and arguments of each: " + '{"parts": [{"part": "fsdp"}]}'
-            raise problem(f"{where}, `strategy`", f"read {some(data['strategy'])}", exists, fix) from None
+            reason = "its parts must be objects with a name and arguments: " + '{"parts": [{"part": "fsdp"}]}'
+            requested = f"read {abbreviated(data['strategy'])}"
+            raise problem(f"{where}, `strategy`", requested, reason, fix, code="damaged-file") from None
         return Layout(
             mesh=MeshSpec(**data["mesh"]), strategy=strategy, remat=options.remat, accumulate=options.accumulate,
             interleave=options.interleave,
@@ -88,26 +93,26 @@ class Layout:
 
     @property
     def microbatches(self) -> int:
-        """Pieces of a device's rows that are computed one after the other."""
-        pipelined = self.strategy.pipeline
-        return self.accumulate if pipelined is None else pipelined.microbatches
+        """Number of micro-steps or of microbatches per step."""
+        pipeline = self.strategy.pipeline
+        return self.accumulate if pipeline is None else pipeline.microbatches
 
     @property
     def label(self) -> str:
-        more = [f"remat={self.remat}"] * bool(self.remat) + [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
-        more += [f"interleave={self.interleave}"] * (self.interleave > 1)
-        return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *more])
+        options = [f"remat={self.remat}"] * bool(self.remat) + [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
+        options += [f"interleave={self.interleave}"] * (self.interleave > 1)
+        return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *options])
 
 
-def some(data: Any) -> str:
-    """Plain data in at most 80 characters."""
+def abbreviated(data: Any) -> str:
+    """Return plain data as text of at most 80 characters."""
     text = json.dumps(data, default=repr)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Placed:
-    """A strategy on a mesh: how every parameter, its gradient and its update lie."""
+    """A strategy on a mesh: the sharding of all parameters, gradients and updates."""
 
     workload: Workload
     sizes: dict[str, int]
@@ -118,72 +123,72 @@ class Placed:
 
     @property
     def batch_ways(self) -> int:
-        """Over how many ranks the batch is split."""
+        """Number of shards of the batch."""
         return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
     @functools.cached_property
     def params_bytes(self) -> int:
-        return sum(one.decision.bytes_per_device for one in self.weights)
+        return sum(weight.decision.bytes_per_device for weight in self.weights)
 
     @functools.cached_property
     def optimizer_bytes(self) -> int:
-        found = 0
+        total = 0
         for slot in self.workload.slots:
             spec = () if slot.owner is None else tuple(self.weights[slot.owner].update)
-            found += slot.nbytes // num_shards([spec[dim] for dim in slot.dims if dim < len(spec)], self.sizes)
-        return found
+            total += slot.nbytes // num_shards([spec[dim] for dim in slot.dims if dim < len(spec)], self.sizes)
+        return total
 
     @property
     def state_bytes(self) -> int:
-        """What stays between steps, to the byte."""
+        """Bytes per device of parameters, optimizer state and other state between steps; exact."""
         return self.params_bytes + self.optimizer_bytes + self.workload.whole_bytes
 
     def row_bytes(self, held: Held) -> float:
-        """Of one row of what the backward pass keeps, what a device of those that share it holds."""
+        """Return the bytes per device of a saved activation, per example of the local batch."""
         leaf = Leaf(path="activation", shape=held.shape, dtype=_DTYPE, names=held.names)
         return held.row_bytes / self.resolved(leaf, self.strategy.activations, key=held[:2]).shards
 
     @functools.cached_property
     def held_row_bytes(self) -> Mapping[Remat | Literal["stages"], tuple[float, ...]]:
-        """`row_bytes` of everything that is kept, in the workload's order."""
+        """`row_bytes` of all saved activations, in the order of the workload."""
         return {remat: tuple(map(self.row_bytes, held)) for remat, held in self.workload.held.items()}
 
     @functools.cached_property
     def vocab_chunks(self) -> int:
-        """In how many parts, one after the other, a rank makes its logits."""
+        """Number of sequential chunks in which a rank computes its logits."""
         work = self.workload
         if work.vocab_chunk is None:
             return 1
         vocab = Leaf(path="activation", shape=(work.vocab_size,), dtype=_DTYPE, names=("act_vocab",))
-        here = work.vocab_size // self.resolved(vocab, self.strategy.activations, key="vocab").shards
-        return -(-here // work.vocab_chunk)
+        local_vocab = work.vocab_size // self.resolved(vocab, self.strategy.activations, key="vocab").shards
+        return -(-local_vocab // work.vocab_chunk)
 
     def logits_per_row(self) -> float:
-        """Numbers of one row that a device has, of all chunks together."""
+        """Return the number of logits per example on a device, over all vocabulary chunks."""
         work = self.workload
         return self.row_bytes(Held(("seq", "act_vocab"), (work.seq_len or 1, work.vocab_size), 1, 0, is_routed=False))
 
     def step_spec(self, layout: Layout) -> StepSpec:
-        """The facts of a step; of stages, those of the mean stage."""
-        key = layout.microbatches, layout.interleave, layout.remat is None, "facts"
-        return self.once(key, lambda: self._facts_of(layout))
+        """Return the description of a step. With pipeline stages, it describes the average stage."""
+        key = layout.microbatches, layout.interleave, layout.remat is None, "step"
+        return self.once(key, lambda: self._step_spec(layout))
 
     def once(self, key: Any, make: Callable[[], Of]) -> Of:
-        """What was made for a key before."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
+        """Return the cached result for a key, or compute it."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     @functools.cached_property
-    def _made(self) -> dict[Any, Any]:
+    def _cache(self) -> dict[Any, Any]:
         return {}
 
-    def _facts_of(self, layout: Layout) -> StepSpec:
-        work, pipelined = self.workload, self.strategy.pipeline
+    def _step_spec(self, layout: Layout) -> StepSpec:
+        work, pipeline = self.workload, self.strategy.pipeline
         rows = work.rows // (self.batch_ways * layout.microbatches)
         weights = self.weights
-        if pipelined is not None:
-            weights = tuple(of_stage(one, pipelined.axis, pipelined.stages) for one in weights)
+        if pipeline is not None:
+            weights = tuple(of_stage(weight, pipeline.axis, pipeline.stages) for weight in weights)
         step = self.strategy.step_spec(
             self.sizes,
             weights=weights,
@@ -192,64 +197,64 @@ class Placed:
             tokens=None if work.tokens is None else rows * (work.seq_len or 0),
             accumulate=layout.microbatches,
             interleave=layout.interleave,
-            is_once=pipelined is not None,
+            is_once=pipeline is not None,
             is_remat=layout.remat is not None,
-            by_stages=pipelined is not None,
+            by_stages=pipeline is not None,
             choices=work.choices,
             nodes_visited=work.nodes_visited,
             row_bytes=work.row_bytes,
             vocab_chunks=self.vocab_chunks,
             compute=work.precision.compute,
             reduce=work.precision.reduce,
-            narrow=work.precision.narrow(one.decision.path for one in weights),
-            by_row=work.precision.narrow((one.decision.path for one in weights), BY_ROW),
+            narrow=work.precision.narrow(weight.decision.path for weight in weights),
+            by_row=work.precision.narrow((weight.decision.path for weight in weights), BY_ROW),
         )
         return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
     def sent(self, step: StepSpec) -> Iterator[tuple[ExpectedCollective, float]]:
-        """What a step sends, by XLA and by kernels, each with the share of it that a device sends."""
-        share, strategy = 1.0, self.strategy
-        yield from ((one, 1.0) for one in (*leaves.promised(step), *scales.promised(step), *_rows_sent(step)))
-        if strategy.pipeline is not None:  # layers are promised for the whole model: a stage has its share
-            share, step = 1 / strategy.pipeline.stages, dataclasses.replace(step, weights=self.weights)
+        """Yield the collectives of a step, of XLA and of kernels, with the fraction that a device sends."""
+        fraction, strategy = 1.0, self.strategy
+        yield from ((expected, 1.0) for expected in (*leaves.promised(step), *scales.promised(step), *_rows_sent(step)))
+        if strategy.pipeline is not None:  # activation collectives are expected for all layers; a stage has a fraction
+            fraction, step = 1 / strategy.pipeline.stages, dataclasses.replace(step, weights=self.weights)
         for part in strategy.parts:
-            yield from ((one, share) for one in (*part.expected_collectives(step), *part.kernels(step)))
+            yield from ((expected, fraction) for expected in (*part.expected_collectives(step), *part.kernels(step)))
 
 
 def looked_up(step: StepSpec) -> Weight | None:
-    """The table whose rows travel to the tokens that name them, as `models.lookup.lookup_of` decides; else None."""
+    """Return the embedding table whose rows are sent to the tokens, or None; see `models.embedding_lookup`."""
     if step.by_stages or step.is_tied or step.is_by_device or not step.tokens:
         return None
-    for one in step.weights:
-        if is_looked_up(one.decision):
-            vocab, width = _of_table(step, one)
+    for weight in step.weights:
+        if is_looked_up(weight.decision):
+            vocab, width = _table_axes(step, weight)
             tokens = step.tokens // step.num_shards(step.sequence_axes)
-            rows = size_of(one.decision, "vocab") // step.num_shards(vocab)
-            can_be = width and set(width) <= set(step.batch_axes) and set(step.sequence_axes) <= set(vocab)
-            if can_be and rows_travel(tokens, rows, step.compute_dtype(one.decision)):
-                return one
+            rows = size_of(weight.decision, "vocab") // step.num_shards(vocab)
+            is_possible = width and set(width) <= set(step.batch_axes) and set(step.sequence_axes) <= set(vocab)
+            if is_possible and rows_travel(tokens, rows, step.compute_dtype(weight.decision)):
+                return weight
     return None
 
 
-def _of_table(step: StepSpec, one: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Axes that split a table's rows, and its width."""
-    by_name = dict(zip(one.decision.leaf.names or (), one.decision.spec, strict=False))
+def _table_axes(step: StepSpec, table: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the axes that shard the rows of an embedding table, and the axes that shard its width."""
+    by_name = dict(zip(table.decision.leaf.names or (), table.decision.spec, strict=False))
     vocab = step.ordered(spec_axes(by_name.get("vocab")))
     return vocab, step.ordered(set(spec_axes(by_name.get("embed"))) - set(vocab))
 
 
 def _rows_sent(step: StepSpec) -> Iterator[ExpectedCollective]:
-    """What `models.lookup` sends: numbers of rows, rows to their tokens, their gradients back."""
-    one = looked_up(step) if step.exchanges_rows else None
-    if one is None or step.tokens is None:
+    """Yield the messages of an embedding lookup: row indices, rows, and their gradients."""
+    table = looked_up(step) if step.exchanges_rows else None
+    if table is None or step.tokens is None:
         return
-    (vocab, width), embed = _of_table(step, one), size_of(one.decision, "embed")
-    dtype, steps = step.wire(step.compute_dtype(one.decision)), step.accumulate
+    (vocab, width), embed = _table_axes(step, table), size_of(table.decision, "embed")
+    dtype, steps = step.wire(step.compute_dtype(table.decision)), step.accumulate
     between, rest = step.sequence_axes, tuple(axis for axis in vocab if axis not in step.sequence_axes)
     summed = tuple(axis for axis in (*step.batch_axes, *step.context_axes) if axis not in width)
     all_rows = step.tokens * embed
-    send = functools.partial(ExpectedCollective, role="rows of the table", tensors=(one.decision.path,), outside=True)
-    own = all_rows // step.num_shards(between)
+    send = functools.partial(ExpectedCollective, role="rows of the table", tensors=(table.decision.path,), outside=True)
+    local_rows = all_rows // step.num_shards(between)
     yield send(
         kind="gather",
         axes=width,
@@ -257,56 +262,56 @@ def _rows_sent(step: StepSpec) -> Iterator[ExpectedCollective]:
         dtype="s32",
         count=(steps, steps),
     )
-    yield send(kind="exchange", axes=width, elements=own, dtype=dtype, count=(2 * steps, 2 * steps))
+    yield send(kind="exchange", axes=width, elements=local_rows, dtype=dtype, count=(2 * steps, 2 * steps))
     if between:
         yield send(kind="sum", axes=between, scattered=between, elements=all_rows, dtype=dtype, count=(steps, steps))
         yield send(kind="gather", axes=between, elements=all_rows, dtype=dtype, count=(steps, steps))
     if rest:
-        yield send(kind="sum", axes=rest, elements=own, dtype=dtype, count=(steps, steps))
+        yield send(kind="sum", axes=rest, elements=local_rows, dtype=dtype, count=(steps, steps))
     if summed:
-        part = one.decision.leaf.size // step.num_shards((*vocab, *width))
-        # XLA may add the micro-steps' up before it sends them.
-        yield send(kind="sum", axes=step.ordered(summed), elements=part, dtype="f32", count=(1, steps))
+        shard = table.decision.leaf.size // step.num_shards((*vocab, *width))
+        # XLA may accumulate the micro-steps before it reduces them.
+        yield send(kind="sum", axes=step.ordered(summed), elements=shard, dtype="f32", count=(1, steps))
 
 
 @functools.lru_cache(maxsize=1024)
-def look(part: Parallelism) -> tuple[str, ...]:
-    """What tells whether two parts lay everything alike."""
+def rules_key(part: Parallelism) -> tuple[str, ...]:
+    """Return a key that is equal for two parallelisms with the same rules."""
     return tuple(map(repr, part.rules()))
 
 
 class Placer:
-    """Places strategies on meshes; what does not depend on a mesh's other axes is resolved once."""
+    """Apply strategies to meshes. A decision is computed once for all meshes on which it is the same."""
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._numbers: dict[Any, int] = {}
-        self._known: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
 
     def place(self, sizes: Mapping[str, int], strategy: Strategy) -> Placed:
-        """A strategy on a mesh.
+        """Return the sharding of all parameters by a strategy on a mesh.
 
         Args:
-          sizes: of every mesh axis, in the mesh's order.
+          sizes: size of each mesh axis, in the order of the mesh.
           strategy: the strategy.
 
         Raises:
-          ValueError: a rule that does not fit, or an axis that the strategy needs and the mesh lacks.
+          MeshparError: a rule does not fit, or the mesh lacks a required axis.
         """
         sizes = dict(sizes)
         if math.prod(sizes.values()) > 1:
             strategy.check_axes(sizes)
-        # Strategies are told apart by number: comparing rules takes longer than all else here. Those with the same
-        # rules and stages lie alike.
-        pipelined = strategy.pipeline
-        stages = pipelined and (pipelined.stages, pipelined.stage_layer_offset, pipelined.shortened().num_parts)
-        number = self._numbers.setdefault((tuple(map(look, strategy.parts)), stages), len(self._numbers))
+        # Strategies with the same rules and stages have the same sharding. They are identified by a number, because
+        # comparing rules would dominate the time of the search.
+        pipeline = strategy.pipeline
+        stages = pipeline and (pipeline.stages, pipeline.stage_layer_offset, pipeline.shortened().num_parts)
+        number = self._numbers.setdefault((tuple(map(rules_key, strategy.parts)), stages), len(self._numbers))
 
         def resolved(leaf: Leaf, rules: Rules, *, key: Any) -> Any:
             return self._once((number, key, tuple(sizes.values())), lambda: resolve(leaf, rules, sizes))
 
-        decided = [self._decisions(sizes, strategy, stages, at) for at in range(3)]
-        weights = tuple(Weight(own, grad.spec, update.spec) for own, grad, update in zip(*decided, strict=True))
+        decisions = [self._decisions(sizes, strategy, stages, index) for index in range(3)]
+        weights = tuple(Weight(param, grad.spec, update.spec) for param, grad, update in zip(*decisions, strict=True))
         rows = Leaf(path="batch", shape=(math.prod(sizes.values()),), dtype=_DTYPE, names=("batch",))
         spec = resolved(rows, strategy.activations, key="batch").spec
         return Placed(
@@ -314,28 +319,30 @@ class Placer:
             batch_axes=axes_of_spec(spec, sizes), resolved=resolved,
         )  # fmt: skip
 
-    def _decisions(self, sizes: dict[str, int], strategy: Strategy, stages: Any, at: int) -> Sequence[Decision]:
-        """By the rules of one set. Strategies that differ elsewhere share them, and gradients those of parameters."""
-        rules = strategy.rules[at]
-        key = self._numbers.setdefault((tuple(look(part)[at] for part in strategy.parts), stages), len(self._numbers))
+    def _decisions(self, sizes: dict[str, int], strategy: Strategy, stages: Any, index: int) -> Sequence[Decision]:
+        """Return the decisions of the rule set with this index. Equal rule sets share them."""
+        rules = strategy.rules[index]
+        key = self._numbers.setdefault(
+            (tuple(rules_key(part)[index] for part in strategy.parts), stages), len(self._numbers)
+        )
         axes = self._once((key, "axes"), lambda: sorted(rules.axes))
 
-        def decided() -> Sequence[Decision]:
+        def decide() -> Sequence[Decision]:
             by_stage = ByStage.of(strategy, sizes)
             return [by_stage.resolve(leaf, rules) for leaf in self.workload.leaves]
 
-        return self._once((key, tuple(sizes.get(axis) for axis in axes)), decided)
+        return self._once((key, tuple(sizes.get(axis) for axis in axes)), decide)
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What was made before, or raised."""
-        if key not in self._known:
+        """Return the cached result for a key, or compute it. Errors are cached and raised again."""
+        if key not in self._cache:
             try:
-                self._known[key] = make()
+                self._cache[key] = make()
             except MeshparError as error:
-                self._known[key] = error
-        if isinstance(found := self._known[key], MeshparError):
-            raise found
-        return found
+                self._cache[key] = error
+        if isinstance(result := self._cache[key], MeshparError):
+            raise result
+        return result
 
 
 _DTYPE = np.dtype(np.float32)

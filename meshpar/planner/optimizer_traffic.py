@@ -1,4 +1,4 @@
-"""What an optimizer's own kernels send and multiply under a layout, read from the trace of its update."""
+"""Messages and FLOPs of an optimizer's kernels under a layout, from the trace of its update."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from meshpar.sharding.types import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An update of the parameters on one device."""
+    """Messages and FLOPs of an update on one device."""
 
     sent: tuple[Message, ...] = ()
-    """By kernels, as Muon's exchange of matrices; what other optimizers make XLA send, nobody promises."""
+    """Messages of kernels, such as Muon's exchange of matrices. Collectives that XLA inserts are not included."""
     narrow_flops: float = 0.0
-    """Of products of operands of two bytes at the most."""
+    """FLOPs of matmuls with operands of at most two bytes per element."""
     wide_flops: float = 0.0
-    """Of products of wider ones."""
+    """FLOPs of other matmuls."""
 
 
 def update_of(placed: Placed) -> Update:
-    """The update under a layout; nothing, and nothing is traced, where the optimizer multiplies no matrices.
+    """Return the update under a layout.
 
-    AdamW and others that work number by number move their state alone, which is in the layout's bytes.
+    It is empty for optimizers without matmuls, such as AdamW: they only move their state, which the layout accounts
+    for.
     """
-    work, known = placed.workload, placed.workload.updates
-    alone = known.get(None)
-    if alone is None:
-        alone = known[None] = _counted(work, None)
-    if not alone.narrow_flops + alone.wide_flops:
-        return alone
-    specs = tuple(PartitionSpec(*one.update) for one in placed.weights)
+    work, cache = placed.workload, placed.workload.updates
+    unsharded = cache.get(None)
+    if unsharded is None:
+        unsharded = cache[None] = _trace_update(work, None)
+    if not unsharded.narrow_flops + unsharded.wide_flops:
+        return unsharded
+    specs = tuple(PartitionSpec(*weight.update) for weight in placed.weights)
     key = tuple(placed.sizes.items()), specs
-    if key not in known:
+    if key not in cache:
         paths = (leaf.path for leaf in work.leaves)
         sizes: dict[str, Any] = placed.sizes
         mesh = MeshSpec(**sizes).abstract()
-        known[key] = _counted(work, Updating(mesh, dict(zip(paths, specs, strict=True))))
-    return known[key]
+        cache[key] = _trace_update(work, Updating(mesh, dict(zip(paths, specs, strict=True))))
+    return cache[key]
 
 
-def _counted(work: Workload, updating: Updating | None) -> Update:
+def _trace_update(work: Workload, updating: Updating | None) -> Update:
     params: PyTree = jax.eval_shape(lambda x: cast_floating(x, work.precision.params), work.model.abstract().params)
     state = jax.eval_shape(work.tx.init, params)
     with within(updates=updating):

@@ -1,4 +1,4 @@
-"""Plans: the best layouts of a model and batch on a cluster, as values; confirmed by the compiler where asked.
+"""Plans: the fastest layouts of a model and batch on a cluster, as values.
 
 plans = mp.plan(model, batch, "h100:8x8", top=5, verify=1)
 print(plans)
@@ -31,11 +31,12 @@ from meshpar.moe.dispatch_combine import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.calibration import SEARCH
-from meshpar.planner.layout import Layout, some
+from meshpar.planner.layout import Layout, abbreviated
 from meshpar.planner.search import Found, Search, shortage
 from meshpar.planner.workload import Workload, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import tracing
+from meshpar.sharding.errors import check_int, check_positive_int
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
@@ -48,12 +49,12 @@ from meshpar.training.step import TrainStep, check_loss
 
 Of = TypeVar("Of")
 BYTES_ERROR = 0.02
-"""Share by which estimates are expected to miss the compiled bytes of an axis; more is told."""
+"""Relative error of an axis's bytes above which a plan has a note."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compiled(Plain):
-    """The compiled program's figures for a plan. Its time assumes the same rates as the estimate."""
+    """Numbers of the compiled program of a plan. The step time assumes the same rates as the estimate."""
 
     peak_bytes: int
     sent_bytes: Mapping[str, float]
@@ -62,43 +63,43 @@ class Compiled(Plain):
     step_s: float
     fits: bool
     notes: tuple[str, ...] = ()
-    """Where the estimate was further off than is expected."""
+    """Estimates with larger errors than expected."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Plain):
-    """A layout, and what is told of a step under it; after `verify`, by the compiler."""
+    """A layout with the estimates of its step, or the compiler's numbers after `verify`."""
 
     layout: Layout
     peak_bytes: int
     step_s: float
     bound: str
-    """What most of the step is spent on: `compute`, `memory`, `bubble` or `network:<axes>`."""
+    """The largest term of the step time: `compute`, `memory`, `bubble` or `network:<axes>`."""
     exposed_s: Mapping[str, float]
-    """Time that compute waits for messages, by mesh axes."""
+    """Exposed time of messages, by mesh axes."""
     sent_bytes: Mapping[str, float]
-    """By one device, by mesh axes."""
+    """Bytes per device, by mesh axes."""
     tokens_per_s: float | None
-    """Of one device."""
+    """Tokens per second and device."""
     utilisation: float
-    """Model FLOPs over the peak of the GPUs."""
+    """Model FLOP utilization: the model's FLOPs over those of the GPUs at their peak."""
     memory: Mapping[str, int]
-    """Estimated bytes of one device, by what takes them."""
+    """Estimated bytes per device, by term."""
     compiled: Compiled | None = None
 
     @staticmethod
     def of(found: Found, work: Workload, cluster: Cluster, compiled: Compiled | None = None) -> Plan:
-        """A layout that was found, with the compiler's figures in the estimates' place where there are some."""
-        told = compiled or found.time
-        tokens = None if work.tokens is None else work.tokens / cluster.num_devices / told.step_s
-        peak_flops = cluster.num_devices * cluster.gpu.bf16_flops_per_s * told.step_s
+        """Return the plan of a layout, with the compiler's numbers if it was compiled."""
+        numbers = compiled or found.time
+        tokens = None if work.tokens is None else work.tokens / cluster.num_devices / numbers.step_s
+        peak_flops = cluster.num_devices * cluster.gpu.bf16_flops_per_s * numbers.step_s
         return Plan(
             layout=found.layout,
             peak_bytes=compiled.peak_bytes if compiled else found.memory.peak_bytes,
-            step_s=told.step_s,
+            step_s=numbers.step_s,
             bound=found.time.bound,
-            exposed_s=told.exposed_s,
-            sent_bytes=told.sent_bytes,
+            exposed_s=numbers.exposed_s,
+            sent_bytes=numbers.sent_bytes,
             tokens_per_s=tokens,
             utilisation=work.model_flops * work.rows / peak_flops,
             memory=found.memory.to_json(),
@@ -108,133 +109,140 @@ class Plan(Plain):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plans(Printed):
-    """The best layouts, the quickest first. Prints as a table."""
+    """The fastest layouts in order. Prints as a table."""
 
     cluster: str
     considered: int
-    """Strategies on meshes that were looked at."""
+    """Number of strategies on meshes in the search."""
     rates: str
-    """Which figures the times are made of, and how far off they were found to be."""
+    """Sources of the rates, and the errors of the estimates."""
     plans: tuple[Plan, ...]
     advice: tuple[str, ...]
-    """Rules of thumb, warnings, and in the last line the plan to start with."""
+    """Rules of thumb, warnings, and the recommended plan in the last line."""
     left_out: tuple[str, ...] = ()
-    """What was estimated to fit, and compiled does not."""
+    """Layouts that fit by estimate, but not when compiled."""
     search: Search | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def __getitem__(self, at: int) -> Plan:
-        return self.plans[at]
+    def __getitem__(self, index: int) -> Plan:
+        return self.plans[index]
 
     def __len__(self) -> int:
         return len(self.plans)
 
     def to_json(self) -> dict[str, Any]:
-        """The plans as plain data; `load_plans` reads them back."""
+        """Return the plans as plain data for `load_plans`."""
         fields = ("cluster", "considered", "rates", "advice", "left_out")
-        return {**{field: getattr(self, field) for field in fields}, "plans": [one.to_json() for one in self.plans]}
+        return {**{field: getattr(self, field) for field in fields}, "plans": [plan.to_json() for plan in self.plans]}
 
     def save(self, path: str | Path) -> None:
-        """Write them as JSON, which `load_plans` reads. Raises `ValueError` where it cannot be written."""
+        """Write the plans as JSON for `load_plans`. Raises `MeshparError` if the file cannot be written."""
         write_json(path, self.to_json(), "plans")
 
     def diff(self, other: Plans) -> tuple[str, ...]:
-        """What is not as in other plans: layouts that came or went, and ranks, peaks and times that moved."""
+        """Return the differences from other plans: layouts in one of them, and changed ranks, peaks and times."""
         if not isinstance(other, Plans):
-            fix = "give what mp.plan gave, or planner.plan.load_plans(path)"
-            raise problem("plans.diff", f"compare them with {some(other)}", f"it is a {type(other).__name__}", fix)
-        mine, theirs = ({one.layout: (at, one) for at, one in enumerate(each.plans, 1)} for each in (self, other))
-        lines = [f"only here: {one.label}" for one in mine if one not in theirs]
-        lines += [f"only there: {one.label}" for one in theirs if one not in mine]
-        for layout in (one for one in mine if one in theirs):
-            (rank, one), (was, before) = mine[layout], theirs[layout]
-            moved = [f"rank {was} → {rank}"] * (rank != was)
-            moved += [f"step {si(before.step_s, 's')} → {si(one.step_s, 's')}"] * (before.step_s != one.step_s)
-            peaks = before.peak_bytes, one.peak_bytes
-            moved += [f"peak {human_bytes(peaks[0])} → {human_bytes(peaks[1])}"] * (peaks[0] != peaks[1])
-            lines += [f"{layout.label}: {', '.join(moved)}"] * bool(moved)
+            fix = "pass the result of mp.plan or of planner.plan.load_plans(path)"
+            requested, reason = f"compare with {abbreviated(other)}", f"it is a {type(other).__name__}"
+            raise problem("plans.diff", requested, reason, fix, code="wrong-type")
+        mine, theirs = (
+            {plan.layout: (rank, plan) for rank, plan in enumerate(plans.plans, 1)} for plans in (self, other)
+        )
+        lines = [f"only here: {layout.label}" for layout in mine if layout not in theirs]
+        lines += [f"only there: {layout.label}" for layout in theirs if layout not in mine]
+        for layout in (layout for layout in mine if layout in theirs):
+            (rank, plan), (old_rank, old) = mine[layout], theirs[layout]
+            changes = [f"rank {old_rank} → {rank}"] * (rank != old_rank)
+            changes += [f"step {si(old.step_s, 's')} → {si(plan.step_s, 's')}"] * (old.step_s != plan.step_s)
+            peaks = old.peak_bytes, plan.peak_bytes
+            changes += [f"peak {human_bytes(peaks[0])} → {human_bytes(peaks[1])}"] * (peaks[0] != peaks[1])
+            lines += [f"{layout.label}: {', '.join(changes)}"] * bool(changes)
         return tuple(lines)
 
     def why_not(
         self, *, mesh: str | MeshSpec, strategy: str | Strategy | None = None, remat: str | None = None,
         accumulate: int = 1, interleave: int = 1,
     ) -> str:  # fmt: skip
-        """Why a layout is not the plan: what forbids it, by how much it does not fit, or how much longer it takes, and
-        behind what is estimated the figures that it is made of.
+        """Explain why a layout is not the best plan.
 
         Args:
           mesh: `fsdp=8,tensor=8`, or a `MeshSpec`.
-          strategy: as text or a value; None: the quickest of those that parts try on that mesh.
-          remat, accumulate, interleave: of its step.
+          strategy: as text or as a value. None selects the fastest candidate on the mesh.
+          remat, accumulate, interleave: options of the step.
+
+        Returns:
+          The error, the missing memory, or the step time relative to the best plan, with the sources of the rates.
 
         Raises:
-          ValueError: a text that cannot be read, plans that were loaded from a file, or how its step is cut without a
-            strategy.
+          MeshparError: a text is invalid, the plans were loaded from a file, or step options have no strategy.
         """
         if strategy is None and (remat, accumulate, interleave) != (None, 1, 1):
-            exists, fix = "without a strategy the quickest way to cut its step is told", "name the strategy, too"
-            asked = f"use remat={remat!r}, accumulate={accumulate}, interleave={interleave}"
-            raise problem("why_not", asked, exists, fix)
+            reason, fix = "without a strategy the fastest options are selected", "pass the strategy, too"
+            requested = f"use remat={remat!r}, accumulate={accumulate}, interleave={interleave}"
+            raise problem("why_not", requested, reason, fix, code="missing-argument")
         if self.search is None:
-            exists, fix = "it remembers no model", "ask the plans that mp.plan gave"
-            raise problem("plans from a file", "tell why a layout is not among them", exists, fix)
+            reason, fix = "the file does not contain the model", "call why_not on the result of mp.plan"
+            raise problem("plans from a file", "evaluate another layout", reason, fix, code="unsupported-feature")
         spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
         if not isinstance(spec, MeshSpec):
             fix = 'write mesh="fsdp=8,tensor=8", or mp.MeshSpec(fsdp=8, tensor=8)'
-            raise problem(f"why_not(mesh={mesh!r})", "look at that mesh", f"it is a {type(mesh).__name__}", fix)
-        given = parse_strategy(strategy) if isinstance(strategy, str) else strategy
-        given = None if given is None else as_strategy(given)
+            reason = f"it is a {type(mesh).__name__}"
+            raise problem(f"why_not(mesh={mesh!r})", "evaluate that mesh", reason, fix, code="wrong-type")
+        parsed = parse_strategy(strategy) if isinstance(strategy, str) else strategy
+        parsed = None if parsed is None else as_strategy(parsed)
         try:
-            if given is None:
-                one = self.search.on_mesh(spec)
+            if parsed is None:
+                found = self.search.on_mesh(spec)
             else:
                 options = StepOptions(remat=remat, accumulate=accumulate, interleave=interleave)
-                check_options(given, options, tuple(axis for axis, size in spec.items() if size > 1))
-                layout = Layout(mesh=spec, strategy=given, remat=remat, accumulate=accumulate, interleave=interleave)
-                one = self.search.estimate(layout)
+                check_options(parsed, options, tuple(axis for axis, size in spec.items() if size > 1))
+                layout = Layout(mesh=spec, strategy=parsed, remat=remat, accumulate=accumulate, interleave=interleave)
+                found = self.search.estimate(layout)
         except MeshparError as error:
-            return f"it cannot be: {error}"
-        best, limit, held = self.plans[0], self.search.limit_bytes, one.memory.peak_bytes
-        if held > limit:
-            largest = max(one.memory.parts, key=lambda what: one.memory.parts[what])
+            return f"the layout is invalid: {error}"
+        label, limit, peak = found.layout.label, self.search.limit_bytes, found.memory.peak_bytes
+        if peak > limit:
+            largest = max(found.memory.parts, key=lambda term: found.memory.parts[term])
             return (
-                f"{one.layout.label} does not fit: {human_bytes(held)} of {human_bytes(limit)} a GPU, "
-                f"{human_bytes(held - limit)} too much; most of it {largest.removesuffix('_bytes')}\n{self.rates}"
+                f"{label} does not fit: {human_bytes(peak)} of {human_bytes(limit)} per GPU, "
+                f"{human_bytes(peak - limit)} too much; the largest term is {largest.removesuffix('_bytes')}\n"
+                f"{self.rates}"
             )
-        # Both estimated, though the best may have been compiled, too.
-        longer = one.time.step_s / self.search.estimate(best.layout).time.step_s
-        waits = ", ".join(f"{si(time_s, 's')} for {axes}" for axes, time_s in _longest(one.time.exposed_s))
+        # Compare estimates, even if the best plan was compiled.
+        ratio = found.time.step_s / self.search.estimate(self.plans[0].layout).time.step_s
+        waits = ", ".join(f"{si(time_s, 's')} for {axes}" for axes, time_s in _longest(found.time.exposed_s))
         return (
-            f"{one.layout.label} fits and takes {si(one.time.step_s, 's')} a step, {longer:.2f} times the best; bound "
-            f"by {one.time.bound}" + (f", waits {waits}" if waits else "") + f"\n{self.rates}"
+            f"{label} fits and takes {si(found.time.step_s, 's')} per step, {ratio:.2f} times the best; bound by "
+            f"{found.time.bound}" + (f", waits {waits}" if waits else "") + f"\n{self.rates}"
         )
 
     def __rich__(self) -> Any:
-        columns = ("", "mesh", "strategy", "step", "bound", "waits for", "peak", "tokens/s a GPU", "of peak", "from")
+        columns = ("", "mesh", "strategy", "step", "bound", "waits for", "peak", "tokens/s per GPU", "MFU", "source")
         rows = [
             (
-                str(at),
-                human_mesh(one.layout.mesh),
-                one.layout.label.partition(" · ")[2],
-                si(one.step_s, "s"),
-                one.bound,
-                "\n".join(f"{axes} {si(time_s, 's', digits=3)}" for axes, time_s in _longest(one.exposed_s)),
-                human_bytes(one.peak_bytes),
-                "" if one.tokens_per_s is None else f"{one.tokens_per_s:,.0f}",
-                f"{one.utilisation:.0%}",
-                "estimate" if one.compiled is None else "compiler",
+                str(rank),
+                human_mesh(plan.layout.mesh),
+                plan.layout.label.partition(" · ")[2],
+                si(plan.step_s, "s"),
+                plan.bound,
+                "\n".join(f"{axes} {si(time_s, 's', digits=3)}" for axes, time_s in _longest(plan.exposed_s)),
+                human_bytes(plan.peak_bytes),
+                "" if plan.tokens_per_s is None else f"{plan.tokens_per_s:,.0f}",
+                f"{plan.utilisation:.0%}",
+                "estimate" if plan.compiled is None else "compiler",
             )
-            for at, one in enumerate(self.plans, 1)
+            for rank, plan in enumerate(self.plans, 1)
         ]
-        notes = [f"{at}: {note}" for at, one in enumerate(self.plans, 1) if one.compiled for note in one.compiled.notes]
+        compiled = [(rank, plan.compiled) for rank, plan in enumerate(self.plans, 1) if plan.compiled]
+        notes = [f"{rank}: {note}" for rank, program in compiled for note in program.notes]
         caption = "\n".join([self.rates, *notes, *self.left_out, "", *self.advice])
-        title = f"{self.cluster}: the best {len(self)} layouts of {self.considered:,} strategies on meshes"
+        title = f"{self.cluster}: the fastest {len(self)} of {self.considered:,} layouts"
         return table(title, columns, rows, left=columns[:6], caption=caption)
 
 
 def _longest(times_s: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Those of a hundredth of all, the longest first."""
-    least = sum(times_s.values()) / 100
-    return sorted(((axes, one) for axes, one in times_s.items() if one > least), key=lambda item: -item[1])
+    """Return the times above 1 % of their sum, in descending order."""
+    threshold = sum(times_s.values()) / 100
+    return sorted((item for item in times_s.items() if item[1] > threshold), key=lambda item: -item[1])
 
 
 def plan(
@@ -249,34 +257,38 @@ def plan(
     row_bytes: Callable[[str, int], int | None] | None = None, xla: Options = MappingProxyType({}),
     remat: str | None = None,
 ) -> Plans:  # fmt: skip
-    """The best layouts for training a model on a cluster: meshes, strategies, recomputation, micro-steps, slices.
+    """Return the fastest layouts for training a model on a cluster.
 
-    Nothing is run. Memory and times are estimates, which the plans say the source and error of.
+    The search covers meshes, strategies, schedules, remat policies, micro-steps and batch slices. Memory and times are
+    estimates; the plans state their sources and errors. No step is run.
 
     Args:
-      model: from an adapter, or a config with `build()`, as `TransformerConfig`.
-      batch: the global batch, arrays or their shapes and dtypes.
-      cluster: `h100:8x8`, a profile's path, or a `Cluster`; measured links count before data sheets.
-      top: how many.
-      verify: so many of the best, `top` at the most, are compiled for the pod (needs the `aot` extra), and told by the
-        compiler.
+      model: a `Model`, or a config with `build()`, such as `TransformerConfig`.
+      batch: the global batch, as arrays or as shapes and dtypes.
+      cluster: `h100:8x8`, the path of a profile, or a `Cluster`. Measured rates replace data sheets.
+      top: number of plans.
+      verify: number of the fastest plans, at most `top`, to compile for the cluster. Requires the `aot` extra.
       loss: (model, batch, key) -> (loss, metrics).
-      loss_is: as for `train_step`. Without it, plans for a scalar loss have neither micro-steps nor stages.
-      tx: the optimizer; None: AdamW.
-      precision: of the step; None: bfloat16 compute on float32 parameters.
-      bound_factor, nodes_visited, row_bytes: of MoE layers, as `MoEConfig` has them, where the model's config does not
-        say them.
-      xla: compile options, as for `train_step`.
-      remat: a policy to consider in addition to `full`, `dots`, `minimal` and the like, as `save:query,attention_out`.
+      loss_is: as in `train_step`. Without it, plans for a scalar loss have no micro-steps and no stages.
+      tx: the optimizer; AdamW by default.
+      precision: precision of the step; by default bfloat16 compute with float32 parameters.
+      bound_factor, nodes_visited, row_bytes: properties of MoE layers as in `MoEConfig`, for models without a config.
+      xla: compile options, as in `train_step`.
+      remat: an additional policy to consider, such as `save:query,attention_out`.
 
     Raises:
-      ValueError: nothing fits, with what is short and by how much, by estimate or as compiled; no such cluster; an
-        argument that is none of its kind; what the model or the loss raises.
+      MeshparError: no layout fits, the cluster is unknown, or an argument is invalid. Errors of the model and the loss
+        are not caught.
+
+    Example:
+      >>> plans = mp.plan(llama3_8b(), batch, "h100:8x8", top=3)  # doctest: +SKIP
+      >>> plans[0].layout.label  # doctest: +SKIP
+      'fsdp=64 · fsdp(prefetch=1), remat=minimal, accumulate=2'
     """
     cluster = parse_cluster(cluster)
-    _check_asked(model, loss, tx, top, verify)
+    _check_arguments(model, loss, tx, top, verify)
     precision = Precision(compute="bfloat16") if precision is None else as_precision(precision, "plan")
-    how = StepOptions(precision=precision, loss_is=loss_is, xla={} if xla is None else xla)
+    options = StepOptions(precision=precision, loss_is=loss_is, xla={} if xla is None else xla)
     work = describe(
         model if isinstance(model, Model) else model.build(),
         batch,
@@ -286,50 +298,48 @@ def plan(
         loss_is=loss_is,
         cluster=cluster,
         remat=remat,
-        **_of_experts(model, bound_factor, nodes_visited, row_bytes),
+        **_expert_properties(model, bound_factor, nodes_visited, row_bytes),
     )
     search = Search(work, cluster)
-    found, told = _running(search, loss, top)
+    found, warned = _traceable(search, loss, top)
     if not found:
         raise _nothing_fits(search)
-    plans, left_out = _verified(search, found, loss, verify, how)
+    plans, left_out = _verified(search, found, loss, verify, options)
     return Plans(
         cluster=cluster.name,
         considered=search.considered,
         rates=search.rates,
         plans=tuple(plans),
-        advice=(*advice(work, cluster, search.limit_bytes), *told, f"start with plan 1: {plans[0].layout.label}"),
+        advice=(*advice(work, cluster, search.limit_bytes), *warned, f"start with plan 1: {plans[0].layout.label}"),
         left_out=tuple(left_out),
         search=search,
     )
 
 
-def _check_asked(model: Any, loss: Any, tx: Any, top: int, verify: int) -> None:
-    """Raises `ValueError` for what is none of its kind."""
-    for name, number, least in (("top", top, 1), ("verify", verify, 0)):
-        if not is_int(number, least):
-            exists, fix = f"it is a whole number from {least} on", f"write {name}={max(least, 1)}"
-            raise problem(f"plan({name}={number!r})", "give so many plans", exists, fix)
+def _check_arguments(model: Any, loss: Any, tx: Any, top: int, verify: int) -> None:
+    check_positive_int("plan", "the number of plans", top=top)
+    check_int("plan", "the number of plans to compile", verify=verify)
     if verify > top:
-        exists, fix = f"top={top} gives fewer", f"write top={verify}, or verify={top}"
-        raise problem(f"plan(verify={verify})", "compile so many plans", exists, fix)
+        reason, fix = f"there are only top={top} plans", f"write top={verify}, or verify={top}"
+        raise problem(f"plan(verify={verify})", "compile so many plans", reason, fix, code="out-of-range")
     for name, value, method, fix in (
-        ("model", model, "build", "give an adapter's, as mp.from_nnx(...), or a config"),
-        ("tx", () if tx is None else tx, "update", "give optax.adamw(3e-4)"),
+        ("model", model, "build", "pass the result of an adapter, as mp.from_nnx(...), or a config"),
+        ("tx", () if tx is None else tx, "update", "pass optax.adamw(3e-4)"),
     ):
         if value == () or isinstance(value, Model):
             continue
+        where, requested = f"plan({name}=...)", "trace a training step with it"
         if isinstance(value, type):
-            exists = f"it is the class {value.__name__} itself"
-            raise problem(f"plan({name}=...)", "trace a training step with it", exists, f"call it, or {fix}")
+            reason = f"it is the class {value.__name__} and not an instance"
+            raise problem(where, requested, reason, f"call it, or {fix}", code="wrong-type")
         if not callable(getattr(value, method, None)):
-            exists = f"it is a {type(value).__name__}, without `{method}`"
-            raise problem(f"plan({name}=...)", "trace a training step with it", exists, fix)
+            reason = f"it is a {type(value).__name__} without a method `{method}`"
+            raise problem(where, requested, reason, fix, code="wrong-type")
     check_loss("plan", loss)
 
 
-def _of_experts(model: Any, bound_factor: Any, nodes_visited: Any, row_bytes: Any) -> dict[str, Any]:
-    """What the model's config says of its MoE layers, else what is given; raises `ValueError` for what none says."""
+def _expert_properties(model: Any, bound_factor: Any, nodes_visited: Any, row_bytes: Any) -> dict[str, Any]:
+    """Return the properties of the MoE layers: those of the model's config, or else the arguments."""
     check_bound("plan", bound_factor)
     for name, value, arguments in (
         ("nodes_visited", nodes_visited, ("nodes",)),
@@ -337,31 +347,31 @@ def _of_experts(model: Any, bound_factor: Any, nodes_visited: Any, row_bytes: An
     ):
         if value is not None:
             check_takes(f"plan({name}=...)", value, arguments, f"{name}=moe.{name} of your MoEConfig, or None")
-    given = {"bound_factor": bound_factor, "nodes_visited": nodes_visited, "row_bytes": row_bytes}
-    return {name: getattr(getattr(model, "moe", None), name, value) for name, value in given.items()}
+    arguments_given = {"bound_factor": bound_factor, "nodes_visited": nodes_visited, "row_bytes": row_bytes}
+    return {name: getattr(getattr(model, "moe", None), name, value) for name, value in arguments_given.items()}
 
 
-def _running(search: Search, loss: Callable[..., Any], top: int) -> tuple[list[Found], list[str]]:
-    """The best layouts under which the model runs, and what it warns of there: that is about the plans."""
+def _traceable(search: Search, loss: Callable[..., Any], top: int) -> tuple[list[Found], list[str]]:
+    """Return the fastest layouts under which the model can be traced, and the warnings of these traces."""
     with warnings.catch_warnings(record=True) as caught:
-        found = list(_tracing(search, loss, top))
-    about = [one for one in caught if issubclass(one.category, UserWarning)]
-    for one in caught:
-        if one not in about:
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    return found, list(dict.fromkeys(str(one.message) for one in about))
+        found = list(_traced(search, loss, top))
+    about_plans = [warning for warning in caught if issubclass(warning.category, UserWarning)]
+    for warning in caught:
+        if warning not in about_plans:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return found, list(dict.fromkeys(str(warning.message) for warning in about_plans))
 
 
-def _tracing(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
-    """The best layouts under which the model can be traced: some kernels refuse some strategies."""
+def _traced(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
+    """Yield the fastest layouts under which the model can be traced. Some kernels do not support all strategies."""
     refused: dict[Any, bool] = {}
-    for one in search.best(4 * top):
-        axes = tuple(size > 1 for size in one.layout.mesh.values())
-        key = axes, tuple(map(repr, one.layout.strategy.parts)), one.layout.interleave
+    for found in search.best(4 * top):
+        axes = tuple(size > 1 for size in found.layout.mesh.values())
+        key = axes, tuple(map(repr, found.layout.strategy.parts)), found.layout.interleave
         if key not in refused:
-            refused[key] = not _traces(search, one.layout, loss)
+            refused[key] = not _traces(search, found.layout, loss)
         if not refused[key]:
-            yield one
+            yield found
             top -= 1
         if not top:
             return
@@ -385,61 +395,65 @@ def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
 
 def _nothing_fits(search: Search) -> MeshparError:
     work = search.workload
-    asked = f"train {sum(leaf.size for leaf in work.leaves):,} parameters on batches of {work.rows} rows"
-    return problem(f"plan for `{search.cluster.name}`", asked, shortage(search), _nearest(search))
+    requested = f"train {sum(leaf.size for leaf in work.leaves):,} parameters with a batch of {work.rows}"
+    where = f"plan for `{search.cluster.name}`"
+    return problem(where, requested, shortage(search), _nearest_fix(search), code="does-not-fit")
 
 
-def _nearest(search: Search) -> str:
-    """The nearest change that would fit: another batch, more nodes, or else fewer rows at once."""
+def _nearest_fix(search: Search) -> str:
+    """Return the smallest change that would fit: another batch, more nodes, or smaller microbatches."""
     if search.smallest is None:
         rows, num = search.workload.rows, search.cluster.num_devices
-        near = [one for one in (rows // num * num, -(-rows // num) * num) if one]
-        fewer = max((one for one in range(1, num) if rows % one == 0), default=1)
-        return f"use a batch of {' or '.join(map(str, near))} rows, or {fewer} of the {num} GPUs"
-    cluster, held = search.cluster, search.smallest.memory
-    shared = held.state_bytes + held.gradients_bytes + held.copies_bytes  # among all GPUs, where parameters are split
-    spare = search.limit_bytes - (held.peak_bytes - shared)
-    if spare <= 0:
-        return "train shorter rows, or fewer of them in a microbatch"
-    nodes = -(-shared * cluster.nodes // spare)
-    return f"take about {nodes} nodes, --cluster {cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}, or a larger GPU"
+        divisible = [size for size in (rows // num * num, -(-rows // num) * num) if size]
+        fewer = max((size for size in range(1, num) if rows % size == 0), default=1)
+        return f"use a batch of {' or '.join(map(str, divisible))}, or {fewer} of the {num} GPUs"
+    cluster, estimate = search.cluster, search.smallest.memory
+    sharded = estimate.state_bytes + estimate.gradients_bytes + estimate.copies_bytes  # over all GPUs
+    available = search.limit_bytes - (estimate.peak_bytes - sharded)
+    if available <= 0:
+        return "use shorter sequences or smaller microbatches"
+    nodes = -(-sharded * cluster.nodes // available)
+    return f"use about {nodes} nodes, --cluster {cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}, or a larger GPU"
 
 
 # ---- By the compiler -------------------------------------------------------------------------------------------------
 
 
 def _verified(
-    search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int, how: StepOptions
+    search: Search, found: Sequence[Found], loss: Callable[..., Any], verify: int, options: StepOptions
 ) -> tuple[list[Plan], list[str]]:
-    """The plans, of which so many are compiled and fit, before those that are not; and what turned out not to fit."""
-    work, cluster, rest = search.workload, search.cluster, list(found)
+    """Return the plans, the compiled ones first, and descriptions of layouts that do not fit when compiled."""
+    work, cluster, remaining = search.workload, search.cluster, list(found)
     plans: list[Plan] = []
     left_out: list[str] = []
     with PodProcess() if verify else contextlib.nullcontext() as pod:
-        while rest and len(plans) < verify:
-            one = rest.pop(0)
-            told = compiled(search, one, loss, cast(PodProcess, pod), how)
-            if told.fits:
-                plans.append(Plan.of(one, work, cluster, told))
+        while remaining and len(plans) < verify:
+            layout = remaining.pop(0)
+            program = compiled(search, layout, loss, cast(PodProcess, pod), options)
+            if program.fits:
+                plans.append(Plan.of(layout, work, cluster, program))
             else:
-                left_out.append(f"does not fit: {one.layout.label}: compiled it takes {human_bytes(told.peak_bytes)}")
-    if not plans and not rest:
-        exists, fix = "; ".join(left_out), f"look at more than {len(found)}: --top {2 * len(found)}"
-        raise problem(f"plan for `{cluster.name}`", "confirm it by the compiler", exists, fix)
-    plans.sort(key=lambda one: one.step_s)
-    return plans + [Plan.of(one, work, cluster) for one in rest], left_out
+                needed = human_bytes(program.peak_bytes)
+                left_out.append(f"does not fit: {layout.layout.label}: the compiled program needs {needed}")
+    if not plans and not remaining:
+        reason, fix = "; ".join(left_out), f"compile more than {len(found)} layouts: --top {2 * len(found)}"
+        raise problem(f"plan for `{cluster.name}`", "verify it with the compiler", reason, fix, code="does-not-fit")
+    plans.sort(key=lambda plan: plan.step_s)
+    return plans + [Plan.of(layout, work, cluster) for layout in remaining], left_out
 
 
-def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, how: StepOptions) -> Compiled:
-    """A layout compiled for the cluster, its step cut as the layout says and else as `how`; errors are `explain`'s."""
+def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodProcess, options: StepOptions) -> Compiled:
+    """Compile a layout for the cluster. `options` are the step options that the layout does not determine."""
     layout, work = found.layout, search.workload
-    options = dataclasses.replace(how, accumulate=layout.accumulate, remat=layout.remat, interleave=layout.interleave)
+    options = dataclasses.replace(
+        options, accumulate=layout.accumulate, remat=layout.remat, interleave=layout.interleave
+    )
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
     report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)
     sent: dict[str, float] = {}
     for label, kinds in report.to_json()["totals"].items():
-        sent[label] = sum(one["bytes_sent_per_device"] for one in kinds.values())
+        sent[label] = sum(kind["bytes_sent_per_device"] for kind in kinds.values())
     step_s, exposed = report.compute.predicted_step_s, dict(report.compute.exposed_s)
     assert step_s is not None
     peak = report.memory.peak_bytes
@@ -455,65 +469,65 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
 
 
 def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:
-    told = found.memory.peak_bytes
-    if abs(told / peak - 1) > SEARCH.memory_error:
-        yield f"peak memory was estimated at {human_bytes(told)}; compiled it is {human_bytes(peak)}"
-    all_bytes = sum(sent.values())
+    """Yield a note for each estimate whose error is larger than expected."""
+    estimate = found.memory.peak_bytes
+    if abs(estimate / peak - 1) > SEARCH.memory_error:
+        yield f"peak memory: estimated {human_bytes(estimate)}, compiled {human_bytes(peak)}"
+    total = sum(sent.values())
     for label, nbytes in sent.items():
-        guess = found.time.sent_bytes.get(label, 0.0)
-        if nbytes > all_bytes / 100 and abs(guess / nbytes - 1) > BYTES_ERROR:
-            yield f"{human_bytes(guess)} over {label} were estimated; compiled it is {human_bytes(nbytes)}"
+        estimated_bytes = found.time.sent_bytes.get(label, 0.0)
+        if nbytes > total / 100 and abs(estimated_bytes / nbytes - 1) > BYTES_ERROR:
+            yield f"bytes over {label}: estimated {human_bytes(estimated_bytes)}, compiled {human_bytes(nbytes)}"
     if abs(found.time.step_s / step_s - 1) > SEARCH.time_error:
-        yield f"a step was estimated at {si(found.time.step_s, 's')}; simulated from the program it is " + si(
-            step_s, "s"
-        )
+        yield f"step: estimated {si(found.time.step_s, 's')}, simulated from the program {si(step_s, 's')}"
 
 
 # ---- From a file -----------------------------------------------------------------------------------------------------
 
 
 def load_plans(path: str | Path) -> Plans:
-    """The plans that `Plans.save` or `meshpar plan --json` wrote.
+    """Read plans that `Plans.save` or `meshpar plan --json` wrote.
 
     Raises:
-      ValueError: no such file, or one that holds something else.
+      MeshparError: the file is missing or has no plans.
     """
-    where, fix = f"plans `{path}`", "write them with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
+    where, fix = f"plans `{path}`", "create the file with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
         data = read_json(path, where, fix)
         lists = {field: _listed(data[field]) for field in ("advice", "left_out") if field in data}
-        plans = _made(Plans, {**data, **lists, "plans": tuple(_plan(one, where) for one in data["plans"])}, where)
+        plans = _parse(Plans, {**data, **lists, "plans": tuple(_plan(each, where) for each in data["plans"])}, where)
         if not plans.plans:
-            raise problem(where, "take one of them", "it holds none", fix)
+            raise problem(where, "use a plan", "the file has none", fix, code="damaged-file")
         return plans
     except MeshparError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise problem(where, "read them", f"it holds something else ({error})", fix) from None
+        raise problem(where, "read them", f"the file has no plans ({error})", fix, code="damaged-file") from None
 
 
 def _plan(data: Mapping[str, Any], where: str) -> Plan:
     read: dict[str, Any] = {"layout": Layout.from_json(data["layout"])}
-    if told := data.get("compiled"):
-        read["compiled"] = _made(Compiled, {**told, "notes": _listed(told.get("notes", []))}, where)
-    return _made(Plan, {**data, **read}, where)
+    if program := data.get("compiled"):
+        read["compiled"] = _parse(Compiled, {**program, "notes": _listed(program.get("notes", []))}, where)
+    return _parse(Plan, {**data, **read}, where)
 
 
-def _made(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
-    """A value of plain data, which have its fields and no others."""
-    fields = {one.name: one for one in dataclasses.fields(kind) if one.name != "search"}  # type: ignore[arg-type]
+def _parse(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
+    """Return a dataclass from plain data with exactly its fields."""
+    fields = [field.name for field in dataclasses.fields(kind) if field.name != "search"]  # type: ignore[arg-type]
+    fix, code = "create the file again with meshpar plan", "damaged-file"
     for key in data:
         if key not in fields:
-            raise problem(where, f"read `{key}`", f"a {kind.__name__} has no such field", near(key, fields))
+            reason = f"a {kind.__name__} has no such field"
+            raise problem(where, f"read `{key}`", reason, near(key, fields), code=code)
     for key in fields:
         if key not in data:
-            fix = "write them anew with meshpar plan"
-            raise problem(where, f"read `{key}`", f"this {kind.__name__} lacks it", fix)
+            raise problem(where, f"read `{key}`", f"this {kind.__name__} lacks it", fix, code=code)
     hints = get_type_hints(kind)
     for key, value in data.items():
         if not _is(value, hints[key]):
-            exists = f"of a {kind.__name__} it is {_in_words(hints[key])}"
-            raise problem(f"{where}, `{key}`", f"read {some(value)}", exists, "write them anew with meshpar plan")
+            reason = f"this field of a {kind.__name__} must be {_in_words(hints[key])}"
+            raise problem(f"{where}, `{key}`", f"read {abbreviated(value)}", reason, fix, code=code)
     return kind(**data)
 
 
@@ -522,24 +536,24 @@ def _listed(value: Any) -> Any:
 
 
 def _is(value: Any, hint: Any) -> bool:
-    """Whether a value out of a file is of a field's type."""
+    """Return whether a value from a file has the type of a field."""
     args = get_args(hint)
     if get_origin(hint) is Mapping:
-        return isinstance(value, Mapping) and all(_is(one, args[1]) for one in value.values())
+        return isinstance(value, Mapping) and all(_is(item, args[1]) for item in value.values())
     if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_is(one, args[0]) for one in value)
+        return isinstance(value, tuple) and all(_is(item, args[0]) for item in value)
     if get_origin(hint) is UnionType:
-        return any(_is(value, one) for one in args)
+        return any(_is(value, arg) for arg in args)
     if hint in (int, float):
         return is_int(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
     return isinstance(value, hint)
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
 
 
 def _in_words(hint: Any) -> str:
-    args = [_WORDS.get(one, "an object") for one in get_args(hint) if one is not Ellipsis]
+    args = [_WORDS.get(arg, "an object") for arg in get_args(hint) if arg is not Ellipsis]
     if get_origin(hint) is UnionType:
         return " or ".join(args)
     kind = {Mapping: "an object of", tuple: "a list of"}.get(get_origin(hint))

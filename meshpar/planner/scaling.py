@@ -1,4 +1,4 @@
-"""Growth: what a model costs on more and more GPUs, with the same batch and with one that grows, by kind of layout."""
+"""Strong and weak scaling of a model, by kind of layout."""
 
 from __future__ import annotations
 
@@ -15,160 +15,167 @@ from meshpar.sharding.types import MeshparError, problem
 
 Scaling = Literal["strong", "weak"]
 SCALINGS: tuple[Scaling, ...] = ("strong", "weak")
-MOST_GPUS = 16_384
-PAYS = 0.5
-"""A layout pays as long as a GPU does this share of what it does on the fewest GPUs that the layout fits."""
-MOST_PARTS = 2
-"""Kinds of more parts than one that keeps the state and another are left out."""
-LOOKED_AT = 2
-"""Of each kind of layout on a cluster, so many are looked at closely, the most promising first."""
+MAX_GPUS = 16_384
+MIN_EFFICIENCY = 0.5
+"""A layout is worthwhile while the throughput per GPU is at least this fraction of that on the fewest GPUs."""
+MAX_PARTS = 2
+"""Strategies with more parallelisms are not evaluated."""
+MAX_CANDIDATES = 2
+"""Number of layouts of each kind that are evaluated per cluster size, the most promising first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size(Plain):
-    """The quickest layout of a kind on so many GPUs."""
+    """The fastest layout of a kind on a number of GPUs."""
 
     scaling: Scaling
-    """`strong`: with the batch given; `weak`: with as many rows a GPU as it has on the fewest."""
+    """`strong`: with a constant global batch; `weak`: with a constant batch per GPU."""
     num_gpus: int
     kind: str
-    """Names of the strategy's parts: `fsdp | tensor_parallel`."""
+    """Names of the parallelisms: `fsdp | tensor_parallel`."""
     layout: str
     step_s: float
     tokens_per_s: float
-    """Of one GPU; rows a second where the batch holds no tokens."""
+    """Tokens per second and GPU; examples if the batch has no tokens."""
     bound: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Growth(Printed, Plain):
-    """A model on more and more GPUs. Prints as a table of tokens a second of one GPU."""
+    """Throughput of a model on different numbers of GPUs. Prints as a table of tokens per second and GPU."""
 
     gpu: str
     sizes: tuple[Size, ...]
     rates: str
 
     def of(self, scaling: Scaling, kind: str) -> list[Size]:
-        """Those of one kind, the fewest GPUs first."""
-        return [one for one in self.sizes if (one.scaling, one.kind) == (scaling, kind)]
+        """Return the sizes of one kind, ordered by the number of GPUs."""
+        return [size for size in self.sizes if (size.scaling, size.kind) == (scaling, kind)]
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of layouts, the quickest of most clusters first."""
-        best = [max(each, key=lambda one: one.tokens_per_s).kind for each in _by_cluster(self.sizes).values()]
-        return sorted(dict.fromkeys(one.kind for one in self.sizes), key=lambda kind: -best.count(kind))
+        """Kinds of layouts, ordered by the number of clusters on which they are the fastest."""
+        best = [_fastest(sizes).kind for sizes in _by_cluster(self.sizes).values()]
+        return sorted(dict.fromkeys(size.kind for size in self.sizes), key=lambda kind: -best.count(kind))
 
     def stops(self, scaling: Scaling, kind: str) -> int | None:
-        """The most GPUs up to which a layout pays; None: it still does on the most that were looked at.
+        """Return the largest number of GPUs on which a layout is worthwhile, or None if it is on all of them.
 
-        It pays as long as it fits, and a GPU does `PAYS` of what it does on the fewest.
+        A layout is worthwhile if it fits and has at least `MIN_EFFICIENCY` of the throughput per GPU on the fewest.
         """
-        found, clusters = self.of(scaling, kind), [num for one, num in _by_cluster(self.sizes) if one == scaling]
+        sizes, clusters = self.of(scaling, kind), [num for kind_, num in _by_cluster(self.sizes) if kind_ == scaling]
         last = None
-        for one in found:
-            if one.tokens_per_s < PAYS * found[0].tokens_per_s:
+        for size in sizes:
+            if size.tokens_per_s < MIN_EFFICIENCY * sizes[0].tokens_per_s:
                 return last
-            last = one.num_gpus
+            last = size.num_gpus
         return None if last == max(clusters, default=None) else last
 
     def __rich__(self) -> Any:
         kinds, rows = self.kinds, []
-        for (scaling, num), each in _by_cluster(self.sizes).items():
-            by_kind, most = {one.kind: one for one in each}, max(one.tokens_per_s for one in each)
-            cells = [_cell(by_kind.get(kind), most) for kind in kinds]
+        for (scaling, num), sizes in _by_cluster(self.sizes).items():
+            by_kind, best = {size.kind: size for size in sizes}, _fastest(sizes).tokens_per_s
+            cells = [_cell(by_kind.get(kind), best) for kind in kinds]
             rows.append((scaling, f"{num:,}", *cells))
-        stops = [_words(self, scaling, kind) for scaling in SCALINGS for kind in kinds if self.of(scaling, kind)]
-        caption = "\n".join(["* the quickest; where a kind is empty nothing of it fits", *stops, "", self.rates])
-        return table(f"{self.gpu}: tokens/s a GPU", ("", "GPUs", *kinds), rows, left=("",), caption=caption)
+        stops = [_range_text(self, scaling, kind) for scaling in SCALINGS for kind in kinds if self.of(scaling, kind)]
+        caption = "\n".join(
+            ["* the fastest; an empty cell means that no layout of this kind fits", *stops, "", self.rates]
+        )
+        return table(f"{self.gpu}: tokens/s per GPU", ("", "GPUs", *kinds), rows, left=("",), caption=caption)
 
 
 def _by_cluster(sizes: Sequence[Size]) -> dict[tuple[Scaling, int], list[Size]]:
-    found: dict[tuple[Scaling, int], list[Size]] = {}
-    for one in sizes:
-        found.setdefault((one.scaling, one.num_gpus), []).append(one)
-    return found
+    by_cluster: dict[tuple[Scaling, int], list[Size]] = {}
+    for size in sizes:
+        by_cluster.setdefault((size.scaling, size.num_gpus), []).append(size)
+    return by_cluster
 
 
-def _cell(one: Size | None, most: float) -> str:
-    return "" if one is None else f"{one.tokens_per_s:,.0f}" + (" *" if one.tokens_per_s == most else "")
+def _fastest(sizes: Sequence[Size]) -> Size:
+    return max(sizes, key=lambda size: size.tokens_per_s)
 
 
-def _words(growth: Growth, scaling: Scaling, kind: str) -> str:
+def _cell(size: Size | None, best: float) -> str:
+    return "" if size is None else f"{size.tokens_per_s:,.0f}" + (" *" if size.tokens_per_s == best else "")
+
+
+def _range_text(growth: Growth, scaling: Scaling, kind: str) -> str:
     stops, first = growth.stops(scaling, kind), growth.of(scaling, kind)[0].num_gpus
     if stops is None:
-        return f"{scaling}, {kind}: pays up to the most GPUs"
-    return f"{scaling}, {kind}: " + (f"pays up to {stops:,} GPUs" if stops > first else f"pays on {first:,} GPUs only")
+        return f"{scaling}, {kind}: worthwhile on all these sizes"
+    return f"{scaling}, {kind}: worthwhile " + (f"up to {stops:,} GPUs" if stops > first else f"on {first:,} GPUs only")
 
 
-def grow(work: Workload, cluster: Cluster, *, most: int = MOST_GPUS) -> Growth:
-    """The same model on more and more GPUs, by kind of layout: the table that says where each stops paying.
+def grow(work: Workload, cluster: Cluster, *, max_gpus: int = MAX_GPUS) -> Growth:
+    """Evaluate a model on increasing numbers of GPUs.
 
     Args:
-      work: with the batch of the cluster; the batch of weak scaling is as many rows a GPU.
-      cluster: whose nodes there are more and more of, from one node on; links measured along axes are left out, for
-        they are those of one size.
-      most: GPUs.
+      work: the workload with the batch for `cluster`. Weak scaling keeps its number of examples per GPU.
+      cluster: its nodes are multiplied, starting with a single node. Measured links of mesh axes are ignored, because
+        they belong to one cluster size.
+      max_gpus: maximum number of GPUs.
 
     Raises:
-      ValueError: nothing fits on any of them, or fewer GPUs than one node has.
+      MeshparError: no layout fits on any size, or `max_gpus` is less than a node.
     """
-    if most < cluster.gpus_per_node:
-        exists = f"a node has {cluster.gpus_per_node}"
-        raise problem(f"growth of {cluster.name}", f"look at {most} GPUs at most", exists, "give as many or more")
+    if max_gpus < cluster.gpus_per_node:
+        reason, fix = f"a node has {cluster.gpus_per_node}", f"use at least {cluster.gpus_per_node}"
+        raise problem(f"growth of {cluster.name}", f"use at most {max_gpus} GPUs", reason, fix, code="out-of-range")
     sizes: list[Size] = []
     for scaling in SCALINGS:
         nodes = 1
-        while (num := nodes * cluster.gpus_per_node) <= most:
+        while (num := nodes * cluster.gpus_per_node) <= max_gpus:
             rows = work.rows if scaling == "strong" else work.rows * num // cluster.num_devices
             if rows:
                 pod = dataclasses.replace(cluster, nodes=nodes, axes={}, permutes={})
                 sizes += _sizes(with_rows(work, rows), pod, scaling)
             nodes *= 2
-    best = {max(each, key=lambda one: one.tokens_per_s).kind for each in _by_cluster(sizes).values()}
-    # Of kinds with two parts those that are the quickest somewhere: the others would only fill the table.
-    sizes = [one for one in sizes if one.kind in best or "|" not in one.kind]
+    best = {_fastest(group).kind for group in _by_cluster(sizes).values()}
+    # Composed strategies appear in the table only if they are the fastest somewhere.
+    sizes = [size for size in sizes if size.kind in best or "|" not in size.kind]
     if not sizes:
-        exists = f"nothing fits on {most:,} of its GPUs"
-        raise problem(f"growth of {cluster.name}", "compare layouts", exists, "meshpar plan tells by how much")
+        reason = f"no layout fits on up to {max_gpus:,} of its GPUs"
+        fix = "run `meshpar plan`, which reports the missing memory"
+        raise problem(f"growth of {cluster.name}", "compare layouts", reason, fix, code="does-not-fit")
     rates = Search(work, dataclasses.replace(cluster, axes={}, permutes={})).rates
     return Growth(gpu=cluster.gpu.name, sizes=tuple(sizes), rates=rates)
 
 
 def with_rows(work: Workload, rows: int) -> Workload:
-    """The same step on a batch of so many rows."""
+    """Return the workload of the same step on a batch of `rows` examples."""
     tokens = None if work.seq_len is None else rows * work.seq_len
     return dataclasses.replace(work, rows=rows, tokens=tokens, batch=batch_of(work.batch, rows))
 
 
 def _sizes(work: Workload, cluster: Cluster, scaling: Scaling) -> Iterator[Size]:
     for kind, found in best_by_kind(Search(work, cluster)).items():
-        done = (work.rows if work.tokens is None else work.tokens) / cluster.num_devices
+        per_gpu = (work.rows if work.tokens is None else work.tokens) / cluster.num_devices
         yield Size(
             scaling=scaling, num_gpus=cluster.num_devices, kind=kind, layout=found.layout.label,
-            step_s=found.time.step_s, tokens_per_s=done / found.time.step_s, bound=found.time.bound,
+            step_s=found.time.step_s, tokens_per_s=per_gpu / found.time.step_s, bound=found.time.bound,
         )  # fmt: skip
 
 
 def best_by_kind(search: Search) -> Mapping[str, Found]:
-    """The quickest layout that fits of each kind of strategy."""
-    looked: dict[str, int] = {}
-    found: dict[str, Found] = {}
+    """Return the fastest layout that fits, for each kind of strategy."""
+    num_evaluated: dict[str, int] = {}
+    best: dict[str, Found] = {}
     for start in search.starts():
         kind = kind_of(start.strategy)
-        is_over = len(start.strategy.parts) > MOST_PARTS or start.state_bytes > search.limit_bytes
-        if is_over or looked.get(kind, 0) >= LOOKED_AT:
+        is_skipped = len(start.strategy.parts) > MAX_PARTS or start.state_bytes > search.limit_bytes
+        if is_skipped or num_evaluated.get(kind, 0) >= MAX_CANDIDATES:
             continue
         try:
             fits: Sequence[Found] = list(search.of(search.placer.place(start.sizes, start.strategy)))
         except MeshparError:
             continue
-        looked[kind] = looked.get(kind, 0) + bool(fits)
-        for one in fits:
-            if kind not in found or one.time.step_s < found[kind].time.step_s:
-                found[kind] = one
-    return found
+        num_evaluated[kind] = num_evaluated.get(kind, 0) + bool(fits)
+        for found in fits:
+            if kind not in best or found.time.step_s < best[kind].time.step_s:
+                best[kind] = found
+    return best
 
 
 def kind_of(strategy: Strategy) -> str:
-    """Names of the parts of a strategy: `fsdp | tensor_parallel`."""
+    """Return the names of the parallelisms of a strategy: `fsdp | tensor_parallel`."""
     return " | ".join(repr(part).partition("(")[0] for part in strategy.parts)

@@ -1,10 +1,11 @@
-"""Search: the layouts of a cluster that can be run, the quickest first.
+"""Search for the fastest layouts on a cluster.
 
-    meshes ─► strategies that parts try on them ─► placed ─► remat, pieces of rows ─► fits? ─► step time ─► the best
+    meshes ─► candidate strategies ─► placed ─► remat, micro-steps ─► fits in memory? ─► step time ─► the fastest
 
-Nothing here names a parallelism: parts say which mesh axes they live on and which of their forms to try
-(`Part.axes`, `Part.tried`), their rules say whether it can be, their promises what it sends. Branch and bound: layouts
-come in the order of a time that they cannot beat, and the search ends where that is above what was found.
+The search knows no particular parallelism. Parallelisms state their mesh axes and their candidates
+(`Parallelism.axes`, `Parallelism.candidates`), their rules decide whether a layout is possible, and their expected
+collectives determine its messages. Layouts are ordered by a coarse estimate, and the search stops when this estimate
+exceeds the times found.
 """
 
 from __future__ import annotations
@@ -28,18 +29,19 @@ from meshpar.parallel.parallelism import Parallelism, SearchSpace
 from meshpar.parallel.pipeline import Pipeline
 from meshpar.planner import memory_estimate as memory
 from meshpar.planner.calibration import SEARCH, STEP
-from meshpar.planner.layout import Layout, Placed, Placer, look
+from meshpar.planner.layout import Layout, Placed, Placer, rules_key
 from meshpar.planner.memory_estimate import MemoryEstimate
 from meshpar.planner.time_estimate import (
     Clock,
     TimeEstimate,
+    elements_per_expert,
     experts,
     hidden_of_weights,
-    of_expert,
-    rhythm,
     routed_bytes,
+    schedule_timing,
 )
 from meshpar.planner.workload import Remat, Workload
+from meshpar.sharding.errors import check_choice
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import MeshparError, axes_of_spec, problem
@@ -47,68 +49,67 @@ from meshpar.sharding.units import human_bytes
 from meshpar.training.sharding_table import lay_out
 
 SLICES = 2
-"""Of the rows, that layers may run beside each other."""
-MOST_PLACED = 120
-"""Strategies on meshes that fit and are looked at closely, the most promising first; of any, twice as many."""
-OTHERS = 8
-"""Of a kind so many are looked at until one fits, and twice as many where it has proved good."""
+"""Number of batch slices that is considered."""
+MAX_EVALUATED = 120
+"""Maximum number of strategies that fit and are evaluated in detail; twice as many including those that do not."""
+PER_KIND = 8
+"""Number of strategies of a kind that are evaluated until one fits; twice as many for the fastest kinds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """A layout with what is told of it."""
+    """A layout with its estimates."""
 
     layout: Layout
     memory: MemoryEstimate
     time: TimeEstimate
 
 
-class _Beat(NamedTuple):
-    """About what a schedule is, with remat: of a few stages simulated, whose ticks wait for each other as those of
-    many do."""
+class _ScheduleEstimate(NamedTuple):
+    """Coarse properties of a schedule with rematerialization, extrapolated from at most four stages."""
 
     ticks: float
     stretch: float
-    """How much longer than its work it takes."""
-    held: float
-    """Microbatches whose activations a stage holds, over all of them, times its share of the layers."""
-    between: float
-    """Likewise what waits between B and W, and stands beside it."""
+    """Makespan over the time of a stage's ops."""
+    saved: float
+    """Fraction of the microbatches with saved activations on a stage, times its fraction of the layers."""
+    deferred: float
+    """The same for the inputs of deferred weight gradients."""
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def of(pipelined: Pipeline) -> _Beat:
-        stages, count = min(pipelined.stages, 4), pipelined.microbatches
-        few = dataclasses.replace(pipelined, stages=stages, microbatches=4 * stages)
-        beat, held = rhythm(few, 1.0, 0.0, 16 * stages), memory.holds(few)
-        filling = 1 + (stages - 1) / few.microbatches
-        return _Beat(
-            beat.ticks * (count + pipelined.stages) / (few.microbatches + stages),
-            beat.stretch / filling * (1 + (pipelined.stages - 1) / count),
-            min(held.microbatches / stages, count / pipelined.stages) / count,
-            (held.between + held.share * (held.between > 0)) / pipelined.stages / count,
+    def of(pipeline: Pipeline) -> _ScheduleEstimate:
+        stages, count = min(pipeline.stages, 4), pipeline.microbatches
+        short = dataclasses.replace(pipeline, stages=stages, microbatches=4 * stages)
+        timing, load = schedule_timing(short, 1.0, 0.0, 16 * stages), memory.stage_load(short)
+        fill = 1 + (stages - 1) / short.microbatches
+        return _ScheduleEstimate(
+            timing.ticks * (count + pipeline.stages) / (short.microbatches + stages),
+            timing.stretch / fill * (1 + (pipeline.stages - 1) / count),
+            min(load.microbatches / stages, count / pipeline.stages) / count,
+            (load.deferred + load.chunk * (load.deferred > 0)) / pipeline.stages / count,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Start:
-    """A strategy on a mesh, and about how long its steps take."""
+    """A strategy on a mesh with a coarse estimate of its step time."""
 
-    about_s: float
+    step_s: float
     state_bytes: float
     sizes: dict[str, int]
     strategy: Strategy
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What a layout's time hangs on most: axes that split a layer or its rows, and the schedule."""
-        pipelined = self.strategy.pipeline
-        inside = tuple(size for axis, size in self.sizes.items() if axis not in ("data", "fsdp"))
-        return (*inside, pipelined and pipelined.schedule)
+        """The properties that determine the step time most: axes that shard layers or examples, and the schedule."""
+        pipeline = self.strategy.pipeline
+        sizes = tuple(size for axis, size in self.sizes.items() if axis not in ("data", "fsdp"))
+        return (*sizes, pipeline and pipeline.schedule)
 
 
 class Search:
-    """The layouts of a workload on a cluster."""
+    """Searches the layouts of a workload on a cluster."""
 
     def __init__(self, workload: Workload, cluster: Cluster, *, fill: float = SEARCH.fill) -> None:
         self.workload, self.cluster = workload, cluster
@@ -116,218 +117,229 @@ class Search:
         self.placer, self.clock = Placer(workload), Clock(cluster)
         self.considered = 0
         self.smallest: Found | None = None
-        """Of what did not fit, what misses the limit by least."""
-        seen: dict[tuple[Remat, ...], Remat] = {}
-        for remat in workload.policies:  # policies that keep the same of this model are one
-            seen.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
-        self.policies = tuple(seen.values())
+        """The smallest of the layouts that do not fit."""
+        distinct: dict[tuple[Remat, ...], Remat] = {}
+        for remat in workload.policies:  # policies may save the same activations of a model
+            distinct.setdefault((workload.held[remat], workload.flops[remat]), remat)  # type: ignore[arg-type]
+        self.policies = tuple(distinct.values())
 
     @property
     def rates(self) -> str:
-        """Which figures the times are made of, and how far off they were found to be."""
+        """Sources of the rates, and the errors of the estimates."""
         return (
-            f"estimates: {self.clock.rates}, {self.cluster.links_from}; of most compiled programs they "
-            f"missed the peak memory by up to {SEARCH.memory_error:.0%}, and the simulated step by up to "
-            f"{SEARCH.time_error:.0%}"
+            f"estimates: {self.clock.rates}, {self.cluster.links_from}; for most compiled programs, their error is at "
+            f"most {SEARCH.memory_error:.0%} of the peak memory and {SEARCH.time_error:.0%} of the simulated step"
         )
 
     def best(self, top: int) -> list[Found]:
-        """Return the fastest layouts that fit, each resolved as training resolves it.
+        """Return the fastest layouts that fit, each resolved as in training.
 
-        The search starts with the most promising layout of each kind, then takes others of the best kinds, then the
-        rest. With few strategies it looks at all.
+        The search evaluates the most promising layouts of each kind first, then other layouts of the best kinds, and
+        then the rest. If there are few strategies, it evaluates all of them.
         """
         found: list[Found] = []
         starts = self.starts()
-        fit = [one for one in starts if one.state_bytes <= self.limit_bytes]
-        # Where no state fits, the smallest is looked at, to tell by how much it does not.
-        fit = fit or sorted(starts, key=lambda one: one.state_bytes)[:1]
-        kinds_of: dict[Any, list[_Start]] = defaultdict(list)
-        for one in fit:
-            kinds_of[one.kind].append(one)
+        fit = [start for start in starts if start.state_bytes <= self.limit_bytes]
+        # If no state fits, the smallest is evaluated, for the error message.
+        fit = fit or sorted(starts, key=lambda start: start.state_bytes)[:1]
+        by_kind: dict[Any, list[_Start]] = defaultdict(list)
+        for start in fit:
+            by_kind[start.kind].append(start)
 
-        def may_serve(start: _Start) -> bool:
-            return len(fit) <= MOST_PLACED or len(found) < top or start.about_s <= found[-1].time.step_s
+        def is_promising(start: _Start) -> bool:
+            return len(fit) <= MAX_EVALUATED or len(found) < top or start.step_s <= found[-1].time.step_s
 
         times: dict[Any, float] = {}
-        # What is told of stages before they are placed is the roughest: the others do not wait behind them.
-        in_turn = sorted(kinds_of.items(), key=lambda one: one[1][0].strategy.pipeline is not None)
-        looked: set[int] = set()
-        for kind, start in ((kind, one) for kind, each in in_turn for one in each[:OTHERS]):
-            if len(times) == MOST_PLACED * 2 // 3 or len(looked) == 2 * MOST_PLACED:
+        # The coarse estimates of pipelines are the least accurate, so pipelines are evaluated last.
+        ordered = sorted(by_kind.items(), key=lambda item: item[1][0].strategy.pipeline is not None)
+        evaluated: set[int] = set()
+        for kind, start in ((kind, start) for kind, starts in ordered for start in starts[:PER_KIND]):
+            if len(times) == MAX_EVALUATED * 2 // 3 or len(evaluated) == 2 * MAX_EVALUATED:
                 break
-            if kind not in times and may_serve(start):
-                looked.add(id(start))
-                if (time_s := self._look(start, found, top)) is not None:
+            if kind not in times and is_promising(start):
+                evaluated.add(id(start))
+                if (time_s := self._evaluate(start, found, top)) is not None:
                     times[kind] = time_s
-        others = [one for kind in sorted(times, key=times.__getitem__) for one in kinds_of[kind][: 2 * OTHERS]]
-        others = [one for one in others if id(one) not in looked]
-        looked |= {id(one) for one in others}
-        others += [one for one in fit if id(one) not in looked]
-        left = MOST_PLACED - len(times)
-        for start in filter(may_serve, others[: 2 * MOST_PLACED]):
-            if left == 0:
+        fastest_kinds = sorted(times, key=times.__getitem__)
+        remaining = [start for kind in fastest_kinds for start in by_kind[kind][: 2 * PER_KIND]]
+        remaining = [start for start in remaining if id(start) not in evaluated]
+        evaluated |= {id(start) for start in remaining}
+        remaining += [start for start in fit if id(start) not in evaluated]
+        budget = MAX_EVALUATED - len(times)
+        for start in filter(is_promising, remaining[: 2 * MAX_EVALUATED]):
+            if budget == 0:
                 break
-            left -= self._look(start, found, top) is not None
+            budget -= self._evaluate(start, found, top) is not None
         return found
 
-    def _look(self, start: _Start, found: list[Found], top: int) -> float | None:
-        """Place a strategy on a mesh and put into what was found those of its layouts that are better; the quickest's
-        time, None where none fits."""
+    def _evaluate(self, start: _Start, found: list[Found], top: int) -> float | None:
+        """Evaluate the layouts of a strategy on a mesh and merge the fastest into `found`.
+
+        Returns:
+          The time of the fastest layout that fits, or None if none fits.
+        """
         below_s = found[-1].time.step_s if len(found) == top else math.inf
         try:
             placed = self.placer.place(start.sizes, start.strategy)
-            each = list(self.of(placed, below_s=below_s))
-            better = [one for one in each if one.time.step_s < below_s]
-            if better and self._runs(placed):
-                found[:] = sorted([*found, *better], key=lambda one: one.time.step_s)[:top]
+            layouts = list(self.of(placed, below_s=below_s))
+            better = [layout for layout in layouts if layout.time.step_s < below_s]
+            if better and self._resolves(placed):
+                found[:] = sorted([*found, *better], key=lambda layout: layout.time.step_s)[:top]
         except MeshparError:
             return None
-        return min((one.time.step_s for one in each), default=None)
+        return min((layout.time.step_s for layout in layouts), default=None)
 
     def starts(self) -> list[_Start]:
-        """Every strategy on every mesh, by about how long its steps take.
+        """Return all strategies on all meshes, ordered by a coarse estimate of the step time.
 
-        Strategies with the same rules lie alike on all meshes with the same axes above one: each such form is placed
-        once, and bytes and times of its meshes are reckoned together.
+        Strategies with equal rules have the same sharding on all meshes on which the same axes are larger than 1. Each
+        such group is placed once, and its times and bytes are computed as arrays.
         """
-        forms: dict[Any, list[tuple[dict[str, int], Strategy]]] = defaultdict(list)
-        looks: dict[Strategy, Any] = {}
+        groups: dict[Any, list[tuple[dict[str, int], Strategy]]] = defaultdict(list)
+        keys: dict[Strategy, Any] = {}
         for sizes in self.meshes():
-            above = tuple(size > 1 for size in sizes.values())
+            used_axes = tuple(size > 1 for size in sizes.values())
             for strategy in self.strategies(sizes):
-                if (look_of := looks.get(strategy)) is None:
-                    look_of = looks[strategy] = tuple(map(look, strategy.parts))
-                forms[above, look_of].append((sizes, strategy))
+                if (key := keys.get(strategy)) is None:
+                    key = keys[strategy] = tuple(map(rules_key, strategy.parts))
+                groups[used_axes, key].append((sizes, strategy))
         starts = []
-        for members in forms.values():
-            about = np.full((2, len(members)), np.inf)
-            members.sort(key=lambda one: max(one[0].values()))  # the most even mesh is the likeliest to serve
-            for at, first in enumerate(members):
+        for members in groups.values():
+            estimates = np.full((2, len(members)), np.inf)
+            members.sort(key=lambda member: max(member[0].values()))  # the most even mesh is the likeliest to be valid
+            for index, first in enumerate(members):
                 with contextlib.suppress(MeshparError):
-                    about[:, at:] = self._about(self.placer.place(*first), members[at:])
+                    estimates[:, index:] = self._coarse_estimate(self.placer.place(*first), members[index:])
                     break
-            starts += [_Start(a, b, *one) for a, b, one in zip(*about.tolist(), members, strict=True)]
-        self.considered = sum(map(len, forms.values()))
-        return sorted(starts, key=lambda one: one.about_s)
+            starts += [_Start(a, b, *member) for a, b, member in zip(*estimates.tolist(), members, strict=True)]
+        self.considered = sum(map(len, groups.values()))
+        return sorted(starts, key=lambda start: start.step_s)
 
-    def _about(self, placed: Placed, members: Sequence[tuple[dict[str, int], Strategy]]) -> np.ndarray:
-        """About how long a step takes, and bytes of the state, `[2, members]`.
+    def _coarse_estimate(self, placed: Placed, members: Sequence[tuple[dict[str, int], Strategy]]) -> np.ndarray:
+        """Return the step time and the bytes of the state, `[2, members]`.
 
         Args:
-          placed: the first of them, on its mesh.
-          members: strategies that lie alike, each with its mesh.
+          placed: the first member.
+          members: meshes and strategies with the same sharding.
         """
         of = {axis: np.array([sizes[axis] for sizes, _ in members], float) for axis in placed.sizes}
         work, state = self.workload, np.full(len(members), float(self.workload.whole_bytes))
 
-        known: dict[frozenset[str], Any] = {}
+        cache: dict[frozenset[str], Any] = {}
 
-        def ways(axes: Iterable[str]) -> Any:
+        def shards(axes: Iterable[str]) -> Any:
             key = frozenset(axes)
-            if key not in known:
-                known[key] = math.prod((of[axis] for axis in key), start=np.ones(len(members)))
-            return known[key]
+            if key not in cache:
+                cache[key] = math.prod((of[axis] for axis in key), start=np.ones(len(members)))
+            return cache[key]
 
-        quickest = min(self.policies, key=work.flops.__getitem__)
-        layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=quickest)
+        fewest_flops = min(self.policies, key=work.flops.__getitem__)
+        layout = Layout(mesh=_ANY, strategy=placed.strategy, remat=fewest_flops)
         step, sums = placed.step_spec(layout), np.zeros(len(members))
-        wire_s, wait_s = np.zeros(len(members)), np.zeros(len(members))
-        for one in placed.weights:
-            size, own = one.decision.leaf.size, axes_of_spec(one.decision.spec)
-            state += one.decision.leaf.nbytes / ways(own)
-            split = set(split_axes(step, one.decision.spec))
-            over = step.ordered((split | set(split_axes(step, one.update))) & {*step.batch_axes, *step.context_axes})
-            held = size / ways(split - set(over)) * (1 - 1 / ways(over))
+        weights_s, activations_s = np.zeros(len(members)), np.zeros(len(members))
+        for weight in placed.weights:
+            size, axes = weight.decision.leaf.size, axes_of_spec(weight.decision.spec)
+            state += weight.decision.leaf.nbytes / shards(axes)
+            split = set(split_axes(step, weight.decision.spec))
+            over = step.ordered((split | set(split_axes(step, weight.update))) & {*step.batch_axes, *step.context_axes})
+            sent = size / shards(split - set(over)) * (1 - 1 / shards(over))
             times = (2 if split & set(over) else 1) * work.compute_itemsize + 4
-            wire_s += times * held / self._most_bytes_per_s(over, of, ways)
-            sums += 4 * size / ways(set(own) - (set(step.batch_axes) - set(owned_axes(step, one.decision))))
+            weights_s += times * sent / self._max_bytes_per_s(over, of, shards)
+            sums += 4 * size / shards(set(axes) - (set(step.batch_axes) - set(owned_axes(step, weight.decision))))
         for slot in work.slots:
             spec = () if slot.owner is None else tuple(placed.weights[slot.owner].update)
-            state += slot.nbytes / ways(axes_of_spec(spec[dim] for dim in slot.dims if dim < len(spec)))
+            state += slot.nbytes / shards(axes_of_spec(spec[dim] for dim in slot.dims if dim < len(spec)))
         cut = (*step.batch_axes, *step.context_axes)
-        share = step.num_shards(cut) / ways(cut) / step.num_shards(step.ordered(["stage"]))
+        fraction = step.num_shards(cut) / shards(cut) / step.num_shards(step.ordered(["stage"]))
         for part in placed.strategy.parts:
-            for sent in (*part.expected_collectives(step), *part.kernels(step)):
-                nbytes = sent.count[0] * sent.elements * 2 * share * (1 - 1 / ways(sent.axes))
-                wait_s += nbytes / self._most_bytes_per_s(sent.axes, of, ways)
-        pipes = [strategy.pipeline for _, strategy in members]
-        # A stage holds its gradients' sums and its weights, gathered.
-        whole = sums * (1 + work.compute_itemsize / 4) * (placed.strategy.pipeline is not None)
-        busy_s: Any = self._products_s(placed, pipes, self.limit_bytes - state - whole, ways)
-        busy_s += STEP.passes * work.rows * sum(one.row_bytes for one in work.held[None]) / self._device_bytes_per_s
-        busy_s = busy_s + self._of_experts_s(placed, step, members, ways)
+            for expected in (*part.expected_collectives(step), *part.kernels(step)):
+                nbytes = expected.count[0] * expected.elements * 2 * fraction * (1 - 1 / shards(expected.axes))
+                activations_s += nbytes / self._max_bytes_per_s(expected.axes, of, shards)
+        pipelines = [strategy.pipeline for _, strategy in members]
+        # A stage keeps its accumulated gradients and its gathered weights.
+        unsharded = sums * (1 + work.compute_itemsize / 4) * (placed.strategy.pipeline is not None)
+        compute_s: Any = self._matmuls_s(placed, pipelines, self.limit_bytes - state - unsharded, shards)
+        compute_s += (
+            STEP.passes * work.rows * sum(held.row_bytes for held in work.held[None]) / self._device_bytes_per_s
+        )
+        compute_s = compute_s + self._experts_s(placed, step, members, shards)
         if placed.strategy.pipeline is not None:
-            ticks, fill, *_ = np.array([_Beat.of(one) for one in pipes if one is not None]).T
-            busy_s = (busy_s + STEP.tick_copies * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
-        hidden = np.array([hidden_of_weights(step, is_ahead=bool(one.prefetched_axes)) for _, one in members])
-        cover = np.array([STEP.cover_prefetched if one.prefetched_axes else STEP.cover for _, one in members])
-        pieces = np.array([1 if one is None else one.microbatches for one in pipes])
-        can_slice = work.runs_layers & (work.rows >= SLICES * pieces * ways(step.batch_axes))
-        hidden_s = wire_s * hidden + wait_s * np.where(can_slice, STEP.hidden["interleaved"], 0.0)
-        return np.stack([busy_s + wire_s + wait_s - np.minimum(hidden_s, cover * busy_s), state])
+            ticks, fill, *_ = np.array([_ScheduleEstimate.of(each) for each in pipelines if each is not None]).T
+            compute_s = (compute_s + STEP.tick_copies * ticks * sums / self.cluster.gpu.memory_bytes_per_s) * fill
+        prefetched = [bool(strategy.prefetched_axes) for _, strategy in members]
+        hidden = np.array([hidden_of_weights(step, is_ahead=is_ahead) for is_ahead in prefetched])
+        cover = np.array([STEP.cover_prefetched if is_ahead else STEP.cover for is_ahead in prefetched])
+        microbatches = np.array([1 if each is None else each.microbatches for each in pipelines])
+        can_slice = work.runs_layers & (work.rows >= SLICES * microbatches * shards(step.batch_axes))
+        hidden_s = weights_s * hidden + activations_s * np.where(can_slice, STEP.hidden["interleaved"], 0.0)
+        return np.stack([compute_s + weights_s + activations_s - np.minimum(hidden_s, cover * compute_s), state])
 
-    def _products_s(
-        self, placed: Placed, pipes: Sequence[Pipeline | None], left_bytes: np.ndarray, ways: Callable[..., Any]
+    def _matmuls_s(
+        self,
+        placed: Placed,
+        pipelines: Sequence[Pipeline | None],
+        available_bytes: np.ndarray,
+        shards: Callable[..., Any],
     ) -> Any:
-        """Of the quickest policy; in stages, which hold microbatches, of the quickest whose activations fit what the
-        state leaves."""
-        work, of_rows = self.workload, placed.step_spec(Layout(mesh=_ANY, strategy=placed.strategy))
+        """Return the time of the matmuls with the fastest policy; with stages, the fastest whose activations fit."""
+        work, spec = self.workload, placed.step_spec(Layout(mesh=_ANY, strategy=placed.strategy))
         floors = {
             remat: self.clock.floor_s(placed, Layout(mesh=_ANY, strategy=placed.strategy, remat=remat))
             for remat in sorted(self.policies, key=work.flops.__getitem__, reverse=True)
         }
         if placed.strategy.pipeline is None:
             return min(floors.values())
-        rows = work.rows / ways((*of_rows.batch_axes, *of_rows.context_axes, *of_rows.tensor_axes))
-        held, between = np.array([_Beat.of(one)[2:] for one in pipes if one is not None]).T
-        width = work.compute_itemsize
-        waits = rows * between * sum(one.row_bytes for one in work.held["stages"] if one.itemsize == width)
-        found: Any = np.inf
+        rows = work.rows / shards((*spec.batch_axes, *spec.context_axes, *spec.tensor_axes))
+        schedules = [_ScheduleEstimate.of(pipeline) for pipeline in pipelines if pipeline is not None]
+        saved, deferred = np.array([schedule[2:] for schedule in schedules]).T
+        itemsize = work.compute_itemsize
+        inputs = rows * deferred * sum(held.row_bytes for held in work.held["stages"] if held.itemsize == itemsize)
+        time_s: Any = np.inf
         for remat, floor_s in floors.items():
-            kept = rows * held * sum(one.row_bytes for one in work.held[remat]) * SEARCH.stage_memory + waits
-            found = np.where(kept <= left_bytes, floor_s, np.minimum(found, floor_s * SEARCH.misfit_time))
-        return found
+            row_bytes = sum(held.row_bytes for held in work.held[remat])
+            needed = rows * saved * row_bytes * SEARCH.stage_memory + inputs
+            time_s = np.where(needed <= available_bytes, floor_s, np.minimum(time_s, floor_s * SEARCH.misfit_time))
+        return time_s
 
-    def _of_experts_s(
+    def _experts_s(
         self,
         placed: Placed,
         step: StepSpec,
         members: Sequence[tuple[dict[str, int], Strategy]],
-        ways: Callable[..., Any],
+        shards: Callable[..., Any],
     ) -> Any:
-        """What rows of experts move: in blocks, of which a device has at least so many between its own, and as many
-        rows as there is room for."""
-        each, work = experts(placed), self.workload
-        if not each:
+        """Return the time of moving routed tokens and of the blocks of expert gradients."""
+        decisions, work = experts(placed), self.workload
+        if not decisions:
             return 0.0
-        ranks, tokens = ways(owned_axes(step, each[0])), (work.tokens or 0) / ways(step.batch_axes)
-        here = work.num_experts / ranks
-        one_expert = sum(of_expert(step, one, work.num_experts, ways) for one in each)
-        pieces = np.array([1 if one.pipeline is None else one.pipeline.microbatches for _, one in members])
-        block_bytes = np.where(here > 1, STEP.block_bytes_of_several, STEP.block_bytes)
-        most = ranks * np.minimum(work.choices, here)
-        bound = most if work.bound_factor is None else np.minimum(most, work.bound_factor * work.choices)
-        room = np.where(ranks > 1, bound, work.choices)
-        moved = pieces * block_bytes * one_expert * BLOCKS_A_GROUP * here + routed_bytes(placed, tokens * room)
-        return moved / ways(step.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
+        ranks, tokens = shards(owned_axes(step, decisions[0])), (work.tokens or 0) / shards(step.batch_axes)
+        num_local = work.num_experts / ranks
+        size = sum(elements_per_expert(step, decision, work.num_experts, shards) for decision in decisions)
+        pipelines = [strategy.pipeline for _, strategy in members]
+        microbatches = np.array([1 if pipeline is None else pipeline.microbatches for pipeline in pipelines])
+        block_bytes = np.where(num_local > 1, STEP.block_bytes_of_several, STEP.block_bytes)
+        max_rows = ranks * np.minimum(work.choices, num_local)
+        bound = max_rows if work.bound_factor is None else np.minimum(max_rows, work.bound_factor * work.choices)
+        capacity = np.where(ranks > 1, bound, work.choices)
+        moved = microbatches * block_bytes * size * BLOCKS_A_GROUP * num_local + routed_bytes(placed, tokens * capacity)
+        return moved / shards(step.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
 
     @property
     def _device_bytes_per_s(self) -> float:
         return self.cluster.num_devices * self.cluster.gpu.memory_bytes_per_s
 
-    def _most_bytes_per_s(self, axes: Sequence[str], of: Mapping[str, Any], ways: Callable[..., Any]) -> Any:
-        """The most that a ring over some axes can have between its GPUs, whichever others stand between them."""
+    def _max_bytes_per_s(self, axes: Sequence[str], of: Mapping[str, Any], shards: Callable[..., Any]) -> Any:
+        """Return the bandwidth of a ring over some axes, for the best placement of the other axes."""
         inside, across = self.cluster.inside.bytes_per_s, self.cluster.across.bytes_per_s
         order = list(of)
-        inner = ways(order[1 + max((order.index(axis) for axis in axes), default=0) :])
-        ports = np.clip(self.cluster.gpus_per_node / inner, 1, ways(axes))
-        return np.where(ways(axes) * inner <= self.cluster.gpus_per_node, inside, np.minimum(ports * across, inside))
+        inner = shards(order[1 + max((order.index(axis) for axis in axes), default=0) :])
+        ports = np.clip(self.cluster.gpus_per_node / inner, 1, shards(axes))
+        return np.where(shards(axes) * inner <= self.cluster.gpus_per_node, inside, np.minimum(ports * across, inside))
 
     def meshes(self) -> Iterator[dict[str, int]]:
-        """Sizes of axes, as many devices as the cluster has."""
+        """Yield the meshes with as many devices as the cluster."""
         sizes = {axis: self._sizes_of(axis) for axis in self._axes()}
-        return self._filled(dict.fromkeys(sizes, 1), sizes, self.cluster.num_devices)
+        return self._meshes_with(dict.fromkeys(sizes, 1), sizes, self.cluster.num_devices)
 
     def strategies(self, sizes: Mapping[str, int]) -> Iterator[Strategy]:
         """Yield the strategies of a mesh under which the loss can be evaluated."""
@@ -336,123 +348,125 @@ class Search:
                 yield strategy
 
     def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Found]:
-        """The layouts of a strategy on a mesh that fit: by remat policy, in the fewest micro-steps that do; in slices
-        of the rows, too, where a step without its messages were quicker than that."""
-        rows, pipelined = self.workload.rows // placed.batch_ways, placed.strategy.pipeline
-        counts = [1] if pipelined is not None or not self.workload.is_divisible else _divisors(rows)
+        """Yield the layouts of a strategy on a mesh that fit, for each remat policy with the fewest micro-steps.
+
+        Batch slices are tried if the step without its exposed messages is faster than `below_s`.
+        """
+        rows, pipeline = self.workload.rows // placed.batch_ways, placed.strategy.pipeline
+        counts = [1] if pipeline is not None or not self.workload.is_divisible else _divisors(rows)
         spec = _spec(placed.sizes)
         for remat in self.policies:
             for count in counts:
                 layout = Layout(mesh=spec, strategy=placed.strategy, remat=remat, accumulate=count)
-                held = self.fits(placed, layout)
-                if held is not None:
-                    time = self.clock.estimate(placed, layout, held)
-                    yield Found(layout=layout, memory=held, time=time)
+                estimate = self.fits(placed, layout)
+                if estimate is not None:
+                    time = self.clock.estimate(placed, layout, estimate)
+                    yield Found(layout=layout, memory=estimate, time=time)
                     if time.step_s - sum(time.exposed_s.values()) < below_s:
-                        yield from self._sliced(placed, layout, held, time.step_s)
-                    if not self.clock.is_crowded(held):  # more micro-steps send more, but leave room to hide it
+                        yield from self._sliced(placed, layout, estimate, time.step_s)
+                    if not self.clock.is_crowded(estimate):  # more micro-steps send more, but leave memory for overlap
                         break
 
-    def _sliced(self, placed: Placed, layout: Layout, held: MemoryEstimate, whole_s: float) -> Iterator[Found]:
-        """A layout in slices of the rows, where they divide and it is quicker than in whole rows."""
+    def _sliced(self, placed: Placed, layout: Layout, estimate: MemoryEstimate, step_s: float) -> Iterator[Found]:
+        """Yield the layout with batch slices, if the batch is divisible and the step is faster than `step_s`."""
         work = self.workload
         if work.runs_layers and work.rows % (placed.batch_ways * layout.microbatches * SLICES) == 0:
             layout = dataclasses.replace(layout, interleave=SLICES)
-            time = self.clock.estimate(placed, layout, held)
-            if time.step_s < whole_s:
-                yield Found(layout=layout, memory=held, time=time)
+            time = self.clock.estimate(placed, layout, estimate)
+            if time.step_s < step_s:
+                yield Found(layout=layout, memory=estimate, time=time)
 
     def fits(self, placed: Placed, layout: Layout) -> MemoryEstimate | None:
-        """What a layout holds, where it fits; else it is remembered if it missed by least."""
+        """Return the memory of a layout, or None if it does not fit. Remember the smallest layout that does not fit."""
         try:
-            held = memory.estimate(placed, layout)
+            estimate = memory.estimate(placed, layout)
         except MeshparError:
             return None
-        if held.peak_bytes <= self.limit_bytes:
-            return held
-        if self.smallest is None or held.peak_bytes < self.smallest.memory.peak_bytes:
-            nothing = TimeEstimate(
+        if estimate.peak_bytes <= self.limit_bytes:
+            return estimate
+        if self.smallest is None or estimate.peak_bytes < self.smallest.memory.peak_bytes:
+            time = TimeEstimate(
                 compute_s=0, memory_s=0, copied_s=0, network_s={}, exposed_s={}, sent_bytes={}, bubble_s=0
             )  # fmt: skip
-            self.smallest = Found(layout=layout, memory=held, time=nothing)
+            self.smallest = Found(layout=layout, memory=estimate, time=time)
         return None
 
     def on_mesh(self, mesh: MeshSpec) -> Found:
-        """The quickest that parts try on a mesh, or else the smallest; errors as for `estimate`."""
+        """Return the fastest candidate on a mesh, or the smallest if none fits. Errors are those of `estimate`."""
         sizes, found = mesh.resolve(self.cluster.num_devices), []
-        why: MeshparError | None = None
+        last_error: MeshparError | None = None
         for strategy in self.strategies(sizes):
             try:
                 placed = self.placer.place(sizes, strategy)
                 is_undivided = strategy.pipeline is not None or not self.workload.is_divisible
-                most = 1 if is_undivided else max(1, self.workload.rows // placed.batch_ways)
-                cuts = [(remat, count) for remat in self.policies for count in {1, most}]
+                max_steps = 1 if is_undivided else max(1, self.workload.rows // placed.batch_ways)
                 layout = Layout(mesh=_spec(sizes), strategy=strategy)
-                found += [self.estimate(dataclasses.replace(layout, remat=cut[0], accumulate=cut[1])) for cut in cuts]
+                found += [
+                    self.estimate(dataclasses.replace(layout, remat=remat, accumulate=accumulate))
+                    for remat in self.policies
+                    for accumulate in {1, max_steps}
+                ]
                 found += self.of(placed)
             except MeshparError as error:
-                why = error
+                last_error = error
         if not found:
-            exists = "no parallelism is tried on it"
-            raise why or problem(f"mesh {human_mesh(sizes)}", "train on it", exists, "give its axes other sizes")
-        fits = [one for one in found if one.memory.peak_bytes <= self.limit_bytes]
+            reason, fix = "no parallelism has a candidate for it", "use other axis sizes"
+            raise last_error or problem(f"mesh {human_mesh(sizes)}", "train on it", reason, fix, code="does-not-fit")
+        fits = [layout for layout in found if layout.memory.peak_bytes <= self.limit_bytes]
         if fits:
-            return min(fits, key=lambda one: one.time.step_s)
-        return min(found, key=lambda one: one.memory.peak_bytes)
+            return min(fits, key=lambda layout: layout.time.step_s)
+        return min(found, key=lambda layout: layout.memory.peak_bytes)
 
     def estimate(self, layout: Layout) -> Found:
-        """What is told of one layout, whether it fits or not.
+        """Return the estimates of a layout, whether it fits or not.
 
         Raises:
-          ValueError: it does not resolve, or the batch does not divide.
+          MeshparError: the layout does not resolve, or the batch is not divisible.
         """
         self._check_layers(layout)
         sizes = layout.mesh.resolve(self.cluster.num_devices)
         placed = self.placer.place(sizes, layout.strategy)
         pieces = placed.batch_ways * layout.microbatches * layout.interleave
         if self.workload.rows % pieces:
+            per_rank = layout.microbatches * layout.interleave
             raise problem(
                 layout.label,
-                f"cut a batch of {self.workload.rows} rows into {pieces}",
-                f"{placed.batch_ways} ranks split the batch, and each {layout.microbatches * layout.interleave} times",
-                f"use a batch of {-(-self.workload.rows // pieces) * pieces} rows, or fewer pieces",
+                f"divide a batch of {self.workload.rows} examples",
+                f"{placed.batch_ways} ranks with {per_rank} micro-steps and slices each need a multiple of {pieces}",
+                f"use a batch of {-(-self.workload.rows // pieces) * pieces}, or fewer micro-steps or slices",
+                code="indivisible",
             )
         self._check_axes(layout.strategy, sizes)
         self.resolve(placed)
-        held = memory.estimate(placed, layout)
-        return Found(layout=layout, memory=held, time=self.clock.estimate(placed, layout, held))
+        estimate = memory.estimate(placed, layout)
+        return Found(layout=layout, memory=estimate, time=self.clock.estimate(placed, layout, estimate))
 
     def _check_layers(self, layout: Layout) -> None:
-        """Raises `ValueError` for a policy that no estimate was made for, and for what only `scan_layers` does."""
-        if layout.remat not in self.workload.policies:
-            exists = f"estimates are made for {', '.join(map(str, self.workload.policies))}"
-            raise problem(f"remat={layout.remat!r}", "tell what layers keep by it", exists, "take one of these")
+        """Check that the remat policy was traced, and that the model uses `scan_layers` if the layout requires it."""
+        check_choice("plan", "a traced remat policy", self.workload.policies, remat=layout.remat)
         if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
-            asked = f"run layers by remat={layout.remat!r}, interleave={layout.interleave}"
-            exists, fix = (
-                "the model never calls meshpar.scan_layers",
-                "leave them out, or run layers by scan_layers",
-            )
-            raise problem(layout.label, asked, exists, fix)
+            requested = f"use remat={layout.remat!r}, interleave={layout.interleave}"
+            reason, fix = "the model does not call meshpar.scan_layers", "remove them, or use scan_layers in the model"
+            raise problem(layout.label, requested, reason, fix, code="unsupported-feature")
 
     def _check_axes(self, strategy: Strategy, sizes: Mapping[str, int]) -> None:
-        """Raises `ValueError` for an axis along which every rank would do the same."""
+        """Check that each mesh axis shards something."""
         used = {axis for rules in strategy.rules for axis in rules.axes}
         used |= {axis for part in strategy.parts for axis in part.axes}
         for axis, size in sizes.items():
             if size > 1 and axis not in used:
-                exists = f"nothing is split over it: its {size} ranks would repeat the same rows"
-                asked = f"train by {strategy.label}"
-                raise problem(f"mesh axis `{axis}`", asked, exists, f"take one of {', '.join(self._axes())}")
+                reason = f"nothing is sharded over it, so its {size} ranks would repeat the same work"
+                fix = f"use {', '.join(self._axes())}"
+                raise problem(f"mesh axis `{axis}`", f"train with {strategy.label}", reason, fix, code="unused-axis")
 
     def resolve(self, placed: Placed) -> None:
-        """Resolve every leaf as training does; errors as in `shardings`."""
-        spec, work = _spec(placed.sizes, least=1), self.workload
+        """Resolve all leaves as in training. Errors are those of `shardings`."""
+        spec, work = _spec(placed.sizes, min_size=1), self.workload
         mesh = spec.abstract(self.cluster.num_devices, devices_per_node=self.cluster.gpus_per_node)
         lay_out(work.model, mesh, placed.strategy, work.tx, work.precision)
 
-    def _runs(self, placed: Placed) -> bool:
-        """Whether it resolves, as a whole, as training resolves it."""
+    def _resolves(self, placed: Placed) -> bool:
+        """Return whether `resolve` succeeds."""
         try:
             self.resolve(placed)
         except MeshparError:
@@ -462,14 +476,14 @@ class Search:
     # -- Meshes -------------------------------------------------------------------------------------------------------
 
     def _axes(self) -> list[str]:
-        """Axes that parts live on, in a mesh's order."""
+        """Return the mesh axes of all parallelisms, in the order of a mesh."""
         named = {axis: 1 for state in (True, False) for kind in kinds(shards_state=state) for axis in kind.axes}
-        return list(_spec(named, least=1))
+        return list(_spec(named, min_size=1))
 
     def _sizes_of(self, axis: str) -> list[int]:
-        """Sizes of an axis that the model can be split over, by itself."""
-        inside = self.cluster.gpus_per_node if axis in MeshSpec().inside_node else self.cluster.num_devices
-        sizes = [size for size in _divisors(self.cluster.num_devices) if inside % size == 0]
+        """Return the sizes of an axis over which the model can be sharded."""
+        max_size = self.cluster.gpus_per_node if axis in MeshSpec().inside_node else self.cluster.num_devices
+        sizes = [size for size in _divisors(self.cluster.num_devices) if max_size % size == 0]
         return [size for size in sizes if size == 1 or self._can_split(axis, size)]
 
     def _can_split(self, axis: str, size: int) -> bool:
@@ -479,17 +493,23 @@ class Search:
                 placed = self.placer.place(sizes, strategy)
             except MeshparError:
                 continue
-            if self.workload.rows % placed.batch_ways == 0 and all(_is_used(placed, one) for one in strategy.parts):
+            if self.workload.rows % placed.batch_ways == 0 and all(_is_used(placed, part) for part in strategy.parts):
                 return True
         return False
 
-    def _filled(self, so_far: dict[str, int], sizes: Mapping[str, list[int]], left: int) -> Iterator[dict[str, int]]:
+    def _meshes_with(
+        self, mesh: dict[str, int], sizes: Mapping[str, list[int]], num_devices: int
+    ) -> Iterator[dict[str, int]]:
+        """Yield the meshes that extend `mesh` by the remaining axes to a number of devices."""
         axis = next(iter(sizes))
-        rest = {name: each for name, each in sizes.items() if name != axis}
+        other_axes = {name: each for name, each in sizes.items() if name != axis}
         for size in sizes[axis]:
-            if left % size == 0 and (rest or size == left):
-                mesh = {**so_far, axis: size}
-                yield from self._filled(mesh, rest, left // size) if rest else iter([mesh])
+            if num_devices % size == 0 and (other_axes or size == num_devices):
+                extended = {**mesh, axis: size}
+                if other_axes:
+                    yield from self._meshes_with(extended, other_axes, num_devices // size)
+                else:
+                    yield extended
 
     def _search_space(self, sizes: Mapping[str, int]) -> SearchSpace:
         work = self.workload
@@ -503,16 +523,16 @@ _ANY = MeshSpec()
 
 
 def _is_used(placed: Placed, part: Parallelism) -> bool:
-    """Whether a part is about some parameter, as far as it is about parameters at all."""
+    """Return whether a parallelism shards a parameter, or has no rules for parameters."""
     if not any(list(rules.sources) for rules in part.rules()[:3]):
         return True
-    specs = (spec for one in placed.weights for spec in (one.decision.spec, one.grads, one.update))
+    specs = (spec for weight in placed.weights for spec in (weight.decision.spec, weight.grads, weight.update))
     return bool({axis for spec in specs for axis in axes_of_spec(spec)} & set(part.axes))
 
 
-def _spec(sizes: Mapping[str, int], *, least: int = 2) -> MeshSpec:
-    """The mesh with the axes of at least so many ranks."""
-    arguments: dict[str, Any] = {axis: size for axis, size in sizes.items() if size >= least}
+def _spec(sizes: Mapping[str, int], *, min_size: int = 2) -> MeshSpec:
+    """Return the mesh with the axes of at least this size."""
+    arguments: dict[str, Any] = {axis: size for axis, size in sizes.items() if size >= min_size}
     return MeshSpec(**arguments)
 
 
@@ -522,12 +542,12 @@ def _divisors(number: int) -> list[int]:
 
 
 def shortage(search: Search) -> str:
-    """What is short where nothing fits, and by how much."""
+    """Return the reason why no layout fits, with the missing memory."""
     if search.smallest is None:
-        return "no mesh of its GPUs splits this model and batch"
-    held, limit = search.smallest.memory, search.limit_bytes
+        return "no mesh of its GPUs divides this model and batch"
+    estimate, limit = search.smallest.memory, search.limit_bytes
     return (
-        f"the smallest layout found takes {human_bytes(held.peak_bytes)} of {human_bytes(limit)} a GPU, "
-        f"{human_bytes(held.peak_bytes - limit)} too much ({human_bytes(held.state_bytes)} of it state): "
+        f"the smallest layout needs {human_bytes(estimate.peak_bytes)} of {human_bytes(limit)} per GPU, "
+        f"{human_bytes(estimate.peak_bytes - limit)} too much ({human_bytes(estimate.state_bytes)} of it state): "
         f"{search.smallest.layout.label}"
     )

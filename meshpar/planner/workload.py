@@ -1,8 +1,8 @@
-"""Workload: what a training step asks of devices, whatever the mesh, told by tracing it once for each remat policy.
+"""Workload: FLOPs and saved activations of a training step, independent of the mesh.
 
-The loss is traced as one device by itself would compute it, a few rows of the batch at a time; nothing is compiled. Of
-every array that the backward pass keeps, the trace tells shape and dtype; which of its dims a strategy splits follows
-from the sizes of the model's named dims.
+The loss is traced for a single device with a few examples, once for each remat policy. The trace has the shape and
+dtype of each array that is saved for the backward pass. The logical names of its dims follow from the sizes of the
+model's named dims. Nothing is compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from meshpar.inspect.traced_collectives import vocab_chunks
 from meshpar.layers.auxiliary import checked
 from meshpar.layers.losses import LossTerms, ScalarLoss
 from meshpar.layers.precision import Precision, cast_floating, numerics, products
-from meshpar.layers.scan import REMAT_POLICIES, running, scanned
+from meshpar.layers.remat import REMAT_POLICIES
+from meshpar.layers.scan import running, scanned
 from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.transport_choice import compiled_for
@@ -44,93 +45,93 @@ from meshpar.training.sharding_table import optimizer_decisions
 
 Remat = str | None
 POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))
-"""What may be recomputed: nothing, ..., all of a layer."""
+"""Remat policies, from no recomputation to full recomputation."""
 
 
 class Held(NamedTuple):
-    """An array that the backward pass keeps of each row of the batch."""
+    """An activation that is saved for the backward pass, per example."""
 
     names: tuple[str | None, ...]
-    """Of its dims behind layers and rows, as activations are called."""
+    """Logical names of its dims after the layer and batch dims."""
     shape: tuple[int, ...]
     itemsize: int
     layers: int
-    """So many are kept: one for each layer; 0: it stands outside of the layers."""
+    """Number of layers that save it; 0 outside the layers."""
     is_routed: bool
-    """Whether it has a row for each choice of an expert."""
+    """Whether it has a row for each token-expert assignment."""
 
     @property
     def row_bytes(self) -> int:
-        """Of one row, of all layers."""
+        """Bytes per example, over all layers."""
         return math.prod(self.shape) * self.itemsize * max(self.layers, 1)
 
 
 class Slot(NamedTuple):
-    """An array of the optimizer's."""
+    """An array of the optimizer state."""
 
     nbytes: int
     owner: int | None
-    """The parameter that it is split as; None: it is whole everywhere."""
+    """Index of the parameter whose sharding it has; None if it is replicated."""
     dims: tuple[int, ...]
-    """Of that parameter's dims, those that it has."""
+    """Dims of that parameter that it has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What a training step asks of devices, whatever the mesh."""
+    """FLOPs, activations and state of a training step, independent of the mesh."""
 
     model: Model
-    """The model, described: nothing of it is traced again."""
+    """The model, with its description cached."""
     leaves: tuple[Leaf, ...]
-    """Parameters."""
+    """Leaves of the parameters."""
     slots: tuple[Slot, ...]
-    """Optimizer state."""
+    """Arrays of the optimizer state."""
     whole_bytes: int
-    """What every device holds of the state: counters, the key, what the model keeps beside parameters."""
+    """Bytes of replicated state: counters, the PRNG key, and variables of the model."""
     tx: optax.GradientTransformation
     precision: Precision
     batch: PyTree
     """Shapes of the global batch."""
     is_divisible: bool
-    """Whether the loss can be evaluated on parts of the batch, as micro-steps and stages do."""
+    """Whether the loss can be evaluated on a part of the batch, as micro-steps and stages do."""
     rows: int
     tokens: int | None
-    """Of the global batch; None when it holds none."""
+    """Number of tokens in the global batch, if any."""
     flops: Mapping[Remat, float]
-    """Of a training step's matrix products for one row, recomputation included."""
+    """FLOPs of matmuls per example and step, with recomputation."""
     attention: Mapping[Remat, float]
-    """Of these, those of cuDNN's attention in the forward pass and what is recomputed of it."""
+    """Part of `flops`: cuDNN's attention in the forward pass, with recomputation."""
     model_flops: float
-    """For one row: three forward passes."""
+    """FLOPs of three forward passes per example."""
     narrow_share: Mapping[Remat, float]
-    """Of the FLOPs, those of 8-bit products."""
+    """Fraction of the FLOPs in 8-bit matmuls."""
     narrowed: float
-    """Elements of one row that are made narrow for these: what they take in, and the gradients of what they give."""
+    """Elements per example that are cast for 8-bit matmuls: inputs, and gradients of outputs."""
     held: Mapping[Remat | Literal["stages"], tuple[Held, ...]]
-    """By policy; `stages`: without one, as stages run the layers, which recompute nothing within them."""
+    """Saved activations by policy. The key `stages` is for layers that are run by pipeline stages, without a policy."""
     runs_layers: bool
-    """Whether layers are run by `scan_layers`, which can recompute and slice them."""
+    """Whether the model uses `scan_layers`, which rematerialization and batch slices require."""
     looks_up: bool
-    """Whether tokens are looked up by `models.lookup`."""
+    """Whether the model uses `models.embedding_lookup`."""
     choices: int
-    """Experts that a token visits; 0 without experts."""
+    """Number of experts per token; 0 without experts."""
     bound_factor: float | None
-    """Room for rows from one rank of experts to another; None: for any routing."""
+    """Capacity for tokens between two ranks, as in `MoEConfig`; None if it suffices for any routing."""
     nodes_visited: Callable[[int], int] | None
-    """Of so many nodes, those that a token's experts lie on, where it goes once to each."""
+    """Maximum number of nodes of a token's experts, for dispatch that sends it once to each node."""
     row_bytes: Callable[[str, int], int | None] | None
-    """Of a row under way to experts and back, where it is coded, as `Facts` has it."""
+    """Bytes of an encoded token on its way to experts and back, as in `StepSpec`."""
     vocab_chunk: int | None
-    """Tokens of the vocabulary on one rank whose logits are made at a time; None: of all."""
+    """Size of a vocabulary chunk on a rank; None if all logits are computed at once."""
 
     @property
     def policies(self) -> tuple[Remat, ...]:
-        """Recomputation policies that the step was traced with."""
+        """Remat policies that the step was traced with."""
         return tuple(self.flops)
 
     @property
     def seq_len(self) -> int | None:
-        """Tokens of a row."""
+        """Tokens per example."""
         return None if self.tokens is None else self.tokens // self.rows
 
     @property
@@ -139,14 +140,14 @@ class Workload:
 
     @functools.cached_property
     def head_share(self) -> float:
-        """FLOPs of the output layer, both ways, over those of what stands before it, forward."""
+        """FLOPs of the head, forward and backward, over those of the forward pass before it."""
         size = max((leaf.size for leaf in self.leaves if _has_vocabulary(leaf)), default=0)
         forward = 2 * (self.seq_len or 1) * size
         return 3 * forward / max(self.model_flops / 3 - forward, 1.0)
 
     @property
     def batch_bytes(self) -> int:
-        """Of the global batch, as jax takes it."""
+        """Bytes of the global batch."""
         return sum(x.dtype.itemsize * math.prod(x.shape) for x in jax.tree.leaves(self.batch))
 
     @property
@@ -155,16 +156,16 @@ class Workload:
 
     @functools.cached_property
     def updates(self) -> dict[Any, Any]:
-        """What `planner.update` has traced, by how parameters lie."""
+        """Cache of `optimizer_traffic`, by the shardings of the parameters."""
         return {}
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        return max((size_of(_whole(leaf), "vocab") for leaf in self.leaves if _has_vocabulary(leaf)), default=0)
+        return max((size_of(_unsharded(leaf), "vocab") for leaf in self.leaves if _has_vocabulary(leaf)), default=0)
 
     @functools.cached_property
     def num_experts(self) -> int:
-        return max((leaf.shape[-1] for leaf in self.leaves if is_router(_whole(leaf))), default=0)
+        return max((leaf.shape[-1] for leaf in self.leaves if is_router(_unsharded(leaf))), default=0)
 
 
 def describe(
@@ -181,80 +182,85 @@ def describe(
     row_bytes: Callable[[str, int], int | None] | None = None,
     remat: Remat = None,
 ) -> Workload:
-    """Trace a training step; errors are those of the model and the loss.
+    """Trace a training step. Errors of the model and the loss are not caught.
 
     Args:
-      model: from an adapter.
-      batch: the global batch, arrays or their shapes.
+      model: the model.
+      batch: the global batch, as arrays or shapes.
       loss: (model, batch, key) -> (loss, metrics).
       tx: the optimizer.
-      precision: of the step.
-      loss_is: as for `train_step`.
-      cluster: for whose GPUs cuDNN's attention is traced.
-      bound_factor, nodes_visited, row_bytes: of the MoE layers.
-      remat: a policy to consider in addition to `POLICIES`, as `save:query,attention_out`.
+      precision: precision of the step.
+      loss_is: as in `train_step`.
+      cluster: the GPUs for which cuDNN's attention is traced.
+      bound_factor, nodes_visited, row_bytes: properties of MoE layers.
+      remat: a policy in addition to `POLICIES`, such as `save:query,attention_out`.
     """
     batch = _shapes_of(batch)
     rows, tokens = rows_and_tokens(batch, 1)
-    with tracing(one := MeshSpec().abstract(1), ddp()):
+    with tracing(mesh := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
-    made = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
-    plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(made)]
-    known = dataclasses.replace(model, init=functools.partial(_zeros, variables), names=lambda: names)
-    leaves = tuple(one.leaf for one in with_layers([_whole(leaf) for leaf in plain]))
+    params = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
+    plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(params)]
+    described = dataclasses.replace(model, init=functools.partial(_zeros, variables), names=lambda: names)
+    leaves = tuple(decision.leaf for decision in with_layers([_unsharded(leaf) for leaf in plain]))
     marker = _marker(leaves, batch)
     seq_len = None if tokens is None else tokens // rows
-    few = batch_of(batch, marker)
-    arrays = (made, variables.extra, few, jax.ShapeDtypeStruct((2,), np.uint32))
-    how = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
-    # Experts' matmuls as the form that counts rows there are, whatever kernel the pod takes for them.
-    with traced_for(cluster), compiled_for("cpu"), tracing(one, ddp()):
-        terms = jax.eval_shape(terms_of(known, loss, precision, None), *arrays)
-        alone = jax.make_jaxpr(value_of(known, loss, precision, None))(*arrays).jaxpr
-        choices, looks_up = _choices(alone, leaves), has_scope(alone, GATHERED)
-        visited = _visited(alone, leaves) * choices * (seq_len or 1)
-        forward, vocab_chunk = matmul_flops(alone) / marker + visited, _vocab_chunk(alone, leaves)
+    small_batch = batch_of(batch, marker)
+    arrays = (params, variables.extra, small_batch, jax.ShapeDtypeStruct((2,), np.uint32))
+    labelled = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
+    # Trace grouped matmuls as the CPU form, whose FLOPs are those of the actual tokens.
+    with traced_for(cluster), compiled_for("cpu"), tracing(mesh, ddp()):
+        terms = jax.eval_shape(terms_of(described, loss, precision, None), *arrays)
+        forward_jaxpr = jax.make_jaxpr(value_of(described, loss, precision, None))(*arrays).jaxpr
+        choices, looks_up = _choices(forward_jaxpr, leaves), has_scope(forward_jaxpr, GATHERED)
+        routed = _expert_flops(forward_jaxpr, leaves) * choices * (seq_len or 1)
+        forward, vocab_chunk = matmul_flops(forward_jaxpr) / marker + routed, _vocab_chunk(forward_jaxpr, leaves)
         counted, held, runs_layers = _by_policy(
-            functools.partial(value_of, known, loss, precision), arrays, how, tuple(dict.fromkeys((*POLICIES, remat)))
+            functools.partial(value_of, described, loss, precision),
+            arrays,
+            labelled,
+            tuple(dict.fromkeys((*POLICIES, remat))),
         )
-    flops, attention = ({remat: each[at] / marker for remat, each in counted.items()} for at in (0, 1))
-    narrow_share = {remat: narrow / (every or 1) for remat, (every, _, narrow) in counted.items()}
-    own = attention_flops(alone) / marker
-    attention = {remat: own + count - attention[None] for remat, count in attention.items()}
-    again = 0 if vocab_chunk is None else 2 * (seq_len or 1) * max(one.size for one in leaves if _has_vocabulary(one))
-    least = 3 * forward + again - flops[None]
-    flops = {remat: least + count + visited * (remat is not None) for remat, count in flops.items()}
+    flops, attention = ({remat: counts[i] / marker for remat, counts in counted.items()} for i in (0, 1))
+    narrow_share = {remat: narrow / (total or 1) for remat, (total, _, narrow) in counted.items()}
+    attention_forward = attention_flops(forward_jaxpr) / marker
+    attention = {remat: attention_forward + count - attention[None] for remat, count in attention.items()}
+    head_size = max((leaf.size for leaf in leaves if _has_vocabulary(leaf)), default=0)
+    recomputed_logits = 0 if vocab_chunk is None else 2 * (seq_len or 1) * head_size
+    offset = 3 * forward + recomputed_logits - flops[None]
+    flops = {remat: offset + count + routed * (remat is not None) for remat, count in flops.items()}
     return Workload(
-        model=known, is_divisible=loss_is is not None or not isinstance(terms.loss, ScalarLoss),
-        leaves=leaves, slots=_slots(tx, made, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
+        model=described, is_divisible=loss_is is not None or not isinstance(terms.loss, ScalarLoss),
+        leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
-        narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(alone)) / marker, held=held,
+        narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker, held=held,
         runs_layers=runs_layers, looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
         nodes_visited=nodes_visited, row_bytes=row_bytes,
-        whole_bytes=sum(leaf_of(*one).nbytes for one in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
+        whole_bytes=sum(leaf_of(*item).nbytes for item in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
 
 
 def _shapes_of(batch: PyTree) -> PyTree:
-    """Shapes and dtypes of a batch as jax takes it; raises `ValueError` for what is no number, or has other rows."""
-    asked, leaves = "trace a training step on it", tree_leaves_with_paths(batch)
-    fix = "give the global batch: arrays or jax.ShapeDtypeStruct, with as many rows each as their first dim"
+    """Return the shapes and dtypes of a batch, after checking that its leaves are numbers with equal batch dims."""
+    requested, leaves = "trace a training step on it", tree_leaves_with_paths(batch)
+    fix = "pass the global batch: arrays or jax.ShapeDtypeStruct whose first dim is the number of examples"
     for path, x in leaves:
         kind = np.dtype(type(x)) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
         is_key = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
         if kind is None or not (kind == np.bool_ or is_key or jnp.issubdtype(kind, np.number)):
-            exists = f"it is a {type(x).__name__}" + (f" of dtype {kind}" if kind is not None else "")
-            raise problem(f"batch leaf `{path}`" if path else "batch", asked, exists, fix)
+            reason = f"it is a {type(x).__name__}" + (f" of dtype {kind}" if kind is not None else "")
+            raise problem(f"batch leaf `{path}`" if path else "batch", requested, reason, fix, code="wrong-type")
     shapes = [np.shape(x) for _, x in leaves]
     counts = {shape[0] for shape in shapes if shape}
     if len(counts) > 1 or not max(counts, default=0):
-        exists = "its leaves differ in rows: " if len(counts) > 1 else "it has no rows: "
-        raise problem("batch", asked, exists + (", ".join(map(str, shapes)) or "no array"), fix)
+        reason = "its leaves have different numbers of examples: " if len(counts) > 1 else "it has no examples: "
+        reason += ", ".join(map(str, shapes)) or "no array"
+        raise problem("batch", requested, reason, fix, code="wrong-shape")
     return jax.tree.map(shape_of, batch)
 
 
 def batch_of(batch: PyTree, rows: int) -> PyTree:
-    """Shapes of so many rows; a scalar is of all of them."""
+    """Return the shapes of a batch with this number of examples. Scalars are unchanged."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]) if x.shape else (), x.dtype), batch)
 
 
@@ -264,8 +270,10 @@ def _by_policy(
     labelled: Callable[..., Iterator[Held]],
     policies: Sequence[Remat],
 ) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
-    """FLOPs of both passes, all, attention's and those in 8 bits, and what is kept between them, by policy; that by
-    stages, too; and whether there are layers to do so with."""
+    """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
+
+    FLOPs are those of both passes: in total, of attention, and in 8 bits.
+    """
     scans: list[Any] = []
 
     def run(layer: Any, x: Any, rows: Any) -> Any:
@@ -275,42 +283,45 @@ def _by_policy(
     counted: dict[Remat, tuple[int, int, int]] = {}
     held: dict[Remat | Literal["stages"], tuple[Held, ...]] = {}
     for remat in policies:
-        counted[remat], kept = _kept(value(remat), arrays)
-        held[remat] = tuple(labelled(kept, is_all=remat is None))
+        counted[remat], saved = _saved(value(remat), arrays)
+        held[remat] = tuple(labelled(saved, is_all=remat is None))
     with running(run):
-        _, kept = _kept(value(None), arrays)
-    return counted, {**held, "stages": tuple(labelled(kept, is_all=True))}, bool(scans)
+        _, saved = _saved(value(None), arrays)
+    return counted, {**held, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
 
 
 def _zeros(variables: Variables, key: Any) -> Variables:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
 
 
-def _whole(leaf: Leaf) -> Decision:
+def _unsharded(leaf: Leaf) -> Decision:
     return Decision(leaf=leaf, rule="", spec=PartitionSpec(), shards=1, replicated_on_purpose=True)
 
 
 def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Leaf]) -> tuple[Slot, ...]:
-    """The optimizer's arrays on the device, each split as its owner: a spec of all dims says which dims it has."""
-    axes = [tuple(f"{at}.{dim}" for dim in range(len(leaf.shape))) for at, leaf in enumerate(leaves)]
-    mesh = {axis: 1 for each in axes for axis in each}
-    marked = [
-        dataclasses.replace(_whole(leaf), spec=PartitionSpec(*each)) for leaf, each in zip(leaves, axes, strict=True)
-    ]
-    found = optimizer_decisions(tx, jax.eval_shape(tx.init, params), marked, mesh)
-    placed = [[tuple(map(int, entry.split("."))) for entry in one.spec if entry is not None] for one in found]
-    return tuple(
-        Slot(one.leaf.nbytes, at[0][0] if at else None, tuple(dim for _, dim in at))
-        for one, at in zip(found, placed, strict=True)
-        if not one.is_on_host
-    )
+    """Return the optimizer's arrays on the device.
+
+    Each parameter dim gets an axis of its own. The axes in the spec of an optimizer array then identify its parameter
+    and dims.
+    """
+    axes = [tuple(f"{index}.{dim}" for dim in range(len(leaf.shape))) for index, leaf in enumerate(leaves)]
+    mesh = {axis: 1 for names in axes for axis in names}
+    specs = (PartitionSpec(*names) for names in axes)
+    marked = [dataclasses.replace(_unsharded(leaf), spec=spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    decisions = optimizer_decisions(tx, jax.eval_shape(tx.init, params), marked, mesh)
+    slots = []
+    for decision in decisions:
+        if not decision.is_on_host:
+            dims = [tuple(map(int, entry.split("."))) for entry in decision.spec if entry is not None]
+            slots.append(Slot(decision.leaf.nbytes, dims[0][0] if dims else None, tuple(dim for _, dim in dims)))
+    return tuple(slots)
 
 
 # ---- The trace -------------------------------------------------------------------------------------------------------
 
 
 def _marker(leaves: Sequence[Leaf], batch: PyTree) -> int:
-    """Rows to trace: a prime that divides no other dim, so that it is found again."""
+    """Return the number of examples to trace: a prime that divides no other dim, which marks the batch dim."""
     dims = {size for leaf in leaves for size in leaf.shape} | {n for x in jax.tree.leaves(batch) for n in x.shape[1:]}
     primes = (n for n in range(3, 1000, 2) if all(n % d for d in range(3, n, 2)))
     return next(n for n in primes if all(size % n for size in dims if size))
@@ -319,7 +330,7 @@ def _marker(leaves: Sequence[Leaf], batch: PyTree) -> int:
 def value_of(
     model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, interleave: int = 1
 ) -> Callable[..., jax.Array]:
-    """The loss as a function of parameters, what else the model keeps, rows and a key."""
+    """Return the loss as a function of parameters, variables, batch and key."""
 
     def value(*args: Any) -> jax.Array:
         return terms_of(model, loss, precision, remat, interleave)(*args).normalized()[0]
@@ -340,28 +351,30 @@ def terms_of(
     return terms
 
 
-def _kept(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tuple[int, int, int], list[Any]]:
-    """FLOPs of loss and gradients, all, of attention and in 8 bits, and the arrays kept between them."""
+def _saved(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tuple[int, int, int], list[Any]]:
+    """Return the FLOPs of loss and gradients (total, attention, 8 bits), and the saved arrays."""
 
-    def both(params: PyTree, *others: Any) -> Any:
-        out, pull = jax.vjp(lambda params: value(params, *others), params)
-        return pull(jnp.ones_like(out)), jax.tree.leaves(pull)
+    def both(params: PyTree, *args: Any) -> Any:
+        out, pullback = jax.vjp(lambda params: value(params, *args), params)
+        return pullback(jnp.ones_like(out)), jax.tree.leaves(pullback)
 
-    jaxpr, (_, kept) = jax.make_jaxpr(both, return_shape=True)(*arrays)
+    jaxpr, (_, saved) = jax.make_jaxpr(both, return_shape=True)(*arrays)
     narrow = sum(flops for flops, _ in _narrow(jaxpr.jaxpr))
-    return (matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr), narrow), kept
+    return (matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr), narrow), saved
 
 
-def _visited(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
-    """FLOPs of a token at an expert, where products with experts' weights run in loops whose length the routing tells:
-    these are counted once; of all others 0."""
+def _expert_flops(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
+    """Return the FLOPs of a token in an expert if `matmul_flops` cannot count them, and 0 otherwise.
+
+    It counts the body of a loop once if the routing determines the number of iterations.
+    """
     notes: dict[str, None] = {}
     matmul_flops(jaxpr, notes)
     return 2 * bool(notes) * sum(leaf.size // leaf.shape[_expert_dim(leaf)] for leaf in leaves if _expert_dim(leaf))
 
 
 def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
-    """(FLOPs, elements taken in and given) of every 8-bit product."""
+    """Yield the FLOPs of each 8-bit matmul, and the elements of its input and output."""
     for flops, eqn in products(jaxpr):
         lhs, rhs, out = (x.aval for x in (*eqn.invars[:2], *eqn.outvars))
         if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
@@ -370,43 +383,43 @@ def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
 
 
 def _expert_dim(leaf: Leaf) -> int:
-    """Which dim of an expert's weight is that of the experts, behind the layers; 0: it is none."""
-    return (leaf.names or ()).index("expert") if is_expert(_whole(leaf)) and not is_router(_whole(leaf)) else 0
+    """Return the index of the expert dim of an expert's weight, or 0 for other weights."""
+    return (leaf.names or ()).index("expert") if is_expert(_unsharded(leaf)) and not is_router(_unsharded(leaf)) else 0
 
 
 def _labelled(
-    kept: Sequence[Any], leaves: Sequence[Leaf], rows: int, seq_len: int | None, *, is_all: bool
+    saved: Sequence[Any], leaves: Sequence[Leaf], rows: int, seq_len: int | None, *, is_all: bool
 ) -> Iterator[Held]:
-    """What is kept of rows, with the names of its dims; weights and tables are left out."""
+    """Yield the saved activations with their logical names. Weights and tables are skipped."""
     stacks = {leaf.num_layers for leaf in leaves} - {1}
-    for array in kept:
-        at = next((dim for dim, size in enumerate(array.shape) if size and size % rows == 0), None)
-        if at is None:
+    for array in saved:
+        batch_dim = next((dim for dim, size in enumerate(array.shape) if size and size % rows == 0), None)
+        if batch_dim is None:
             continue
-        times, rest = array.shape[at] // rows, tuple(array.shape[at + 1 :])
+        times, shape = array.shape[batch_dim] // rows, tuple(array.shape[batch_dim + 1 :])
         is_routed = times > 1 and (seq_len is None or times != seq_len)
-        if times == 1 and seq_len is not None and rest[:1] == (seq_len,):
-            times, rest = seq_len, rest[1:]
-        named = _names_of(rest, leaves)
-        layers = array.shape[0] if at and array.shape[0] in stacks else 0
-        # Between blocks the residual stream may be split where the work inside them is not: float32, as norms have it,
-        # or what a policy keeps instead of a block's input.
-        between = set(named) <= {None, "act_embed"} and not (is_all and layers and array.dtype.itemsize < 4)
-        seq = None if times != seq_len else "norm_seq" if between else "seq"
-        yield Held((seq, *named), (times, *rest), np.dtype(array.dtype).itemsize, layers, is_routed)
+        if times == 1 and seq_len is not None and shape[:1] == (seq_len,):
+            times, shape = seq_len, shape[1:]
+        names = _names_of(shape, leaves)
+        layers = array.shape[0] if batch_dim and array.shape[0] in stacks else 0
+        # With sequence sharding only the residual stream is sharded. It is saved in float32 by norms, or by a policy in
+        # place of a block's input.
+        is_residual = set(names) <= {None, "act_embed"} and not (is_all and layers and array.dtype.itemsize < 4)
+        seq = None if times != seq_len else "norm_seq" if is_residual else "seq"
+        yield Held((seq, *names), (times, *shape), np.dtype(array.dtype).itemsize, layers, is_routed)
 
 
 def _names_of(shape: tuple[int, ...], leaves: Sequence[Leaf]) -> tuple[str | None, ...]:
-    """Names of activations' dims, by the weights that have such dims one after the other."""
+    """Return the logical names of an activation's dims, from weights with the same sequence of sizes."""
     for leaf in leaves:
         for first in range(len(leaf.shape) - len(shape) + 1):
             span = slice(first, first + len(shape))
             if shape and leaf.names is not None and leaf.shape[span] == shape and "layers" not in leaf.names[span]:
                 return tuple(map(_activation, leaf.names[span]))
     by_size = {n: name for leaf in leaves for n, name in zip(leaf.shape, leaf.names or (), strict=False)}
-    found = [_activation(by_size.get(size)) for size in shape]
-    # Of dims of one size the first has the name: a head's group may be as large as there are groups.
-    return tuple(None if name in found[:at] else name for at, name in enumerate(found))
+    names = [_activation(by_size.get(size)) for size in shape]
+    # If dims have equal sizes, the first has the name: the number of heads per group may equal the number of groups.
+    return tuple(None if name in names[:i] else name for i, name in enumerate(names))
 
 
 def _activation(name: str | None) -> str | None:
@@ -414,17 +427,17 @@ def _activation(name: str | None) -> str | None:
 
 
 def _has_vocabulary(leaf: Leaf) -> bool:
-    return has_vocabulary(_whole(leaf))
+    return has_vocabulary(_unsharded(leaf))
 
 
 def _vocab_chunk(jaxpr: Any, leaves: Sequence[Leaf]) -> int | None:
-    """Tokens in a chunk of the vocabulary, where `chunked_cross_entropy` makes logits of one at a time."""
-    sizes = [size_of(_whole(leaf), "vocab") for leaf in leaves if _has_vocabulary(leaf)]
+    """Return the size of a vocabulary chunk if the model uses `chunked_cross_entropy`."""
+    sizes = [size_of(_unsharded(leaf), "vocab") for leaf in leaves if _has_vocabulary(leaf)]
     return -(-max(sizes) // vocab_chunks(jaxpr)) if sizes and has_scope(jaxpr, SCOPE) else None
 
 
 def _choices(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
-    """Experts that a token visits: what `top_k` takes out of all of them."""
-    experts = {leaf.shape[-1] for leaf in leaves if is_router(_whole(leaf))}
-    found = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "top_k")
-    return max((int(eqn.params["k"]) for eqn in found if eqn.invars[0].aval.shape[-1] in experts), default=0)
+    """Return the number of experts per token: k of the `top_k` over the number of experts."""
+    experts = {leaf.shape[-1] for leaf in leaves if is_router(_unsharded(leaf))}
+    top_ks = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "top_k")
+    return max((int(eqn.params["k"]) for eqn in top_ks if eqn.invars[0].aval.shape[-1] in experts), default=0)

@@ -32,7 +32,7 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     """Read a schedule; see `Schedule.from_csv`."""
     fix = "write a row for each rank, such as `0F0,0B0`"
     try:
-        content = read_text(path, str(path), fix, asked="read a schedule")
+        content = read_text(path, str(path), fix, requested="read a schedule")
         cells = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(content, newline="")) if row]
     except csv.Error as error:
         raise unreadable(str(path), error, fix) from error

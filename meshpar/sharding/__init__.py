@@ -1,1 +1,1 @@
-"""What becomes of an array: its names and the rules that split them, on which mesh, and the table of all decisions."""
+"""Meshes, sharding rules and their application to parameters and activations of NNX, Linen and plain models."""

@@ -1,7 +1,7 @@
-"""Activations of a model that does not lay them out itself: held where its modules hand them on.
+"""Sharding of module outputs, for models that do not call `constrain`.
 
-Without names the compiler lays an activation out as it likes, and often as the parameter that it meets: split over the
-axes of the batch along another dim, it is gathered and scattered around every matmul.
+Without a constraint the compiler often shards an activation like the parameter it meets: over the batch axes, but not
+along the batch dim. The activation is then gathered and scattered around each matmul.
 """
 
 from __future__ import annotations
@@ -23,200 +23,176 @@ from meshpar.sharding.types import PyTree, near_or, problem, spec_axes
 
 @dataclasses.dataclass(eq=False)
 class Boundaries:
-    """What a step does where modules hand arrays on. Compared by identity: every trace is its own."""
+    """Settings of a trace for module outputs, and its records. Compared by identity."""
 
-    num_rows: int
-    """Of the batch that is traced."""
-    by_rows: bool
-    """Whether an array with that many rows lies as the batch where no rule names its module."""
-    splitting: frozenset[str] = frozenset()
-    """Modules with a parameter of their own that splits work over other axes than the batch's: of what they give, the
-    compiler splits the other dims."""
-    other_rows: frozenset[int] = frozenset()
-    """Of leaves of the batch with rows of their own."""
-    product: Any = None
-    """The `lax.dot_general` of plain linear layers of Flax's; None: jax's own."""
+    num_examples: int
+    """Size of the traced batch."""
+    shard_batch: bool
+    """Whether outputs that no activation rule names are sharded along their batch dim."""
+    sharded_modules: frozenset[str] = frozenset()
+    """Modules with parameters sharded over other axes than the batch. The compiler shards the other dims of their
+    outputs."""
+    other_batch_sizes: frozenset[int] = frozenset()
+    """First dims of batch leaves that have a batch size of their own."""
+    dot_general: Any = None
+    """Replaces `lax.dot_general` in Flax's linear layers, if not None."""
     policy: Callable[[str], Any] | None = None
-    """From the value of a remat rule to the policy of `jax.checkpoint`; None: nothing is made again."""
-    at: tuple[str, ...] = ()
-    """Where the part of the model stands that is traced by itself: its modules know their paths from there on only."""
+    """Returns the `jax.checkpoint` policy for the value of a remat rule. None disables remat rules."""
+    prefix: tuple[str, ...] = ()
+    """Path of a submodel applied separately. Its modules know only their relative paths."""
     scope: str = ""
-    """Path of the NNX module that is called, as named scopes have it."""
+    """Path of the NNX module whose named scope is open."""
     module: str = ""
-    """Path of the module that is called."""
+    """Path of the module being called."""
     recomputed: frozenset[str] = frozenset()
-    """Paths of the modules that are being called under a remat rule."""
+    """Paths of the modules being called under a remat rule."""
     seen: set[str] = dataclasses.field(default_factory=set)
-    """Paths of the modules that have handed something on."""
-    num_held: int = 0
-    """Activations that were laid out, here or by the model's own `constrain`."""
+    """Paths of the modules that have returned."""
+    num_constrained: int = 0
+    """Number of constrained activations, including the model's calls of `constrain`."""
 
 
 @contextlib.contextmanager
-def held_between_modules(
-    num_rows: int,
-    *,
-    by_rows: bool,
-    other_rows: frozenset[int] = frozenset(),
-    splitting: frozenset[str] = frozenset(),
-    product: Any = None,
-    policy: Callable[[str], Any] | None = None,
-) -> Iterator[Boundaries]:
-    """Put in force, around a model, that what its modules give is held.
-
-    Args:
-      num_rows: of the batch.
-      other_rows: of leaves of the batch with rows of their own.
-      by_rows: whether also what no `Rules(activations=...)` names, along the batch alone.
-      splitting: modules of which other dims than the batch are left to the compiler.
-      product: in place of `lax.dot_general` in plain linear layers of Flax's.
-      policy: from the value of a remat rule to what `jax.checkpoint` takes.
-    """
-    boundaries = Boundaries(num_rows, by_rows, splitting, other_rows, product, policy)
-    with within(boundaries=boundaries):
-        yield boundaries
-
-
-def below(path: str) -> contextlib.AbstractContextManager[None]:
-    """Around a part of a Linen model that is applied by itself: the path at which it stands."""
-    return _changed("at", lambda at: (*at, path))
+def constrain_module_outputs(num_examples: int, **settings: Any) -> Iterator[Boundaries]:
+    """Constrain the outputs of the modules that are traced in this context; see `Boundaries` for the settings."""
+    with within(boundaries=Boundaries(num_examples, **settings)) as context:
+        yield context.boundaries
 
 
 @contextlib.contextmanager
-def rows_cut(count: int) -> Iterator[None]:
-    """Around what is given each `count`-th part of the rows only."""
-    with (
-        _changed("num_rows", lambda num_rows: num_rows // count),
-        _changed("other_rows", lambda others: frozenset(rows // count for rows in others)),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _changed(field: str, change: Callable[[Any], Any]) -> Iterator[None]:
-    """A field of the boundaries in force, where there are any."""
+def _changed(**changes: Callable[[Any], Any]) -> Iterator[None]:
+    """Change fields of the current boundaries temporarily, if there are any."""
     boundaries = current().boundaries
     if boundaries is None:
         yield
         return
-    before = getattr(boundaries, field)
-    setattr(boundaries, field, change(before))
+    saved = {field: getattr(boundaries, field) for field in changes}
+    vars(boundaries).update({field: change(saved[field]) for field, change in changes.items()})
     try:
         yield
     finally:
-        setattr(boundaries, field, before)
+        vars(boundaries).update(saved)
 
 
-def check_seen(boundaries: Boundaries, here: Ambient) -> None:
-    """Raises `ValueError` for a rule that named no module of the model."""
-    inner = boundaries.seen - {""}  # the model itself is not made again: that would keep no less
-    for kind, asked, rules, seen in (
-        ("activation", "lay out what the modules it matches give", here.rules.by_module, boundaries.seen),
-        ("remat", "make again what is in the modules it matches", here.rules.remat, inner),
-    ):
-        for rule in (rule for rule in rules if not any(map(rule.fires, seen))):
-            exists = f"it matches none of the {len(seen)} modules that the loss function called"
-            fix = near_or(rule.key, seen, "write a pattern that matches a module's whole path")
-            raise problem(f"{kind} rule `{rule.key}`", asked, exists, fix)
+def module_prefix(path: str) -> contextlib.AbstractContextManager[None]:
+    """Set the path of a part of a Linen model applied separately."""
+    return _changed(prefix=lambda prefix: (*prefix, path))
+
+
+def batch_divided(count: int) -> contextlib.AbstractContextManager[None]:
+    """Divide the expected batch sizes by `count`, for code that receives slices of the batch."""
+    return _changed(
+        num_examples=lambda size: size // count,
+        other_batch_sizes=lambda sizes: frozenset(size // count for size in sizes),
+    )
+
+
+def calling(path: str) -> contextlib.AbstractContextManager[None]:
+    """Set the path of the module being called."""
+    return _changed(module=lambda _: path)
 
 
 @contextlib.contextmanager
 def in_module(path: str) -> Iterator[None]:
-    """Around a call of an NNX module; one that lays nothing out has its path in the names of operations, as Linen's."""
-    with called(path):
-        yield from _scoped(path)
+    """Enter an NNX module. If module outputs are sharded by batch, open a named scope with its path, as Linen does."""
+    with calling(path):
+        boundaries = current().boundaries
+        parent = path if boundaries is None or not boundaries.shard_batch else boundaries.scope
+        relative = path.removeprefix(f"{parent}/") if parent else path
+        if relative == parent or not relative:  # a second method of the same module, or the outermost module
+            yield
+            return
+        with _changed(scope=lambda _: path), jax.named_scope(relative):
+            yield
 
 
-def called(path: str) -> contextlib.AbstractContextManager[None]:
-    """Around a call of a module: its path is known to what it calls."""
-    return _changed("module", lambda _: path)
+def check_rules_matched(boundaries: Boundaries, context: Ambient) -> None:
+    """Raise `ValueError` if an activation or remat rule matched no module."""
+    submodules = boundaries.seen - {""}  # recomputing the full model would not save memory
+    for kind, requested, rules, seen in (
+        ("activation", "shard the outputs of matching modules", context.rules.by_module, boundaries.seen),
+        ("remat", "recompute matching modules", context.rules.remat, submodules),
+    ):
+        for rule in (rule for rule in rules if not any(map(rule.matches, seen))):
+            reason = f"the loss function called {len(seen)} modules, and the pattern matches no path"
+            fix = near_or(rule.key, seen, "write a pattern that matches the full path of a module")
+            raise problem(f"{kind} rule `{rule.key}`", requested, reason, fix, code="not-found")
 
 
-def _scoped(path: str) -> Iterator[None]:
-    boundaries = current().boundaries
-    before = path if boundaries is None or not boundaries.by_rows else boundaries.scope
-    below = path.removeprefix(f"{before}/") if before else path
-    if below == before or not below:  # another method of the same module, or the outermost one
-        yield
-        return
-    with _changed("scope", lambda _: path), jax.named_scope(below):
-        yield
+def remat_of(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]] | None:
+    """Return the remat policy of a module, and the context manager in which to call it.
 
-
-def recomputing(path: str) -> tuple[Any, contextlib.AbstractContextManager[None]] | None:
-    """The policy by which the backward pass makes the module at a path again, and what is in force in it.
-
-    None: no rule says so, or it is in force already, for another method or copy of the same module.
+    Returns None if no remat rule matches, or if a call with the same path is already being recomputed.
     """
-    boundaries, here = current().boundaries, ambient()
-    if boundaries is None or boundaries.policy is None or here is None or path in boundaries.recomputed | {""}:
+    boundaries, context = current().boundaries, ambient()
+    if boundaries is None or boundaries.policy is None or context is None or path in boundaries.recomputed | {""}:
         return None
-    rule = next((rule for rule in reversed(here.rules.remat) if rule.fires(path)), None)
+    rule = next((rule for rule in reversed(context.rules.remat) if rule.matches(path)), None)
     if rule is None or rule.value is None:
         return None
-    return boundaries.policy(rule.value), _changed("recomputed", lambda paths: paths | {path})
+    return boundaries.policy(rule.value), _changed(recomputed=lambda paths: paths | {path})
 
 
-def check_made_again(path: str, out: PyTree) -> None:
-    """Raises `ValueError` where a module under a remat rule gives what is no array: `jax.checkpoint` takes none."""
+def check_array_outputs(path: str, out: PyTree) -> None:
+    """Raise `ValueError` if a module under a remat rule returns a value that `jax.checkpoint` cannot handle."""
     numbers = bool, int, float, complex
-    others = [x for x in jax.tree.leaves(out) if not hasattr(x, "dtype") and not isinstance(x, numbers)]
-    if others:
-        exists = f"it gives a {type(others[0]).__name__}, and not arrays alone"
-        fix = "leave it out of the rules and name modules in it, or have it give arrays"
-        raise problem(f"remat rule for `{path}`", "make again what the module gives", exists, fix)
+    invalid = [x for x in jax.tree.leaves(out) if not hasattr(x, "dtype") and not isinstance(x, numbers)]
+    if invalid:
+        reason = f"it returns a {type(invalid[0]).__name__}, and jax.checkpoint supports arrays only"
+        fix = "apply the rule to modules inside it, or return arrays only"
+        raise problem(f"remat rule for `{path}`", "recompute the module", reason, fix, code="wrong-type")
 
 
-def in_reduced_dtype(module: Any) -> None:
-    """Of a layer of Flax's that multiplies by `lax.dot_general`: its weight's gradient leaves as the step sums it."""
-    product = None if (boundaries := current().boundaries) is None else boundaries.product
-    # Static, because a module may have a `__getattr__` of its own.
+def use_dot_general(module: Any) -> None:
+    """Let a plain Flax layer use the `dot_general` of the step, which returns weight gradients in the dtype that the
+    step reduces."""
+    dot_general = None if (boundaries := current().boundaries) is None else boundaries.dot_general
+    # `getattr` could run the module's own `__getattr__`.
     is_plain = inspect.getattr_static(module, "dot_general", False) in (None, jax.lax.dot_general)
-    if product is not None and is_plain and inspect.getattr_static(module, "dot_general_cls", None) is None:
-        object.__setattr__(module, "dot_general", product)  # of this one call's copy
+    if dot_general is not None and is_plain and inspect.getattr_static(module, "dot_general_cls", None) is None:
+        object.__setattr__(module, "dot_general", dot_general)  # the module is a copy for this call
 
 
-def handed_on(path: str, out: PyTree) -> PyTree:
-    """What the module at a path gives, held: by the last rule that matches its path, else as the batch lies."""
-    boundaries, here = current().boundaries, ambient()
-    if boundaries is None or here is None:
+def constrain_output(path: str, out: PyTree) -> PyTree:
+    """Constrain the output of a module by the last activation rule that matches; by default, along the batch dim.
+
+    Outputs of modules with a precision rule are cast back to the compute dtype of the step.
+    """
+    boundaries, context = current().boundaries, ambient()
+    if boundaries is None or context is None:
         return out
     boundaries.seen.add(path)
-    if any(rule.fires(path) for rule in here.rules.precision):
-        out = _narrowed(out)
-    rule = next((rule for rule in reversed(here.rules.by_module) if rule.fires(path)), None)
-    if rule is None:
-        if not boundaries.by_rows:
-            return out
-        others = PartitionSpec.UNCONSTRAINED if path in boundaries.splitting else None
-        return jax.tree.map(lambda x: _with_rows(x, boundaries, others), out)
-    names = () if rule.value is None else rule.value.names
-    ranks = {x.ndim for x in jax.tree.leaves(out) if isinstance(x, jax.Array)}
-    if rule.value is not None and len(names) not in ranks:
-        where, asked = f"activation rule `{rule.key}` at module `{path}`", f"name dims {', '.join(map(repr, names))}"
-        exists = f"the module gives arrays of {' and '.join(map(str, sorted(ranks))) or 'no'} dims"
-        raise problem(where, asked, exists, "give one name or None to each dim, or narrow the pattern")
-    return jax.tree.map(lambda x: constrain(x, *names) if rule.value and jnp.ndim(x) == len(names) else x, out)
-
-
-def _narrowed(out: PyTree) -> PyTree:
-    """What a module that computes in a wider dtype gives, as those behind it compute."""
     numerics = current().numerics
-    if numerics is None or numerics.precision.compute is None:
+    dtype = None if numerics is None else numerics.precision.compute
+    if dtype is not None and any(rule.matches(path) for rule in context.rules.precision):
+        out = jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, out)
+    rule = next((rule for rule in reversed(context.rules.by_module) if rule.matches(path)), None)
+    if rule is None:
+        if not boundaries.shard_batch:
+            return out
+        other_dims = PartitionSpec.UNCONSTRAINED if path in boundaries.sharded_modules else None
+        return jax.tree.map(lambda x: _with_sharded_batch(x, boundaries, other_dims), out)
+    if rule.value is None:
         return out
-    dtype = numerics.precision.compute
-    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(jnp.result_type(x), jnp.floating) else x, out)
+    names = rule.value.names
+    ranks = {x.ndim for x in jax.tree.leaves(out) if isinstance(x, jax.Array)}
+    if len(names) not in ranks:
+        where = f"activation rule `{rule.key}` for module `{path}`"
+        reason = f"the module returns arrays with {' and '.join(map(str, sorted(ranks))) or 'no'} dims"
+        fix = "give each dim a name or None, or restrict the pattern"
+        raise problem(where, f"name dims {', '.join(map(repr, names))}", reason, fix, code="wrong-shape")
+    return jax.tree.map(lambda x: constrain(x, *names) if jnp.ndim(x) == len(names) else x, out)
 
 
-def _with_rows(x: Any, boundaries: Boundaries, others: Any) -> Any:
-    """An array whose first dim is the batch, that dim split as the batch, and each other dim as given."""
-    rows = {boundaries.num_rows} | boundaries.other_rows
-    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] in rows):
+def _with_sharded_batch(x: Any, boundaries: Boundaries, other_dims: Any) -> Any:
+    """Shard the first dim of an array over the batch axes, if that dim is the batch."""
+    sizes = {boundaries.num_examples} | boundaries.other_batch_sizes
+    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] in sizes):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return x
     spec = spec_of(x, "batch", *[None] * (x.ndim - 1))
     if not spec_axes(spec[0]):
         return x
-    boundaries.num_held += 1
-    return with_layout(x, PartitionSpec(spec[0], *[others] * (x.ndim - 1)))
+    boundaries.num_constrained += 1
+    return with_layout(x, PartitionSpec(spec[0], *[other_dims] * (x.ndim - 1)))

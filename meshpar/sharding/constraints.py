@@ -1,9 +1,9 @@
-"""How a layout is put down: by a constraint on Auto axes, by type on Explicit ones, not at all on Manual ones.
+"""Application of layouts: a constraint on Auto axes, a type on Explicit axes. Manual axes are ignored.
 
-A step is traced on Auto axes whatever the mesh it was given: a matmul of rows and weights that the same axis splits
-(FSDP) has no type, nor has the norm between them, and both stand in modules of Flax and in losses of users. So arrays
-have the types of the given mesh outside of a step, and inside `without_types` none: both kinds of mesh run the same
-program. A model that says its types itself (`mp.explicit`) is traced on Explicit axes inside.
+A step is traced on Auto axes for any mesh. On Explicit axes, a matmul has no type if examples and weights are sharded
+over the same axis (FSDP). The norm between two such matmuls has no type, either. Flax modules and user losses contain
+both. Arrays have the types of the given mesh outside a step and no types inside `without_types`, so both kinds of mesh
+run the same program. A model that handles types itself (`mp.explicit`) is traced on Explicit axes.
 """
 
 from __future__ import annotations
@@ -20,72 +20,72 @@ from meshpar.sharding.types import AnyMesh, PyTree, axes_of_spec, axis_sizes, sp
 
 
 def with_layout(x: jax.Array, layout: PartitionSpec | NamedSharding) -> jax.Array:
-    """x, laid out, over the axes that are the compiler's or types' where this is traced.
+    """Return x with a layout over the Auto and Explicit axes of the surrounding code.
 
     Args:
-      x: of any shape.
-      layout: a bare spec where a `shard_map` is manual over axes, for the mesh it names is then that of the context.
+      x: an array of any shape.
+      layout: a bare spec inside a `shard_map`, because the constraint must use the context mesh there.
 
     Raises:
-      ValueError: of jax, an axis that the mesh has not.
+      ValueError: the mesh does not have an axis in the layout (raised by jax).
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = layout.spec if isinstance(layout, NamedSharding) else layout
     if AxisType.Explicit not in mesh.axis_types:
-        named = [entry for entry in spec if entry is not PartitionSpec.UNCONSTRAINED]
-        is_free = isinstance(layout, NamedSharding) or AxisType.Auto in mesh.axis_types or axes_of_spec(named)
-        return jax.lax.with_sharding_constraint(x, layout) if is_free else x
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    before = jax.typeof(x).sharding.spec
+        constrained = [entry for entry in spec if entry is not PartitionSpec.UNCONSTRAINED]
+        has_auto = isinstance(layout, NamedSharding) or AxisType.Auto in mesh.axis_types or axes_of_spec(constrained)
+        return jax.lax.with_sharding_constraint(x, layout) if has_auto else x
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    old_spec = jax.typeof(x).sharding.spec
     padded = [*spec, *[None] * (x.ndim - len(spec))]
-    entries = [old if new is PartitionSpec.UNCONSTRAINED else new for old, new in zip(before, padded, strict=True)]
-    # An axis of one rank splits nothing, and in a type it would only be in the way.
-    alone = [axis for axis, size in axis_sizes(mesh).items() if size == 1]
-    typed = jax.sharding.reshard(x, without_axes(_only(entries, kinds, AxisType.Explicit), alone))
-    constrained = _only(entries, kinds, AxisType.Auto)
-    return jax.lax.with_sharding_constraint(typed, constrained) if axes_of_spec(constrained) else typed
+    entries = [old if new is PartitionSpec.UNCONSTRAINED else new for old, new in zip(old_spec, padded, strict=True)]
+    # An axis of size 1 would only complicate the type.
+    unused = [axis for axis, size in axis_sizes(mesh).items() if size == 1]
+    typed = jax.sharding.reshard(x, without_axes(_only(entries, types, AxisType.Explicit), unused))
+    auto_spec = _only(entries, types, AxisType.Auto)
+    return jax.lax.with_sharding_constraint(typed, auto_spec) if axes_of_spec(auto_spec) else typed
 
 
-def _only(entries: Iterable[Any], kinds: dict[str, AxisType], kind: AxisType) -> PartitionSpec:
-    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if kinds[a] is kind) or None for entry in entries))
+def _only(entries: Iterable[Any], types: dict[str, AxisType], axis_type: AxisType) -> PartitionSpec:
+    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if types[a] is axis_type) or None for entry in entries))
 
 
 # ---- The types of a mesh ---------------------------------------------------------------------------------------------
 
 
 def is_typed(mesh: AnyMesh) -> bool:
-    """Whether arrays on this mesh have types that say how they lie."""
+    """Return whether the mesh has Explicit axes, so that arrays have shardings as types."""
     return AxisType.Explicit in mesh.axis_types
 
 
 def without_types(f: Callable[..., PyTree], mesh: AnyMesh) -> Callable[..., PyTree]:
-    """A function that is traced on Auto axes, as one to jit that is given arrays of this mesh, types or none.
+    """Wrap a function to jit, so that arrays on this mesh are traced on Auto axes.
 
-    What it gives gets its types by `out_shardings`. Nothing is constrained, so the program is that of Auto axes.
+    Results get their types from `out_shardings`. No constraint is added, so the program is the same as on an Auto mesh.
     """
     return functools.wraps(f)(lambda *args: f(*with_auto_types(args))) if is_typed(mesh) else f
 
 
 def with_auto_types(tree: PyTree) -> PyTree:
-    """Arrays as they lie, on Auto axes where they lay on Explicit ones; traced, abstract or there."""
+    """Convert arrays on Explicit axes to the same axes with type Auto. Arrays may be traced, abstract or concrete."""
 
-    def auto(x: Any) -> Any:
+    def convert(x: Any) -> Any:
         is_traced = isinstance(x, jax.core.Tracer)
-        laid = jax.typeof(x).sharding if is_traced else getattr(x, "sharding", None)
-        if not (isinstance(laid, NamedSharding) and is_typed(laid.mesh)):
+        sharding = jax.typeof(x).sharding if is_traced else getattr(x, "sharding", None)
+        if not (isinstance(sharding, NamedSharding) and is_typed(sharding.mesh)):
             return x
-        mesh = with_auto_axes("an array", laid.mesh)
-        if is_traced:  # no constraint either: how it lies is the compiler's from here on
+        mesh = with_auto_axes("an array", sharding.mesh)
+        if is_traced:  # not constrained: the compiler propagates the sharding
             with jax.sharding.use_abstract_mesh(abstract_of(mesh)):
                 return jax.sharding.reshard(x, PartitionSpec())
-        on = NamedSharding(mesh, laid.spec, memory_kind=laid.memory_kind)
-        return (
-            jax.device_put(x, on) if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on)
-        )
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+        if isinstance(x, jax.Array):
+            return jax.device_put(x, sharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    return jax.tree.map(auto, tree)
+    return jax.tree.map(convert, tree)
 
 
 def abstract_of(mesh: AnyMesh) -> AbstractMesh:
-    """The mesh, without its devices."""
+    """Return the mesh without its devices."""
     return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh

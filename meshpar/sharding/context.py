@@ -1,4 +1,4 @@
-"""The one ambient context: mesh and rules for `constrain`, and what a step gives the model that it traces."""
+"""The trace context: mesh and rules for `constrain`, and the settings that a step passes to the model it traces."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from meshpar.sharding.types import AnyMesh, Leaf, MeshparError, axis_sizes, prob
 
 @dataclasses.dataclass(frozen=True)
 class Ambient:
-    """The mesh and the activation rules in force."""
+    """A mesh with the rules for activations and parameters."""
 
     mesh: AnyMesh
     rules: Rules
     params: Rules | None = None
-    """How parameters lie; None where only activation rules were given."""
+    """Rules for parameters. None if only activation rules are set."""
 
 
 @dataclasses.dataclass(frozen=True)
-class InForce:
-    """All that is in force while a model is traced. One value: what one trace sets, another cannot be left without."""
+class TraceContext:
+    """The settings of a trace. They are part of jax's trace cache key."""
 
     ambient: Ambient | None = None
-    """The mesh and rules."""
+    """Mesh and rules."""
     numerics: Any = None
-    """What a step asks of layers: `meshpar.layers.precision.Numerics`."""
+    """Precision and remat settings for layers: `meshpar.layers.precision.Numerics`."""
     reports: Any = None
-    """Where what models report is kept: `meshpar.layers.auxiliary.Reports`."""
+    """Collects auxiliary outputs of the model: `meshpar.layers.auxiliary.Reports`."""
     boundaries: Any = None
-    """What is held where modules hand arrays on: `meshpar.sharding.activations.Boundaries`."""
+    """Settings for module outputs: `meshpar.sharding.activations.Boundaries`."""
     run: Any = None
-    """What runs stacked layers instead of a scan: `meshpar.layers.scan.running`."""
+    """Runs stacked layers in place of a scan: `meshpar.layers.scan.running`."""
     updates: Any = None
-    """How what an optimizer updates lies: `meshpar.optim.orthogonalized.Updating`."""
+    """Shardings of optimizer updates: `meshpar.optim.orthogonalized.Updating`."""
 
 
-# A user context is part of jax's trace cache key: a function jitted under one mesh is traced again under another.
-_context = jax.make_user_context(default_value=InForce())
+# A user context is part of jax's trace cache key, so a jitted function is traced again under a different mesh.
+_context = jax.make_user_context(default_value=TraceContext())
 
 
-def current() -> InForce:
-    """What is in force."""
+def current() -> TraceContext:
+    """Return the current trace context."""
     return _context.value
 
 
 @contextlib.contextmanager
-def within(**changes: Any) -> Iterator[InForce]:
-    """Put more in force, fields of `InForce`, beside what is."""
+def within(**changes: Any) -> Iterator[TraceContext]:
+    """Set fields of the trace context."""
     context = dataclasses.replace(_context.value, **changes)
     with _context(context):
         yield context
@@ -63,138 +63,130 @@ def within(**changes: Any) -> Iterator[InForce]:
 
 @contextlib.contextmanager
 def use_rules(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
-    """Put a mesh and activation rules in force for `constrain`.
+    """Set the mesh and the activation rules for `constrain`.
 
     Args:
-      mesh: the mesh that activations are laid on.
-      rules: a `Rules`, or a `Strategy`, whose activation rules are taken.
+      mesh: the mesh that activations are sharded over.
+      rules: a `Rules`, or a `Strategy` with activation rules.
+
+    Raises:
+      ValueError: `rules` is neither of them, or `mesh` is not a mesh.
+
+    Example:
+      >>> with mp.use_rules(mesh, mp.fsdp()):  # doctest: +SKIP
+      ...     logits = jax.jit(model)(tokens)
     """
     rules, params = getattr(rules, "activations", rules), getattr(rules, "params", None)
     if not isinstance(rules, Rules):
-        raise problem(
-            "use_rules(mesh, rules)", f"put {rules!r} in force", "it is no Strategy and no Rules", "use mp.fsdp()"
-        )
+        where, reason = "use_rules(mesh, rules)", f"it is a {type(rules).__name__}, not a Strategy or Rules"
+        raise problem(where, f"use the rules {rules!r}", reason, "use mp.fsdp()", code="wrong-type")
     ambient = Ambient(with_auto_axes("use_rules(mesh, rules)", mesh), rules, params)
-    with within(ambient=ambient), in_place_of_others(ambient.mesh):
+    with within(ambient=ambient), replacing_mesh(ambient.mesh):
         yield ambient
 
 
 @contextlib.contextmanager
 def tracing(mesh: AnyMesh, rules: Any) -> Iterator[Ambient]:
-    """`use`, and the mesh as jax's own, around a model that is traced: a bare PartitionSpec in it finds its axes."""
-    with use_rules(mesh, rules) as here, jax.sharding.use_abstract_mesh(abstract_of(here.mesh)):
-        yield here
+    """Enter `use_rules`, and set the mesh in jax's own context, so that the model can use a bare PartitionSpec."""
+    with use_rules(mesh, rules) as context, jax.sharding.use_abstract_mesh(abstract_of(context.mesh)):
+        yield context
 
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Put aside the mesh of jax's own context (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`).
+    """Remove the mesh from jax's own context (`jax.set_mesh`, `jax.sharding.use_abstract_mesh`).
 
-    A mesh is an argument here, so every public function does the same in any context. Around a model `tracing` enters
-    the argument.
+    Public functions take the mesh as an argument and must not depend on this context. `tracing` sets the mesh again
+    around the model.
     """
     if jax.sharding.get_abstract_mesh().empty:
         yield
         return
-    aside: contextlib.AbstractContextManager[Any]
+    no_mesh: contextlib.AbstractContextManager[Any]
     try:
-        aside = jax.set_mesh(None)  # type: ignore[arg-type]
-    except ValueError:  # jax sets no devices while it traces
-        aside = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with aside:
+        no_mesh = jax.set_mesh(None)  # type: ignore[arg-type]
+    except ValueError:  # jax.set_mesh fails while tracing
+        no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with no_mesh:
         yield
 
 
 @contextlib.contextmanager
-def in_place_of_others(mesh: AnyMesh) -> Iterator[None]:
-    """Where jax's own context holds another mesh, or this one's axes of another type: put this one in its place.
+def replacing_mesh(mesh: AnyMesh) -> Iterator[None]:
+    """Set the mesh in jax's own context, if the context has a different mesh or the same axes with different types.
 
-    Not inside a `shard_map`, whose axes are in that context.
+    Inside a `shard_map` the context mesh has the manual axes and is not replaced.
     """
-    here, own = jax.sharding.get_abstract_mesh(), abstract_of(mesh)
-    is_other = not (here.empty or here.manual_axes or here == own)
-    with jax.sharding.use_abstract_mesh(own) if is_other else contextlib.nullcontext():
+    context_mesh, mesh = jax.sharding.get_abstract_mesh(), abstract_of(mesh)
+    is_other = not (context_mesh.empty or context_mesh.manual_axes or context_mesh == mesh)
+    with jax.sharding.use_abstract_mesh(mesh) if is_other else contextlib.nullcontext():
         yield
 
 
 def ambient() -> Ambient | None:
-    """What `use` has put in force, None outside of it."""
+    """Return the current mesh and rules, or None outside `use_rules`."""
     return _context.value.ambient
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Lay an activation on the mesh by the names of its dims.
+    """Shard an activation by the logical names of its dims.
 
     Args:
       x: an array of any shape.
-      *names: one logical name (or None: not split) for each dim of x.
+      *names: a logical name for each dim. None: the dim is not sharded.
 
     Returns:
-      x, with a sharding constraint on the ambient mesh; where its axes are Explicit, inside a model of `mp.explicit` or
-      `jax.sharding.explicit_axes`, resharded, its type by the rules. Inside a `shard_map` the axes it is manual over
-      are left out: there, they are no longer XLA's to split.
+      x with a sharding constraint. On Explicit mesh axes (in a model of `mp.explicit` or in
+      `jax.sharding.explicit_axes`), x is resharded. Manual axes of an enclosing `shard_map` are ignored.
 
     Raises:
-      ValueError: outside `use`; or a name, axis or size that does not fit, as for parameters.
+      ValueError: the call is outside `use_rules`, a name or axis is unknown, or a dim is not divisible.
+
+    Example:
+      >>> x = mp.constrain(x, "batch", "seq", "act_embed")  # doctest: +SKIP
     """
-    here, leaf = _ambient_leaf("constrain", x, names)
-    spec = _activation_spec(leaf, here)  # on one device too: a mistyped name is an error there as well
-    if here.mesh.size == 1:
+    spec = spec_of(x, *names)  # also on a single device, to check the names
+    context = _context.value.ambient
+    assert context is not None
+    if context.mesh.size == 1:
         return x
     if current().boundaries is not None:
-        current().boundaries.num_held += 1
-    # The mesh of the context, with its manual axes, is the one a constraint must name here: a bare spec does.
-    sharding = spec if _manual_axes(here) else NamedSharding(here.mesh, spec)
-    return with_layout(x, sharding)
+        current().boundaries.num_constrained += 1
+    # In a shard_map the constraint must use the context mesh with its manual axes, which a bare spec does.
+    return with_layout(x, spec if _manual_axes(context) else NamedSharding(context.mesh, spec))
 
 
 def spec_of(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
-    """How `constrain(x, *names)` lays an activation on the mesh, over the axes that are XLA's to split here.
-
-    Raises:
-      ValueError: as `constrain` does.
-    """
-    here, leaf = _ambient_leaf("spec_of", x, names)
-    return _activation_spec(leaf, here)
+    """Return the spec that `constrain(x, *names)` applies, without manual axes. Raises like `constrain`."""
+    context = _context.value.ambient
+    if context is None:
+        where = f"constrain(x of shape {x.shape}, {', '.join(map(repr, names))})"
+        fix = "call the model inside `with mp.use_rules(mesh, strategy):`, as train_step and eval_step do"
+        raise problem(where, "shard an activation", "no mesh and rules are set", fix, code="not-found")
+    leaf = Leaf(path=f"activation {'×'.join(str(n) for n in names)}", shape=x.shape, dtype=x.dtype, names=names)
+    spec, manual = resolve(leaf, context.rules, auto_sizes(context)).spec, _manual_axes(context)
+    return without_axes(spec, manual) if manual else spec
 
 
 def param_spec(x: jax.Array | jax.ShapeDtypeStruct, *names: str | None) -> PartitionSpec:
-    """How a parameter with these names of its dims lies, by the strategy in force.
+    """Return the spec of a parameter with these names, for kernels that gather it.
 
-    For kernels that gather it themselves. By names and size alone: a path rule that lays it otherwise is not seen, nor
-    are arrays of other sizes than the strategy can split, which are whole as far as this says.
+    Path rules are ignored. The result is replicated if the strategy cannot shard the array, or without a strategy.
     """
-    here = _context.value.ambient
-    if here is None or here.params is None:
+    context = _context.value.ambient
+    if context is None or context.params is None:
         return PartitionSpec()
     try:
-        return resolve(Leaf(path="", shape=x.shape, dtype=x.dtype, names=names), here.params, here.mesh).spec
+        return resolve(Leaf(path="", shape=x.shape, dtype=x.dtype, names=names), context.params, context.mesh).spec
     except MeshparError:
         return PartitionSpec()
 
 
-def _ambient_leaf(asked_by: str, x: Any, names: tuple[str | None, ...]) -> tuple[Ambient, Leaf]:
-    here = _context.value.ambient
-    if here is None:
-        where = f"{asked_by}(x of shape {x.shape}, {', '.join(map(repr, names))})"
-        fix = "call the model inside `with mp.use_rules(mesh, strategy):`; train_step and eval_step do it for you"
-        raise problem(where, "lay an activation on the mesh", "no mesh and rules are in force", fix)
-    path = f"activation {'×'.join(str(n) for n in names)}"
-    return here, Leaf(path=path, shape=x.shape, dtype=x.dtype, names=names)
+def auto_sizes(context: Ambient) -> dict[str, int]:
+    """Return the size of each mesh axis, with 1 for the manual axes of an enclosing `shard_map`."""
+    manual = _manual_axes(context)
+    return {axis: 1 if axis in manual else size for axis, size in axis_sizes(context.mesh).items()}
 
 
-def _activation_spec(leaf: Leaf, here: Ambient) -> PartitionSpec:
-    manual = _manual_axes(here)
-    if not manual:
-        return resolve(leaf, here.rules, here.mesh).spec
-    return without_axes(resolve(leaf, here.rules, auto_sizes(here)).spec, manual)
-
-
-def auto_sizes(here: Ambient) -> dict[str, int]:
-    """Sizes of the mesh axes that are XLA's to split here; 1 where a `shard_map` is manual over one."""
-    manual = _manual_axes(here)
-    return {axis: 1 if axis in manual else size for axis, size in axis_sizes(here.mesh).items()}
-
-
-def _manual_axes(here: Ambient) -> frozenset[str]:
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes) & set(here.mesh.axis_names)
+def _manual_axes(context: Ambient) -> frozenset[str]:
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes) & set(context.mesh.axis_names)

@@ -1,4 +1,4 @@
-"""Errors caused by user input, and the checks that raise the most frequent ones. Imports no jax."""
+"""Errors caused by user input, and shared validators. Does not import jax."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class MeshparError(ValueError):
 
     Attributes:
       where: the argument, file or array that the error is about.
-      requested: what the user asked for, as an infinitive without "to".
-      reason: why that cannot work.
-      fix: what to do instead, as an imperative.
-      code: a stable identifier of the kind of error, such as "unknown-axis". Tests compare it, and not the message.
+      requested: the request, as an infinitive without "to".
+      reason: why the request cannot work.
+      fix: a solution, as an imperative.
+      code: a stable identifier for the kind of error, such as "unknown-axis". Tests compare the code, not the message.
     """
 
     def __init__(self, where: str, requested: str, reason: str, fix: str, code: str = "invalid") -> None:
         self.where, self.requested, self.reason, self.fix, self.code = where, requested, reason, fix, code
-        # A fix that begins with code keeps its case.
+        # A fix that starts with code keeps its case.
         sentence = fix[0].upper() + fix[1:] if re.match(r"[a-z]+ (?!install)", fix) else fix
         super().__init__(f"{where}: cannot {requested}: {reason}. {sentence}{'' if fix.endswith('?') else '.'}")
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str, str, str]]:
-        # Exceptions are pickled by `args`, which holds the message only. Test workers send errors between processes.
+        # By default only the message is pickled. Test workers send errors between processes.
         return type(self), (self.where, self.requested, self.reason, self.fix, self.code)
 
 
@@ -71,7 +71,7 @@ def check_bool(where: str, meaning: str, **values: Any) -> None:
     """Check that keyword arguments are True or False."""
     for name, value in values.items():
         if not isinstance(value, bool):
-            reason = f"it says whether {meaning} and must be True or False"
+            reason = f"it determines whether {meaning} and must be True or False"
             raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}=True or {name}=False", "not-a-bool")
 
 
@@ -79,11 +79,11 @@ def check_choice(where: str, meaning: str, choices: Sequence[Any], **values: Any
     """Check that keyword arguments are among the choices."""
     for name, value in values.items():
         if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in choices):
-            known = ", ".join(repr(choice) for choice in choices)
+            names = ", ".join(repr(choice) for choice in choices)
             close = near(value, choices) if isinstance(value, str) else ""
             fix = close if close.endswith("?") else f"use {name}={choices[0]!r}"
             raise MeshparError(
-                where, f"set {name}={value!r}", f"it is {meaning} and must be one of {known}", fix, "unknown-choice"
+                where, f"set {name}={value!r}", f"it is {meaning} and must be one of {names}", fix, "unknown-choice"
             )
 
 
@@ -107,7 +107,7 @@ def near(word: str, options: Iterable[Any], *, most: int = 3) -> str:
 
 
 def near_or(word: str, options: Iterable[Any], otherwise: str) -> str:
-    """Return the hint of `near`, followed by another fix in case that the word was not a typo."""
+    """Return the hint of `near`, followed by a fix in case the word is not a typo."""
     hint = near(word, options)
     return f"{hint} If not, {otherwise}" if hint.endswith("?") else f"{otherwise} ({hint})"
 
@@ -122,7 +122,7 @@ def named(f: Any) -> str:
 def check_takes(
     where: str, f: Any, arguments: tuple[str, ...], fix: str, *, keywords: Iterable[str] = (), name: str = ""
 ) -> None:
-    """Check by its signature that a function can be called with these arguments."""
+    """Check that the signature of a function accepts these arguments."""
     try:
         inspect.signature(f).bind(*arguments, **dict.fromkeys(keywords))
     except ValueError:  # functions written in C may have no signature

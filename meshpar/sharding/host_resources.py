@@ -1,4 +1,4 @@
-"""What this host can give, judged before it is taken: files that can be read, memory that is free."""
+"""Checks of files and memory of the host before they are used, and safe file access."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.units import human_bytes
 
-MOST_BYTES = 1 << 28
-"""A file of settings (a plan, a profile, a recipe.json) that is larger is none."""
-MOST_DIGITS = 100
-"""Digits of a whole number in a file of settings."""
-_KINDS = {
+MAX_BYTES = 1 << 28
+"""Maximum size of a settings file (a plan, a profile, a recipe.json)."""
+MAX_DIGITS = 100
+"""Maximum number of digits of an integer in a settings file."""
+_FILE_TYPES = {
     stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a pipe, whose other end may never write",
+    stat.S_IFIFO: "a pipe, which can block forever",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
@@ -30,146 +30,151 @@ _KINDS = {
 
 
 def check_file(
-    path: str | os.PathLike[str], where: str, fix: str, *, asked: str = "read it", most_bytes: int | None = MOST_BYTES
+    path: str | os.PathLike[str], where: str, fix: str, *, requested: str = "read it", max_bytes: int | None = MAX_BYTES
 ) -> Path:
-    """A path that is a regular file which may be opened; nothing is read.
+    """Check that a path is a regular file of limited size, without opening it, and return the path.
 
     Raises:
-      ValueError: no such file, something else than a file, one that is too large, or a name the system does not take.
+      ValueError: the file does not exist, is not a regular file, is too large, or has an invalid name.
     """
     file = Path(path)
     try:
-        found = file.stat()
+        status = file.stat()
     except (OSError, ValueError) as error:
-        raise problem(where, asked, _why(error), fix) from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "no file")
-        raise problem(where, asked, f"it is {kind}", fix)
-    if most_bytes is not None and found.st_size > most_bytes:
-        size = f"it has {human_bytes(found.st_size)}, and {human_bytes(most_bytes)} are the most"
-        raise problem(where, asked, size, fix)
+        raise _file_problem(where, requested, error, fix) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise problem(where, requested, f"it is {_file_type(status.st_mode)}", fix, code="wrong-type")
+    if max_bytes is not None and status.st_size > max_bytes:
+        reason = f"it has {human_bytes(status.st_size)}, and the limit is {human_bytes(max_bytes)}"
+        raise problem(where, requested, reason, fix, code="out-of-range")
     return file
 
 
 def check_local(path: str | os.PathLike[str], where: str, fix: str) -> None:
-    """Raise `ValueError` for a URL, which the file system would take for a folder called `gs:`."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # `Path` makes one slash of two
-        raise problem(where[:200], "use it", "it is a URL, and only local files can be read and written", fix)
+    """Raise `ValueError` for a URL. As a path, it would be a folder with the name `gs:`."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(path)):  # `Path` replaces the two slashes by one
+        reason = "it is a URL, and only local files can be read and written"
+        raise problem(where[:200], "use it", reason, fix, code="unsupported-feature")
 
 
 def check_unicode(text: str, where: str) -> None:
-    """Raise `ValueError` for half a surrogate pair, which Python makes of an argument that is not UTF-8."""
+    """Raise `ValueError` for a lone surrogate, which Python uses to represent arguments that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        exists = f"character {error.start + 1} is half of a surrogate pair, which no file and no tokenizer takes"
-        raise problem(where, f"use {text!r:.100}", exists, "write it in UTF-8") from None
+        reason = f"character {error.start + 1} is half of a surrogate pair, which cannot be encoded"
+        raise problem(where, f"use {text!r:.100}", reason, "write it in UTF-8", code="bad-syntax") from None
 
 
 def check_name(path: str | os.PathLike[str], where: str, fix: str) -> None:
-    """Raise `ValueError` for a URL, a name that is too long, or a link to itself. The file may be missing."""
+    """Raise `ValueError` for a URL, a name that is too long, or a link to itself. The file need not exist."""
     check_local(path, where, fix)
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     except (OSError, ValueError) as error:
-        raise problem(where[:200], "read it", _why(error), fix) from None
+        raise _file_problem(where[:200], "read it", error, fix) from None
 
 
-def read_text(path: str | os.PathLike[str], where: str, fix: str, *, asked: str = "read it") -> str:
-    """The text of a small file in UTF-8; errors as in `check_file`, and for what is not UTF-8."""
-    file = check_file(path, where, fix, asked=asked)
+def read_text(path: str | os.PathLike[str], where: str, fix: str, *, requested: str = "read it") -> str:
+    """Return the text of a small UTF-8 file. Raises as `check_file` does, and for invalid UTF-8."""
+    file = check_file(path, where, fix, requested=requested)
     try:
         return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise problem(where, asked, _why(error), fix) from None
+        raise _file_problem(where, requested, error, fix) from None
 
 
-def read_json(path: str | os.PathLike[str], where: str, fix: str, *, asked: str = "read it") -> Any:
-    """The JSON value of a small file; errors as in `read_text`, and for what is not JSON."""
-    text = read_text(path, where, fix, asked=asked)
+def read_json(path: str | os.PathLike[str], where: str, fix: str, *, requested: str = "read it") -> Any:
+    """Return the value of a small JSON file. Raises as `read_text` does, and for invalid JSON."""
+    text = read_text(path, where, fix, requested=requested)
     try:
-        return json.loads(text, parse_int=_whole_number)
+        return json.loads(text, parse_int=_parse_int)
     except RecursionError:
-        raise problem(where, asked, "its JSON is nested too deep", fix) from None
+        raise problem(where, requested, "its JSON is nested too deeply", fix, code="bad-syntax") from None
     except ValueError as error:
-        raise problem(where, asked, f"it is no JSON ({str(error)[:200]})", fix) from None
+        raise problem(where, requested, f"it is no JSON ({str(error)[:200]})", fix, code="bad-syntax") from None
 
 
-def _whole_number(digits: str) -> int:
-    """Return a number of a JSON file; a float64 holds it, so no conversion overflows later."""
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number has {len(digits):,} digits, and {MOST_DIGITS} are the most")
+def _parse_int(digits: str) -> int:
+    """Parse an integer in a JSON file. The limit ensures that a conversion to float64 does not overflow."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(digits):,} digits, and the limit is {MAX_DIGITS}")
     return int(digits)
 
 
 def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:
-    """Writes a small file in UTF-8.
+    """Write a small UTF-8 file.
 
     Raises:
-      ValueError: what is no path, or a file that the system does not let be written.
+      ValueError: `path` is not a path, or the file cannot be written.
     """
     fix = "name a file in a folder that exists"
     if not path or not isinstance(path, str | os.PathLike):
-        raise problem(f"{where} {path!r}", "be written", "it is no path", fix)
+        raise problem(f"{where} {path!r}", "be written", "it is not a path", fix, code="wrong-type")
     try:
         Path(path).write_text(text, encoding="utf-8")
+    except FileNotFoundError:
+        raise problem(
+            f"{where} `{path}`", "be written", "its folder does not exist", fix, code="missing-file"
+        ) from None
     except (OSError, ValueError) as error:
-        why = "its folder does not exist" if isinstance(error, FileNotFoundError) else _why(error)
-        raise problem(f"{where} `{path}`", "be written", why, fix) from None
+        raise _file_problem(f"{where} `{path}`", "be written", error, fix) from None
 
 
 def write_json(path: str | os.PathLike[str], data: Any, where: str) -> None:
-    """Writes plain data as `read_json` reads it; errors as in `write_text`."""
+    """Write a JSON file. Raises as `write_text` does."""
     write_text(path, json.dumps(data, indent=2) + "\n", where)
 
 
 def open_no_link(path: Path, flags: int) -> int:
-    """Open a file of a name that others can guess, and make it if it is missing; return the number of the open file.
+    """Open a file with a predictable name without following links, and create it if necessary.
+
+    Returns:
+      The file descriptor.
 
     Raises:
-      ValueError: a link, which may lead to any file of the user, or something that is no file.
-      OSError: the system does not open it.
+      ValueError: the path is a link, which could lead to any file of the user, or is not a regular file.
+      OSError: the system cannot open the file.
     """
     try:
-        number = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if path.is_symlink():
-            exists, fix = f"it is a link to {os.readlink(path)[:200]}", "remove the link"
+            reason, fix = f"it is a link to {os.readlink(path)[:200]}", "remove the link"
         elif path.is_dir():
-            exists, fix = "it is a folder", "move it away"
+            reason, fix = "it is a folder", "move it away"
         else:
             raise
-        raise problem(str(path), "write to it", exists, fix) from error
-    if not stat.S_ISREG(kind := os.fstat(number).st_mode):
-        os.close(number)
-        exists = f"it is {_KINDS.get(stat.S_IFMT(kind), 'no file')}"
-        raise problem(str(path), "write to it", exists, "move it away")
-    return number
+        raise problem(str(path), "write to it", reason, fix, code="wrong-type") from error
+    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise problem(str(path), "write to it", f"it is {_file_type(mode)}", "move it away", code="wrong-type")
+    return descriptor
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file of a run under another name and rename it: a reader sees all of it or none, and no link is followed.
+    """Write a file of a run atomically: write a temporary file and rename it. Links are not followed.
 
     Raises:
-      OSError: the system does not let it be written. The error has the name of the file.
+      OSError: the file cannot be written. The error has the name of the file.
     """
-    fresh = path.with_name(f"{path.name}.new")
+    temporary = path.with_name(f"{path.name}.new")
     try:
-        fresh.unlink(missing_ok=True)  # of a process that was killed, or a link
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+        temporary.unlink(missing_ok=True)  # left by a killed process, or a link
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        fresh.replace(path)
+        temporary.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
-            fresh.unlink()
+            temporary.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the file to an `OSError`: the errors of an open file lack it."""
+    """Add the file name to an `OSError`. Errors of an open file lack it."""
     try:
         yield
     except OSError as error:
@@ -178,19 +183,19 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise `ValueError` for a link that leads out of a folder, so that nobody publishes what it points to.
+    """Raise `ValueError` for a link that leads out of a folder, so that its target is not published by accident.
 
-    The folders of the Hugging Face hub's cache link to `blobs`, beside their `snapshots`.
+    Folders in the Hugging Face cache link from `snapshots` to `blobs`, which is allowed.
     """
-    real, base = path.resolve(), folder.resolve()
+    target, base = path.resolve(), folder.resolve()
     hub = base.parent.parent / "blobs" if base.parent.name == "snapshots" else base
-    if not real.is_relative_to(base) and not real.is_relative_to(hub):
-        exists = f"it is a link to {real}, outside of the folder"
-        raise problem(str(path), "copy it", exists, "remove the link, or put a copy of the file there")
+    if not target.is_relative_to(base) and not target.is_relative_to(hub):
+        reason, fix = f"it is a link to {target}, outside of the folder", "replace the link by a copy of the file"
+        raise problem(str(path), "copy it", reason, fix, code="unsupported-feature")
 
 
 def free_memory_bytes() -> int | None:
-    """What the host has left, without what files in its cache take; None where the system does not say."""
+    """Return the available host memory, including page cache that can be freed, or None if it is unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             fields = dict(line.split(":", 1) for line in lines)
@@ -199,46 +204,52 @@ def free_memory_bytes() -> int | None:
         return None
 
 
-def check_memory(where: str, asked: str, needed_bytes: float, fix: str) -> None:
-    """Raises `ValueError` for what does not fit into the memory that this host has left."""
+def check_memory(where: str, requested: str, needed_bytes: float, fix: str) -> None:
+    """Raise `ValueError` if the host does not have enough free memory."""
     free = free_memory_bytes()
     if free is not None and needed_bytes > free:
-        exists = f"that takes {human_bytes(needed_bytes)} here, and {human_bytes(free)} are free"
-        raise problem(where, asked, exists, fix)
+        reason = f"that takes {human_bytes(needed_bytes)} here, and {human_bytes(free)} are free"
+        raise problem(where, requested, reason, fix, code="out-of-memory")
 
 
 def user_line(error: BaseException) -> str | None:
-    """Return the last line of the user's code that an error went through, as `recipe.py:17`; None if there is none."""
+    """Return the last line of user code in a traceback, as `recipe.py:17`, or None."""
     paths = sysconfig.get_paths()
     libraries = (paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     installed = {Path(__file__).resolve().parents[1], *(Path(path).resolve() for path in libraries)}
     lines = [(Path(frame.f_code.co_filename).resolve(), line) for frame, line in walk_tb(error.__traceback__)]
-    own = [f"{file.name}:{line}" for file, line in lines if file.is_file() and installed.isdisjoint(file.parents)]
-    return own[-1] if own else None
+    user_lines = [
+        f"{file.name}:{line}" for file, line in lines if file.is_file() and installed.isdisjoint(file.parents)
+    ]
+    return user_lines[-1] if user_lines else None
 
 
 def unexpected(error: BaseException, *, command: str) -> MeshparError:
-    """An error that nobody wrote for a person, as one: what the system refused, or a mistake of a program."""
+    """Convert an error of the system or of a program to a `MeshparError`."""
     where = f"`{command}`"
     if isinstance(error, OSError) and error.filename is not None:
-        return problem(str(error.filename)[:200], "use it", _why(error), "name another, or make this one usable")
+        return _file_problem(str(error.filename)[:200], "use it", error, "name a different file, or make it usable")
     if isinstance(error, MemoryError):
-        return problem(where, "run", "there is not enough memory", "use smaller sizes, or more devices")
-    said = " ".join(str(error).split())
-    said = said[:300] + ("…" if len(said) > 300 else "")
-    raised, line = f"{type(error).__name__} was raised" + (f" ({said})" if said else ""), user_line(error)
+        reason, fix = "there is not enough memory", "use smaller sizes, or more devices"
+        return problem(where, "run", reason, fix, code="out-of-memory")
+    message = " ".join(str(error).split())
+    message = message[:300] + ("…" if len(message) > 300 else "")
+    reason, line = f"{type(error).__name__} was raised" + (f" ({message})" if message else ""), user_line(error)
+    fix = "correct the cause; --traceback shows where it happened"
     if line is not None:
-        return problem(where, "run", f"{raised} at {line}", "correct that line; --traceback shows how it got there")
-    return problem(
-        where, "run", raised, "correct what it is about, if it is yours; --traceback shows where it happened"
-    )
+        reason, fix = f"{reason} at {line}", "correct that line; --traceback shows how it was reached"
+    return problem(where, "run", reason, fix, code="unexpected")
 
 
-def _why(error: BaseException) -> str:
+def _file_type(mode: int) -> str:
+    return _FILE_TYPES.get(stat.S_IFMT(mode), "not a file")
+
+
+def _file_problem(where: str, requested: str, error: BaseException, fix: str) -> MeshparError:
+    """Convert an error of the file system or of a decoder."""
     if isinstance(error, FileNotFoundError):
-        return "there is no such file"
-    if isinstance(error, OSError):
-        return f"that failed ({error.strerror or error})"
+        return problem(where, requested, "there is no such file", fix, code="missing-file")
     if isinstance(error, UnicodeDecodeError):
-        return f"it is not UTF-8 ({error.reason} at byte {error.start})"
-    return f"that failed ({error})"
+        return problem(where, requested, f"it is not UTF-8 ({error.reason} at byte {error.start})", fix, "bad-syntax")
+    reason = (error.strerror if isinstance(error, OSError) else None) or error
+    return problem(where, requested, f"that failed ({reason})", fix, code="unusable-file")

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, so that importing the package costs little."""
+"""Lazy imports: a package imports the module of a name when the name is first used."""
 
 from __future__ import annotations
 
@@ -6,37 +6,36 @@ import functools
 import importlib
 import sys
 
-TYPE_CHECKING = False  # `typing` and `ast` take longer than the rest of `import meshpar`
+TYPE_CHECKING = False  # importing `typing` and `ast` would take longer than the rest of `import meshpar`
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package, which has an `__all__`.
+    """Return `__getattr__` and `__dir__` for a package.
 
     Args:
-      package: its `__name__`. What its source imports under `if TYPE_CHECKING:` are the names.
+      package: `__name__` of a package with an `__all__`. Names imported under `if TYPE_CHECKING:` become available.
     """
     module = sys.modules[package]
 
     @functools.cache
-    def homes() -> dict[str, str]:
+    def modules() -> dict[str, str]:
         import ast
 
         source = module.__spec__.loader.get_source(package)  # type: ignore[union-attr]
         blocks = (block for block in ast.parse(source).body if isinstance(block, ast.If))
         imports = (line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom))
-        return {one.name: str(line.module) for line in imports for one in line.names}
+        return {alias.name: str(line.module) for line in imports for alias in line.names}
 
     def get(name: str) -> Any:
-        home_of = homes()
-        if name not in home_of:
-            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(sorted(home_of))}")
-        home = importlib.import_module(home_of[name])
-        is_module = home is module or not hasattr(home, name)
-        value = importlib.import_module(f"{home.__name__}.{name}") if is_module else getattr(home, name)
+        if name not in modules():
+            raise AttributeError(f"{package} has no {name!r}; it has {', '.join(sorted(modules()))}")
+        source = importlib.import_module(modules()[name])
+        is_module = source is module or not hasattr(source, name)
+        value = importlib.import_module(f"{source.__name__}.{name}") if is_module else getattr(source, name)
         setattr(module, name, value)
         return value
 
-    return get, lambda: sorted({*homes(), *module.__all__})
+    return get, lambda: sorted({*modules(), *module.__all__})

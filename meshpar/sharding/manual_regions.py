@@ -1,7 +1,7 @@
-"""Kernels inside a model: run per device by `shard_map`, over the axes that the rules in force split arrays over.
+"""Kernels inside a model: `shard_map` regions over the mesh axes that the current rules use.
 
-A model is traced where all axes are the compiler's, or inside a region that is manual over some of them already:
-stages, or the axes of the batch. A kernel's region takes the others that it needs.
+The surrounding code is traced on Auto axes, or in a region that is already manual over some axes (pipeline stages or
+the batch axes). The region of a kernel is manual over further axes.
 """
 
 from __future__ import annotations
@@ -16,68 +16,74 @@ from meshpar.sharding.types import axes_of_spec, axis_sizes, is_spec, problem, s
 
 
 def outer_axes() -> tuple[str, ...]:
-    """Mesh axes over which the code being traced is per device already."""
+    """Return the manual axes of the surrounding code."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def weight_axes(
-    weight: jax.Array | jax.ShapeDtypeStruct, *names: str | None, within: bool = False
+    weight: jax.Array | jax.ShapeDtypeStruct, *names: str | None, in_region: bool = False
 ) -> tuple[tuple[str, ...], ...]:
-    """Mesh axes of more than one rank that split each dim of a weight, and no rows: those of tensor parallelism.
-
-    Empty where nothing is known: without names, in no step, where nothing lays rows out. Inside of a region it is, too,
-    unless asked for `within` one, as those axes that are the compiler's there.
-    """
-    here, outer = ambient(), set(outer_axes())
-    if not names or here is None or (outer and not within) or "batch" not in here.rules.names:
-        return ((),) * weight.ndim
-    sizes, rows = axis_sizes(here.mesh), ("batch", *(("seq",) if "seq" in here.rules.names else ()))
-    size = here.mesh.size
-    of_rows = outer | set(axes_of_spec(spec_of(jax.ShapeDtypeStruct((size,) * len(rows), weight.dtype), *rows)))
-    spec = (*param_spec(weight, *names), *(None for _ in names))[: len(names)]
-    return tuple(tuple(one for one in spec_axes(e) if sizes[one] > 1 and one not in of_rows) for e in spec)
-
-
-def per_device(kernel: Callable[..., Any], specs: Any, out: Any, *, check_vma: bool = True, whole: bool = False) -> Any:
-    """A kernel under `shard_map`, manual over the axes of more than one rank that its specs name and no others.
+    """Return the tensor-parallel axes of each dim of a weight: larger than 1, and not used by the batch or sequence.
 
     Args:
-      kernel: per-device arrays in, per-device arrays out.
-      specs: of its arguments, a tuple with a tree of PartitionSpecs for each.
-      out: of its results.
-      whole: manual over every axis of the mesh, also those that the specs do not name: for what the compiler cannot
-        split, such as calls into a library.
-      check_vma: as in `jax.shard_map`. A kernel that communicates over `outer_axes()` needs it off: what varies over
-        them is not known inside.
+      weight: an array, or its shape and dtype.
+      *names: logical name of each dim.
+      in_region: whether to return axes inside of a manual region, too. By default they are empty there.
+
+    Returns:
+      A tuple of axes for each dim. All are empty without names, outside of a step, or without a rule for the batch.
+    """
+    context, outer = ambient(), set(outer_axes())
+    if not names or context is None or (outer and not in_region) or "batch" not in context.rules.names:
+        return ((),) * weight.ndim
+    sizes, dims = axis_sizes(context.mesh), ("batch", *(("seq",) if "seq" in context.rules.names else ()))
+    like = jax.ShapeDtypeStruct((context.mesh.size,) * len(dims), weight.dtype)  # any mesh axis divides its dims
+    excluded = outer | set(axes_of_spec(spec_of(like, *dims)))
+    spec = (*param_spec(weight, *names), *(None for _ in names))[: len(names)]
+    return tuple(tuple(a for a in spec_axes(entry) if sizes[a] > 1 and a not in excluded) for entry in spec)
+
+
+def per_device(
+    kernel: Callable[..., Any], specs: Any, out_specs: Any, *, check_vma: bool = True, all_axes: bool = False
+) -> Any:
+    """Return a kernel under `shard_map`, manual over the axes in its specs that are larger than 1.
+
+    Args:
+      kernel: function of local arrays.
+      specs: tuple with a pytree of PartitionSpecs for each argument.
+      out_specs: specs of the results.
+      check_vma: as in `jax.shard_map`. Use False for a kernel that communicates over `outer_axes()`, because the
+        region does not know which values vary over them.
+      all_axes: whether the region is manual over all mesh axes, for kernels that the compiler cannot partition.
 
     Raises:
-      ValueError: inside another `shard_map` whose axes stand behind these in the mesh, which jax 0.12 cannot compile.
+      ValueError: the outer axes follow the inner axes in the mesh. jax 0.12 cannot compile this.
     """
-    here = ambient()
-    assert here is not None
-    sizes = axis_sizes(here.mesh)
-    # Naming axes of one rank changes nothing, but their place among the manual ones counts.
-    alone = [axis for axis, size in sizes.items() if size == 1]
-    specs, out = jax.tree.map(lambda spec: without_axes(spec, alone), (specs, out), is_leaf=is_spec)
-    axes = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for entry in spec for axis in spec_axes(entry)}
-    outer = outer_axes()
+    context = ambient()
+    assert context is not None
+    sizes, outer = axis_sizes(context.mesh), outer_axes()
+    # The result does not depend on axes of size 1, but the compiler checks their position among the manual axes.
+    unused = [axis for axis, size in sizes.items() if size == 1]
+    specs, out_specs = jax.tree.map(lambda spec: without_axes(spec, unused), (specs, out_specs), is_leaf=is_spec)
+    axes = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in axes_of_spec(spec)}
     _check_order(outer, axes, list(sizes))
-    if whole:
+    if all_axes:
         axes = set(sizes) - set(outer)
-    # Inside another shard_map the mesh is that of the context, some of whose axes are manual already.
-    mesh = None if outer else here.mesh
-    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=out, axis_names=axes, check_vma=check_vma)
+    # In an outer region the mesh is the context mesh, which has the manual axes.
+    mesh = None if outer else context.mesh
+    return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)
 
 
 def _check_order(outer: Sequence[str], inner: Collection[str], mesh_axes: Sequence[str]) -> None:
-    """XLA of jax 0.12 aborts the process when manual axes of nested regions, one after the other, are out of order."""
+    """Raise an error in place of an abort: XLA in jax 0.12 requires the manual axes of nested regions in mesh order."""
     ordered = [*sorted(outer, key=mesh_axes.index), *sorted(inner, key=mesh_axes.index)]
     if not outer or ordered == sorted(ordered, key=mesh_axes.index) or jax.__version_info__ < (0, 12):
         return
     raise problem(
-        "a kernel of the model inside another shard_map (reduce_gradients='once' or quantize=...)",
+        "a kernel of the model inside a shard_map (reduce_gradients='once' or quantize=...)",
         f"run over {', '.join(sorted(inner))} inside {', '.join(sorted(outer))}",
-        f"the mesh has its axes in the order {', '.join(mesh_axes)}, and the compiler of jax {jax.__version__} aborts "
-        "when inner ones stand before outer ones",
-        "let the axes that split the batch stand first, or use reduce_gradients='each_microbatch' and no quantize",
+        f"the mesh axes are in the order {', '.join(mesh_axes)}, and the compiler of jax {jax.__version__} aborts if "
+        "inner axes precede outer axes",
+        "put the batch axes first in the mesh, or use reduce_gradients='each_microbatch' without quantize",
+        code="unsupported-feature",
     )

@@ -1,4 +1,4 @@
-"""MeshSpec: sizes of the named mesh axes, laid over devices so that the chattiest axis stays inside a node."""
+"""`MeshSpec`, the sizes of the mesh axes, and the assignment of devices to mesh positions."""
 
 from __future__ import annotations
 
@@ -16,30 +16,35 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from meshpar.sharding.types import AnyMesh, is_int, near, problem
 
 AXES = ("data", "stage", "fsdp", "expert", "tensor")
-"""The standard mesh axes, slowest network first. Axes a user adds stand just outside `tensor`."""
+"""The standard mesh axes, from the slowest network to the fastest. Custom axes come just before `tensor`."""
 
 AxisTypes: TypeAlias = str | AxisType | Mapping[str, str | AxisType]
-"""Of all axes of a mesh, or by axis."""
+"""The type of all mesh axes, or a type for each axis."""
 
-MOST_DEVICES = 1 << 24
-"""More than any pod has; jax counts devices in 32 bits."""
+MAX_DEVICES = 1 << 24
+"""Larger than any pod. jax counts devices with 32 bits."""
 
 
 class MeshSpec(Mapping[str, int]):
-    """Sizes of the mesh axes; one of them may be -1 and takes what is left.
+    """Sizes of the mesh axes, as an immutable mapping. A size of -1 stands for the remaining devices.
 
-    Every mesh has the five standard axes, of size 1 unless given, so that one strategy serves every mesh.
+    A mesh has the five standard axes, with size 1 by default, so a strategy works with any mesh. The innermost axis,
+    `tensor`, connects neighboring devices of a node.
 
     Args:
-      **sizes: size of each axis. Names beyond the standard ones are the user's own axes.
-      inside_node: axes that must not cross a node (a host with its own fast links). They are checked when devices
-        on several nodes are laid out.
-      axis_types: "auto" (the default), "explicit" or a `jax.sharding.AxisType`, for all axes, or by axis for some. On
-        Explicit axes arrays have types that say how they lie, before and behind a step; what is sent is the same.
+      inside_node: axes that must not cross nodes (hosts with fast internal links). Checked if there are several nodes.
+      axis_types: "auto" (the default), "explicit" or a `jax.sharding.AxisType`, for all axes or for each axis. On
+        Explicit axes, arrays outside a step have their sharding as a type. The collectives are the same.
+      **sizes: size of each axis. A name that is not a standard axis adds a custom axis.
 
     Raises:
-      ValueError: a size that is not a positive integer or -1, more than one -1, or an axis of the user's own whose
-        name is a standard one mistyped.
+      ValueError: a size is not a positive integer or -1, two sizes are -1, or a custom axis looks like a typo of a
+        standard axis.
+
+    Example:
+      >>> mesh = mp.MeshSpec(fsdp=-1, tensor=2).build()  # doctest: +SKIP
+      >>> mp.MeshSpec(data=8, fsdp=64, tensor=8).abstract().size
+      4096
     """
 
     __slots__ = ("_sizes", "axis_types", "inside_node")
@@ -50,23 +55,34 @@ class MeshSpec(Mapping[str, int]):
     def __init__(
         self, *, inside_node: Sequence[str] = ("tensor",), axis_types: AxisTypes = "auto", **sizes: int
     ) -> None:
-        more = [_checked_name(name) for name in sizes if name not in AXES]
-        order = (*AXES[:-1], *more, AXES[-1])
-        object.__setattr__(self, "_sizes", {name: _checked_size(name, sizes.get(name, 1)) for name in order})
-        inside = _checked_inside(inside_node)
-        object.__setattr__(self, "inside_node", inside)
+        custom = [name for name in sizes if name not in AXES]
+        order = (*AXES[:-1], *custom, AXES[-1])
+        for name in custom:
+            _check_custom_name(name)
+        for name, size in sizes.items():
+            if not is_int(size, -1) or size == 0:
+                reason = "a size is a positive integer, or -1 for the remaining devices"
+                fix = f"write {name}=4, or leave out {name}"
+                raise problem(f"MeshSpec axis `{name}`", f"have size {size!r}", reason, fix, code="not-an-int")
+        object.__setattr__(self, "_sizes", {name: int(sizes.get(name, 1)) for name in order})
+        inside_node = (inside_node,) if isinstance(inside_node, str) else inside_node
+        where = f"MeshSpec(inside_node={inside_node!r})"
+        if not isinstance(inside_node, Sequence) or not all(isinstance(name, str) for name in inside_node):
+            fix = 'write inside_node=("tensor",), or inside_node=() to allow that axes cross nodes'
+            raise problem(where, "keep these axes inside a node", "it must be a tuple of axes", fix, code="wrong-type")
+        object.__setattr__(self, "inside_node", tuple(inside_node))
         object.__setattr__(self, "axis_types", _checked_types(axis_types, self._sizes))
-        fills = [name for name, size in self._sizes.items() if size == -1]
-        if len(fills) > 1:
-            where, asked = f"MeshSpec axes {', '.join(fills)}", "fill what is left with each of them (-1)"
-            raise problem(where, asked, "only one axis can take what is left", "give all but one a size")
-        for name in inside:
+        remaining = [name for name, size in self._sizes.items() if size == -1]
+        if len(remaining) > 1:
+            reason, fix = "only one axis can have size -1", "choose the size of all other axes"
+            raise problem(f"MeshSpec axes {', '.join(remaining)}", "use size -1", reason, fix, code="conflict")
+        for name in inside_node:
             if name not in self._sizes:
-                where, exists = f"MeshSpec inside_node={inside}", f"the mesh has no axis `{name}`"
-                raise problem(where, f"keep `{name}` inside a node", exists, near(name, self._sizes))
+                requested, reason = f"keep `{name}` inside a node", f"the mesh has no axis `{name}`"
+                raise problem(where, requested, reason, near(name, self._sizes), code="unknown-axis")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("a MeshSpec does not change; use .replace(fsdp=8)")
+        raise AttributeError("a MeshSpec is immutable; use .replace(fsdp=8)")
 
     def __getitem__(self, axis: str) -> int:
         return self._sizes[axis]
@@ -77,126 +93,129 @@ class MeshSpec(Mapping[str, int]):
     def __len__(self) -> int:
         return len(self._sizes)
 
+    def _key(self) -> tuple[Any, ...]:
+        return tuple(self._sizes.items()), self.inside_node, self.axis_types
+
     def __hash__(self) -> int:
-        return hash((tuple(self._sizes.items()), self.inside_node, self.axis_types))
+        return hash(self._key())
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, MeshSpec):
-            return NotImplemented
-        # As pairs: the order of the axes is part of the mesh, and dicts compare without it.
-        mine, its = ((list(one.items()), one.inside_node, one.axis_types) for one in (self, other))
-        return mine == its
+        return self._key() == other._key() if isinstance(other, MeshSpec) else NotImplemented
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remake, (self._sizes, self.inside_node, self.explicit_axes)
+        return _create, (self._sizes, self.inside_node, self.explicit_axes)
 
     @property
     def explicit_axes(self) -> dict[str, str]:
-        """Axes that are not Auto, each with its type."""
+        """Axes with a type other than Auto, as a mapping to the type."""
         pairs = zip(self._sizes, self.axis_types, strict=True)
-        return {name: kind.name.lower() for name, kind in pairs if kind is not AxisType.Auto}
+        return {name: axis_type.name.lower() for name, axis_type in pairs if axis_type is not AxisType.Auto}
 
     def __repr__(self) -> str:
-        parts = [f"{name}={size}" for name, size in self._sizes.items() if size != 1 or name not in AXES]
+        args = [f"{name}={size}" for name, size in self._sizes.items() if size != 1 or name not in AXES]
         if self.inside_node != ("tensor",):
-            parts.append(f"inside_node={self.inside_node}")
+            args.append(f"inside_node={self.inside_node}")
         if self.explicit_axes:
-            every = len(self.explicit_axes) == len(self)
-            parts.append(f"axis_types={'explicit' if every else self.explicit_axes!r}")
-        return f"MeshSpec({', '.join(parts)})"
+            is_all = len(self.explicit_axes) == len(self)
+            args.append(f"axis_types={'explicit' if is_all else self.explicit_axes!r}")
+        return f"MeshSpec({', '.join(args)})"
 
     def replace(
         self, *, inside_node: Sequence[str] | None = None, axis_types: AxisTypes | None = None, **sizes: int
     ) -> MeshSpec:
-        """The same spec with some sizes, `inside_node`, or `axis_types`, changed."""
+        """Return a spec with other sizes, `inside_node` or `axis_types`."""
         inside = self.inside_node if inside_node is None else inside_node
-        return _remake({**self._sizes, **sizes}, inside, self.explicit_axes if axis_types is None else axis_types)
+        return _create({**self._sizes, **sizes}, inside, self.explicit_axes if axis_types is None else axis_types)
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Read "fsdp=64,tensor=8".
+        """Return the spec for a text such as "fsdp=64,tensor=8".
 
         Raises:
-          ValueError: an entry that is not `axis=size`, or an axis that stands there twice.
+          ValueError: an entry is not `axis=size`, or an axis is repeated.
         """
         sizes: dict[str, int] = {}
-        for entry in filter(None, (part.strip() for part in text.split(","))):
-            name, _, size = (part.strip() for part in entry.partition("="))
-            taken = name in (*sizes, "inside_node", "axis_types")
-            if not re.fullmatch("-?[0-9]{1,18}", size) or not name.isidentifier() or taken:
-                exists = "each entry is one axis, once, as axis=size"
-                raise problem(f"mesh `{text[:100]}`", f"read `{entry[:100]}`", exists, "write it like fsdp=64,tensor=8")
+        for entry in filter(None, (entry.strip() for entry in text.split(","))):
+            name, _, size = (token.strip() for token in entry.partition("="))
+            is_valid = re.fullmatch("-?[0-9]{1,18}", size) and name.isidentifier()
+            if not is_valid or name in (*sizes, "inside_node", "axis_types"):
+                where, requested = f"mesh `{text[:100]}`", f"read `{entry[:100]}`"
+                reason = "an entry has the form axis=size, and each axis occurs once"
+                raise problem(where, requested, reason, "write fsdp=64,tensor=8", code="bad-syntax")
             sizes[name] = int(size)
-        return _remake(sizes, ("tensor",))
+        return _create(sizes, ("tensor",))
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """Sizes with -1 filled in for this many devices, in mesh order.
+        """Return the size of each axis for a number of devices, with -1 replaced.
 
         Raises:
-          ValueError: the axes do not multiply to the number of devices.
+          ValueError: the product of the sizes is not the number of devices.
         """
-        if num_devices < 1:
-            raise problem(repr(self), f"lay {num_devices} devices on it", "a mesh has at least one", "give it devices")
-        if num_devices > MOST_DEVICES:
-            exists = f"a mesh has {MOST_DEVICES:,} at most"
-            raise problem(repr(self), f"lay {num_devices:,} devices on it", exists, "choose smaller sizes")
-        known = math.prod(size for size in self._sizes.values() if size != -1)
-        fill = next((name for name, size in self._sizes.items() if size == -1), None)
-        if (num_devices % known) if fill else (num_devices != known):
-            where = repr(self)
-            exists = f"the sizes given multiply to {known}" + (f", which does not divide {num_devices}" if fill else "")
-            raise problem(where, f"lay {num_devices} devices on it", exists, self._advice(num_devices, known, fill))
-        return {name: num_devices // known if size == -1 else size for name, size in self._sizes.items()}
-
-    def _advice(self, num_devices: int, known: int, fill: str | None) -> str:
-        if fill is None and num_devices % known == 0:
-            return (
-                f"set one axis to -1, say data=-1, to take the remaining factor {num_devices // known}, or use "
-                f"{known} of the devices: .build(jax.devices()[:{known}])"
-            )
-        return (
-            f"choose sizes whose product {'divides' if fill else 'is'} {num_devices}, or use "
-            f"{'a multiple of ' if fill else ''}{known} devices (.abstract() plans without any)"
-        )
+        if not 1 <= num_devices <= MAX_DEVICES:
+            requested = f"use {num_devices:,} devices"
+            reason, fix = f"a mesh has 1 to {MAX_DEVICES:,} devices", "choose other sizes"
+            raise problem(repr(self), requested, reason, fix, code="out-of-range")
+        product = math.prod(size for size in self._sizes.values() if size != -1)
+        has_remaining = -1 in self._sizes.values()
+        if num_devices % product or (not has_remaining and num_devices != product):
+            reason = f"the product of the sizes is {product}"
+            if has_remaining:
+                reason += f", which does not divide {num_devices}"
+                fix = f"choose sizes whose product divides {num_devices}, or use a multiple of {product} devices"
+            elif num_devices % product:
+                fix = f"choose sizes whose product is {num_devices}, or use {product} devices"
+            else:
+                fix = f"set an axis to -1, for example data=-1, to multiply it by {num_devices // product}"
+                fix += f", or use {product} of the devices: .build(jax.devices()[:{product}])"
+            fix += " (.abstract() needs no devices)" * bool(num_devices % product)
+            raise problem(repr(self), f"use {num_devices} devices", reason, fix, code="indivisible")
+        return {name: num_devices // product if size == -1 else size for name, size in self._sizes.items()}
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
-        """A `jax.sharding.Mesh` over `devices` (default: all of the process group's).
+        """Return a mesh of devices.
 
-        Devices are ordered node by node, so the innermost axes connect devices of one node.
+        Devices are ordered by node, so the innermost axes connect devices of the same node. For TPUs jax chooses the
+        order that fits the torus.
+
+        Args:
+          devices: the devices of the mesh. The default is all devices of all processes.
 
         Raises:
-          ValueError: sizes that do not fit the devices, or an axis of `inside_node` that would cross a node.
+          ValueError: the sizes do not match the number of devices, or an axis of `inside_node` would cross nodes.
         """
         if isinstance(devices, int):
-            exists = "that is a number, and build takes the devices themselves"
             fix = f"write .build(jax.devices()[:{devices}]), or .abstract(devices={devices}) to plan without devices"
-            raise problem(f"{self!r}.build({devices})", f"lay {devices} devices on it", exists, fix)
+            reason = "build takes a list of devices, not a number"
+            raise problem(f"{self!r}.build({devices})", f"use {devices} devices", reason, fix, code="wrong-type")
         devices = list(jax.devices() if devices is None else devices)
         sizes = self.resolve(len(devices))
-        if devices[0].platform == "tpu":  # the torus has its own best order, which jax knows
+        if devices[0].platform == "tpu":
             from jax.experimental import mesh_utils
 
             grid = mesh_utils.create_device_mesh(tuple(sizes.values()), devices)
             return Mesh(grid, tuple(sizes), axis_types=self.axis_types)
-        nodes = _by_node(devices)
-        if len(nodes) > 1:
-            self._check_inside(sizes, {len(node) for node in nodes})
+        devices.sort(key=lambda device: (node_of(device), device.process_index, device.id))
+        node_sizes = [len(list(node)) for _, node in itertools.groupby(devices, key=node_of)]
+        if len(node_sizes) > 1:
+            self._check_inside(sizes, set(node_sizes))
         grid = np.empty(len(devices), dtype=object)
-        grid[:] = list(itertools.chain.from_iterable(nodes))
+        grid[:] = devices
         return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=self.axis_types)
 
     def abstract(self, devices: int | None = None, *, devices_per_node: int | None = None) -> AbstractMesh:
-        """The same mesh with no devices behind it, to plan with.
+        """Return the mesh without devices, for planning.
 
         Args:
-          devices: how many devices to pretend; needed only where an axis is -1.
-          devices_per_node: when given, `inside_node` is checked as `build` would.
+          devices: number of devices. Required if the size of an axis is -1.
+          devices_per_node: if set, `inside_node` is checked as in `build`.
+
+        Raises:
+          ValueError: as in `build`.
         """
         if devices is None:
             if -1 in self._sizes.values():
-                raise problem(
-                    repr(self), "plan without devices", "one axis is -1", "say how many: .abstract(devices=4096)"
-                )
+                fix = "pass the number of devices: .abstract(devices=4096)"
+                raise problem(repr(self), "plan without devices", "the size of an axis is -1", fix, code="conflict")
             devices = math.prod(self._sizes.values())
         sizes = self.resolve(devices)
         if devices_per_node is not None and devices_per_node < devices:
@@ -204,82 +223,63 @@ class MeshSpec(Mapping[str, int]):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=self.axis_types)
 
     def _check_inside(self, sizes: dict[str, int], node_sizes: set[int]) -> None:
-        """An axis stays inside a node when it, and all axes inside it, fill a divisor of the node."""
+        """Check `inside_node`. An axis is inside a node if the product of its size and all inner sizes divides it."""
         names = list(sizes)
         for axis in self.inside_node:
             span = math.prod(sizes[name] for name in names[names.index(axis) :])
-            if sizes[axis] > 1 and any(node % span for node in node_sizes):
-                per_node = "/".join(str(n) for n in sorted(node_sizes))
-                exists = f"it spans {span} neighbouring devices and a node has {per_node}"
-                fix = f"make it a divisor of {min(node_sizes)}, or allow it to cross with inside_node=()"
-                raise problem(f"mesh axis `{axis}` ({sizes[axis]})", "keep it inside a node", exists, fix)
+            if sizes[axis] > 1 and any(size % span for size in node_sizes):
+                where, per_node = f"mesh axis `{axis}` ({sizes[axis]})", "/".join(map(str, sorted(node_sizes)))
+                reason = f"it spans {span} neighboring devices, and a node has {per_node}"
+                fix = f"choose a divisor of {min(node_sizes)}, or allow that axes cross nodes with inside_node=()"
+                raise problem(where, "stay inside a node", reason, fix, code="indivisible")
 
 
-def _remake(sizes: Mapping[str, int], inside_node: Sequence[str], axis_types: AxisTypes = "auto") -> MeshSpec:
-    arguments: dict[str, Any] = {**sizes, "inside_node": inside_node, "axis_types": axis_types}
-    return MeshSpec(**arguments)
+def _create(sizes: Mapping[str, int], inside_node: Sequence[str], axis_types: AxisTypes = "auto") -> MeshSpec:
+    args: dict[str, Any] = {**sizes, "inside_node": inside_node, "axis_types": axis_types}
+    return MeshSpec(**args)
 
 
-def _checked_name(name: str) -> str:
-    """An axis of the user's own. `fdsp=4` would make one that nothing is split over: four copies of the same work."""
-    near_names = difflib.get_close_matches(name.lower(), AXES, n=1, cutoff=0.75) if name.isalpha() else []
-    if near_names:
-        exists = f"it looks like the standard axis `{near_names[0]}`, mistyped; the standard axes are {', '.join(AXES)}"
-        fix = f"write {near_names[0]}=..., or give your own axis a name less like it: my_{name}=..."
-        raise problem(f"MeshSpec axis `{name}`", "add an axis of your own", exists, fix)
-    return name
+def _check_custom_name(name: str) -> None:
+    """Refuse names such as `fdsp`, a custom axis that no rule uses: its devices would repeat the same work."""
+    similar = difflib.get_close_matches(name.lower(), AXES, n=1, cutoff=0.75) if name.isalpha() else []
+    if similar:
+        reason = f"it looks like a typo of `{similar[0]}`; the standard axes are {', '.join(AXES)}"
+        fix = f"write {similar[0]}=..., or choose a less similar name: my_{name}=..."
+        raise problem(f"MeshSpec axis `{name}`", "add a custom axis", reason, fix, code="unknown-axis")
 
 
-def _checked_inside(inside_node: Sequence[str]) -> tuple[str, ...]:
-    inside = (inside_node,) if isinstance(inside_node, str) else inside_node
-    if not isinstance(inside, Sequence) or not all(isinstance(name, str) for name in inside):
-        where = f"MeshSpec(inside_node={inside_node!r})"
-        fix = 'write inside_node=("tensor",), or inside_node=() to allow all axes to cross'
-        raise problem(where, "keep these axes inside a node", "inside_node is a tuple of names of axes", fix)
-    return tuple(inside)
-
-
-def _checked_types(given: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType, ...]:
-    """One for each axis."""
-    kinds = {kind.name.lower(): kind for kind in (AxisType.Auto, AxisType.Explicit)}
-    by_axis = dict(given) if isinstance(given, Mapping) else dict.fromkeys(sizes, given)
-    found = {name: kinds.get(kind) if isinstance(kind, str) else kind for name, kind in by_axis.items()}
-    for name, kind in found.items():
-        if name not in sizes or kind not in kinds.values():
-            raise problem(
-                f"MeshSpec(axis_types={given!r})",
-                f"make axis `{name}` of type {by_axis[name]!r}",
-                f"the mesh has the axes {', '.join(sizes)}; a type is one of {', '.join(kinds)}"
-                + (", and Manual is what a shard_map makes of either" if kind is AxisType.Manual else ""),
-                'write axis_types="explicit", or axis_types={"fsdp": "explicit"}',
-            )
-    return tuple(found.get(name, AxisType.Auto) or AxisType.Auto for name in sizes)
-
-
-def _checked_size(name: str, size: int) -> int:
-    if not is_int(size, -1) or size == 0:
-        where, fix = f"MeshSpec axis `{name}`", f"write it as {name}=4, or leave {name} out where it is not used"
-        raise problem(where, f"have size {size!r}", "a size is a positive integer, or -1 for what is left", fix)
-    return int(size)
+def _checked_types(value: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType, ...]:
+    """Return the type of each axis."""
+    by_name = {axis_type.name.lower(): axis_type for axis_type in (AxisType.Auto, AxisType.Explicit)}
+    requested = dict(value) if isinstance(value, Mapping) else dict.fromkeys(sizes, value)
+    types = {axis: by_name.get(x) if isinstance(x, str) else x for axis, x in requested.items()}
+    for axis, axis_type in types.items():
+        if axis not in sizes or axis_type not in by_name.values():
+            reason = f"the mesh has the axes {', '.join(sizes)}, and the types are {', '.join(by_name)}"
+            if axis_type is AxisType.Manual:
+                reason += "; axes become Manual inside a shard_map only"
+            fix = 'write axis_types="explicit", or axis_types={"fsdp": "explicit"}'
+            where = f"MeshSpec(axis_types={value!r})"
+            raise problem(where, f"give `{axis}` the type {requested[axis]!r}", reason, fix, code="unknown-choice")
+    return tuple(types.get(axis, AxisType.Auto) or AxisType.Auto for axis in sizes)
 
 
 def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
-    """The mesh that a step is traced on, its axes XLA's to split: where one is Explicit, as in `jax.make_mesh`, Auto.
+    """Return the mesh with Explicit axes changed to Auto. Steps are traced on it.
 
-    Devices and names stay. Arrays between steps keep the types of the mesh as it was given
-    (`meshpar.sharding.constraints`).
+    Arrays between steps keep the types of the original mesh (`meshpar.sharding.constraints`).
 
     Raises:
-      ValueError: it is no mesh.
+      ValueError: `mesh` is not a mesh.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
-        spec = isinstance(mesh, MeshSpec)
-        exists = "it is only the sizes of one" if spec else f"it is a {type(mesh).__name__}"
-        fix = "write .build() behind it, or .abstract() to plan" if spec else "write mp.MeshSpec(fsdp=-1).build()"
-        raise problem(where, f"use {mesh!r} as a mesh", exists, fix)
+        reason, fix = f"it is of type {type(mesh).__name__}", "write mp.MeshSpec(fsdp=-1).build()"
+        if isinstance(mesh, MeshSpec):
+            reason, fix = "a MeshSpec has sizes, but no devices", "append .build(), or .abstract() to plan"
+        raise problem(where, f"use {mesh!r} as a mesh", reason, fix, code="wrong-type")
     if AxisType.Explicit not in mesh.axis_types:
         return mesh
-    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    types = tuple(AxisType.Auto if x == AxisType.Explicit else x for x in mesh.axis_types)
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
     device = mesh.abstract_device
@@ -287,14 +287,9 @@ def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
 
 
 def node_of(device: jax.Device) -> int:
-    """The node a device belongs to: devices of one node share its fast links.
+    """Return the node of a device. Devices of a node are connected by fast links.
 
-    GPU backends say so themselves (`slice_index` is the host or NVLink domain); elsewhere it is the process.
+    On GPUs this is `slice_index`, the host or NVLink domain. On other platforms it is the process.
     """
     index = getattr(device, "slice_index", None)
     return device.process_index if index is None else index
-
-
-def _by_node(devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    ordered = sorted(devices, key=lambda d: (node_of(d), d.process_index, d.id))
-    return [list(node) for _, node in itertools.groupby(ordered, key=node_of)]

@@ -1,4 +1,4 @@
-"""Reports as rich tables, as plain text where they become strings, and as plain data."""
+"""Base classes and helpers to print reports as rich tables, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-Of = TypeVar("Of")
+T = TypeVar("T")
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: what has `to_json` as that says, records and mappings as dicts, sequences as lists."""
+    """Convert a value to dicts, lists and scalars for JSON. A `to_json` method takes precedence."""
     if hasattr(value, "to_json"):
         return value.to_json()
     if dataclasses.is_dataclass(value):
@@ -22,31 +22,31 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def flat(nested: Mapping[str, Mapping[str, Of]]) -> dict[tuple[str, str], Of]:
-    """What is known by one name and then another, by both at once."""
-    return {(outer, inner): value for outer, named in nested.items() for inner, value in named.items()}
+def flat(nested: Mapping[str, Mapping[str, T]]) -> dict[tuple[str, str], T]:
+    """Return a nested mapping with pairs of keys."""
+    return {(outer, inner): value for outer, mapping in nested.items() for inner, value in mapping.items()}
 
 
 def human_mesh(mesh: Mapping[str, int]) -> str:
-    """The axes that split something: `fsdp=4, tensor=2`."""
+    """Return the mesh axes larger than 1 as text: `fsdp=4, tensor=2`."""
     return ", ".join(f"{axis}={size}" for axis, size in mesh.items() if size > 1) or "one device"
 
 
 class Plain:
-    """A dataclass that becomes plain data: its fields, but for those not printed, and what is derived from them."""
+    """Base class of dataclasses with a `to_json` method."""
 
     __slots__ = ()
     derived: ClassVar[tuple[str, ...]] = ()
-    """Properties that the data hold, too."""
+    """Properties to include in the JSON data."""
 
     def to_json(self) -> dict[str, Any]:
-        """The record as plain data."""
+        """Return the derived properties and the fields with `repr=True` as JSON data."""
         fields = (field.name for field in dataclasses.fields(self) if field.repr)  # type: ignore[arg-type]
         return {name: plain(getattr(self, name)) for name in (*fields, *self.derived)}
 
 
 class Printed:
-    """What has `__rich__`; as a string it is the same without colours, 160 columns wide."""
+    """Base class of objects with `__rich__`. `str` renders them without colors, 160 columns wide."""
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -65,15 +65,15 @@ def table(
     left: Collection[str] = (),
     caption: str | None = None,
 ) -> Any:
-    """A rich table. An empty row stands for a line between two sections."""
+    """Return a rich table. An empty row separates two sections. Columns in `left` are left-aligned."""
     from rich.table import Table
 
-    made = Table(title=title, caption=caption, caption_justify="left")
+    result = Table(title=title, caption=caption, caption_justify="left")
     for column in columns:
-        made.add_column(column, justify="left" if column in left else "right")
+        result.add_column(column, justify="left" if column in left else "right")
     for row in rows:
         if row:
-            made.add_row(*row)
+            result.add_row(*row)
         else:
-            made.add_section()
-    return made
+            result.add_section()
+    return result

@@ -1,7 +1,7 @@
-"""Rules: from the names and the path of a leaf to its PartitionSpec, strictly.
+"""Sharding rules: logical names and path patterns of leaves, mapped to a `PartitionSpec`.
 
-A rule maps a logical name to mesh axes, or a path pattern to a layout. `resolve` applies a `Rules` to one leaf and
-returns the `Decision`; `use` and `constrain` apply the rules for activations inside a model.
+A rule maps a logical name to mesh axes, or a path pattern to a layout. `resolve` applies `Rules` to one leaf and
+returns a `Decision`. `constrain` applies activation rules inside a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,18 @@ from typing import Any, TypeAlias
 
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import Decision, Leaf, MeshLike, axis_sizes, near, near_or, num_shards, problem, spec_axes
+from meshpar.sharding.types import (
+    Decision,
+    Leaf,
+    MeshLike,
+    MeshparError,
+    axis_sizes,
+    near,
+    near_or,
+    num_shards,
+    problem,
+    spec_axes,
+)
 
 PARAMETER_NAMES = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "expert", "layers")
 ACTIVATION_NAMES = (
@@ -22,23 +33,23 @@ ACTIVATION_NAMES = (
     "act_expert", "attn_seq", "attn_heads", "attn_kv_heads",
 )  # fmt: skip
 REFINES = {"norm_seq": "seq", "attn_seq": "seq", "attn_heads": "act_heads", "attn_kv_heads": "act_kv_heads"}
-"""A name whose dim is split as another's, and then further over the axes of its own rule: the sequence of the residual
-stream is that of its layer, cut finer where sequence parallelism cuts it. Names with `attn` are of attention itself,
-between queries, keys and values and the heads' output: there a rule may keep whole what is split around it."""
+"""Names that refine a second name: their dim is sharded over the axes of the second name, and then over the axes in the
+rule for the first. `norm_seq` is the sequence of the residual stream; sequence parallelism shards it further than `seq`
+inside a layer. The `attn_` names apply between the projections and attention, where a rule may replicate a dim."""
 ACTIVATIONS_OF = {"vocab": "act_vocab", "heads": "act_heads", "kv_heads": "act_kv_heads", "mlp": "act_mlp"}
-"""Names of parameters, and of the activations that presets shard over the same axis."""
+"""Parameter names, and the activation names that presets shard over the same axis."""
 BATCH_AXES = ("data", "fsdp", "expert")
-"""The axes over which the presets split the batch: every one that does not split a layer's own work."""
+"""Axes over which the presets shard the batch."""
 
 LARGEST_DIM = "largest dim"
 """Key of the rule for leaves without names."""
 
 USER = "user"
-"""Origin of a rule that no preset brought."""
+"""Origin of a rule that does not belong to a preset."""
 
 
 class _Replicated:
-    """The value of `replicated`: replicated on purpose."""
+    """The type of `replicated`."""
 
     def __repr__(self) -> str:
         return "replicated"
@@ -48,12 +59,12 @@ class _Replicated:
 
 
 replicated = _Replicated()
-"""Says that a leaf, or a dim, is meant to be replicated."""
+"""Marks a leaf or a dim as replicated on purpose."""
 
 
 @dataclasses.dataclass(frozen=True)
 class First:
-    """Alternatives for one dim, the first that fits is taken. Made by `first`."""
+    """Alternatives for a dim, in order of preference. Created by `first`."""
 
     alternatives: tuple[str | tuple[str, ...] | None, ...]
 
@@ -62,28 +73,34 @@ class First:
 
 
 def first(*alternatives: str | tuple[str, ...] | None) -> First:
-    """A fallback written by the author of a rule: the first alternative whose axes are free and divide the dim.
+    """Return a rule that uses the first alternative whose axes are free and divide the dim.
 
-    `first("tensor", None)` shards over `tensor` where that goes and leaves the dim replicated where it does not.
+    Args:
+      *alternatives: mesh axes, tuples of different axes, or None for a replicated dim.
+
+    Raises:
+      ValueError: an alternative has a wrong type, or there are none.
+
+    Example:
+      `first("tensor", None)` shards the dim over `tensor` if possible, and replicates it otherwise.
     """
     choices = tuple(tuple(choice) if isinstance(choice, list) else choice for choice in alternatives)
     if not choices or not all(choice is None or isinstance(choice, str) or _is_axes(choice) for choice in choices):
-        asked = f"choose among {'these' if choices else 'nothing'}"
-        exists = "an alternative is a mesh axis, a tuple of different axes, or None for a replicated dim"
-        raise problem(f"first({', '.join(map(repr, choices))})", asked, exists, 'write first("tensor", None)')
+        expected = "each alternative must be a mesh axis, a tuple of different axes, or None for a replicated dim"
+        raise _invalid("first", choices, expected, 'first("tensor", None)')
     return First(choices)
 
 
 @dataclasses.dataclass(frozen=True)
 class InTurn(First):
-    """Alternatives as Flax's lists of rules have them. Made by `Rules.from_logical_axis_rules`.
+    """Alternatives with the semantics of Flax's logical axis rules. Created by `Rules.from_logical_axis_rules`.
 
-    The lines of a list take their turn, whatever dim they are about: a dim gets the axes of the first line for its name
-    whose axes no line before has taken, and is not split where there is none.
+    The pairs of the list are processed in order. A dim gets the axes of the first pair with its name whose axes no
+    earlier pair has used. If there is none, the dim is replicated.
     """
 
     lines: tuple[int, ...] = ()
-    """The line of each alternative."""
+    """The position in the list, for each alternative."""
 
     def __repr__(self) -> str:
         return f"in_turn({', '.join(f'{n}: {x!r}' for n, x in zip(self.lines, self.alternatives, strict=True))})"
@@ -91,34 +108,37 @@ class InTurn(First):
 
 @dataclasses.dataclass(frozen=True)
 class NamesOf:
-    """Logical names given to a leaf by its path. Made by `names`."""
+    """Logical names for the dims of a leaf. Created by `names`."""
 
     names: tuple[str | None, ...]
     and_more: bool = False
-    """Whether dims behind these go as they would without the rule."""
+    """Whether the remaining dims are sharded as without this rule."""
 
     def __repr__(self) -> str:
         return f"names({', '.join([*map(repr, self.names), *['...'] * self.and_more])})"
 
 
 def names(*dims: Any) -> NamesOf:
-    """Give a leaf logical names by its path, for a model that carries none.
+    """Return a path rule that gives logical names to the dims of a leaf, for models without names.
 
-    `Rules(paths={r".*/up/kernel": names("embed", "mlp")})` lets every strategy treat the leaf as annotated. With `...`
-    as the last, dims that are left keep the leaf's own names; without any, the strategy splits the largest of them, as
-    in leaves without names: `Rules(paths={r"blocks/.*": names("layers", ...)})` says of a whole stack of layers, with
-    arrays of any rank, which dim is the layers'.
+    Args:
+      *dims: a name or None for each dim. A final `...` matches any number of dims. These keep the names in the model;
+        without names, the strategy shards the largest remaining dim, as in unnamed leaves.
 
     Raises:
-      ValueError: what is no name.
+      ValueError: an argument is not a name.
+
+    Example:
+      `Rules(paths={r".*/up/kernel": names("embed", "mlp")})` lets any strategy treat the leaf as annotated.
+      `Rules(paths={r"blocks/.*": names("layers", ...)})` names the first dim of all arrays of a stack of layers.
     """
     and_more = dims[-1:] == (...,)
-    given = dims[:-1] if and_more else dims
-    if not all(name is None or isinstance(name, str) for name in given):
-        exists = "a logical name is a string, or None for a dim that has none"
-        fix = 'write one for each dim, names("embed", None), or `...` for all that are left, names("layers", ...)'
-        raise problem(f"names({', '.join(map(repr, dims))})", "give these names to dims", exists, fix)
-    return NamesOf(given, and_more)
+    named_dims = dims[:-1] if and_more else dims
+    if not all(name is None or isinstance(name, str) for name in named_dims):
+        expected = "a logical name is a string, or None for a dim without a name"
+        example = 'a name for each dim, names("embed", None), or end with `...`, names("layers", ...)'
+        raise _invalid("names", dims, expected, example)
+    return NamesOf(named_dims, and_more)
 
 
 DimRule: TypeAlias = str | tuple[str, ...] | First | _Replicated | None
@@ -128,15 +148,15 @@ ModuleRule: TypeAlias = NamesOf | tuple[str | None, ...] | None
 
 @dataclasses.dataclass(frozen=True)
 class _Rule:
-    """One rule, its place of origin, and what it says."""
+    """A rule: its name or pattern, its value, and the preset that it belongs to."""
 
     key: str
     value: Any
     origin: str = USER
     is_path: bool = False
 
-    def fires(self, path: str) -> bool:
-        """Whether a path, of a leaf or a module, is one of those it is about."""
+    def matches(self, path: str) -> bool:
+        """Return whether the pattern matches the full path of a leaf or module."""
         return re.fullmatch(self.key, path) is not None
 
     def __str__(self) -> str:
@@ -146,7 +166,7 @@ class _Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """What to do with leaves without names: shard the largest dim that divides, when the leaf has this many bytes."""
+    """Rule for leaves without names: shard the largest dim that the axes divide, if the leaf has `min_bytes`."""
 
     axes: tuple[str, ...]
     min_bytes: int
@@ -155,24 +175,27 @@ class Largest:
 
 @dataclasses.dataclass(init=False, repr=False, unsafe_hash=True)
 class Rules:
-    """An immutable set of sharding rules; two join with `|`, the later one wins.
+    """An immutable set of sharding rules. `a | b` joins two sets; the rules of `b` take precedence.
+
+    Patterns are regular expressions that must match a full path. The last matching pattern wins.
 
     Args:
-      paths: path pattern (a regular expression that must match the whole path) to `replicated`, to `names(...)`, or to
-        one entry per dim as in a PartitionSpec. A pattern that stands later wins over one before it.
-      activations: path pattern of modules to one name or None for each dim of what they give, for models that do not
-        call `constrain`; None leaves it to the compiler. Without a rule, what modules of a model without names give is
-        split along the batch.
-      precision: path pattern of modules to the dtype, wider than `Precision.compute`, that parameters in them are cast
-        to: such a module computes in it (unless it has a `dtype=` of its own) and hands on what it gives in
-        `Precision.compute`. A pattern that stands later wins.
-      remat: path pattern of modules in the model to what each keeps for the backward pass, which makes the rest again,
-        in the words of `train_step(remat=...)`; None: all. A pattern that stands later wins. Where modules stand inside
-        each other what the inner one gives is made as often as both rules say.
-      inputs: path pattern of the batch's leaves that are no rows like the others: "batch" has a first dim of its own
-        that is split as the batch is, and cut into micro-steps (a graph's nodes and edges); `replicated` is whole on
-        every device and in every micro-step.
-      **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated` or None (not split).
+      paths: path pattern of parameters to `replicated`, to `names(...)`, or to one entry per dim as in a PartitionSpec.
+      activations: path pattern of modules to a name or None for each dim of their outputs, for models that do not call
+        `constrain`. A value of None leaves the outputs to the compiler. If a model has no names, outputs without a rule
+        are sharded along the batch.
+      precision: path pattern of modules to a dtype, wider than `Precision.compute`. Parameters of these modules are
+        cast to it, so the modules compute in it (unless they have their own `dtype=`). Outputs are cast back to
+        `Precision.compute`.
+      remat: path pattern of modules to the values that the backward pass does not recompute, as in
+        `train_step(remat=...)`. None saves everything. Nested modules with rules are recomputed once for each rule.
+      inputs: path pattern of batch leaves without the common batch dim. "batch": the first dim has a different size,
+        but is sharded and divided into micro-steps like the batch (nodes and edges of a graph). `replicated`: all
+        devices and micro-steps receive the full leaf.
+      **by_name: logical name to a mesh axis, a tuple of axes, `first(...)`, `replicated`, or None for an unsharded dim.
+
+    Raises:
+      ValueError: a pattern is not a regular expression, or a value has a wrong type.
 
     Example:
       >>> Rules(mlp="tensor", embed="fsdp", batch=("data", "fsdp"), paths={r".*/scale": replicated})
@@ -199,22 +222,22 @@ class Rules:
         inputs: Mapping[str, Any] | None = None,
         **by_name: DimRule,
     ) -> None:
-        given = {"paths": paths, "activations": activations, "inputs": inputs, "precision": precision, "remat": remat}
-        made: dict[str, tuple[_Rule, ...]] = {}
+        args = {"paths": paths, "activations": activations, "inputs": inputs, "precision": precision, "remat": remat}
         for field, (argument, checked, example) in _PATTERNS.items():
-            _check_mapping(argument, given[argument], example)
-            made[field] = tuple(_Rule(key, checked(key, x), is_path=True) for key, x in (given[argument] or {}).items())
-        vars(self).update(
-            _by_name={key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()}, **made
-        )
+            rules = args[argument] or {}
+            _check_mapping("Rules", args[argument], argument, example)
+            for pattern in rules:
+                check_pattern(pattern)
+            vars(self)[field] = tuple(_Rule(key, checked(key, value), is_path=True) for key, value in rules.items())
+        vars(self)["_by_name"] = {key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError("Rules do not change; join them: rules | Rules(mlp=None)")
+        raise AttributeError("Rules are immutable. Join them instead: rules | Rules(mlp=None)")
 
     def _with(self, **fields: Any) -> Rules:
-        changed = type(self).__new__(type(self))
-        vars(changed).update({**vars(self), **fields})
-        return changed
+        result = type(self).__new__(type(self))
+        vars(result).update({**vars(self), **fields})
+        return result
 
     @classmethod
     def preset(
@@ -227,14 +250,15 @@ class Rules:
         largest: Largest | None = None,
         optional_axes: tuple[str, ...] = (),
     ) -> Rules:
-        """Rules that a strategy brings: they may idle, and they know the whole vocabulary.
+        """Return the rules of a strategy. Unlike rules of a user, they need not match any leaf.
 
         Args:
-          origin: name of the strategy, shown beside every rule that fires.
-          known: names that may stand on a leaf without being split.
-          everything: leaves that no rule shards are meant to be replicated.
-          largest: how to split big leaves that carry no names.
-          optional_axes: mesh axes that are left out where the mesh has no such axis.
+          origin: name of the strategy, shown with each of its rules.
+          by_name: logical name to mesh axes, as in `Rules`.
+          known: names that are valid without a rule.
+          everything: whether leaves that no rule shards are replicated on purpose.
+          largest: rule for large leaves without names.
+          optional_axes: mesh axes to skip if the mesh does not have them.
         """
         return cls()._with(
             _by_name={key: _Rule(key, _checked_dim_rule(key, value), origin) for key, value in (by_name or {}).items()},
@@ -248,57 +272,62 @@ class Rules:
     def from_logical_axis_rules(
         cls, rules: Iterable[Any], *, axes: Mapping[str, str | None] | None = None, batch: str | None = None
     ) -> Rules:
-        """Rules as Flax (`nn.logical_axis_rules`), T5X and MaxText (`logical_axis_rules` of its YAML) write them.
+        """Return rules from a list for Flax (`nn.logical_axis_rules`), T5X or MaxText (`logical_axis_rules` in YAML).
 
         Args:
-          rules: pairs of a logical name and a mesh axis, several or None. A name may stand in several; the first one
-            whose axes are free in an array counts, line by line.
-          axes: their mesh axes by other names of yours ({"model": "tensor"}), or None to leave one out.
-          batch: the logical name of the batch's rows; by default `batch`, or else `activation_batch`.
+          rules: pairs of a logical name and a mesh axis, a list of axes or None. If a name is repeated, the first pair
+            whose axes are free in the array applies.
+          axes: mesh axes to rename ({"model": "tensor"}), or to remove (None).
+          batch: the logical name of the batch dim. The default is `batch` or `activation_batch`.
+
+        Returns:
+          Rules by name.
 
         Raises:
-          ValueError: an entry that is no such pair, or an axis to rename or a name for the batch that the list lacks.
+          ValueError: an entry is not such a pair, or the list lacks an axis in `axes` or the name `batch`.
 
         Example:
           >>> Rules.from_logical_axis_rules([("batch", "data"), ("mlp", "model")], axes={"model": "tensor"}).axes
           frozenset({'data', 'tensor'})
         """
-        _check_mapping("axes", axes, "{'model': 'tensor'}", of="Rules.from_logical_axis_rules")
+        where = "Rules.from_logical_axis_rules"
+        _check_mapping(where, axes, "axes", "{'model': 'tensor'}")
         if isinstance(rules, str | Mapping) or not isinstance(rules, Iterable):
-            where, exists = "Rules.from_logical_axis_rules", f"`rules` is a {type(rules).__name__}"
-            raise problem(where, "read a list of rules", exists, 'write [("mlp", "tensor"), ("embed", None)]')
+            raise _invalid(where, rules, "`rules` must be a list of pairs", '[("mlp", "tensor"), ("embed", None)]')
+        renames = axes or {}
         lines: dict[str, list[tuple[int, Any]]] = {}
-        found_axes: set[str] = set()
+        listed_axes: set[str] = set()
         for number, line in enumerate(rules):
-            name, choice = _checked_line(line)
-            found_axes.update(spec_axes(choice))
-            named = tuple((axes or {}).get(axis, axis) for axis in spec_axes(choice))
-            kept = tuple(axis for axis in named if axis is not None)
-            lines.setdefault(name, []).append((number, kept or None))
-        for axis in axes or {}:
-            if axis not in found_axes:
-                where = f"from_logical_axis_rules(axes={{{axis!r}: {axes[axis]!r}}})"  # type: ignore[index]
-                raise problem(
-                    where, "call it otherwise", "no line of the list has such an axis", near(axis, found_axes)
-                )
-        rows = batch or next((name for name in ("batch", "activation_batch") if name in lines), None)
-        if rows is not None and rows not in lines:
-            where = f"from_logical_axis_rules(batch={batch!r})"
-            raise problem(where, "split the batch by its rule", "the list has no such name", near(rows, lines))
-        if rows is not None:
-            lines["batch"] = lines[rows]
-        values = {
-            name: InTurn(tuple(choice for _, choice in found), tuple(number for number, _ in found))
-            for name, found in lines.items()
-        }
-        return cls()._with(_by_name={name: _Rule(name, value, "logical_axis_rules") for name, value in values.items()})
+            name, value = _checked_line(line)
+            listed_axes.update(spec_axes(value))
+            renamed = [renames.get(axis, axis) for axis in spec_axes(value)]
+            lines.setdefault(name, []).append((number, tuple(axis for axis in renamed if axis is not None) or None))
+        for axis in renames.keys() - listed_axes:
+            reason, fix = "the list does not contain this axis", near(axis, listed_axes)
+            raise problem(where, f"rename mesh axis `{axis}`", reason, fix, code="unknown-axis")
+        batch = batch or next((name for name in ("batch", "activation_batch") if name in lines), None)
+        if batch is not None and batch not in lines:
+            reason, fix = "the list does not contain this name", near(batch, lines)
+            raise problem(where, f"use batch={batch!r}", reason, fix, code="unknown-name")
+        if batch is not None:
+            lines["batch"] = lines[batch]
+        by_name = {}
+        for name, pairs in lines.items():
+            numbers, values = zip(*pairs, strict=True)
+            by_name[name] = _Rule(name, InTurn(values, numbers), "logical_axis_rules")
+        return cls()._with(_by_name=by_name)
 
     def __or__(self, other: Rules) -> Rules:
         if not isinstance(other, Rules):
             return NotImplemented
+        joined = {}
+        for field in _PATTERNS:  # a repeated pattern moves to the end, so that it wins
+            rules, later = getattr(self, field), getattr(other, field)
+            replaced = {rule.key for rule in later}
+            joined[field] = (*(rule for rule in rules if rule.key not in replaced), *later)
         return self._with(
+            **joined,
             _by_name={**self._by_name, **other._by_name},
-            **{field: _behind(getattr(self, field), getattr(other, field)) for field in _PATTERNS},
             known=self.known | other.known,
             everything=other.everything or self.everything,
             largest=other.largest or self.largest,
@@ -306,88 +335,85 @@ class Rules:
         )
 
     def __repr__(self) -> str:
-        parts = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
+        args = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
         for field, (argument, *_) in _PATTERNS.items():
             if rules := getattr(self, field):
-                parts.append(f"{argument}={{" + ", ".join(f"{r.key!r}: {r.value!r}" for r in rules) + "}")
-        return f"Rules({', '.join(parts)})"
+                args.append(f"{argument}={{" + ", ".join(f"{r.key!r}: {r.value!r}" for r in rules) + "}")
+        return f"Rules({', '.join(args)})"
 
     def to_json(self) -> dict[str, Any]:
-        """Names and paths as plain data, which `from_json` reads as rules of a user's."""
-        by_name = {rule.key: _to_plain(rule.value) for rule in self._by_name.values()}
-        patterns = {
-            name: {r.key: _to_plain(r.value) for r in getattr(self, of)} for of, (name, *_) in _PATTERNS.items()
-        }
-        return {"by_name": by_name} | {name: said for name, said in patterns.items() if said or name == "paths"}
+        """Return names and patterns as JSON data. `from_json` reads them as rules of a user."""
+        data = {"by_name": {rule.key: _to_json(rule.value) for rule in self._by_name.values()}}
+        for field, (argument, *_) in _PATTERNS.items():
+            if (rules := getattr(self, field)) or argument == "paths":
+                data[argument] = {rule.key: _to_json(rule.value) for rule in rules}
+        return data
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Rules:
-        """The rules that `to_json` gave."""
-        arguments = ("by_name", *(argument for argument, *_ in _PATTERNS.values()))
-        said: dict[str, Any] = {of: {key: _from_plain(x) for key, x in data.get(of, {}).items()} for of in arguments}
-        return Rules(**said.pop("by_name"), **said)
+        """Return the rules that `to_json` wrote."""
+        fields = ("by_name", *(argument for argument, *_ in _PATTERNS.values()))
+        args: dict[str, Any] = {name: {k: _from_json(x) for k, x in data.get(name, {}).items()} for name in fields}
+        return Rules(**args.pop("by_name"), **args)
 
     @property
     def dtypes(self) -> frozenset[str]:
-        """Those that `precision` gives to modules."""
+        """The dtypes of all precision rules."""
         return frozenset(rule.value for rule in self.precision)
 
     def dtype_in(self, path: str) -> str | None:
-        """The dtype that `precision` gives a parameter, by the modules that it stands in; None: no rule is about it."""
-        parts = path.split("/")
-        modules = ["/".join(parts[:end]) for end in range(1, len(parts))]
-        return next((rule.value for rule in reversed(self.precision) if any(map(rule.fires, modules))), None)
+        """Return the dtype of the precision rule for a parameter, by its enclosing modules, or None."""
+        keys = path.split("/")
+        modules = ["/".join(keys[:end]) for end in range(1, len(keys))]
+        return next((rule.value for rule in reversed(self.precision) if any(map(rule.matches, modules))), None)
 
     def input_rule(self, path: str) -> Any:
-        """What `inputs` says of a leaf of the batch: "batch", `replicated`, or None: it is rows like the others."""
-        return next((rule.value for rule in reversed(self.inputs) if rule.fires(path)), None)
+        """Return the value of the `inputs` rule for a batch leaf: "batch", `replicated`, or None without a rule."""
+        return next((rule.value for rule in reversed(self.inputs) if rule.matches(path)), None)
 
     @property
     def names(self) -> frozenset[str]:
-        """Every logical name these rules have heard of."""
+        """All valid logical names."""
         return self.known | frozenset(self._by_name)
 
     @property
     def sources(self) -> Iterator[tuple[str, str]]:
-        """(origin, key) of every rule, as decisions record them."""
+        """(origin, key) of each rule, as in `Decision.sources`."""
         yield from ((rule.origin, rule.key) for rule in (*self._by_name.values(), *self._by_path))
         if self.largest:
             yield self.largest.origin, LARGEST_DIM
 
     @property
     def user_names(self) -> tuple[str, ...]:
-        """The logical names that a user, not a preset, wrote a rule for."""
+        """Logical names with a rule that does not belong to a preset."""
         return tuple(rule.key for rule in self._by_name.values() if rule.origin == USER)
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The path patterns, in order; the last that matches wins."""
+        """The path patterns, in order of increasing precedence."""
         return tuple(rule.key for rule in self._by_path)
 
     @property
     def axes(self) -> frozenset[str]:
+        """All mesh axes in the rules."""
         largest = self.largest.axes if self.largest else ()
         return frozenset(largest).union(*(axes_in(rule.value) for rule in (*self._by_name.values(), *self._by_path)))
 
     def without_paths(self) -> Rules:
+        """Return the same rules without path rules."""
         return self._with(_by_path=())
 
     def path_rule(self, path: str) -> _Rule | None:
-        """The path rule that fires on a path, None when there is none."""
-        return next((rule for rule in reversed(self._by_path) if rule.fires(path)), None)
+        """Return the path rule that applies to a leaf, or None."""
+        return next((rule for rule in reversed(self._by_path) if rule.matches(path)), None)
 
     def name_rule(self, name: str) -> _Rule | None:
-        """The rule for a logical name, None when the name is unknown or known and not split."""
+        """Return the rule for a logical name, or None."""
         return self._by_name.get(name)
 
 
-def _behind(mine: tuple[_Rule, ...], theirs: tuple[_Rule, ...]) -> tuple[_Rule, ...]:
-    """A pattern said again takes its new place, so that the later one wins."""
-    return (*(rule for rule in mine if rule.key not in {one.key for one in theirs}), *theirs)
-
-
 def axes_in(value: Any) -> set[str]:
-    """Mesh axes in the value of a rule."""
+    """Return the mesh axes in the value of a rule."""
     if isinstance(value, First):
         value = value.alternatives
     if isinstance(value, str):
@@ -395,129 +421,119 @@ def axes_in(value: Any) -> set[str]:
     return set().union(*map(axes_in, value)) if isinstance(value, tuple) else set()
 
 
-def _to_plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, InTurn):
-        return {"in_turn": [[n, _to_plain(one)] for n, one in zip(value.lines, value.alternatives, strict=True)]}
+        return {"in_turn": [[n, _to_json(x)] for n, x in zip(value.lines, value.alternatives, strict=True)]}
     if isinstance(value, First):
-        return {"first": [_to_plain(one) for one in value.alternatives]}
+        return {"first": [_to_json(x) for x in value.alternatives]}
     if isinstance(value, NamesOf):
         return {"names": [*value.names, *["..."] * value.and_more]}
     if isinstance(value, tuple | PartitionSpec):
-        return [_to_plain(one) for one in value]
+        return [_to_json(x) for x in value]
     return {"replicated": True} if value is replicated else value
 
 
-def _from_plain(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        ((kind, given),) = value.items()
+        ((kind, args),) = value.items()
         if kind == "replicated":
             return replicated
         if kind == "in_turn":
-            lines, choices = zip(*given, strict=True)
-            return InTurn(tuple(map(_from_plain, choices)), tuple(lines))
+            lines, alternatives = zip(*args, strict=True)
+            return InTurn(tuple(map(_from_json, alternatives)), tuple(lines))
         if kind == "first":
-            return first(*map(_from_plain, given))
-        return names(*[... if name == "..." else name for name in given])
-    return tuple(map(_from_plain, value)) if isinstance(value, list) else value
+            return first(*map(_from_json, args))
+        return names(*[... if name == "..." else name for name in args])
+    return tuple(map(_from_json, value)) if isinstance(value, list) else value
+
+
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
 def _checked_line(line: Any) -> tuple[str, DimRule]:
     if isinstance(line, tuple | list) and len(line) == 2 and isinstance(line[0], str):
-        choice = tuple(line[1]) if isinstance(line[1], list) else line[1]
-        if choice in (None, ()) or isinstance(choice, str) or _is_axes(choice):
-            return line[0], choice or None
-    exists = "an entry is a logical name and a mesh axis, several different ones, or None"
-    raise problem(f"from_logical_axis_rules, entry {line!r}", "read it", exists, 'write ("mlp", "tensor")')
+        value = tuple(line[1]) if isinstance(line[1], list) else line[1]
+        if value in (None, ()) or isinstance(value, str) or _is_axes(value):
+            return line[0], value or None
+    expected = "an entry must be a logical name with a mesh axis, a list of different axes, or None"
+    raise _invalid("Rules.from_logical_axis_rules", line, expected, '("mlp", "tensor")')
 
 
-def _checked_dim_rule(key: str, value: Any, where: str = "rule for") -> DimRule:
+def _checked_dim_rule(key: str, value: Any, where: str = "") -> DimRule:
     if isinstance(value, list):
         value = tuple(value)
     if value is None or isinstance(value, First | _Replicated | str) or _is_axes(value):
         return value
-    exists = "a dim maps to a mesh axis, a tuple of different axes, first(...), replicated or None"
-    fix = f'write {key}="fsdp"' if key.isidentifier() else "name mesh axes as strings"
-    raise problem(f"{where} {key}" if key.isdigit() else f"{where} `{key}`", f"map to {value!r}", exists, fix)
+    expected = "a dim maps to a mesh axis, a tuple of different axes, first(...), replicated or None"
+    raise _invalid(where or f"rule for `{key}`", value, expected, f'{key}="fsdp"' if key.isidentifier() else '"fsdp"')
 
 
 def _is_axes(value: Any) -> bool:
-    named = isinstance(value, tuple) and bool(value) and all(isinstance(axis, str) for axis in value)
-    return named and len(set(value)) == len(value)
+    """Return whether a value is a tuple of different mesh axes."""
+    is_tuple = isinstance(value, tuple) and bool(value) and all(isinstance(axis, str) for axis in value)
+    return is_tuple and len(set(value)) == len(value)
 
 
-def _check_mapping(field: str, given: Any, example: str, of: str = "Rules") -> None:
-    if not (given is None or isinstance(given, Mapping)):
-        raise problem(
-            f"{of}({field}={given!r})",
-            "match paths" if of == "Rules" else "name axes otherwise",
-            f"`{field}` is a {type(given).__name__}, and must map each "
-            + ("pattern to a layout" if of == "Rules" else "axis of theirs to one of yours"),
-            f"write {field}={example}",
-        )
+def _invalid(where: str, value: Any, expected: str, example: str, code: str = "wrong-type") -> MeshparError:
+    return problem(where, f"use {value!r}", expected, f"write {example}", code=code)
+
+
+def _check_mapping(where: str, value: Any, argument: str, example: str) -> None:
+    if not (value is None or isinstance(value, Mapping)):
+        raise _invalid(where, value, f"{argument} must be a dict", f"{argument}={example}")
 
 
 def check_pattern(pattern: Any) -> None:
-    """Raises `ValueError` for what is no pattern of paths."""
-    try:
-        re.compile(str(pattern))
-    except re.error as error:
-        fix = "write one that matches the whole path, say r'.*/kernel', with what is literal escaped"
-        raise problem(f"path rule `{pattern}`", "match paths", f"it is no regular expression ({error})", fix) from error
+    """Raise `ValueError` if a value is not a regular expression."""
+    example = "a regular expression for the full path, such as r'.*/kernel'"
     if not isinstance(pattern, str):
-        where, exists = f"path rule {pattern!r}", f"a pattern is a string, and this is of type {type(pattern).__name__}"
-        raise problem(where, "match paths", exists, "write a regular expression for the whole path, say r'.*/kernel'")
+        raise _invalid("pattern", pattern, "a pattern must be a string", example)
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        reason = f"it is not a regular expression ({error})"
+        raise _invalid("pattern", pattern, reason, example, code="bad-syntax") from error
+
+
+def _checked_path_rule(pattern: str, value: Any) -> PathRule:
+    where = f"path rule `{pattern}`"
+    if isinstance(value, _Replicated | NamesOf):
+        return value
+    if isinstance(value, PartitionSpec | tuple | list):
+        return tuple(_checked_dim_rule(str(dim), entry, f"{where} dim {dim}") for dim, entry in enumerate(value))
+    expected = "a path maps to replicated, names(...) or a tuple with one entry per dim"
+    raise _invalid(where, value, expected, f"({value!r}, None)" if isinstance(value, str) else "mp.replicated")
 
 
 def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
-    check_pattern(pattern)
     if isinstance(value, tuple | list):
         value = names(*value)
     if value is None or (isinstance(value, NamesOf) and not value.and_more):
         return value
-    exists = "a module maps to one name or None for each dim of what it gives, or to None: as the compiler likes"
-    raise problem(f"activation rule `{pattern}`", f"mean {value!r}", exists, 'write ("batch", "seq", "act_mlp")')
+    expected = "a module maps to None or to a name or None for each dim"
+    raise _invalid(f"activation rule `{pattern}`", value, expected, '("batch", "seq", "act_mlp")')
 
 
 def _checked_dtype(pattern: str, value: Any) -> str:
-    check_pattern(pattern)
-    known = ("float64", "float32", "bfloat16", "float16")
-    if value not in known:
-        where, exists = f"precision rule `{pattern}`", f"it is no dtype of {', '.join(known)}"
-        raise problem(where, f"compute in {value!r}", exists, 'write "float32"')
+    dtypes = ("float64", "float32", "bfloat16", "float16")
+    if value not in dtypes:
+        expected = f"the dtypes are {', '.join(dtypes)}"
+        raise _invalid(f"precision rule `{pattern}`", value, expected, '"float32"', code="unknown-choice")
     return value
 
 
 def _checked_remat(pattern: str, value: Any) -> str | None:
-    check_pattern(pattern)
     if value is not None and not isinstance(value, str):
-        where, exists = f"remat rule `{pattern}`", f"it is a {type(value).__name__}"
-        raise problem(where, f"keep what {value!r} says", exists, 'write "full", "dots" or "save:NAMES", or None')
+        expected = "a module maps to the name of a policy or to None"
+        raise _invalid(f"remat rule `{pattern}`", value, expected, '"full", "dots", "save:NAMES" or None')
     return value
 
 
 def _checked_input(pattern: str, value: Any) -> Any:
-    check_pattern(pattern)
     if not isinstance(value, _Replicated) and value != "batch":
-        exists = 'a leaf of the batch is "batch", split by its own rows, or replicated'
-        raise problem(f"inputs rule `{pattern}`", f"lay it as {value!r}", exists, "write one of these")
+        expected = 'a leaf of the batch maps to "batch" or to replicated'
+        raise _invalid(f"inputs rule `{pattern}`", value, expected, '"batch" or mp.replicated', code="unknown-choice")
     return value
-
-
-def _checked_path_rule(pattern: str, value: Any) -> PathRule:
-    check_pattern(pattern)
-    if isinstance(value, _Replicated | NamesOf):
-        return value
-    if isinstance(value, PartitionSpec | tuple | list):
-        where = f"path rule `{pattern}` dim"
-        return tuple(_checked_dim_rule(str(dim), entry, where) for dim, entry in enumerate(value))
-    raise problem(
-        f"path rule `{pattern}`",
-        f"mean {value!r}",
-        "a path maps to replicated, names(...) or a tuple with one entry per dim",
-        f'write ({value!r}, None), or names("embed", "mlp")'
-        if isinstance(value, str)
-        else 'write mp.replicated to replicate it, or split a dim: ("fsdp", None)',
-    )
 
 
 _PATTERNS: Mapping[str, tuple[str, Callable[[str, Any], Any], str]] = {
@@ -527,19 +543,28 @@ _PATTERNS: Mapping[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "precision": ("precision", _checked_dtype, "{r'.*/router': 'float32'}"),
     "remat": ("remat", _checked_remat, "{r'.*/mlp': 'full'}"),
 }
-"""Fields of rules by patterns: the argument of each, what looks at its values, and an example."""
+"""Fields with patterns as keys: their argument, the check of their values, and an example."""
 
 
-# ---- From a leaf and rules to a decision -----------------------------------------------------------------------------
+# ---- Resolution: from a leaf and rules to a decision -----------------------------------------------------------------
 
 
 def resolve(leaf: Leaf, rules: Rules, mesh: MeshLike) -> Decision:
-    """Decide how one leaf lies on the mesh.
+    """Decide how a leaf is sharded.
 
-    Order: the last path rule that matches, else the leaf's own names, else the preset's rule for unnamed leaves.
+    The last matching path rule applies. If no path rule matches, the rules for the names of the leaf apply. Leaves
+    without names are sharded by the preset's rule for unnamed leaves.
+
+    Args:
+      leaf: the leaf; its names may be None.
+      rules: the rules to apply.
+      mesh: a mesh, or the size of each axis.
+
+    Returns:
+      The spec, with the rules that determined it.
 
     Raises:
-      ValueError: an unknown name or mesh axis, one mesh axis on two dims, a dim that does not divide.
+      ValueError: a name or mesh axis is unknown, two dims use the same mesh axis, or a dim is not divisible.
     """
     sizes = axis_sizes(mesh)
     rule = rules.path_rule(leaf.path)
@@ -550,219 +575,198 @@ def resolve(leaf: Leaf, rules: Rules, mesh: MeshLike) -> Decision:
     num_named = len(leaf.shape)
     if rule is not None:
         num_named = len(rule.value.names) if leaf.names is None else num_named
-        leaf = dataclasses.replace(leaf, names=_fitting_names(leaf, rule))
-    return _by_names(leaf, rules, sizes, via=rule, num_named=num_named)
+        leaf = dataclasses.replace(leaf, names=_names_by_rule(leaf, rule))
+    return _by_names(leaf, rules, sizes, path_rule=rule, num_named=num_named)
 
 
-def _fitting_names(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
-    given = rule.value.names
-    num_left = len(leaf.shape) - len(given)
-    if num_left == 0 or (num_left > 0 and rule.value.and_more):
-        return (*given, *(leaf.names or (None,) * len(leaf.shape))[len(given) :])
+def _names_by_rule(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
+    """Return the names of a path rule, followed by the leaf's own names of the remaining dims."""
+    names, ndim = rule.value.names, len(leaf.shape)
+    if ndim == len(names) or (ndim > len(names) and rule.value.and_more):
+        return (*names, *(leaf.names or (None,) * ndim)[len(names) :])
     where = f"`{leaf.path}` of shape {leaf.shape}"
-    exists = f"it has {len(leaf.shape)} dims, {'fewer than' if rule.value.and_more else 'not'} {len(given)}"
-    fix = "narrow the pattern, or give one name or None to each dim, `...` behind the first to leave others as they are"
-    raise problem(where, f"carry {rule.value!r} by the path rule `{rule.key}`", exists, fix)
+    reason = f"it has {ndim} dims, {'fewer than' if rule.value.and_more else 'not'} {len(names)}"
+    fix = "restrict the pattern, or name each dim; a final `...` keeps the names of the other dims"
+    raise problem(where, f"apply {rule.value!r} of path rule `{rule.key}`", reason, fix, code="wrong-shape")
 
 
 def _by_path(leaf: Leaf, rule: _Rule, rules: Rules, sizes: dict[str, int]) -> Decision:
+    ndim = len(leaf.shape)
     if isinstance(rule.value, _Replicated):
-        return _decision(leaf, str(rule), [None] * len(leaf.shape), sizes, replicated_on_purpose=True, used=[rule])
-    if len(rule.value) > len(leaf.shape):
-        where, asked = f"`{leaf.path}` of shape {leaf.shape}", f"lie as {rule.value!r} by the path rule `{rule.key}`"
-        exists = f"it has {len(leaf.shape)} dims, fewer than the {len(rule.value)} of the rule"
-        raise problem(where, asked, exists, "give at most one entry per dim, or narrow the pattern")
-    wanted = [*rule.value, *[None] * (len(leaf.shape) - len(rule.value))]
-    entries, replicated_on_purpose = _fit(leaf, wanted, [str(rule)] * len(wanted), rules, sizes)
-    return _decision(leaf, str(rule), entries, sizes, replicated_on_purpose=replicated_on_purpose, used=[rule])
+        return _decision(leaf, str(rule), [None] * ndim, sizes, on_purpose=True, used=[rule])
+    if len(rule.value) > ndim:
+        where, requested = f"`{leaf.path}` of shape {leaf.shape}", f"apply {rule.value!r} of path rule `{rule.key}`"
+        reason = f"it has {ndim} dims, fewer than the {len(rule.value)} of the rule"
+        fix = "write at most one entry per dim, or restrict the pattern"
+        raise problem(where, requested, reason, fix, code="wrong-shape")
+    placement = _Placement(leaf, [*rule.value, *[None] * (ndim - len(rule.value))], [str(rule)] * ndim, rules, sizes)
+    return _decision(leaf, str(rule), placement.entries, sizes, on_purpose=placement.on_purpose, used=[rule])
 
 
-def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, via: _Rule | None, num_named: int) -> Decision:
+def _by_names(leaf: Leaf, rules: Rules, sizes: dict[str, int], *, path_rule: _Rule | None, num_named: int) -> Decision:
     assert leaf.names is not None
-    wanted: list[DimRule] = []
-    labels: list[str] = []
-    used: list[_Rule] = [] if via is None else [via]
-    for dim, name in enumerate(leaf.names):
-        rule = None if name is None else _rule_for(leaf, dim, name, rules)
-        wanted.append(None if rule is None else rule.value)
-        labels.append("" if rule is None else str(rule))
-        if rule is not None:
-            used.append(rule)
-    entries, replicated_on_purpose = _fit(leaf, wanted, labels, rules, sizes)
-    said = [label for label, value in zip(labels, wanted, strict=True) if label and value is not None]
-    if num_named < len(wanted):
-        label, more = _split_largest(leaf, rules, sizes, entries, num_named)
-        said, used = [*said, *[label] * bool(more)], [*used, *more]
+    dim_rules = [None if name is None else _rule_for(leaf, dim, name, rules) for dim, name in enumerate(leaf.names)]
+    values = [None if rule is None else rule.value for rule in dim_rules]
+    labels = ["" if rule is None else str(rule) for rule in dim_rules]
+    used = [rule for rule in (path_rule, *dim_rules) if rule is not None]
+    placement = _Placement(leaf, values, labels, rules, sizes)
+    entries, on_purpose = placement.entries, placement.on_purpose
+    shown = [label for label, value in zip(labels, values, strict=True) if label and value is not None]
+    if num_named < len(values):
+        label, largest = _shard_largest(leaf, rules, sizes, entries, num_named)
+        shown, used = [*shown, *[label] * bool(largest)], [*used, *largest]
     if rules.everything and num_shards(entries, sizes) == 1:
-        said, replicated_on_purpose = said or [f"{rules.everything}: replicated"], True
-    label = "; ".join(said) or "named, not split"
-    return _decision(
-        leaf,
-        label if via is None else f"{via} → {label}",
-        entries,
-        sizes,
-        replicated_on_purpose=replicated_on_purpose,
-        used=used,
-    )
+        shown, on_purpose = shown or [f"{rules.everything}: replicated"], True
+    label = "; ".join(shown) or "named, not split"
+    label = label if path_rule is None else f"{path_rule} → {label}"
+    return _decision(leaf, label, entries, sizes, on_purpose=on_purpose, used=used)
 
 
 def _rule_for(leaf: Leaf, dim: int, name: str, rules: Rules) -> _Rule | None:
-    rule = _refined(name, rules)
-    if rule is None and name not in rules.known:
-        where = f"`{leaf.path}` dim {dim} (`{name}`, size {leaf.shape[dim]})"
-        fix = near_or(str(name), rules.names, f"write Rules({name}=...) with a mesh axis, or {name}=None: not split")
-        raise problem(where, f"split by the rule for `{name}`", f"no rule knows the logical name `{name}`", fix)
-    return rule
+    """Return the rule for a name. If it refines a second name, the axes of the second name are first."""
+    rule, coarse = rules.name_rule(name), rules.name_rule(REFINES.get(name, ""))
+    if rule is None and coarse is None and name not in rules.known:
+        other = f"write Rules({name}=...) with a mesh axis, or {name}=None to leave the dim unsharded"
+        requested, fix = f"apply a rule for the logical name `{name}`", near_or(str(name), rules.names, other)
+        raise problem(_dim_text(leaf, dim), requested, "no rule defines this name", fix, code="unknown-name")
+    if rule is None or coarse is None:
+        return rule or coarse
+    return dataclasses.replace(rule, value=_refined(rule.value, coarse.value))
 
 
-def _refined(name: str, rules: Rules) -> _Rule | None:
-    """The rule for a name; for one that refines another, with the axes of that one in front."""
-    own, coarser = rules.name_rule(name), rules.name_rule(REFINES.get(name, ""))
-    if own is None or coarser is None:
-        return own or coarser
-    return dataclasses.replace(own, value=_finer(own.value, coarser.value))
-
-
-def _finer(own: DimRule, coarser: DimRule) -> DimRule:
-    if isinstance(own, First):
-        return First(tuple(_finer(one, coarser) for one in own.alternatives))  # type: ignore[misc]
-    if not (isinstance(own, str | tuple) and isinstance(coarser, str | tuple)):
-        return own
-    axes = spec_axes(coarser)
-    return (*axes, *(axis for axis in spec_axes(own) if axis not in axes))
+def _refined(value: DimRule, coarse: DimRule) -> DimRule:
+    if isinstance(value, First):
+        return First(tuple(_refined(x, coarse) for x in value.alternatives))  # type: ignore[misc]
+    if not (isinstance(value, str | tuple) and isinstance(coarse, str | tuple)):
+        return value
+    axes = spec_axes(coarse)
+    return (*axes, *(axis for axis in spec_axes(value) if axis not in axes))
 
 
 def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
-    whole: list[Any] = [None] * len(leaf.shape)
+    entries: list[Any] = [None] * len(leaf.shape)
     if rules.largest is None or leaf.nbytes < rules.largest.min_bytes:
         origin = rules.largest.origin if rules.largest else rules.everything
         label = f"{origin}: {'small, ' if rules.largest else ''}replicated" if origin else "no names, no rule"
-        return _decision(leaf, label, whole, sizes, replicated_on_purpose=bool(rules.everything), used=[])
-    label, used = _split_largest(leaf, rules, sizes, whole)
-    return _decision(leaf, label, whole, sizes, replicated_on_purpose=False, used=used)
+        return _decision(leaf, label, entries, sizes, on_purpose=bool(rules.everything), used=[])
+    label, used = _shard_largest(leaf, rules, sizes, entries)
+    return _decision(leaf, label, entries, sizes, on_purpose=False, used=used)
 
 
-def _split_largest(
-    leaf: Leaf, rules: Rules, sizes: dict[str, int], entries: list[Any], first: int = 0
+def _shard_largest(
+    leaf: Leaf, rules: Rules, sizes: dict[str, int], entries: list[Any], start: int = 0
 ) -> tuple[str, list[_Rule]]:
-    """Split the largest dim, from a first one on, by the preset's rule for leaves without names, where it can.
+    """Shard the largest divisible dim from `start` on, by the preset's rule for leaves without names.
 
-    Returns: what is to be told, and the rule, where it did something: where that is so of no leaf, the preset is idle.
+    Returns:
+      A label for the decision, and the rule if it sharded a dim.
     """
     largest = rules.largest
     if largest is None or leaf.nbytes < largest.min_bytes:
         return "", []
-    for axis in largest.axes:
-        _size_of(axis, leaf, 0, f"{largest.origin}: largest dim", sizes)
-    count = math.prod(sizes[axis] for axis in largest.axes)
+    count = math.prod(_size_of(axis, leaf, 0, f"{largest.origin}: largest dim", sizes) for axis in largest.axes)
     is_free = not any(axis in spec_axes(entry) for axis in largest.axes for entry in entries)
-    fits = [dim for dim, size in enumerate(leaf.shape) if dim >= first and size and size % count == 0 and is_free]
-    if not fits:
+    dims = [dim for dim, size in enumerate(leaf.shape) if dim >= start and size and size % count == 0 and is_free]
+    if not dims:
         return f"{largest.origin}: no dim divides by {count}", []
-    dim = max(fits, key=lambda d: (leaf.shape[d], -d))
+    dim = max(dims, key=lambda d: (leaf.shape[d], -d))
     entries[dim] = largest.axes[0] if len(largest.axes) == 1 else largest.axes
     return f"{largest.origin}: largest dim that divides ({dim})", [_Rule(LARGEST_DIM, largest.axes, largest.origin)]
 
 
-def _fit(
-    leaf: Leaf, wanted: list[DimRule], labels: list[str], rules: Rules, sizes: dict[str, int]
-) -> tuple[list[Any], bool]:
-    """Entries of the spec, and whether a rule's author said that dims stay replicated.
+class _Placement:
+    """Mesh axes for the dims of a leaf.
 
-    Dims with one choice are placed before those with alternatives, so that `first` sees which axes are free.
+    Dims with a single alternative are placed first, so that `first` knows which axes are free.
     """
-    entries: list[Any] = [None] * len(wanted)
-    taken: dict[str, int] = {}
-    replicated_on_purpose = any(isinstance(value, _Replicated) for value in wanted)
-    for dim, value in enumerate(wanted):
-        if isinstance(value, str | tuple):
-            entries[dim] = _place(leaf, dim, value, labels[dim], rules, sizes, taken)
-    turns = [
-        (line, dim, choice)
-        for dim, value in enumerate(wanted)
-        if isinstance(value, InTurn)
-        for line, choice in zip(value.lines, value.alternatives, strict=True)
-    ]
-    settled: set[int] = set()
-    for _, dim, choice in sorted(turns, key=lambda turn: turn[:2]):
-        if dim not in settled and not any(axis in taken for axis in spec_axes(choice)):
-            settled.add(dim)
-            entries[dim] = None if choice is None else _place(leaf, dim, choice, labels[dim], rules, sizes, taken)
-            replicated_on_purpose = replicated_on_purpose or choice is None
-    for dim, value in enumerate(wanted):
-        if isinstance(value, First) and not isinstance(value, InTurn):
-            entries[dim] = _first_that_fits(leaf, dim, value, labels[dim], rules, sizes, taken)
-            replicated_on_purpose = replicated_on_purpose or (
-                None in value.alternatives and num_shards([entries[dim]], sizes) == 1
-            )
-    return entries, replicated_on_purpose
 
+    def __init__(
+        self, leaf: Leaf, values: list[DimRule], labels: list[str], rules: Rules, sizes: dict[str, int]
+    ) -> None:
+        self.leaf, self.labels, self.rules, self.sizes = leaf, labels, rules, sizes
+        self.entries: list[Any] = [None] * len(values)
+        self.dim_of: dict[str, int] = {}
+        """The dim that uses each mesh axis."""
+        self.on_purpose = any(isinstance(value, _Replicated) for value in values)
+        """Whether a rule says that a dim may be replicated."""
+        for dim, value in enumerate(values):
+            if isinstance(value, str | tuple):
+                self._place(dim, value)
+        lines = [
+            (line, dim, axes)
+            for dim, value in enumerate(values)
+            if isinstance(value, InTurn)
+            for line, axes in zip(value.lines, value.alternatives, strict=True)
+        ]
+        placed: set[int] = set()
+        for _, dim, axes in sorted(lines, key=lambda line: line[:2]):
+            if dim not in placed and self._is_free(axes):
+                placed.add(dim)
+                self._place(dim, axes)
+                self.on_purpose |= axes is None
+        for dim, value in enumerate(values):
+            if isinstance(value, First) and not isinstance(value, InTurn):
+                self._place_first(dim, value)
+                self.on_purpose |= None in value.alternatives and num_shards([self.entries[dim]], sizes) == 1
 
-def _place(
-    leaf: Leaf,
-    dim: int,
-    value: str | tuple[str, ...],
-    label: str,
-    rules: Rules,
-    sizes: dict[str, int],
-    taken: dict[str, int],
-) -> Any:
-    axes = tuple(a for a in spec_axes(value) if a in sizes or a not in rules.optional_axes)
-    count = 1
-    for axis in axes:
-        count *= _size_of(axis, leaf, dim, label, sizes)
-        if axis in taken:
-            exists = f"`{axis}` ({sizes[axis]}) already splits dim {taken[axis]} of the same array"
-            fix = f"map one of the two dims to None, or to another of the mesh's {_mesh_text(sizes)}"
-            raise problem(f"{_dim_of(leaf, dim)}", f"split over mesh axis `{axis}` ({label})", exists, fix)
-        taken[axis] = dim
-    size = leaf.shape[dim]
-    if size % count:
-        over = " × ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
-        name = leaf.names[dim] if leaf.names else None
-        keep = f"map `{name}` to None" if name else "leave this dim unsplit (None)"
-        fewer = filter(None, [fewer_devices(size, {axis: sizes[axis] for axis in axes})])
-        fallback = f"or write the fallback first({value!r}, None)"
-        rule = rules.name_rule(name or "")
-        if name in ACTIVATIONS_OF and rule is not None and rule.origin != USER:
-            keep = f"map `{name}` and `{ACTIVATIONS_OF[name]}` to None"
-            fallback += " for both"
-        where, fix = _dim_of(leaf, dim), ", ".join((f"pad it to {-(-size // count) * count}", keep, *fewer, fallback))
-        raise problem(where, f"split over mesh axis {over} ({label})", f"{size} is not a multiple of {count}", fix)
-    return None if not axes else axes[0] if len(axes) == 1 else axes
+    def _is_free(self, value: Any) -> bool:
+        return not any(axis in self.dim_of for axis in spec_axes(value))
 
-
-def fewer_devices(size: int, over: Mapping[str, int]) -> str:
-    """How many devices of the one axis that a size is split over divide it, as what to do; empty where none do."""
-    split = {axis: count for axis, count in over.items() if count > 1}
-    axis, count = next(iter(split.items()), ("", 1))
-    divides = math.gcd(size, count)
-    return f"give `{axis}` {divides} of its {count} devices" if len(split) == 1 and 1 < divides < count else ""
-
-
-def _first_that_fits(
-    leaf: Leaf, dim: int, value: First, label: str, rules: Rules, sizes: dict[str, int], taken: dict[str, int]
-) -> Any:
-    for choice in value.alternatives:
-        for axis in spec_axes(choice):
+    def _place(self, dim: int, value: str | tuple[str, ...] | None) -> None:
+        leaf, sizes, label, where = self.leaf, self.sizes, self.labels[dim], _dim_text(self.leaf, dim)
+        axes = tuple(a for a in spec_axes(value) if a in sizes or a not in self.rules.optional_axes)
+        for axis in axes:
             _size_of(axis, leaf, dim, label, sizes)
-        free = not any(axis in taken for axis in spec_axes(choice))
-        if free and leaf.shape[dim] % math.prod(sizes[axis] for axis in spec_axes(choice)) == 0:
-            return None if choice is None else _place(leaf, dim, choice, label, rules, sizes, taken)
-    exists = f"none of them is free and divides {leaf.shape[dim]} on {_mesh_text(sizes)}"
-    fix = f"end it with None to allow a replicated dim: first({', '.join(map(repr, value.alternatives))}, None)"
-    raise problem(_dim_of(leaf, dim), f"take the first that fits of {value.alternatives} ({label})", exists, fix)
+            if axis in self.dim_of:
+                reason = f"`{axis}` ({sizes[axis]}) already shards dim {self.dim_of[axis]} of the array"
+                fix = f"map one dim to None or to a different axis of the mesh, which has {_mesh_text(sizes)}"
+                raise problem(where, f"shard over mesh axis `{axis}` ({label})", reason, fix, code="axis-used-twice")
+            self.dim_of[axis] = dim
+        size, count = leaf.shape[dim], math.prod(sizes[axis] for axis in axes)
+        if size % count:
+            over = " × ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
+            name = leaf.names[dim] if leaf.names else None
+            unsharded = f"map `{name}` to None" if name else "leave this dim unsharded (None)"
+            fewer = filter(None, [fewer_devices(size, {axis: sizes[axis] for axis in axes})])
+            fallback = f"or write the fallback first({value!r}, None)"
+            rule = self.rules.name_rule(name or "")
+            if name in ACTIVATIONS_OF and rule is not None and rule.origin != USER:
+                unsharded = f"map `{name}` and `{ACTIVATIONS_OF[name]}` to None"
+                fallback += " for both"
+            requested, reason = f"shard over mesh axis {over} ({label})", f"{size} is not divisible by {count}"
+            fix = ", ".join((f"pad it to {-(-size // count) * count}", unsharded, *fewer, fallback))
+            raise problem(where, requested, reason, fix, code="indivisible")
+        self.entries[dim] = None if not axes else axes[0] if len(axes) == 1 else axes
+
+    def _place_first(self, dim: int, value: First) -> None:
+        leaf, sizes, label = self.leaf, self.sizes, self.labels[dim]
+        for axes in value.alternatives:
+            count = math.prod(_size_of(axis, leaf, dim, label, sizes) for axis in spec_axes(axes))
+            if self._is_free(axes) and leaf.shape[dim] % count == 0:
+                return self._place(dim, axes)
+        reason = f"no alternative is free and divides {leaf.shape[dim]}, on a mesh with {_mesh_text(sizes)}"
+        fix = f"end with None to allow a replicated dim: first({', '.join(map(repr, value.alternatives))}, None)"
+        requested = f"choose from the alternatives ({label})"
+        raise problem(_dim_text(leaf, dim), requested, reason, fix, code="indivisible")
+
+
+def fewer_devices(size: int, axes: Mapping[str, int]) -> str:
+    """Return advice to use fewer devices for an indivisible dim, if a smaller axis would divide it, or ""."""
+    sharding = {axis: count for axis, count in axes.items() if count > 1}
+    axis, count = next(iter(sharding.items()), ("", 1))
+    divisor = math.gcd(size, count)
+    return f"give `{axis}` {divisor} of its {count} devices" if len(sharding) == 1 and 1 < divisor < count else ""
 
 
 def _size_of(axis: str, leaf: Leaf, dim: int, label: str, sizes: dict[str, int]) -> int:
     if axis not in sizes:
-        asked = f"split over mesh axis `{axis}` ({label})"
-        fix = near_or(axis, sizes, f"name an axis of the mesh, or give it this one: MeshSpec({axis}=...)")
-        raise problem(_dim_of(leaf, dim), asked, f"the mesh has {_mesh_text(sizes)}", fix)
+        requested, reason = f"shard over mesh axis `{axis}` ({label})", f"the mesh has {_mesh_text(sizes)}"
+        fix = near_or(axis, sizes, f"name an axis of the mesh, or add this one: MeshSpec({axis}=...)")
+        raise problem(_dim_text(leaf, dim), requested, reason, fix, code="unknown-axis")
     return sizes[axis]
 
 
-def _dim_of(leaf: Leaf, dim: int) -> str:
+def _dim_text(leaf: Leaf, dim: int) -> str:
     if not leaf.shape:
         return f"`{leaf.path}` (a scalar)"
     name = leaf.names[dim] if leaf.names else None
@@ -774,13 +778,13 @@ def _mesh_text(sizes: dict[str, int]) -> str:
 
 
 def _decision(
-    leaf: Leaf, rule: str, entries: list[Any], sizes: dict[str, int], *, replicated_on_purpose: bool, used: list[_Rule]
+    leaf: Leaf, label: str, entries: list[Any], sizes: dict[str, int], *, on_purpose: bool, used: list[_Rule]
 ) -> Decision:
     return Decision(
         leaf=leaf,
-        rule=rule,
+        rule=label,
         spec=PartitionSpec(*entries),
         shards=num_shards(entries, sizes),
-        replicated_on_purpose=replicated_on_purpose,
+        replicated_on_purpose=on_purpose,
         sources=frozenset((rule.origin, rule.key) for rule in used),
     )

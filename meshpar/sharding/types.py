@@ -1,4 +1,4 @@
-"""The records that travel through meshpar: a leaf, and the decision about it. Errors are those of `errors.py`."""
+"""Leaves of a model, decisions about their sharding, and helpers for specs and paths. Re-exports `errors.py`."""
 
 from __future__ import annotations
 
@@ -28,46 +28,49 @@ from meshpar.sharding.errors import problem as problem
 PyTree: TypeAlias = Any
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
-"""A mesh, or just the sizes of its axes in order."""
+"""A mesh, or the size of each axis, in mesh order."""
 Names: TypeAlias = tuple[str | None, ...]
-"""Logical names of an array's dims, `None` for a dim that has none."""
+"""Logical names of the dims of an array. None: the dim has no name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """One array of a model before anything is decided about it."""
+    """An array of a model, described by path, shape, dtype and logical names."""
 
     path: str
-    """Where it stands in the tree, as "decoder/mlp/up/kernel"."""
+    """Path in the pytree, such as "decoder/mlp/up/kernel"."""
     shape: tuple[int, ...]
     dtype: np.dtype
     names: Names | None = None
-    """Logical names of its dims; None when the model says nothing about it."""
+    """Logical names of the dims. None: the model has no names for this leaf."""
     is_trained: bool = True
-    """Whether the optimizer updates it; what it does not has no gradient."""
+    """Whether the leaf has a gradient and the optimizer updates it."""
 
     def __post_init__(self) -> None:
         if self.names is not None and len(self.names) != len(self.shape):
-            asked, exists = f"carry the names {self.names}", f"it has {len(self.shape)} dims, not {len(self.names)}"
-            raise problem(f"`{self.path}` of shape {self.shape}", asked, exists, "give one name (or None) to each dim")
+            where = f"`{self.path}` of shape {self.shape}"
+            reason = f"it has {len(self.shape)} dims, not {len(self.names)}"
+            fix = "write a name or None for each dim"
+            raise problem(where, f"use the names {self.names}", reason, fix, code="wrong-shape")
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def is_stacked(self) -> bool:
-        """Whether its first dim is the layers of the model."""
+        """Whether the first dim is `layers`."""
         return (self.names or ())[:1] == ("layers",)
 
     @functools.cached_property
     def num_layers(self) -> int:
-        """Layers stacked in it; 1 where no dim is named `layers`."""
+        """Number of stacked layers; 1 without a dim named `layers`."""
         return math.prod(n for n, name in zip(self.shape, self.names or (), strict=False) if name == "layers")
 
     @property
     def layer_ndim(self) -> int:
-        """Dims of one layer of it."""
+        """Number of dims without `layers`."""
         return len(self.shape) - (self.names or ()).count("layers")
 
     @property
@@ -77,108 +80,108 @@ class Leaf:
 
     @property
     def layer_nbytes(self) -> int:
-        """Bytes of one layer of it."""
+        """Bytes per layer."""
         return self.nbytes // max(self.num_layers, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was decided about one leaf, and by which rule: feeds errors, tables and the planner."""
+    """The sharding of a leaf, and the rules that determined it."""
 
     leaf: Leaf
     rule: str
-    """The rule that fired, as a person would name it."""
+    """A readable description of the rules."""
     spec: PartitionSpec
     shards: int
-    """Over how many different pieces the leaf is split."""
+    """Number of different shards."""
     replicated_on_purpose: bool
-    """False when the leaf is replicated and no rule said it should be."""
+    """Whether a rule permits that the leaf is replicated."""
     sources: frozenset[tuple[str, str]] = frozenset()
-    """The rules that were used, each as (origin, key): the others are idle."""
+    """The rules in use, as pairs (origin, key)."""
     is_on_host: bool = False
-    """Whether it lies in the host's memory between steps."""
+    """Whether the leaf is in host memory between steps."""
 
     @property
     def path(self) -> str:
-        """Where the leaf stands in the tree."""
+        """Path of the leaf in the pytree."""
         return self.leaf.path
 
     @property
     def bytes_per_device(self) -> int:
-        """Bytes one device holds of it."""
+        """Bytes of a shard."""
         return self.leaf.nbytes // self.shards
 
 
 def path_str(key_path: tuple[Any, ...]) -> str:
-    """A pytree key path as "decoder/mlp/up/kernel"."""
+    """Format a pytree key path as "decoder/mlp/up/kernel"."""
     return jax.tree_util.keystr(key_path, simple=True, separator="/")
 
 
 def leaf_of(path: str, x: Any, names: Names | None = None) -> Leaf:
-    """The leaf for an array, or for its `ShapeDtypeStruct`. Typed random keys count as the words they are made of."""
+    """Return the leaf for an array or `ShapeDtypeStruct`. Typed PRNG keys are described by their raw key data."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.eval_shape(jax.random.key_data, x)
     return Leaf(path=path, shape=tuple(x.shape), dtype=np.dtype(x.dtype), names=names)
 
 
 def axis_sizes(mesh: MeshLike) -> dict[str, int]:
-    """Size of every mesh axis, in the mesh's order."""
+    """Return the size of each mesh axis, in mesh order."""
     if isinstance(mesh, Mapping):
         return dict(mesh)
     return dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
 
 
 def spec_axes(entry: Any) -> tuple[str, ...]:
-    """Mesh axes of one entry of a PartitionSpec, as a tuple."""
+    """Return the mesh axes in an entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axes_of_spec(spec: Iterable[Any], sizes: Mapping[str, int] | None = None) -> tuple[str, ...]:
-    """Every mesh axis that a PartitionSpec names, dim by dim; with `sizes` those of more than one rank."""
+    """Return all mesh axes in a PartitionSpec; with `sizes`, only axes larger than 1."""
     return tuple(axis for entry in spec for axis in spec_axes(entry) if sizes is None or sizes[axis] > 1)
 
 
 def is_spec(x: Any) -> bool:
-    """For `jax.tree` functions: specs are leaves of a tree, however jax keeps them."""
+    """Return whether a value is a PartitionSpec, for the argument `is_leaf` of `jax.tree` functions."""
     return isinstance(x, PartitionSpec)
 
 
 def without_axes(spec: PartitionSpec, axes: Iterable[str]) -> PartitionSpec:
-    """Replicated over these mesh axes, sharded over the others as before."""
-    left_out = frozenset(axes)
-    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in left_out) or None for entry in spec))
+    """Return a spec without some mesh axes."""
+    removed = frozenset(axes)
+    return PartitionSpec(*(tuple(a for a in spec_axes(entry) if a not in removed) or None for entry in spec))
 
 
 PAIR = ("lora_a", "lora_b")
-"""Names of the low-rank pair beside a layer's `kernel`: from its inputs to a few numbers, and from these on."""
+"""Names of the LoRA parameters next to a `kernel`: down-projection and up-projection."""
 BESIDE = "_pair"
-"""Behind the name of experts' stacked matrix: what their pairs stand in."""
+"""Suffix of the module with the LoRA parameters of a stacked expert matrix."""
 
 
 def matrix_of(module: str) -> str:
-    """Path of the matrix whose pair stands in a module."""
+    """Return the path of the matrix that the LoRA parameters of a module adapt."""
     return module.removesuffix(BESIDE) if module.endswith(BESIDE) else f"{module}/kernel"
 
 
 def scores_experts(names: Names) -> bool:
-    """Whether these are the dims of a router: a matrix, stacked or not, whose last dim is the experts'."""
+    """Return whether the names describe an MoE router: a matrix, stacked or not, with `expert` as the last dim."""
     return names[-1:] == ("expert",) and "embed" in names
 
 
 def num_shards(spec: Iterable[Any], mesh: MeshLike) -> int:
-    """Into how many different pieces a spec cuts an array on this mesh."""
+    """Return the number of different shards of an array with this spec."""
     sizes = axis_sizes(mesh)
     return math.prod(sizes[axis] for entry in spec for axis in spec_axes(entry))
 
 
 def owner_of(path: str, params: Collection[str]) -> str:
-    """The parameter that a leaf of the state is or belongs to: the longest end of its path that is one's."""
-    parts = path.split("/")
-    return next((end for at in range(len(parts)) if (end := "/".join(parts[at:])) in params), path)
+    """Return the parameter of an optimizer state leaf: the longest suffix of the path among `params`."""
+    keys = path.split("/")
+    return next((suffix for i in range(len(keys)) if (suffix := "/".join(keys[i:])) in params), path)
 
 
 def tree_leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
-    """The leaves of a pytree, each with its path string."""
+    """Return the leaves of a pytree with their paths."""
     return [(path_str(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]

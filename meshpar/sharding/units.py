@@ -17,13 +17,13 @@ def si(value: float, unit: str, *, digits: int = 4) -> str:
     """Write a figure with its unit and the SI prefix that suits it: `24.5 GB`, `3.89 ms`. Bytes have no `m`."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g} {unit}"
-    prefix, size = prefix_of(value, digits=digits, least=1.0 if unit.startswith("B") else 0.0)
+    prefix, size = prefix_of(value, digits=digits, minimum=1.0 if unit.startswith("B") else 0.0)
     return f"{float(f'{value / size:.{digits}g}'):.15g} {prefix}{unit}"
 
 
-def prefix_of(value: float, *, digits: int = 4, least: float = 1.0) -> tuple[str, float]:
-    """Return the SI prefix that suits a figure, and its size: `("G", 1e9)`. No prefix is smaller than `least`."""
-    prefixes = [(prefix, size) for prefix, size in _PREFIXES.items() if size >= least]
+def prefix_of(value: float, *, digits: int = 4, minimum: float = 1.0) -> tuple[str, float]:
+    """Return the SI prefix that suits a figure, and its size: `("G", 1e9)`. No prefix is smaller than `minimum`."""
+    prefixes = [(prefix, size) for prefix, size in _PREFIXES.items() if size >= minimum]
     rounded = abs(float(f"{value:.{digits}g}"))  # 999.99 with four digits is 1 of the next prefix
     return next(((prefix, size) for prefix, size in prefixes if rounded >= size), prefixes[-1])
 
@@ -49,50 +49,49 @@ def human_count(count: float) -> str:
     return f"{float(f'{count / size:.3g}'):.15g}{prefix}"
 
 
-def parse_bytes(text: str, *, least: float = -math.inf) -> float:
-    """Bytes that a user wrote: `14e9`, `14GB`, `256 kB`.
+MAX_BYTES = 1e24
+"""Maximum value of `parse_bytes`."""
+MAX_COUNT = 10**18
+"""Maximum value of `parse_count`. Products of several counts stay finite."""
+
+
+def parse_bytes(text: str, *, minimum: float = -math.inf) -> float:
+    """Parse a number of bytes, such as `14e9`, `14GB` or `256 kB`.
 
     Raises:
-      ValueError: neither form, no finite number, or fewer than `least`.
+      ValueError: the text has a different form, or the number is not between `minimum` and 1e24.
     """
-    found = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?) *([kmgt]?)b?", text.strip().lower())
-    try:
-        if found is None:
-            raise ValueError
-        value = float(found.group(1)) * _LARGE[found.group(2)]
-        if not least <= value <= MOST_BYTES:
-            raise ValueError
-        return value
-    except ValueError:
-        exists = f"it is no number of bytes up to {MOST_BYTES:g}" + f", {least:g} or more" * math.isfinite(least)
-        raise problem(f"`{text}`", "be read as bytes", exists, "write 14e9, 14GB or 256kB (SI: 1 kB is 1e3)") from None
+    match = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?) *([kmgt]?)b?", text.strip().lower())
+    value = _scaled(match, _LARGE)
+    if value is None or not minimum <= value <= MAX_BYTES:
+        limits = f"up to {MAX_BYTES:g}" if minimum == -math.inf else f"between {minimum:g} and {MAX_BYTES:g}"
+        fix = "write 14e9, 14GB or 256kB (SI: 1 kB is 1e3)"
+        raise problem(f"`{text}`", "be read as bytes", f"it is not a number {limits}", fix, code="bad-syntax")
+    return value
 
 
-MOST_BYTES = 1e24
-"""The largest payload that is taken."""
-MOST = 10**18
-"""The largest count that is taken: products of several stay finite."""
-
-
-def parse_count(given: str | float, where: str) -> int:
-    """A count that a user wrote: `64`, `70e9`, or `70B`, `8M`, `4k` (SI; `B` and `G` are 1e9).
+def parse_count(text: str | float, where: str) -> int:
+    """Parse a count, such as `64`, `70e9`, `70B`, `8M` or `4k` (SI; `B` and `G` are 1e9).
 
     Args:
-      given: the text, or a number.
-      where: it was given, for the error.
+      text: the text, or a number.
+      where: the argument or option, for the error message.
 
     Raises:
-      ValueError: no whole number from 1 to 1e18.
+      ValueError: the value is not an integer from 1 to 1e18.
     """
-    found = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?) *([kmgbt]?)", str(given).strip().lower())
+    match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?) *([kmgbt]?)", str(text).strip().lower())
+    value = _scaled(match, {**_LARGE, "b": 1e9})
+    # A product such as 1.1 * 1e9 may differ from the integer by a rounding error.
+    if value is None or not 1 <= value <= MAX_COUNT or abs(value - round(value)) > 1e-9 * value:
+        fix = "write 64, 70e9 or 70B (SI: k is 1e3, M 1e6, B 1e9)"
+        raise problem(where, f"use {text!r}", "a count is an integer from 1 to 1e18", fix, code="not-an-int")
+    return round(value)
+
+
+def _scaled(match: re.Match[str] | None, prefixes: dict[str, float]) -> float | None:
+    """Return the number in a match, times the size of its prefix, or None if it is not a number."""
     try:
-        if found is None:
-            raise ValueError
-        value = float(found.group(1)) * {**_LARGE, "b": 1e9}[found.group(2)]
-        # The nearest whole number: 1.1e9 is not one to the last bit.
-        if not 1 <= value <= MOST or abs(value - round(value)) > 1e-9 * value:
-            raise ValueError
-        return round(value)
+        return None if match is None else float(match.group(1)) * prefixes[match.group(2)]
     except ValueError:
-        exists = "it is a whole number from 1 to 1e18"
-        raise problem(where, "count by it", exists, "write 64, 70e9 or 70B (SI: k is 1e3, M 1e6, B 1e9)") from None
+        return None

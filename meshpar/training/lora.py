@@ -391,6 +391,7 @@ class _NnxAdapters:
             ):
                 given: dict[str, Any] = {} if names is None else {"out_sharding": names}
                 setattr(held, name, nnx.LoRAParam(value, **given))
+            # NNX has no public API to intercept calls, such as `nn.intercept_methods` in Linen (see `adapters`).
             object.__setattr__(part, "__class__", self._class(type(part), path, layer))
         return module
 

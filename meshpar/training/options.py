@@ -8,7 +8,7 @@ from typing import Literal
 from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import MEAN_OVER_EXAMPLES
 from meshpar.layers.precision import Precision, as_precision
-from meshpar.layers.scan import check_remat
+from meshpar.layers.remat import check_remat
 from meshpar.sharding.types import check_choice, check_positive_int
 
 

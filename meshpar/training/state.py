@@ -22,7 +22,7 @@ from meshpar.parallel.batch import batch_sharding, split_by
 from meshpar.sharding.adapters import (
     OVERWRITTEN,
     Model,
-    calling,
+    call_through,
     is_key,
     key_data_like,
     key_impls,
@@ -30,7 +30,7 @@ from meshpar.sharding.adapters import (
     without_key_types,
 )
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
-from meshpar.sharding.context import apart, in_place_of_others, tracing
+from meshpar.sharding.context import apart, replacing_mesh, tracing
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
@@ -171,7 +171,7 @@ class Setup:
     def called(self, f: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
         """What a bound model gives, in any context of jax's."""
         is_typed_here = is_typed(self.given_mesh) and jax.sharding.get_abstract_mesh() == abstract_of(self.given_mesh)
-        with in_place_of_others(self.mesh):
+        with replacing_mesh(self.mesh):
             args, kwargs = with_auto_types((args, kwargs))
             out = f(*args, **kwargs)
         count = math.prod(self.sizes[axis] for axis in self.batch_axes)
@@ -272,7 +272,7 @@ class TrainState:
         check_state("state.bound()", self)
         bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
         is_plain = jax.sharding.get_abstract_mesh().empty and not is_typed(self.setup.given_mesh)
-        return bound if is_plain else calling(bound, self.setup.called)
+        return bound if is_plain else call_through(bound, self.setup.called)
 
 
 def check_state(where: str, state: Any) -> None:

@@ -28,9 +28,10 @@ from meshpar.hardware.compile_options import Options, Value, check_kind, check_o
 from meshpar.layers.auxiliary import checked, collecting, is_counted
 from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, MicrobatchTotals, SumLoss
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
-from meshpar.layers.scan import MATMUL, SECOND_SHARD, check_remat, is_part, named_in, remat_policy
+from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
+from meshpar.layers.scan import is_part
 from meshpar.parallel.batch import as_given, as_rows, check_batch, lying, resharded, without_whole
-from meshpar.sharding.activations import check_seen, held_between_modules
+from meshpar.sharding.activations import check_rules_matched, constrain_module_outputs
 from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.rules import Rules
@@ -462,29 +463,29 @@ def _held(setup: Setup, rows: PyTree, trains: bool) -> Iterator[None]:
     assert here is not None
     counts = {np.shape(x)[0] for x in jax.tree.leaves(without_whole(rows)) if np.ndim(x)}
     num_rows = max(counts, default=0)
-    by_rows = lays_nothing_out(setup) and not setup.model.is_explicit
+    shard_batch = lays_nothing_out(setup) and not setup.model.is_explicit
     product = None if setup.model.is_explicit else functools.partial(dot_general, narrow=False)
     split = setup.splitting_modules
-    with held_between_modules(
+    with constrain_module_outputs(
         num_rows,
-        by_rows=by_rows,
-        other_rows=frozenset(counts),
-        splitting=split,
-        product=product,
+        shard_batch=shard_batch,
+        other_batch_sizes=frozenset(counts),
+        sharded_modules=split,
+        dot_general=product,
         policy=_marking_policy if trains else None,
     ) as boundaries:
         yield
     if not trains:
         return
     if not is_part():
-        check_seen(boundaries, here)
+        check_rules_matched(boundaries, here)
     # An engine that gives each device its own rows leaves nothing of them to the compiler.
     is_local = all(auto_sizes(here)[axis] == 1 for axis in setup.batch_axes)
     updates = jax.tree.leaves(setup.layout.updates, is_leaf=is_spec)
     is_split = any(set(axes_of_spec(spec, setup.sizes)) & set(setup.batch_axes) for spec in updates)
-    if boundaries.num_held or is_local or not is_split or setup.model.is_explicit:
+    if boundaries.num_constrained or is_local or not is_split or setup.model.is_explicit:
         return
-    if by_rows:
+    if shard_batch:
         _warn_of_free_activations(setup)
     elif setup.model.kind != "functions":  # which hand nothing on that could be held
         _LAYS_NOTHING_OUT.add(setup)

@@ -17,7 +17,7 @@ from meshpar.hardware.clusters import Link, cluster_of, gpu_by_name, parse_clust
 from meshpar.models import next_token_loss
 from meshpar.planner.layout import Layout, Placer
 from meshpar.planner.search import Search
-from meshpar.planner.time_estimate import product_size
+from meshpar.planner.time_estimate import matmul_size
 from meshpar.planner.workload import describe
 from tests.inspect.planted import CONFIG
 
@@ -40,7 +40,7 @@ def test_what_cannot_be_kept_is_not_measured(meshpar, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "products", lambda **_: pytest.fail("measured"))
     code, _, error = meshpar("bench", "gpu", "--size", "8", "--save", tmp_path / "my.json")
     assert code != 0
-    assert "the catalogue does not know it" in error
+    assert "not a GPU of the catalogue" in error
 
 
 def test_a_profile_gets_them_beside_its_links(tmp_path):
@@ -85,7 +85,7 @@ def test_plans_take_the_rate_of_their_own_products(tmp_path):
     for count in (1, 2, 8):
         layout = Layout(mesh=mp.MeshSpec(fsdp=cluster.num_devices), strategy=strategy, accumulate=count)
         times.append(search.estimate(layout).time.compute_s)
-        of_size.append(product_size(placed, layout))
+        of_size.append(matmul_size(placed, layout))
     assert times == sorted(times)  # smaller products, less efficient
     assert times[2] > 1.2 * times[0]
     # Eight times fewer tokens: half the n. On average as many numbers as a matrix of a layer has.
@@ -96,9 +96,9 @@ def test_plans_take_the_rate_of_their_own_products(tmp_path):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: products(sizes=(0,)), "whole numbers from 1 on"),
-        (lambda: products(dtype="int8"), "it is one of bfloat16"),
-        (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "the catalogue does not know it"),
+        (lambda: products(sizes=(0,)), "must be an integer of at least 1"),
+        (lambda: products(dtype="int8"), "one of 'bfloat16'"),
+        (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "not a GPU of the catalogue"),
     ],
 )
 def test_mistakes(make, text):
@@ -109,5 +109,5 @@ def test_mistakes(make, text):
 def test_products_are_not_added_to_a_profile_of_another_gpu(tmp_path):
     file = tmp_path / "other.json"
     cluster_of(gpu_by_name("a100"), nodes=1, gpus_per_node=8).save(file)
-    with pytest.raises(mp.MeshparError, match="add products of a h100"):
+    with pytest.raises(mp.MeshparError, match="add rates of a h100"):
         MEASURED.profile(file)

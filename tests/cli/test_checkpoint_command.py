@@ -54,7 +54,7 @@ def test_parameters_of_any_model_are_exported_as_safetensors(meshpar, saved, tmp
         assert len({entry.file for entry in folder.entries.values()}) > 1
         for name, path in params.items():
             value = read_leaf(saved / "checkpoints", index, path)
-            assert np.array_equal(folder.whole(name), value.astype("bfloat16"))
+            assert np.array_equal(folder.read_full(name), value.astype("bfloat16"))
     code, _, err = meshpar("checkpoint", "export", saved, tmp_path / "out")
     assert code == 2
     assert "something is there already" in err
@@ -69,7 +69,7 @@ def test_a_damaged_one_is_named_and_the_others_are_whole(meshpar, saved):
     assert [row["is"].split(":")[0] for row in rows(out)] == ["whole", "damaged"]
     code, _, err = meshpar("checkpoint", "inspect", saved)
     assert code == 2
-    assert "checkpoints/1: cannot read its index: it is damaged" in err
+    assert "checkpoints/1: cannot read it, because it is damaged" in err
     DAMAGES["bits flipped"](saved / "checkpoints" / "0")
     code, out, _ = meshpar("checkpoint", "verify", saved, "--step", 0, "--json")
     assert (code, rows(out)[0]["is"].split(":")[0]) == (1, "damaged")

@@ -174,7 +174,7 @@ def test_an_error_before_processes_agree_is_told_to_the_others(monkeypatch: pyte
 
     monkeypatch.setattr(together, "this_pod", object)
     monkeypatch.setattr(together.watchdog, "watch", lambda *_, **__: Watch())
-    monkeypatch.setattr(together.checkpoint, "told_of_failed_writes", [])
+    monkeypatch.setattr(together.checkpoint, "write_failure_callbacks", [])
     monkeypatch.setattr(together, "_end", end)
     with pytest.raises(SystemExit), together.pod(stall_s=40, command={}):
         pass

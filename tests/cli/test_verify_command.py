@@ -74,7 +74,7 @@ def test_recipes_are_equal_to_one_device(name, tmp_path):
         pytest.importorskip("sklearn")
     done = command(f"verify {ROOT / 'recipes' / name}.py --cases 4", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 layouts equal one device" in done.stdout
+    assert "4 layouts match a single device" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "long_context", "gpt_pipeline"])

@@ -1,4 +1,4 @@
-"""Ranks to run kernels on: the first N host devices, stacked rows on the outside and per-device views inside."""
+"""The `ranks` fixture: meshes of host devices, and kernels as functions of the stacked arrays of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshpar.inspect.hlo import parser as hlo
 
 
 class Ranks:
-    """The first N devices as one axis `x`, or several axes; ranks count in the order of the mesh, or another one."""
+    """A mesh of the first N devices, whose ranks are numbered in the order of the mesh or in another order of axes."""
 
     def __init__(self, order: tuple[str, ...] = (), **axes: int) -> None:
         devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
@@ -25,26 +25,26 @@ class Ranks:
         self.count = math.prod(axes[axis] for axis in self.axis)
 
     def view(self, kernel, *, check_vma: bool = True):
-        """A kernel as a function of rows, one for each rank."""
-        rows = P(self.axis)
+        """Return a kernel as a function of arrays stacked over ranks."""
+        spec = P(self.axis)
 
-        def one(x):
-            return jax.tree.map(lambda y: y[None], kernel(jax.tree.map(lambda row: row[0], x)))
+        def on_rank(x):
+            return jax.tree.map(lambda y: y[None], kernel(jax.tree.map(lambda part: part[0], x)))
 
-        return jax.shard_map(one, mesh=self.mesh, in_specs=rows, out_specs=rows, check_vma=check_vma)
+        return jax.shard_map(on_rank, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
 
     def compiled(self, kernel, shape, dtype="float32"):
-        """A kernel compiled for one row of this shape at each rank."""
+        """Compile a kernel for local arrays of a shape."""
         return jax.jit(self.view(kernel)).lower(jax.ShapeDtypeStruct((self.count, *shape), dtype)).compile()
 
     def sent(self, kernel, shape, dtype="float32"):
-        """The collectives of the compiled kernel, in the order they stand in it."""
+        """Return the collectives of the compiled kernel, in program order."""
         return census(hlo.parse(self.compiled(kernel, shape, dtype).as_text()), self.mesh)
 
 
 @pytest.fixture(scope="session")
 def ranks():
-    """`ranks(5)`: five ranks along `x`; `ranks(outer=2, inner=3)`: six in two groups."""
+    """Return a function: `ranks(5)` has five ranks along `x`, `ranks(outer=2, inner=3)` has two axes."""
     cached = functools.cache(lambda order, axes: Ranks(order, **dict(axes)))
 
     def get(count: int | None = None, *, order: tuple[str, ...] = (), **axes: int) -> Ranks:
@@ -56,7 +56,7 @@ def ranks():
 @pytest.fixture(
     scope="module",
     params=[
-        # Sizes that differ, so that a numbering and its inverse do.
+        # With different sizes a numbering differs from its inverse.
         pytest.param(((2, 3), "ba"), id="ba of 2x3"),
         *(
             pytest.param((sizes, order), marks=pytest.mark.matrix, id=f"{order} of {'x'.join(map(str, sizes))}")
@@ -66,6 +66,6 @@ def ranks():
     ],
 )
 def out_of_order(request, ranks):
-    """Ranks of several axes that count as one, named in another order than the mesh has them: `.axis`."""
+    """Return ranks over several axes, which `.axis` names in another order than the mesh."""
     sizes, order = request.param
     return ranks(order=tuple(order), **dict(zip("abc", sizes, strict=False)))

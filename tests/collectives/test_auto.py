@@ -1,4 +1,4 @@
-"""`algorithm="auto"`: the choice, where the links come from, and that what runs is what was chosen."""
+"""`algorithm="auto"`: the choice of the algorithm, its interconnect, and the program that runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ from meshpar.hardware import algorithm_choice as choice
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.sharding.types import MeshparError
+from tests.collectives.gradients import with_gradient
+from tests.errors import raises
 from tests.grid import cases
 
 SLOWEST = Link(alpha_s=1e3, bytes_per_s=1e-3)
-"""Of XLA's own collectives, where the choice is to be among ours."""
+"""Link for XLA's collectives, if the choice should be one of ours."""
 
 
 def measured(**permutes):
-    """A profile by which XLA's own collectives are slower than single messages over these links."""
+    """Return a profile in which XLA's collectives are slower than permutes over these links."""
     return Links(devices="cpu", axes=dict.fromkeys(permutes, SLOWEST), permutes=permutes)
 
 
@@ -47,7 +49,7 @@ def rows(count, size=24, dtype="float32"):
 
 
 def steps_of(ranks, count, kernel, size=24):
-    return sum(one.count_per_step for one in ranks(count).sent(kernel, (size,)))
+    return sum(c.count_per_step for c in ranks(count).sent(kernel, (size,)))
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +60,20 @@ def _no_cluster_named(monkeypatch):
 # The choice ----------------------------------------------------------------------------------------------------------
 
 
-def test_short_messages_take_few_steps_and_long_ones_few_bytes():
+def test_short_arrays_need_few_steps_long_ones_few_bytes():
     link = Link(alpha_s=1e-6, bytes_per_s=1e11)
     crossover = cost.ring_tree_crossover_bytes(6, link)
-    how = {"cluster": measured(x=link), "axes": ("x",), "mesh": {"x": 6}}
-    short = mc.choose("all_reduce", crossover * 0.5, 6, **how)
-    long = mc.choose("all_reduce", crossover * 100, 6, **how)
+    options = {"cluster": measured(x=link), "axes": ("x",), "mesh": {"x": 6}}
+    short = mc.choose("all_reduce", crossover * 0.5, 6, **options)
+    long = mc.choose("all_reduce", crossover * 100, 6, **options)
     assert (short.algorithm, long.algorithm) == ("recursive_doubling", "ring")
-    for found in (short, long):
-        times = [one.time_s for one in found.alternatives.values()]
+    for chosen in (short, long):
+        times = [cost.time_s for cost in chosen.alternatives.values()]
         assert times == sorted(times)
-        assert found.time_s == times[0] == found.alternatives[found.algorithm].time_s
+        assert chosen.time_s == times[0] == chosen.alternatives[chosen.algorithm].time_s
 
 
-def test_with_a_power_of_two_of_ranks_halving_has_the_rings_bytes_in_fewer_steps():
+def test_power_of_two_ranks_use_halving_and_doubling():
     assert mc.choose("all_reduce", 1e9, 8, cluster=BOTH_MEASURED).algorithm == "halving_doubling"
     assert mc.choose("all_gather", 1e9, 8, cluster=BOTH_MEASURED).algorithm == "recursive_doubling"
     assert mc.choose("reduce_scatter", 1e9, 8, cluster=BOTH_MEASURED).algorithm == "recursive_halving"
@@ -89,24 +91,24 @@ SLOW = Link(alpha_s=1e-3, bytes_per_s=1e6)
         ("h100:1x8", True),
         ("h100:2x4", True),
         (Link(alpha_s=1e-6, bytes_per_s=1e11), True),
-        (dataclasses.replace(H100, permutes={"x": FAST}), True),  # XLA's own was not measured
-        (dataclasses.replace(H100, axes={"x": SLOW}), True),  # single messages were not measured
+        (dataclasses.replace(H100, permutes={"x": FAST}), True),  # XLA's collectives were not measured
+        (dataclasses.replace(H100, axes={"x": SLOW}), True),  # permutes were not measured
         (dataclasses.replace(H100, axes={"x": SLOW}, permutes={"x": FAST}), False),
         (dataclasses.replace(H100, axes={"x": FAST}, permutes={"x": SLOW}), True),
         (dataclasses.replace(H100, axes={"*": SLOW}, permutes={"x": FAST}), False),
     ],
 )
-def test_xlas_own_is_taken_unless_a_measured_profile_says_otherwise(kernel, cluster, is_xla):
+def test_xla_is_used_unless_a_profile_measured_better(kernel, cluster, is_xla):
     for num_bytes in (100, 1e9):
-        found = mc.choose(kernel, num_bytes, 8, cluster=cluster, axes=("x",), mesh={"x": 8})
-        assert (found.algorithm == "xla") == is_xla
-        assert "xla" in found.alternatives
-        assert found.time_s == found.alternatives[found.algorithm].time_s
+        chosen = mc.choose(kernel, num_bytes, 8, cluster=cluster, axes=("x",), mesh={"x": 8})
+        assert (chosen.algorithm == "xla") == is_xla
+        assert "xla" in chosen.alternatives
+        assert chosen.time_s == chosen.alternatives[chosen.algorithm].time_s
         is_measured = not isinstance(cluster, str | Link) and bool(cluster.axes and cluster.permutes)
-        assert ("no profile has measured both" in found.why) == (not is_measured)
+        assert ("no profile has measures of both" in chosen.why) == (not is_measured)
 
 
-def test_a_bidirectional_ring_sends_twice_the_messages_of_a_ring(ranks):
+def test_bidirectional_ring_sends_twice_the_messages(ranks):
     """Both directions share one port, so the model charges the latency of each message."""
     kernels = {
         "all_reduce": cost.ring_all_reduce,
@@ -116,29 +118,29 @@ def test_a_bidirectional_ring_sends_twice_the_messages_of_a_ring(ranks):
     for name, ring in kernels.items():
         form = COLLECTIVES[name].algorithms["bidirectional"](24e3, 8)
         sent = ranks(8).sent(functools.partial(getattr(mc, name), axis="x", algorithm="bidirectional"), (24,))
-        assert form.steps == sum(one.count_per_step for one in sent) == 2 * ring(24e3, 8).steps
+        assert form.steps == sum(c.count_per_step for c in sent) == 2 * ring(24e3, 8).steps
         assert form.bytes_in_turn == ring(24e3, 8).bytes_in_turn
 
 
-def test_a_tie_goes_to_the_first():
+def test_ties_go_to_the_first_algorithm():
     free = measured(x=Link(alpha_s=0, bytes_per_s=1e9))
     found = mc.choose("all_gather", 1e6, 8, cluster=free, axes=("x",), mesh={"x": 8})
     assert found.algorithm == "ring"
-    assert "recursive_doubling takes as long" in found.why
+    assert "recursive_doubling takes the same time" in found.why
 
 
-def test_messages_go_by_one_port_between_nodes():
+def test_permutes_between_nodes_share_the_port():
     cluster = parse_cluster("h100:2x8")
     found = mc.choose("all_gather", 16e6, 16, cluster=cluster)
-    ours = [one for name, one in found.alternatives.items() if name != "xla"]
-    assert {leg.link for one in ours for leg in one.legs} == {cluster.across}
-    (own,) = found.alternatives["xla"].legs
-    assert own.link.bytes_per_s == 8 * cluster.across.bytes_per_s
+    ours = [cost for name, cost in found.alternatives.items() if name != "xla"]
+    assert {leg.link for cost in ours for leg in cost.legs} == {cluster.across}
+    (leg,) = found.alternatives["xla"].legs
+    assert leg.link.bytes_per_s == 8 * cluster.across.bytes_per_s
     inside = mc.choose("all_gather", 16e6, 4, cluster=cluster, axes=("b",), mesh={"a": 4, "b": 4})
     assert inside.alternatives["ring"].legs[0].link == cluster.inside
 
 
-def test_over_several_axes_two_levels_are_looked_at():
+def test_several_axes_consider_the_hierarchical_algorithm():
     mesh = {"data": 2, "tensor": 8}
     found = mc.choose("all_reduce", 1e9, 16, cluster="h100:2x8", axes=("data", "tensor"), mesh=mesh)
     assert found.algorithm == "xla"
@@ -148,7 +150,7 @@ def test_over_several_axes_two_levels_are_looked_at():
     assert (inside.link, across.link) == (cluster.inside, cluster.across)
 
 
-def test_a_choice_says_why_and_prints_all_it_looked_at():
+def test_choice_explains_and_prints_its_alternatives():
     found = mc.choose("all_reduce", 25e6, 8, cluster=BOTH_MEASURED)
     assert found.why.startswith("halving_doubling: ")
     assert "mostly bandwidth; next ring: 1.14 times that" in found.why
@@ -160,36 +162,36 @@ def test_a_choice_says_why_and_prints_all_it_looked_at():
     assert data["alternatives"]["xla"]["algorithm"] == "xla"
     unmeasured = mc.choose("all_reduce", 25e6, 8, cluster="h100:1x8")
     assert unmeasured.why.startswith("xla: ")
-    assert "The model's quickest kernel: halving_doubling" in unmeasured.why
+    assert "The fastest kernel in the model is halving_doubling" in unmeasured.why
 
 
-def test_choices_that_cannot_be_made():
-    for arguments, cluster, said in (
+def test_choose_checks_its_arguments():
+    for arguments, cluster, message in (
         (("all_reduced", 1, 2), "h100:1x8", "Did you mean `all_reduce`"),
-        (("all_reduce", -1, 2), "h100:1x8", "a number of bytes, 0 or more"),
+        (("all_reduce", -1, 2), "h100:1x8", "a finite number of at least 0"),
         (("all_reduce", 1, 0), "h100:1x8", "ranks=0"),
         (("all_reduce", 1, 16), "h100:1x8", "it has 8 GPUs"),
         (("all_reduce", 1, 2), "h1000:1x8", "Did you mean `h100`"),
     ):
-        with pytest.raises(MeshparError, match=said):
+        with pytest.raises(MeshparError, match=message):
             mc.choose(*arguments, cluster=cluster)
-    with pytest.raises(MeshparError, match="along mesh axis `y`: it was measured along `x`"):
+    with pytest.raises(MeshparError, match="use mesh axis `y`: its links were measured along `x`"):
         mc.choose("all_reduce", 1, 2, cluster=SLOW_START, axes=("y",), mesh={"y": 2})
 
 
-# What runs -----------------------------------------------------------------------------------------------------------
+# The program --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("name", "links", "steps"),
     [
-        ("all_reduce", SLOW_START, 2 + 2),  # recursive doubling: over 4 of 5 ranks, and two messages more
+        ("all_reduce", SLOW_START, 2 + 2),  # recursive doubling over 4 of 5 ranks, and two more messages
         ("all_reduce", SLOW_BYTES, 8),  # a ring
         ("all_gather", SLOW_START, 4),
         ("reduce_scatter", SLOW_BYTES, 4),
     ],
 )
-def test_what_was_chosen_is_what_runs(ranks, name, links, steps):
+def test_chosen_algorithm_runs(ranks, name, links, steps):
     kernel = functools.partial(getattr(mc, name), axis="x", algorithm="auto", cluster=links)
     assert steps_of(ranks, 5, kernel, size=25) == steps
 
@@ -202,19 +204,11 @@ def test_what_was_chosen_is_what_runs(ranks, name, links, steps):
         (3, XLA),
         grid=itertools.product([1, 2, 3, 4, 8], [SLOW_START, SLOW_BYTES, XLA]),
     ),
-    ids=lambda one: next((name for name, links in NAMED.items() if one is links), str(one)),
+    ids=lambda value: next((name for name, links in NAMED.items() if value is links), str(value)),
 )
-def test_value_and_gradient_are_the_references(ranks, count, links):
-    def everything(make):
-        def of(x):
-            return [one(x) for one in make]
-
-        def with_gradients(x):
-            value, pull = jax.vjp(of, x)
-            weights = [jnp.cos(jnp.arange(one.size, dtype=one.dtype)).reshape(one.shape) for one in value]
-            return value, pull(weights)[0]
-
-        return jax.jit(with_gradients)(rows(count))
+def test_matches_reference(ranks, count, links):
+    def results(functions):
+        return jax.jit(functools.partial(with_gradient, lambda x: [f(x) for f in functions]))(rows(count))
 
     auto_ = {"axis": "x", "algorithm": "auto", "cluster": links}
     names = ("all_reduce", "all_gather", "reduce_scatter")
@@ -222,10 +216,9 @@ def test_value_and_gradient_are_the_references(ranks, count, links):
     kernels += [ranks(count).view(functools.partial(mc.reduce_scatter, op="max", **auto_))]
     references = [getattr(reference, name) for name in names]
     references += [functools.partial(reference.reduce_scatter, op="max")]
-    (found, gradient), (expected, of_reference) = everything(kernels), everything(references)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)  # sums of whole numbers are exact
-    np.testing.assert_allclose(gradient, of_reference, rtol=1e-5, atol=1e-5)  # float32, up to 8 terms and kernels
+    (actual, gradient), (expected, expected_gradient) = results(kernels), results(references)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)  # sums of integers are exact
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)  # float32, up to 8 terms and kernels
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
@@ -233,21 +226,20 @@ def test_doubling_and_halving_keep_the_dtype(ranks, dtype):
     parts = rows(4, dtype=dtype)
     gather = ranks(4).view(functools.partial(mc.all_gather, axis="x", dim=-1, algorithm="recursive_doubling"))
     scatter = ranks(4).view(functools.partial(mc.reduce_scatter, axis="x", algorithm="recursive_halving"))
-    found = jax.jit(lambda x: (gather(x), scatter(x)))(parts)
-    for one, other in zip(found, (reference.all_gather(parts), reference.reduce_scatter(parts)), strict=True):
-        assert one.dtype == dtype
-        np.testing.assert_array_equal(one, other)
+    actual = jax.jit(lambda x: (gather(x), scatter(x)))(parts)
+    for y, expected in zip(actual, (reference.all_gather(parts), reference.reduce_scatter(parts)), strict=True):
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, expected)
 
 
 def test_two_levels_over_two_axes(ranks):
     kernel = functools.partial(mc.all_reduce, axis=("outer", "inner"), algorithm="auto", cluster=GROUPS)
     row, parts = ranks(outer=2, inner=3), rows(6)
     np.testing.assert_array_equal(jax.jit(row.view(kernel))(parts), reference.all_reduce(parts))
-    sent = {one.axes for one in row.sent(kernel, (24,))}
-    assert sent == {("inner",), ("outer",)}
+    assert {c.axes for c in row.sent(kernel, (24,))} == {("inner",), ("outer",)}
 
 
-def test_each_bucket_has_its_own_choice(ranks):
+def test_algorithm_is_chosen_per_bucket(ranks):
     links = measured(x=Link(alpha_s=1e-6, bytes_per_s=1e9))
     assert cost.ring_tree_crossover_bytes(3, links.permutes["x"]) < 4000
     tree = {"a": rows(3, 4), "b": rows(3, 3000)}
@@ -256,10 +248,10 @@ def test_each_bucket_has_its_own_choice(ranks):
     for name, parts in tree.items():
         np.testing.assert_array_equal(found[name], reference.all_reduce(parts))
     text = str(jax.make_jaxpr(ranks(3).view(kernel))(tree))
-    assert text.count("ppermute") == 3 + 2  # recursive doubling unrolled, and the ring's two loops
+    assert text.count("ppermute") == 3 + 2  # unrolled recursive doubling, and the two loops of the ring
 
 
-# Where the links come from -------------------------------------------------------------------------------------------
+# The interconnect -----------------------------------------------------------------------------------------------------
 
 
 def trace(ranks, **options):
@@ -267,16 +259,15 @@ def trace(ranks, **options):
     return jax.eval_shape(ranks(2).view(kernel), rows(2))
 
 
-def test_host_devices_take_the_measured_default_and_the_choice_says_so(ranks):
-    """`.why` names what was measured, where and when; what runs is what `choose` says."""
+def test_cpu_devices_use_a_measured_default(ranks):
     num_bytes = {"short": 96, "long": 4_000_000}
     found = {name: mc.choose("all_reduce", n, 6, axes=("x",), mesh={"x": 6}) for name, n in num_bytes.items()}
-    for name, quickest in (("short", "recursive_doubling"), ("long", "ring")):
-        one = found[name]
-        assert (one.algorithm, next(ours for ours in one.alternatives if ours != "xla")) == ("xla", quickest)
-        assert "links: default for CPU host devices: meshpar bench collectives" in one.why
-        assert "-core" in one.why
-        assert one.alternatives["ring"].legs[0].where == "measured, for any axis"
+    for name, fastest in (("short", "recursive_doubling"), ("long", "ring")):
+        chosen = found[name]
+        assert (chosen.algorithm, next(a for a in chosen.alternatives if a != "xla")) == ("xla", fastest)
+        assert "links: default for CPU host devices: meshpar bench collectives" in chosen.why
+        assert "-core" in chosen.why
+        assert chosen.alternatives["ring"].legs[0].where == "measured, for all axes"
     assert "default for CPU" not in mc.choose("all_reduce", 96, 6, cluster="h100:1x8").why
     kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
     assert "psum" in str(jax.make_jaxpr(ranks(6).view(kernel))(rows(6)))
@@ -287,17 +278,17 @@ def test_host_devices_take_the_measured_default_and_the_choice_says_so(ranks):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_links_that_nobody_knows_are_an_error(monkeypatch, processes, ranks):
-    """Of a mesh that has no devices, and between processes."""
+def test_unknown_interconnects_are_an_error(monkeypatch, processes, ranks):
+    """A mesh without devices, and several processes."""
     mesh = ranks(2).mesh if processes == 2 else AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
-    with pytest.raises(MeshparError, match="nothing says how the `cpu` devices of this mesh are linked") as raised:
+    with pytest.raises(MeshparError, match="the links of the `cpu` devices of this mesh are unknown") as raised:
         jax.eval_shape(jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x")), rows(2))
     assert 'cluster="h100:8x8" or MESHPAR_CLUSTER=h100:8x8' in raised.value.fix
 
 
-def test_the_environment_names_a_cluster_or_a_profile(ranks, monkeypatch, tmp_path):
+def test_environment_variable_sets_the_cluster(ranks, monkeypatch, tmp_path):
     monkeypatch.setenv(choice.VARIABLE, "h100:1x8")
     assert trace(ranks, algorithm="auto").shape == (2, 24)
     SLOW_START.save(tmp_path / "mine.json")
@@ -306,10 +297,10 @@ def test_the_environment_names_a_cluster_or_a_profile(ranks, monkeypatch, tmp_pa
     monkeypatch.setenv(choice.VARIABLE, "h1000:1x8")
     with pytest.raises(MeshparError, match="Did you mean `h100`"):
         trace(ranks, algorithm="auto")
-    trace(ranks, algorithm="auto", cluster=SLOW_START)  # the argument comes first
+    trace(ranks, algorithm="auto", cluster=SLOW_START)  # the argument has priority
 
 
-def test_devices_of_the_catalogue_need_no_name(ranks, monkeypatch):
+def test_known_gpus_use_their_data_sheet(ranks, monkeypatch):
     gpu = dataclasses.replace(parse_cluster("h100:1x8").gpu, device_kinds=("cpu",))
     monkeypatch.setattr(choice, "gpu_of_kind", lambda kind: gpu if kind == "cpu" else None)
     assert trace(ranks, algorithm="auto").shape == (2, 24)
@@ -321,25 +312,25 @@ def test_devices_of_the_catalogue_need_no_name(ranks, monkeypatch):
     )
 
 
-def test_one_rank_needs_no_links(ranks):
+def test_single_rank_needs_no_interconnect(ranks):
     kernel = functools.partial(mc.all_reduce, axis="x", algorithm="auto")
     np.testing.assert_array_equal(ranks(1).view(kernel)(rows(1)), rows(1))
 
 
-def test_mistakes(ranks):
-    with pytest.raises(MeshparError, match="that one is named already"):
+def test_options_are_checked(ranks):
+    with raises("conflict", "all_reduce"):
         trace(ranks, cluster="h100:1x8")
-    with pytest.raises(MeshparError, match="that one has no channels"):
+    with raises("conflict", "all_reduce"):
         trace(ranks, algorithm="auto", channels=2, cluster="h100:1x8")
     with pytest.raises(MeshparError, match="it has 1 GPUs"):
         trace(ranks, algorithm="auto", cluster="h100:1x1")
     for name, algorithm in (("all_gather", "recursive_doubling"), ("reduce_scatter", "recursive_halving")):
         kernel = functools.partial(getattr(mc, name), axis="x", algorithm=algorithm)
-        with pytest.raises(MeshparError, match="6 is no power of two"):
+        with raises("unsupported-feature", name):
             jax.eval_shape(ranks(6).view(kernel), rows(6))
 
 
 @pytest.mark.parametrize("num_ranks", [True, 2.5, "8"])
-def test_ranks_are_counted(num_ranks):
-    with pytest.raises(MeshparError, match="a whole number"):
+def test_choose_needs_an_integer_number_of_ranks(num_ranks):
+    with pytest.raises(MeshparError, match="must be an integer"):
         mc.choose("all_reduce", 1e6, num_ranks, cluster="h100:1x8")

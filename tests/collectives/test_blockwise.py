@@ -1,4 +1,4 @@
-"""Attention tile by tile on one device: equal to attention with one mask, in memory that grows with the sequence."""
+"""`blockwise_attention` against its reference; its memory and FLOPs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.inspect.model_flops import matmul_flops
+from tests.errors import raises
 
 B, T, H, K, D = 2, 23, 4, 2, 6
 SEGMENTS = np.sort(np.random.default_rng(1).integers(0, 4, (B, T)), axis=1).astype(np.int32)
@@ -29,14 +30,14 @@ def arrays(length=T):
     return [jnp.asarray(rng.normal(size=(B, length, heads, D)), jnp.float32) for heads in (H, K, K, H)]
 
 
-def weighed(attention, weights, **options):
-    """Gradients of a sum that weighs every number differently."""
+def weighted_grad(attention, weights, **options):
+    """Return the gradients of a weighted sum of the output."""
     return jax.grad(lambda q, k, v: (attention(q, k, v, **options) * weights).sum(), (0, 1, 2))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_value_and_gradients_are_the_dense_mask_s(case):
-    """Single precision rounds at 6e-8, and sums over 23 positions are taken tile by tile."""
+def test_blockwise_attention_matches_reference(case):
+    """float32 rounds at 6e-8, and sums over 23 positions are computed in another order."""
     *qkv, weights = arrays()
     options, dense = {"tile": 4, **CASES[case]}, reference.blockwise_attention
     plain = {name: value for name, value in options.items() if name != "tile"}
@@ -44,18 +45,18 @@ def test_value_and_gradients_are_the_dense_mask_s(case):
     @jax.jit
     def both():
         return (
-            (mc.blockwise_attention(*qkv, **options), weighed(mc.blockwise_attention, weights, **options)(*qkv)),
-            (dense(*qkv, **plain), weighed(dense, weights, **plain)(*qkv)),
+            (mc.blockwise_attention(*qkv, **options), weighted_grad(mc.blockwise_attention, weights, **options)(*qkv)),
+            (dense(*qkv, **plain), weighted_grad(dense, weights, **plain)(*qkv)),
         )
 
-    found, expected = both()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6), found, expected)
+    actual, expected = both()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=4e-6), actual, expected)
 
 
-def test_memory_grows_with_the_sequence_and_not_with_its_square():
+def test_memory_is_linear_in_the_sequence():
     def temporaries(attention, length):
         *qkv, weights = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays(length))
-        jitted = jax.jit(lambda q, k, v, weights: weighed(attention, weights)(q, k, v))
+        jitted = jax.jit(lambda q, k, v, weights: weighted_grad(attention, weights)(q, k, v))
         return jitted.lower(*qkv, weights).compile().memory_analysis().temp_size_in_bytes
 
     def tiled(q, k, v):
@@ -67,8 +68,8 @@ def test_memory_grows_with_the_sequence_and_not_with_its_square():
     assert long < dense / 4
 
 
-def test_a_window_leaves_tiles_out():
-    """Of 16 tiles a row: the triangle, 136; with a window of a tile and one position two a row but for the first."""
+def test_tiles_outside_the_window_are_skipped():
+    """16 rows have 136 tiles up to the diagonal. A window of 17 leaves two per row, and one in the first row."""
     *qkv, _ = arrays(256)
 
     def tiles(**options):
@@ -80,25 +81,24 @@ def test_a_window_leaves_tiles_out():
 
 
 @pytest.mark.parametrize(
-    ("limits", "said"),
+    ("options", "code"),
     [
-        ({"window": 0}, "window"),
-        ({"window": -1}, "window"),
-        ({"cap": 0.0}, "above 0"),
-        ({"segments": jnp.zeros((2, 12), jnp.int32)}, r"whole numbers, \[2, 6\]"),
-        ({"segments": jnp.zeros(6, jnp.int32)}, r"whole numbers, \[2, 6\]"),
-        ({"segments": jnp.zeros((2, 6))}, r"whole numbers, \[2, 6\]"),
+        ({"window": 0}, "not-an-int"),
+        ({"window": -1}, "not-an-int"),
+        ({"cap": 0.0}, "out-of-range"),
+        ({"segments": jnp.zeros((2, 12), jnp.int32)}, "wrong-shape"),
+        ({"segments": jnp.zeros(6, jnp.int32)}, "wrong-shape"),
+        ({"segments": jnp.zeros((2, 6))}, "wrong-dtype"),
+        ({"tile": 0}, "not-an-int"),
     ],
 )
-def test_limits_that_are_none_are_told(limits, said):
+def test_blockwise_attention_checks_its_options(options, code):
     q = jnp.ones((2, 6, 2, 4))
-    with pytest.raises(ValueError, match=said):
-        mc.blockwise_attention(q, q, q, **limits)
+    with raises(code, "blockwise_attention"):
+        mc.blockwise_attention(q, q, q, **options)
 
 
-def test_shapes_that_do_not_go_together_are_told():
-    q, k, v, _ = arrays()
-    with pytest.raises(ValueError, match="blockwise_attention.*4 query heads are no multiple of 3"):
+def test_blockwise_attention_checks_heads():
+    q, *_ = arrays()
+    with raises("indivisible", "blockwise_attention"):
         mc.blockwise_attention(q, jnp.ones((B, T, 3, D)), jnp.ones((B, T, 3, D)))
-    with pytest.raises(ValueError, match="tile"):
-        mc.blockwise_attention(q, k, v, tile=0)

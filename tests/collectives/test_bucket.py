@@ -1,4 +1,4 @@
-"""Buckets: which arrays share one, one all-reduce each, and the tree as if reduced array by array."""
+"""Bucketed all-reduce: assignment of arrays to buckets, results, and bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from meshpar.collectives.bucket import buckets
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 SHAPES = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["float32", "bfloat16"])), max_size=12)
 
@@ -26,22 +26,22 @@ def leaf(size, dtype="float32"):
     return jax.ShapeDtypeStruct((size,), jnp.dtype(dtype))
 
 
-def test_last_arrays_come_first_and_no_bucket_overflows():
+def test_buckets_start_with_the_last_arrays():
     assert buckets([leaf(3), leaf(4), leaf(5), leaf(1)], 24) == [[3, 2], [1], [0]]
-    assert buckets([leaf(2), leaf(100), leaf(2)], 24) == [[2], [1], [0]]  # too large to share
-    assert buckets([leaf(2), leaf(2, "bfloat16"), leaf(2)], 24) == [[2, 0], [1]]  # no casts
+    assert buckets([leaf(2), leaf(100), leaf(2)], 24) == [[2], [1], [0]]  # larger than a bucket
+    assert buckets([leaf(2), leaf(2, "bfloat16"), leaf(2)], 24) == [[2, 0], [1]]  # separate buckets per dtype
     assert buckets([], 24) == []
 
 
 @given(SHAPES, st.integers(1, 200))
-def test_every_array_is_in_one_bucket(shapes, most):
-    leaves = [leaf(*one) for one in shapes]
-    found = buckets(leaves, most)
-    assert sorted(at for bucket in found for at in bucket) == list(range(len(leaves)))
-    for bucket in found:
+def test_every_array_is_in_one_bucket(shapes, bucket_bytes):
+    leaves = [leaf(*shape) for shape in shapes]
+    result = buckets(leaves, bucket_bytes)
+    assert sorted(i for bucket in result for i in bucket) == list(range(len(leaves)))
+    for bucket in result:
         assert bucket == sorted(bucket, reverse=True)
-        assert len({leaves[at].dtype for at in bucket}) == 1
-        assert len(bucket) == 1 or sum(leaves[at].size * leaves[at].dtype.itemsize for at in bucket) <= most
+        assert len({leaves[i].dtype for i in bucket}) == 1
+        assert len(bucket) == 1 or sum(leaves[i].size * leaves[i].dtype.itemsize for i in bucket) <= bucket_bytes
 
 
 def gradients(count):
@@ -59,19 +59,19 @@ summed = jax.jit(functools.partial(jax.tree.map, reference.all_reduce))
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 25e6])
-def test_the_tree_is_reduced_array_by_array(ranks, bucket_bytes):
+def test_matches_reference(ranks, bucket_bytes):
     tree = gradients(3)
-    found = jax.jit(ranks(3).view(functools.partial(mc.bucketed_all_reduce, axis="x", bucket_bytes=bucket_bytes)))(tree)
-    jax.tree.map(np.testing.assert_array_equal, found, summed(tree))
+    reduce = functools.partial(mc.bucketed_all_reduce, axis="x", bucket_bytes=bucket_bytes)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(ranks(3).view(reduce))(tree), summed(tree))
 
 
-def test_axes_out_of_the_order_of_the_mesh(out_of_order):
+def test_axes_in_another_order_than_the_mesh(out_of_order):
     tree = gradients(out_of_order.count)
-    found = jax.jit(out_of_order.view(functools.partial(mc.bucketed_all_reduce, axis=out_of_order.axis)))(tree)
-    jax.tree.map(np.testing.assert_array_equal, found, summed(tree))
+    actual = jax.jit(out_of_order.view(functools.partial(mc.bucketed_all_reduce, axis=out_of_order.axis)))(tree)
+    jax.tree.map(np.testing.assert_array_equal, actual, summed(tree))
 
 
-def test_gradients_pass_through(ranks):
+def test_gradients(ranks):
     tree = jax.tree.map(lambda x: x.astype("float32"), gradients(3))
 
     def slope(reduce):
@@ -80,24 +80,23 @@ def test_gradients_pass_through(ranks):
 
         return jax.jit(jax.grad(loss))(tree)
 
-    found = slope(ranks(3).view(functools.partial(mc.bucketed_all_reduce, axis="x", op="mean", bucket_bytes=100)))
+    actual = slope(ranks(3).view(functools.partial(mc.bucketed_all_reduce, axis="x", op="mean", bucket_bytes=100)))
     expected = slope(functools.partial(jax.tree.map, functools.partial(reference.all_reduce, op="mean")))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), actual, expected)
 
 
-def test_one_all_reduce_for_each_bucket(ranks):
+def test_bytes_match_closed_forms(ranks):
     sizes = {"a": 60, "b": 30, "c": 30, "d": 90}
     arrays = {name: jax.ShapeDtypeStruct((3, size), "float32") for name, size in sizes.items()}
     row = ranks(3)
     reduce = row.view(functools.partial(mc.bucketed_all_reduce, axis="x", bucket_bytes=4 * 100))
-    found = census(hlo.parse(jax.jit(reduce).lower(arrays).compile().as_text()), row.mesh)
+    collectives = census(hlo.parse(jax.jit(reduce).lower(arrays).compile().as_text()), row.mesh)
     expected = [cost.ring_all_reduce(4 * n, 3) for n in (90, 60, 60)]  # d; c and b; a
-    assert sum(one.count_per_step for one in found) == sum(one.steps for one in expected)
-    assert sum(one.bytes_sent_per_step for one in found) == sum(one.bytes_sent for one in expected)
+    assert sum(c.count_per_step for c in collectives) == sum(c.steps for c in expected)
+    assert sum(c.bytes_sent_per_step for c in collectives) == sum(c.bytes_sent for c in expected)
 
 
-def test_a_bucket_holds_something(ranks):
-    with pytest.raises(MeshparError, match="buckets of 0 bytes.*positive"):
-        jax.eval_shape(
-            ranks(2).view(functools.partial(mc.bucketed_all_reduce, axis="x", bucket_bytes=0)), jnp.ones((2, 3))
-        )
+def test_bucket_bytes_must_be_positive(ranks):
+    reduce = functools.partial(mc.bucketed_all_reduce, axis="x", bucket_bytes=0)
+    with raises("out-of-range", "bucketed_all_reduce"):
+        jax.eval_shape(ranks(2).view(reduce), jnp.ones((2, 3)))

@@ -1,4 +1,4 @@
-"""Two levels: the same result as one, and on each kind of link the steps and bytes of the closed form."""
+"""Hierarchical kernels against their references, and their steps and bytes on both levels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.hardware import cost_model as cost
-from meshpar.sharding.types import MeshparError
+from tests.collectives.gradients import with_gradient
+from tests.errors import raises
 from tests.grid import cases
 
 GROUPS = [(1, 3), (2, 3), (4, 2), (2, 1)]
@@ -27,25 +28,20 @@ def rows(count, *shape):
     return jnp.asarray(np.random.default_rng(0).integers(-40, 40, (count, *shape)), "float32")
 
 
-def with_gradient(f, x):
-    y, pull = jax.vjp(f, x)
-    return y, pull(jnp.cos(jnp.arange(float(y.size))).reshape(y.shape))[0]
-
-
-def by_axis(found):
-    """{axes: (permutes, bytes)}"""
+def by_axis(collectives):
+    """Return {axes: (permutes, bytes)}."""
     return {
         axes: (
-            sum(one.count_per_step for one in found if one.axes == axes),
-            sum(one.bytes_sent_per_step for one in found if one.axes == axes),
+            sum(c.count_per_step for c in collectives if c.axes == axes),
+            sum(c.bytes_sent_per_step for c in collectives if c.axes == axes),
         )
-        for axes in {one.axes for one in found}
+        for axes in {c.axes for c in collectives}
     }
 
 
 @pytest.fixture(scope="module")
 def outcomes(ranks):
-    """(found, expected): value and gradient of everything here, in one program for each shape of the groups."""
+    """Return a function from mesh sizes to value and gradient of all cases, of kernels and references."""
 
     @functools.cache
     def run(outer, inner):
@@ -65,54 +61,54 @@ def outcomes(ranks):
     return run
 
 
-@pytest.mark.parametrize("groups", [pytest.param(one, marks=[pytest.mark.matrix] * (one != (2, 3))) for one in GROUPS])
+@pytest.mark.parametrize("groups", [pytest.param(g, marks=[pytest.mark.matrix] * (g != (2, 3))) for g in GROUPS])
 @pytest.mark.parametrize("name", [*OPS, "all to all", "stacked"])
-def test_value_and_gradient_are_those_of_one_level(outcomes, groups, name):
-    found, expected = (side[name] for side in outcomes(*groups))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6 if name == "mean" else 0)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-6)
+def test_matches_reference(outcomes, groups, name):
+    actual, expected = (side[name] for side in outcomes(*groups))
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6 if name == "mean" else 0)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("inside", [1, 2])
 @pytest.mark.parametrize("order", ["cba", *(pytest.param(o, marks=pytest.mark.matrix) for o in ("acb", "bca", "cab"))])
-def test_several_axes_inside_or_across_in_any_order(ranks, order, inside):
-    """Ranks count as over all axes, those across first, each level as it names its own."""
+def test_several_axes_per_level_in_any_order(ranks, order, inside):
+    """Ranks are numbered by the outer axes and then the inner axes, in the order in which they are named."""
     row = ranks(order=tuple(order), a=2, b=2, c=2)
     levels = {"outer": row.axis[:-inside], "inner": row.axis[-inside:]}
     reduce_in, exchange_in = rows(8, 5, 3), rows(8, 2, 8)
-    how = {"split_dim": 1, "concat_dim": 0}
+    dims = {"split_dim": 1, "concat_dim": 0}
 
     def both(reduce, exchange):
         return jax.jit(lambda: (with_gradient(reduce, reduce_in), with_gradient(exchange, exchange_in)))()
 
-    found = both(
+    actual = both(
         row.view(functools.partial(mc.hierarchical_all_reduce, **levels)),
-        row.view(functools.partial(mc.hierarchical_all_to_all, **levels, **how)),
+        row.view(functools.partial(mc.hierarchical_all_to_all, **levels, **dims)),
     )
-    expected = both(reference.all_reduce, functools.partial(reference.all_to_all, **how))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+    expected = both(reference.all_reduce, functools.partial(reference.all_to_all, **dims))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 @pytest.mark.parametrize(("outer", "inner"), cases((3, 2), grid=[(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]))
-def test_each_kind_of_link_carries_what_the_closed_form_says(ranks, outer, inner):
-    found = by_axis(ranks(outer=outer, inner=inner).sent(REDUCE, (ELEMENTS,)))
+def test_all_reduce_bytes_match_closed_forms(ranks, outer, inner):
+    actual = by_axis(ranks(outer=outer, inner=inner).sent(REDUCE, (ELEMENTS,)))
     expected = cost.hierarchical_all_reduce(BYTES, outer * inner, inner=inner)
-    assert found == {
+    assert actual == {
         ("inner",): (expected.inside.steps, expected.inside.bytes_sent),
         ("outer",): (expected.across.steps, expected.across.bytes_sent),
     }
 
 
 @pytest.mark.parametrize(("outer", "inner"), cases((3, 2), grid=[(2, 2), (3, 2), (2, 4)]))
-def test_one_message_for_each_pair_of_nodes(ranks, outer, inner):
+def test_all_to_all_bytes_match_closed_forms(ranks, outer, inner):
     elements = 24 * 10
-    found = by_axis(ranks(outer=outer, inner=inner).sent(EXCHANGE, (elements,)))
+    actual = by_axis(ranks(outer=outer, inner=inner).sent(EXCHANGE, (elements,)))
     inside, across = cost.all_to_all(4 * elements, inner), cost.all_to_all(4 * elements, outer)
-    assert found == {("inner",): (inside.steps, inside.bytes_sent), ("outer",): (across.steps, across.bytes_sent)}
+    assert actual == {("inner",): (inside.steps, inside.bytes_sent), ("outer",): (across.steps, across.bytes_sent)}
 
 
 @pytest.mark.parametrize("name", ["hierarchical_all_reduce", "hierarchical_all_to_all"])
-def test_the_levels_are_two_axes(ranks, name):
+def test_levels_need_different_axes(ranks, name):
     kernel = functools.partial(getattr(mc, name), inner="x", outer="x")
-    with pytest.raises(MeshparError, match=f"{name}: .*inside the nodes or across.*two different"):
+    with raises("axis-used-twice", name):
         jax.eval_shape(ranks(2).view(kernel), jnp.zeros((2, 4)))

@@ -1,4 +1,4 @@
-"""Every kernel against its reference: value and gradient, any number of ranks, any dtype."""
+"""Value and gradient of all kernels against their references."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from jax import lax
 from meshpar import collectives as mc
 from meshpar.collectives import reference, ring
 from meshpar.collectives.reduction import ALGORITHMS
+from tests.collectives.gradients import with_gradient
 from tests.grid import cases
 
 COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
@@ -30,13 +31,13 @@ class Case(NamedTuple):
 
 
 def case(name, shape, **options):
-    """A kernel and the reference of the same name; options that say how, not what, are the kernel's alone."""
-    what = {k: v for k, v in options.items() if k not in ("algorithm", "channels", "num_servers")}
+    """Return a kernel and the reference of the same name, which has no options of the algorithm."""
+    shared = {k: v for k, v in options.items() if k not in ("algorithm", "channels", "num_servers")}
     kernel = functools.partial(getattr(mc, name), axis="x", **options)
-    return Case(kernel, functools.partial(getattr(reference, name), **what), shape)
+    return Case(kernel, functools.partial(getattr(reference, name), **shared), shape)
 
 
-def whole(n):
+def any_shape(n):
     return (5, 3)
 
 
@@ -49,21 +50,21 @@ def per_rank(n):
 
 
 CASES = {
-    "shift": case("shift", whole),
-    "shift back": case("shift", whole, by=-2),
-    "shift, ends": case("shift", whole, by=2, wrap=False),
-    "shift back, ends": case("shift", whole, by=-1, wrap=False),
-    "broadcast": case("broadcast", whole),
-    "reduce": case("reduce", whole),
-    "reduce mean": case("reduce", whole, op="mean"),
-    "reduce max": case("reduce", whole, op="max"),
+    "shift": case("shift", any_shape),
+    "shift back": case("shift", any_shape, by=-2),
+    "shift, ends": case("shift", any_shape, by=2, wrap=False),
+    "shift back, ends": case("shift", any_shape, by=-1, wrap=False),
+    "broadcast": case("broadcast", any_shape),
+    "reduce": case("reduce", any_shape),
+    "reduce mean": case("reduce", any_shape, op="mean"),
+    "reduce max": case("reduce", any_shape, op="max"),
     "scatter": case("scatter", divisible, dim=1),
     "scatter stacked": case("scatter", per_rank, dim=-1, tiled=False),
-    "gather": case("gather", whole, dim=1),
-    "gather stacked": case("gather", whole, dim=-1, tiled=False),
-    "all_gather": case("all_gather", whole, dim=-1),
-    "all_gather stacked": case("all_gather", whole, dim=2, tiled=False, algorithm="bidirectional"),
-    "all_gather, rings": case("all_gather", whole, channels=4),
+    "gather": case("gather", any_shape, dim=1),
+    "gather stacked": case("gather", any_shape, dim=-1, tiled=False),
+    "all_gather": case("all_gather", any_shape, dim=-1),
+    "all_gather stacked": case("all_gather", any_shape, dim=2, tiled=False, algorithm="bidirectional"),
+    "all_gather, rings": case("all_gather", any_shape, channels=4),
     "reduce_scatter": case("reduce_scatter", divisible, dim=1),
     "reduce_scatter stacked": case("reduce_scatter", per_rank, dim=-1, tiled=False, algorithm="bidirectional"),
     "reduce_scatter max": case("reduce_scatter", divisible, dim=-1, op="max"),
@@ -71,22 +72,22 @@ CASES = {
     "all_to_all": case("all_to_all", lambda n: (3 * n, 2)),
     "all_to_all across dims": case("all_to_all", divisible, split_dim=-1, concat_dim=0),
     "all_to_all stacked": case("all_to_all", per_rank, split_dim=1, concat_dim=0, tiled=False),
-    "all_reduce bidirectional, rings": case("all_reduce", whole, algorithm="bidirectional", channels=2),
+    "all_reduce bidirectional, rings": case("all_reduce", any_shape, algorithm="bidirectional", channels=2),
     "all_reduce more rings than elements": case("all_reduce", lambda n: (), channels=3),
-    "all_reduce ring min": case("all_reduce", whole, op="min"),
-    "all_reduce ring mean": case("all_reduce", whole, op="mean"),
-    **{f"all_reduce {algorithm}": case("all_reduce", whole, algorithm=algorithm) for algorithm in ALGORITHMS},
-    "all_reduce recursive doubling max": case("all_reduce", whole, algorithm="recursive_doubling", op="max"),
-    "all_reduce tree min": case("all_reduce", whole, algorithm="tree", op="min"),
-    "all_reduce xla max": case("all_reduce", whole, algorithm="xla", op="max"),
-    "all_gather xla": case("all_gather", whole, dim=-1, algorithm="xla"),
-    "all_gather xla stacked": case("all_gather", whole, dim=1, tiled=False, algorithm="xla"),
+    "all_reduce ring min": case("all_reduce", any_shape, op="min"),
+    "all_reduce ring mean": case("all_reduce", any_shape, op="mean"),
+    **{f"all_reduce {algorithm}": case("all_reduce", any_shape, algorithm=algorithm) for algorithm in ALGORITHMS},
+    "all_reduce recursive doubling max": case("all_reduce", any_shape, algorithm="recursive_doubling", op="max"),
+    "all_reduce tree min": case("all_reduce", any_shape, algorithm="tree", op="min"),
+    "all_reduce xla max": case("all_reduce", any_shape, algorithm="xla", op="max"),
+    "all_gather xla": case("all_gather", any_shape, dim=-1, algorithm="xla"),
+    "all_gather xla stacked": case("all_gather", any_shape, dim=1, tiled=False, algorithm="xla"),
     "reduce_scatter xla mean": case("reduce_scatter", divisible, dim=1, op="mean", algorithm="xla"),
     "reduce_scatter xla max": case("reduce_scatter", divisible, dim=-1, op="max", algorithm="xla"),
-    "all_reduce, servers": case("all_reduce", whole, algorithm="parameter_server", num_servers=1),
+    "all_reduce, servers": case("all_reduce", any_shape, algorithm="parameter_server", num_servers=1),
 }
 POWER_OF_TWO = {
-    "all_gather doubling": case("all_gather", whole, algorithm="recursive_doubling"),
+    "all_gather doubling": case("all_gather", any_shape, algorithm="recursive_doubling"),
     "reduce_scatter halving": case("reduce_scatter", divisible, dim=1, algorithm="recursive_halving"),
 }
 EACH_MOTION = (
@@ -101,23 +102,13 @@ EACH_MOTION = (
 
 
 def parts_of(shape, dtype="float32", seed=0):
-    """Rows with ties in them, and all sums of which float32 holds exactly but bfloat16 does not."""
+    """Return integers with ties, whose sums are exact in float32 but not in bfloat16."""
     return (np.random.default_rng(seed).integers(-40, 40, shape) * 3).astype(jnp.dtype(dtype))
-
-
-def with_gradient(f, parts):
-    """Value, and gradient for cotangents that differ everywhere."""
-    value, pull = jax.vjp(f, parts)
-    weights = jnp.cos(jnp.arange(value.size, dtype=value.dtype)).reshape(value.shape)
-    return value, pull(weights)[0]
 
 
 @pytest.fixture(scope="module")
 def outcomes(ranks):
-    """(kernels', references') results of all cases, in one program for each number of ranks and dtype.
-
-    With gradients for float32, without for other dtypes.
-    """
+    """Return a function to the results of all kernels and references, with gradients for float32."""
 
     @functools.cache
     def run(count, dtype="float32"):
@@ -126,65 +117,65 @@ def outcomes(ranks):
         def all_of(use):
             return jax.jit(
                 lambda: {
-                    name: apply(use(one), parts_of((count, *one.shape(count)), dtype))
-                    for name, one in CASES.items()
+                    name: apply(use(case), parts_of((count, *case.shape(count)), dtype))
+                    for name, case in CASES.items()
                     if dtype != "int32" or "mean" not in name
                 }
             )()
 
-        return all_of(lambda one: row.view(one.kernel)), all_of(lambda one: one.reference)
+        return all_of(lambda case: row.view(case.kernel)), all_of(lambda case: case.reference)
 
     return run
 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("name", CASES)
-def test_value_and_gradient_are_the_references(outcomes, name, count):
-    found, expected = outcomes(count)
-    np.testing.assert_array_equal(found[name][0], expected[name][0])  # sums of whole numbers are exact
-    np.testing.assert_allclose(found[name][1], expected[name][1], rtol=1e-5, atol=1e-6)  # float32, up to 8 terms
+def test_matches_reference(outcomes, name, count):
+    actual, expected = outcomes(count)
+    np.testing.assert_array_equal(actual[name][0], expected[name][0])  # sums of integers are exact
+    np.testing.assert_allclose(actual[name][1], expected[name][1], rtol=1e-5, atol=1e-6)  # float32, up to 8 terms
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("count", [6, 7])
 @pytest.mark.parametrize("name", [name for name in CASES if "mean" not in name])
 def test_integers_are_exact(outcomes, name, count):
-    found, expected = outcomes(count, "int32")
-    assert found[name].dtype == jnp.int32
-    np.testing.assert_array_equal(found[name], expected[name])
+    actual, expected = outcomes(count, "int32")
+    assert actual[name].dtype == jnp.int32
+    np.testing.assert_array_equal(actual[name], expected[name])
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16_stays_bfloat16(outcomes, name):
-    found, expected = outcomes(5, "bfloat16")
-    assert found[name].dtype == jnp.bfloat16
+    actual, expected = outcomes(5, "bfloat16")
+    assert actual[name].dtype == jnp.bfloat16
     # Four additions, each rounded to 2^-8 of sums up to 5 * 120.
     atol = 4 * 5 * 120 / 256 if name.startswith(("reduce", "all_reduce")) else 0
     if "max" in name or "min" in name:
         atol = 0
-    np.testing.assert_allclose(found[name].astype("float32"), expected[name].astype("float32"), rtol=0, atol=atol)
+    np.testing.assert_allclose(actual[name].astype("float32"), expected[name].astype("float32"), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("root", cases(4, grid=[1, 4]))
 @pytest.mark.parametrize("name", ["broadcast", "reduce max", "scatter", "gather"])
-def test_any_rank_is_a_root(ranks, name, root):
-    one = CASES[name]
-    parts = parts_of((5, *one.shape(5)))
-    found = jax.jit(ranks(5).view(functools.partial(one.kernel, root=root)))(parts)
-    np.testing.assert_array_equal(found, one.reference(parts, root=root))
+def test_any_rank_can_be_the_root(ranks, name, root):
+    case = CASES[name]
+    parts = parts_of((5, *case.shape(5)))
+    actual = jax.jit(ranks(5).view(functools.partial(case.kernel, root=root)))(parts)
+    np.testing.assert_array_equal(actual, case.reference(parts, root=root))
 
 
 @pytest.mark.parametrize("dtype", cases("bfloat16", grid=["bfloat16", "float32"]))
 @pytest.mark.usefixtures("strict")
-def test_no_kernel_promotes_dtypes_or_broadcasts_silently(ranks, dtype):
-    for one in CASES.values():
-        parts = jax.ShapeDtypeStruct((5, *one.shape(5)), dtype)
-        view = ranks(5).view(one.kernel)
-        found = jax.eval_shape(lambda x, f=view: jax.vjp(f, x)[0], parts)
-        assert (found.shape, found.dtype) == (jax.eval_shape(one.reference, parts).shape, parts.dtype)
+def test_no_implicit_promotion_or_broadcast(ranks, dtype):
+    for case in CASES.values():
+        parts = jax.ShapeDtypeStruct((5, *case.shape(5)), dtype)
+        view = ranks(5).view(case.kernel)
+        y = jax.eval_shape(lambda x, f=view: jax.vjp(f, x)[0], parts)
+        assert (y.shape, y.dtype) == (jax.eval_shape(case.reference, parts).shape, parts.dtype)
 
 
-def test_several_axes_count_as_one(ranks):
+def test_several_axes_act_as_one(ranks):
     row, parts = ranks(outer=2, inner=3), parts_of((6, 4))
     both = functools.partial(mc.all_gather, axis=("outer", "inner"))
     np.testing.assert_array_equal(jax.jit(row.view(both))(parts), reference.all_gather(parts))
@@ -193,24 +184,24 @@ def test_several_axes_count_as_one(ranks):
 @pytest.mark.parametrize(
     "names", [EACH_MOTION, pytest.param((*CASES, *POWER_OF_TWO), marks=pytest.mark.matrix)], ids=["few", "all"]
 )
-def test_axes_out_of_the_order_of_the_mesh(out_of_order, names):
+def test_axes_in_another_order_than_the_mesh(out_of_order, names):
     row = out_of_order
-    known = {**CASES, **(POWER_OF_TWO if row.count & (row.count - 1) == 0 else {})}
-    cases = {name: known[name] for name in names if name in known}
-    arrays = {name: parts_of((row.count, *one.shape(row.count))) for name, one in cases.items()}
+    available = {**CASES, **(POWER_OF_TWO if row.count & (row.count - 1) == 0 else {})}
+    cases = {name: available[name] for name in names if name in available}
+    arrays = {name: parts_of((row.count, *case.shape(row.count))) for name, case in cases.items()}
 
     def all_of(use):
-        return jax.jit(lambda: {name: with_gradient(use(one), arrays[name]) for name, one in cases.items()})()
+        return jax.jit(lambda: {name: with_gradient(use(case), arrays[name]) for name, case in cases.items()})()
 
-    found = all_of(lambda one: row.view(functools.partial(one.kernel, axis=row.axis)))
-    expected = all_of(lambda one: one.reference)
+    actual = all_of(lambda case: row.view(functools.partial(case.kernel, axis=row.axis)))
+    expected = all_of(lambda case: case.reference)
     for name in cases:
-        np.testing.assert_array_equal(found[name][0], expected[name][0], err_msg=name)
-        np.testing.assert_allclose(found[name][1], expected[name][1], rtol=1e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_array_equal(actual[name][0], expected[name][0], err_msg=name)
+        np.testing.assert_allclose(actual[name][1], expected[name][1], rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_ranks_count_in_any_order_of_two_or_three_axes(ranks):
-    """A message goes to the rank of that number as PartitionSpecs, `axis_index` and XLA's own collectives have it."""
+def test_rank_numbers_follow_the_order_of_the_axes(ranks):
+    """Rank numbers agree with PartitionSpecs, `axis_index` and XLA's collectives."""
     sizes = {"a": 2, "b": 2, "c": 2}
     orders = [order for number in (2, 3) for order in itertools.permutations(sizes, number)]
 
@@ -220,25 +211,25 @@ def test_ranks_count_in_any_order_of_two_or_three_axes(ranks):
     def run(order):
         return ranks(order=order, **sizes).view(functools.partial(kernel, order))(parts_of((2 ** len(order), 2)))
 
-    found = jax.jit(lambda: [run(order) for order in orders])()
-    for order, (shifted, differs) in zip(orders, found, strict=True):
+    results = jax.jit(lambda: [run(order) for order in orders])()
+    for order, (shifted, difference) in zip(orders, results, strict=True):
         np.testing.assert_array_equal(shifted, reference.shift(parts_of(shifted.shape)), err_msg=str(order))
-        assert not np.asarray(differs).any(), order
+        assert not np.asarray(difference).any(), order
 
 
-def test_other_axes_keep_apart(ranks):
+def test_all_reduce_over_an_axis_of_several(ranks):
     parts = parts_of((6, 4))
-    found = jax.jit(ranks(outer=2, inner=3).view(functools.partial(mc.all_reduce, axis="outer")))(parts)
+    actual = jax.jit(ranks(outer=2, inner=3).view(functools.partial(mc.all_reduce, axis="outer")))(parts)
     by_group = jax.vmap(reference.all_reduce, in_axes=1, out_axes=1)(parts.reshape(2, 3, 4))
-    np.testing.assert_array_equal(found, by_group.reshape(6, 4))
+    np.testing.assert_array_equal(actual, by_group.reshape(6, 4))
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
 def test_arrays_without_elements(ranks, name):
     parts = jnp.zeros((3, 0, 4))
     kernel = functools.partial(getattr(mc, name), axis="x")
-    found = jax.jit(ranks(3).view(kernel))(parts)
-    np.testing.assert_array_equal(found, getattr(reference, name)(parts))
+    actual = jax.jit(ranks(3).view(kernel))(parts)
+    np.testing.assert_array_equal(actual, getattr(reference, name)(parts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,8 +238,8 @@ def test_arrays_without_elements(ranks, name):
 
 
 @pytest.fixture(scope="module")
-def whole_and_halves(ranks):
-    """All-reduce, and reduce-scatter then all-gather, of 12 floats at each of 6 ranks, in one compiled program."""
+def all_reduces(ranks):
+    """Return programs for all-reduce, and for reduce-scatter and all-gather, of 12 floats on 6 ranks."""
 
     @functools.cache
     def program(algorithm):
@@ -266,14 +257,14 @@ FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(
 @pytest.mark.parametrize("algorithm", ["ring", "bidirectional"])
 @settings(max_examples=20)
 @given(rows=st.lists(FLOATS, min_size=72, max_size=72))
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_to_the_bit(whole_and_halves, algorithm, rows):
-    whole, halves = whole_and_halves(algorithm)(np.array(rows, "float32").reshape(6, 12))
-    np.testing.assert_array_equal(np.asarray(whole).view("int32"), np.asarray(halves).view("int32"))
+def test_all_reduce_equals_reduce_scatter_and_all_gather(all_reduces, algorithm, rows):
+    direct, composed = all_reduces(algorithm)(np.array(rows, "float32").reshape(6, 12))
+    np.testing.assert_array_equal(np.asarray(direct).view("int32"), np.asarray(composed).view("int32"))
 
 
 @pytest.fixture(scope="module")
 def all_algorithms(ranks):
-    """Every all-reduce of five floats at each of 7 ranks."""
+    """Return a program with all all-reduce algorithms, for five floats on 7 ranks."""
 
     def run(x):
         return {name: mc.all_reduce(x, axis="x", algorithm=name) for name in ALGORITHMS}
@@ -284,8 +275,8 @@ def all_algorithms(ranks):
 @settings(max_examples=20)
 @given(rows=st.lists(FLOATS, min_size=35, max_size=35))
 def test_all_ranks_get_the_same_bits(all_algorithms, rows):
-    for name, found in all_algorithms(np.array(rows, "float32").reshape(7, 5)).items():
-        bits = np.asarray(found).view("int32")
+    for name, total in all_algorithms(np.array(rows, "float32").reshape(7, 5)).items():
+        bits = np.asarray(total).view("int32")
         assert (bits == bits[0]).all(), name
 
 
@@ -297,17 +288,17 @@ def test_all_ranks_get_the_same_bits(all_algorithms, rows):
 )
 def test_any_shape(ranks, shape, algorithm, op):
     parts = parts_of((3, *shape), "int32")
-    found = jax.jit(ranks(3).view(functools.partial(mc.all_reduce, axis="x", algorithm=algorithm, op=op)))(parts)
-    np.testing.assert_array_equal(found, reference.all_reduce(parts, op=op))
+    actual = jax.jit(ranks(3).view(functools.partial(mc.all_reduce, axis="x", algorithm=algorithm, op=op)))(parts)
+    np.testing.assert_array_equal(actual, reference.all_reduce(parts, op=op))
 
 
 @pytest.mark.parametrize("count", cases(3, grid=[1, 2, 3, 8]))
-def test_the_steps_of_a_ring_lead_to_what_it_gives(ranks, count):
-    """Slots hold one term more with every step of the first half, and the result after the last step."""
-    terms = jnp.repeat(jnp.eye(count, dtype=int)[:, None, :], count, axis=1)  # [rank, chunk, whose term]
-    here = ranks(count)
+def test_ring_states_lead_to_the_result(ranks, count):
+    """Each step of the first half adds a term to a chunk. The last state is the result."""
+    terms = jnp.repeat(jnp.eye(count, dtype=int)[:, None, :], count, axis=1)  # [rank, chunk, rank of the term]
+    mesh = ranks(count)
     states, reduced = jax.jit(
-        lambda x: [here.view(functools.partial(one, axis="x"))(x) for one in (ring.ring_states, mc.all_reduce)]
+        lambda x: [mesh.view(functools.partial(f, axis="x"))(x) for f in (ring.ring_states, mc.all_reduce)]
     )(terms)
     states = np.asarray(states).reshape(count, 2 * count - 1, count, count)
     assert (states[:, 0] == np.asarray(terms)).all()

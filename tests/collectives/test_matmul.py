@@ -1,4 +1,4 @@
-"""Overlapped matmuls: values and gradients of the reference, what they send, and decoders that use them."""
+"""Overlapped matmuls against their references, their communication, and models that use them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.layers.precision import Precision, numerics
-from meshpar.layers.scan import REMAT_POLICIES
+from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.models import TransformerConfig, next_token_loss
+from tests.collectives.gradients import with_gradient
 from tests.equal import assert_same, mean_loss, model_of, token_batches, train
+from tests.errors import raises
 from tests.grid import cases
 
 matrix = pytest.mark.matrix
@@ -31,31 +33,31 @@ gather = functools.partial(mc.all_gather_matmul, axis="x")
 scatter = functools.partial(mc.matmul_reduce_scatter, axis="x")
 
 
-def whole_numbers(*shape, dtype="float32", seed=0):
-    """All sums of products of which float32 holds exactly."""
+def integers(*shape, dtype="float32", seed=0):
+    """Return small integers, whose sums of products are exact in float32."""
     return np.random.default_rng(seed).integers(-5, 5, shape).astype(jnp.dtype(dtype))
 
 
 def gathers(n):
-    """(name, operands by rank, kernel, reference): odd rows, one row, several weights of several dims, another dim."""
-    w, v = whole_numbers(n, 5, 4, seed=1), whole_numbers(n, 5, 2, 3, seed=2)
-    yield "plain", (whole_numbers(n, 3, 5), w), gather, reference.all_gather_matmul
-    yield "one row", (whole_numbers(n, 1, 5), w), gather, reference.all_gather_matmul
+    """Yield (name, operands of all ranks, kernel, reference)."""
+    w, v = integers(n, 5, 4, seed=1), integers(n, 5, 2, 3, seed=2)
+    yield "plain", (integers(n, 3, 5), w), gather, reference.all_gather_matmul
+    yield "one row", (integers(n, 1, 5), w), gather, reference.all_gather_matmul
     yield (
         "first dim of three, two weights",
-        (whole_numbers(n, 2, 3, 5), w, v),
+        (integers(n, 2, 3, 5), w, v),
         lambda x, w, v: gather(x, (w, v), dim=0),
         lambda x, w, v: tuple(reference.all_gather_matmul(x, each, dim=0) for each in (w, v)),
     )
 
 
 def scatters(n):
-    h, w = whole_numbers(n, 2, 3 * n, 4), whole_numbers(n, 4, 5, seed=1)
+    h, w = integers(n, 2, 3 * n, 4), integers(n, 4, 5, seed=1)
     yield "plain", (h, w), scatter, reference.matmul_reduce_scatter
-    yield "one row each", (whole_numbers(n, n, 4), w), scatter, reference.matmul_reduce_scatter
+    yield "one row each", (integers(n, n, 4), w), scatter, reference.matmul_reduce_scatter
     yield (
         "first dim of four, two contracted",
-        (whole_numbers(n, 2 * n, 3, 2, 2), whole_numbers(n, 2, 2, 5, seed=1)),
+        (integers(n, 2 * n, 3, 2, 2), integers(n, 2, 2, 5, seed=1)),
         functools.partial(scatter, dim=0),
         functools.partial(reference.matmul_reduce_scatter, dim=0),
     )
@@ -65,56 +67,50 @@ def on(ranks, kernel, **options):
     return ranks.view(lambda operands: kernel(*operands), **options)
 
 
-def with_gradient(f, operands):
-    """Value, and gradient for cotangents that differ everywhere."""
-    value, pull = jax.vjp(f, operands)
-    return value, pull(jax.tree.map(lambda y: jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape), value))[0]
-
-
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("cases", [gathers, scatters])
-def test_value_and_gradient_are_the_references(ranks, cases, count):
+def test_matches_reference(ranks, cases, count):
     def results(use):
         return jax.jit(lambda: {name: with_gradient(use(*pair), x) for name, x, *pair in cases(count)})()
 
-    found = results(lambda kernel, _: on(ranks(count), kernel))
+    actual = results(lambda kernel, _: on(ranks(count), kernel))
     expected = results(lambda _, plain: lambda operands: plain(*operands))
     for name, (value, gradient) in expected.items():
-        jax.tree.map(np.testing.assert_array_equal, found[name][0], value)  # sums of whole numbers are exact
+        jax.tree.map(np.testing.assert_array_equal, actual[name][0], value)  # sums of integers are exact
         # Gradients are sums of up to 100 products with cosines, in float32.
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), found[name][1], gradient)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), actual[name][1], gradient)
 
 
 @pytest.mark.parametrize("cases", [gathers, scatters])
-def test_axes_out_of_the_order_of_the_mesh(out_of_order, cases):
+def test_axes_in_another_order_than_the_mesh(out_of_order, cases):
     row = out_of_order
     _, operands, kernel, plain = next(iter(cases(row.count)))
     view = on(row, functools.partial(kernel, axis=row.axis))
-    found = jax.jit(functools.partial(with_gradient, view))(operands)
+    actual = jax.jit(functools.partial(with_gradient, view))(operands)
     expected = jax.jit(functools.partial(with_gradient, lambda operands: plain(*operands)))(operands)
-    np.testing.assert_array_equal(found[0], expected[0])
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), found[1], expected[1])
+    np.testing.assert_array_equal(actual[0], expected[0])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4), actual[1], expected[1])
 
 
 @pytest.mark.parametrize("cases", cases(scatters, grid=[gathers, scatters]))
-def test_integers_and_bfloat16_stay_what_they_are(ranks, cases):
+def test_integers_and_bfloat16_keep_their_dtype(ranks, cases):
     pairs = [(kernel, plain, operands) for _, operands, kernel, plain in cases(3)]
     ints, halves = (
         [(k, plain, tuple(x.astype(dtype) for x in operands)) for k, plain, operands in pairs]
         for dtype in (jnp.int32, jnp.bfloat16)
     )
-    found = jax.jit(lambda: [on(ranks(3), kernel)(operands) for kernel, _, operands in ints + halves])()
+    actual = jax.jit(lambda: [on(ranks(3), kernel)(operands) for kernel, _, operands in ints + halves])()
     expected = jax.jit(lambda: [plain(*operands) for _, plain, operands in ints + halves])()
-    for y, exact in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for y, exact in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert y.dtype == exact.dtype
-        # Whole numbers up to 256 are exact in bfloat16, those up to 512 are rounded to even ones, twice on the way.
+        # Integers up to 256 are exact in bfloat16. Integers up to 512 are rounded to even integers, at most twice.
         atol = 0 if y.dtype == "int32" else 4
         y, exact = (np.asarray(z, np.float32) for z in (y, exact))
         np.testing.assert_allclose(y, exact, rtol=0, atol=atol)
 
 
-def test_bfloat16_is_summed_in_float32_and_rounded_once_a_message(ranks):
-    # 256 + 1 is 256 in bfloat16: a sum kept in it would not move.
+def test_bfloat16_is_summed_in_float32(ranks):
+    # In bfloat16 256 + 1 is 256, so a sum in bfloat16 would stop there.
     rows, weight = jnp.ones((2, 2, 512), "bfloat16"), jnp.ones((2, 512, 1), "bfloat16")
     np.testing.assert_array_equal(jax.jit(on(ranks(2), gather))((rows, weight)), np.full((2, 4, 1), 512))
     np.testing.assert_array_equal(jax.jit(on(ranks(2), scatter))((rows, weight)), np.full((2, 1, 1), 1024))
@@ -122,7 +118,7 @@ def test_bfloat16_is_summed_in_float32_and_rounded_once_a_message(ranks):
 
 @pytest.mark.parametrize("dtype", cases("bfloat16", grid=["float32", "bfloat16"]))
 @pytest.mark.usefixtures("strict")
-def test_nothing_is_promoted_or_broadcast_silently(ranks, dtype):
+def test_no_implicit_promotion_or_broadcast(ranks, dtype):
     for _, operands, kernel, _ in [*gathers(3), *scatters(3)]:
         operands = jax.tree.map(lambda x: x.astype(dtype), operands)
         _, gradient = jax.eval_shape(functools.partial(with_gradient, on(ranks(3), kernel)), operands)
@@ -132,7 +128,7 @@ def test_nothing_is_promoted_or_broadcast_silently(ranks, dtype):
 
 
 @pytest.mark.parametrize("cases", cases(gathers, grid=[gathers, scatters]))
-def test_under_vmap_inside_scan_and_with_the_check_of_varying_axes_off(ranks, cases):
+def test_under_vmap_scan_and_without_check_vma(ranks, cases):
     _, operands, kernel, plain = next(iter(cases(3)))
 
     def batched(f):
@@ -150,7 +146,7 @@ def test_under_vmap_inside_scan_and_with_the_check_of_varying_axes_off(ranks, ca
         return with_gradient(f, operands)
 
     def curved(f):
-        """Reverse over reverse."""
+        """Return a second derivative, reverse over reverse."""
 
         def slope(operands):
             return jax.grad(lambda operands: (f(operands) ** 3).sum())(operands)
@@ -161,42 +157,42 @@ def test_under_vmap_inside_scan_and_with_the_check_of_varying_axes_off(ranks, ca
 
     view = on(ranks(3), kernel)
     uses = {batched: view, scanned: view, unchecked: on(ranks(3), kernel, check_vma=False), curved: view}
-    found = jax.jit(lambda: [use(f) for use, f in uses.items()])()
+    actual = jax.jit(lambda: [use(f) for use, f in uses.items()])()
     expected = jax.jit(lambda: [use(lambda operands: plain(*operands)) for use in uses])()
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), found, expected)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), actual, expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is sent
+# Communication
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def sent_by(row, kernel, *shapes):
-    """(kinds, permutes in turn either way, bytes sent by a rank) of a compiled kernel."""
+    """Return the kinds of collectives, and {distance: (steps, bytes sent per rank)}."""
     operands = [jax.ShapeDtypeStruct((row.count, *shape), "float32") for shape in shapes]
     compiled = jax.jit(on(row, kernel)).lower(operands).compile()
-    found = census(hlo.parse(compiled.as_text()), row.mesh)
-    per_way = {}
-    for one in found:
-        by = (one.groups[0][1] - one.groups[0][0]) % row.count
-        steps, sent = per_way.get(by, (0, 0))
-        per_way[by] = max(steps, one.count_per_step), sent + one.payload_bytes * one.count_per_step
-    return {one.kind for one in found}, per_way
+    collectives = census(hlo.parse(compiled.as_text()), row.mesh)
+    by_distance = {}
+    for c in collectives:
+        distance = (c.groups[0][1] - c.groups[0][0]) % row.count
+        steps, sent = by_distance.get(distance, (0, 0))
+        by_distance[distance] = max(steps, c.count_per_step), sent + c.payload_bytes * c.count_per_step
+    return {c.kind for c in collectives}, by_distance
 
 
 def pulled(kernel):
-    """The backward pass alone: nothing of the forward pass is used in it but the operands."""
+    """Return the backward pass, which uses only the operands of the forward pass."""
 
     def run(*operands):
         y, pull = jax.vjp(kernel, *operands)
-        weights = jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)  # no two rows alike, which XLA would send once
+        weights = jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)  # XLA would send equal rows once
         return pull(weights * operands[0].ravel()[0])
 
     return run
 
 
 @pytest.mark.parametrize("count", cases(3, grid=[2, 3, 5, 8]))
-def test_what_is_sent_is_what_the_closed_forms_say(ranks, count):
+def test_messages_and_bytes_match_closed_forms(ranks, count):
     row, rows_bytes = ranks(count), 4 * 4 * count * 6
     gathering, scattering = ((4, 6), (6, 5)), ((4 * count, 5), (5, 6))
     for kernel, shapes, expected in (
@@ -206,41 +202,42 @@ def test_what_is_sent_is_what_the_closed_forms_say(ranks, count):
         (scatter, scattering, cost.matmul_reduce_scatter(rows_bytes, count)),
         (pulled(scatter), scattering, cost.matmul_reduce_scatter(rows_bytes, count)),
     ):
-        kinds, per_way = sent_by(row, kernel, *shapes)
+        kinds, by_distance = sent_by(row, kernel, *shapes)
         steps, sent = expected.steps, expected.bytes_sent
         assert kinds == {"collective-permute"}
-        # Four rows go half one way and half the other; among two ranks both ways are one.
-        assert per_way == ({1: (steps, sent)} if count == 2 else {1: (steps, sent / 2), count - 1: (steps, sent / 2)})
+        # Half of the rows is sent in each direction. With two ranks both directions are the same.
+        assert by_distance == (
+            {1: (steps, sent)} if count == 2 else {1: (steps, sent / 2), count - 1: (steps, sent / 2)}
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Bad input
+# Errors
 # ---------------------------------------------------------------------------------------------------------------------
 
-BAD = {
-    "outside": (None, lambda: gather(jnp.ones((2, 3)), jnp.ones((3, 4))), "not inside a `jax.shard_map`"),
-    "axis": ((2, 3), lambda x: mc.all_gather_matmul(x, jnp.ones((3, 4)), axis="y"), "run over mesh axis `y`"),
-    "no weights": ((2, 3), lambda x: gather(x, ()), "no weights"),
-    "inner": ((2, 3), lambda x: gather(x, jnp.ones((4, 4))), "the dims that would be contracted are (3,) and (4,)"),
-    "dtype": ((2, 3), lambda x: gather(x, jnp.ones((3, 4), "bfloat16")), "Cast the weight to float32"),
-    "last dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=1), "the last is no row"),
-    "no such dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=-3), "Give one of 0 to 0"),
-    "rows": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "cut dim 0 of size 4 into 3 equal parts"),
-    "pad": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "Pad it to 6"),
-    "nothing": ((2, 0), lambda x: gather(x, jnp.ones((0, 4))), "there is nothing to sum"),
-    "vector": ((4, 3), lambda h: scatter(h, jnp.ones(4)), "the dims that would be contracted are () and ()"),
+ERRORS = {
+    "outside": (None, lambda: gather(jnp.ones((2, 3)), jnp.ones((3, 4))), "unknown-axis"),
+    "axis": ((2, 3), lambda x: mc.all_gather_matmul(x, jnp.ones((3, 4)), axis="y"), "unknown-axis"),
+    "no weights": ((2, 3), lambda x: gather(x, ()), "wrong-shape"),
+    "inner": ((2, 3), lambda x: gather(x, jnp.ones((4, 4))), "wrong-shape"),
+    "dtype": ((2, 3), lambda x: gather(x, jnp.ones((3, 4), "bfloat16")), "wrong-dtype"),
+    "last dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=1), "out-of-range"),
+    "no such dim": ((2, 3), lambda x: gather(x, jnp.ones((3, 4)), dim=-3), "out-of-range"),
+    "rows": ((4, 3), lambda h: scatter(h, jnp.ones((3, 4))), "indivisible"),
+    "empty": ((2, 0), lambda x: gather(x, jnp.ones((0, 4))), "wrong-shape"),
+    "vector": ((4, 3), lambda h: scatter(h, jnp.ones(4)), "wrong-shape"),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_told_in_four_parts(ranks, case):
-    shape, run, text = BAD[case]
-    with pytest.raises(mp.MeshparError, match=re.escape(text)):
+@pytest.mark.parametrize("case", ERRORS)
+def test_kernels_check_their_operands(ranks, case):
+    shape, run, code = ERRORS[case]
+    with raises(code, "matmul"):
         run() if shape is None else jax.eval_shape(ranks(3).view(run), jnp.ones((3, *shape)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Decoders
+# Models
 # ---------------------------------------------------------------------------------------------------------------------
 
 ROWS, SEQ = 8, 8
@@ -270,21 +267,21 @@ def plain(framework, dtype):
 
 @matrix
 @pytest.mark.parametrize(("framework", "case"), [("nnx", "once"), ("linen", "fsdp|tensor"), ("nnx", "remat")])
-def test_decoders_train_as_the_plain_one_on_one_device(framework, case):
+def test_models_train_as_on_a_device(framework, case):
     spec, options = TRAINED[case]
     with jax.enable_x64(True):
         expected = plain(framework, "float64")
-        found = trained(framework, config(param_dtype="float64"), spec, BOTH, expected.start, **options)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
-    assert_same(found.params, expected.params, atol=1e-9)
+        actual = trained(framework, config(param_dtype="float64"), spec, BOTH, expected.start, **options)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-9)
+    assert_same(actual.params, expected.params, atol=1e-9)
 
 
 @pytest.fixture(scope="module")
 def step_sends():
-    """(framework, options) -> census of a step on fsdp=2, tensor=4, and its text."""
+    """Return a function (framework, remat) -> census of a step on fsdp=2, tensor=4."""
 
     @functools.cache
-    def found(framework, remat=None):
+    def collectives(framework, remat=None):
         mesh = SPLIT.build()
         state = mp.abstract_state(model_of(framework, config(), ROWS, SEQ), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
         rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
@@ -292,24 +289,24 @@ def step_sends():
         compiled = step.lower(state, {"inputs": rows, "targets": rows}).compile()
         return census(hlo.parse(compiled.as_text()), mesh)
 
-    return found
+    return collectives
 
 
-def layers_send(found, axis):
-    """{(kind, is backward): bytes by a device in a layer} over an axis."""
+def layers_send(collectives, axis):
+    """Return {(kind, is_backward): bytes per device and layer} over an axis."""
     sent = {}
-    for one in found:
-        if one.in_loop and one.axes == (axis,):
-            key = one.kind, one.is_backward
-            sent[key] = sent.get(key, 0) + one.payload_bytes * one.count_per_step / 2  # two layers
+    for c in collectives:
+        if c.in_loop and c.axes == (axis,):
+            key = c.kind, c.is_backward
+            sent[key] = sent.get(key, 0) + c.payload_bytes * c.count_per_step / 2  # two layers
     return sent
 
 
 @pytest.mark.matrix
 @pytest.mark.call_stacks
 @pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
-def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework):
-    rows_bytes = 4 * (ROWS // 2) * SEQ * 8  # float32, rows split over fsdp, embed_dim 8
+def test_layers_only_send_in_the_rings(step_sends, framework):
+    rows_bytes = 4 * (ROWS // 2) * SEQ * 8  # float32, batch sharded over fsdp, embed_dim 8
     forward = 2 * cost.all_gather_matmul(rows_bytes, 4).bytes_sent
     forward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4).bytes_sent
     backward = 2 * cost.all_gather_matmul(rows_bytes, 4, backward=True).bytes_sent
@@ -317,27 +314,27 @@ def test_layers_send_rows_round_the_ring_and_nothing_else(step_sends, framework)
     sent = layers_send(step_sends(framework), "tensor")
     assert sent.pop(("collective-permute", False)) == forward
     assert sent.pop(("collective-permute", True)) == backward
-    # The gradients of the norms' scales are left.
+    # The remaining collectives reduce the gradients of the norms' scales.
     assert set(sent) <= {("all-reduce", True)}
     assert sum(sent.values()) <= 2 * 4 * 8
 
 
 @pytest.mark.call_stacks
-def test_weights_are_gathered_as_ever(step_sends):
-    """What fsdp sends is what it sends around plain matmuls: each weight once a direction, each gradient once."""
-    found = [one for one in step_sends("nnx") if one.in_loop and one.axes == ("fsdp",)]
-    assert {one.kind for one in found} <= {"all-gather", "all-reduce"}  # XLA:CPU has no reduce-scatter
+def test_fsdp_gathers_each_weight_once_per_pass(step_sends):
+    """Each gradient is reduced once, as with plain matmuls."""
+    collectives = [c for c in step_sends("nnx") if c.in_loop and c.axes == ("fsdp",)]
+    assert {c.kind for c in collectives} <= {"all-gather", "all-reduce"}  # XLA:CPU has no reduce-scatter
     gathered = [
-        sum(len(c.arrays) for c in found if c.kind == "all-gather" and c.is_backward == b) for b in (False, True)
+        sum(len(c.arrays) for c in collectives if c.kind == "all-gather" and c.is_backward == b) for b in (False, True)
     ]
     assert gathered == [9, 9]  # seven matrices and two norms
-    assert sum(len(c.arrays) for c in found if c.kind == "all-reduce") == 9
+    assert sum(len(c.arrays) for c in collectives if c.kind == "all-reduce") == 9
 
 
 @matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_remat_policies_keep_what_a_matmul_gives(framework):
-    """Permutes that the backward pass repeats: none where results are kept, all four kernels' but the last's else."""
+def test_remat_policies_save_the_products(framework):
+    """The backward pass repeats no permutes if products are saved, else those of all kernels but the last."""
     model = model_of(framework, config(num_layers=1), ROWS, SEQ)
     tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
     with mp.use_rules(SPLIT.build(), BOTH):
@@ -351,23 +348,23 @@ def test_remat_policies_keep_what_a_matmul_gives(framework):
         return str(traced).count("ppermute")
 
     plain = repeated(None)
-    assert plain == 8 + 12  # two lanes; the gathers' backward passes have two rings
+    assert plain == 8 + 12  # two lanes; the backward pass of a gather has two rings
     again = {policy: repeated(policy) - plain for policy in REMAT_POLICIES}
     assert again == {"full": 6, "dots": 0, "all_dots": 0, "minimal": 0}
 
 
 @pytest.mark.parametrize(("reduce", "dtype"), cases(("bfloat16", "bf16"), grid=[(None, "f32"), ("bfloat16", "bf16")]))
-def test_weight_gradients_leave_in_the_reduction_dtype(reduce, dtype):
+def test_weight_gradients_have_the_reduction_dtype(reduce, dtype):
     mesh = SPLIT.build()
     state = mp.abstract_state(config().build(), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
     rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16", reduce=reduce))
     text = step.lower(state, {"inputs": rows, "targets": rows}).as_text()
-    made = re.findall(r"dot_general.*contracting_dims = \[0, 1\] x \[0, 1\].*-> tensor<[0-9x]*x(\w+)>", text)
-    assert set(made) == {dtype}
+    dtypes = re.findall(r"dot_general.*contracting_dims = \[0, 1\] x \[0, 1\].*-> tensor<[0-9x]*x(\w+)>", text)
+    assert set(dtypes) == {dtype}
 
 
-def test_what_cannot_be_overlapped_is_told():
+def test_strategies_without_overlap():
     tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
 
     def run(spec, strategy, **fields):
@@ -383,7 +380,7 @@ def test_what_cannot_be_overlapped_is_told():
         run(SPLIT, BOTH | mp.Rules(act_kv_heads=None))
     with pytest.raises(mp.MeshparError, match=re.escape("leave out context_parallel()")):
         run(mp.MeshSpec(context=2, tensor=4), BOTH | mp.context_parallel())
-    # One rank to split over, or one device: nothing to overlap.
+    # With a single rank there is no communication to overlap.
     assert run(mp.MeshSpec(fsdp=2, tensor=1), BOTH).shape == (ROWS, SEQ, 16)
     assert run(mp.MeshSpec(), mp.ddp()).shape == (ROWS, SEQ, 16)
     with pytest.raises(mp.MeshparError, match="tensor_matmul='fast'"):

@@ -1,4 +1,4 @@
-"""Kernels as XLA's GPU compiler schedules them, seen without a GPU: asynchronous messages, and what runs meanwhile."""
+"""Schedules of kernels by XLA's GPU compiler, without a GPU: asynchronous messages, and overlapped matmuls."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ CLUSTERS = {"h100:1x8": 8, "h100:2x8": 16}
 
 
 def messages(program):
-    """Of each permute: (its scope, is it asynchronous, the matmuls between its start and its done)."""
+    """Yield (scope, is asynchronous, matmuls between start and done) for each permute."""
     for computation in program.module.computations.values():
-        under_way = {}
+        in_flight = {}
         for ins in computation:
             if ins.opcode == "collective-permute-start":
                 is_sync = re.search(r'"is_sync":\s*true', line_of(program, ins)) is not None
-                under_way[ins.name] = (ins.metadata.op_name, not is_sync, [])
+                in_flight[ins.name] = (ins.metadata.op_name, not is_sync, [])
             elif ins.opcode == "collective-permute-done":
-                yield under_way.pop(ins.operands[0])
+                yield in_flight.pop(ins.operands[0])
             elif re.search("gemm|dot|cublas", ins.name):
-                for _, _, between in under_way.values():
-                    between.append(ins.name)
+                for _, _, matmuls in in_flight.values():
+                    matmuls.append(ins.name)
 
 
 def line_of(program, ins):
@@ -40,9 +40,9 @@ def line_of(program, ins):
 def compiled(pod, cluster, kernel, *shapes, dtype="float32"):
     mesh = AbstractMesh((CLUSTERS[cluster],), ("x",), axis_types=(AxisType.Auto,))
     view = jax.shard_map(kernel, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    rows = NamedSharding(mesh, P("x"))
-    whole = [jax.ShapeDtypeStruct((CLUSTERS[cluster] * shape[0], *shape[1:]), dtype, sharding=rows) for shape in shapes]
-    return pod.compile(jax.jit(view).trace(*whole), cluster)
+    sharding, count = NamedSharding(mesh, P("x")), CLUSTERS[cluster]
+    arrays = [jax.ShapeDtypeStruct((count * size, *rest), dtype, sharding=sharding) for size, *rest in shapes]
+    return pod.compile(jax.jit(view).trace(*arrays), cluster)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -50,8 +50,8 @@ def compiled(pod, cluster, kernel, *shapes, dtype="float32"):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def both_ways(x, w, v, h, u):
-    """Values and gradients of both kernels, apart from each other: no one's matmuls are at hand for the other."""
+def all_kernels(x, w, v, h, u):
+    """Return values and gradients of the kernels, with dependences that prevent overlap between kernels."""
     results = []
     for name, kernel, operands in (
         ("gather", functools.partial(mc.all_gather_matmul, axis="x"), (x, w)),
@@ -70,25 +70,24 @@ def overlapped(pod):
     def get(cluster):
         ranks = CLUSTERS[cluster]
         shapes = (128, 512), (512, 256), (512, 64), (128 * ranks, 256), (256, 512)
-        return list(messages(compiled(pod, cluster, both_ways, *shapes, dtype="bfloat16")))
+        return list(messages(compiled(pod, cluster, all_kernels, *shapes, dtype="bfloat16")))
 
     return get
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_a_matmul_stands_between_start_and_done_of_every_message(overlapped, cluster):
-    """Of every one, the last included: the loops are whole turns, with the block that is left behind them."""
-    found = overlapped(cluster)
-    assert {re.search(r"case_(\w+?)[/)]", scope)[1] for scope, _, _ in found} == {"gather", "shared", "scatter"}
-    # Two lanes a loop; the gathers' two rings of the backward pass share their messages.
-    assert 12 <= len(found) <= 16
-    for scope, is_async, matmuls in found:
+def test_all_messages_overlap_with_a_matmul(overlapped, cluster):
+    permutes = overlapped(cluster)
+    assert {re.search(r"case_(\w+?)[/)]", scope)[1] for scope, _, _ in permutes} == {"gather", "shared", "scatter"}
+    # Two lanes per loop. The two rings of a gather's backward pass may share messages.
+    assert 12 <= len(permutes) <= 16
+    for scope, is_async, matmuls in permutes:
         assert is_async, scope
         assert matmuls, scope
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Kernels that only send
+# Kernels without matmuls
 # ---------------------------------------------------------------------------------------------------------------------
 
 LOOPS = {
@@ -98,22 +97,23 @@ LOOPS = {
     "both_ways": functools.partial(mc.all_reduce, axis="x", algorithm="bidirectional"),
     "two_channels": functools.partial(mc.all_reduce, axis="x", channels=2),
 }
-STRAIGHT = {
+UNROLLED = {
     "doubling": functools.partial(mc.all_reduce, axis="x", algorithm="recursive_doubling"),
     "halving": functools.partial(mc.all_reduce, axis="x", algorithm="halving_doubling"),
     "tree": functools.partial(mc.all_reduce, axis="x", algorithm="tree"),
     "exchange": functools.partial(mc.all_to_all, axis="x"),
 }
-NOTHING_TO_DO = {"ring"}
-"""What it sends at one step it has put together of what arrived at the step before: while a message is under way, one
-lane has nothing to compute, and XLA makes a message with nothing behind it a synchronous one. So does that of jax 0.10
-with the reducing half of the ring all-reduce (that of jax 0.12 does not); the half that gathers, as `all_gather`, puts
-a chunk away meanwhile, and `reduce_scatter` cuts one out. With a second lane one adds while the other travels."""
+PARTLY_SYNCHRONOUS = {"ring"}
+"""Kernels with messages that have no computation to overlap with, which XLA makes synchronous.
+
+A single lane sends the sum of the chunk that it received in the previous step, so there is no independent work. This
+happens in the reducing half of the ring all-reduce with jax 0.10, but not with jax 0.12. The gathering half and
+`all_gather` store a chunk during a message, `reduce_scatter` slices one, and a second lane adds."""
 
 
 @pytest.fixture(scope="module")
 def sending(pod):
-    """{kernel: is each of its messages asynchronous}, of loops alone, and of straight kernels beside a matmul."""
+    """Return {kernel: [is asynchronous]} for loops, and for unrolled kernels next to independent matmuls."""
 
     @functools.cache
     def get(cluster):
@@ -122,8 +122,8 @@ def sending(pod):
             for name, kernel in LOOPS.items():
                 with jax.named_scope(f"case_{name}"):
                     results.append(kernel(x))
-            for name, kernel in STRAIGHT.items():
-                # One after the other, each beside matmuls that do not wait for it.
+            for name, kernel in UNROLLED.items():
+                # The kernels run sequentially, each next to independent matmuls.
                 x, a = jax.lax.optimization_barrier((x, a))
                 with jax.named_scope(f"case_{name}"):
                     x = kernel(x)
@@ -131,22 +131,22 @@ def sending(pod):
                     a = jnp.sin(a @ a)
             return results, x, a
 
-        found = {}
+        is_async_by_kernel = {}
         shapes = (CLUSTERS[cluster] * 16384,), (1024, 1024)
         for scope, is_async, _ in messages(compiled(pod, cluster, all_of, *shapes)):
-            found.setdefault(re.search(r"case_(\w+?)[/)]", scope)[1], []).append(is_async)
-        return found
+            is_async_by_kernel.setdefault(re.search(r"case_(\w+?)[/)]", scope)[1], []).append(is_async)
+        return is_async_by_kernel
 
     return get
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
-def test_messages_are_asynchronous_where_there_is_anything_to_do_meanwhile(sending, cluster):
-    found = sending(cluster)
-    assert found.keys() == LOOPS.keys() | STRAIGHT.keys()
-    assert {name for name in LOOPS if not all(found[name])} <= NOTHING_TO_DO
-    assert any(found["ring"])
-    # Messages that stand one behind the other take what else there is to compute. XLA hands out several matmuls to one
-    # message, so that it may run out of them; alone, they are synchronous.
-    for name in STRAIGHT:
-        assert sum(found[name]) > len(found[name]) / 2, name
+def test_messages_with_independent_work_are_asynchronous(sending, cluster):
+    is_async = sending(cluster)
+    assert is_async.keys() == LOOPS.keys() | UNROLLED.keys()
+    assert {name for name in LOOPS if not all(is_async[name])} <= PARTLY_SYNCHRONOUS
+    assert any(is_async["ring"])
+    # Unrolled messages overlap with the matmuls next to them. XLA assigns several matmuls to a message, so the last
+    # messages may have none, and be synchronous.
+    for name in UNROLLED:
+        assert sum(is_async[name]) > len(is_async[name]) / 2, name

@@ -1,4 +1,4 @@
-"""Kernels under jax's transforms: vmap, scan, derivatives of derivatives, and with the check of varying axes off."""
+"""Kernels under vmap, scan and second derivatives, and without `check_vma`."""
 
 from __future__ import annotations
 
@@ -37,19 +37,21 @@ def rows(*shape):
     return jnp.asarray(np.random.default_rng(0).standard_normal((N, *shape)), "float32")
 
 
-def close(found, expected):
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+def close(actual, expected):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
 
 
 @pytest.fixture(scope="module")
 def every_kernel(ranks):
-    """(kernels', references') results under one transform, each side in one program."""
+    """Return a function from a transform to the results of all kernels and references."""
 
     def run(transform, *shape, only=tuple(KERNELS), **options):
         x, kernels = rows(*shape), {name: KERNELS[name] for name in only}
-        found = jax.jit(lambda: {name: transform(ranks(N).view(k, **options), x) for name, (k, _) in kernels.items()})()
+        actual = jax.jit(
+            lambda: {name: transform(ranks(N).view(k, **options), x) for name, (k, _) in kernels.items()}
+        )()
         expected = jax.jit(lambda: {name: transform(r, x) for name, (_, r) in kernels.items()})()
-        return found, expected
+        return actual, expected
 
     return run
 
@@ -69,7 +71,7 @@ def test_inside_scan(every_kernel):
     close(*every_kernel(scanned, N))
 
 
-def test_the_gradient_of_a_scan_whose_carry_is_reduced(ranks):
+def test_gradient_of_a_scan_with_a_reduced_carry(ranks):
     def looped(reduce):
         def run(x):
             return lax.scan(lambda h, _: (jnp.sin(reduce(h)), None), x, length=3)[0]
@@ -79,8 +81,8 @@ def test_the_gradient_of_a_scan_whose_carry_is_reduced(ranks):
     kernel = looped(functools.partial(mc.all_reduce, axis="x", op="mean"))
     plain = looped(functools.partial(reference.all_reduce, op="mean"))
     weights = jnp.arange(N * 3.0).reshape(N, 3)
-    found = jax.jit(jax.grad(lambda x: (weights * ranks(N).view(kernel)(x)).sum()))(rows(3))
-    close(found, jax.grad(lambda x: (weights * plain(x)).sum())(rows(3)))
+    actual = jax.jit(jax.grad(lambda x: (weights * ranks(N).view(kernel)(x)).sum()))(rows(3))
+    close(actual, jax.grad(lambda x: (weights * plain(x)).sum())(rows(3)))
 
 
 @pytest.mark.matrix
@@ -97,7 +99,7 @@ def test_reverse_over_reverse_and_forward_over_reverse(every_kernel):
     close(*every_kernel(curved, N, only=rings))
 
 
-def test_gradients_with_the_check_of_varying_axes_off(every_kernel):
+def test_gradients_without_check_vma(every_kernel):
     def gradient(f, x):
         return jax.grad(lambda x: (f(x) * jnp.arange(N).reshape(N, 1)).sum())(x)
 
@@ -105,20 +107,20 @@ def test_gradients_with_the_check_of_varying_axes_off(every_kernel):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_gradient_of_an_array_that_all_ranks_share(ranks, check_vma):
+def test_gradient_of_a_replicated_array(ranks, check_vma):
     def total(x):
         rank = lax.axis_index("x")
         return mc.all_reduce(x * (rank + 1), axis="x")[None] + mc.all_reduce(x, axis="x", op="mean")[None]
 
     shared = jax.shard_map(total, mesh=ranks(N).mesh, in_specs=P(), out_specs=P("x"), check_vma=check_vma)
     weights = jnp.arange(N * 3.0).reshape(N, 3)
-    found = jax.jit(jax.grad(lambda x: (shared(x) * weights).sum()))(jnp.ones(3))
-    close(found, (15 + 1) * weights.sum(0))
+    actual = jax.jit(jax.grad(lambda x: (shared(x) * weights).sum()))(jnp.ones(3))
+    close(actual, (15 + 1) * weights.sum(0))
 
 
-def test_a_gradient_taken_inside(ranks):
+def test_gradient_inside_shard_map(ranks):
     def inside(x):
         return jax.grad(lambda x: (mc.all_reduce(x, axis="x") * (lax.axis_index("x") + 1)).sum())(x)
 
-    found = jax.jit(ranks(N).view(inside))(rows(2))
-    close(found, jnp.full((N, 2), 15.0))  # every rank's loss depends on every rank's x: 1 + 2 + 3 + 4 + 5
+    actual = jax.jit(ranks(N).view(inside))(rows(2))
+    close(actual, jnp.full((N, 2), 15.0))  # the loss of each rank depends on the x of all ranks: 1 + 2 + 3 + 4 + 5

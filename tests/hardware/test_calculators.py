@@ -33,17 +33,17 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")
 def test_state_of_zero_stages_facts_3(params, gigabytes):
     found = zero(params=params, ranks=64)
     assert [float(f"{found[stage] / 1e9:.4g}") for stage in STAGES] == pytest.approx(gigabytes)
-    assert [found[f"{stage} a parameter"] for stage in STAGES] == [16, 4.1875, 2.21875, 0.25]
+    assert [found[f"{stage} per parameter"] for stage in STAGES] == [16, 4.1875, 2.21875, 0.25]
     assert zero_bytes_per_param("ddp", 1, master=False) == 12
-    assert "sends 1.5×" in str(found)
+    assert "sends 1.5 times" in str(found)
 
 
 def test_memory_by_parts_facts_3():
     found = memory(params=70e9)
     assert [found[part] / 1e9 for part in ("weights", "gradients", "Adam and master copy")] == [140, 140, 840]
     found = memory(params=530e9, tensor=8, stages=12, ranks=21)
-    assert round(found["parameters of a stage"] / 1e9, 1) == 44.2
-    assert round(found["parameters of a GPU"] / 1e9, 2) == 5.52
+    assert round(found["parameters per stage"] / 1e9, 1) == 44.2
+    assert round(found["parameters per GPU"] / 1e9, 2) == 5.52
     assert round(found["ZeRO-1 over N"] / 1e9, 1) == 25.2
     # 13B on eight GPUs of 40 GB: about 200 GB of state become about 25 GB each.
     assert zero(params=13e9, ranks=8)["zero3"] == pytest.approx(26e9)
@@ -58,21 +58,21 @@ def test_bubbles_facts_5(p, m, percent):
         assert round(bubble(stages=4, microbatches=8, chunks=4)["interleaved-1f1b"], 4) == 0.0857
         assert round(found["zb-h1"], 4) == 0.1111
     # Closed forms have no bubble of zb-h2 for fewer microbatches than it needs.
-    assert found["microbatches without, zb-h2, zb-v" if m < 2 * p - 1 else "zb-h2, zb-v"] == (7 if m == 1 else 0)
+    assert found["minimum m without bubble, zb-h2, zb-v" if m < 2 * p - 1 else "zb-h2, zb-v"] == (7 if m == 1 else 0)
 
 
 def test_experts_facts_6():
     found = moe()
-    assert round(found["elements a rank and direction"] / 1e6, 2) == 3.67
-    assert round(found["of all layers, there and back"] / 1e6, 1) == 425.7
+    assert round(found["elements per rank and direction"] / 1e6, 2) == 3.67
+    assert round(found["dispatch and combine of all layers"] / 1e6, 1) == 425.7
 
 
 def test_recomputation_and_accumulation_facts_7():
     assert round(remat()["compute"] - 1, 2) == 0.33
-    assert remat(layers=64)["held at the optimum"] == 16
+    assert remat(layers=64)["saved at the optimum"] == 16
     found = accumulate(params=7e9, ranks=64, steps=8)
-    assert found["each: sent"] == 8 * found["once: sent"]
-    assert found["once: held"] == 64 * found["each: held"] == 14e9
+    assert found["each micro-step: sent"] == 8 * found["once: sent"]
+    assert found["once: stored"] == 64 * found["each micro-step: stored"] == 14e9
 
 
 def test_a_tensor_parallel_payload_facts_4():
@@ -98,7 +98,7 @@ def test_counts_are_read_as_people_write_them(text, number):
 
 @pytest.mark.parametrize("text", ["0.5", "0", "-1", "1e300", "nan", "inf", "", "8x", "7.0000001", True])
 def test_what_is_no_count(text):
-    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+    with pytest.raises(mp.MeshparError, match="an integer from 1 to 1e18"):
         calculate("zero", {"ranks": text})
 
 
@@ -109,15 +109,15 @@ def test_the_largest_numbers_overflow_nothing(name):
 
 
 def test_mistakes():
-    with pytest.raises(mp.MeshparError, match="it takes params, ranks"):
+    with pytest.raises(mp.MeshparError, match="its numbers are params, ranks"):
         calculate("zero", {"parms": 1e9})
-    with pytest.raises(mp.MeshparError, match="only tp has a message"):
+    with pytest.raises(mp.MeshparError, match="only tp computes the time of a message"):
         calculate("zero", {}, parse_cluster("h100:1x8"))
-    with pytest.raises(mp.MeshparError, match="it is a str. Read it"):
+    with pytest.raises(mp.MeshparError, match="it is a str. Use meshpar"):
         tp(cluster="h100:1x8")
-    with pytest.raises(mp.MeshparError, match="calculator `zer`: .* Did you mean `zero`"):
+    with pytest.raises(mp.MeshparError, match="name='zer'.* Did you mean `zero`"):
         calculate("zer", {})
-    with pytest.raises(mp.MeshparError, match="a whole number from 1 to 1e18"):
+    with pytest.raises(mp.MeshparError, match="an integer from 1 to 1e18"):
         zero(params=-1)
     for stage, ranks, text in (
         (3, 8, "ZeRO stage `3`"),
@@ -146,7 +146,7 @@ def test_the_command(meshpar):
         (("memory", "--axis", "data"), "use --axis"),
         (("moe", "--inner", "4", "--servers", "2"), "use --inner"),
         (("moe", "--servers", "2"), "use --servers"),
-        (("bubble", "--cluster", "h100:1x8"), "only tp has a message"),
+        (("bubble", "--cluster", "h100:1x8"), "only tp computes the time of a message"),
         (("zero", "ranks"), "it is NUMBER=VALUE"),
         (("zero", "ranks=8", "ranks=9"), "each number once"),
     ],

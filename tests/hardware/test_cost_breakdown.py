@@ -52,7 +52,7 @@ def test_ranks_that_fit_a_node_use_its_links():
     assert inside.link == POD.inside
     (ring,) = account("ring", 1e6, 64, POD).legs
     assert ring.link == cost.collective_link("all-reduce", POD, num_nodes=8, per_node=8)
-    assert ring.where == "between 8 nodes, 8 ports each"
+    assert ring.where == "between 8 nodes, 8 ports per node"
     assert account("ring", 1e6, 64, POD, by_messages=True).legs[0].link == POD.across
     assert account("tree", 1e6, 9, POD).legs[0].link == POD.across
     inside, across = account("hierarchical", 1e6, 64, POD).legs
@@ -89,7 +89,7 @@ def test_side_by_side_the_quickest_comes_first():
 
 
 def test_what_a_formula_leaves_out_is_said():
-    assert "no power of two" in str(account("recursive-doubling", 1e6, 6, LINK))
+    assert "not a power of two" in str(account("recursive-doubling", 1e6, 6, LINK))
     assert not account("recursive-doubling", 1e6, 8, LINK).notes
     assert not account("ring", 1e6, 6, LINK).notes
 
@@ -110,12 +110,12 @@ def test_other_names():
     [
         (("rings", 1, 2, LINK), {}, "Did you mean `ring`"),
         (("ring", 1, 0, LINK), {}, "ranks=0"),
-        (("ring", -1, 2, LINK), {}, "-1 bytes: it is a number of bytes, 0 or more"),
+        (("ring", -1, 2, LINK), {}, "-1 bytes: it must be a finite number of at least 0"),
         (("ring", "x", 2, LINK), {}, "'x' bytes"),
         (("ring", 1, 2.0, LINK), {}, "ranks=2.0"),
-        (("ring", 1, 10**30, LINK), {}, "a whole number from 1 to 16,777,216"),
-        (("ring", 1, 2, "h100:1x8"), {}, "links are a Link, a Cluster or measured Links"),
-        (("ring", 1, 2, LINK), {"axes": 3}, "a list of mesh axes"),
+        (("ring", 1, 10**30, LINK), {}, "an integer from 1 to 16,777,216"),
+        (("ring", 1, 2, "h100:1x8"), {}, "links are a Link, a Cluster or Links"),
+        (("ring", 1, 2, LINK), {"axes": 3}, "a sequence of mesh axes"),
         (("ring", 1, 2, LINK), {"axes": ("data",), "mesh": 3}, "sizes by axis"),
         ((3, 1, 2, LINK), {}, "algorithm `3`"),
         (("ring", float("nan"), 2, LINK), {}, "nan bytes"),

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face's made of the golden files, for tests."""
+"""Hugging Face folders with the golden models, for tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = {"BF16": "bfloat16", "F32": "float32", "I64": "int64"}
 
 
 def golden(kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """(config.json, weights, tokens, logits) of a family."""
+    """Return the config.json, weights, tokens and logits of a family's golden model."""
     from safetensors import safe_open
 
     with safe_open(str(GOLDEN / f"{kind}.safetensors"), framework="np") as file:
@@ -28,7 +28,7 @@ def golden(kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray
 
 
 def folder_of(kind: str, path: Path, *, files: int = 1) -> Path:
-    """A family's golden model as a folder, over so many files."""
+    """Write a family's golden model as a folder with this number of weight files."""
     from safetensors.numpy import save_file
 
     config, weights, _, _ = golden(kind)
@@ -39,35 +39,34 @@ def folder_of(kind: str, path: Path, *, files: int = 1) -> Path:
     if files == 1:
         save_file(weights, str(path / "model.safetensors"), metadata={"format": "pt"})
         return path
-    spread = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
-    for file in set(spread.values()):
-        held = {name: weights[name] for name in names if spread[name] == file}
-        save_file(held, str(path / file), metadata={"format": "pt"})
-    total = sum(x.nbytes for x in weights.values())
-    index = {"metadata": {"total_size": total}, "weight_map": spread}
-    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    index = {name: f"model-{i % files + 1:05d}-of-{files:05d}.safetensors" for i, name in enumerate(names)}
+    for file in set(index.values()):
+        tensors = {name: weights[name] for name in names if index[name] == file}
+        save_file(tensors, str(path / file), metadata={"format": "pt"})
+    metadata = {"total_size": sum(x.nbytes for x in weights.values())}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": index}))
     return path
 
 
 ROUTER_CASES = [(kind, layers) for kind in ("mixtral", "qwen3_moe") for layers in (2, 6, 32)]
-"""Families and depths of `router_loss.json`."""
+"""Families and numbers of layers in `router_loss.json`."""
 
 
 def router_tokens() -> np.ndarray:
-    """The tokens that the losses of `router_loss.json` are of."""
+    """Return the tokens with which the losses in `router_loss.json` were computed."""
     return np.random.default_rng(0).integers(0, 24, (4, 16))
 
 
 def router_folder(kind: str, layers: int, path: Path, **fields: Any) -> Path:
-    """A model whose weights follow from their names, with fields of config.json changed."""
+    """Write a model with random weights, seeded by their names, and changed fields of config.json."""
     from safetensors.numpy import save_file
 
     from meshpar.interop.hf import described
 
     config, *_ = golden(kind)
     config |= {"num_hidden_layers": layers, "output_router_logits": True, "router_aux_loss_coef": 0.02, **fields}
-    at = described(config)
-    shapes = {name: one.their_shape for one in at.family.tensors(at.config) for name, _ in one.names()}
+    model = described(config)
+    shapes = {name: row.file_shape for row in model.family.tensors(model.config) for name, _ in row.tensors()}
     weights = {
         name: (0.1 * np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)).astype(np.float32)
         for name, shape in shapes.items()
@@ -78,14 +77,14 @@ def router_folder(kind: str, layers: int, path: Path, **fields: Any) -> Path:
     return path
 
 
-def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
-    """A file's header and what follows it."""
+def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Return the header and the data of a safetensors file."""
     content = path.read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + size]), content[8 + size :]
 
 
-def with_header(path: Path, header: Any, rest: bytes) -> None:
-    """Write a file with that header."""
+def write_header(path: Path, header: Any, data: bytes) -> None:
+    """Write a safetensors file with this header."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + rest)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)

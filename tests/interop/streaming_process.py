@@ -16,7 +16,7 @@ import numpy as np
 
 import meshpar as mp
 from meshpar.interop import from_hf
-from meshpar.interop.blocks import SCALE
+from meshpar.interop.block_fp8 import SCALE
 
 STEP_S = 0.002
 BLOCK = 128

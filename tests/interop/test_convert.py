@@ -69,7 +69,9 @@ def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
 def test_sizes_that_the_default_layout_does_not_divide_say_how_another_is_named(mesh):
     @_names_other_layouts
     def command(**_):
-        raise problem("`embed`", "split it over `fsdp` (8)", "12 is not a multiple of 8", "pad it to 16")
+        raise problem(
+            "`embed`", "split it over `fsdp` (8)", "12 is not a multiple of 8", "pad it to 16", code="indivisible"
+        )
 
     with pytest.raises(mp.MeshparError) as caught:
         command(mesh=mesh, strategy=None)

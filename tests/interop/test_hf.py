@@ -193,7 +193,7 @@ except ValueError as error:
 def test_two_processes_write_one_folder(tmp_path):
     source = folder_of("qwen3_moe", tmp_path / "source", files=3)
     first, second = run_processes(PROCESS, 2, source, tmp_path / "back")
-    assert "something is there already" in first["error"]
+    assert "exists already" in first["error"]
     assert "process 0 could not" in second["error"]
     for name in sorted(path.name for path in source.iterdir()):
         if name.endswith(".safetensors"):
@@ -202,17 +202,17 @@ def test_two_processes_write_one_folder(tmp_path):
     with Folder(tmp_path / "back-small") as small:
         assert len({entry.file for entry in small.entries.values()}) > 1
         for name, x in weights.items():
-            np.testing.assert_array_equal(small.whole(name), x, err_msg=name)
+            np.testing.assert_array_equal(small.read_full(name), x, err_msg=name)
 
 
 def test_of_a_tensor_that_is_not_finished_the_other_pieces_are_sent_once(monkeypatch):
     config, family, *_ = described(golden("deepseek_v3")[0])
     tensors = [one for one in family.tensors(config) if not one.is_extra]
-    params = traverse_util.unflatten_dict({tuple(x.ours.split("/")): np.zeros(x.shape, np.float32) for x in tensors})
+    params = traverse_util.unflatten_dict({tuple(x.path.split("/")): np.zeros(x.shape, np.float32) for x in tensors})
     made, taken = Made(tensors, params, {}, None, None), []
     name = next(name for name, pieces in made.pieces.items() if len(pieces) > 1)
     monkeypatch.setattr("meshpar.interop.hf._gathered", lambda array, at: taken.append(at) or array[at])
-    monkeypatch.setattr("meshpar.interop.table.FileTensor.write", lambda *_: 1 / 0)
+    monkeypatch.setattr("meshpar.interop.weight_mapping.WeightMapping.write", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         made(name)
     assert len(taken) == 1
@@ -266,7 +266,7 @@ def test_a_model_that_no_family_is(tmp_path, mesh8):
     with pytest.raises(ValueError, match=r"moe\.routing\.score \('sigmoid'\).*has 'softmax'"):
         written(dataclasses.replace(moe, moe=scored), family_of(moe))
     assert not (tmp_path / "back").exists()
-    with pytest.raises(ValueError, match="something is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         to_hf(state, config, source)
 
 
@@ -283,7 +283,7 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @pytest.mark.parametrize("head", ["identical", "alone"])
 def test_a_tied_model_whose_files_hold_its_head(head, tmp_path, monkeypatch):
-    monkeypatch.setattr("meshpar.interop.files._COMPARED_BYTES", 1000)  # of tables in several parts
+    monkeypatch.setattr("meshpar.interop.files._COMPARE_BYTES", 1000)  # of tables in several parts
     source = folder_of("qwen3", tmp_path / "source")
     plain = (source / "model.safetensors").read_bytes()
     if head == "identical":

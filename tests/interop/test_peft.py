@@ -19,7 +19,7 @@ from meshpar.cli.train_command import train
 from meshpar.interop import config_of, from_hf, load_peft, lora_of_peft, to_hf, to_peft
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.grid import cases
-from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
+from tests.interop.folders import KINDS, folder_of, golden, read_header, write_header
 from tests.interop.test_convert import RECIPE, run, small_folder
 from tests.interop.test_hf import logits_of
 from tests.interop.test_untrusted import broken, check_parts, edited, mutated
@@ -302,9 +302,9 @@ def test_broken_adapters_are_an_error_in_four_parts_or_fine(num, tmp_path):
             new = json.dumps(mutated(rng, json.loads(content))).encode()
             target.write_bytes(new if rng.random() < 0.8 else broken(rng, content))
         else:
-            header, rest = header_of(target)
+            header, rest = read_header(target)
             target.unlink()
-            with_header(target, json.dumps(mutated(rng, header)).encode(), rest)
+            write_header(target, json.dumps(mutated(rng, header)).encode(), rest)
         try:
             if lora_of_peft(adapter, config).rank == 2:
                 load_peft(state, config, adapter)

@@ -16,8 +16,8 @@ from meshpar.interop.hf import check_weights, described
 from meshpar.interop.runs import keep_beside
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
-from tests.interop.folders import KINDS, folder_of, golden, header_of, with_header
-from tests.interop.test_blocks import folders
+from tests.interop.folders import KINDS, folder_of, golden, read_header, write_header
+from tests.interop.test_block_fp8 import folders
 
 
 def looked_at(folder: Path) -> None:
@@ -113,9 +113,9 @@ def other_dtype(header: dict[str, Any]) -> None:
 )
 def test_a_header_that_lies(change, says, tmp_path):
     folder = folder_of("llama", tmp_path / "source")
-    header, rest = header_of(folder / "model.safetensors")
+    header, rest = read_header(folder / "model.safetensors")
     change(header)
-    with_header(folder / "model.safetensors", header, rest)
+    write_header(folder / "model.safetensors", header, rest)
     with pytest.raises(MeshparError, match=says):
         looked_at(folder)
 
@@ -130,10 +130,10 @@ def test_pickled_files_are_not_read(tmp_path):
 
 def test_too_large_for_the_dtype(tmp_path):
     folder = folder_of("llama", tmp_path / "source")
-    header, rest = header_of(folder / "model.safetensors")
+    header, rest = read_header(folder / "model.safetensors")
     begin, _ = header[NAME]["data_offsets"]
     large = rest[:begin] + b"\x7f\x7f" + rest[begin + 2 :]  # the largest bfloat16
-    with_header(folder / "model.safetensors", header, large)
+    write_header(folder / "model.safetensors", header, large)
     with pytest.raises(MeshparError, match="float16 does not hold"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), dtype="float16")
 
@@ -141,9 +141,9 @@ def test_too_large_for_the_dtype(tmp_path):
 @pytest.mark.parametrize("wrong", [b"\xc0\x7f", b"\x80\xff"], ids=["nan", "-inf"])
 def test_weights_that_are_not_finite(wrong, tmp_path):
     folder = folder_of("llama", tmp_path / "source")
-    header, rest = header_of(folder / "model.safetensors")
+    header, rest = read_header(folder / "model.safetensors")
     begin, _ = header[NAME]["data_offsets"]
-    with_header(folder / "model.safetensors", header, rest[:begin] + wrong + rest[begin + 2 :])
+    write_header(folder / "model.safetensors", header, rest[:begin] + wrong + rest[begin + 2 :])
     with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its numbers are nan or infinite"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
 
@@ -229,11 +229,11 @@ def test_broken_folders_are_an_error_in_four_parts_or_fine(num, tmp_path):
         target = folder / rng.choice([CONFIG, CONFIG, INDEX, FIRST])
         content = target.read_bytes()
         if target.name == FIRST:
-            header, rest = header_of(target)
+            header, rest = read_header(target)
             whole = json.dumps(header).encode()
             new = json.dumps(mutated(rng, header)).encode() if rng.random() < 0.7 else broken(rng, whole)
             target.unlink()
-            with_header(target, new, rest)
+            write_header(target, new, rest)
         else:
             new = json.dumps(mutated(rng, json.loads(content))).encode()
             target.write_bytes(new if rng.random() < 0.8 else broken(rng, content))

@@ -1,4 +1,4 @@
-"""Layers on slices of the rows: the values and gradients of whole rows, what is sent, and where it cannot be."""
+"""`interleave`: results equal those without slices; communication; errors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.layers.batch_slices import joined, slices
+from meshpar.layers.batch_slices import join_batch, split_batch
 from meshpar.layers.precision import Precision, numerics
 from meshpar.models import TransformerConfig
 from meshpar.parallel import parse_strategy
-from meshpar.sharding.activations import held_between_modules
-from meshpar.sharding.types import MeshparError, tree_leaves_with_paths
+from meshpar.sharding.activations import constrain_module_outputs
+from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, train
+from tests.errors import raises
 from tests.grid import cases
 from tests.models import test_moe as moe
 from tests.parallel import test_equality as dense
@@ -28,7 +29,7 @@ STAGES = "pipeline_parallel(stages=2, microbatches=2"
 SEQUENCE = "fsdp() | tensor_parallel(sequence=True)"
 AHEAD = "fsdp(prefetch=1) | tensor_parallel(sequence=True)"
 CASES = {
-    **{name: one for name, one in dense.CASES.items() if "accumulate" not in name},
+    **{name: case for name, case in dense.CASES.items() if "accumulate" not in name},
     "ahead": (mp.MeshSpec(fsdp=4, tensor=2), parse_strategy(AHEAD), {"remat": "full"}),
     "once": (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp(), {"accumulate": 2, "reduce_gradients": "once"}),
     "ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
@@ -50,60 +51,59 @@ CASES = {
 @pytest.mark.parametrize(
     ("framework", "case"), cases(("nnx", "ahead"), grid=itertools.product(("nnx", "linen"), CASES))
 )
-def test_five_steps_are_those_of_whole_rows(framework, case):
+def test_training_equals_training_without_slices(framework, case):
     spec, strategy, options = CASES[case]
     with jax.enable_x64(True):
         expected = dense.single_device(framework, "float64")
-        found = dense.five_steps(framework, "float64", spec, strategy, {**options, "interleave": 2}, expected.start)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
-    assert_same(found.params, expected.params, atol=1e-9)
+        actual = dense.five_steps(framework, "float64", spec, strategy, {**options, "interleave": 2}, expected.start)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-9)
+    assert_same(actual.params, expected.params, atol=1e-9)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 @pytest.mark.parametrize("case", ["ahead", "once", "explicit"])
-def test_frozen_leaves_stay_and_the_others_go_as_with_whole_rows(framework, case):
+def test_frozen_parameters_with_slices(framework, case):
     spec, strategy, options = CASES[case]
     frozen = {"trainable": r"layers/(attention|mlp/down)/.*"}
     with jax.enable_x64(True):
         expected = dense.five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), frozen)
         options = {**options, **frozen, "interleave": 2}
-        found = dense.five_steps(framework, "float64", spec, strategy, options, expected.start)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
+        actual = dense.five_steps(framework, "float64", spec, strategy, options, expected.start)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-9)
     np.testing.assert_allclose(
-        [one["grad_norm"] for one in found.metrics], [one["grad_norm"] for one in expected.metrics], rtol=1e-9
+        [m["grad_norm"] for m in actual.metrics], [m["grad_norm"] for m in expected.metrics], rtol=1e-9
     )
-    assert_same(found.params, expected.params, atol=1e-9)
-    start = dict(tree_leaves_with_paths(found.start.params))
-    changed = {path for path, x in found.params.items() if (x != start[path]).any()}
+    assert_same(actual.params, expected.params, atol=1e-9)
+    start = dict(tree_leaves_with_paths(actual.start.params))
+    changed = {path for path, x in actual.params.items() if (x != start[path]).any()}
     assert changed == {path for path in start if re.fullmatch(frozen["trainable"], path)} != set()
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 @pytest.mark.parametrize("cfg", [moe.mixtral_like, moe.deepseek_like])
-def test_experts_balanced_over_slices_as_over_micro_steps(framework, cfg):
-    """Without losses on means over rows the steps are those of whole rows; counts are sums over slices."""
+def test_moe_losses_and_loads_with_slices(framework, cfg):
+    """Without auxiliary losses the steps are equal. Counts are summed over slices."""
     cfg = cfg(param_dtype="float64", losses={"auxiliary_weight": 0.0, "z_weight": 0.0})
     expected = moe.five_steps(cfg, framework, *moe.ONE)
-    found = moe.five_steps.__wrapped__(cfg, framework, *moe.SHARDED, start=expected.start, interleave=2)
-    for metrics, wanted in zip(found.metrics, expected.metrics, strict=True):
-        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-9)
-        np.testing.assert_array_equal(metrics["moe/load"], wanted["moe/load"])
-    assert_same(found.params, expected.params, atol=1e-9)
-    assert_same(found.extra, expected.extra, atol=1e-9)
+    actual = moe.five_steps.__wrapped__(cfg, framework, *moe.SHARDED, start=expected.start, interleave=2)
+    for metrics, reference in zip(actual.metrics, expected.metrics, strict=True):
+        np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-9)
+        np.testing.assert_array_equal(metrics["moe/load"], reference["moe/load"])
+    assert_same(actual.params, expected.params, atol=1e-9)
+    assert_same(actual.extra, expected.extra, atol=1e-9)
 
 
 @pytest.mark.matrix
-def test_quantized_weights_are_gathered_once_for_all_slices():
-    """To the rounding of gradients that are sent in 8 bits."""
+def test_quantized_fsdp_with_slices():
     spec, strategy = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp(quantize="int8") | mp.tensor_parallel()
-    whole, cut = (dense.five_steps("nnx", "float32", spec, strategy, {"interleave": count}) for count in (1, 2))
-    np.testing.assert_allclose(cut.losses, whole.losses, rtol=1e-2)
+    full, sliced = (dense.five_steps("nnx", "float32", spec, strategy, {"interleave": count}) for count in (1, 2))
+    np.testing.assert_allclose(sliced.losses, full.losses, rtol=1e-2)  # gradients have 8 bits
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What layers read beside x, and what they give
+# Inputs and outputs of layers
 # ---------------------------------------------------------------------------------------------------------------------
 
 CONFIG = TransformerConfig(
@@ -112,9 +112,7 @@ CONFIG = TransformerConfig(
 
 
 @pytest.mark.matrix
-def test_every_row_keeps_its_positions_and_sequences():
-    """Rows of several sequences, cut at another place each."""
-
+def test_segments_are_sliced_with_the_batch():
     def loss(model, batch, key):
         logits = model(batch["inputs"], segments=batch["segments"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
@@ -124,47 +122,47 @@ def test_every_row_keeps_its_positions_and_sequences():
     tokens = rng.integers(0, VOCAB, (rows, seq + 1), dtype=np.int32)
     segments = (np.arange(seq)[None] >= rng.integers(1, seq, (rows, 1))).astype(np.int32)
     batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "weights": 1 - segments}
-    one, model = train(model_of("nnx", CONFIG, rows, seq), [batch], mp.MeshSpec(), mp.ddp(), loss=loss), CONFIG.build()
-    cut = train(model, [batch], mp.MeshSpec(fsdp=4), mp.fsdp(), start=one.start, loss=loss, interleave=2)
-    np.testing.assert_allclose(cut.losses, one.losses, rtol=1e-6)
+    full, model = train(model_of("nnx", CONFIG, rows, seq), [batch], mp.MeshSpec(), mp.ddp(), loss=loss), CONFIG.build()
+    sliced = train(model, [batch], mp.MeshSpec(fsdp=4), mp.fsdp(), start=full.start, loss=loss, interleave=2)
+    np.testing.assert_allclose(sliced.losses, full.losses, rtol=1e-6)
 
 
-def run(layer: Any, x: Any, count: int, **given: Any) -> Any:
-    """Stacked layers inside of a step, on one device."""
+def run(layer: Any, x: Any, count: int, **inputs: Any) -> Any:
+    """Run three layers as inside a step."""
     with numerics(Precision(), None, count):
-        return mp.scan_layers(layer, x, {"w": jnp.ones(3)}, **given)
+        return mp.scan_layers(layer, x, {"w": jnp.ones(3)}, **inputs)
 
 
-def test_an_aux_is_that_of_all_rows():
-    def layer(x, one):
-        return x + one["w"], mp.Aux(jnp.mean(x), {"count": jnp.sum(x > 0), "mean": jnp.mean(x)})
+def test_aux_is_combined_over_slices():
+    def layer(x, params):
+        return x + params["w"], mp.Aux(jnp.mean(x), {"count": jnp.sum(x > 0), "mean": jnp.mean(x)})
 
     x = jnp.arange(8.0).reshape(4, 2) - 3
-    whole, cut = (run(layer, x, count) for count in (1, 2))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), cut, whole)
-    assert cut[1].metrics["count"].dtype == whole[1].metrics["count"].dtype
+    full, sliced = (run(layer, x, count) for count in (1, 2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), sliced, full)
+    assert sliced[1].metrics["count"].dtype == full[1].metrics["count"].dtype
 
 
-def test_keys_differ_by_slice():
-    def layer(x, one, key):
+def test_typed_keys_differ_between_slices():
+    def layer(x, params, key):
         return x + jax.random.normal(key, x.shape)
 
     x = run(layer, jnp.zeros((4, 2)), 2, extra=jax.random.split(jax.random.key(0), 3))
     assert not np.allclose(x[:2], x[2:])
 
 
-def test_slices_leave_rows_on_their_devices():
+def test_slicing_needs_no_communication():
     mesh, x = mp.MeshSpec(fsdp=4).build(jax.devices()[:4]), np.arange(16).reshape(16, 1)
 
     @jax.jit
-    def cut(x):
+    def slice_and_join(x):
         with mp.use_rules(mesh, mp.fsdp()):
-            parts = slices({"x": x}, 2)
-            return parts, joined(parts)
+            parts = split_batch({"x": x}, 2)
+            return parts, join_batch(parts)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        parts, back = cut(jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp"))))
-        text = cut.lower(jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp")))).compile().as_text()
+        parts, back = slice_and_join(jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp"))))
+        text = slice_and_join.lower(jax.device_put(x, jax.NamedSharding(mesh, jax.P("fsdp")))).compile().as_text()
     np.testing.assert_array_equal(parts[0]["x"][:, 0], [0, 1, 4, 5, 8, 9, 12, 13])
     np.testing.assert_array_equal(back["x"], x)
     assert not any(kind in text for kind in ("all-gather", "all-to-all", "collective-permute", "all-reduce"))
@@ -181,7 +179,7 @@ def test_slices_leave_rows_on_their_devices():
         ],
     ),
 )
-def test_what_is_sent_is_what_is_promised(mesh, strategy):
+def test_collectives_are_as_expected(mesh, strategy):
     model = CONFIG.build()
     state = mp.init_state(model, optax.adam(1e-2), mesh=mesh_of(mesh), strategy=parse_strategy(strategy), key=0)
     step = mp.train_step(mp.models.next_token_loss, interleave=2, remat="full")
@@ -195,82 +193,83 @@ def test_what_is_sent_is_what_is_promised(mesh, strategy):
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])
-def test_a_number_of_slices_that_is_none(count):
-    with pytest.raises(MeshparError, match="interleave=.*Use interleave=1"):
+def test_interleave_must_be_a_positive_integer(count):
+    with raises("not-an-int", "train_step"):
         mp.train_step(lambda *_: None, interleave=count)
 
 
-def test_rows_that_do_not_go_into_slices():
+def test_batch_must_be_divisible():
     batch = {name: np.zeros((8, 4), np.int32) for name in ("inputs", "targets")}
     state = mp.init_state(
         CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(fsdp=8)), strategy=mp.fsdp(), key=0
     )
-    with pytest.raises(MeshparError, match="accumulate=1, interleave=2.*Use a batch of 16"):
+    with pytest.raises(mp.MeshparError, match="accumulate=1, interleave=2.*Use a batch of 16"):
         mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
 
 
-def test_a_model_without_layers():
+def test_model_must_call_scan_layers():
     model = mp.from_functions(lambda key: {"w": jnp.ones((4, 4))}, lambda params, x: x @ params["w"])
     state = mp.init_state(model, optax.sgd(1.0), mesh=mesh_of(mp.MeshSpec(data=2)), strategy=mp.ddp(), key=0)
 
     def loss(model, batch, key):
         return jnp.mean(model(batch)), {}
 
-    with pytest.raises(MeshparError, match="interleave=2.*never calls meshpar.scan_layers"):
+    with pytest.raises(mp.MeshparError, match="interleave=2.*never calls meshpar.scan_layers"):
         mp.train_step(loss, interleave=2)(state, np.ones((8, 4), np.float32))
 
 
-def test_rows_that_are_not_the_batch():
-    """Cut as if they were, a sequence would lose the attention between its halves."""
+def test_first_dim_of_x_must_be_the_batch():
+    """Slices of a sequence dim would lose the attention between them."""
 
-    def layer(x, one):
-        return x * one["w"]
+    def layer(x, params):
+        return x * params["w"]
 
-    with held_between_modules(4, by_rows=False), pytest.raises(MeshparError, match=r"shape \(6, 2\), and the batch 4"):
+    with constrain_module_outputs(4, shard_batch=False), raises("wrong-shape", "interleave"):
         run(layer, jnp.ones((6, 2)), 2)
-    with pytest.raises(MeshparError, match=r"under jax\.vmap"):
-        jax.vmap(lambda one: run(layer, one, 2))(jnp.ones((4, 6, 2)))
+    with raises("unsupported-feature", "interleave"):
+        jax.vmap(lambda x: run(layer, x, 2))(jnp.ones((4, 6, 2)))
 
 
 @pytest.mark.parametrize("per_example", [jnp.float32(2), jnp.ones((2, 1)), (jnp.ones((4, 1)), 3)])
-def test_what_stands_beside_has_rows_or_one(per_example):
-    with pytest.raises(MeshparError, match=r"`beside` of scan_layers.*of as many rows, or of one"):
-        run(lambda x, one, per_example: x, jnp.ones((4, 2)), 2, per_example=per_example)
+def test_per_example_needs_the_batch_or_size_1(per_example):
+    with raises("wrong-shape", "interleave"):
+        run(lambda x, params, per_example: x, jnp.ones((4, 2)), 2, per_example=per_example)
 
 
-def test_what_a_layer_closes_over_is_not_cut():
-    rows = jnp.ones((4, 2))
-    with pytest.raises(MeshparError, match=r"scan_layers\(per_example=\.\.\.\)"):
-        run(lambda x, one: x * rows, rows, 2)
+def test_closures_over_the_batch_are_explained():
+    batch = jnp.ones((4, 2))
+    with raises("wrong-shape", "interleave") as error:
+        run(lambda x, params: x * batch, batch, 2)
+    assert "scan_layers(per_example=...)" in error.value.fix
 
 
-@pytest.mark.parametrize(("x", "said"), [(jnp.ones((3, 2)), "no multiple of that"), (jnp.ones(()), "the batch 0 rows")])
-def test_x_without_rows(x, said):
-    with pytest.raises(MeshparError, match=said):
-        run(lambda x, one: x * one["w"], x, 2)
+@pytest.mark.parametrize(("x", "code"), [(jnp.ones((3, 2)), "indivisible"), (jnp.ones(()), "wrong-shape")])
+def test_x_must_be_divisible(x, code):
+    with raises(code, "interleave"):
+        run(lambda x, params: x * params["w"], x, 2)
 
 
 @pytest.mark.matrix
-def test_a_microbatch_without_a_row_for_each_slice():
+def test_microbatches_must_be_divisible():
     strategy = mp.pipeline_parallel(stages=2, microbatches=2)
     state = mp.init_state(
         CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(stage=2)), strategy=strategy, key=0
     )
     batch = {name: np.zeros((6, 4), np.int32) for name in ("inputs", "targets")}
-    with pytest.raises(MeshparError, match=r"microbatches=2, interleave=2.*use a batch of 8"):
+    with pytest.raises(mp.MeshparError, match=r"microbatches=2, interleave=2.*use a batch of 8"):
         mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_experts_in_stages_on_slices(framework):
-    """Without losses on means over rows, five steps are those of one device, and loads those of whole rows."""
+def test_moe_in_stages_with_slices(framework):
+    """Without auxiliary losses, losses and loads equal those of a single device."""
     cfg = moe.mixtral_like(param_dtype="float64", losses={"auxiliary_weight": 0.0, "z_weight": 0.0})
     expected = moe.five_steps(cfg, framework, *moe.ONE)
     strategy = parse_strategy(f"fsdp() | expert_parallel() | {STAGES}, schedule='eager-1f1b')")
     spec = mp.MeshSpec(stage=2, fsdp=2, expert=2)
-    found = moe.five_steps.__wrapped__(cfg, framework, spec, strategy, start=expected.start, interleave=2)
-    for metrics, wanted in zip(found.metrics, expected.metrics, strict=True):
-        np.testing.assert_allclose(metrics["loss"], wanted["loss"], rtol=1e-9)
-        np.testing.assert_array_equal(metrics["moe/load"], wanted["moe/load"])
-    assert_same(found.params, expected.params, atol=1e-9)
+    actual = moe.five_steps.__wrapped__(cfg, framework, spec, strategy, start=expected.start, interleave=2)
+    for metrics, reference in zip(actual.metrics, expected.metrics, strict=True):
+        np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-9)
+        np.testing.assert_array_equal(metrics["moe/load"], reference["moe/load"])
+    assert_same(actual.params, expected.params, atol=1e-9)

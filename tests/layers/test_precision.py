@@ -1,4 +1,4 @@
-"""Dtypes and rematerialisation: what the step asks for is what the layers do."""
+"""`Precision`, rematerialization, and reports of matmuls in a higher precision."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jax import lax
 
 import meshpar as mp
 from meshpar.layers.precision import dot_general, numerics
-from meshpar.layers.scan import REMAT_POLICIES
+from meshpar.layers.remat import REMAT_POLICIES
+from tests.errors import raises
 from tests.grid import cases
 
 PRODUCTS = {
@@ -27,7 +28,7 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_dot_general_is_laxs_in_value_and_gradient(product):
+def test_dot_general_matches_lax(product):
     lhs_shape, rhs_shape, dims = PRODUCTS[product]
     rng = np.random.default_rng(0)
     lhs = jnp.asarray(rng.normal(size=lhs_shape), jnp.bfloat16)
@@ -37,17 +38,17 @@ def test_dot_general_is_laxs_in_value_and_gradient(product):
         return lambda a, b: (product(a, b, dims).astype(jnp.float32) ** 2).sum()
 
     with numerics(mp.Precision(compute="bfloat16", reduce="float32"), None):
-        ours = jax.jit(jax.value_and_grad(scalar(dot_general), argnums=(0, 1)))(lhs, rhs)
+        actual = jax.jit(jax.value_and_grad(scalar(dot_general), argnums=(0, 1)))(lhs, rhs)
         assert "preferred_element_type=float32" in str(jax.make_jaxpr(jax.grad(scalar(dot_general), 1))(lhs, rhs))
-    theirs = jax.jit(jax.value_and_grad(scalar(lax.dot_general), argnums=(0, 1)))(lhs, rhs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    expected = jax.jit(jax.value_and_grad(scalar(lax.dot_general), argnums=(0, 1)))(lhs, rhs)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == b.dtype
         assert a.shape == b.shape
         # Both products accumulate in float32 and round once to bfloat16's 8 bits.
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=2**-7)
 
 
-def test_dot_general_is_plain_where_nothing_is_gained():
+def test_dot_general_is_plain_if_dtypes_agree():
     lhs, rhs = jnp.ones((4, 8), jnp.float32), jnp.ones((8, 2), jnp.float32)
     dims = (((1,), (0,)), ((), ()))
 
@@ -69,18 +70,18 @@ def test_dot_general_is_plain_where_nothing_is_gained():
         (mp.Precision(reduce="float32"), "float64", "float32"),
     ],
 )
-def test_the_default_reduction_is_at_least_float32(precision, compute, expected):
+def test_default_reduction_is_at_least_float32(precision, compute, expected):
     assert precision.reduce_dtype(jnp.dtype(compute)) == jnp.dtype(expected)
 
 
 @pytest.mark.parametrize("field", ["params", "compute", "reduce"])
-def test_a_dtype_that_does_not_exist(field):
-    with pytest.raises(mp.MeshparError, match="`bfloat16`"):
+def test_unknown_dtypes(field):
+    with raises("unknown-choice", "Precision"):
         mp.Precision(**{field: "bflot16"})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rematerialisation
+# Rematerialization
 # ---------------------------------------------------------------------------------------------------------------------
 
 WIDTH, LAYERS, ROWS = 32, 6, 64
@@ -112,29 +113,30 @@ def deep_step(remat):
     return jax.device_get((state.params["w"], metrics["loss"])), temporaries
 
 
-def test_what_is_no_precision_is_told_at_once():
+def test_precision_must_be_a_precision():
     model = mp.from_functions(lambda key: {"w": jnp.ones(8)}, lambda params, x: params["w"] * x)
-    how = {"mesh": mp.MeshSpec().abstract(1), "strategy": mp.ddp()}
+    options = {"mesh": mp.MeshSpec().abstract(1), "strategy": mp.ddp()}
     for where, make in (
-        ("train_step", lambda word: mp.train_step(mp.models.next_token_loss, precision=word)),
-        ("eval_step", lambda word: mp.eval_step(mp.models.next_token_loss, precision=word)),
-        ("init_state", lambda word: mp.abstract_state(model, optax.sgd(1e-3), precision=word, **how)),
+        ("train_step", lambda value: mp.train_step(mp.models.next_token_loss, precision=value)),
+        ("eval_step", lambda value: mp.eval_step(mp.models.next_token_loss, precision=value)),
+        ("init_state", lambda value: mp.abstract_state(model, optax.sgd(1e-3), precision=value, **options)),
     ):
-        with pytest.raises(mp.MeshparError, match=f'{where}.* Write mp.Precision\\(compute="float32"\\)'):
+        with raises("wrong-type", where) as error:
             make("float32")
-        with pytest.raises(mp.MeshparError, match="it is a dict, no Precision"):
+        assert error.value.fix == 'write mp.Precision(compute="float32")'
+        with raises("wrong-type", where):
             make({})
 
 
-def test_every_policy_gives_the_same_step_and_full_keeps_least():
+def test_remat_policies_change_memory_but_not_the_step():
     (w, loss), plain_bytes = deep_step(None)
-    kept = {}
+    saved_bytes = {}
     for policy in REMAT_POLICIES:
-        (w_remat, loss_remat), kept[policy] = deep_step(policy)
+        (w_remat, loss_remat), saved_bytes[policy] = deep_step(policy)
         np.testing.assert_allclose(loss_remat, loss, rtol=1e-6)
         np.testing.assert_allclose(w_remat, w, atol=1e-6)
-    one_activation = LAYERS * ROWS * WIDTH * 4
-    assert kept["full"] + one_activation <= kept["dots"] <= plain_bytes
+    activation_bytes = LAYERS * ROWS * WIDTH * 4
+    assert saved_bytes["full"] + activation_bytes <= saved_bytes["dots"] <= plain_bytes
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,12 +144,12 @@ def test_every_policy_gives_the_same_step_and_full_keeps_least():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_bfloat16_compute_keeps_float32_parameters_and_learns():
+def test_bfloat16_compute_with_float32_parameters_trains():
     state = mp.init_state(deep_model(), optax.adam(1e-2), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(), key=0)
-    seen = []
+    dtypes = []
 
     def loss_fn(model, batch, key):
-        seen.extend(x.dtype for x in jax.tree.leaves(model.args))
+        dtypes.extend(x.dtype for x in jax.tree.leaves(model.args))
         return deep_loss(model, batch.astype(jnp.bfloat16), key)
 
     step = mp.train_step(loss_fn, precision=mp.Precision(params="float32", compute="bfloat16"))
@@ -156,13 +158,13 @@ def test_bfloat16_compute_keeps_float32_parameters_and_learns():
     for _ in range(5):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
-    assert set(seen) == {jnp.dtype("bfloat16")}
+    assert set(dtypes) == {jnp.dtype("bfloat16")}
     assert state.params["w"].dtype == jnp.float32
     assert losses[-1] < losses[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A model that computes wider than asked
+# Models that compute in a higher precision
 # ---------------------------------------------------------------------------------------------------------------------
 
 BATCH = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
@@ -177,7 +179,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "inputs", "told"),
+    ("dtype", "inputs", "is_reported"),
     cases(
         ("float32", "bfloat16", True),
         ("bfloat16", "float32", False),
@@ -189,7 +191,7 @@ class Net(nn.Module):
         ],
     ),
 )
-def test_a_model_that_casts_back_is_told_before_the_first_step_and_in_explain(dtype, inputs, told):
+def test_casts_to_float32_are_reported(dtype, inputs, is_reported):
     def loss_fn(model, batch, key):
         x = batch.astype(inputs)
         return ((model(x) - x).astype(jnp.float32) ** 2).mean(), {}
@@ -198,16 +200,16 @@ def test_a_model_that_casts_back_is_told_before_the_first_step_and_in_explain(dt
     model = mp.from_linen(Net(dtype), BATCH)
     state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp(), key=0)
     step = mp.train_step(loss_fn, precision=mp.Precision(compute="bfloat16"))
-    findings = [one for one in mp.explain(step, state, BATCH).findings if one.rule == "wide-compute"]
-    assert bool(findings) == told
-    traces = []
+    findings = [f for f in mp.explain(step, state, BATCH).findings if f.rule == "wide-compute"]
+    assert bool(findings) == is_reported
+    num_warnings = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             state, _ = step(state, BATCH)
-            traces.append(len(caught))
-    assert traces == [told, told], "once"
-    if told:
+            num_warnings.append(len(caught))
+    assert num_warnings == [is_reported, is_reported]  # only in the first step
+    if is_reported:
         assert "100% of the matmul FLOPs are in float32" in str(caught[0].message)
-        assert "Precision(compute=" not in findings[0].fix, "never the advice to set what is set"
+        assert "Precision(compute=" not in findings[0].fix
         assert "build the model's modules with dtype=bfloat16" in str(caught[0].message)

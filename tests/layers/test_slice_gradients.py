@@ -1,4 +1,4 @@
-"""Gradients of weights that slices of the rows use: values, the dtype they are summed in, how often they are sent."""
+"""`summed_first`: values and dtypes of weight gradients, and the number of reductions."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def einsum(x, w):
     return jnp.einsum("bsd,df->bsf", x, w)
 
 
-def turned(x, w):
-    """Its gradient is transposed behind the matmul, and reshaped."""
+def transposed(x, w):
+    """Its weight gradient is transposed and reshaped after the matmul."""
     return jnp.einsum("bsd,df->bsf", x, w.reshape(WIDTH, WIDTH).T)
 
 
-def of_tokens(x, w):
+def over_tokens(x, w):
     return matmul(x.reshape(1, -1, WIDTH), w).reshape(x.shape)
 
 
@@ -42,22 +42,22 @@ def flat(x, w):
     return (x.reshape(-1, WIDTH) @ w).reshape(x.shape)
 
 
-def remade(x, w):
+def recomputed(x, w):
     return jax.checkpoint(matmul)(x, w)
 
 
-JOINED = {"matmul": matmul, "einsum": einsum, "turned": turned, "flat": flat, "each recomputed by itself": remade}
-APART = {
-    "tokens are no first dim": of_tokens,
+SUMMED = {"matmul": matmul, "einsum": einsum, "transposed": transposed, "flat": flat, "recomputed": recomputed}
+NOT_SUMMED = {
+    "batch is not the first dim": over_tokens,
     "scaled": lambda x, w: x * w[0],
-    "another matmul, too": lambda x, w: matmul(x, w) + x[:, :1] @ w,
+    "two different matmuls": lambda x, w: matmul(x, w) + x[:, :1] @ w,
     "looped": lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: jnp.tanh(matmul(x, w)), x),
 }
-"""What has no sum of matmuls alike: it comes as it did, or in float32."""
+"""Uses without a sum of equal matmuls. Their gradients are unchanged, or in float32."""
 
 
 def gradient(use, mesh, dtype, *, first):
-    """A jitted function of two slices and a weight: its gradient, by `summed_first` or by autodiff alone."""
+    """Return a jitted function of two slices and a weight, for the gradient with or without `summed_first`."""
     rows = SliceRows(mesh, ("fsdp",), ROWS)
 
     @jax.jit
@@ -79,69 +79,70 @@ def gradient(use, mesh, dtype, *, first):
 def arrays(mesh):
     rng = np.random.default_rng(0)
     xs = rng.standard_normal((2, ROWS, SEQ, WIDTH), dtype=np.float32)
-    lying = jax.NamedSharding(mesh, jax.P("fsdp"))
-    return tuple(jax.device_put(x, lying) for x in xs), jax.device_put(
+    sharding = jax.NamedSharding(mesh, jax.P("fsdp"))
+    return tuple(jax.device_put(x, sharding) for x in xs), jax.device_put(
         rng.standard_normal((WIDTH, WIDTH), dtype=np.float32), jax.NamedSharding(mesh, jax.P())
     )
 
 
-@pytest.mark.parametrize("name", cases("each recomputed by itself", grid={**JOINED, **APART}))
-def test_gradients_are_those_of_autodiff(name):
+@pytest.mark.parametrize("name", cases("recomputed", grid={**SUMMED, **NOT_SUMMED}))
+def test_gradients_equal_autodiff(name):
     mesh = mesh_of(mp.MeshSpec(fsdp=4))
-    given = arrays(mesh)
+    args = arrays(mesh)
     for dtype, tolerance in (("float32", 1e-5), ("bfloat16", 3e-2)):
-        found, expected = (
-            gradient({**JOINED, **APART}[name], mesh, dtype, first=first)(*given) for first in (True, False)
+        actual, expected = (
+            gradient({**SUMMED, **NOT_SUMMED}[name], mesh, dtype, first=first)(*args) for first in (True, False)
         )
         np.testing.assert_allclose(
-            np.asarray(found, np.float32), np.asarray(expected, np.float32), rtol=tolerance, atol=tolerance
+            np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=tolerance, atol=tolerance
         )
 
 
 def arrays_reduced(text):
-    """Of a compiled program; the compiler may send several as one message."""
-    made = [line.partition("= ")[2].partition(" all-reduce")[0] for line in text.splitlines() if " all-reduce" in line]
-    return sum(types.count(f"[{WIDTH},{WIDTH}]") + types.count(f"[1,{WIDTH},{WIDTH}]") for types in made)
+    """Count the weight gradients in the all-reduces of a compiled program."""
+    shapes = [
+        line.partition("= ")[2].partition(" all-reduce")[0] for line in text.splitlines() if " all-reduce" in line
+    ]
+    return sum(types.count(f"[{WIDTH},{WIDTH}]") + types.count(f"[1,{WIDTH},{WIDTH}]") for types in shapes)
 
 
-@pytest.mark.parametrize("name", cases("matmul", grid=JOINED))
-def test_one_reduction_of_both_slices(name):
-    """Where autodiff sends two."""
+@pytest.mark.parametrize("name", cases("matmul", grid=SUMMED))
+def test_slices_share_a_reduction(name):
     mesh = mesh_of(mp.MeshSpec(fsdp=4))
-    given, sent = arrays(mesh), []
+    args, num_reduced = arrays(mesh), []
     for first in (True, False):
-        run = gradient(JOINED[name], mesh, "bfloat16", first=first)
-        sent.append(arrays_reduced(run.lower(*given).compile().as_text()))
-    assert sent == [1, 2]
+        run = gradient(SUMMED[name], mesh, "bfloat16", first=first)
+        num_reduced.append(arrays_reduced(run.lower(*args).compile().as_text()))
+    assert num_reduced == [1, 2]
 
 
-def test_sums_keep_the_dtype_they_are_made_in():
+def test_gradients_are_not_rounded():
     mesh = mesh_of(mp.MeshSpec(fsdp=4))
-    given = jax.eval_shape(lambda: arrays(mesh))
-    found = [jax.eval_shape(gradient(matmul, mesh, "bfloat16", first=first), *given).dtype for first in (True, False)]
-    assert found == [jnp.float32, jnp.bfloat16]
+    args = jax.eval_shape(lambda: arrays(mesh))
+    dtypes = [jax.eval_shape(gradient(matmul, mesh, "bfloat16", first=first), *args).dtype for first in (True, False)]
+    assert dtypes == [jnp.float32, jnp.bfloat16]
 
 
-def test_a_result_that_others_read_keeps_its_value():
-    """A weight's gradient that is another result's, too, in the call that makes it."""
+def test_gradients_with_other_uses_keep_their_value():
+    """A weight gradient is also used for a result that is not marked."""
     rows = SliceRows(mesh_of(mp.MeshSpec(fsdp=4)), ("fsdp",), ROWS)
     xs, w = arrays(rows.mesh)
 
     def back(a, b, w):
-        made = jax.jit(lambda a, b: jnp.einsum("bsd,bsf->df", a, a) + jnp.einsum("bsd,bsf->df", b, b))(a, b)
-        return made, made * 2 + w
+        dw = jax.jit(lambda a, b: jnp.einsum("bsd,bsf->df", a, a) + jnp.einsum("bsd,bsf->df", b, b))(a, b)
+        return dw, dw * 2 + w
 
     with mp.use_rules(rows.mesh, mp.fsdp()):
-        found, twice = jax.jit(summed_first(back, (True, False), rows))(*xs, w)
-    expected, wanted = back(*xs, w)
-    assert isinstance(found, Own)
-    assert found.parts.shape == (4, WIDTH, WIDTH)
-    np.testing.assert_allclose(found.parts.sum(0), expected, rtol=1e-5)
-    np.testing.assert_allclose(twice, wanted, rtol=1e-5)
+        actual, other = jax.jit(summed_first(back, (True, False), rows))(*xs, w)
+    expected, expected_other = back(*xs, w)
+    assert isinstance(actual, Own)
+    assert actual.parts.shape == (4, WIDTH, WIDTH)
+    np.testing.assert_allclose(actual.parts.sum(0), expected, rtol=1e-5)
+    np.testing.assert_allclose(other, expected_other, rtol=1e-5)
 
 
-def test_what_recomputation_moved_before_a_loop_stays_as_it_is():
-    """Jax 0.10 makes a call of another kind of it, `closed_call`."""
+def test_hoisted_recomputation_is_unchanged():
+    """Jax 0.10 moves the recomputation before the loop as a `closed_call`."""
 
     def looped(x, w):
         return jax.lax.scan(lambda x, _: (x @ jnp.sin(w), None), x, None, length=2)[0]
@@ -149,12 +150,12 @@ def test_what_recomputation_moved_before_a_loop_stays_as_it_is():
     def back(x, w):
         return jax.vjp(jax.checkpoint(looped), x, w)[0]
 
-    given = [jnp.ones((WIDTH, WIDTH), jnp.bfloat16)] * 2
-    assert jax.eval_shape(summed_first(back, True, None), *given).dtype == jnp.bfloat16
+    args = [jnp.ones((WIDTH, WIDTH), jnp.bfloat16)] * 2
+    assert jax.eval_shape(summed_first(back, True, None), *args).dtype == jnp.bfloat16
 
 
-def test_every_matrix_of_an_mlp_is_summed_first():
-    """The last one's matmul is recomputed, in a call of each slice."""
+def test_all_weights_of_an_mlp_are_summed_first():
+    """The last matmul is recomputed in a call for each slice."""
     mesh = mesh_of(mp.MeshSpec(fsdp=4))
     config = TransformerConfig(
         vocab_size=8, num_layers=1, embed_dim=WIDTH, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=WIDTH
@@ -168,5 +169,5 @@ def test_every_matrix_of_an_mlp_is_summed_first():
             y, vjp = jax.vjp(lambda params: [nnx.merge(graph, params)(x) for _ in range(2)], params)
             return summed_first(lambda dy: vjp(dy)[0], True, SliceRows(mesh, ("fsdp",), ROWS))(y)
 
-    found = jax.tree.leaves(jax.eval_shape(back, params, x), is_leaf=lambda one: isinstance(one, Own))
-    assert [isinstance(one, Own) for one in found] == [True] * 3
+    grads = jax.tree.leaves(jax.eval_shape(back, params, x), is_leaf=lambda leaf: isinstance(leaf, Own))
+    assert [isinstance(grad, Own) for grad in grads] == [True] * 3

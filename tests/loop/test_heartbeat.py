@@ -1,4 +1,4 @@
-"""Who is lost, by beats that a test writes and a clock that it turns: no thread and no process takes part."""
+"""Verdicts of the watchdog for given heartbeats and times, and its threads with a store in memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from meshpar.sharding.types import problem
 from tests.loop.test_coordination import Store
 
 
-class Told:
-    """Two processes and their judge, moved from beat to beat."""
+class Simulation:
+    """Two processes and their judge in simulated time."""
 
     def __init__(self) -> None:
         self.judge = Judge(2, stall_s=40, busy_s=600)
@@ -28,96 +28,96 @@ class Told:
             for number in (0, 1)
         }
 
-    def after(self, seconds: float, *, beating: tuple[int, ...] = (0, 1), moving: tuple[int, ...] = ()) -> str | None:
-        """The verdict so many seconds later; who moves takes a step at each beat."""
+    def run(self, seconds: float, *, beating: tuple[int, ...] = (0, 1), stepping: tuple[int, ...] = ()) -> str | None:
+        """Advance the time until there is a verdict. Stepping processes complete a step per heartbeat."""
         for _ in range(round(seconds / BEAT_S)):
             self.now += BEAT_S
             for number in beating:
                 self.beats[number]["count"] += 1
-                self.beats[number]["step"] += number in moving
-            if verdict := self.judge.look(self.beats, self.now):
+                self.beats[number]["step"] += number in stepping
+            if verdict := self.judge.verdict(self.beats, self.now):
                 return verdict
         return None
 
 
 @pytest.fixture
-def told() -> Told:
-    told = Told()
-    assert told.after(20, moving=(0, 1)) is None
-    return told
+def pair() -> Simulation:
+    pair = Simulation()
+    assert pair.run(20, stepping=(0, 1)) is None
+    return pair
 
 
-def test_processes_that_move_are_left_alone(told: Told) -> None:
-    assert told.after(4000, moving=(0, 1)) is None
+def test_progress_gives_no_verdict(pair: Simulation) -> None:
+    assert pair.run(4000, stepping=(0, 1)) is None
 
 
-def test_one_that_is_not_heard_of_is_named(told: Told) -> None:
-    verdict = told.after(60, beating=(0,))
+def test_silent_process_is_lost(pair: Simulation) -> None:
+    verdict = pair.run(60, beating=(0,))
     assert verdict is not None
-    assert verdict.startswith("process 1 of 2 (on host1) has not been heard of for 4")
-    assert "since it was in step 16: it died, or it was stopped" in verdict
+    assert verdict.startswith("process 1 of 2 (on host1) sent no heartbeat for 4")
+    assert "while in step 16: it died or was stopped" in verdict
 
 
-def test_one_that_lives_and_stays_behind_is_named_and_not_those_that_wait_for_it(told: Told) -> None:
-    told.beats[0]["step"] += 3
-    verdict = told.after(60)
+def test_process_in_an_earlier_step_is_stalled(pair: Simulation) -> None:
+    pair.beats[0]["step"] += 3
+    verdict = pair.run(60)
     assert verdict is not None
-    assert verdict.startswith("process 1 of 2 (on host1) stays in step 16 for 4")
+    assert verdict.startswith("process 1 of 2 (on host1) has been in step 16 for 4")
 
 
-def test_a_collective_that_hangs_holds_all(told: Told) -> None:
-    assert (told.after(60) or "").startswith("all processes stay in step 16 for 4")
+def test_all_processes_stalled(pair: Simulation) -> None:
+    assert (pair.run(60) or "").startswith("all processes have been in step 16 for 4")
 
 
-def test_a_long_step_among_long_ones_is_no_stall(told: Told) -> None:
-    told.beats[1]["slowest_s"] = 30.0
-    assert told.after(140) is None
-    assert "stay in step 16" in (told.after(30) or "")
+def test_stall_limit_grows_with_the_longest_step(pair: Simulation) -> None:
+    pair.beats[1]["slowest_s"] = 30.0
+    assert pair.run(140) is None
+    assert "have been in step 16" in (pair.run(30) or "")
 
 
-def test_what_may_take_long_is_no_stall_but_for_hours(told: Told) -> None:
-    told.beats[1]["busy"] = "saves"
-    told.beats[0]["step"] += 3
-    assert told.after(590) is None
-    assert (told.after(30) or "").startswith("process 1 of 2 (on host1) saves for 60")
+def test_busy_process_has_a_longer_limit(pair: Simulation) -> None:
+    pair.beats[1]["busy"] = "saving"
+    pair.beats[0]["step"] += 3
+    assert pair.run(590) is None
+    assert (pair.run(30) or "").startswith("process 1 of 2 (on host1) has been saving for 60")
 
 
-def test_reading_data_may_take_hours(told: Told) -> None:
-    told.beats[0]["busy"], told.beats[1]["busy"] = watchdog.READS, watchdog.WAITS
-    assert told.after(10_000) is None
-    verdict = told.after(80_000)
+def test_reading_data_may_take_hours(pair: Simulation) -> None:
+    pair.beats[0]["busy"], pair.beats[1]["busy"] = watchdog.READS, watchdog.WAITS
+    assert pair.run(10_000) is None
+    verdict = pair.run(80_000)
     assert verdict is not None
-    assert "reads its data for 86" in verdict
+    assert "has been reading data for 86" in verdict
 
 
-def test_one_that_is_stopped_while_it_saves_is_named_as_soon(told: Told) -> None:
-    told.beats[1]["busy"] = "saves"
-    assert "since it saves: it died" in (told.after(60, beating=(0,)) or "")
+def test_silent_process_is_lost_while_busy(pair: Simulation) -> None:
+    pair.beats[1]["busy"] = "saving"
+    assert "while saving: it died" in (pair.run(60, beating=(0,)) or "")
 
 
-def test_a_process_that_is_done_may_fall_silent(told: Told) -> None:
-    told.beats[1]["busy"] = "done"
-    told.beats[0]["busy"] = "ends"
-    assert told.after(500, beating=(0,)) is None
+def test_process_that_is_done_may_be_silent(pair: Simulation) -> None:
+    pair.beats[1]["busy"] = "done"
+    pair.beats[0]["busy"] = "finishing"
+    assert pair.run(500, beating=(0,)) is None
 
 
-def test_an_error_of_its_own_ends_all_at_once(told: Told) -> None:
-    told.beats[1]["failed"] = {"text": "ValueError: no such batch", "own": True}
-    assert told.after(BEAT_S) == "process 1 of 2 (on host1) ended: ValueError: no such batch"
+def test_own_error_is_reported_immediately(pair: Simulation) -> None:
+    pair.beats[1]["failed"] = {"text": "ValueError: no such batch", "own": True}
+    assert pair.run(BEAT_S) == "process 1 of 2 (on host1) failed: ValueError: no such batch"
 
 
-def test_where_a_message_failed_the_process_that_died_is_named(told: Told) -> None:
-    told.beats[0]["failed"] = {"text": "JaxRuntimeError: connection closed by peer", "own": False}
-    verdict = told.after(30, beating=(0,))
-    assert (verdict or "").startswith("process 1 of 2 (on host1) has not been heard of for 1")
+def test_failed_message_reports_the_silent_process(pair: Simulation) -> None:
+    pair.beats[0]["failed"] = {"text": "JaxRuntimeError: connection closed by peer", "own": False}
+    verdict = pair.run(30, beating=(0,))
+    assert (verdict or "").startswith("process 1 of 2 (on host1) sent no heartbeat for 1")
 
 
-def test_a_message_that_failed_while_all_live_ends_all(told: Told) -> None:
-    told.beats[0]["failed"] = {"text": "JaxRuntimeError: out of memory", "own": False}
-    assert told.after(30) == "process 0 of 2 (on host0) ended: JaxRuntimeError: out of memory"
+def test_failed_message_without_a_silent_process(pair: Simulation) -> None:
+    pair.beats[0]["failed"] = {"text": "JaxRuntimeError: out of memory", "own": False}
+    assert pair.run(30) == "process 0 of 2 (on host0) failed: JaxRuntimeError: out of memory"
 
 
-def dogs(left: dict[int, str]) -> list[Watchdog]:
+def watchdogs(left: dict[int, str]) -> list[Watchdog]:
     store = Store()
     return [
         Watchdog(
@@ -128,28 +128,28 @@ def dogs(left: dict[int, str]) -> list[Watchdog]:
     ]
 
 
-def test_one_process_fails_and_both_leave_for_the_same_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_process_ends_all_with_the_same_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
     left: dict[int, str] = {}
-    pair = dogs(left)
+    pair = watchdogs(left)
     for dog in pair:
         dog.start()
-    with pair[1].busy("saves"):
+    with pair[1].busy("saving"):
         pair[1].failed(ValueError("no such batch"))
-        pair[1].failed(ValueError("a later one"))
+        pair[1].failed(ValueError("a later error"))
     for dog in pair:
         dog.wait_to_leave()
     assert left[0] == left[1]
     assert "process 1 of 2" in left[0]
     assert "ValueError: no such batch. All processes end" in left[0]
-    assert [dog._code for dog in pair] == [watchdog.MISTAKE_CODE] * 2  # --restarts would meet it again
+    assert [dog._code for dog in pair] == [watchdog.MISTAKE_CODE] * 2
 
 
-def test_a_signal_that_ends_one_process_ends_the_others(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_signal_in_one_process_ends_all(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
     codes: list[int] = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
-    pair = dogs({})
+    pair = watchdogs({})
     pair[0].start()
     pair[1].interrupted(signal.SIGTERM)
     pair[0].wait_to_leave()
@@ -160,69 +160,71 @@ def test_a_signal_that_ends_one_process_ends_the_others(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("agreed", "given", "said"),
+    ("agreed", "code", "printed"),
     [(None, watchdog.EXIT_CODE, True), (None, watchdog.MISTAKE_CODE, False), (143, watchdog.EXIT_CODE, None)],
 )
-def test_what_a_verdict_ends_with(monkeypatch: pytest.MonkeyPatch, capfd, tmp_path, agreed, given, said) -> None:
-    """Once all have agreed on a code, one that a signal ends on its way out changes nothing."""
+def test_exit_code_and_output_after_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capfd, tmp_path, agreed, code, printed
+) -> None:
+    """After all processes have agreed on an exit code, a process that is lost does not change it."""
     codes: list[int] = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     monkeypatch.setattr(watchdog.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)  # there is no other
-    (dog, _) = dogs({})
-    dog._code = given
+    monkeypatch.setattr(watchdog, "_GRACE_S", 0.0)
+    (dog, _) = watchdogs({})
+    dog._code = code
     if agreed is not None:
         dog.done(agreed)
     dog._dump_and_exit("process 1 is lost")
-    assert codes == [given if agreed is None else agreed]
+    assert codes == [code if agreed is None else agreed]
     err = capfd.readouterr().err
-    assert ("process 1 is lost" in err, "the stacks of process 0 are in" in err) == (said is not None, bool(said))
+    assert ("process 1 is lost" in err, "the stacks of process 0 are in" in err) == (printed is not None, bool(printed))
     assert "most recent call first" not in err
-    if said:
+    if printed:
         assert "most recent call first" in Path(err.split()[-1]).read_text()
 
 
-def test_process_0_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_reports_an_unresponsive_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "BEAT_S", 0.01)
     left: dict[int, str] = {}
-    dog = dogs(left)[1]
+    dog = watchdogs(left)[1]
     dog.stall_s = 0.1
 
     stopped = threading.Event()
     dog.start()
-    monkeypatch.setattr(dog._pod, "put", lambda key, value: stopped.wait(600))  # as a service in a stopped process
+    monkeypatch.setattr(dog._pod, "put", lambda key, value: stopped.wait(600))  # like the service of a stopped process
     dog.wait_to_leave()
     stopped.set()
-    assert "process 0 of 2, which coordinates, has not answered" in left[1]
+    assert "process 0 of 2, the coordinator, has not responded" in left[1]
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_when_it_is_done_no_thread_is_inside_the_client(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Python would abort the process as it finalizes."""
+def test_done_joins_the_threads(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Python aborts if it finalizes while a thread is inside the service's client."""
     monkeypatch.setattr(watchdog, "BEAT_S", 1e-4)
-    dog = dogs({})[number]
-    asked, inside, below = threading.Event(), [0], dog._pod.below
+    dog = watchdogs({})[number]
+    called, active, children = threading.Event(), [0], dog._pod.children
 
     def slow(key: str) -> dict[str, object]:
-        inside[0] += 1
-        asked.set()
+        active[0] += 1
+        called.set()
         time.sleep(0.2)
-        inside[0] -= 1
-        return below(key)
+        active[0] -= 1
+        return children(key)
 
-    monkeypatch.setattr(dog._pod, "below", slow)
+    monkeypatch.setattr(dog._pod, "children", slow)
     dog.start()
-    assert asked.wait(60)
+    assert called.wait(60)
     dog.done(143)
-    assert inside == [0]
+    assert active == [0]
     assert not any(thread.is_alive() for thread in dog._threads)
 
 
-def test_where_one_is_lost_on_its_way_out_the_others_end_with_the_code_all_agreed_on(monkeypatch) -> None:
+def test_leave_in_time_exits_with_the_agreed_code(monkeypatch) -> None:
     codes: list[int] = []
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     monkeypatch.setattr(watchdog, "_LEAVE_S", 0.01)
-    dog = dogs({})[1]
+    dog = watchdogs({})[1]
     dog.done(143)
     dog.leave_in_time(143)
     while not codes:
@@ -230,26 +232,26 @@ def test_where_one_is_lost_on_its_way_out_the_others_end_with_the_code_all_agree
     assert codes == [143]
 
 
-def test_a_signal_once_all_have_agreed_to_end_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that went before the others would have jax abort them."""
+def test_signal_after_done_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If this process ended early, jax would abort the remaining processes."""
     monkeypatch.setattr(watchdog, "_GRACE_S", 0.01)
-    dog = dogs({})[0]
+    dog = watchdogs({})[0]
     dog.done(143)
     dog.interrupted(signal.SIGTERM)
-    assert dog._pod.below("interrupted") == {}
+    assert dog._pod.children("interrupted") == {}
 
 
-def test_without_a_pod_nothing_is_watched() -> None:
+def test_watch_without_a_pod_is_none() -> None:
     assert watchdog.watch(None) is None
-    with watchdog.busy("saves"):
+    with watchdog.busy("saving"):
         assert watchdog.current() is None
 
 
-def test_a_save_that_fails_for_another_process_is_no_mistake_of_ones_own():
+def test_is_own_excludes_failed_communication():
     lost = jax.errors.JaxRuntimeError("UNAVAILABLE: barrier")
     reset = ValueError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer")
     for cause, own in ((lost, False), (reset, False), (OSError("no space left"), True), (None, True)):
-        error = problem("checkpoints", "save", "writing failed", "see to it")
+        error = problem("checkpoints", "save", "writing failed", "check the disk")
         error.__cause__ = cause
         assert watchdog.is_own(error) == own
     assert not watchdog.is_own(lost)

@@ -1,4 +1,4 @@
-"""Numbers reach every writer once, a writer that breaks ends nothing, and goodput adds up over restarts."""
+"""Metric writers receive each metric once and never end a run. Goodput adds up over restarts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import types
 import numpy as np
 import pytest
 
-from meshpar.loop.fit import Checkpointer, JsonlWriter, Validator, fit
+from meshpar.loop.fit import Checkpointer, Validator, fit
 from meshpar.loop.goodput import Goodput, words
 from meshpar.loop.metric_writers import WRITERS, Writer, check_writers
-from meshpar.sharding.types import MeshparError
+from meshpar.loop.metrics_file import JsonlWriter
+from tests.errors import raises
 
 
 class Step:
-    """Takes a tenth of a second to compile, and a hundredth a step."""
+    """A step that compiles for 100 ms and runs for 10 ms."""
 
     options = types.SimpleNamespace(nonfinite="raise")
 
@@ -32,31 +33,23 @@ class Step:
         return types.SimpleNamespace(step=state.step + 1, skipped=0), {"loss": np.float32(state.step + 1)}
 
 
-class Kept:
-    """A library's writer in memory."""
-
-    def __init__(self, *, breaks_at=None):
-        self.rows, self.closed, self.breaks_at = [], None, breaks_at
-
-
-class Memory(Writer):
+class MemoryWriter(Writer):
     name = "memory"
 
-    def __init__(self, kept, folder, **given):
-        super().__init__(folder, **given)
-        self.kept = kept
+    def __init__(self, folder, *, breaks_at=None, also=None):
+        super().__init__(folder, config={}, also=also)
+        self.rows, self.failed, self.breaks_at = [], None, breaks_at
 
     def _open(self, first_step):
-        self.kept.opened = first_step
-        return self.kept
+        return self
 
     def _log(self, step, values):
-        if step == self.kept.breaks_at:
+        if step == self.breaks_at:
             raise OSError("no route to the host")
-        self.kept.rows.append((step, values))
+        self.rows.append((step, values))
 
     def _close(self, *, failed):
-        self.kept.closed = failed
+        self.failed = failed
 
 
 def state(step=0):
@@ -71,65 +64,64 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_writer_has_every_number_once_and_knows_how_the_run_ended(tmp_path):
-    kept = Kept()
-    writer = Memory(kept, tmp_path, config={}, also=lambda record: {"twice": 2 * record.loss, "layers": [1, 2]})
+def test_writer_receives_each_metric_once(tmp_path):
+    writer = MemoryWriter(tmp_path, also=lambda record: {"twice": 2 * record.loss, "layers": [1, 2]})
     run(3, [writer, Validator(lambda state, batch: {"loss": 0.5}, [1], every=2)])
-    assert [(step, sorted(values)[0].split("/")[0]) for step, values in kept.rows] == [
+    assert [(step, sorted(values)[0].split("/")[0]) for step, values in writer.rows] == [
         (1, "train"), (2, "train"), (2, "valid"), (3, "train"), (3, "valid"),
     ]  # fmt: skip
-    first = kept.rows[0][1]
+    first = writer.rows[0][1]
     assert first["train/loss"] == 1.0
     assert first["train/twice"] == 2.0
-    assert not any("layers" in name or "mfu" in name for name in first), "only what is one number"
-    assert kept.closed is False
-    broken = Kept()
+    assert not any("layers" in name or "mfu" in name for name in first), "only scalars are logged"
+    assert writer.failed is False
+    failed = MemoryWriter(tmp_path)
     with pytest.raises(RuntimeError, match="killed"):
-        run(3, [Memory(broken, tmp_path, config={})], step=Step(dies_at=2))
-    assert broken.closed is True
+        run(3, [failed], step=Step(dies_at=2))
+    assert failed.failed is True
 
 
-def test_a_writer_that_breaks_is_told_once_and_the_run_and_metrics_go_on(tmp_path):
-    kept, path = Kept(breaks_at=2), tmp_path / "metrics.jsonl"
-    with pytest.warns(
-        UserWarning, match=r"memory could not write \(OSError: no route.*metrics.jsonl has every"
-    ) as told:
-        result = run(4, [Memory(kept, tmp_path, config={}), JsonlWriter(path)])
-    assert len(told) == 1
+def test_writer_failure_is_one_warning(tmp_path):
+    writer, path = MemoryWriter(tmp_path, breaks_at=2), tmp_path / "metrics.jsonl"
+    match = r"memory could not write \(OSError: no route.*metrics.jsonl has all metrics"
+    with pytest.warns(UserWarning, match=match) as warned:
+        result = run(4, [writer, JsonlWriter(path)])
+    assert len(warned) == 1
     assert (result.reason, result.step) == ("done", 4)
-    assert [step for step, _ in kept.rows] == [1]
+    assert [step for step, _ in writer.rows] == [1]
     assert [line["step"] for line in lines(path)] == [1, 2, 3, 4]
 
 
-def test_a_writer_that_is_not_installed_is_an_error_that_names_the_extra(monkeypatch):
+def test_check_writers_names_the_missing_extra(monkeypatch):
     check_writers(())
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MeshparError, match=r"pip install 'meshpar\[tensorboard\]'"):
+    with raises("missing-package", "tensorboard") as error:
         check_writers(["tensorboard"])
-    with pytest.raises(MeshparError, match="there are tensorboard, wandb"):
+    assert "pip install 'meshpar[tensorboard]'" in error.value.fix
+    with raises("unknown-choice"):
         check_writers(["tensorbord"])
 
 
 def test_only_process_0_writes(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
-    kept = Kept()
+    writer = MemoryWriter(tmp_path)
     goodput = Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=time.time())
-    run(2, [Memory(kept, tmp_path, config={}), goodput])
-    assert (kept.rows, kept.closed, goodput.seconds) == ([], None, {})
+    run(2, [writer, goodput])
+    assert (writer.rows, writer.failed, goodput.seconds) == ([], None, {})
     assert not list(tmp_path.iterdir())
 
 
-def test_tensorboard_files_hold_the_numbers(tmp_path):
-    pytest.importorskip("tensorboardX", reason="writes by it: pip install meshpar[tensorboard] tensorboard")
+def test_tensorboard_files_contain_the_metrics(tmp_path):
+    pytest.importorskip("tensorboardX", reason="needs pip install meshpar[tensorboard] tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(3, [WRITERS["tensorboard"](tmp_path, config={"steps": 3})])
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(one.step, one.value) for one in found.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
 def test_wandb_writes_offline(tmp_path, monkeypatch):
-    pytest.importorskip("wandb", reason="writes by it: pip install meshpar[wandb]")
+    pytest.importorskip("wandb", reason="needs pip install meshpar[wandb]")
     monkeypatch.setenv("WANDB_MODE", "offline")
     run(2, [WRITERS["wandb"](tmp_path, config={"steps": 2})])
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
@@ -139,8 +131,8 @@ def test_wandb_writes_offline(tmp_path, monkeypatch):
 # goodput -------------------------------------------------------------------------------------------------------------
 
 
-class Disk:
-    """Checkpoints that take 50 ms."""
+class SlowCheckpoints:
+    """Checkpoints that take 50 ms to save."""
 
     def __init__(self):
         self.saved = []
@@ -159,15 +151,15 @@ def slow_batches(count):
         yield 0
 
 
-def test_goodput_adds_up_to_the_wall_time_and_knows_what_was_no_step(tmp_path):
-    began_s = time.time() - 1.0  # a second of imports, say
+def test_goodput_phases_add_up_to_the_wall_time(tmp_path):
+    began_s = time.time() - 1.0  # as if imports had taken a second
     goodput = Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=began_s)
-    more = [JsonlWriter(tmp_path / "m", also=goodput.line), Checkpointer(Disk(), every=2)]
+    more = [JsonlWriter(tmp_path / "m", also=goodput.line), Checkpointer(SlowCheckpoints(), every=2)]
     run(6, [goodput, *more], batches=slow_batches(6))
     seconds = goodput.seconds
     assert sum(seconds.values()) == pytest.approx(time.time() - began_s, abs=0.1)
-    # Lower bounds only: sleeps may take longer, never less. Data is waited for while a step may be under way, but the
-    # first batch and those behind the two saves were waited for by idle devices.
+    # These are lower bounds because a sleep may take longer. A wait for data may overlap with a step, except for the
+    # first batch and the batches after the two saves, when the devices are idle.
     assert seconds["start"] >= 1.0
     assert seconds["compile"] >= 0.1
     assert seconds["save"] >= 4 * 0.05
@@ -177,7 +169,7 @@ def test_goodput_adds_up_to_the_wall_time_and_knows_what_was_no_step(tmp_path):
     assert words({"steps": 93.0, "compile": 5.0, "save": 2.0}) == "93% of 100 s in steps; compile 5%, save 2%"
 
 
-def test_what_died_with_a_process_is_no_goodput(tmp_path):
+def test_goodput_excludes_steps_lost_with_a_process(tmp_path):
     def goodput():
         return Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=time.time())
 
@@ -185,7 +177,7 @@ def test_what_died_with_a_process_is_no_goodput(tmp_path):
     run(6, [first, JsonlWriter(tmp_path / "m")])
     account = json.loads((tmp_path / "goodput.json").read_text())
     assert (account["step"], account["reason"]) == (6, "done")
-    # As if it had been killed 100 s ago, and had saved step 2 last.
+    # As if the process had been killed 100 s ago, after a last save at step 2.
     account |= {"reason": None, "seen_s": account["seen_s"] - 100}
     (tmp_path / "goodput.json").write_text(json.dumps(account))
     redone = sum(line["seconds"] for line in lines(tmp_path / "m") if line["step"] > 2)
@@ -194,10 +186,9 @@ def test_what_died_with_a_process_is_no_goodput(tmp_path):
     seconds = second.seconds
     assert seconds["restart"] >= 100
     assert seconds["redone"] == pytest.approx(redone, rel=1e-3)
-    kept = first.seconds["steps"] - redone
-    assert seconds["steps"] >= kept + 3 * 0.01
+    assert seconds["steps"] >= first.seconds["steps"] - redone + 3 * 0.01
     assert second.share < 0.05
-    # Killed again, with no checkpoint left: all of it was in vain, and stays in the account.
+    # Killed again without any checkpoint: all steps count as redone.
     third = goodput()
     run(1, [third, JsonlWriter(tmp_path / "m")])
     assert third.seconds["restart"] >= 100
@@ -205,7 +196,8 @@ def test_what_died_with_a_process_is_no_goodput(tmp_path):
 
 
 @pytest.mark.parametrize("junk", ["", "{", "[1]", '{"seconds": 3}', '{"seconds": {"steps": "x"}, "step": 1}'])
-def test_a_damaged_account_begins_anew(tmp_path, junk):
+def test_goodput_replaces_a_damaged_file(tmp_path, junk):
+
     (tmp_path / "goodput.json").write_text(junk)
     goodput = Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=time.time())
     run(1, [goodput])

@@ -1,6 +1,6 @@
-"""One Ctrl-C saves and ends, at whichever moment; a second ends at once.
+"""The first Ctrl-C saves and ends a command at any moment; a second one ends it immediately.
 
-Each signal is sent from a finalizer, the worst of places: what a handler raises there is printed and forgotten.
+The signals are sent from a finalizer, where an exception from a signal handler would be printed and lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
 
 
 def meshpar(runs: Runs, folder: Path, *more: str, signals=()) -> tuple[int, str]:
-    """`meshpar train` on a tiny recipe; (exit code, all it printed)."""
+    """Run `meshpar train` on a tiny recipe; return the exit code and the output."""
     if not (folder / "tiny.py").exists():
         write_recipe(folder)
     args = ["train", "tiny.py", "--steps", str(STEPS), "--set", "sample=none", "--set", "checkpoint_every=2", *more]
@@ -45,15 +45,15 @@ def meshpar(runs: Runs, folder: Path, *more: str, signals=()) -> tuple[int, str]
 
 
 def saved(folder: Path) -> list[int]:
-    found = (folder / "runs" / "tiny" / "checkpoints").glob("*")
-    return sorted(int(path.name) for path in found if path.name.isdigit())
+    paths = (folder / "runs" / "tiny" / "checkpoints").glob("*")
+    return sorted(int(path.name) for path in paths if path.name.isdigit())
 
 
-# The command ---------------------------------------------------------------------------------------------------------
+# ---- Commands --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("module", cases("jax._src.core", grid=["jax", "jax._src.core"]))
-def test_a_command_that_imports_ends_with_a_plain_line(tmp_path, module):
+def test_ctrl_c_during_an_import_prints_a_single_line(tmp_path, module):
     code = f"""
 import signal, sys
 from tests.training_process import Sender
@@ -68,7 +68,7 @@ from meshpar.cli.main import main
 main()
 """
     args = [sys.executable, "-c", code, "train", str(write_recipe(tmp_path)), "--out", str(tmp_path / "runs")]
-    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # by which more would be shown
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # XLA would print a warning
     env["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = subprocess.run(args, capture_output=True, text=True, env=env, check=False, timeout=300)
     assert (done.returncode, done.stderr.strip()) == (130, "meshpar: interrupted")
@@ -82,9 +82,9 @@ NOTHING_TO_SAVE = {
     "looking for a checkpoint": [["meshpar.loop.checkpoint:Checkpoints.restore", 1]],
     "compiling the first step": [["meshpar.loop.fit:Run.advance", 1], COMPILES],
 }
-SAVES = {  # and the first and last step that may have been the last
+SAVES = {  # moment, and the first and last possible step of the last checkpoint
     "a step": ([["meshpar.loop.fit:Run.advance", 3]], 2, 3),
-    "a callback of the loop": ([["meshpar.loop.fit:JsonlWriter._write", 2]], 2, 4),
+    "a callback of the loop": ([["meshpar.loop.metrics_file:JsonlWriter._write", 2]], 2, 4),
     "a save begins": ([["meshpar.loop.checkpoint:Checkpoints._write", 1]], 2, 2),
     "a save is renamed": ([["os:rename", 1]], 2, STEPS),  # in the background
     "compiling the validation": ([["meshpar.loop.fit:Validator._means", 1], COMPILES], 3, 3),
@@ -95,7 +95,7 @@ SAVES = {  # and the first and last step that may have been the last
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("moment", NOTHING_TO_SAVE.values(), ids=NOTHING_TO_SAVE)
-def test_a_command_with_nothing_to_save_ends(runs, tmp_path, moment):
+def test_ctrl_c_without_work_ends_the_command(runs, tmp_path, moment):
     code, text = meshpar(runs, tmp_path, signals=[[INT, moment]])
     assert code == 130, text
     assert text.endswith("\nmeshpar: interrupted\n")
@@ -105,7 +105,7 @@ def test_a_command_with_nothing_to_save_ends(runs, tmp_path, moment):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("moment", "first", "last"), SAVES.values(), ids=SAVES)
-def test_a_command_saves_and_ends(runs, tmp_path, moment, first, last):
+def test_ctrl_c_saves_and_ends_the_command(runs, tmp_path, moment, first, last):
     code, text = meshpar(runs, tmp_path, "--set", "validate_every=3", signals=[[INT, moment]])
     assert code == 130, text
     assert "interrupted" in text
@@ -117,7 +117,7 @@ def test_a_command_saves_and_ends(runs, tmp_path, moment, first, last):
 
 
 @pytest.mark.matrix
-def test_a_scheduler_that_ends_a_command_sees_that_it_was_not_done(runs, tmp_path):
+def test_sigterm_saves_and_sets_the_exit_code(runs, tmp_path):
     code, text = meshpar(runs, tmp_path, signals=[[TERM, SAVES["a save begins"][0]]])
     assert code == 128 + TERM, text
     assert saved(tmp_path) == [2]
@@ -126,7 +126,7 @@ def test_a_scheduler_that_ends_a_command_sees_that_it_was_not_done(runs, tmp_pat
     assert json.loads((tmp_path / "runs/tiny/summary.json").read_text())["reason"] == "interrupted"
 
 
-# The watch -----------------------------------------------------------------------------------------------------------
+# ---- Watch -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def watch():
         watch.close()
 
 
-def test_a_signal_is_noted_wherever_the_main_thread_is(watch, capfd):
+def test_watch_records_the_first_signal(watch, capfd):
     Sender(INT)
     assert watch.received == INT
     Sender(TERM)
@@ -147,7 +147,7 @@ def test_a_signal_is_noted_wherever_the_main_thread_is(watch, capfd):
     assert "Exception ignored" not in capfd.readouterr().err
 
 
-def test_handlers_are_as_before_afterwards():
+def test_close_restores_the_handlers():
     before = [signal.getsignal(number) for number in interrupts.SIGNALS]
     watch = Watch()
     assert interrupts.current() is watch
@@ -157,27 +157,27 @@ def test_handlers_are_as_before_afterwards():
     assert watch._thread not in threading.enumerate()
 
 
-def test_what_is_half_written_goes_with_the_process(watch, monkeypatch, tmp_path):
+def test_exit_removes_incomplete_folders(watch, monkeypatch, tmp_path):
     (tmp_path / "half/of").mkdir(parents=True)
     monkeypatch.setattr(interrupts, "scratch", {tmp_path / "half", tmp_path / "nowhere"})
     monkeypatch.setattr(interrupts.os, "_exit", lambda code: None)
-    told = []
-    watch.farewell = told.append
-    watch._leave(INT, "interrupted")
-    assert told == [INT]
+    received = []
+    watch.farewell = received.append
+    watch._exit(INT, "interrupted")
+    assert received == [INT]
     assert not (tmp_path / "half").exists()
 
 
-def test_a_second_one_in_a_session_raises_and_leaves_the_session(watch, monkeypatch):
+def test_second_ctrl_c_in_a_session_raises(watch, monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     watch.hold(lambda: True, grace_s=0)
     signal.raise_signal(INT)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(INT)
-    watch.close()  # while it still is a session
+    watch.close()  # before `ps1` is removed
 
 
-def test_a_forked_child_has_its_own_signals(watch):
+def test_forked_child_has_default_handlers(watch):
     pid = os.fork()
     if pid == 0:
         signal.raise_signal(TERM)

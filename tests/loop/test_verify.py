@@ -1,4 +1,4 @@
-"""verify finds what is planted, names the smallest layout that shows it, and passes what is right."""
+"""`verify` finds planted faults, simplifies the layout that shows them, and accepts correct models."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.loop import verify as verifying
 from meshpar.loop.verify import named
+from tests.errors import raises
 from tests.grid import cases
 
 NAMES = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
@@ -28,14 +29,14 @@ def start(key):
     return {"layers": layers}
 
 
-def product(h, one):
-    """Row-parallel: a sum over `mlp`."""
-    return h @ one["down"]
+def product(h, layer):
+    """A row-parallel matmul, which sums over `mlp`."""
+    return h @ layer["down"]
 
 
 def model_of(product=product):
     def apply(params, x):
-        return mp.scan_layers(lambda x, one: x + product(jnp.tanh(x @ one["up"]), one), x, params["layers"])
+        return mp.scan_layers(lambda x, layer: x + product(jnp.tanh(x @ layer["up"]), layer), x, params["layers"])
 
     return mp.from_functions(start, apply, names=NAMES)
 
@@ -59,15 +60,15 @@ def batch():
     return {"x": x, "y": y, "mask": np.arange(16) % 5}
 
 
-def verified(model=None, loss=squares, **asked):
-    return mp.verify(model or model_of(), loss, batch(), **asked)
+def verified(model=None, loss=squares, **options):
+    return mp.verify(model or model_of(), loss, batch(), **options)
 
 
-# ---- Faults of the house's own ---------------------------------------------------------------------------------------
+# ---- Faults in meshpar -----------------------------------------------------------------------------------------------
 
 
 class Fault(NamedTuple):
-    """One wrong line, and a layout that shows it."""
+    """A wrong line and a layout that shows it."""
 
     module: str
     old: str
@@ -141,17 +142,17 @@ FAULTS = {
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Run a module's source with one line changed, and put its functions wherever the old ones are known."""
+    """Run the changed source of a module, and replace its functions in all modules that have imported them."""
 
     def planted(fault):
-        for engine in ("per_device", "xla", "fsdp_prefetch", "stages"):  # what is imported later would keep the fault
+        for engine in ("per_device", "xla", "fsdp_prefetch", "stages"):  # a later import would keep the fault
             importlib.import_module(f"meshpar.training.gradients.{engine}")
         module = importlib.import_module(f"meshpar.{fault.module}")
         source = Path(module.__file__).read_text()
         assert source.count(fault.old) == 1, fault.old
         changed = {**vars(module)}
         exec(compile(source.replace(fault.old, fault.new), module.__file__, "exec"), changed)
-        for other in [one for name, one in sys.modules.items() if name.partition(".")[0] == "meshpar"]:
+        for other in [loaded for name, loaded in sys.modules.items() if name.partition(".")[0] == "meshpar"]:
             for name, value in list(vars(other).items()):
                 if callable(value) and getattr(value, "__module__", None) == module.__name__ and name in changed:
                     monkeypatch.setattr(other, name, changed[name])
@@ -160,39 +161,39 @@ def plant(monkeypatch):
 
 
 @pytest.mark.parametrize("name", cases("a dropped psum of the loss", "a mean of the means of micro-steps", grid=FAULTS))
-def test_a_planted_fault_is_found(plant, name):
+def test_verify_finds_a_planted_fault(plant, name):
     plant(FAULTS[name])
-    found = verified(case=FAULTS[name].case, loss=FAULTS[name].loss)
-    assert found.smallest is not None
-    assert found.smallest.words.startswith(FAULTS[name].words)
-    assert not found.ok
+    result = verified(case=FAULTS[name].case, loss=FAULTS[name].loss)
+    assert result.smallest is not None
+    assert result.smallest.words.startswith(FAULTS[name].words)
+    assert not result.ok
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_draw_finds_it_too_and_names_a_case_that_shows_it(plant, name):
+def test_random_layouts_find_a_planted_fault(plant, name):
     fault = FAULTS[name]
     plant(fault)
-    found = verified(cases=40, loss=fault.loss)
-    assert found.smallest is not None
-    assert verified(case=found.smallest.case, loss=fault.loss).smallest == found.smallest
-    axes, most = ([size for size in named(one).mesh.values() if size > 1] for one in (found.smallest.case, fault.case))
-    assert len(axes) <= len(most)
+    smallest = verified(cases=40, loss=fault.loss).smallest
+    assert smallest is not None
+    assert verified(case=smallest.case, loss=fault.loss).smallest == smallest
+    num_axes, limit = (sum(size > 1 for size in named(case).mesh.values()) for case in (smallest.case, fault.case))
+    assert num_axes <= limit
 
 
-# ---- Faults of a model's author --------------------------------------------------------------------------------------
+# ---- Faults in a model -----------------------------------------------------------------------------------------------
 
 
 def by_hand(collective):
-    """The row-parallel matmul by hand, with what its author sends."""
+    """The row-parallel matmul in `shard_map`, with a given collective."""
 
-    def product(h, one):
+    def product(h, layer):
         run = jax.shard_map(
             lambda h, w: collective(h @ w),
             in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P(), axis_names={"tensor", "data"},
             check_vma=False,
         )  # fmt: skip
-        return run(h, one["down"])
+        return run(h, layer["down"])
 
     return product
 
@@ -207,15 +208,15 @@ BY_HAND = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", BY_HAND)
-def test_a_kernel_by_hand_is_held_to_one_device(name):
+def test_verify_checks_a_model_with_shard_map(name):
     collective, is_right = BY_HAND[name]
-    found = verified(model_of(by_hand(collective)), case="tensor=2; ddp() | tensor_parallel()")
-    assert found.ok == is_right
-    assert is_right or found.smallest.words.startswith("step 1: ")
+    result = verified(model_of(by_hand(collective)), case="tensor=2; ddp() | tensor_parallel()")
+    assert result.ok == is_right
+    assert is_right or result.smallest.words.startswith("step 1: ")
 
 
 @pytest.mark.matrix
-def test_random_numbers_of_a_shard_are_found():
+def test_verify_finds_random_numbers_that_depend_on_shards():
     def loss(model, batch, key):
         def noise(x):
             return x + 0.1 * jax.random.normal(jax.random.fold_in(key, jax.lax.axis_index("data")), x.shape)
@@ -223,57 +224,57 @@ def test_random_numbers_of_a_shard_are_found():
         x = jax.shard_map(noise, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False)
         return squares(model, {**batch, "x": x(batch["x"])}, key)
 
-    found = verified(loss=loss, case="data=2; ddp()")
-    assert found.smallest is not None
-    assert "draws random numbers" in found.left_out[0]
+    result = verified(loss=loss, case="data=2; ddp()")
+    assert result.smallest is not None
+    assert "draws random numbers" in result.left_out[0]
 
 
-# ---- What is right ---------------------------------------------------------------------------------------------------
+# ---- Correct models --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("loss", "dtype"), [(squares, "float64"), (squares, "float32"), (noisy, "float64")])
-def test_what_is_right_passes(loss, dtype):
-    found = verified(loss=loss, dtype=dtype, cases=12)
-    assert found.ok, str(found)
-    assert sum(one.verdict == "same" for one in found.outcomes) == 12
-    assert bool(found.left_out) == (loss is noisy)
-    assert "12 layouts equal one device" in str(found)
-    assert found.to_json()["ok"]
+def test_verify_accepts_a_correct_model(loss, dtype):
+    result = verified(loss=loss, dtype=dtype, cases=12)
+    assert result.ok, str(result)
+    assert sum(outcome.verdict == "same" for outcome in result.outcomes) == 12
+    assert bool(result.left_out) == (loss is noisy)
+    assert "12 layouts match a single device" in str(result)
+    assert result.to_json()["ok"]
 
 
-def test_the_draw_is_the_seed_s_and_every_layout_is_named():
-    held = object.__new__(verifying._Held)
-    vars(held).update(devices=list(range(8)), rows=16, left_out=(), _leaves=[], _seq_len=16)
-    first, again, other = ([one.name for one in held.drawn(random.Random(seed), most=320)] for seed in (0, 0, 1))
-    assert first == again != other
-    assert len(set(first)) == len(first) > 20
-    ours = [name for name in first if "rows_parallel" not in name]  # a part that another test makes
-    assert [named(name).name for name in ours] == ours
+def test_random_layouts_depend_on_the_seed_and_have_names():
+    verifier = object.__new__(verifying._Verifier)
+    vars(verifier).update(devices=list(range(8)), batch_size=16, left_out=(), _leaves=[], _seq_len=16)
+    samples = [[case.name for case in verifier.sample(random.Random(seed), limit=320)] for seed in (0, 0, 1)]
+    assert samples[0] == samples[1] != samples[2]
+    assert len(set(samples[0])) == len(samples[0]) > 20
+    names = [name for name in samples[0] if "rows_parallel" not in name]  # defined by a test
+    assert [named(name).name for name in names] == names
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("option", "code"),
     [
-        ({"case": "fsdp=2"}, "a mesh, a strategy and options"),
-        ({"case": "fsdp=2; fsdp(); speed=2"}, "it is none of accumulate"),
-        ({"dtype": "bfloat16"}, "there is float64 and float32"),
+        ({"case": "fsdp=2"}, "bad-syntax"),
+        ({"case": "fsdp=2; fsdp(); speed=2"}, "unknown-name"),
+        ({"dtype": "bfloat16"}, "unknown-choice"),
     ],
 )
-def test_what_cannot_be_asked_is_told(asked, words):
-    with pytest.raises(mp.MeshparError, match=words):
-        verified(**asked)
+def test_verify_rejects_invalid_options(option, code):
+    with raises(code):
+        verified(**option)
 
 
 def test_verify_scalar_loss_leaves_out_parts_unless_stated():
-    found = verified(loss=scalar, case="data=2; ddp()")
-    assert found.ok
-    assert "the loss is a scalar" in found.left_out[0]
+    result = verified(loss=scalar, case="data=2; ddp()")
+    assert result.ok
+    assert "the loss is a scalar" in result.left_out[0]
     stated = verified(loss=scalar, case="data=2; ddp(); accumulate=2", loss_is="mean_over_examples")
-    assert not stated.ok  # the examples do not count the same
+    assert not stated.ok  # the examples have different weights
 
 
 @pytest.mark.parametrize("batch", [{}, {"x": np.float32(1)}, {"x": np.zeros((0, 8))}], ids=str)
-def test_a_batch_without_rows_is_refused(batch):
-    with pytest.raises(mp.MeshparError, match="cut it into rows"):
+def test_verify_rejects_a_batch_without_examples(batch):
+    with raises("wrong-shape", "batch"):
         mp.verify(model_of(), squares, batch)

@@ -71,7 +71,7 @@ def test_flops_of_a_known_shape():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_layers": 0}, ["num_layers", "0", "whole number, 1 or more"]),
+        ({"num_layers": 0}, ["num_layers", "0", "integer of at least 1"]),
         ({"vocab_size": 2.5}, ["vocab_size", "2.5"]),
         ({"mlp_dim": True}, ["mlp_dim", "True"]),
         ({"num_kv_heads": 4}, ["num_kv_heads", "6 is not a multiple of 4"]),

@@ -235,8 +235,8 @@ def test_a_config_that_contradicts_itself(changes, says):
     ("changes", "says"),
     [
         ({"rope_dim": 3}, "Use 4"),
-        ({"kv_rank": 0}, "whole number, 1 or more"),
-        ({"q_rank": 1.5}, "whole number, 1 or more"),
+        ({"kv_rank": 0}, "integer of at least 1"),
+        ({"q_rank": 1.5}, "integer of at least 1"),
     ],
 )
 def test_widths_that_are_none(changes, says):

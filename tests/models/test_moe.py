@@ -240,7 +240,7 @@ def test_flops_of_fine_experts():
     ("changes", "words"),
     [
         ({"num_dense_layers": 3}, "one of experts at least"),
-        ({"num_dense_layers": -1}, "whole number, 0 or more"),
+        ({"num_dense_layers": -1}, "integer of at least 0"),
         ({"num_dense_layers": 0}, "Use mlp_dim=8"),
         ({"moe": None}, "without `moe` all layers are dense"),
     ],

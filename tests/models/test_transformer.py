@@ -18,7 +18,7 @@ import meshpar as mp
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo.parser import parse
 from meshpar.layers.precision import Precision, numerics
-from meshpar.layers.scan import REMAT_POLICIES
+from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.models import (
     RopeScaling,
     Transformer,

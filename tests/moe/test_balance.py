@@ -1,4 +1,4 @@
-"""Balance: the losses against their formulas, of the global batch, and what they and the bias bring about."""
+"""Balancing losses and bias: values, gradients, sharded batches, and their effect on a skewed router."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ auxiliary_loss = jax.jit(moe.auxiliary_loss)
 
 
 def loss_by_hand(scores, experts, alpha):
-    """alpha E Σ f P, in float64, one expert after the other."""
+    """Return alpha E Σ f P in float64, computed expert by expert."""
     scores = np.asarray(scores, np.float64)
     num_experts = scores.shape[1]
     total = 0.0
     for expert in range(num_experts):
-        share_of_choices = np.mean(np.asarray(experts) == expert)
+        share_of_assignments = np.mean(np.asarray(experts) == expert)
         share_of_scores = np.mean([token[expert] / token.sum() for token in scores])
-        total += share_of_choices * share_of_scores
+        total += share_of_assignments * share_of_scores
     return alpha * num_experts * total
 
 
 @pytest.mark.parametrize("routing", [TOP2, SIGMOID])
 def test_auxiliary_loss(routing):
     routed = route(rng.normal(size=(48, routing.num_experts)), routing=routing)
-    found = auxiliary_loss(routed.scores, routed.experts, alpha=0.02)
-    assert found == pytest.approx(loss_by_hand(routed.scores, routed.experts, 0.02), rel=1e-5)
+    actual = auxiliary_loss(routed.scores, routed.experts, alpha=0.02)
+    assert actual == pytest.approx(loss_by_hand(routed.scores, routed.experts, 0.02), rel=1e-5)
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
-def test_auxiliary_loss_is_alpha_at_balance_and_at_most_alpha_e_over_k(top_k):
+def test_auxiliary_loss_bounds(top_k):
     experts = (np.arange(32 * top_k) % 8).reshape(32, top_k)
     even = jnp.full((32, 8), 1 / 8)
     assert auxiliary_loss(even, experts) == pytest.approx(0.01, rel=1e-6)
-    everyone_to_the_first = np.broadcast_to(np.arange(top_k), (32, top_k))
-    surely = jnp.zeros((32, 8)).at[:, :top_k].set(1 / top_k)
-    assert auxiliary_loss(surely, everyone_to_the_first) == pytest.approx(0.01 * 8 / top_k, rel=1e-6)
+    first_experts = np.broadcast_to(np.arange(top_k), (32, top_k))
+    certain = jnp.zeros((32, 8)).at[:, :top_k].set(1 / top_k)
+    assert auxiliary_loss(certain, first_experts) == pytest.approx(0.01 * 8 / top_k, rel=1e-6)
 
 
-def test_auxiliary_loss_draws_scores_from_the_busy_to_the_idle():
+def test_auxiliary_loss_lowers_scores_of_busy_experts():
     logits = jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)
     experts = np.zeros((64, 1), np.int32)
     slope = jax.jit(jax.grad(lambda x: moe.auxiliary_loss(jax.nn.softmax(x), experts)))(logits)
@@ -59,7 +59,7 @@ def test_auxiliary_loss_draws_scores_from_the_busy_to_the_idle():
     assert (slope[:, 1:] < 0).all()
 
 
-def test_unassigned_choices_and_scores_of_nothing():
+def test_auxiliary_loss_of_unassigned_and_zero_scores():
     scores = jnp.asarray(rng.random((6, 4)), jnp.float32)
     experts = np.array([[0, 4], [1, 4], [2, 4], [3, 4], [4, 4], [4, 4]])
     assert auxiliary_loss(scores, experts, alpha=1.0) == pytest.approx(1.0, rel=1e-6)
@@ -80,37 +80,37 @@ def test_z_loss():
 def test_update_bias(dtype):
     loads = jnp.array([[10, 20, 30, 20], [7, 7, 7, 7]], dtype)
     bias = jnp.zeros((2, 4)).at[0, 0].set(0.5)
-    found = moe.update_bias(bias, loads, rate=0.01)
-    np.testing.assert_allclose(found, [[0.51, 0, -0.01, 0], [0, 0, 0, 0]], rtol=1e-6)
+    actual = moe.update_bias(bias, loads, rate=0.01)
+    np.testing.assert_allclose(actual, [[0.51, 0, -0.01, 0], [0, 0, 0, 0]], rtol=1e-6)
 
 
-def test_counts_are_compared_with_the_mean_exactly():
-    """In float32 the mean of these is one of them: 2^25 and 2^25 + 1 are the same number."""
+def test_integer_loads_are_compared_exactly():
+    """2^25 and 2^25 + 1 are equal in float32."""
     loads = jnp.array([2**25, 2**25 + 1, 2**25 + 1, 2**25 + 1])
     assert moe.update_bias(jnp.zeros(4), loads, rate=1.0).tolist() == [1, -1, -1, -1]
-    below = jnp.array([2**25, 2**25, 2**25, 2**25 + 1])  # the mean is a quarter above
+    below = jnp.array([2**25, 2**25, 2**25, 2**25 + 1])  # the mean is 2^25 + 1/4
     assert moe.update_bias(jnp.zeros(4), below, rate=1.0).tolist() == [1, 1, 1, -1]
     assert moe.update_bias(jnp.zeros(4), jnp.full(4, 2**25 + 1), rate=1.0).tolist() == [0, 0, 0, 0]
 
 
-def test_no_gradient_through_the_bias():
+def test_bias_has_no_gradient():
     logits = jnp.asarray(rng.normal(size=(16, 16)), jnp.float32)
 
     def loss(logits, bias):
         routed = moe.route(logits, SIGMOID, bias=bias)
-        later = moe.update_bias(bias, moe.count(routed.experts, 16), rate=0.1)
-        return (routed.weights**2).sum() + routed.scores.sum() + later.sum()
+        updated = moe.update_bias(bias, moe.count(routed.experts, 16), rate=0.1)
+        return (routed.weights**2).sum() + routed.scores.sum() + updated.sum()
 
-    of_logits, of_bias = jax.jit(jax.grad(loss, argnums=(0, 1)))(logits, jnp.full(16, 0.3))
-    assert not of_bias.any()
-    assert of_logits.any()
+    d_logits, d_bias = jax.jit(jax.grad(loss, argnums=(0, 1)))(logits, jnp.full(16, 0.3))
+    assert not d_bias.any()
+    assert d_logits.any()
 
 
 # Over ranks ----------------------------------------------------------------------------------------------------------
 
 
 def one_rank(logits, axis):
-    """Everything at once: (losses of the global batch, their gradient to the logits, the updated bias)."""
+    """Return the losses of the global batch, their gradient for the logits, and the updated bias."""
 
     def loss(logits):
         routed = moe.route(logits, TOP2)
@@ -122,23 +122,23 @@ def one_rank(logits, axis):
 
 
 @pytest.mark.parametrize("axis", ["fsdp", pytest.param(("fsdp", "tensor"), marks=pytest.mark.matrix)])
-def test_statistics_over_ranks_are_those_of_the_global_batch(mesh8, axis):
+def test_sharded_statistics_match_the_global_batch(mesh8, axis):
     spec = P(axis)
-    # Tokens that differ from rank to rank, so that a mean of each rank's own loss would be another number.
+    # The ranks have different distributions, so the mean of their local losses would differ.
     logits = jnp.asarray(rng.normal(size=(32, 8)) + 3 * np.eye(8).repeat(4, axis=0), jnp.float32)
     out = (P(), spec, P())
     kernel = jax.shard_map(functools.partial(one_rank, axis=axis), mesh=mesh8, in_specs=spec, out_specs=out)
-    found = jax.jit(kernel)(logits)
+    actual = jax.jit(kernel)(logits)
     expected = jax.jit(functools.partial(one_rank, axis=None))(logits)
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-9)
-    np.testing.assert_array_equal(found[2], expected[2])
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5, atol=1e-9)
+    np.testing.assert_array_equal(actual[2], expected[2])
 
-    own, *_ = jax.jit(jax.vmap(functools.partial(one_rank, axis=None)))(logits.reshape(4, 8, 8))
-    assert abs(own.mean() - expected[0]) > 1e-3
+    local, *_ = jax.jit(jax.vmap(functools.partial(one_rank, axis=None)))(logits.reshape(4, 8, 8))
+    assert abs(local.mean() - expected[0]) > 1e-3
 
 
-def test_a_gradient_taken_outside_is_the_same(mesh8):
+def test_gradient_outside_of_the_shard_map(mesh8):
     logits = jnp.asarray(rng.normal(size=(32, 8)) + 3 * np.eye(8).repeat(4, axis=0), jnp.float32)
 
     def loss(logits, axis):
@@ -146,19 +146,19 @@ def test_a_gradient_taken_outside_is_the_same(mesh8):
         return moe.auxiliary_loss(routed.scores, routed.experts, axis=axis)
 
     sharded = jax.shard_map(functools.partial(loss, axis="fsdp"), mesh=mesh8, in_specs=P("fsdp"), out_specs=P())
-    found, expected = (jax.jit(jax.grad(f))(logits) for f in (sharded, functools.partial(loss, axis=None)))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
+    actual, expected = (jax.jit(jax.grad(f))(logits) for f in (sharded, functools.partial(loss, axis=None)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
 
 
-# What it brings about ------------------------------------------------------------------------------------------------
+# Effect on a skewed router -------------------------------------------------------------------------------------------
 
 TOKENS, NUM_EXPERTS, WIDTH = 2048, 16, 8
 SKEW = np.linspace(1.5, -1.5, NUM_EXPERTS, dtype=np.float32)
-"""In the logits of a router that has gone astray: the first expert is 20 times as likely as the last."""
+"""Offsets of the logits. The first expert is 20 times as likely as the last."""
 
 
 def skewed(seed):
-    """(tokens [T, d], router [d, E]): the last feature is 1 for all tokens, and the router's last row is the skew."""
+    """Return tokens [T, d] whose last feature is 1, and a router [d, E] whose last row is `SKEW`."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(TOKENS, WIDTH)).astype(np.float32)
     x[:, -1] = 1.0
@@ -172,11 +172,11 @@ def max_over_mean(loads):
     return loads.max() / loads.mean()
 
 
-# Softmax scores of 16 experts are about 1/16 where sigmoid ones are about 1/2: the steps are as much smaller.
+# Softmax scores of 16 experts are about 1/16 and sigmoid scores about 1/2, so the rates differ.
 @pytest.mark.parametrize(
     ("score", "rate", "updates"), cases(("sigmoid", 4e-3, 100), grid=[("sigmoid", 4e-3, 100), ("softmax", 5e-4, 400)])
 )
-def test_the_bias_balances_within_so_many_updates_and_the_loss_gradient_knows_nothing_of_it(score, rate, updates):
+def test_bias_balances_without_changing_the_loss_gradient(score, rate, updates):
     routing = Routing(num_experts=NUM_EXPERTS, top_k=2, score=score)
     x, router = skewed(seed=1)
 
@@ -202,19 +202,19 @@ def test_the_bias_balances_within_so_many_updates_and_the_loss_gradient_knows_no
     assert max(map(max_over_mean, history[updates:])) < 1.2
     _, gradient = loads_and_gradient(x, router, bias)
 
-    # The gradient with this bias is that of a loss in which the experts are simply given, whoever chose them.
+    # The gradient equals that of a loss with constant experts.
     experts = route(x @ router, routing=routing, bias=bias).experts
 
-    def loss_of_given(router):
+    def loss_with_constant_experts(router):
         logits = x @ router
         scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
         gates = jnp.take_along_axis(scores, experts, axis=1)
         return ((gates[:, 0] / gates.sum(1)) ** 2).mean()
 
-    np.testing.assert_allclose(gradient, jax.jit(jax.grad(loss_of_given))(router), rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(gradient, jax.jit(jax.grad(loss_with_constant_experts))(router), rtol=1e-4, atol=1e-7)
 
 
-def test_the_auxiliary_loss_balances_a_router_within_150_steps_of_descent():
+def test_auxiliary_loss_balances_within_150_steps():
     routing = Routing(num_experts=NUM_EXPERTS, top_k=2)
     x, router = skewed(seed=2)
 
@@ -235,6 +235,6 @@ def test_the_auxiliary_loss_balances_a_router_within_150_steps_of_descent():
     assert max(map(max_over_mean, history[150:])) < 1.2
 
 
-def test_weights_and_rates_may_come_from_a_schedule():
+def test_update_bias_with_a_traced_rate():
     rate = jax.jit(lambda r: moe.update_bias(jnp.zeros(2), jnp.asarray([1, 3]), rate=r))(0.25)
     assert rate.tolist() == [0.25, -0.25]

@@ -1,4 +1,4 @@
-"""grouped_matmul: equal to a product row by row, nothing but the routed work, nothing of the size of rows x groups."""
+"""`grouped_matmul` and `grouped_swiglu`: values, gradients, FLOPs, memory, and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from meshpar.moe import MoEConfig, Routing, choose_grouped_matmul, grouped_matmu
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.parallel import expert_parallel, fsdp
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.types import MeshparError
 from meshpar.training.state import abstract_state
 from meshpar.training.step import train_step
+from tests.errors import raises
 from tests.grid import cases
 
 ROWS, WIDTH, COLUMNS, GROUPS = 37, 6, 5, 4
 SIZES = {
     "uneven": [5, 9, 20, 3],
-    "some empty, rows left over": [0, 7, 0, 11],
-    "all to the first": [37, 0, 0, 0],
-    "all to the last": [0, 0, 0, 37],
-    "a row each": [1, 1, 1, 1],
-    "whole blocks": [8, 8, 16, 4],
-    "none": [0, 0, 0, 0],
+    "empty groups and unassigned rows": [0, 7, 0, 11],
+    "first group only": [37, 0, 0, 0],
+    "last group only": [0, 0, 0, 37],
+    "one row per group": [1, 1, 1, 1],
+    "full blocks": [8, 8, 16, 4],
+    "no assigned rows": [0, 0, 0, 0],
 }
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 
 def by_row(rows, weights, cotangent, sizes):
-    """(product, gradient of rows, gradient of weights) in float64, one row after the other."""
+    """Return (product, gradient of rows, gradient of weights) in float64, computed row by row."""
     rows, weights, cotangent = (np.asarray(x, "float64") for x in (rows, weights, cotangent))
     y, d_rows, d_weights = np.zeros(cotangent.shape), np.zeros(rows.shape), np.zeros(weights.shape)
     for row, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
@@ -63,7 +63,7 @@ def operands(dtype, *, rows=ROWS, width=WIDTH, columns=COLUMNS, groups=GROUPS):
 
 
 def value_and_grads(product):
-    """(rows, weights, cotangent, sizes) -> (product, gradient of rows, gradient of weights)."""
+    """Return (rows, weights, cotangent, sizes) -> (product, gradient of rows, gradient of weights)."""
 
     def run(rows, weights, cotangent, sizes):
         y, pull = jax.vjp(lambda r, w: product(r, w, sizes), rows, weights)
@@ -74,32 +74,32 @@ def value_and_grads(product):
 
 @pytest.fixture
 def fake_tokamax(monkeypatch):
-    """A package that keeps tokamax's word and no more: rows and groups that are not visited come out as NaN."""
+    """Install a package that behaves like tokamax, with NaN for undefined results."""
     module = types.ModuleType("tokamax")
     module.__spec__ = importlib.machinery.ModuleSpec("tokamax", None)
-    module.asked = []
+    module.calls = []
 
-    def unvisited(x, visited):
-        return jnp.where(visited, x, jnp.nan)
+    def poison(x, is_defined):
+        return jnp.where(is_defined, x, jnp.nan)
 
     @jax.custom_vjp
     def product(rows, weights, sizes):
-        owned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
-        return unvisited(lax.ragged_dot(rows, weights, sizes), owned)
+        is_assigned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
+        return poison(lax.ragged_dot(rows, weights, sizes), is_assigned)
 
     def backward(saved, grad):
         rows, weights, sizes = saved
-        owned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
-        _, pull = jax.vjp(lambda r, w: lax.ragged_dot(r, w, sizes), jnp.where(owned, rows, 0), weights)
-        d_rows, d_weights = pull(jnp.where(owned, grad, jnp.nan))
-        return unvisited(d_rows, owned), unvisited(d_weights, (sizes > 0)[:, None, None]), None
+        is_assigned = (jnp.arange(len(rows)) < sizes.sum())[:, None]
+        _, pull = jax.vjp(lambda r, w: lax.ragged_dot(r, w, sizes), jnp.where(is_assigned, rows, 0), weights)
+        d_rows, d_weights = pull(jnp.where(is_assigned, grad, jnp.nan))
+        return poison(d_rows, is_assigned), poison(d_weights, (sizes > 0)[:, None, None]), None
 
     product.defvjp(lambda *saved: (product(*saved), saved), backward)
 
     def ragged_dot(lhs, rhs, group_sizes, *, implementation):
-        # What the package's own arithmetic, of one device, cannot be given under jax 0.12.
+        # tokamax does not support varying values under JAX 0.12.
         assert not any(jax.typeof(x).manual_axis_type.varying for x in (lhs, rhs, group_sizes))
-        module.asked.append(implementation)
+        module.calls.append(implementation)
         return product(lhs, rhs, group_sizes)
 
     module.ragged_dot = ragged_dot
@@ -124,46 +124,46 @@ OPTIONS = {
     ("name", "dtype"),
     cases(("small blocks", "float32"), ("tokamax", "float64"), grid=itertools.product(OPTIONS, TOLERANCE)),
 )
-def test_equal_to_a_product_row_by_row(name, dtype, request):
+def test_grouped_matmul_matches_row_by_row_products(name, dtype, request):
     options = OPTIONS[name]
     if options["implementation"] == "tokamax":
         request.getfixturevalue("fake_tokamax")
     with jax.enable_x64(dtype == "float64"):
         run = jax.jit(value_and_grads(functools.partial(grouped_matmul, **options)))
         rows, weights, cotangent = operands(dtype)
-        for given, sizes in SIZES.items():
-            # What stands in unassigned rows does not matter, forward or backward.
-            owned = (jnp.arange(ROWS) < sum(sizes))[:, None]
-            poisoned = jnp.where(owned, rows, jnp.nan), weights, jnp.where(owned, cotangent, jnp.nan)
-            found = run(*poisoned, jnp.asarray(sizes, jnp.int32))
+        for case, sizes in SIZES.items():
+            # Values of unassigned rows are ignored, forward and backward.
+            is_assigned = (jnp.arange(ROWS) < sum(sizes))[:, None]
+            poisoned = jnp.where(is_assigned, rows, jnp.nan), weights, jnp.where(is_assigned, cotangent, jnp.nan)
+            actual = run(*poisoned, jnp.asarray(sizes, jnp.int32))
             expected = by_row(rows, weights, cotangent, sizes)
-            for what, one, other in zip(("value", "rows", "weights"), found, expected, strict=True):
-                np.testing.assert_allclose(one, other, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{given}: {what}")
-            assert not np.asarray(found[0])[sum(sizes) :].any()
-            assert not np.asarray(found[1])[sum(sizes) :].any()
+            for array, x, exact in zip(("value", "rows", "weights"), actual, expected, strict=True):
+                np.testing.assert_allclose(x, exact, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{case}: {array}")
+            assert not np.asarray(actual[0])[sum(sizes) :].any()
+            assert not np.asarray(actual[1])[sum(sizes) :].any()
 
 
-def test_buffers_of_one_size_are_one_batched_matmul():
+def test_even_groups_are_a_batched_matmul():
     rows, weights, cotangent = operands("float32", rows=36)
     sizes = np.full(GROUPS, 9, np.int32)
     run = jax.jit(value_and_grads(lambda r, w, _: grouped_matmul(r, w, sizes)))
-    found = run(rows, weights, cotangent, None)
-    for one, other in zip(found, by_row(rows, weights, cotangent, sizes), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5)
+    actual = run(rows, weights, cotangent, None)
+    for x, exact in zip(actual, by_row(rows, weights, cotangent, sizes), strict=True):
+        np.testing.assert_allclose(x, exact, atol=1e-5)
     module = hlo.parse(run.lower(rows, weights, cotangent, None).compile().as_text())
     products = work.matmuls(module)
-    assert [(one.flops, one.count_per_step) for one in products] == [(2 * 36 * WIDTH * COLUMNS, 1)] * 3
+    assert [(product.flops, product.count_per_step) for product in products] == [(2 * 36 * WIDTH * COLUMNS, 1)] * 3
 
 
-def test_sums_of_bfloat16_are_taken_in_float32():
-    """512 rows of ones: added one by one in bfloat16 they would stop at 256."""
+def test_bfloat16_is_summed_in_float32():
+    """Adding 512 rows of ones in bfloat16 would give 256."""
     rows, weights = jnp.ones((512, 1), jnp.bfloat16), jnp.ones((2, 1, 1), jnp.bfloat16)
     run = jax.jit(value_and_grads(functools.partial(grouped_matmul, block=8)))
     *_, gradient = run(rows, weights, jnp.ones((512, 1), jnp.bfloat16), np.asarray([512, 0]))
     np.testing.assert_array_equal(np.asarray(gradient).ravel().astype("float32"), [512, 0])
 
 
-def test_no_rows_are_no_work():
+def test_grouped_matmul_of_no_rows():
     y = grouped_matmul(jnp.zeros((0, WIDTH)), jnp.zeros((GROUPS, WIDTH, COLUMNS)), jnp.zeros(GROUPS, jnp.int32))
     assert y.shape == (0, COLUMNS)
 
@@ -180,7 +180,7 @@ def swiglu_operands(dtype):
 
 
 def by_mask(rows, gate, up, down, sizes):
-    """Every row through every group, and its own of the results."""
+    """Apply all groups to all rows and select the row's group."""
     inward = "rd,gdf->grf"
     hidden = jax.nn.silu(jnp.einsum(inward, rows, gate)) * jnp.einsum(inward, rows, up)
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(ROWS), side="right")
@@ -188,8 +188,8 @@ def by_mask(rows, gate, up, down, sizes):
 
 
 def grads_of(product):
-    def run(*given):
-        *arrays, cotangent, sizes = given
+    def run(*args):
+        *arrays, cotangent, sizes = args
         y, pull = jax.vjp(lambda *arrays: product(*arrays, sizes), *arrays)
         return y, *pull(cotangent)
 
@@ -199,8 +199,8 @@ def grads_of(product):
 @pytest.mark.parametrize(
     ("name", "remat"), cases(("small blocks", True), ("tokamax", False), grid=itertools.product(OPTIONS, (False, True)))
 )
-def test_swiglu_is_equal_to_every_row_through_every_group(name, remat, request):
-    """Also where more rows come than are typical, whose hidden numbers are made again in the backward pass."""
+def test_swiglu_matches_masked_reference(name, remat, request):
+    """Includes rows past `typical_rows`, whose activations are recomputed in the backward pass."""
     options = OPTIONS[name]
     if options["implementation"] == "tokamax":
         request.getfixturevalue("fake_tokamax")
@@ -208,20 +208,22 @@ def test_swiglu_is_equal_to_every_row_through_every_group(name, remat, request):
         product = functools.partial(grouped_swiglu, **options)
         run, expect = grads_of(jax.checkpoint(product) if remat else product), grads_of(by_mask)
         rows, *weights, cotangent = swiglu_operands("float64")
-        for given, sizes in SIZES.items():
+        for case, sizes in SIZES.items():
             sizes = jnp.asarray(sizes, jnp.int32)
-            owned = (jnp.arange(ROWS) < sizes.sum())[:, None]
-            found = run(jnp.where(owned, rows, jnp.nan), *weights, jnp.where(owned, cotangent, jnp.nan), sizes)
+            is_assigned = (jnp.arange(ROWS) < sizes.sum())[:, None]
+            actual = run(
+                jnp.where(is_assigned, rows, jnp.nan), *weights, jnp.where(is_assigned, cotangent, jnp.nan), sizes
+            )
             expected = expect(rows, *weights, cotangent, sizes)
-            for what, one, other in zip(("value", "rows", "gate", "up", "down"), found, expected, strict=True):
-                np.testing.assert_allclose(one, other, atol=1e-12, rtol=0, err_msg=f"{given}: {what}")
+            for array, x, exact in zip(("value", "rows", "gate", "up", "down"), actual, expected, strict=True):
+                np.testing.assert_allclose(x, exact, atol=1e-12, rtol=0, err_msg=f"{case}: {array}")
 
 
-def test_swiglu_in_buffers_of_one_size_is_batched():
+def test_swiglu_of_even_groups_matches_reference():
     rows, *weights, _ = swiglu_operands("float32")
     sizes = np.full(GROUPS, 9, np.int32)
-    found = jax.jit(lambda *arrays: grouped_swiglu(*arrays, sizes))(rows[:36], *weights)
-    np.testing.assert_allclose(found, by_mask(rows, *weights, jnp.asarray(sizes))[:36], atol=1e-5)
+    actual = jax.jit(lambda *arrays: grouped_swiglu(*arrays, sizes))(rows[:36], *weights)
+    np.testing.assert_allclose(actual, by_mask(rows, *weights, jnp.asarray(sizes))[:36], atol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,108 +246,109 @@ def flops(**options):
 
 
 @pytest.mark.parametrize("block", cases(None, grid=[None, 64, 100]))
-def test_flops_of_the_program_are_the_closed_form(block):
-    """Value and both gradients; with its own block no more than a quarter above the routed work."""
+def test_flops_match_the_cost_model(block):
+    """Value and both gradients. The default block adds at most a quarter to the FLOPs of assigned rows."""
     groups, inner, columns = LARGE["groups"], LARGE["width"], LARGE["columns"]
-    routed = 3 * cost.matmul_flops(LARGE["rows"], inner, columns)
-    found = flops(block=block, typical_rows=LARGE["rows"])
-    assert found == 3 * cost.matmul_flops(cost.grouped_rows(LARGE["rows"], groups, block or 128), inner, columns)
-    assert routed <= found <= routed * (1 + groups * (block or 128) / LARGE["rows"])
+    assigned = 3 * cost.matmul_flops(LARGE["rows"], inner, columns)
+    actual = flops(block=block, typical_rows=LARGE["rows"])
+    assert actual == 3 * cost.matmul_flops(cost.grouped_rows(LARGE["rows"], groups, block or 128), inner, columns)
+    assert assigned <= actual <= assigned * (1 + groups * (block or 128) / LARGE["rows"])
     if block is None:
-        assert found <= 5 / 4 * routed
+        assert actual <= 5 / 4 * assigned
 
 
-def test_rows_beyond_the_typical_ones_are_left_to_a_loop_that_ends_with_the_last():
-    """A compiler sees its length no more than we do, so that it counts once; masked products do all rows G times."""
-    known = cost.matmul_flops(cost.grouped_rows(1024, 16, 32), LARGE["width"], LARGE["columns"])
-    assert flops(block=32, typical_rows=1024) == 3 * (known + cost.matmul_flops(32, LARGE["width"], LARGE["columns"]))
+def test_blocks_past_typical_rows_are_a_dynamic_loop():
+    """Its length is unknown at compile time, so its body counts once."""
+    static = cost.matmul_flops(cost.grouped_rows(1024, 16, 32), LARGE["width"], LARGE["columns"])
+    assert flops(block=32, typical_rows=1024) == 3 * (static + cost.matmul_flops(32, LARGE["width"], LARGE["columns"]))
     assert flops(block=32) == 3 * cost.matmul_flops(32, LARGE["width"], LARGE["columns"])
 
 
-def test_nothing_is_of_the_size_of_rows_times_groups():
+def test_no_temporary_of_rows_times_groups():
     def largest(program):
-        return max(one.nbytes for one in work.largest_temporaries(hlo.parse(program.as_text())))
+        return max(array.nbytes for array in work.largest_temporaries(hlo.parse(program.as_text())))
 
     masked = 4 * LARGE["rows"] * LARGE["groups"] * LARGE["columns"]
     rows = 4 * LARGE["rows"] * LARGE["width"]
-    assert largest(compiled()) >= masked  # what there is to avoid
+    assert largest(compiled()) >= masked  # lax.ragged_dot on CPUs
     assert largest(compiled(block=None, typical_rows=LARGE["rows"])) <= rows
 
 
 @functools.cache
 def compiled_swiglu(typical_rows, *, checkpointed):
-    """Of `LARGE`, forward and backward."""
+    """Compile forward and backward with the sizes of `LARGE`."""
     rows, width, hidden, groups = LARGE["rows"], LARGE["width"], 4 * LARGE["width"], LARGE["groups"]
     shapes = (rows, width), (groups, width, hidden), (groups, width, hidden), (groups, hidden, width), (rows, width)
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     product = functools.partial(grouped_swiglu, block=32, typical_rows=typical_rows)
-    keep_all = jax.checkpoint_policies.everything_saveable
-    run = grads_of(jax.checkpoint(product, policy=keep_all) if checkpointed else product)
+    save_all = jax.checkpoint_policies.everything_saveable
+    run = grads_of(jax.checkpoint(product, policy=save_all) if checkpointed else product)
     return run.lower(*arrays, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile()
 
 
 @pytest.mark.parametrize("checkpointed", cases(True, grid=[False, True]))
-def test_swiglu_is_nine_matmuls_and_nothing_is_as_wide_as_hidden_but_typical_rows(checkpointed):
-    """Of the blocks beyond the typical ones eleven, in loops of a length not known before."""
+def test_swiglu_flops_and_memory(checkpointed):
+    """Nine matmuls per row, eleven in the dynamic loop, and hidden activations of typical rows only."""
     program = hlo.parse(compiled_swiglu(1024, checkpointed=checkpointed).as_text())
     width, groups = LARGE["width"], LARGE["groups"]
-    known = cost.matmul_flops(cost.grouped_rows(1024, groups, 32), width, 4 * width)
-    assert work.flops_per_step(program) == 9 * known + 11 * cost.matmul_flops(32, width, 4 * width)
+    static = cost.matmul_flops(cost.grouped_rows(1024, groups, 32), width, 4 * width)
+    assert work.flops_per_step(program) == 9 * static + 11 * cost.matmul_flops(32, width, 4 * width)
     rows = 4 * LARGE["rows"] * width
-    assert max(one.nbytes for one in work.largest_temporaries(program)) <= rows
-    kept = 2 * 4 * cost.grouped_rows(1024, groups, 32) * 4 * width
+    assert max(array.nbytes for array in work.largest_temporaries(program)) <= rows
+    saved = 2 * 4 * cost.grouped_rows(1024, groups, 32) * 4 * width
     temporaries = compiled_swiglu(1024, checkpointed=checkpointed).memory_analysis().temp_size_in_bytes
-    assert temporaries <= 2 * rows + 2 * kept
+    assert temporaries <= 2 * rows + 2 * saved
 
 
 @pytest.mark.parametrize(("rows", "groups", "block"), [(0, 1, 8), (10, 4, 3), (3, 8, 16), (4096, 16, 32)])
-def test_the_bound_on_rows_is_reached_and_never_passed(rows, groups, block):
+def test_grouped_rows_is_a_tight_bound(rows, groups, block):
     bound = cost.grouped_rows(rows, groups, block)
     draws = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups), size=200)
     worst = np.zeros(groups, int)
-    worst[: min(groups, rows)] = 1  # a row each, and the rest so that a block is begun for one row as often as can be
+    worst[: min(groups, rows)] = 1  # as many partial blocks as possible
     worst[0] += rows - worst.sum()
-    taken = [block * sum(-(-size // block) for size in sizes) for sizes in [*draws, worst]]
-    assert max(taken) <= bound < rows + groups * block
-    assert rows == 0 or taken[-1] >= bound - block
+    block_rows = [block * sum(-(-size // block) for size in sizes) for sizes in [*draws, worst]]
+    assert max(block_rows) <= bound < rows + groups * block
+    assert rows == 0 or block_rows[-1] >= bound - block
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Choices and mistakes
+# Choice of the implementation
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_tokamax_on_gpus_that_have_it(fake_tokamax, monkeypatch):
+def test_auto_uses_tokamax_on_supported_gpus(fake_tokamax, monkeypatch):
     assert choose_grouped_matmul("cpu").implementation == "blocked"
     assert choose_grouped_matmul("gpu").implementation == "tokamax"
     assert choose_grouped_matmul("gpu", "float32").implementation == "blocked"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     rows, weights, _ = operands("bfloat16")
     jax.jit(grouped_matmul).lower(rows, weights, jnp.ones(GROUPS, jnp.int32))
-    # Of its own implementations never the last resort, XLA's masked product.
-    assert fake_tokamax.asked == [("mosaic", "triton")]
+    # Without tokamax's fallback, XLA's masked product.
+    assert fake_tokamax.calls == [("mosaic", "triton")]
 
 
-def test_auto_goes_by_what_the_program_is_traced_for(fake_tokamax):
-    """`explain` on a laptop: the kernel of the pod, not of the laptop. One function, traced for three."""
+def test_auto_depends_on_the_target_of_the_trace(fake_tokamax):
+    """`explain` on a laptop uses the kernel of the cluster. The same function is traced for three targets."""
     rows, weights, _ = operands("bfloat16")
-    traced, found = jax.jit(lambda rows, weights: grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32))), []
+    run = jax.jit(lambda rows, weights: grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32)))
+    uses_tokamax = []
     for cluster in ("h100:1x1", "b200:1x1", None):
         with traced_for(None if cluster is None else parse_cluster(cluster)):
-            found.append(kernels.PRODUCT in str(traced.trace(rows, weights).jaxpr))
-            assert (choose_grouped_matmul().implementation == "tokamax") is found[-1]
-    assert found == [True, False, False]
+            uses_tokamax.append(kernels.PRODUCT in str(run.trace(rows, weights).jaxpr))
+            assert (choose_grouped_matmul().implementation == "tokamax") is uses_tokamax[-1]
+    assert uses_tokamax == [True, False, False]
     with traced_for(parse_cluster("b200:1x1")):
         assert "10.0" in choose_grouped_matmul().why
 
 
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_tokamax_multiplies_what_varies_over_a_mesh(fake_tokamax, remat):
-    """In a region that follows what varies, in a loop, differentiated: as MoE layers call it."""
+def test_tokamax_inside_a_shard_map(fake_tokamax, remat):
+    """With `check_vma`, in a loop, differentiated: as in MoE layers."""
     mesh, (rows, weights, _) = MeshSpec(expert=2).build(jax.devices()[:2]), operands("float32", rows=2 * ROWS)
     sizes, spec = jnp.array([5, 0, 9, 3], jnp.int32), jax.sharding.PartitionSpec
 
-    def found(implementation):
+    def value_and_gradients(implementation):
         def layer(rows, weight):
             y = grouped_matmul(rows, weight, sizes, implementation=implementation)
             return rows + jnp.pad(y, ((0, 0), (0, WIDTH - COLUMNS))), None
@@ -354,16 +357,16 @@ def test_tokamax_multiplies_what_varies_over_a_mesh(fake_tokamax, remat):
             last, _ = lax.scan(jax.checkpoint(layer) if remat else layer, rows, weights)
             return lax.psum((last**2).sum(), "expert")
 
-        whole = jax.shard_map(loss, mesh=mesh, in_specs=(spec("expert"), spec()), out_specs=spec())
-        return jax.jit(jax.value_and_grad(whole, (0, 1)))(rows, jnp.stack([weights, weights + 1]))
+        global_loss = jax.shard_map(loss, mesh=mesh, in_specs=(spec("expert"), spec()), out_specs=spec())
+        return jax.jit(jax.value_and_grad(global_loss, (0, 1)))(rows, jnp.stack([weights, weights + 1]))
 
-    pairs = zip(*map(jax.tree.leaves, (found("blocked"), found("tokamax"))), strict=True)
-    for one, other in pairs:
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)  # sums in another order
-    assert fake_tokamax.asked
+    pairs = zip(*map(jax.tree.leaves, (value_and_gradients("blocked"), value_and_gradients("tokamax"))), strict=True)
+    for expected, x in pairs:
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-4)  # sums in another order
+    assert fake_tokamax.calls
 
 
-def test_tokamaxs_kernels_are_counted_by_the_rows_there_are():
+def test_flops_of_tokamax_kernels_follow_from_typical_rows():
     call = """HloModule step
 
 ENTRY %main (rows: bf16[64,8], weights: bf16[4,8,16], sizes: s32[4]) -> bf16[64,16] {
@@ -377,36 +380,34 @@ ENTRY %main (rows: bf16[64,8], weights: bf16[4,8,16], sizes: s32[4]) -> bf16[64,
         assert work.flops_per_step(hlo.parse(call.replace("NAME", name))) == flops
 
 
-def test_the_real_tokamax_refuses_where_it_has_no_kernel():
+def test_real_tokamax_without_kernel_is_unsupported():
     real_tokamax()
     rows, weights, _ = operands("bfloat16")
-    with pytest.raises(MeshparError, match="tokamax's kernels.*refuses.*blocked"):
+    with raises("unsupported-feature", "grouped_matmul"):
         grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
 
 
 def real_tokamax():
-    return pytest.importorskip(
-        "tokamax", reason="asks the package itself, of Python 3.12 or newer: pip install tokamax"
-    )
+    return pytest.importorskip("tokamax", reason="needs Python 3.12 and `pip install tokamax`")
 
 
-def test_with_the_real_tokamax_values_and_gradients_are_those_of_the_blocked_form(monkeypatch):
-    """Its own form for any machine stands in for its kernels, which want a GPU."""
-    package, found = real_tokamax(), {}
+def test_real_tokamax_matches_blocked(monkeypatch):
+    """tokamax's XLA implementation replaces its GPU kernels."""
+    package, results = real_tokamax(), {}
     product = package.ragged_dot
-    monkeypatch.setattr(package, "ragged_dot", lambda *given, implementation: product(*given, implementation="xla"))
+    monkeypatch.setattr(package, "ragged_dot", lambda *args, implementation: product(*args, implementation="xla"))
     rows, weights, _ = operands("float32")
     sizes = jnp.array([5, 0, *[3] * (GROUPS - 2)], jnp.int32)
     for implementation in ("blocked", "tokamax"):
         multiply = functools.partial(grouped_matmul, group_sizes=sizes, implementation=implementation)
         y, pull = jax.vjp(multiply, rows, weights)
-        found[implementation] = (y, *pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)))
-    for x, y in zip(*found.values(), strict=True):
+        results[implementation] = (y, *pull(jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)))
+    for x, y in zip(*results.values(), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)  # sums of a few float32 products in another order
 
 
 def lowered_with_tokamax(cluster):
-    """Of real kernels, the gradients of rows and weights."""
+    """Lower the gradients of rows and weights with the real kernels."""
     real_tokamax()
     if missing_aot():
         pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {missing_aot()}")
@@ -415,17 +416,18 @@ def lowered_with_tokamax(cluster):
         y = grouped_matmul(rows, weights, sizes, implementation="tokamax")
         return (y.astype(jnp.float32) ** 2).sum()
 
-    one = parse_cluster(cluster)
-    lies = jax.sharding.NamedSharding(mesh_on(one, MeshSpec(data=1).abstract()), jax.sharding.PartitionSpec())
+    target = parse_cluster(cluster)
+    mesh = mesh_on(target, MeshSpec(data=1).abstract())
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     shapes = ((1024, 256), jnp.bfloat16), ((8, 256, 512), jnp.bfloat16), ((8,), jnp.int32)
-    given = [jax.ShapeDtypeStruct(*of, sharding=lies) for of in shapes]
-    with traced_for(one):
-        return jax.jit(jax.grad(loss, (0, 1))).trace(*given).lower(lowering_platforms=("cuda",))
+    args = [jax.ShapeDtypeStruct(*shape, sharding=replicated) for shape in shapes]
+    with traced_for(target):
+        return jax.jit(jax.grad(loss, (0, 1))).trace(*args).lower(lowering_platforms=("cuda",))
 
 
 @pytest.mark.pod
-def test_the_real_tokamaxs_kernels_are_compiled_without_a_gpu():
-    """Forward, and of rows and weights: three kernels for that GPU, and no product of XLA's."""
+def test_real_tokamax_compiles_without_a_gpu():
+    """Three kernels, forward and for both gradients, and no matmul by XLA."""
     text = lowered_with_tokamax("h100:1x1").compile().as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 3
     assert " dot(" not in text
@@ -434,60 +436,60 @@ def test_the_real_tokamaxs_kernels_are_compiled_without_a_gpu():
 
 @pytest.mark.pod
 @pytest.mark.parametrize(("cluster", "calls"), [("h100:1x8", 18), ("b200:1x8", 0)])
-def test_a_step_explained_holds_the_kernels_that_train_takes(pod, cluster, calls):
-    """Two MoE layers, forward and both gradients of three matmuls."""
+def test_explain_counts_the_kernels_of_a_training_step(pod, cluster, calls):
+    """Two MoE layers with three matmuls, forward and both gradients."""
     real_tokamax()
     config = TransformerConfig(
         vocab_size=256, num_layers=2, embed_dim=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=512,
         moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512),
     )  # fmt: skip
     precision, mesh = Precision(compute="bfloat16"), MeshSpec(fsdp=4, expert=2).abstract()
-    how = {"mesh": mesh, "strategy": fsdp() | expert_parallel(), "precision": precision}
-    state = abstract_state(config.build(), optax.sgd(1e-3), **how)
+    strategy = fsdp() | expert_parallel()
+    state = abstract_state(config.build(), optax.sgd(1e-3), mesh=mesh, strategy=strategy, precision=precision)
     batch = {name: jax.ShapeDtypeStruct((16, 256), np.int32) for name in ("inputs", "targets")}
     step = train_step(next_token_loss, precision=precision)
     report = explain(step, state, batch, cluster, pod=pod, advise=False)
     assert report.compute.library_calls.get("mosaic_gpu_v2", 0) == calls
-    assert any("blocked form: tokamax has a kernel" in note for note in report.notes) == (not calls)
+    assert any("tokamax has kernels for all gradients on Hopper" in note for note in report.notes) == (not calls)
     if calls:
         assert report.compute.ratio == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.pod
-def test_where_the_real_tokamax_has_no_kernel_of_a_gradient_it_is_told():
-    with pytest.raises(MeshparError, match="refuses: Only default.*blocked"):
+def test_real_tokamax_without_gradient_kernel_is_unsupported():
+    with raises("unsupported-feature", "grouped_matmul"):
         lowered_with_tokamax("b200:1x1")
 
 
-def test_what_tokamax_refuses_is_told(fake_tokamax, monkeypatch):
+def test_unsupported_by_tokamax(fake_tokamax, monkeypatch):
     def refuse(*_, **__):
         raise NotImplementedError("only sm90")
 
     monkeypatch.setattr(fake_tokamax, "ragged_dot", refuse)
     rows, weights, _ = operands("bfloat16")
-    with pytest.raises(MeshparError, match="refuses: only sm90.*blocked"):
+    with raises("unsupported-feature", "grouped_matmul"):
         grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
 
 
-def test_tokamax_by_name_is_never_replaced(monkeypatch):
+def test_tokamax_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "not installed" in choose_grouped_matmul("gpu").why
     rows, weights, _ = operands("float32")
-    with pytest.raises(MeshparError, match="tokamax is not installed.*pip install tokamax"):
+    with raises("missing-package", "grouped_matmul"):
         grouped_matmul(rows, weights, jnp.ones(GROUPS, jnp.int32), implementation="tokamax")
 
 
-@pytest.mark.parametrize("form", ["product", "swiglu"])
-def test_blocks_of_a_group_are_summed_before_they_are_rounded(form):
-    """Three blocks of 259 rows of ones are 777, in bfloat16 776; rounded block by block, they are 780."""
+@pytest.mark.parametrize("function", ["matmul", "swiglu"])
+def test_blocks_of_a_group_are_summed_before_rounding(function):
+    """The sum of three blocks of 259 ones is 777, or 776 in bfloat16. With rounding per block it would be 780."""
     rows, ones = jnp.ones((777, 1), jnp.bfloat16), jnp.ones((1, 1, 1), jnp.bfloat16)
     sizes = jnp.asarray([777], jnp.int32)
 
     def total(weights):
-        if form == "product":
-            made = grouped_matmul(rows, weights, sizes, block=259, implementation="blocked")
+        if function == "matmul":
+            y = grouped_matmul(rows, weights, sizes, block=259, implementation="blocked")
         else:  # silu(16) is 16 in bfloat16, and times 1/16 it is 1
-            made = grouped_swiglu(rows, 16 * ones, ones / 16, weights, sizes, block=259, implementation="blocked")
-        return made.astype(jnp.float32).sum()
+            y = grouped_swiglu(rows, 16 * ones, ones / 16, weights, sizes, block=259, implementation="blocked")
+        return y.astype(jnp.float32).sum()
 
     assert float(jax.jit(jax.grad(total))(ones).ravel()[0]) == 776

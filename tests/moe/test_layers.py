@@ -1,4 +1,4 @@
-"""An MoE layer: equal to the dense reference in value and every gradient on every mesh, and the router's statistics."""
+"""MoE layer: values and gradients against the dense reference on many meshes, and the router statistics."""
 
 from __future__ import annotations
 
@@ -31,28 +31,23 @@ EXPERT = mp.expert_parallel()
 CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
     "expert": ({"expert": 8}, EXPERT),
     "fsdp x expert x tensor": ({"fsdp": 2, "expert": 2, "tensor": 2}, mp.fsdp() | EXPERT | mp.tensor_parallel()),
-    "sequence split between layers": (
+    "sequence parallel": (
         {"data": 2, "expert": 2, "tensor": 2},
         mp.ddp() | EXPERT | mp.tensor_parallel(sequence=True),
     ),
-    "sequence split": ({"expert": 4, "context": 2}, EXPERT | mp.context_parallel()),
-}
-MORE_CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
+    "context parallel": ({"expert": 4, "context": 2}, EXPERT | mp.context_parallel()),
     "expert of 2": ({"expert": 2}, EXPERT),
     "expert of 4": ({"expert": 4}, EXPERT),
     "data x expert": ({"data": 4, "expert": 2}, mp.ddp() | EXPERT),
     "fsdp x expert": ({"fsdp": 2, "expert": 4}, mp.fsdp() | EXPERT),
     "expert x tensor": ({"expert": 4, "tensor": 2}, EXPERT | mp.tensor_parallel()),
     "no expert axis": ({"fsdp": 4, "tensor": 2}, mp.fsdp() | mp.tensor_parallel()),
-    "fsdp x expert x sequence": ({"fsdp": 2, "expert": 2, "context": 2}, mp.fsdp() | EXPERT | mp.context_parallel()),
-    "everything": (
+    "fsdp x expert x context": ({"fsdp": 2, "expert": 2, "context": 2}, mp.fsdp() | EXPERT | mp.context_parallel()),
+    "all axes": (
         {"expert": 2, "context": 2, "tensor": 2},
         EXPERT | mp.context_parallel() | mp.tensor_parallel(sequence=True),
     ),
 }
-
-
-QUICK = ("fsdp x expert x tensor",)
 
 
 def config(**changes: Any) -> MoEConfig:
@@ -61,12 +56,12 @@ def config(**changes: Any) -> MoEConfig:
 
 
 def draw(seed: int, *shape: int) -> np.ndarray:
-    """In jax's own width: float64 where that is on."""
+    """Return normal numbers in JAX's default precision: float64 if x64 is enabled."""
     return np.random.default_rng(seed).standard_normal(shape).astype(jnp.result_type(float))
 
 
 def arrays() -> tuple[np.ndarray, Weights, np.ndarray, np.ndarray]:
-    """Tokens, weights, a bias, and the cotangent of y."""
+    """Return tokens, weights, a bias, and the cotangent of y."""
     inward, outward = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
     weights = Weights(draw(1, WIDTH, EXPERTS), draw(2, *inward), draw(3, *inward), draw(4, *outward))
     return draw(0, ROWS, SEQ, WIDTH), weights, 0.3 * draw(5, EXPERTS), draw(6, ROWS, SEQ, WIDTH)
@@ -77,8 +72,8 @@ def swiglu(params, x):
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
-def expected(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1):
-    """The dense reference: a loss of y, with the auxiliary losses."""
+def dense_loss(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1):
+    """Return the loss and the routing of the dense reference, with the auxiliary losses."""
     flat = x.reshape(-1, WIDTH)
     logits = flat @ weights.router
     routed = moe.route(logits, cfg.routing, bias=bias)
@@ -92,8 +87,8 @@ def expected(cfg: MoEConfig, x, weights, bias, cotangent, *, token_ranks=1):
 
 
 def loss_of(cfg: MoEConfig, x, weights, bias, cotangent):
-    y, told = moe_layer(x, weights, cfg, bias=bias)
-    return (y * cotangent).sum() + told.loss, told
+    y, stats = moe_layer(x, weights, cfg, bias=bias)
+    return (y * cotangent).sum() + stats.loss, stats
 
 
 def mesh_of(axes: dict[str, int]) -> jax.sharding.Mesh:
@@ -101,7 +96,7 @@ def mesh_of(axes: dict[str, int]) -> jax.sharding.Mesh:
 
 
 def on_mesh(cfg, axes, strategy, x, weights, bias, cotangent):
-    """((loss, told), gradients of x and of the weights), as one compiled program under rules."""
+    """Return ((loss, stats), gradients of x and of the weights), compiled under rules."""
     mesh = mesh_of(axes)
 
     def run(x, weights):
@@ -111,14 +106,14 @@ def on_mesh(cfg, axes, strategy, x, weights, bias, cotangent):
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
 
 
-def check(found, wanted, routed, *, atol=1e-12):
-    (loss, told), gradients = found
-    (wanted_loss, _), wanted_gradients = wanted
-    np.testing.assert_allclose(loss, wanted_loss, rtol=0, atol=atol)
+def check(actual, expected, routed, *, atol=1e-12):
+    (loss, stats), gradients = actual
+    (expected_loss, _), expected_gradients = expected
+    np.testing.assert_allclose(loss, expected_loss, rtol=0, atol=atol)
     for path, x in tree_leaves_with_paths(gradients):
-        other = dict(tree_leaves_with_paths(wanted_gradients))[path]
-        np.testing.assert_allclose(x, other, rtol=0, atol=atol * max(1, np.abs(other).max()), err_msg=path)
-    np.testing.assert_array_equal(told.load, moe.count(routed.experts, EXPERTS))
+        exact = dict(tree_leaves_with_paths(expected_gradients))[path]
+        np.testing.assert_allclose(x, exact, rtol=0, atol=atol * max(1, np.abs(exact).max()), err_msg=path)
+    np.testing.assert_array_equal(stats.load, moe.count(routed.experts, EXPERTS))
 
 
 @functools.cache
@@ -126,23 +121,23 @@ def reference(cfg: MoEConfig, token_ranks: int = 1, biased: bool = False):
     x, weights, bias, cotangent = arrays()
 
     def run(x, weights):
-        return expected(cfg, x, weights, bias if biased else None, cotangent, token_ranks=token_ranks)
+        return dense_loss(cfg, x, weights, bias if biased else None, cotangent, token_ranks=token_ranks)
 
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Equal to the reference
+# Against the reference
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", cases(*QUICK, grid=[*CASES, *MORE_CASES]))
-def test_value_and_gradients_on_every_mesh(case):
+@pytest.mark.parametrize("case", cases("fsdp x expert x tensor", grid=CASES))
+def test_moe_layer_matches_reference_on_mesh(case):
     with jax.enable_x64(True):
         x, weights, _, cotangent = arrays()
-        wanted = reference(config())
-        found = on_mesh(config(), *{**CASES, **MORE_CASES}[case], x, weights, None, cotangent)
-        check(found, wanted, wanted[0][1])
+        expected = reference(config())
+        actual = on_mesh(config(), *CASES[case], x, weights, None, cotangent)
+        check(actual, expected, expected[0][1])
 
 
 PAIR = mp.expert_parallel(axis=("data", "expert"))
@@ -155,81 +150,81 @@ NODES = {
 
 
 @pytest.mark.parametrize("case", cases("nodes x expert x tensor", grid=NODES))
-def test_node_first_on_every_mesh(case, recwarn):
-    """Two groups of experts of four, so that a token visits half of the nodes."""
+def test_node_first_matches_reference_on_mesh(case, recwarn):
+    """Tokens use two of four expert groups, and therefore half of the nodes."""
     with jax.enable_x64(True):
         x, weights, _, cotangent = arrays()
         chunks = 1 if "tensor" in case else 2
         cfg = config(routing={"groups": 4, "top_groups": 2}, implementation="node-first", chunks=chunks)
-        wanted = reference(cfg)
-        check(on_mesh(cfg, *NODES[case], x, weights, None, cotangent), wanted, wanted[0][1])
-    assert not [one for one in recwarn if "two levels" in str(one.message)]
+        expected = reference(cfg)
+        check(on_mesh(cfg, *NODES[case], x, weights, None, cotangent), expected, expected[0][1])
+    assert not [warning for warning in recwarn if "two levels" in str(warning.message)]
 
 
-def test_two_levels_over_one_axis_are_told():
+def test_two_levels_over_one_axis_warn():
     x, weights, *_ = arrays()
     run = functools.partial(under, mesh_of({"expert": 4}), EXPERT)
-    with pytest.warns(UserWarning, match="split over `expert` alone.*mp.expert_parallel"):
+    with pytest.warns(UserWarning, match="sharded over one axis, `expert`.*mp.expert_parallel"):
         jax.eval_shape(lambda x, weights: run(x, weights, config(implementation="node-first")), x, weights)
 
 
 @pytest.mark.parametrize(
-    ("groups", "top_groups", "nodes", "visited"),
+    ("groups", "top_groups", "nodes", "expected"),
     [(8, 4, 8, 4), (8, 4, 4, 4), (8, 4, 16, 8), (4, 2, 8, 4), (1, 1, 8, 8), (8, 2, 6, 6), (8, 1, 2, 1), (16, 4, 2, 2)],
 )
-def test_node_limited_routing_says_how_many_nodes_a_token_visits(groups, top_groups, nodes, visited):
+def test_nodes_visited(groups, top_groups, nodes, expected):
     routing = Routing(num_experts=64, top_k=8 if top_groups > 1 else 4, groups=groups, top_groups=top_groups)
-    assert routing.nodes_visited(nodes) == min(visited, routing.top_k)
+    assert routing.nodes_visited(nodes) == min(expected, routing.top_k)
 
 
-def test_without_a_mesh():
+def test_moe_layer_without_mesh_matches_reference():
     with jax.enable_x64(True):
         x, weights, bias, cotangent = arrays()
         cfg = config(routing={"score": "sigmoid", "scale": 2.5}, bias_rate=0.1)
-        wanted = reference(cfg, biased=True)
+        expected = reference(cfg, biased=True)
         run = jax.value_and_grad(lambda x, weights: loss_of(cfg, x, weights, bias, cotangent), (0, 1), has_aux=True)
-        check(jax.jit(run)(x, weights), wanted, wanted[0][1])
+        check(jax.jit(run)(x, weights), expected, expected[0][1])
 
 
-def test_capacity_is_that_of_each_device():
-    """Eight devices route four tokens each, and an expert has room for one choice of each device."""
+def test_capacity_is_per_device():
+    """Eight devices route four tokens each, and an expert accepts one assignment of each device."""
     with jax.enable_x64(True):
         x, weights, _, cotangent = arrays()
         cfg = config(routing={"capacity_factor": 1.0})
-        wanted = reference(cfg, token_ranks=8)
-        found = on_mesh(cfg, {"data": 2, "expert": 4}, mp.ddp() | EXPERT, x, weights, None, cotangent)
-        check(found, wanted, wanted[0][1])
-        experts = np.asarray(wanted[0][1].experts).reshape(8, -1)
-        over = sum(np.maximum(np.bincount(of, minlength=EXPERTS) - 1, 0).sum() for of in experts)
-        assert found[0][1].dropped == over > 0
+        expected = reference(cfg, token_ranks=8)
+        actual = on_mesh(cfg, {"data": 2, "expert": 4}, mp.ddp() | EXPERT, x, weights, None, cotangent)
+        check(actual, expected, expected[0][1])
+        experts = np.asarray(expected[0][1].experts).reshape(8, -1)
+        over = sum(np.maximum(np.bincount(row, minlength=EXPERTS) - 1, 0).sum() for row in experts)
+        assert actual[0][1].dropped == over > 0
 
 
-def test_only_what_travels_is_cut_into_chunks():
-    """On one device an expert has room for its share of all tokens, not of a chunk's."""
+def test_chunks_do_not_change_local_computation():
+    """On a single device the capacity follows from all tokens, not from the tokens of a chunk."""
     x, weights, *_ = arrays()
     cfg = config(routing={"capacity_factor": 1.0})
-    whole, cut = (
+    expected, chunked = (
         jax.jit(functools.partial(moe_layer, config=dataclasses.replace(cfg, chunks=n)))(x, weights) for n in (1, 8)
     )
-    np.testing.assert_array_equal(cut[0], whole[0])
-    assert cut[1].dropped == whole[1].dropped > 0
+    np.testing.assert_array_equal(chunked[0], expected[0])
+    assert chunked[1].dropped == expected[1].dropped > 0
 
 
 @pytest.mark.matrix
-def test_a_decoder_drops_nothing_and_takes_tokens_as_they_come():
-    """Eight tokens on a device, three chunks, and room for less than half of what an even load would send."""
+def test_drops_false_ignores_bound_and_chunks():
+    """Eight tokens per device, three chunks, and a bound of 0.4 times a balanced load."""
     with jax.enable_x64(True):
         x, weights, *_ = arrays()
         cfg = config(bound_factor=0.4, chunks=3)
-        (y, told), (wanted, _) = (
+        (y, stats), (expected, _) = (
             jax.jit(functools.partial(run, x, weights))()
             for run in (
                 lambda x, weights: under(mesh_of({"expert": 4}), EXPERT, x, weights, cfg, drops=False),
                 lambda x, weights: moe_layer(x, weights, config()),
             )
         )
-        np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-12)
-        assert told.dropped == 0
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-12)
+        assert stats.dropped == 0
 
 
 def under(mesh, strategy, *args, **options):
@@ -238,42 +233,42 @@ def under(mesh, strategy, *args, **options):
 
 
 @pytest.mark.matrix
-def test_tokens_that_are_whole_over_the_experts_stay():
-    """Each rank computes its own experts' part, as a decoder with a batch of one does: nothing is sent but sums."""
+def test_replicated_tokens_are_computed_locally():
+    """Each rank computes its local experts and the results are all-reduced, as in decoding with batch size 1."""
     with jax.enable_x64(True):
         x, weights, _, cotangent = arrays()
         strategy = EXPERT | mp.tensor_parallel() | mp.Rules(batch=None)
-        wanted = reference(config())
-        found = on_mesh(config(), {"expert": 4, "tensor": 2}, strategy, x, weights, None, cotangent)
-        check(found, wanted, wanted[0][1])
+        expected = reference(config())
+        actual = on_mesh(config(), {"expert": 4, "tensor": 2}, strategy, x, weights, None, cotangent)
+        check(actual, expected, expected[0][1])
 
 
-@pytest.mark.parametrize("own", cases(True, grid=[True, False]), ids=["own slices", "all experts"])
+@pytest.mark.parametrize("sharded", cases(True, grid=[True, False]), ids=["sharded experts", "all experts"])
 @pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_inside_a_region_that_is_manual_over_the_batch(own, tensor):
-    """As in stages, and with reduce_gradients="once": every device differentiates its own part of the loss."""
+def test_moe_layer_inside_a_shard_map_over_the_batch(sharded, tensor):
+    """As in stages, and with reduce_gradients="once": each device differentiates its local part of the loss."""
     strategy = EXPERT | mp.tensor_parallel()
     with jax.enable_x64(True):
         x, weights, _, cotangent = arrays()
         mesh, cfg = mesh_of({"expert": 4, "tensor": tensor}), config()
-        wanted = reference(cfg)
+        expected = reference(cfg)
 
         def inside(x, weights, cotangent):
-            # The auxiliary losses are those of all tokens, and every device has them: a share is each one's own.
-            def share(x, weights):
-                y, told = moe_layer(x, weights, cfg)
-                return (y * cotangent).sum() + told.loss / ranks_of("test", "expert"), told
+            # The auxiliary losses are global values, so each device counts a fraction.
+            def local_loss(x, weights):
+                y, stats = moe_layer(x, weights, cfg)
+                return (y * cotangent).sum() + stats.loss / ranks_of("test", "expert"), stats
 
-            (loss, told), (dx, dw) = jax.value_and_grad(share, (0, 1), has_aux=True)(x, weights)
-            dw = dw if own else jax.lax.psum(dw, "expert")
-            return (jax.lax.psum(loss, "expert"), told), (dx, dw)
+            (loss, stats), (dx, dw) = jax.value_and_grad(local_loss, (0, 1), has_aux=True)(x, weights)
+            dw = dw if sharded else jax.lax.psum(dw, "expert")
+            return (jax.lax.psum(loss, "expert"), stats), (dx, dw)
 
-        split = Weights(P(None, "expert"), *[P("expert")] * 3) if own else P()
+        weight_specs = Weights(P(None, "expert"), *[P("expert")] * 3) if sharded else P()
         run = jax.shard_map(
             inside,
             mesh=mesh,
-            in_specs=(P("expert"), split, P("expert")),
-            out_specs=((P(), P()), (P("expert"), split)),
+            in_specs=(P("expert"), weight_specs, P("expert")),
+            out_specs=((P(), P()), (P("expert"), weight_specs)),
             axis_names={"expert"},
             check_vma=False,
         )
@@ -282,18 +277,18 @@ def test_inside_a_region_that_is_manual_over_the_batch(own, tensor):
             with mp.use_rules(mesh, strategy):
                 return run(x, weights, cotangent)
 
-        check(jax.jit(ruled)(x, weights), wanted, wanted[0][1])
+        check(jax.jit(ruled)(x, weights), expected, expected[0][1])
 
 
-def test_stages_sum_counts_themselves():
-    """Inside a region of stages a device tells of its own tokens."""
+def test_counts_are_local_inside_stages():
+    """Pipeline stages sum the counts of the devices themselves."""
     mesh, cfg = mesh_of({"expert": 4}), config()
     x, weights, *_ = arrays()
 
     def inside(x, weights):
         with running(lambda *_: None):
-            _, told = moe_layer(x, weights, cfg)
-        return told.load[None]
+            _, stats = moe_layer(x, weights, cfg)
+        return stats.load[None]
 
     run = jax.shard_map(
         inside, mesh=mesh, in_specs=(P("expert"), P()), out_specs=P("expert"), axis_names={"expert"}, check_vma=False
@@ -309,8 +304,8 @@ def test_stages_sum_counts_themselves():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_kept_for_the_backward_pass_are_shards_of_the_weights():
-    """Eight layers over fsdp=8, with no layer recomputed: the weights of all of them are never whole at one time."""
+def test_backward_pass_saves_weight_shards_only():
+    """Eight layers over fsdp=8 without remat: gathered weights of different layers are not live at the same time."""
     num_layers, width, hidden = 8, 32, 128
     mesh, cfg = mesh_of({"fsdp": 8}), dataclasses.replace(config(), mlp_dim=hidden)
 
@@ -319,17 +314,17 @@ def test_what_is_kept_for_the_backward_pass_are_shards_of_the_weights():
             x, _ = jax.lax.scan(lambda x, weights: (x + moe_layer(x, weights, cfg)[0], None), x, stacked)
         return (x**2).sum()
 
-    def split(*shape, dim):
+    def sharded(*shape, dim):
         spec = P(*[None] * dim, "fsdp")
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.sharding.NamedSharding(mesh, spec))
 
     inward, outward = (num_layers, EXPERTS, width, hidden), (num_layers, EXPERTS, hidden, width)
-    router = split(num_layers, width, EXPERTS, dim=1)
-    stacked = Weights(router, split(*inward, dim=2), split(*inward, dim=2), split(*outward, dim=3))
+    router = sharded(num_layers, width, EXPERTS, dim=1)
+    stacked = Weights(router, sharded(*inward, dim=2), sharded(*inward, dim=2), sharded(*outward, dim=3))
     gradient = jax.jit(jax.grad(run), out_shardings=jax.tree.map(lambda x: x.sharding, stacked))
-    held = gradient.lower(stacked, split(8, SEQ, width, dim=0)).compile().memory_analysis().temp_size_in_bytes
-    whole = 3 * 4 * math.prod(inward)
-    assert held < whole / 2
+    temp_bytes = gradient.lower(stacked, sharded(8, SEQ, width, dim=0)).compile().memory_analysis().temp_size_in_bytes
+    full_bytes = 3 * 4 * math.prod(inward)
+    assert temp_bytes < full_bytes / 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -337,47 +332,47 @@ def test_what_is_kept_for_the_backward_pass_are_shards_of_the_weights():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_the_router_is_exact_in_bfloat16():
-    """Logits of bfloat16 tokens and weights decide in float32: two experts that bfloat16 cannot tell apart."""
+def test_router_computes_in_float32():
+    """Logits of two experts differ in float32 and are equal in bfloat16."""
     width = 256
     x = jnp.ones((1, 1, width), jnp.bfloat16)
     router = jnp.full((width, EXPERTS), 1.0, jnp.bfloat16).at[0, 5].set(1.0078125)  # 256 and 256.0078125
     experts = jnp.zeros((EXPERTS, width, 2), jnp.bfloat16)
     weights = Weights(router, experts, experts, experts.swapaxes(1, 2))
     cfg = MoEConfig(routing=Routing(num_experts=EXPERTS, top_k=1, normalize=False), mlp_dim=2)
-    y, told = jax.jit(functools.partial(moe_layer, config=cfg))(x, weights)
-    assert (y.dtype, told.loss.dtype) == (jnp.bfloat16, jnp.float32)
-    assert np.asarray(told.load).tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
+    y, stats = jax.jit(functools.partial(moe_layer, config=cfg))(x, weights)
+    assert (y.dtype, stats.loss.dtype) == (jnp.bfloat16, jnp.float32)
+    assert np.asarray(stats.load).tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("within", cases("in a region", grid=["alone", "in a region"]))
-def test_bfloat16_with_the_hidden_width_split(within):
-    """Sums over `tensor` are made inside the layer, which XLA for CPUs cannot do in bfloat16: it would abort."""
+@pytest.mark.parametrize("nested", cases(True, grid=[False, True]))
+def test_bfloat16_with_sharded_hidden_dim(nested):
+    """The layer sums over `tensor`. XLA aborts on such sums in bfloat16 on CPUs, so they are computed in float32."""
     cfg, strategy = config(auxiliary_weight=0.0, z_weight=0.0), mp.fsdp() | EXPERT | mp.tensor_parallel()
-    mesh = mesh_of({"fsdp": 2, "expert": 2, "tensor": 2} if within == "alone" else {"expert": 2, "tensor": 2})
+    mesh = mesh_of({"expert": 2, "tensor": 2} if nested else {"fsdp": 2, "expert": 2, "tensor": 2})
     single = arrays()
     x, weights, _, cotangent = jax.tree.map(lambda a: a.astype(jnp.bfloat16), single)
 
     def gradients(x, weights, cotangent):
         return jax.grad(lambda x, weights: loss_of(cfg, x, weights, None, cotangent)[0], (0, 1))(x, weights)
 
-    split = Weights(P(None, "expert"), *[P("expert")] * 3)
-    specs = {"in_specs": (P("expert"), split, P("expert")), "out_specs": (P("expert"), split)}
+    weight_specs = Weights(P(None, "expert"), *[P("expert")] * 3)
+    specs = {"in_specs": (P("expert"), weight_specs, P("expert")), "out_specs": (P("expert"), weight_specs)}
     run = jax.shard_map(gradients, mesh=mesh, axis_names={"expert"}, check_vma=False, **specs)
 
-    def ruled(*given):
+    def ruled(*args):
         with mp.use_rules(mesh, strategy):
-            return (gradients if within == "alone" else run)(*given)
+            return (run if nested else gradients)(*args)
 
-    found = jax.tree.leaves(jax.jit(ruled)(x, weights, cotangent))
-    wanted = jax.tree.leaves(jax.jit(gradients)(single[0], single[1], single[3]))
-    for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == jnp.bfloat16
-        np.testing.assert_allclose(one.astype(np.float32), other, rtol=0, atol=0.03 * np.abs(other).max())
+    actual = jax.tree.leaves(jax.jit(ruled)(x, weights, cotangent))
+    expected = jax.tree.leaves(jax.jit(gradients)(single[0], single[1], single[3]))
+    for rounded, exact in zip(actual, expected, strict=True):
+        assert rounded.dtype == jnp.bfloat16
+        np.testing.assert_allclose(rounded.astype(np.float32), exact, rtol=0, atol=0.03 * np.abs(exact).max())
 
 
-def test_gradients_of_experts_meet_in_float32():
-    """A step in bfloat16: what devices sum is widened before, not after."""
+def test_gradients_are_reduced_in_float32():
+    """With bfloat16 parameters, gradients are cast to float32 before the all-reduce."""
     x, weights, _, cotangent = jax.tree.map(lambda a: a.astype(jnp.bfloat16), arrays())
     mesh = mesh_of({"data": 2, "expert": 2})
 
@@ -390,7 +385,7 @@ def test_gradients_of_experts_meet_in_float32():
         for equation in equations(jax.make_jaxpr(jax.grad(run))(weights, x).jaxpr)
         if equation.primitive.name.startswith("psum")
     ]
-    shapes = {aval.shape: aval.dtype for of in sums for aval in of}
+    shapes = {aval.shape: aval.dtype for avals in sums for aval in avals}
     for shape in ((EXPERTS // 2, WIDTH, HIDDEN), (EXPERTS // 2, HIDDEN, WIDTH), (WIDTH, EXPERTS)):
         assert shapes[shape] == jnp.float32
 
@@ -416,27 +411,27 @@ BIASED = MoEConfig(
 
 @pytest.fixture(scope="module")
 def modules():
-    """The NNX module, its parameters as Linen's, tokens, and what the module makes of them."""
+    """Return the NNX module, its parameters as a dict, tokens, and the result of the module."""
     module = nnx.jit(lambda: moe.MoE(WIDTH, BIASED, rngs=nnx.Rngs(0)))()
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
     x = arrays()[0]
     return module, params, x, nnx.jit(lambda module, x: module(x))(nnx.clone(module), x)
 
 
-def test_shared_experts_are_for_every_token(modules):
+def test_shared_experts_are_added_for_all_tokens(modules):
     _, params, x, (y, _) = modules
 
     @jax.jit
-    def parts(params, x):
+    def summands(params, x):
         routed, _ = moe_layer(x, Weights(*(params[name] for name in Weights._fields)), BIASED, bias=jnp.zeros(EXPERTS))
         return routed, swiglu([params[f"shared_{name}"] for name in ("gate", "up", "down")], x)
 
-    routed, shared = parts(params, x)
+    routed, shared = summands(params, x)
     assert np.abs(shared).max() > 0.1
     np.testing.assert_allclose(y, routed + shared, rtol=1e-5, atol=1e-6)
 
 
-def test_the_names_of_parameters(modules):
+def test_logical_names_of_parameters(modules):
     model = mp.from_nnx(lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs))
     names = {leaf.path: leaf.names for leaf in model.leaves()}
     assert names == {
@@ -453,15 +448,15 @@ def test_the_names_of_parameters(modules):
     assert {leaf.path: leaf.names for leaf in linen.leaves()} == names
 
 
-def test_experts_are_drawn_each_by_itself(modules):
+def test_experts_are_initialized_independently(modules):
     gate = np.asarray(modules[0].gate[...])
     assert np.unique(gate).size == gate.size
-    # By the width that one expert sees, not by that of all together.
-    wide = nnx.jit(lambda: moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0)))()
-    assert np.std(np.asarray(wide.gate[...])) == pytest.approx(1 / 8, rel=0.05)
+    # The standard deviation follows from the fan-in of a single expert.
+    large = nnx.jit(lambda: moe.MoE(64, dataclasses.replace(BIASED, mlp_dim=64), rngs=nnx.Rngs(0)))()
+    assert np.std(np.asarray(large.gate[...])) == pytest.approx(1 / 8, rel=0.05)
 
 
-def test_the_bias_moves_after_a_step_and_by_all_that_was_counted():
+def test_after_update_moves_the_bias_by_the_counted_load():
     model = mp.from_nnx(lambda rngs: moe.MoE(WIDTH, BIASED, rngs=rngs))
 
     @jax.jit
@@ -488,8 +483,8 @@ def test_the_bias_moves_after_a_step_and_by_all_that_was_counted():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_reports_reach_who_listens():
-    report(loss=jnp.ones(()))  # nothing listens
+def test_report_is_collected():
+    report(loss=jnp.ones(()))  # dropped outside of `collecting`
     assert not is_listening()
     with collecting() as reports:
         assert is_listening()
@@ -501,30 +496,30 @@ def test_reports_reach_who_listens():
     assert reports.loss is None
 
 
-def test_metrics_of_all_layers():
+def test_report_layers_of_stacked_layers():
     load = jnp.asarray([[4, 0, 0, 4], [2, 2, 2, 2]])
     aux = moe.RouterStats(jnp.full((), 0.5), load, jnp.asarray([2, 0]), jnp.asarray([0.1, 0.2])).aux
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2, z_weight=1.0)
     mesh = mesh_of({"expert": 2})
     with collecting() as reports, mp.use_rules(mesh, EXPERT):
         moe.report_layers(aux, cfg)
-    found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
-    assert found["moe/load"] == load.tolist()
-    assert found["moe/rank_load"] == [[4, 4], [4, 4]]
-    assert found["moe/drop_rate"] == [0.25, 0]
-    assert (float(reports.loss), found["moe/aux_loss"]) == (0.5, 0.5)
+    actual = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
+    assert actual["moe/load"] == load.tolist()
+    assert actual["moe/rank_load"] == [[4, 4], [4, 4]]
+    assert actual["moe/drop_rate"] == [0.25, 0]
+    assert (float(reports.loss), actual["moe/aux_loss"]) == (0.5, 0.5)
     with collecting() as reports:
         moe.report_layers(aux, dataclasses.replace(cfg, z_weight=0.0))
     assert reports.loss is None
     assert np.asarray(reports.metrics["moe/rank_load"]).tolist() == [[8], [8]]
 
 
-def test_a_model_of_one_layer_reports_what_that_told():
-    told = moe.RouterStats(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
+def test_report_layers_of_one_layer():
+    stats = moe.RouterStats(jnp.zeros(()), jnp.asarray([4, 0, 0, 4]), jnp.asarray(2), jnp.asarray(0.1))
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2)
     with collecting() as reports, mp.use_rules(mesh_of({"expert": 2}), EXPERT):
-        moe.report_layers(told, cfg)
-    found = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
-    assert (found["moe/load"], found["moe/rank_load"], found["moe/drop_rate"]) == ([[4, 0, 0, 4]], [[4, 4]], [0.25])
+        moe.report_layers(stats, cfg)
+    actual = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
+    assert (actual["moe/load"], actual["moe/rank_load"], actual["moe/drop_rate"]) == ([[4, 0, 0, 4]], [[4, 4]], [0.25])
     read = moe.loads(reports.metrics)
     assert (read.experts.max_over_mean.tolist(), read.ranks.max_over_mean.tolist()) == ([2.0], [1.0])

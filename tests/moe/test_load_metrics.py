@@ -1,4 +1,4 @@
-"""The load as counted by hand, of the global batch, and the advice that comes of it."""
+"""Load metrics against NumPy, over sharded batches, and the advice."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def case(tokens=64, num_experts=8, top_k=2, seed=0):
     return experts, scores, rng.random((tokens, top_k)) < 0.75
 
 
-def check_load(found, tokens):
+def check_load(actual, tokens):
     mean = sum(tokens) / len(tokens)
-    assert np.asarray(found.tokens).tolist() == tokens
-    assert found.max_over_mean == pytest.approx(max(tokens) / mean, rel=1e-6)
-    assert found.max_over_min == pytest.approx(max(tokens) / max(min(tokens), 1), rel=1e-6)
-    variance = sum((one - mean) ** 2 for one in tokens) / len(tokens)
-    assert found.variation == pytest.approx(math.sqrt(variance) / mean, rel=1e-5, abs=1e-7)
+    assert np.asarray(actual.tokens).tolist() == tokens
+    assert actual.max_over_mean == pytest.approx(max(tokens) / mean, rel=1e-6)
+    assert actual.max_over_min == pytest.approx(max(tokens) / max(min(tokens), 1), rel=1e-6)
+    variance = sum((count - mean) ** 2 for count in tokens) / len(tokens)
+    assert actual.variation == pytest.approx(math.sqrt(variance) / mean, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_loads_are_as_counted(num_ranks):
+def test_measure_matches_numpy(num_ranks):
     experts, scores, kept = case()
     loads = measure(experts, scores, num_ranks=num_ranks, kept=kept)
     tokens = [int((experts == expert).sum()) for expert in range(8)]
@@ -47,14 +47,14 @@ def test_loads_are_as_counted(num_ranks):
     assert loads.router_entropy == pytest.approx(-(shares * np.log(shares)).sum(1).mean(), rel=1e-5)
 
 
-def test_entropy_is_ln_e_without_and_0_with_conviction():
+def test_entropy_of_equal_and_of_certain_scores():
     experts = np.zeros((4, 1), np.int32)
     assert measure(experts, jnp.full((4, 8), 0.3)).router_entropy == pytest.approx(math.log(8), rel=1e-6)
     assert measure(experts, jnp.eye(8)[:4]).router_entropy == 0
 
 
 @pytest.mark.parametrize("top_k", cases(2, grid=[1, 2, 4]))
-def test_drop_rates_at_the_extremes_of_capacity(top_k):
+def test_drop_rate_by_capacity(top_k):
     tokens, num_experts = 32, 8
     experts = (np.arange(tokens * top_k) % num_experts).reshape(tokens, top_k).astype(np.int32)
     all_to_one = np.broadcast_to(np.arange(top_k), (tokens, top_k)).astype(np.int32)
@@ -67,13 +67,13 @@ def test_drop_rates_at_the_extremes_of_capacity(top_k):
     fair = tokens * top_k // num_experts
     assert drop_rate(experts, fair) == 0  # factor 1, exactly full
     assert drop_rate(experts, fair // 2) == 0.5
-    assert drop_rate(all_to_one, tokens) == 0  # room for every token
+    assert drop_rate(all_to_one, tokens) == 0  # capacity for all tokens
     assert drop_rate(all_to_one, fair) == pytest.approx(1 - fair / tokens)
     assert drop_rate(all_to_one, 0) == 1
 
 
 @pytest.mark.parametrize("unassigned", [2, -1])
-def test_unassigned_choices_are_neither_load_nor_drops(unassigned):
+def test_unassigned_elements_are_not_counted(unassigned):
     experts = np.array([[0, unassigned], [unassigned, 1], [0, unassigned], [unassigned, unassigned]], np.int32)
     kept = experts != unassigned
     loads = measure(experts, np.ones((4, 2), np.float32), kept=kept)
@@ -81,7 +81,7 @@ def test_unassigned_choices_are_neither_load_nor_drops(unassigned):
     assert loads.drop_rate == 0
 
 
-def test_over_ranks_the_global_batch_is_measured(mesh8):
+def test_measure_over_ranks_matches_the_global_batch(mesh8):
     experts, scores, kept = case()
     spec = P("fsdp")
     kernel = functools.partial(moe.measure, num_ranks=4, axis="fsdp")
@@ -91,13 +91,13 @@ def test_over_ranks_the_global_batch_is_measured(mesh8):
         in_specs=spec,
         out_specs=P(),
     )
-    found, expected = jax.jit(sharded)(experts, scores, kept), measure(experts, scores, num_ranks=4, kept=kept)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+    actual, expected = jax.jit(sharded)(experts, scores, kept), measure(experts, scores, num_ranks=4, kept=kept)
+    for x, exact in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(x, exact, rtol=1e-6)
 
 
 def stacked(*tokens, num_ranks=4, drop_rates=None):
-    """The loads of layers that have these tokens at their experts."""
+    """Return the loads of layers with these numbers of tokens per expert."""
     layers = []
     for row in tokens:
         experts = np.repeat(np.arange(len(row)), row)[:, None].astype(np.int32)
@@ -109,11 +109,11 @@ def stacked(*tokens, num_ranks=4, drop_rates=None):
 EVEN = [1000, 1100, 1050, 1000, 1100, 1000, 1050, 1000]
 
 
-def test_scalars_are_the_worst_layers():
+def test_scalars_are_of_the_worst_layer():
     loads = stacked(EVEN, [1000] * 7 + [3000], drop_rates=[0.02, 0.0])
-    found = moe.scalars(loads)
-    assert all(jnp.ndim(value) == 0 for value in found.values())
-    values = {name: float(value) for name, value in found.items()}
+    actual = moe.scalars(loads)
+    assert all(jnp.ndim(value) == 0 for value in actual.values())
+    values = {name: float(value) for name, value in actual.items()}
     assert values == pytest.approx(
         {
             "moe_expert_max_over_mean": 3000 / 1250,
@@ -129,26 +129,26 @@ def test_scalars_are_the_worst_layers():
     )
 
 
-def test_loads_out_of_the_metrics_of_a_step_are_those_that_were_measured():
+def test_loads_from_metrics_match_measure():
     experts, scores, kept = case()
-    told = jax.tree.map(lambda x: np.stack([x, x]), measure(experts, scores, num_ranks=4, kept=kept))
+    measured = jax.tree.map(lambda x: np.stack([x, x]), measure(experts, scores, num_ranks=4, kept=kept))
     metrics = {
-        "moe/load": told.experts.tokens,
-        "moe/rank_load": told.ranks.tokens,
-        "moe/drop_rate": told.drop_rate,
-        "moe/router_entropy": told.router_entropy,
+        "moe/load": measured.experts.tokens,
+        "moe/rank_load": measured.ranks.tokens,
+        "moe/drop_rate": measured.drop_rate,
+        "moe/router_entropy": measured.router_entropy,
     }
-    for found, expected in zip(jax.tree.leaves(moe.loads(metrics)), jax.tree.leaves(told), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for actual, expected in zip(jax.tree.leaves(moe.loads(metrics)), jax.tree.leaves(measured), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
     assert moe.loads({"accuracy": 1.0}) is None
 
 
-def test_no_advice_when_all_is_well():
+def test_no_advice_for_healthy_loads():
     assert moe.advice(stacked(EVEN, EVEN, drop_rates=[0.0, 0.01])) == []
     assert moe.advice(jax.tree.map(lambda x: x[0], stacked(EVEN))) == []
 
 
-def test_advice_names_the_layers_the_numbers_and_a_way_out():
+def test_advice_has_layers_numbers_and_a_remedy():
     uneven, imbalanced = [1000] * 7 + [1500], [1000] * 6 + [3000, 1500]
     loads = stacked(EVEN, uneven, imbalanced, drop_rates=[0.011, 0.0, 0.2])
     experts, ranks, drops = moe.advice(loads)
@@ -158,34 +158,36 @@ def test_advice_names_the_layers_the_numbers_and_a_way_out():
     )
     assert "auxiliary loss or a balancing bias" in experts.text
     assert (ranks.kind, ranks.layers) == ("ranks", (2,))
-    assert "layer 2 is imbalanced over ranks: all wait for one that gets 1.71 times the mean" in ranks.text
+    assert (
+        "layer 2 is imbalanced over ranks: all ranks wait for the busiest, which gets 1.71 times the mean" in ranks.text
+    )
     assert "`mp.rebalance_experts`" in ranks.text
     assert (drops.kind, drops.layers) == ("drops", (2, 0))
-    assert "layer 2 (and 1 more of 3) drops 20.0% of its choices" in drops.text
-    assert "this load needs 2.29 at least" in drops.text  # 3000 / 1312.5
+    assert "layer 2 (and 1 more of 3) drops 20.0% of the assignments" in drops.text
+    assert "this load needs at least 2.29" in drops.text  # 3000 / 1312.5
 
 
-def test_advice_on_one_layer_says_uneven_below_2_and_counts_the_idle():
+def test_advice_for_one_layer_and_for_idle_experts():
     (experts,) = moe.advice(jax.tree.map(lambda x: x[0], stacked([1000] * 7 + [1500])))
     assert experts.text.startswith("the MoE layer is uneven: the busiest expert gets 1.5 times")
     first, *_ = moe.advice(stacked([1000] * 6 + [0, 0]))
-    assert ", 2 of them get none (healthy up to 1.3)" in first.text
+    assert ", 2 get none (healthy up to 1.3)" in first.text
 
 
-def test_uneven_experts_may_make_even_ranks():
-    kinds = [one.kind for one in moe.advice(stacked([2000, 1000] * 4, num_ranks=4))]
+def test_uneven_experts_with_balanced_ranks():
+    kinds = [advice.kind for advice in moe.advice(stacked([2000, 1000] * 4, num_ranks=4))]
     assert kinds == ["experts"]
 
 
-def test_few_tokens_of_a_perfect_router_are_no_reason_for_advice():
-    """Four tokens an expert: the busiest gets many times what the least busy does, by chance alone."""
+def test_chance_imbalance_of_few_tokens_gives_no_advice():
+    """With 40 tokens per expert, a perfect router has uneven loads by chance."""
     rng = np.random.default_rng(0)
-    told, ratios = 0, []
+    num_advised, ratios = 0, []
     for _ in range(50):
         row = np.bincount(rng.integers(0, 16, 16 * 40), minlength=16).tolist()
         loads = stacked(row)
         ratios.append(float(loads.experts.max_over_min[0]))
-        told += bool(moe.advice(loads))
+        num_advised += bool(moe.advice(loads))
     assert np.median(ratios) > 1.5
-    assert told <= 10
+    assert num_advised <= 10
     assert moe.advice(stacked([40] * 15 + [160])) != []

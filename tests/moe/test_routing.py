@@ -1,4 +1,4 @@
-"""Routing against NumPy written out token by token, choice by choice."""
+"""Routing against NumPy code that loops over tokens and assignments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from meshpar import moe
 from meshpar.moe import Routing
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 from tests.grid import cases
 
 MIXTRAL = Routing(num_experts=8, top_k=2)
@@ -22,10 +22,10 @@ DEEPSEEK = Routing(num_experts=32, top_k=6, score="sigmoid", scale=2.5, groups=8
 SWITCH = Routing(num_experts=16, top_k=1, normalize=False, capacity_factor=1.25)
 
 SHAPES = [(4, 1), (4, 2), (8, 3), (8, 4), (16, 5), (32, 6), (64, 7), (64, 8)]
-"""(experts, choices)."""
+"""(num_experts, top_k)."""
 NORMS = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sigmoid", True)]
 EACH_ONCE = [(*shape, *norm) for shape, norm in zip(SHAPES, itertools.cycle(NORMS))]
-"""Every shape and every norm, by default; the rest of their product is for the long run."""
+"""Each shape with one norm, by default; the other combinations are in the matrix."""
 REST = [
     (*shape, *norm)
     for shape, norm in itertools.product(SHAPES, NORMS)
@@ -41,7 +41,7 @@ def logits_of(tokens, routing, seed=0, scale=2.0):
 
 
 def by_hand(logits, routing, bias=None):
-    """(experts, weights, scores) in float64, one token after the other."""
+    """Return (experts, weights, scores) in float64, computed token by token."""
     logits = np.asarray(logits, np.float64)
     if routing.score == "sigmoid":
         scores = 1 / (1 + np.exp(-logits))
@@ -94,23 +94,23 @@ def test_groups(groups, top_groups, with_bias):
     bias = np.linspace(-0.4, 0.4, 32, dtype=np.float32) if with_bias else None
     routed = compiled(logits, routing=routing, bias=bias)
     check(routed, by_hand(logits, routing, bias))
-    visited = np.array([len(set(token)) for token in np.asarray(routed.experts) // (32 // groups)])
-    assert visited.max() <= top_groups
+    num_groups = np.array([len(set(token)) for token in np.asarray(routed.experts) // (32 // groups)])
+    assert num_groups.max() <= top_groups
 
 
-def test_a_group_counts_by_its_two_best_not_by_its_best():
+def test_group_score_is_the_sum_of_the_two_best_experts():
     routing = Routing(num_experts=8, top_k=2, score="sigmoid", groups=2, top_groups=1)
     logits = jnp.array([[3.0, -3, -3, -3, 2, 2, -3, -3]])
     assert moe.route(logits, routing).experts.tolist() == [[4, 5]]
 
 
-def test_negative_biases_let_no_expert_of_another_group_in():
+def test_negative_biases_stay_within_the_best_groups():
     routing = Routing(num_experts=8, top_k=3, score="sigmoid", groups=2, top_groups=1)
     logits = jnp.array([[1.0, 0, -1, -2, -9, -9, -9, -9]])
     assert moe.route(logits, routing, bias=jnp.full(8, -5.0)).experts.tolist() == [[0, 1, 2]]
 
 
-def test_the_bias_chooses_and_the_gate_ignores_it():
+def test_bias_changes_experts_but_not_gate_weights():
     logits = jnp.asarray(logits_of(50, MIXTRAL))
     bias = jnp.zeros(8).at[5].set(10.0)
     routed = compiled(logits, routing=MIXTRAL, bias=bias)
@@ -132,14 +132,14 @@ def test_ties_between_groups_go_to_the_lowest():
     assert compiled(jnp.zeros((1, 32)), routing=DEEPSEEK).experts.tolist() == [list(range(6))]
 
 
-def test_logits_whose_scores_are_equal_are_no_tie():
+def test_logits_break_ties_of_rounded_scores():
     """A sigmoid of 20 and one of 30 are both 1 in float32."""
     routing = Routing(num_experts=8, top_k=2, score="sigmoid")
     assert compiled(jnp.full((1, 8), 20.0).at[0, 5].set(30.0), routing=routing).experts.tolist() == [[5, 0]]
 
 
 @pytest.mark.parametrize(("score", "normalize"), cases(("softmax", False), ("sigmoid", True), grid=NORMS))
-def test_all_to_one_expert_and_scores_that_underflow(score, normalize):
+def test_weights_are_finite_when_scores_underflow(score, normalize):
     routing = Routing(num_experts=8, top_k=2, score=score, normalize=normalize)
     logits = np.full((6, 8), -300.0, np.float32)
     logits[:, 3] = -200.0
@@ -148,12 +148,12 @@ def test_all_to_one_expert_and_scores_that_underflow(score, normalize):
     gradient = jax.grad(lambda x: moe.route(x, routing).weights[:, 0].sum())(jnp.asarray(logits))
     assert np.isfinite(routed.weights).all()
     assert np.isfinite(gradient).all()
-    if normalize:  # of sigmoid scores too, which are all 0 in float32
+    if normalize:  # sigmoid scores included, which are all 0 in float32
         np.testing.assert_allclose(routed.weights, [[1.0, 0.0]] * 6, atol=1e-30)
 
 
 @pytest.mark.parametrize("routing", [MIXTRAL, DEEPSEEK, dataclasses.replace(MIXTRAL, normalize=False)])
-def test_gradients_are_those_of_the_formula(routing):
+def test_gradients_match_finite_differences(routing):
     with jax.enable_x64(True):
         logits = jnp.asarray(logits_of(7, routing), jnp.float64)
         rng = np.random.default_rng(1)
@@ -167,14 +167,14 @@ def test_gradients_are_those_of_the_formula(routing):
             _, weights, scores = by_hand(logits, routing)
             return (weights * of_weights).sum() + (scores * of_scores).sum()
 
-        found, step = np.asarray(jax.jit(jax.grad(loss))(logits)), 1e-6
+        actual, step = np.asarray(jax.jit(jax.grad(loss))(logits)), 1e-6
         for token, expert in itertools.product(range(0, 7, 3), range(0, routing.num_experts, 3)):
             moved = np.zeros(logits.shape)
             moved[token, expert] = step
             slope = (loss_by_hand(logits + moved) - loss_by_hand(logits - moved)) / (2 * step)
-            # A central difference at 1e-6: its own error is about 1e-10 / 1e-6 of rounding.
-            assert found[token, expert] == pytest.approx(slope, rel=1e-5, abs=1e-8)
-        assert np.abs(found).max() > 0.01
+            # The rounding error of a central difference at 1e-6 is about 1e-10 / 1e-6.
+            assert actual[token, expert] == pytest.approx(slope, rel=1e-5, abs=1e-8)
+        assert np.abs(actual).max() > 0.01
 
 
 def test_half_precision_logits_are_scored_in_float32():
@@ -190,7 +190,7 @@ def test_half_precision_logits_are_scored_in_float32():
     cases(MIXTRAL, DEEPSEEK, grid=[MIXTRAL, SWITCH, dataclasses.replace(DEEPSEEK, groups=1, top_groups=1), DEEPSEEK]),
     ids=str,
 )
-def test_renumbering_the_experts_changes_no_bit(routing, with_bias):
+def test_renumbered_experts_give_the_same_bits(routing, with_bias):
     logits = logits_of(512, routing, seed=3, scale=4.0)
     rng = np.random.default_rng(0)
     by_group = np.arange(routing.num_experts).reshape(routing.groups, -1)
@@ -205,14 +205,14 @@ def test_renumbering_the_experts_changes_no_bit(routing, with_bias):
 
 @pytest.mark.parametrize("num_experts", cases(5, 4096, grid=[1, 5, 256, 4096]))
 @pytest.mark.parametrize("scale", cases(4.0, grid=[0.1, 4.0]))
-def test_softmax_scores_of_many_experts_are_exact_in_any_order(num_experts, scale):
+def test_softmax_is_accurate_and_order_independent(num_experts, scale):
     routing = Routing(num_experts=num_experts, top_k=1, normalize=False)
     logits = logits_of(64, routing, scale=scale)
     order = np.random.default_rng(1).permutation(num_experts)
     scores, renumbered = (compiled(x, routing=routing).scores for x in (logits, logits[:, order]))
     np.testing.assert_array_equal(renumbered, scores[:, order])
     *_, expected = by_hand(logits, routing)
-    # exp of a float32 difference of up to 30 is right to half a unit of that difference, 1e-6.
+    # exp of a float32 difference of up to 30 has the rounding error of that difference, 1e-6.
     np.testing.assert_allclose(scores, expected, rtol=3e-6 if scale > 1 else 4e-7)
 
 
@@ -231,11 +231,11 @@ def test_experts_choose_their_best_tokens(tokens, score):
     each = math.ceil(tokens * 2 / 4)
     assert moe.capacity(tokens, routing) == each
     for expert in range(4):
-        taken = sorted(sorted(range(tokens), key=lambda token: (-scores[token, expert], token))[:each])
-        at = np.asarray(routed.experts[:, expert])
-        assert np.flatnonzero(at == expert).tolist() == taken
-        assert set(at.tolist()) == {expert, 4}
-        np.testing.assert_allclose(routed.weights[taken, expert], scores[taken, expert], rtol=2e-6)
+        chosen = sorted(sorted(range(tokens), key=lambda token: (-scores[token, expert], token))[:each])
+        column = np.asarray(routed.experts[:, expert])
+        assert np.flatnonzero(column == expert).tolist() == chosen
+        assert set(column.tolist()) == {expert, 4}
+        np.testing.assert_allclose(routed.weights[chosen, expert], scores[chosen, expert], rtol=2e-6)
     assert (np.asarray(routed.weights)[np.asarray(routed.experts) == 4] == 0).all()
     assert moe.count(routed.experts, 4).tolist() == [each] * 4
     slot, kept = find_kept(routed.experts, each, num_experts=4)
@@ -248,55 +248,55 @@ def test_among_equal_tokens_experts_choose_the_earliest():
     assert (np.asarray(routed.experts) < 4).tolist() == [[True] * 4] * 4 + [[False] * 4] * 4
 
 
-def test_expert_choice_in_a_causal_model_is_refused_with_the_reason_unless_forced():
-    with pytest.raises(MeshparError, match="later ones: the training loss leaks the future"):
+def test_expert_choice_in_a_causal_model_needs_force():
+    with raises("conflict", 'Routing(choice="expert")'):
         Routing(num_experts=4, top_k=2, choice="expert", normalize=False)
     assert Routing(num_experts=4, top_k=2, choice="expert", normalize=False, force=True).causal
-    # The reason, seen: a later token takes the place of an earlier one.
+    # The reason: a later token replaces an earlier one.
     logits = jnp.asarray(logits_of(8, ENCODER))
     changed = logits.at[7].set(9.0)
     before, after = (np.asarray(compiled(x, routing=ENCODER).experts[:7]) for x in (logits, changed))
     assert (before != after).any()
 
 
-# Room ----------------------------------------------------------------------------------------------------------------
+# Capacity ------------------------------------------------------------------------------------------------------------
 
 
-def kept_by_hand(experts, room, num_experts):
+def kept_by_hand(experts, capacity, num_experts):
     seen = [0] * (num_experts + 1)
     slots = np.zeros(experts.shape, int)
-    for token, choices in enumerate(experts):
-        for choice, expert in enumerate(choices):
-            slots[token, choice] = seen[expert]
+    for token, assigned in enumerate(experts):
+        for column, expert in enumerate(assigned):
+            slots[token, column] = seen[expert]
             seen[expert] += 1
-    return slots, (slots < room) & (experts < num_experts)
+    return slots, (slots < capacity) & (experts < num_experts)
 
 
-def choices_of(kind, tokens, num_experts, top_k):
+def random_experts(kind, tokens, num_experts, top_k):
     rng = np.random.default_rng(5)
-    some = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
+    experts = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :top_k]
     if kind == "all to the same":
-        some[:] = np.arange(top_k)
+        experts[:] = np.arange(top_k)
     if kind == "unassigned":
-        some[rng.random(some.shape) < 0.5] = num_experts
-    if kind == "round":
-        some[:] = (np.arange(tokens * top_k) % num_experts).reshape(tokens, top_k)
-    return some.astype(np.int32)
+        experts[rng.random(experts.shape) < 0.5] = num_experts
+    if kind == "balanced":
+        experts[:] = (np.arange(tokens * top_k) % num_experts).reshape(tokens, top_k)
+    return experts.astype(np.int32)
 
 
-@pytest.mark.parametrize("kind", ["any", "all to the same", "round", "unassigned"])
+@pytest.mark.parametrize("kind", ["random", "all to the same", "balanced", "unassigned"])
 @pytest.mark.parametrize(("num_experts", "top_k"), cases((8, 3), (64, 8), grid=SHAPES))
-def test_room_goes_to_the_earliest_token_and_its_first_choice(num_experts, top_k, kind):
-    experts = choices_of(kind, 24, num_experts, top_k)
+def test_kept_fills_slots_in_row_major_order(num_experts, top_k, kind):
+    experts = random_experts(kind, 24, num_experts, top_k)
     fair = math.ceil(24 * top_k / num_experts)
-    for room in (1, fair, 2 * fair, 24):
-        slot, kept = find_kept(experts, room, num_experts=num_experts)
-        expected_slot, expected = kept_by_hand(experts, room, num_experts)
+    for capacity in (1, fair, 2 * fair, 24):
+        slot, kept = find_kept(experts, capacity, num_experts=num_experts)
+        expected_slot, expected = kept_by_hand(experts, capacity, num_experts)
         np.testing.assert_array_equal(slot, expected_slot)
         np.testing.assert_array_equal(kept, expected)
-        assert np.bincount(experts[kept], minlength=num_experts).max() <= room
-    assert kept.sum() == (experts < num_experts).sum()  # with room for every token
-    if kind == "round":  # exactly full, nothing dropped
+        assert np.bincount(experts[kept], minlength=num_experts).max() <= capacity
+    assert kept.sum() == (experts < num_experts).sum()  # the capacity is the number of tokens
+    if kind == "balanced":  # all experts exactly full
         assert find_kept(experts, fair, num_experts=num_experts)[1].all()
     if kind == "all to the same":
         _, kept = find_kept(experts, 5, num_experts=num_experts)
@@ -304,7 +304,7 @@ def test_room_goes_to_the_earliest_token_and_its_first_choice(num_experts, top_k
 
 
 @pytest.mark.parametrize("unassigned", [-1, -8, 8, 100])
-def test_any_number_that_is_no_expert_is_unassigned(unassigned):
+def test_invalid_expert_indices_are_unassigned(unassigned):
     experts = np.array([[0, unassigned], [unassigned, 7], [0, 7]], np.int32)
     assert moe.count(experts, 8).tolist() == [2, 0, 0, 0, 0, 0, 0, 2]
     slot, kept = find_kept(experts, 1, num_experts=8)
@@ -312,22 +312,22 @@ def test_any_number_that_is_no_expert_is_unassigned(unassigned):
     assert np.asarray(slot)[[0, 1, 2, 2], [0, 1, 0, 1]].tolist() == [0, 0, 1, 1]
 
 
-def test_counting_and_room_in_a_shard_map_are_of_the_ranks_own_tokens(mesh8):
-    experts = choices_of("any", 16, 8, 2)
+def test_kept_and_count_in_a_shard_map_are_local(mesh8):
+    experts = random_experts("random", 16, 8, 2)
     spec = jax.sharding.PartitionSpec("fsdp")
 
     def kernel(experts):
         slot, kept = moe.kept(experts, 1, 8)
         return slot, kept, moe.count(experts, 8)
 
-    found = jax.jit(jax.shard_map(kernel, mesh=mesh8, in_specs=spec, out_specs=spec))(experts)
+    actual = jax.jit(jax.shard_map(kernel, mesh=mesh8, in_specs=spec, out_specs=spec))(experts)
     each = [kept_by_hand(part, 1, 8) for part in experts.reshape(4, 4, 2)]
-    np.testing.assert_array_equal(found[0], np.concatenate([slot for slot, _ in each]))
-    np.testing.assert_array_equal(found[1], np.concatenate([kept for _, kept in each]))
-    np.testing.assert_array_equal(found[2].reshape(4, 8).sum(0), np.bincount(experts.ravel(), minlength=8))
+    np.testing.assert_array_equal(actual[0], np.concatenate([slot for slot, _ in each]))
+    np.testing.assert_array_equal(actual[1], np.concatenate([kept for _, kept in each]))
+    np.testing.assert_array_equal(actual[2].reshape(4, 8).sum(0), np.bincount(experts.ravel(), minlength=8))
 
 
-def test_routing_in_a_shard_map_is_routing(mesh8):
+def test_route_in_a_shard_map_matches_route(mesh8):
     logits = logits_of(16, MIXTRAL)
     spec = jax.sharding.PartitionSpec("fsdp")
 
@@ -335,10 +335,10 @@ def test_routing_in_a_shard_map_is_routing(mesh8):
         return moe.route(logits, MIXTRAL, bias=jnp.zeros(8)).weights
 
     sharded = jax.shard_map(weights, mesh=mesh8, in_specs=spec, out_specs=spec)
-    (_, found), (_, expected) = (
+    (_, actual), (_, expected) = (
         jax.jit(jax.value_and_grad(lambda x, f=f: (f(x) ** 2).sum()))(logits) for f in (sharded, weights)
     )
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
     np.testing.assert_array_equal(jax.jit(sharded)(logits), jax.jit(weights)(logits))
 
 
@@ -351,7 +351,7 @@ def test_capacity(tokens, factor, expected):
     assert moe.capacity(tokens, Routing(num_experts=8, top_k=2, capacity_factor=factor)) == expected
 
 
-def test_no_temporary_of_choices_times_experts():
+def test_kept_has_no_temporary_of_assignments_times_experts():
     tokens, num_experts, top_k = 2048, 256, 8
     experts = jax.ShapeDtypeStruct((tokens, top_k), "int32")
     compiled = jax.jit(functools.partial(moe.kept, capacity=64, num_experts=num_experts)).lower(experts).compile()

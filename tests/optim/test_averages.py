@@ -1,4 +1,4 @@
-"""Averages of parameters over steps: those of one device by hand, in shards, under every way to make a step."""
+"""Exponential moving averages of parameters, compared with averages computed on the host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 import meshpar as mp
 from tests.equal import mesh_of
+from tests.errors import raises
 from tests.training.test_optimizers import BATCH, MODEL, loss
 
 DECAY = 0.75
@@ -20,7 +21,7 @@ def abstract(tx):
 
 
 def trained(tx, spec, strategy, steps=3, **options):
-    """(step, state behind steps, parameters before, between and behind them on the host)."""
+    """Return the step, the final state, and the parameters before and after each step, on the host."""
     state = mp.init_state(MODEL, tx, mesh=mesh_of(spec), strategy=strategy, key=0, **options)
     step, params = mp.train_step(loss), [jax.device_get(state.params)]
     for _ in range(steps):
@@ -41,29 +42,29 @@ def trained(tx, spec, strategy, steps=3, **options):
                      mp.fsdp(min_bytes=0), None, id="in a chain", marks=pytest.mark.matrix),
     ],
 )  # fmt: skip
-def test_averages_are_those_of_the_parameters_of_every_step(wrapped, strategy, trainable):
+def test_ema_averages_the_parameters_of_all_steps(wrapped, strategy, trainable):
     step, state, params = trained(wrapped(optax.adam(1e-2)), mp.MeshSpec(fsdp=8), strategy, trainable=trainable)
     expected = params[0]
-    for one in params[1:]:
-        expected = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, expected, one)
-    found = mp.ema_params(state)
-    for path, x in found.params.items():
+    for updated in params[1:]:
+        expected = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, expected, updated)
+    averaged = mp.ema_params(state)
+    for path, x in averaged.params.items():
         np.testing.assert_allclose(x, expected[path], rtol=1e-6, err_msg=path)
         assert x.sharding.is_equivalent_to(state.params[path].sharding, x.ndim)
-    kept = [one for one in state.table.optimizer if "average" in one.path]
-    assert len(kept) == (3 if trainable is None else 2)
-    assert all(one.shards == 8 for one in kept)
+    averages = [decision for decision in state.table.optimizer if "average" in decision.path]
+    assert len(averages) == (3 if trainable is None else 2)
+    assert all(decision.shards == 8 for decision in averages)
     step(state, BATCH)
-    assert not any(x.is_deleted() for x in found.params.values()), "the step took nothing of it"
+    assert not any(x.is_deleted() for x in averaged.params.values()), "the step does not donate the averages"
 
 
 @pytest.mark.matrix
-def test_nothing_is_sent_for_averages():
+def test_ema_needs_no_communication():
     reports = [
         mp.explain(mp.train_step(loss), abstract(tx), BATCH) for tx in (optax.adam(0.1), mp.ema(optax.adam(0.1), 0.9))
     ]
     assert all(report.is_as_promised for report in reports)
-    sent = [sum(one.collective.bytes_sent_per_step for one in report.collectives) for report in reports]
+    sent = [sum(found.collective.bytes_sent_per_step for found in report.collectives) for report in reports]
     assert sent[0] == sent[1] > 0
 
 
@@ -77,21 +78,21 @@ def test_nothing_is_sent_for_averages():
         (lambda tx: tx, None),
     ],
 )
-def test_a_checkpoints_averages_are_read_as_parameters(wrapped, trainable, tmp_path):
+def test_restore_weights_or_averages_as_parameters(wrapped, trainable, tmp_path):
     tx = wrapped(optax.adam(1e-2))
     _, state, _ = trained(tx, mp.MeshSpec(fsdp=8), mp.fsdp(min_bytes=0), trainable=trainable)
-    to = mp.init_state(MODEL, optax.identity(), mesh=mesh_of(mp.MeshSpec(data=2)), strategy=mp.ddp(), key=1)
+    setup = mp.init_state(MODEL, optax.identity(), mesh=mesh_of(mp.MeshSpec(data=2)), strategy=mp.ddp(), key=1).setup
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, wait=True)
-        found = {kind: checkpoints.restore(to.setup, weights_only=kind).state.params for kind in (True, "averaged")}
-    keeps = any("average" in one.path for one in state.table.optimizer)
-    wanted = {True: state, "averaged": mp.ema_params(state) if keeps else state}
-    for kind, params in found.items():
+        restored = {kind: checkpoints.restore(setup, weights_only=kind).state.params for kind in (True, "averaged")}
+    has_averages = any("average" in decision.path for decision in state.table.optimizer)
+    expected = {True: state, "averaged": mp.ema_params(state) if has_averages else state}
+    for kind, params in restored.items():
         for path, x in params.items():
-            np.testing.assert_array_equal(x, wanted[kind].params[path], err_msg=path)
+            np.testing.assert_array_equal(x, expected[kind].params[path], err_msg=path)
 
 
-def test_averages_are_wider_than_narrow_parameters():
+def test_averages_of_bfloat16_parameters_are_float32():
     params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
     tx = mp.ema(optax.sgd(1.0), 0.999)
     updates, state = tx.update({"w": jnp.ones((2, 2), jnp.bfloat16)}, tx.init(params), params)
@@ -101,27 +102,29 @@ def test_averages_are_wider_than_narrow_parameters():
 
 
 @pytest.mark.parametrize(
-    ("act", "says"),
+    ("call", "code"),
     [
-        (lambda: mp.ema(optax.sgd(0.1), 1.0), r"a decay is a number in \[0, 1\)"),
-        (lambda: mp.ema(optax.sgd(0.1), False), r"a decay is a number in \[0, 1\)"),
-        (lambda: mp.ema(optax.sgd, 0.9), "no init and update"),
-        (lambda: (tx := mp.ema(optax.sgd(0.1), 0.9)).update({}, tx.init({})), "it is given none"),
-        (lambda: mp.ema_params(abstract(optax.sgd(0.1))), "the optimizer keeps none"),
+        (lambda: mp.ema(optax.sgd(0.1), 1.0), "out-of-range"),
+        (lambda: mp.ema(optax.sgd(0.1), False), "out-of-range"),
+        (lambda: mp.ema(optax.sgd, 0.9), "wrong-type"),
+        (lambda: (tx := mp.ema(optax.sgd(0.1), 0.9)).update({}, tx.init({})), "wrong-signature"),
+        (lambda: mp.ema_params(abstract(optax.sgd(0.1))), "not-found"),
     ],
 )
-def test_mistakes(act, says):
-    with pytest.raises(mp.MeshparError, match=says):
-        act()
+def test_invalid_arguments_are_refused(call, code):
+    with raises(code, "ema"):
+        call()
 
 
-def test_averages_are_restored_as_the_parameters(tmp_path):
+def test_averages_are_restored_as_parameters(tmp_path):
     _, state, params = trained(mp.ema(optax.adam(1e-2), DECAY), mp.MeshSpec(fsdp=2), mp.fsdp(min_bytes=0), steps=2)
     expected = jax.device_get(mp.ema_params(state).params)
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, wait=True)
-        found = {kind: checkpoints.restore(state.setup, weights_only=kind).state.params for kind in (True, "averaged")}
+        weights, averages = (
+            checkpoints.restore(state.setup, weights_only=kind).state.params for kind in (True, "averaged")
+        )
     for path, x in expected.items():
-        np.testing.assert_array_equal(found["averaged"][path], x)
-        np.testing.assert_array_equal(found[True][path], params[-1][path])
+        np.testing.assert_array_equal(averages[path], x)
+        np.testing.assert_array_equal(weights[path], params[-1][path])
         assert (x != params[-1][path]).any()

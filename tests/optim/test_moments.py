@@ -1,4 +1,4 @@
-"""Optimizer state in bfloat16 and in the host's memory: values, where it lies, and what is said of it."""
+"""Low-precision optimizer state, and optimizer state in host memory: values, placement and memory estimates."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.optim.moments import _draws, _from_bytes, _in_bfloat16, _in_bytes
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import mesh_of
+from tests.errors import raises
 from tests.grid import cases
 
 CONFIG = TransformerConfig(
@@ -41,15 +42,15 @@ def moments(state):
     return [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
 
 
-def test_moments_are_kept_in_bfloat16_and_computed_with_as_before():
+def test_bfloat16_moments_are_updated_in_float32():
     tx, small = optax.adam(1e-2), mp.optim.low_precision_moments(optax.adam(1e-2), "bfloat16")
     params = {"w": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4), "b": np.float32(2)}
     state, expected = small.init(params), tx.init(params)
     for k in range(3):
         grads = jax.tree.map(lambda p, k=k: np.sin(p + k), params)
         updates, state = small.update(grads, state, params)
-        wanted, expected = tx.update(grads, expected, params)
-        jax.tree.map(np.testing.assert_array_equal, updates, wanted)
+        expected_updates, expected = tx.update(grads, expected, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, expected_updates)
         jax.tree.map(
             functools.partial(np.testing.assert_allclose, rtol=2**-7), jax.tree.map(np.float64, state.inner), expected
         )
@@ -61,40 +62,40 @@ def draws(shape, count=1):
     return _draws(shape, count, 0)
 
 
-def test_bfloat16_rounds_to_one_of_the_two_nearest_numbers_and_is_exact_on_average():
+def test_bfloat16_rounding_is_to_adjacent_numbers_and_unbiased():
     x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
     below = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)  # nearer zero
     above = ((x.view(np.uint32) & 0xFFFF0000) + 0x10000).view(np.float32)
     rounded = np.asarray(_in_bfloat16(x, draws(x.shape)), np.float32)
     assert np.all((rounded == below) | (rounded == above))
     np.testing.assert_array_equal(rounded == above, rounded != below)
-    # Each is off by a third of the step between two numbers, which is at most x / 128.
+    # The error is a third of the distance between adjacent numbers, which is at most x / 128.
     assert abs((rounded - x).mean()) < 4 / 3 / 128 / np.sqrt(x.size)
-    kept = np.float32([0, -0.0, 1.5, -2.0, jnp.finfo("bfloat16").max, np.inf, -np.inf, np.nan])
-    rounded = np.asarray(_in_bfloat16(kept, draws(kept.shape)), np.float32)
-    np.testing.assert_array_equal(rounded, np.float32(kept.astype("bfloat16")))
+    exact = np.float32([0, -0.0, 1.5, -2.0, jnp.finfo("bfloat16").max, np.inf, -np.inf, np.nan])
+    rounded = np.asarray(_in_bfloat16(exact, draws(exact.shape)), np.float32)
+    np.testing.assert_array_equal(rounded, np.float32(exact.astype("bfloat16")))
 
 
-def test_int8_rounds_to_one_of_the_two_nearest_levels_and_is_exact_on_average():
+def test_int8_rounding_is_to_adjacent_levels_and_unbiased():
     x = np.random.default_rng(0).normal(size=(64, 2048)).astype(np.float32) ** 3
     x[0], x[1, 0] = 0, 0
     rounded = _in_bytes(x, draws(x.shape))
-    kept, scales = rounded.levels, rounded.scales
-    assert (kept.dtype, kept.shape, scales.shape) == (np.int8, x.shape, (64,))
-    k = np.abs(np.asarray(kept, np.float64))
+    levels, scales = rounded.levels, rounded.scales
+    assert (levels.dtype, levels.shape, scales.shape) == (np.int8, x.shape, (64,))
+    k = np.abs(np.asarray(levels, np.float64))
     low, high = (np.maximum(k - 1, 0) / 127) ** 4, ((k + 1) / 127) ** 4
     share = np.abs(x) / np.maximum(np.asarray(scales), 1e-30)[:, None]
     assert np.all((low <= share + 1e-6) & (share <= high + 1e-6))  # float32 around the levels
-    np.testing.assert_array_equal(np.asarray(kept) == 0, x == 0)
+    np.testing.assert_array_equal(np.asarray(levels) == 0, x == 0)
     assert _in_bytes(jnp.zeros((8, 0)), draws((8, 0))).scales.tolist() == [0] * 8
     values = np.asarray(_from_bytes(rounded, np.float32))
-    # 1e5 numbers, each off by a fiftieth of the root of their mean square.
+    # 1e5 numbers, each with an error of 1/50 of their root mean square.
     assert abs((values - x).mean()) < 5 * 0.02 * np.sqrt((x**2).mean()) / np.sqrt(x.size)
     largest = np.abs(x) == np.asarray(scales)[:, None]
     np.testing.assert_allclose(values[largest], x[largest], rtol=1e-6)
 
 
-def test_draws_are_uniform_over_elements_and_over_updates():
+def test_draws_are_uniform_over_elements_and_updates():
     over_elements = np.asarray(draws((64, 1024)))
     over_updates = np.asarray(jax.vmap(functools.partial(draws, (16,)))(jnp.arange(4096, dtype=jnp.int32)))
     for bits in (over_elements, over_updates):
@@ -115,7 +116,7 @@ def gradients_of(case, b2):
     rng, zeros = np.random.default_rng(1), np.zeros((NUM_UPDATES, *MAGNITUDES.shape), np.float32)
     if case == "constant":
         return zeros + MAGNITUDES
-    if case == "decay":  # one gradient, then zeros until v is 5 % of what it was
+    if case == "decay":  # one gradient, then zeros until v is 5 % of its maximum
         zeros[-1 - round(np.log(0.05) / np.log(b2))] = MAGNITUDES
         return zeros
     visited = rng.uniform(size=(*zeros.shape[:2], 1)) < 0.02
@@ -144,8 +145,8 @@ def _adam_over(dtype):
 @pytest.mark.parametrize(
     ("case", "b2", "bfloat16", "int8"),
     [
-        # Measured ranges of v / exact v, rounded up. Under decay nothing pulls bfloat16 back to the exact value, so
-        # errors add up; in int8 a row decays by its scale, which is exact.
+        # Measured ranges of v / exact v, rounded up. During decay the errors of bfloat16 accumulate. In int8 only the
+        # scale of a row decays, which is exact.
         ("decay", 0.95, (0.8, 1.25), (0.4, 2.0)),
         ("decay", 0.99, (0.6, 1.7), (0.4, 2.0)),
         ("decay", 0.999, (0.6, 1.7), (0.4, 2.0)),
@@ -157,33 +158,33 @@ def _adam_over(dtype):
         ("sparse", 0.999, (0.8, 1.25), (0.25, 3.0)),
     ],
 )
-def test_second_moments_follow_those_in_float32(case, b2, bfloat16, int8, dtype):
+def test_second_moments_are_close_to_float32(case, b2, bfloat16, int8, dtype):
     grads = gradients_of(case, b2)
-    exact, wanted = _adam_over(None)(grads, b2)
+    exact, exact_updates = _adam_over(None)(grads, b2)
     nu, updates = _adam_over(dtype)(grads, b2)
     ratio = np.asarray(nu, np.float64) / np.asarray(exact, np.float64)
     low, high = {"bfloat16": bfloat16, "int8": int8}[dtype]
     assert low < ratio.min() <= ratio.max() < high
-    assert ratio.mean() == pytest.approx(1, abs=0.02)  # 2,048 elements, each off by 15 % at most
+    assert ratio.mean() == pytest.approx(1, abs=0.02)  # 2,048 elements, each with an error of at most 15 %
     assert float(nu.sum()) == pytest.approx(float(exact.sum()), rel=0.02)
-    if case != "decay":  # there the first moment is zero at the end
-        assert float(abs(updates).sum()) == pytest.approx(float(abs(wanted).sum()), rel=0.02)
+    if case != "decay":  # the first moment is zero at the end of the decay
+        assert float(abs(updates).sum()) == pytest.approx(float(abs(exact_updates).sum()), rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_moments_are_rounded_alike_under_every_sharding(dtype):
+def test_rounding_does_not_depend_on_the_sharding(dtype):
     tx, rng = mp.optim.low_precision_moments(optax.trace(0.9), dtype), np.random.default_rng(0)
     params = {"w": rng.normal(size=(8, 8, 16)).astype(np.float32), "b": rng.normal(size=8).astype(np.float32)}
-    # The first momentum is the gradient, so that no sum depends on the layout.
+    # The first momentum is the gradient, so no sum depends on the layout.
     update = jax.jit(lambda grads: tx.update(grads, tx.init(grads), grads)[1])
     mesh, expected = mp.MeshSpec(fsdp=4, tensor=2).build(), update(params)
-    for of_w in (P("fsdp", None, "tensor"), P(None, ("fsdp", "tensor"))):
-        sharding = {"w": NamedSharding(mesh, of_w), "b": NamedSharding(mesh, P("fsdp"))}
+    for spec in (P("fsdp", None, "tensor"), P(None, ("fsdp", "tensor"))):
+        sharding = {"w": NamedSharding(mesh, spec), "b": NamedSharding(mesh, P("fsdp"))}
         jax.tree.map(np.testing.assert_array_equal, update(jax.device_put(params, sharding)), expected)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_a_restored_run_rounds_as_one_that_goes_on(dtype, tmp_path):
+def test_restored_run_rounds_like_an_uninterrupted_run(dtype, tmp_path):
     model = mp.from_functions(
         lambda key: {"w": jax.random.normal(key, (8, 16))},
         lambda params, x: mp.constrain(x, "batch", None) @ params["w"],
@@ -208,7 +209,7 @@ def test_a_restored_run_rounds_as_one_that_goes_on(dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tx", "kept"),
+    ("tx", "float32_paths"),
     [
         (optax.contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.9), ["z/b", "z/w"]),
         (optax.contrib.schedule_free_adamw(0.1), ["z/b", "z/w"]),
@@ -217,24 +218,24 @@ def test_a_restored_run_rounds_as_one_that_goes_on(dtype, tmp_path):
         (optax.chain(optax.trace(0.9), optax.ema(0.9)), []),
     ],
 )
-def test_weights_that_an_optimizer_keeps_are_not_rounded(tx, kept):
-    """Steps of less than 2⁻⁹ of a weight would not move it."""
+def test_weights_in_the_optimizer_state_are_not_rounded(tx, float32_paths):
+    """In bfloat16, steps of less than 2⁻⁹ of a weight would not change it."""
     params = {"w": np.full((2, 2), 1.001, np.float32), "b": np.full(3, 1.001, np.float32)}
     small = mp.optim.low_precision_moments(tx, "bfloat16")
     state = small.init(params)
     state = small.update(jax.tree.map(np.ones_like, params), state, params)[1]
-    wide = {path: x for path, x in tree_leaves_with_paths(state) if x.ndim and x.dtype == np.float32}
-    assert sorted("/".join(path.split("/")[-2:]) for path in wide) == kept
+    paths = [path for path, x in tree_leaves_with_paths(state) if x.ndim and x.dtype == np.float32]
+    assert sorted("/".join(path.split("/")[-2:]) for path in paths) == float32_paths
     assert jax.tree.map(lambda x: x.dtype, state) == jax.tree.map(lambda x: x.dtype, small.init(params))
 
 
-def test_a_small_step_moves_the_weights_that_an_optimizer_keeps():
+def test_small_steps_change_weights_in_the_optimizer_state():
     params = {"w": np.full(4, 1.001, np.float32)}
     tx = optax.contrib.schedule_free(optax.sgd(1e-4), 1e-4, b1=0.9)
     small = mp.optim.low_precision_moments(tx, "bfloat16")
-    kept, expected = (one.update({"w": np.ones(4, np.float32)}, one.init(params), params)[1] for one in (small, tx))
-    np.testing.assert_array_equal(kept.inner.z["w"], expected.z["w"])
-    assert (kept.inner.z["w"] != params["w"]).all()
+    state, expected = (t.update({"w": np.ones(4, np.float32)}, t.init(params), params)[1] for t in (small, tx))
+    np.testing.assert_array_equal(state.inner.z["w"], expected.z["w"])
+    assert (state.inner.z["w"] != params["w"]).all()
 
 
 @pytest.fixture(scope="module")
@@ -242,13 +243,13 @@ def plain():
     return after(optax.adam(1e-2))
 
 
-def test_offloaded_it_lies_on_the_host_and_changes_nothing(plain):
+def test_offloaded_state_is_on_the_host_with_equal_values(plain):
     state, loss = after(mp.optim.offload_state(optax.adam(1e-2)))
     assert loss == plain[1]
     jax.tree.map(np.testing.assert_array_equal, state.params, plain[0].params)
     assert {x.sharding.memory_kind for x in moments(state)} == {"pinned_host"}
-    kept = [state.params, [x for x in jax.tree.leaves(state.opt_state) if not x.ndim]]
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(kept)} == {"device"}
+    on_device = [state.params, [x for x in jax.tree.leaves(state.opt_state) if not x.ndim]]
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(on_device)} == {"device"}
     assert max(x.addressable_shards[0].data.size / x.size for x in moments(state)) == 1 / 8
     totals, before = state.table.totals, plain[0].table.totals
     counter = 4
@@ -267,7 +268,7 @@ def test_offloaded_it_lies_on_the_host_and_changes_nothing(plain):
         lambda tx: optax.apply_if_finite(tx, 3),
     ],
 )
-def test_offloaded_as_a_part_of_another_optimizer(within):
+def test_offloaded_state_inside_another_optimizer(within):
     tx, tokens = within(mp.optim.offload_state(optax.adam(1e-2))), {"mesh": FSDP.build(), "strategy": mp.fsdp()}
     state = mp.abstract_state(CONFIG.build(), tx, **tokens)
     assert {x.sharding.memory_kind for x in moments(state)} == {"pinned_host"}
@@ -275,7 +276,7 @@ def test_offloaded_as_a_part_of_another_optimizer(within):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("options", [{"nonfinite": "ignore"}, {"accumulate": 2, "reduce_gradients": "once"}])
-def test_both_in_other_steps(options):
+def test_offloaded_bfloat16_moments_with_step_options(options):
     both = mp.optim.offload_state(
         mp.optim.low_precision_moments(
             optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95)), "bfloat16"
@@ -284,8 +285,8 @@ def test_both_in_other_steps(options):
     strategy = mp.zero1()
     state, loss = after(both, strategy=strategy, **options)
     assert {(x.dtype.name, x.sharding.memory_kind) for x in moments(state)} == {("bfloat16", "pinned_host")}
-    wide = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95))
-    assert loss == pytest.approx(after(wide, strategy=strategy, **options)[1], rel=1e-3)  # moments of 8 bits
+    exact = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b2=0.95))
+    assert loss == pytest.approx(after(exact, strategy=strategy, **options)[1], rel=1e-3)  # 8 bits of precision
 
 
 @pytest.mark.matrix
@@ -300,29 +301,29 @@ def test_both_in_other_steps(options):
         ],
     ),
 )
-def test_in_bytes_every_layout_keeps_the_same_in_shards(spec, strategy):
+def test_int8_moments_are_sharded_and_equal_in_all_layouts(spec, strategy):
     tx = mp.optim.low_precision_moments(optax.adam(1e-2), "int8")
-    one, loss = after(tx, spec=mp.MeshSpec(data=1), strategy=mp.ddp())
-    state, found = after(tx, spec=spec, strategy=strategy)
-    assert found == pytest.approx(loss, rel=1e-5)
-    apart = [
+    expected, expected_loss = after(tx, spec=mp.MeshSpec(data=1), strategy=mp.ddp())
+    state, loss = after(tx, spec=spec, strategy=strategy)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    different = [
         np.not_equal(*pair).mean()
-        for pair in zip(*map(jax.device_get, (moments(state), moments(one))), strict=True)
+        for pair in zip(*map(jax.device_get, (moments(state), moments(expected))), strict=True)
         if pair[0].dtype == np.int8
     ]
-    assert max(apart) < 0.05  # sums in another order move a few numbers over their draw
+    assert max(different) < 0.05  # a different order of summation changes the rounding of a few numbers
     tables = {leaf.path: leaf for leaf in state.table.optimizer}
     down = {name: tables[f"opt_state/inner/0/mu/layers/mlp/down/kernel/{name}"] for name in ("levels", "scales")}
-    whole = next(leaf for leaf in state.table.params if leaf.path == "layers/mlp/down/kernel")
+    param = next(leaf for leaf in state.table.params if leaf.path == "layers/mlp/down/kernel")
     if strategy != mp.zero1():
-        assert down["levels"].spec == whole.spec
-        assert tuple(down["scales"].spec) == tuple(whole.spec)[:2]
+        assert down["levels"].spec == param.spec
+        assert tuple(down["scales"].spec) == tuple(param.spec)[:2]
     like = mp.abstract_state(CONFIG.build(), optax.adam(1e-2), mesh=spec.build(), strategy=strategy)
-    assert state.table.totals.optimizer_bytes < like.table.totals.optimizer_bytes / 3  # a scale for 16 numbers
+    assert state.table.totals.optimizer_bytes < like.table.totals.optimizer_bytes / 3  # a scale for each 16 elements
 
 
 @pytest.mark.matrix
-def test_in_bytes_nothing_unexpected_is_sent():
+def test_int8_moments_cause_no_unexpected_collectives():
     spec, strategy = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()
     state = mp.abstract_state(
         CONFIG.build(), mp.optim.low_precision_moments(optax.adam(1e-2), "int8"), mesh=spec.build(), strategy=strategy
@@ -333,20 +334,20 @@ def test_in_bytes_nothing_unexpected_is_sent():
 
 
 @pytest.mark.matrix
-def test_a_checkpoint_brings_it_back_to_the_host(tmp_path):
+def test_checkpoint_restores_moments_to_the_host(tmp_path):
     tx = mp.optim.offload_state(mp.optim.low_precision_moments(optax.adam(1e-2), "int8"))
     state, _ = after(tx)
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
         like = mp.abstract_state(CONFIG.build(), tx, mesh=FSDP.build(), strategy=mp.fsdp())
-        found = checkpoints.restore(like).state
-    jax.tree.map(np.testing.assert_array_equal, moments(found), moments(state))
-    assert {x.sharding.memory_kind for x in moments(found)} == {"pinned_host"}
+        restored = checkpoints.restore(like).state
+    jax.tree.map(np.testing.assert_array_equal, moments(restored), moments(state))
+    assert {x.sharding.memory_kind for x in moments(restored)} == {"pinned_host"}
 
 
 @pytest.mark.matrix
-def test_pretrained_weights_begin_with_moments_on_the_host():
+def test_load_params_creates_moments_on_the_host():
     tx = mp.optim.offload_state(optax.adam(1e-2))
     state = mp.init_state(CONFIG.build(), tx, mesh=FSDP.build(), strategy=mp.fsdp(), key=0)
     loaded = mp.load_params(state, state.params)
@@ -354,53 +355,54 @@ def test_pretrained_weights_begin_with_moments_on_the_host():
 
 
 @pytest.mark.matrix
-def test_the_account_of_memory_says_where_it_lies(plain):
+def test_memory_report_counts_host_memory(plain):
     state = mp.abstract_state(
         CONFIG.build(), mp.optim.offload_state(optax.adam(1e-2)), mesh=FSDP.build(), strategy=mp.fsdp()
     )
     program = compile_here(mp.train_step(next_token_loss).trace(state, BATCH))
-    account = memory(program, state.setup, BATCH, None)
-    assert account.host_bytes == plain[0].table.totals.optimizer_bytes - 4
-    assert account.optimizer_bytes == 4
-    assert not [one for one in account.largest if one.what == "optimizer state" and one.nbytes > 4]
+    report = memory(program, state.setup, BATCH, None)
+    assert report.host_bytes == plain[0].table.totals.optimizer_bytes - 4
+    assert report.optimizer_bytes == 4
+    assert not [array for array in report.largest if array.what == "optimizer state" and array.nbytes > 4]
 
 
-def test_the_recipe_s_optimizer_takes_both():
+def test_recipe_with_bfloat16_moments_on_the_host():
     tx = mp.AdamW(moments="bfloat16", offload=True).build(steps=100, names={})
     state = mp.abstract_state(CONFIG.build(), tx, mesh=FSDP.abstract(), strategy=mp.fsdp())
     assert {(x.dtype.name, x.sharding.memory_kind) for x in moments(state)} == {("bfloat16", "pinned_host")}
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("call", "code"),
     [
-        (lambda: mp.AdamW(moments="int3"), "moments.*int3.*bfloat16"),
-        (lambda: mp.optim.low_precision_moments(optax.adam(1e-3), "bfloat"), "bfloat.*`bfloat16`"),
-        (lambda: mp.optim.low_precision_moments(optax.adam, "bfloat16"), "it has no init and update"),
-        (lambda: mp.optim.offload_state(3e-4), "take 0.0003 as the optimizer"),
+        (lambda: mp.optim.low_precision_moments(optax.adam(1e-3), "bfloat"), "unknown-choice"),
+        (lambda: mp.optim.low_precision_moments(optax.adam, "bfloat16"), "wrong-type"),
+        (lambda: mp.optim.offload_state(3e-4), "wrong-type"),
     ],
 )
-def test_what_does_not_go_is_told(make, says):
-    with pytest.raises(mp.MeshparError, match=says):
-        make()
+def test_invalid_arguments_are_refused(call, code):
+    with raises(code):
+        call()
+    with pytest.raises(mp.MeshparError, match="int3"):
+        mp.AdamW(moments="int3")
 
 
 # Compiled for GPUs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pod
-def test_offloaded_the_gpu_holds_less_by_its_bytes(pod):
-    """Where the step holds more beside its state than the update does: 8 H100, XLA's figures."""
+def test_offloading_reduces_peak_memory_by_the_moments(pod):
+    """On 8 H100s, according to XLA, if the peak is in the forward and backward pass and not in the update."""
     cfg = TransformerConfig(
         vocab_size=512, num_layers=8, embed_dim=1024, num_heads=8, num_kv_heads=8, head_dim=128, mlp_dim=4096
     )
     batch = {name: jax.ShapeDtypeStruct((64, 1024), np.int32) for name in BATCH}
-    found = {}
-    for name, tx in {"plain": optax.adam(1e-3), "offloaded": mp.optim.offload_state(optax.adam(1e-3))}.items():
+    reports = []
+    for tx in (optax.adam(1e-3), mp.optim.offload_state(optax.adam(1e-3))):
         state = mp.abstract_state(cfg.build(), tx, mesh=FSDP.abstract(), strategy=mp.fsdp())
         step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
-        found[name] = mp.explain(step, state, batch, "h100:1x8", pod=pod, advise=False).memory
-    plain, offload_state = found["plain"], found["offloaded"]
-    moved = plain.optimizer_bytes - offload_state.optimizer_bytes
-    assert offload_state.host_bytes == moved
-    assert plain.peak_bytes - offload_state.peak_bytes == pytest.approx(moved, rel=0.05)
+        reports.append(mp.explain(step, state, batch, "h100:1x8", pod=pod, advise=False).memory)
+    plain, offloaded = reports
+    moved = plain.optimizer_bytes - offloaded.optimizer_bytes
+    assert offloaded.host_bytes == moved
+    assert plain.peak_bytes - offloaded.peak_bytes == pytest.approx(moved, rel=0.05)

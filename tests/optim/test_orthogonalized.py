@@ -1,4 +1,4 @@
-"""Muon on a mesh: the values of optax's on one device, the bytes of its closed form, and what goes to Adam."""
+"""Muon on a mesh: equality with optax on a single device, communication volume, and the arrays left to Adam."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.optim.orthogonalized import Updating, exchange, matrices
 from meshpar.sharding.context import within
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
+from tests.errors import raises
 from tests.grid import cases
 
 ROWS, SEQ = 16, 8
@@ -42,7 +43,7 @@ CASES = {
 
 def five_steps(make, framework, spec, strategy, options, params=None):
     model = model_of(framework, TransformerConfig(**CONFIG, param_dtype="float32"), ROWS, SEQ)
-    names = {one.path: one.leaf.names for one in mp.shardings(model, mesh_of(spec), strategy).params}
+    names = {decision.path: decision.leaf.names for decision in mp.shardings(model, mesh_of(spec), strategy).params}
     tx = make(1e-2, consistent_rms=0.2, muon_weight_dimension_numbers=matrices(names))
     return train(model, token_batches(ROWS, SEQ, 5), spec, strategy, tx=tx, params=params, **options)
 
@@ -56,19 +57,19 @@ def by_optax(framework):
     ("framework", "case"),
     cases(("nnx", "hsdp"), grid=[(framework, case) for framework in ("nnx", "linen") for case in CASES]),
 )
-def test_as_optax_on_one_device(framework, case):
-    """Float32, to some ten roundings of a weight of about one."""
+def test_muon_equals_optax_on_one_device(framework, case):
+    """The tolerance is about ten float32 roundings of a weight of size 1."""
     expected = by_optax(framework)
-    found = five_steps(mp.muon, framework, *CASES[case], params=expected.start.params)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
-    assert_same(found.params, expected.params, atol=1e-6)
+    actual = five_steps(mp.muon, framework, *CASES[case], params=expected.start.params)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-6)
+    assert_same(actual.params, expected.params, atol=1e-6)
 
 
-# One group of matrices ------------------------------------------------------------------------------------------------
+# A group of matrices --------------------------------------------------------------------------------------------------
 
 
 def updates_of(tx, params, spec=None, **axes):
-    """Two updates of matrices that lie by one spec."""
+    """Return the second of two updates of matrices with the same spec."""
     grads = jax.tree.map(lambda x: np.sin(7 * x), params)
 
     def two(params, grads):
@@ -79,16 +80,15 @@ def updates_of(tx, params, spec=None, **axes):
     if spec is None:
         return jax.jit(two)(params, grads)
     mesh = mp.MeshSpec(**axes).build(jax.devices()[: math.prod(axes.values())])
-    here = Updating(mesh, dict.fromkeys(params, spec))
-    with within(updates=here):
+    with within(updates=Updating(mesh, dict.fromkeys(params, spec))):
         return jax.jit(two)(*jax.device_put((params, grads), jax.NamedSharding(mesh, spec)))
 
 
 @pytest.mark.parametrize(
     ("num", "spec", "axes"),
     cases(
-        (3, P(None, "fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),  # fewer than ranks, split along both sides
-        (9, P(None, None, "fsdp"), {"data": 2, "fsdp": 4}),  # more than ranks, and replicas share them
+        (3, P(None, "fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),  # fewer than ranks, both sides sharded
+        (9, P(None, None, "fsdp"), {"data": 2, "fsdp": 4}),  # more than ranks, replicas share the work
         (1, P(None, "fsdp", None), {"fsdp": 4}),  # gathered
         grid=[
             (3, P(None, "fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),
@@ -96,44 +96,43 @@ def updates_of(tx, params, spec=None, **axes):
             (1, P(None, "fsdp", None), {"fsdp": 4}),
             (1, P(None, "tensor", "fsdp"), {"fsdp": 4, "tensor": 2}),
             (3, P(None, ("tensor", "fsdp"), None), {"fsdp": 4, "tensor": 2}),
-            (8, P(), {"data": 8}),  # whole everywhere: each orthogonalises one
-            (8, P("fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),  # layers are split, too
-            (8, P("fsdp"), {"fsdp": 8}),  # nothing is sent
+            (8, P(), {"data": 8}),  # replicated: each rank orthogonalizes a matrix
+            (8, P("fsdp", "tensor"), {"fsdp": 4, "tensor": 2}),  # layers are sharded, too
+            (8, P("fsdp"), {"fsdp": 8}),  # no communication
         ],
     ),
 )
-def test_every_way_to_share_them_gives_the_same(num, spec, axes):
+def test_result_does_not_depend_on_the_distribution(num, spec, axes):
     draw = np.random.default_rng(0)
     params = {
         name: draw.normal(size=(num, *shape)).astype(np.float32) for name, shape in (("up", (8, 16)), ("down", (16, 8)))
     }
-    # A stack of 2 num in one group: `down` lies as the transposed `up` does where both sides are split alike.
-    own = {"muon_weight_dimension_numbers": optax.contrib.MuonDimensionNumbers((1,), (2,))}
-    own["muon_weight_dimension_numbers"] = dict.fromkeys(params, own["muon_weight_dimension_numbers"])
-    expected = updates_of(optax.contrib.muon(1.0, **own), params)
-    found = updates_of(mp.muon(1.0, **own), params, spec, **axes)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), found, expected)
+    # If both sides have the same sharding, `up` and the transposed `down` form a group of 2 num matrices.
+    dims = dict.fromkeys(params, optax.contrib.MuonDimensionNumbers((1,), (2,)))
+    expected = updates_of(optax.contrib.muon(1.0, muon_weight_dimension_numbers=dims), params)
+    actual = updates_of(mp.muon(1.0, muon_weight_dimension_numbers=dims), params, spec, **axes)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=2e-6), actual, expected)
 
 
-def test_what_is_empty_is_left_to_adam():
-    """A layer of no columns, a stack of no layers: optax divides by their sizes."""
+def test_empty_arrays_are_left_to_adam():
+    """For a matrix without rows and a stack without layers, optax divides by zero."""
     params = {"none": np.zeros((0, 8), np.float32), "stack": np.zeros((0, 8, 8), np.float32)}
     dims = {"none": optax.contrib.MuonDimensionNumbers(), "stack": optax.contrib.MuonDimensionNumbers((1,), (2,))}
-    found = updates_of(mp.muon(1.0, muon_weight_dimension_numbers=dims), params)
-    assert {name: x.shape for name, x in found.items()} == {"none": (0, 8), "stack": (0, 8, 8)}
+    updates = updates_of(mp.muon(1.0, muon_weight_dimension_numbers=dims), params)
+    assert {name: x.shape for name, x in updates.items()} == {"none": (0, 8), "stack": (0, 8, 8)}
 
 
-def test_what_a_way_sends():
-    """By hand, in matrices a rank sends: 2 (N-1)/N a matrix owned, against (N-1)/N of every one that is gathered."""
+def test_exchange_sends_the_smaller_volume():
+    """A rank sends 2 (N-1)/N per owned matrix, or (N-1)/N per gathered matrix."""
     assert exchange(1, ranks=8) == ("gather", 7 / 8)
-    assert exchange(2, ranks=8) == ("owners", 2 * 7 / 8)  # as much as gathering both, and half the work
-    assert exchange(32, ranks=8) == ("owners", 2 * 7 / 8 * 4)  # an eighth of the 28 that a gather sends, twice
+    assert exchange(2, ranks=8) == ("owners", 2 * 7 / 8)  # the volume of a gather, and half the work
+    assert exchange(32, ranks=8) == ("owners", 2 * 7 / 8 * 4)  # a gather sends 28
     assert exchange(3, ranks=2) == ("gather", 3 / 2)
     assert exchange(32, ranks=4, replicas=2) == ("owners", 2 * 3 / 4 * 4 + 4)
     assert exchange(8, ranks=1) == ("owners", 0)
 
 
-# What explain says ----------------------------------------------------------------------------------------------------
+# Expected collectives -------------------------------------------------------------------------------------------------
 
 
 def reported(tx_of, case="fsdp"):
@@ -150,53 +149,53 @@ def sent(report):
     return sum(total.bytes_sent_per_device for by_kind in report.totals.values() for total in by_kind.values())
 
 
-def ours(names):
+def recipe_muon(names):
     return mp.Muon(clip_norm=None, schedule="constant").build(steps=5, names=names)
 
 
-def optaxs(names):
+def optax_muon(names):
     return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=matrices(names))
 
 
 @pytest.mark.matrix
-def test_explain_promises_what_it_sends():
-    """Beside what AdamW's step sends: of 8 layers 4 matrices of 64 x 64 and 3 of 64 x 128, on 8 ranks."""
-    muon, adam = reported(ours), reported(lambda names: optax.adamw(1e-3))
+def test_explain_expects_the_communication_of_muon():
+    """In addition to AdamW's step: 8 layers with 4 matrices of 64 x 64 and 3 of 64 x 128, on 8 ranks."""
+    muon, adam = reported(recipe_muon), reported(lambda names: optax.adamw(1e-3))
     assert not muon.promise.unexpected
     assert not muon.promise.missing
-    square, wide = 4 * 64 * 64 * exchange(4 * 8, ranks=8)[1], 4 * 64 * 128 * exchange(3 * 8, ranks=8)[1]
-    assert sent(muon) - sent(adam) == pytest.approx(square + wide, rel=0.01)  # and norms and counts
+    square, rectangular = 4 * 64 * 64 * exchange(4 * 8, ranks=8)[1], 4 * 64 * 128 * exchange(3 * 8, ranks=8)[1]
+    assert sent(muon) - sent(adam) == pytest.approx(square + rectangular, rel=0.01)  # and norms and counts
     lines = [line for line in muon.promise.kernels if line.kind == "all-to-all"]
-    assert sum(line.found_bytes for line in lines) == pytest.approx(square + wide)
+    assert sum(line.found_bytes for line in lines) == pytest.approx(square + rectangular)
     assert {line.axes for line in lines} == {("fsdp",)}
 
 
 @pytest.mark.matrix
-def test_optaxs_own_sends_more_and_nothing_promises_it():
-    theirs = reported(optaxs)
-    assert theirs.promise.unexpected
-    assert sent(theirs) > 1.5 * sent(reported(ours))
+def test_optax_muon_sends_more_and_is_unexpected():
+    report = reported(optax_muon)
+    assert report.promise.unexpected
+    assert sent(report) > 1.5 * sent(reported(recipe_muon))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["ddp", "zero1", "hsdp", "hsdp|tensor", "fsdp|tensor+sequence"])
-def test_nothing_is_unexpected_under(case):
-    found = reported(ours, case).promise
-    assert not found.unexpected
-    assert not found.missing
+def test_collectives_of_muon_match(case):
+    promise = reported(recipe_muon, case).promise
+    assert not promise.unexpected
+    assert not promise.missing
 
 
-# The recipe's ---------------------------------------------------------------------------------------------------------
+# Muon in a recipe -----------------------------------------------------------------------------------------------------
 
 
-def test_tables_norms_and_routers_are_adams():
+def test_embeddings_norms_and_routers_are_left_to_adam():
     names = {
         "embed/embedding": ("vocab", "embed"), "head/kernel": ("embed", "vocab"),
         "router": ("layers", "embed", "expert"), "up": ("layers", "expert", "embed", "mlp"),
         "query": ("embed", "heads", "head_dim"), "out": ("layers", "heads", "head_dim", "embed"),
         "latent": ("embed", None), "scale": ("layers", "embed"),
     }  # fmt: skip
-    params = {path: np.zeros((2,) * len(named)) for path, named in names.items()} | {"bare": np.zeros((2, 2))}
+    params = {path: np.zeros((2,) * len(dims)) for path, dims in names.items()} | {"bare": np.zeros((2, 2))}
     dims = optax.contrib.MuonDimensionNumbers
     assert matrices(names)(params) == dict.fromkeys(names) | {
         "up": dims((2,), (3,)), "query": dims((0,), (1, 2)), "out": dims((1, 2), (3,)), "latent": dims((0,), (1,)),
@@ -204,31 +203,27 @@ def test_tables_norms_and_routers_are_adams():
     }  # fmt: skip
 
 
-def test_moments_and_offloading_and_decay_of_the_recipe_s():
+def test_recipe_with_bfloat16_moments_on_the_host():
     model = TransformerConfig(**CONFIG).build()
     tx = mp.Muon(moments="bfloat16", offload=True).build(steps=100, names=model.names())
     state = mp.abstract_state(model, tx, mesh=mp.MeshSpec(fsdp=8).abstract(), strategy=mp.fsdp())
-    kept = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
-    assert {(x.dtype.name, x.sharding.memory_kind) for x in kept} == {("bfloat16", "pinned_host")}
-    # One momentum of each matrix, two moments of each of the rest.
-    own = sum(d.bytes_per_device for d in state.table.params)
-    assert state.table.totals.host_bytes < 0.6 * own
+    arrays = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {(x.dtype.name, x.sharding.memory_kind) for x in arrays} == {("bfloat16", "pinned_host")}
+    # A matrix has a momentum, other arrays have two moments.
+    assert state.table.totals.host_bytes < 0.6 * sum(decision.bytes_per_device for decision in state.table.params)
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: mp.Muon(momentum=1.0), "momentum.*below 1"),
-        (lambda: mp.Muon(ns_steps=0), "ns_steps.*at least 1"),
-        (lambda: mp.Muon(rms=0), "rms.*above 0"),
-        (lambda: init({"w": optax.contrib.MuonDimensionNumbers((0,), (0,))}), "w.*rows.*none twice.*None leaves it"),
-        (lambda: init({}), "w.*say nothing of it"),
-    ],
+    ("field", "value"), [("momentum", 1.0), ("ns_steps", 0), ("rms", 0)], ids=lambda value: str(value)
 )
-def test_what_does_not_go_is_told(make, says):
-    with pytest.raises(mp.MeshparError, match=says):
-        make()
+def test_invalid_recipe_is_refused(field, value):
+    with pytest.raises(mp.MeshparError, match=field):
+        mp.Muon(**{field: value})
 
 
-def init(dims):
-    return mp.muon(1.0, muon_weight_dimension_numbers=dims).init({"w": np.zeros((2, 2), np.float32)})
+@pytest.mark.parametrize(
+    ("dims", "code"), [({"w": optax.contrib.MuonDimensionNumbers((0,), (0,))}, "wrong-shape"), ({}, "not-found")]
+)
+def test_invalid_dimension_numbers_are_refused(dims, code):
+    with raises(code, "`w`"):
+        mp.muon(1.0, muon_weight_dimension_numbers=dims).init({"w": np.zeros((2, 2), np.float32)})

@@ -223,13 +223,13 @@ def test_heads_that_cannot_be_scattered_are_told_with_how_many_ranks_can(spec, r
 
 
 def test_heads_of_keys_that_may_not_be_repeated():
-    with pytest.raises(mp.MeshparError, match="`attn_kv_heads`, size 2.*2 is not a multiple of 4"):
+    with pytest.raises(mp.MeshparError, match="`attn_kv_heads`, size 2.*2 is not divisible by 4"):
         traced(config(), strategy=HEADS | mp.Rules(attn_kv_heads="context"))
 
 
 def test_by_heads_a_sequence_is_a_multiple_of_its_ranks():
     assert traced(config(), seq=12, strategy=HEADS)
-    with pytest.raises(mp.MeshparError, match="`seq`, size 10.*10 is not a multiple of 4"):
+    with pytest.raises(mp.MeshparError, match="`seq`, size 10.*10 is not divisible by 4"):
         traced(config(), seq=10, strategy=HEADS)
 
 

@@ -30,7 +30,7 @@ def work():
 
 @pytest.fixture(scope="module")
 def grown(work):
-    return grow(work, CLUSTER, most=32)
+    return grow(work, CLUSTER, max_gpus=32)
 
 
 @pytest.mark.matrix
@@ -63,7 +63,7 @@ def test_a_layout_pays_while_a_gpu_does_half_of_what_it_did():
     assert [found.stops("strong", kind) for kind in ("fsdp", "ddp", "hsdp")] == [16, 16, 8]
     assert found.stops("weak", "fsdp") is None
     shown = str(found)
-    for text in ("fsdp: pays up to 16 GPUs", "hsdp: pays on 8 GPUs only", "100 *", "80 *"):
+    for text in ("fsdp: worthwhile up to 16 GPUs", "hsdp: worthwhile on 8 GPUs only", "100 *", "80 *"):
         assert text in shown
 
 
@@ -94,7 +94,7 @@ def test_a_picture_has_a_line_for_each_kind(grown):
 
 def test_mistakes(meshpar, tmp_path):
     with pytest.raises(mp.MeshparError, match="a node has 8"):
-        grow(None, CLUSTER, most=4)  # before it looks at the work
+        grow(None, CLUSTER, max_gpus=4)  # before it looks at the work
     recipe = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
     for words, text in (
         (("--plot", tmp_path / "a.png"), "it goes with --growth"),

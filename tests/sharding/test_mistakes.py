@@ -1,6 +1,6 @@
-"""Mistakes people make: each is an error before a loss is traced or anything compiled, whose text is in mistakes.txt.
+"""Frequent mistakes: each is an error before a loss is traced or a program compiled. mistakes.txt has the messages.
 
-`python tests/sharding/test_mistakes.py` writes that file anew: read what has changed in it.
+`python tests/sharding/test_mistakes.py` regenerates that file. Review the differences.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.parallel import parse_strategy
 
-if __name__ == "__main__":  # under pytest, conftest has asked for the devices
+if __name__ == "__main__":  # under pytest, conftest configures the devices
     jax.config.update("jax_platforms", "cpu")
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # read with the first device
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # read when jax creates the devices
 
 MESH = mp.MeshSpec(fsdp=4, tensor=2).abstract()
 TEXTS = Path(__file__).with_name("mistakes.txt")
 
 
 def model(names: dict | None = None, **shapes: tuple[int, ...]) -> mp.Model:
-    """A model of plain arrays; `up_kernel=(8, 16)` is at path up/kernel."""
+    """Return a model of plain arrays. `up_kernel=(8, 16)` has the path up/kernel."""
     nested: dict = {}
     for path, shape in shapes.items():
         outer, inner = path.split("_")
@@ -50,7 +50,7 @@ NAMED = model({"up/kernel": ("embed", "mlp"), "down/kernel": ("mlp", "embed")}, 
 PLAIN = model(**MLP)
 BIG = {"w_kernel": (1024, 768)}
 TP = mp.fsdp() | mp.tensor_parallel()
-LINEAR = nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # a module whose arrays were never made
+LINEAR = nnx.eval_shape(lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)))  # a module without arrays
 
 
 def lay_out(strategy, a_model=NAMED, mesh=MESH, **kwargs):
@@ -82,137 +82,133 @@ class Long(nnx.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Names, axes and sizes that do not fit
+# Names, axes and sizes that do not match
 # ---------------------------------------------------------------------------------------------------------------------
 
 RULES: dict[str, Callable[[], Any]] = {
     "a typo in an NNX annotation": lay_out(TP, mp.from_nnx(lambda rngs: TypoNNX(rngs))),
     "a typo in a Linen annotation": lay_out(TP, mp.from_linen(TypoLinen(), np.zeros((2, 8)))),
     "an annotation with too many names": lay_out(TP, mp.from_nnx(lambda rngs: Long(rngs))),
-    "a name that nothing maps": lay_out(mp.Rules(embed="fsdp")),
+    "a name without a rule": lay_out(mp.Rules(embed="fsdp")),
     "a rule for a name that no leaf has": lay_out(TP | mp.Rules(mpl="tensor")),
     "a typo in the mesh axis of a rule": lay_out(TP | mp.Rules(mlp="tensr")),
-    "an axis that the mesh lacks among several": lay_out(TP | mp.Rules(mlp=("tensor", "model"))),
+    "a tuple with an axis that the mesh lacks": lay_out(TP | mp.Rules(mlp=("tensor", "model"))),
     "an axis that the mesh lacks in a fallback": lay_out(TP | mp.Rules(mlp=mp.first("tenser", None))),
     "an axis that the mesh lacks in a path rule": lay_out(TP | mp.Rules(paths={"up/kernel": (None, "model")})),
-    "a preset told to split over an axis that the mesh lacks": lay_out(mp.fsdp(axis="fdsp", min_bytes=0), PLAIN),
+    "a preset with an axis that the mesh lacks": lay_out(mp.fsdp(axis="fdsp", min_bytes=0), PLAIN),
     "tensor parallelism on a plain mesh without that axis": lay_out(TP, mesh=Mesh(np.array(jax.devices()), ("fsdp",))),
-    "a dim that does not divide": lay_out(TP, model({"up/kernel": ("embed", "mlp")}, up_kernel=(8, 33))),
-    "a dim that does not divide by two axes together": lay_out(
+    "an indivisible dim": lay_out(TP, model({"up/kernel": ("embed", "mlp")}, up_kernel=(8, 33))),
+    "a dim that the product of two axes does not divide": lay_out(
         mp.Rules(mlp=("fsdp", "tensor"), embed=None), model({"up/kernel": ("embed", "mlp")}, up_kernel=(8, 12))
     ),
-    "a path rule on a dim that does not divide": lay_out(
+    "a path rule for an indivisible dim": lay_out(
         mp.Rules(paths={"w/kernel": (None, "fsdp")}), model(w_kernel=(8, 10))
     ),
-    "one axis for two names of a leaf": lay_out(mp.Rules(embed="fsdp", mlp="fsdp")),
-    "one axis twice in a path rule": lay_out(TP | mp.Rules(paths={"up/kernel": ("fsdp", ("tensor", "fsdp"))})),
-    "alternatives of which none fits": lay_out(TP | mp.Rules(mlp=mp.first("fsdp", ("tensor", "fsdp")))),
+    "an axis for two names of a leaf": lay_out(mp.Rules(embed="fsdp", mlp="fsdp")),
+    "an axis twice in a path rule": lay_out(TP | mp.Rules(paths={"up/kernel": ("fsdp", ("tensor", "fsdp"))})),
+    "alternatives that do not divide": lay_out(TP | mp.Rules(mlp=mp.first("fsdp", ("tensor", "fsdp")))),
     "a pattern that matches no path": lay_out(TP | mp.Rules(paths={"up/kernle": ("fsdp",)})),
-    "a pattern that matches a part of a path": lay_out(TP | mp.Rules(paths={"kernel": mp.replicated})),
+    "a pattern that matches only part of a path": lay_out(TP | mp.Rules(paths={"kernel": mp.replicated})),
     "a path rule with more entries than dims": lay_out(TP | mp.Rules(paths={".*/kernel": (None, "fsdp", "tensor")})),
-    "a path rule that catches a scalar": lay_out(mp.Rules(paths={".*": ("fsdp",)}), model(log_scale=())),
-    "names by path that are too many": lay_out(TP | mp.Rules(paths={"up/.*": mp.names("layers", "embed", "mlp")})),
-    "a big leaf that no name splits": lay_out(
+    "a path rule that matches a scalar": lay_out(mp.Rules(paths={".*": ("fsdp",)}), model(log_scale=())),
+    "too many names by path": lay_out(TP | mp.Rules(paths={"up/.*": mp.names("layers", "embed", "mlp")})),
+    "a big leaf that no name shards": lay_out(
         mp.fsdp(), model({"w/kernel": ("heads", "head_dim"), "v/kernel": ("embed",)}, v_kernel=(8,), **BIG)
     ),
-    "a big leaf split over an axis of size one": lay_out(
+    "a big leaf sharded over an axis of size 1": lay_out(
         mp.fsdp(), model({"w/kernel": ("embed", "mlp")}, **BIG), mesh=mp.MeshSpec(data=8).abstract()
     ),
-    "a big leaf none of whose dims divides": lay_out(mp.fsdp(), model(w_kernel=(1023, 769), v_kernel=(512, 64))),
-    "a big leaf that rules do not mention": lay_out(
-        mp.Rules(paths={"v/kernel": ("fsdp",)}), model(v_kernel=(8,), **BIG)
-    ),
+    "a big leaf without a divisible dim": lay_out(mp.fsdp(), model(w_kernel=(1023, 769), v_kernel=(512, 64))),
+    "a big leaf without a rule": lay_out(mp.Rules(paths={"v/kernel": ("fsdp",)}), model(v_kernel=(8,), **BIG)),
     "tensor parallelism of a model without names": lay_out(mp.tensor_parallel(), PLAIN),
     "fsdp of a model of small unnamed leaves": lay_out(mp.fsdp(), PLAIN),
     "expert parallelism without experts": lay_out(TP | mp.expert_parallel()),
-    "hsdp with nothing to replicate over": lay_out(mp.hsdp()),
+    "hsdp without an axis to replicate over": lay_out(mp.hsdp()),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rules, strategies and meshes that cannot be
+# Invalid rules, strategies and meshes
 # ---------------------------------------------------------------------------------------------------------------------
 
 VALUES: dict[str, Callable[[], Any]] = {
-    "a rule that is a number": lambda: mp.Rules(mlp=2),
+    "a number as rule": lambda: mp.Rules(mlp=2),
     "a rule with a number among axes": lambda: mp.Rules(mlp=("tensor", 2)),
-    "one axis twice in a rule": lambda: mp.Rules(mlp=("tensor", "tensor")),
-    "a rule that is a PartitionSpec": lambda: mp.Rules(mlp=P("tensor", None)),
-    "a path rule that is one axis": lambda: mp.Rules(paths={".*/kernel": "fsdp"}),
-    "a path rule that is None": lambda: mp.Rules(paths={".*/kernel": None}),
+    "an axis twice in a rule": lambda: mp.Rules(mlp=("tensor", "tensor")),
+    "a PartitionSpec as rule": lambda: mp.Rules(mlp=P("tensor", None)),
+    "an axis as path rule": lambda: mp.Rules(paths={".*/kernel": "fsdp"}),
+    "None as path rule": lambda: mp.Rules(paths={".*/kernel": None}),
     "a path rule with a number for a dim": lambda: mp.Rules(paths={".*/kernel": (None, 4)}),
-    "a pattern that is no regular expression": lambda: mp.Rules(paths={"*/kernel": mp.replicated}),
-    "a pattern that is a number": lambda: mp.Rules(paths={0: mp.replicated}),
-    "paths that are a list": lambda: mp.Rules(paths=[(".*", mp.replicated)]),
+    "a pattern with invalid syntax": lambda: mp.Rules(paths={"*/kernel": mp.replicated}),
+    "a number as pattern": lambda: mp.Rules(paths={0: mp.replicated}),
+    "a list of paths": lambda: mp.Rules(paths=[(".*", mp.replicated)]),
     "no alternatives": mp.first,
-    "an alternative that is a number": lambda: mp.first("tensor", 2),
-    "a name that is a number": lambda: mp.names("embed", 2),
-    "an axis that is a number": lambda: mp.fsdp(axis=4),
+    "a number as alternative": lambda: mp.first("tensor", 2),
+    "a number as name": lambda: mp.names("embed", 2),
+    "a number as axis": lambda: mp.fsdp(axis=4),
     "an axis twice in a preset": lambda: mp.zero1(axis=("fsdp", "fsdp")),
-    "an axis of tensor_parallel that is a number": lambda: mp.tensor_parallel(axis=2),
-    "a threshold in words": lambda: mp.fsdp(min_bytes="64k"),
-    "a strategy made of a dict": lambda: mp.custom(params={"embed": "fsdp"}, grads=mp.Rules(), optimizer=mp.Rules()),
+    "a number as axis of tensor_parallel": lambda: mp.tensor_parallel(axis=2),
+    "a threshold as text": lambda: mp.fsdp(min_bytes="64k"),
+    "a dict as strategy": lambda: mp.custom(params={"embed": "fsdp"}, grads=mp.Rules(), optimizer=mp.Rules()),
     "a negative threshold": lambda: mp.fsdp().replace(big_leaf_bytes=-1),
     "a preset without its parentheses": lay_out(mp.fsdp),
-    "a strategy in words": lay_out("fsdp"),
-    "a preset that does not exist": lambda: parse_strategy("fdsp() | tensor_parallel()"),
+    "a strategy as text": lay_out("fsdp"),
+    "an unknown preset": lambda: parse_strategy("fdsp() | tensor_parallel()"),
     "an argument that a preset lacks": lambda: parse_strategy("fsdp(axes='data')"),
     "an argument without its name": lambda: parse_strategy("tensor_parallel(True)"),
-    "an argument that is computed": lambda: parse_strategy("fsdp(min_bytes=2**16)"),
+    "a computed argument": lambda: parse_strategy("fsdp(min_bytes=2**16)"),
     "strategies joined with and": lambda: parse_strategy("fsdp() and zero1()"),
-    "a strategy that does not parse": lambda: parse_strategy("fsdp( | zero1()"),
+    "a strategy with invalid syntax": lambda: parse_strategy("fsdp( | zero1()"),
     "a typo in an axis of the mesh": lambda: mp.MeshSpec(fdsp=4, tensor=2),
     "a typo in an axis on the command line": lambda: mp.MeshSpec.parse("fsdp=4,tensors=2"),
     "an axis of size zero": lambda: mp.MeshSpec(fsdp=0),
-    "an axis of a broken size": lambda: mp.MeshSpec(fsdp=8 / 2),
-    "a size in words": lambda: mp.MeshSpec(tensor="2"),
-    "two axes that take what is left": lambda: mp.MeshSpec(data=-1, fsdp=-1),
-    "sizes that are fewer than the devices": lambda: mp.MeshSpec(fsdp=2, tensor=2).build(),
-    "sizes that are more than the devices": lambda: mp.MeshSpec(fsdp=16).build(),
-    "sizes that leave a broken rest": lambda: mp.MeshSpec(data=-1, tensor=3).build(),
-    "a mesh in another notation": lambda: mp.MeshSpec.parse("fsdp:4"),
+    "an axis with a fractional size": lambda: mp.MeshSpec(fsdp=8 / 2),
+    "a size as text": lambda: mp.MeshSpec(tensor="2"),
+    "two axes of size -1": lambda: mp.MeshSpec(data=-1, fsdp=-1),
+    "a mesh smaller than the devices": lambda: mp.MeshSpec(fsdp=2, tensor=2).build(),
+    "a mesh larger than the devices": lambda: mp.MeshSpec(fsdp=16).build(),
+    "sizes that do not divide the devices": lambda: mp.MeshSpec(data=-1, tensor=3).build(),
+    "a mesh with invalid syntax": lambda: mp.MeshSpec.parse("fsdp:4"),
     "a mesh with an axis twice": lambda: mp.MeshSpec.parse("fsdp=2,fsdp=4"),
     "an abstract mesh of unknown size": lambda: mp.MeshSpec(data=-1, tensor=8).abstract(),
-    "a number of devices for the devices": lambda: mp.MeshSpec(fsdp=8).build(8),
+    "a number in place of devices": lambda: mp.MeshSpec(fsdp=8).build(8),
     "no devices": lambda: mp.MeshSpec(fsdp=-1).build([]),
     "an unknown axis that must stay inside a node": lambda: mp.MeshSpec(tensor=2, inside_node=("tensr",)),
-    "an axis bigger than the node it must stay inside": lambda: mp.MeshSpec(fsdp=4, tensor=16).abstract(
-        devices_per_node=8
-    ),
-    "a constant for inside_node": lambda: mp.MeshSpec(tensor=2, inside_node=8),
+    "an axis larger than a node": lambda: mp.MeshSpec(fsdp=4, tensor=16).abstract(devices_per_node=8),
+    "a number for inside_node": lambda: mp.MeshSpec(tensor=2, inside_node=8),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The wrong thing in the wrong place
+# Arguments of a wrong type
 # ---------------------------------------------------------------------------------------------------------------------
 
 KINDS: dict[str, Callable[[], Any]] = {
     "a module instead of a model": lay_out(mp.ddp(), LINEAR),
     "a Linen module instead of a model": lay_out(mp.ddp(), nn.Dense(2)),
-    "an NNX module that exists already": lambda: mp.from_nnx(LINEAR),
-    "a function that takes no random streams": lambda: mp.from_nnx(lambda: LINEAR),
-    "a loss that takes no key": lambda: mp.train_step(lambda model, batch: (0.0, {})),
-    "a function that makes no module": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: None)),
-    "a module class with another argument": lambda: mp.from_nnx(Wide),
-    "a module made without its random streams": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide(8))),
-    "a function that gives a class": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide)),
+    "an existing NNX module": lambda: mp.from_nnx(LINEAR),
+    "a function without rngs": lambda: mp.from_nnx(lambda: LINEAR),
+    "a loss without a key": lambda: mp.train_step(lambda model, batch: (0.0, {})),
+    "a function that returns None": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: None)),
+    "a module class with a second argument": lambda: mp.from_nnx(Wide),
+    "a module created without rngs": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide(8))),
+    "a function that returns a class": lay_out(mp.ddp(), mp.from_nnx(lambda rngs: Wide)),
     "a Linen module without an example": lambda: mp.from_linen(nn.Dense(8)),
-    "a Linen call told what may change": lambda: mp.from_linen(nn.Dense(8), np.zeros((1, 8))).bind({}, {})(
+    "a Linen call with mutable": lambda: mp.from_linen(nn.Dense(8), np.zeros((1, 8))).bind({}, {})(
         np.zeros((1, 8)), mutable=["batch_stats"]
     ),
-    "an NNX module for Linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
-    "names for a path that does not exist": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),
-    "one string of names": lambda: model({"up/kernel": "embed"}, **MLP),
+    "an NNX module in from_linen": lambda: mp.from_linen(LINEAR, np.zeros((1, 2))),
+    "names for an unknown path": lay_out(TP, model({"up/kernle": ("embed", "mlp")}, **MLP)),
+    "a string in place of a tuple of names": lambda: model({"up/kernel": "embed"}, **MLP),
     "the sizes of a mesh instead of a mesh": lay_out(TP, mesh=mp.MeshSpec(fsdp=8)),
     "no mesh": lay_out(TP, mesh=None),
     "an optimizer that was not called": lay_out(TP, tx=optax.adam),
     "a learning rate instead of an optimizer": lay_out(TP, tx=3e-4),
     "a state on an abstract mesh": lambda: mp.init_state(NAMED, optax.sgd(0.1), mesh=MESH, strategy=TP, key=0),
     "a path that the table lacks": lambda: mp.shardings(NAMED, MESH, TP)["up/kernal"],
-    "constrain outside of use": lambda: mp.constrain(np.zeros((8, 4)), "batch", None),
+    "constrain outside of use_rules": lambda: mp.constrain(np.zeros((8, 4)), "batch", None),
     "an activation with too few names": lambda: constrained((8, 4, 2), "batch", "seq"),
     "an activation with a mistyped name": lambda: constrained((8, 4), "batch", "act_mpl"),
-    "an activation that does not divide": lambda: constrained((8, 5), "batch", "act_mlp"),
-    "use without a strategy": lambda: mp.use_rules(MESH, None).__enter__(),
+    "an activation with an indivisible dim": lambda: constrained((8, 5), "batch", "act_mlp"),
+    "use_rules without a strategy": lambda: mp.use_rules(MESH, None).__enter__(),
 }
 
 
@@ -243,7 +239,7 @@ def batches(batch):
 
 
 def stepped(batch, **options):
-    # Abstract state: what a step checks, it checks before it asks for arrays.
+    # The state is abstract, because all checks precede the first use of arrays.
     return lambda: mp.train_step(never, **options).lower(
         mp.abstract_state(NAMED, optax.sgd(0.1), mesh=real_mesh(), strategy=TP), batch
     )
@@ -251,21 +247,21 @@ def stepped(batch, **options):
 
 STEPS: dict[str, Callable[[], Any]] = {
     "no micro-steps": steps(accumulate=0),
-    "a micro-step that is True": steps(accumulate=True),
+    "True as number of micro-steps": steps(accumulate=True),
     "an unknown way to accumulate": steps(accumulate=2, reduce_gradients="all"),
     "an unknown answer to NaN": steps(nonfinite="crash"),
     "an unknown remat policy": steps(remat="ful"),
-    "a dtype by its short name": lambda: mp.Precision(compute="bf16"),
-    "a batch that does not divide": batches({"tokens": np.zeros((6, 3))}),
-    "a batch that does not divide into micro-steps": stepped({"tokens": np.zeros((12, 3))}, accumulate=2),
-    "rows that differ": batches({"tokens": np.zeros((8, 3)), "weights": np.zeros(4)}),
+    "an abbreviated dtype": lambda: mp.Precision(compute="bf16"),
+    "an indivisible batch": batches({"tokens": np.zeros((6, 3))}),
+    "an indivisible batch with micro-steps": stepped({"tokens": np.zeros((12, 3))}, accumulate=2),
+    "leaves with different batch sizes": batches({"tokens": np.zeros((8, 3)), "weights": np.zeros(4)}),
     "an nnx.State instead of a state": lambda: mp.train_step(never)(nnx.state(LINEAR), {"x": np.zeros((8, 2))}),
     "parameters instead of a state": lambda: mp.eval_step(never)({"w": np.zeros(8)}, {"x": np.zeros((8, 2))}),
     "an empty batch": stepped({}),
-    "words in the batch": stepped({"tokens": np.zeros((8, 3)), "text": np.array(["a"] * 8)}),
+    "text in the batch": stepped({"tokens": np.zeros((8, 3)), "text": np.array(["a"] * 8)}),
     "objects in the batch": stepped({"tokens": np.zeros((8, 3)), "any": np.array([None] * 8)}),
-    "days in the batch": stepped({"tokens": np.zeros((8, 3)), "day": np.zeros(8, "datetime64[D]")}),
-    "a batch of no rows": stepped({"tokens": np.zeros((0, 3))}),
+    "dates in the batch": stepped({"tokens": np.zeros((8, 3)), "day": np.zeros(8, "datetime64[D]")}),
+    "a batch of size zero": stepped({"tokens": np.zeros((0, 3))}),
 }
 
 MISTAKES = {**RULES, **VALUES, **KINDS, **STEPS}
@@ -273,45 +269,45 @@ MISTAKES = {**RULES, **VALUES, **KINDS, **STEPS}
 
 @pytest.fixture(scope="module")
 def compiled() -> list[str]:
-    """Names of what was compiled while the module's tests ran."""
-    seen: list[str] = []
+    """Record compilations while the tests of the module run."""
+    events: list[str] = []
     jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration, **kwargs: seen.append(event) if "backend_compile" in event else None
+        lambda event, duration, **kwargs: events.append(event) if "backend_compile" in event else None
     )
     jax.jit(lambda x: x + 1).lower(1.0).compile()
-    assert seen, "the listener hears compilations"
-    return seen
+    assert events, "the listener receives compilations"
+    return events
 
 
-def told(name: str) -> mp.MeshparError:
-    with pytest.raises(mp.MeshparError) as caught:
+def error_of(name: str) -> mp.MeshparError:
+    with pytest.raises(mp.MeshparError) as error:
         MISTAKES[name]()
-    return caught.value
+    return error.value
 
 
-def written() -> dict[str, str]:
-    """The errors' texts by the mistake's name."""
+def expected_messages() -> dict[str, str]:
+    """Return the messages in mistakes.txt, by the name of the mistake."""
     entries = TEXTS.read_text(encoding="utf-8").split("\n\n")
     return {name: text.strip() for name, _, text in (entry.partition("\n") for entry in entries)}
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_an_early_error_in_four_parts(name, compiled):
+def test_mistake_is_an_early_error(name, compiled):
     compiled.clear()
-    error = told(name)
+    error = error_of(name)
     assert not compiled
-    assert str(error) == written()[name]
+    assert str(error) == expected_messages()[name]
     for part in (error.where, error.requested, error.reason, error.fix):
         assert part == part.strip() != ""
     assert " at 0x" not in str(error)
 
 
-def test_every_text_has_its_mistake():
-    assert list(written()) == list(MISTAKES)
+def test_all_messages_belong_to_a_mistake():
+    assert list(expected_messages()) == list(MISTAKES)
     assert len(MISTAKES) > 100
 
 
-def test_this_file_run_as_a_script_writes_the_same_texts(tmp_path, child_env):
+def test_script_regenerates_the_messages(tmp_path, child_env):
     script = shutil.copy(__file__, tmp_path)
     env = {name: value for name, value in child_env.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, check=False)
@@ -320,4 +316,4 @@ def test_this_file_run_as_a_script_writes_the_same_texts(tmp_path, child_env):
 
 
 if __name__ == "__main__":
-    TEXTS.write_text("\n\n".join(f"{name}\n{told(name)}" for name in MISTAKES) + "\n", encoding="utf-8")
+    TEXTS.write_text("\n\n".join(f"{name}\n{error_of(name)}" for name in MISTAKES) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Whatever the mesh, the rules and the leaves: an error in four parts, or a legal sharding, every time the same."""
+"""Properties of random meshes, rules and leaves: the result is a complete error or a valid sharding."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ AXES = ("data", "fsdp", "tensor", "context")
 NAMES = ("embed", "mlp", "heads", "kv_heads", "layers")
 PATHS = ("a/kernel", "a/bias", "b/up/kernel", "b/scale", "c")
 PATTERNS = (*PATHS, r".*/kernel", r"b/.*", r".*", r"a")
-PARTS = ("params", "grads", "optimizer")
+FIELDS = ("params", "grads", "optimizer")
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What examples are made of
+# Strategies for examples
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @st.composite
 def factors(draw, total: int) -> dict[str, int]:
-    """Sizes of axes that multiply to a total, which is spread over them at random."""
+    """Sizes of mesh axes whose product is `total`."""
     sizes = {}
     for axis in draw(st.permutations(AXES)):
         sizes[axis] = draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
@@ -48,16 +48,16 @@ def factors(draw, total: int) -> dict[str, int]:
 
 @st.composite
 def meshes(draw) -> Mesh:
-    """A real mesh over 1 to 8 devices, with the standard axes and one of the user's."""
+    """A mesh of 1 to 8 devices, with the standard axes and a custom axis."""
     num_devices = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
     return mp.MeshSpec(**draw(factors(num_devices))).build(jax.devices()[:num_devices])
 
 
 axes = st.sampled_from(AXES) | st.sampled_from((*AXES, "nowhere"))
-splits = axes | st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True).map(tuple)
-firsts = st.lists(splits | st.none(), min_size=1, max_size=3).map(lambda choices: mp.first(*choices))
-dim_rules = splits | firsts | st.just(mp.replicated) | st.none()
-names = st.sampled_from((*NAMES, None)) | st.sampled_from((*NAMES, None, "nobody"))
+axis_tuples = axes | st.lists(st.sampled_from(AXES), min_size=1, max_size=3, unique=True).map(tuple)
+firsts = st.lists(axis_tuples | st.none(), min_size=1, max_size=3).map(lambda choices: mp.first(*choices))
+dim_rules = axis_tuples | firsts | st.just(mp.replicated) | st.none()
+names = st.sampled_from((*NAMES, None)) | st.sampled_from((*NAMES, None, "undefined"))
 path_rules = (
     st.just(mp.replicated)
     | st.lists(dim_rules, max_size=3).map(tuple)
@@ -66,7 +66,7 @@ path_rules = (
 
 
 def rules_for(by_name, patterns=PATTERNS) -> st.SearchStrategy[mp.Rules]:
-    """Rules by name as drawn, and for a path pattern or two."""
+    """The given rules by name, with rules for up to two path patterns."""
     by_path = st.dictionaries(st.sampled_from(patterns), path_rules, max_size=2)
     return st.builds(lambda by_name, paths: mp.Rules(**by_name, paths=paths), by_name, by_path)
 
@@ -104,17 +104,17 @@ def leaves(draw, path: str | None = None) -> mp.Leaf:
 
 @st.composite
 def models(draw) -> tuple[list[mp.Leaf], mp.Strategy]:
-    """Leaves, and a strategy that is about their names and paths."""
+    """Leaves, and a strategy with rules for their names and paths."""
     tree = [draw(leaves(path)) for path in draw(st.lists(st.sampled_from(PATHS), min_size=1, unique=True))]
-    theirs = sorted({name for leaf in tree for name in leaf.names or () if name})
+    leaf_names = sorted({name for leaf in tree for name in leaf.names or () if name})
     patterns = (*(leaf.path for leaf in tree), ".*")
-    all_names = st.fixed_dictionaries(dict.fromkeys(theirs, dim_rules))
-    some_names = st.dictionaries(st.sampled_from(theirs), dim_rules) if theirs else st.just({})
+    all_names = st.fixed_dictionaries(dict.fromkeys(leaf_names, dim_rules))
+    some_names = st.dictionaries(st.sampled_from(leaf_names), dim_rules) if leaf_names else st.just({})
     strategy = draw(presets | rules_for(all_names, patterns))
     for more in draw(st.lists(rules_for(some_names, patterns) | presets, max_size=1)):
         try:
             strategy = strategy | more
-        except mp.MeshparError:  # the second takes nothing away from the first, and says so
+        except mp.MeshparError:  # conflicting strategies
             reject()
     return tree, as_strategy(strategy).replace(big_leaf_bytes=draw(st.sampled_from((0, 64, 512, 2**20))))
 
@@ -128,114 +128,113 @@ def model_of(tree: list[mp.Leaf]) -> mp.Model:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What must hold of any answer
+# Checks
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def outcome(ask: Callable[[], Any]) -> Any:
-    """What comes back, or the text of an error of ours. Any other exception fails the test."""
+def outcome(call: Callable[[], Any]) -> Any:
+    """Return the result, or the text of a `MeshparError`. Other exceptions fail the test."""
     try:
-        return ask()
+        return call()
     except mp.MeshparError as error:
         event("an error")
-        complete = all(part.strip() for part in (error.where, error.requested, error.reason, error.fix))
-        return str(error) if complete else f"INCOMPLETE {error}"
+        is_complete = all(text.strip() for text in (error.where, error.requested, error.reason, error.fix))
+        return str(error) if is_complete else f"INCOMPLETE {error}"
 
 
-def refused(answer: Any) -> bool:
-    assert not str(answer).startswith("INCOMPLETE"), answer
-    return isinstance(answer, str)
+def is_error(result: Any) -> bool:
+    assert not str(result).startswith("INCOMPLETE"), result
+    return isinstance(result, str)
 
 
-def check_legal(decision: mp.Decision, mesh: Mesh) -> None:
+def check_valid(decision: mp.Decision, mesh: Mesh) -> None:
     leaf, spec = decision.leaf, decision.spec
     used = [axis for entry in spec for axis in spec_axes(entry)]
-    assert len(used) == len(set(used)), "one mesh axis on two dims"
+    assert len(used) == len(set(used)), "a mesh axis is used twice"
     assert set(used) <= set(mesh.axis_names)
     sharding = NamedSharding(mesh, spec)
-    piece = sharding.shard_shape(leaf.shape)  # raises when a dim does not divide
-    assert math.prod(piece) * decision.shards == leaf.size
-    assert decision.bytes_per_device == math.prod(piece) * leaf.dtype.itemsize
-    # The different pieces make up the whole, no element twice.
-    pieces = {
-        tuple(part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True))
+    shard = sharding.shard_shape(leaf.shape)  # raises for an indivisible dim
+    assert math.prod(shard) * decision.shards == leaf.size
+    assert decision.bytes_per_device == math.prod(shard) * leaf.dtype.itemsize
+    # Each element is in exactly one of the different shards.
+    shards = {
+        tuple(dim_slice.indices(size)[:2] for dim_slice, size in zip(index, leaf.shape, strict=True))
         for index in sharding.devices_indices_map(leaf.shape).values()
     }
-    seen = np.zeros(leaf.shape, int)
-    for bounds in pieces:
-        seen[tuple(slice(*bound) for bound in bounds)] += 1
-    assert (seen == 1).all()
-    assert len(pieces) == decision.shards or leaf.size == 0
+    counts = np.zeros(leaf.shape, int)
+    for bounds in shards:
+        counts[tuple(slice(*bound) for bound in bounds)] += 1
+    assert (counts == 1).all()
+    assert len(shards) == decision.shards or leaf.size == 0
 
 
-def check_meant(decision: mp.Decision, rules: mp.Rules, big_leaf_bytes: int, mesh: Mesh) -> None:
-    """A leaf above the threshold is whole on every device only when somebody wrote that down."""
+def check_replicated_on_purpose(decision: mp.Decision, rules: mp.Rules, big_leaf_bytes: int, mesh: Mesh) -> None:
+    """Check that a leaf above the threshold is replicated only if a rule permits it."""
     leaf = decision.leaf
-    stacked = math.prod(size for size, name in zip(leaf.shape, leaf.names or (), strict=False) if name == "layers")
-    if mesh.size == 1 or decision.shards > 1 or leaf.nbytes // max(stacked, 1) < big_leaf_bytes:
+    num_layers = math.prod(size for size, name in zip(leaf.shape, leaf.names or (), strict=False) if name == "layers")
+    if mesh.size == 1 or decision.shards > 1 or leaf.nbytes // max(num_layers, 1) < big_leaf_bytes:
         return
-    event("big, whole and meant")
-    assert said_to_be_whole(leaf.path.removeprefix("opt_state/trace/"), leaf.names, rules)
+    event("big and replicated on purpose")
+    assert may_be_replicated(leaf.path.removeprefix("opt_state/trace/"), leaf.names, rules)
 
 
-def said_to_be_whole(path: str, leaf_names: tuple[str | None, ...] | None, rules: mp.Rules) -> bool:
-    """Whether somebody wrote down that a leaf may be whole: found without the resolver."""
+def may_be_replicated(path: str, leaf_names: tuple[str | None, ...] | None, rules: mp.Rules) -> bool:
+    """Return whether a rule permits that a leaf is replicated. Does not use the resolver."""
     by_path = rules.path_rule(path)
     if by_path is None or hasattr(by_path.value, "names"):
-        found = [rules.name_rule(name) for name in leaf_names or () if name]
-        said = [rule.value for rule in found if rule is not None]
+        by_name = [rules.name_rule(name) for name in leaf_names or () if name]
+        values = [rule.value for rule in by_name if rule is not None]
     else:
-        said = [by_path.value] if by_path.value is mp.replicated else list(by_path.value)
-    allowed = any(None in getattr(value, "alternatives", ()) for value in said)
-    return rules.everything is not None or mp.replicated in said or allowed
+        values = [by_path.value] if by_path.value is mp.replicated else list(by_path.value)
+    has_fallback = any(None in getattr(value, "alternatives", ()) for value in values)
+    return rules.everything is not None or mp.replicated in values or has_fallback
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One leaf
+# Leaves
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @QUICK
 @given(mesh=meshes(), rules=some_rules, leaf=leaves())
-def test_a_leaf_is_laid_out_legally_or_refused(mesh, rules, leaf):
+def test_resolve_is_valid_or_an_error(mesh, rules, leaf):
     decision = outcome(lambda: resolve(leaf, rules, mesh))
-    if not refused(decision):
-        check_legal(decision, mesh)
+    if not is_error(decision):
+        check_valid(decision, mesh)
         assert decision.path == leaf.path
         assert decision.rule
 
 
 @QUICK
-@given(mesh=meshes(), preset=presets, more=some_rules, leaf=leaves(), part=st.sampled_from(PARTS))
-def test_so_it_is_under_presets(mesh, preset, more, leaf, part):
-    for strategy in (preset, preset | more, more | preset):
-        decision = outcome(functools.partial(resolve, leaf, getattr(strategy, part), mesh))
-        if not refused(decision):
-            check_legal(decision, mesh)
+@given(mesh=meshes(), preset=presets, rules=some_rules, leaf=leaves(), field=st.sampled_from(FIELDS))
+def test_resolve_with_presets_is_valid_or_an_error(mesh, preset, rules, leaf, field):
+    for strategy in (preset, preset | rules, rules | preset):
+        decision = outcome(functools.partial(resolve, leaf, getattr(strategy, field), mesh))
+        if not is_error(decision):
+            check_valid(decision, mesh)
 
 
 @QUICK
 @given(mesh=meshes(), rules=some_rules, leaf=leaves())
-def test_the_same_question_has_the_same_answer(mesh, rules, leaf):
-    def answer(rules, mesh=mesh):
+def test_resolve_is_deterministic(mesh, rules, leaf):
+    def resolved(rules, mesh=mesh):
         return outcome(lambda: resolve(leaf, rules, mesh))
 
-    first = answer(rules)
-    assert answer(rules) == first
-    assert answer(pickle.loads(pickle.dumps(rules))) == first
-    assert answer(rules | mp.Rules()) == first
-    # Neither devices nor the order in which names were written matter.
-    assert answer(rules, axis_sizes(mesh)) == first
+    first = resolved(rules)
+    assert resolved(rules) == first
+    assert resolved(pickle.loads(pickle.dumps(rules))) == first
+    assert resolved(rules | mp.Rules()) == first
+    # The result does not depend on the devices or on the order of the names.
+    assert resolved(rules, axis_sizes(mesh)) == first
     by_name = {name: rules.name_rule(name).value for name in sorted(rules.names)}
-    backwards = dict(reversed(by_name.items()))
-    plain = answer(mp.Rules(**by_name))
-    assert answer(rules.without_paths()) == plain
-    assert (answer(mp.Rules(**backwards)) == plain) or refused(plain)
+    without_paths = resolved(mp.Rules(**by_name))
+    assert resolved(rules.without_paths()) == without_paths
+    assert (resolved(mp.Rules(**dict(reversed(by_name.items())))) == without_paths) or is_error(without_paths)
 
 
 @QUICK
 @given(a=some_rules, b=some_rules, c=some_rules)
-def test_joining_is_associative_and_the_later_wins(a, b, c):
+def test_join_is_associative_and_later_rules_win(a, b, c):
     assert (a | b) | c == a | (b | c)
     assert hash((a | b) | c) == hash(a | (b | c))
     assert a | a == a
@@ -248,13 +247,13 @@ def test_joining_is_associative_and_the_later_wins(a, b, c):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A whole model
+# Models
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 @QUICK
 @given(mesh=meshes(), model=models())
-def test_a_model_is_laid_out_legally_or_refused(mesh, model):
+def test_shardings_of_a_model_are_valid_or_an_error(mesh, model):
     tree, strategy = model
 
     def lay_out(tree):
@@ -262,17 +261,17 @@ def test_a_model_is_laid_out_legally_or_refused(mesh, model):
 
     table = lay_out(tree)
     assert lay_out(tree[::-1]) == table
-    if refused(table):
+    if is_error(table):
         return
-    event("laid out")
-    assert [d.path for d in table.params] == sorted(leaf.path for leaf in tree)
-    for part in PARTS:
-        for decision in getattr(table, part):
-            check_legal(decision, mesh)
-            check_meant(decision, getattr(strategy, part), strategy.big_leaf_bytes, mesh)
-    # Momentum lies as the rules for the optimizer say, whatever the parameters do.
-    for leaf, slot in zip(sorted(tree, key=lambda leaf: leaf.path), table.optimizer, strict=True):
-        assert slot.spec == resolve(leaf, strategy.optimizer, mesh).spec
+    event("a table")
+    assert [decision.path for decision in table.params] == sorted(leaf.path for leaf in tree)
+    for field in FIELDS:
+        for decision in getattr(table, field):
+            check_valid(decision, mesh)
+            check_replicated_on_purpose(decision, getattr(strategy, field), strategy.big_leaf_bytes, mesh)
+    # Momentum is sharded by the rules for the optimizer, independently of the parameters.
+    for leaf, momentum in zip(sorted(tree, key=lambda leaf: leaf.path), table.optimizer, strict=True):
+        assert momentum.spec == resolve(leaf, strategy.optimizer, mesh).spec
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -289,7 +288,7 @@ class FakeDevice:
 
 @st.composite
 def pods(draw) -> tuple[int, int, dict[str, int]]:
-    """Nodes, devices in each, and sizes that fit them, or nearly."""
+    """Number of nodes, devices per node, and sizes of mesh axes, some with a wrong product."""
     nodes, per_node = draw(st.integers(1, 4)), draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
     sizes = draw(factors(nodes * per_node))
     changed = draw(st.sampled_from(AXES))
@@ -298,25 +297,25 @@ def pods(draw) -> tuple[int, int, dict[str, int]]:
 
 @QUICK
 @given(pod=pods(), inside=st.lists(st.sampled_from(AXES), unique=True, max_size=2).map(tuple), seed=st.integers(0, 3))
-def test_a_mesh_holds_every_device_once_and_keeps_its_promise(pod, inside, seed):
+def test_mesh_has_all_devices_and_keeps_axes_inside_nodes(pod, inside, seed):
     nodes, per_node, sizes = pod
     ids = np.random.default_rng(seed).permutation(nodes * per_node)
-    devices = [FakeDevice(int(i), node) for node, some in enumerate(np.split(ids, nodes)) for i in some]
+    devices = [FakeDevice(int(i), node) for node, node_ids in enumerate(np.split(ids, nodes)) for i in node_ids]
     spec = mp.MeshSpec(**sizes, inside_node=inside)
     mesh = outcome(lambda: spec.build(devices))
-    if refused(mesh):
+    if is_error(mesh):
         return
     assert sorted(d.id for d in mesh.devices.flat) == list(range(len(devices)))
     assert spec.resolve(len(devices)) == axis_sizes(mesh) == axis_sizes(spec.abstract(len(devices)))
     assert all(spec[axis] in (-1, size) for axis, size in axis_sizes(mesh).items())
     for axis in inside:
-        rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-        assert all(len({node_of(d) for d in row}) == 1 for row in rows)
+        groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+        assert all(len({node_of(device) for device in group}) == 1 for group in groups)
 
 
 @QUICK
 @given(sizes=st.dictionaries(st.sampled_from((*AXES, "stage", "expert")), st.integers(1, 99)))
-def test_a_mesh_spec_reads_back_what_it_says(sizes):
+def test_mesh_spec_survives_parse_repr_and_pickle(sizes):
     spec = mp.MeshSpec(**sizes)
     assert mp.MeshSpec.parse(",".join(f"{axis}={size}" for axis, size in spec.items())) == spec
     assert eval(repr(spec), {"MeshSpec": mp.MeshSpec}) == spec

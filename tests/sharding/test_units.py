@@ -1,11 +1,20 @@
-"""Figures are written with SI prefixes, and read back."""
+"""Numbers with SI prefixes: formatting and parsing."""
 
 from __future__ import annotations
 
 import pytest
 
-from meshpar.sharding.errors import MeshparError
-from meshpar.sharding.units import human_bytes, human_count, human_flops, human_time, parse_bytes, prefix_of, si
+from meshpar.sharding.units import (
+    human_bytes,
+    human_count,
+    human_flops,
+    human_time,
+    parse_bytes,
+    parse_count,
+    prefix_of,
+    si,
+)
+from tests.errors import raises
 
 
 @pytest.mark.parametrize(
@@ -28,14 +37,14 @@ from meshpar.sharding.units import human_bytes, human_count, human_flops, human_
         (human_count, 3e12, "3T"),
     ],
 )
-def test_each_formatter_writes_three_digits(write, value, text):
+def test_formatters_write_three_digits(write, value, text):
     assert write(value) == text
 
 
-def test_the_prefix_of_a_figure_has_its_size():
+def test_prefix_of():
     assert prefix_of(999.99) == ("k", 1e3)
     assert prefix_of(999.99, digits=15) == ("", 1.0)
-    assert prefix_of(0.002, least=0.0) == ("m", 1e-3)
+    assert prefix_of(0.002, minimum=0.0) == ("m", 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -53,23 +62,34 @@ def test_the_prefix_of_a_figure_has_its_size():
         (12345e12, "B", "12.35 PB"),
     ],
 )
-def test_figures(value, unit, text):
+def test_si(value, unit, text):
     assert si(value, unit) == text
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("14e9", 14e9), ("14GB", 14e9), ("256 kB", 256e3), ("1.5m", 1.5e6), ("-5", -5), ("8B", 8)]
 )
-def test_bytes_as_people_write_them(text, value):
+def test_parse_bytes(text, value):
     assert parse_bytes(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "x", "4KiB", "1.2.3", "GB", "1e", "1e400", "1e308"])
-def test_what_is_no_number_of_bytes(text):
-    with pytest.raises(MeshparError, match="no number of bytes"):
+@pytest.mark.parametrize("text", ["", "x", "4KiB", "1.2.3", "GB", "1e", "1e400", "1e308", "nan"])
+def test_parse_bytes_refuses_other_texts(text):
+    with raises("bad-syntax", f"`{text}`"):
         parse_bytes(text)
 
 
-def test_bytes_that_are_too_few():
-    with pytest.raises(MeshparError, match=r"`0`: .*no number of bytes up to 1e\+24, 1 or more"):
-        parse_bytes("0", least=1)
+def test_parse_bytes_refuses_values_below_the_minimum():
+    with raises("bad-syntax", "`0`"):
+        parse_bytes("0", minimum=1)
+
+
+@pytest.mark.parametrize(("text", "count"), [("64", 64), (70e9, 70 * 10**9), ("1.1B", 1_100_000_000), ("4k", 4000)])
+def test_parse_count(text, count):
+    assert parse_count(text, "x") == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "1.5", "1e19", "-1", "1..2", 2.5])
+def test_parse_count_refuses_other_values(text):
+    with raises("not-an-int", "x"):
+        parse_count(text, "x")

@@ -273,14 +273,14 @@ def traced(model, precision):
 @pytest.mark.parametrize(
     ("precision", "model", "words"),
     [
-        ({"matmul": "fp9"}, CONFIG, "there is fp8"),
-        ({"matmul": ("fp8",)}, CONFIG, "there is fp8"),
-        ({"matmul": "mxfp8"}, CONFIG, "in 16 bits.*Use 'fp8-rowwise'"),
+        ({"matmul": "fp9"}, CONFIG, "must be one of 'fp8'"),
+        ({"matmul": ("fp8",)}, CONFIG, "must be one of 'fp8'"),
+        ({"matmul": "mxfp8"}, CONFIG, "to 16-bit matmuls.*Use 'fp8-rowwise'"),
         ({"matmul": {"layers/.*": "nvfp4"}}, CONFIG, "for inference"),
         ({"matmul": "fp8-blockwise"}, CONFIG, "XLA has no kernel"),
         ({"matmul": "fp8", "compute": "float16"}, CONFIG, "bfloat16"),
         ({"matmul": {"layers/mpl/.*": "fp8"}}, CONFIG, "modules `layers/mpl/"),
-        ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "no regular expression"),
+        ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "not a regular expression"),
     ],
 )
 def test_what_cannot_be_had(precision, model, words):

@@ -17,7 +17,7 @@ from meshpar.hardware.clusters import parse_cluster
 from meshpar.inspect.model_flops import matmul_flops
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.target import traced_for
-from meshpar.layers.scan import remat_policy
+from meshpar.layers.remat import remat_policy
 from meshpar.models import TransformerConfig, llama3_8b, next_token_loss
 from meshpar.training.state import abstract_state
 from tests.equal import assert_same, token_batches, train
@@ -161,9 +161,9 @@ def test_a_name_that_no_layer_marks_is_told():
 @pytest.mark.parametrize(
     ("remat", "told"),
     [
-        ("dot", "no such policy.*dots"),
-        ("keep:attention", "names stand behind `save:`"),
-        ("save:", "names stand behind"),
+        ("dot", "it is unknown.*dots"),
+        ("keep:attention", "a colon is for `save:"),
+        ("save:", "a colon is for"),
         ("save:a+offload:b,a", "save and offload `a`"),
     ],
 )

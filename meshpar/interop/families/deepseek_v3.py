@@ -13,7 +13,7 @@ from typing import Any
 
 from meshpar.interop.decoder import MLP, NORMS, Family, Row, ends, experts, fields, layers, refuse, sizes_of
 from meshpar.interop.fields import Field, typed
-from meshpar.interop.table import DimPart, FileTensor, run
+from meshpar.interop.weight_mapping import DimPart, WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
 
 BIAS_RATE = 1e-3
@@ -25,7 +25,7 @@ _SHARED: tuple[Row, ...] = (
 )
 
 
-def _attention(cfg: TransformerConfig, *, dense: bool) -> list[FileTensor]:
+def _attention(cfg: TransformerConfig, *, dense: bool) -> list[WeightMapping]:
     latent = cfg.latent
     assert latent is not None
     nope, rope, rank, value = latent.nope_dim, latent.rope_dim, latent.kv_rank, latent.v_dim
@@ -34,10 +34,10 @@ def _attention(cfg: TransformerConfig, *, dense: bool) -> list[FileTensor]:
     in_pairs = tuple(nope + i for i in (*range(0, rope, 2), *range(1, rope, 2)))
     parts: dict[str, dict[str, DimPart]] = {
         f"attention/{query}/kernel": {"D": DimPart((*range(nope), *in_pairs), nope + rope)},
-        "attention/latent_down/kernel": {"C": run(0, rank, rank + rope)},
+        "attention/latent_down/kernel": {"C": contiguous(0, rank, rank + rope)},
         "attention/key_rope/kernel": {"R": DimPart(tuple(rank - nope + i for i in in_pairs), rank + rope)},
-        "attention/key_up/kernel": {"N": run(0, nope, nope + value)},
-        "attention/value_up/kernel": {"W": run(nope, nope + value, nope + value)},
+        "attention/key_up/kernel": {"N": contiguous(0, nope, nope + value)},
+        "attention/value_up/kernel": {"W": contiguous(nope, nope + value, nope + value)},
     }
     into = "E" if latent.q_rank is None else "Q"
     rows: list[Row] = [
@@ -57,13 +57,13 @@ def _attention(cfg: TransformerConfig, *, dense: bool) -> list[FileTensor]:
     widths = {"Q": latent.q_rank or 0, "C": rank, "N": nope, "R": rope, "W": value}
     return [
         dataclasses.replace(
-            one, sizes={**one.sizes, **widths}, parts=parts.get(one.ours.partition("/")[2], {}),
+            one, sizes={**one.sizes, **widths}, parts=parts.get(one.path.partition("/")[2], {}),
         )
         for one in layers(cfg, *rows, dense=dense)
     ]  # fmt: skip
 
 
-def _tensors(cfg: TransformerConfig) -> list[FileTensor]:
+def _tensors(cfg: TransformerConfig) -> list[WeightMapping]:
     assert cfg.moe is not None
     found = [*ends(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
     found += layers(cfg, *experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
@@ -75,20 +75,20 @@ def _tensors(cfg: TransformerConfig) -> list[FileTensor]:
     return found
 
 
-def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[FileTensor]:
+def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[WeightMapping]:
     """The modules behind the last layer: each a layer with norms, a projection, an embedding and a head of its own."""
     count = typed("config.json, `num_nextn_predict_layers`", document.get("num_nextn_predict_layers") or 0, int)
     if not count:
         return []
     sizes = {**sizes_of(cfg), "T": 2 * cfg.embed_dim}
-    behind = [one for one in _tensors(cfg) if one.ours.startswith("layers/")]
+    behind = [one for one in _tensors(cfg) if one.path.startswith("layers/")]
     rows = (
         ("embed_tokens.weight", "V E -> L V E"), ("enorm.weight", "E -> L E"), ("hnorm.weight", "E -> L E"),
         ("eh_proj.weight", "E T -> L E T"), ("shared_head.norm.weight", "E -> L E"),
         ("shared_head.head.weight", "V E -> L V E"),
     )  # fmt: skip
-    behind += [FileTensor("model.layers.{L}." + theirs, f"kept/{theirs}", dims, sizes) for theirs, dims in rows]
-    return [dataclasses.replace(one, first=cfg.num_layers, sizes={**one.sizes, "L": count}) for one in behind]
+    behind += [WeightMapping("model.layers.{L}." + theirs, f"kept/{theirs}", dims, sizes) for theirs, dims in rows]
+    return [dataclasses.replace(one, first_layer=cfg.num_layers, sizes={**one.sizes, "L": count}) for one in behind]
 
 
 def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from jax.sharding import NamedSharding
 
-from meshpar.layers.scan import offloads
+from meshpar.layers.remat import offloads
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.types import PyTree
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported

@@ -25,7 +25,8 @@ from jax.sharding import PartitionSpec
 from meshpar.collectives import quantized_all_reduce
 from meshpar.collectives.quantized import decoded, encoded, gathered_bytes, scattered_sum
 from meshpar.layers.precision import Precision
-from meshpar.layers.scan import SECOND_SHARD, leaf_at
+from meshpar.layers.remat import SECOND_SHARD
+from meshpar.layers.scan import leaf_at
 from meshpar.parallel import Quantize
 from meshpar.sharding.types import Decision, PyTree, axis_sizes, path_str, problem, spec_axes
 from meshpar.training.state import Setup

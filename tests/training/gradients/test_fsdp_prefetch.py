@@ -15,7 +15,8 @@ import meshpar as mp
 from meshpar.inspect.model_flops import matmul_flops
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.traced_collectives import messages
-from meshpar.layers.scan import REMAT_POLICIES, Aux, scanned
+from meshpar.layers.remat import REMAT_POLICIES
+from meshpar.layers.scan import Aux, scanned
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.types import MeshparError

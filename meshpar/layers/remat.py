@@ -1,0 +1,167 @@
+"""Remat policies: the activations that layers save for the backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import Offloadable
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshpar.sharding.types import near, problem, spec_axes
+
+MATMUL = "matmul"
+"""`checkpoint_name` of the product of a weight in a kernel, which policies cannot recognize as a matmul."""
+
+ATTENTION = "attention"
+"""`checkpoint_name` of the output of attention, and of the residuals of attention kernels."""
+
+FLASH = "flash_attention"
+"""Part of the names of tokamax's kernels that return attention's output and its residuals."""
+
+SECOND_SHARD = "second_shard"
+"""`checkpoint_name` of the shard that quantized FSDP keeps within a node between forward and backward."""
+
+_either = jax.checkpoint_policies.save_from_both_policies
+_NAMED = jax.checkpoint_policies.save_only_these_names(MATMUL)
+
+
+def _checkpoint_name(primitive: Any, params: Mapping[str, Any]) -> str | None:
+    """Return the `checkpoint_name` of an operation's results. Attention kernels count as marked `ATTENTION`."""
+    if primitive.name == "name":
+        return str(params["name"])
+    if primitive.name == "remat_opt":  # a kernel together with its residuals, which jax drops if they are unused
+        return ATTENTION if FLASH in str(params["fwd_jaxpr"]) else None
+    return ATTENTION if "dot_product_attention_fwd" in primitive.name else None
+
+
+def _with_attention(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the policy extended by the results of attention, whose kernels hide their matmuls."""
+
+    def extended(primitive: Any, *operands: Any, **params: Any) -> Any:
+        return _checkpoint_name(primitive, params) == ATTENTION or policy(primitive, *operands, **params)
+
+    return extended
+
+
+_DOTS = _either(jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _NAMED)
+
+REMAT_POLICIES: dict[str, Callable[..., Any]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": _DOTS,
+    "all_dots": _with_attention(_either(jax.checkpoint_policies.dots_saveable, _NAMED)),
+    "minimal": _with_attention(_DOTS),
+}
+"""Policies by name. In addition to the input of a layer they save: no arrays; products of weights; all matmuls and
+attention; products of weights, and attention."""
+
+
+def remat_policy(remat: str, names: set[str] | None = None) -> Callable[..., Any]:
+    """Return the policy for `jax.checkpoint` of a remat specification.
+
+    Args:
+      remat: terms joined by `+`: a key of `REMAT_POLICIES`; `save:NAMES` to save the arrays that the model marks with
+        `jax.ad_checkpoint.checkpoint_name` under these names, joined by commas; `offload:NAMES` to save them in
+        pinned host memory.
+      names: receives the names that the model uses, during differentiation.
+
+    Raises:
+      MeshparError: a term is unknown, names are missing, or a name is both saved and offloaded.
+    """
+    policies, saved, offloaded = _remat_terms(remat)
+
+    def policy(primitive: Any, *operands: Any, **params: Any) -> Any:
+        name = _checkpoint_name(primitive, params)
+        if name is not None and names is not None:
+            names.add(name)
+        if name in saved:
+            return True
+        if name in offloaded:
+            return Offloadable(src="device", dst="pinned_host")
+        return any(REMAT_POLICIES[key](primitive, *operands, **params) for key in policies)
+
+    return policy
+
+
+def named_in(remat: str) -> tuple[str, ...]:
+    """Return the names that a specification saves or offloads."""
+    _, saved, offloaded = _remat_terms(remat)
+    return (*saved, *offloaded)
+
+
+def offloads(remat: str | None) -> bool:
+    """Return whether a specification saves anything in host memory."""
+    return remat is not None and bool(_remat_terms(remat)[2])
+
+
+def check_remat(remat: str | None, where: str = "") -> None:
+    """Check the syntax of a remat specification; see `remat_policy`."""
+    if remat is not None:
+        _remat_terms(str(remat), where)
+
+
+def _remat_terms(remat: str, where: str = "") -> tuple[list[str], list[str], list[str]]:
+    """Return the policies, saved names and offloaded names of a specification."""
+    where = where or f"remat={remat!r}"
+    terms: dict[str, list[str]] = {"": [], "save": [], "offload": []}
+    for term in remat.split("+"):
+        kind, colon, listed = term.strip().partition(":")
+        names = [name.strip() for name in listed.split(",")]
+        if not colon and kind not in REMAT_POLICIES:
+            fix = near(kind, [*REMAT_POLICIES, "save:NAMES", "offload:NAMES"])
+            raise problem(where, f"use the policy {kind!r}", "it is unknown", fix, "unknown-choice")
+        if colon and (kind not in ("save", "offload") or not all(names)):
+            reason, fix = "a colon is for `save:NAMES` and `offload:NAMES`", "write save:attention,mlp_out, for example"
+            raise problem(where, f"read {term.strip()!r}", reason, fix, "bad-syntax")
+        terms[kind if colon else ""] += names if colon else [kind]
+    both = sorted(set(terms["save"]) & set(terms["offload"]))
+    if both:
+        reason = "an array is saved either on the device or on the host"
+        raise problem(where, f"save and offload `{both[0]}`", reason, "name it once", "conflict")
+    return terms[""], terms["save"], terms["offload"]
+
+
+# ---- Policies that gather weights again ------------------------------------------------------------------------------
+
+_LAYOUT_ONLY = frozenset({"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy"})
+"""Operations without arithmetic. Their results may be gathered weights, which must not be saved."""
+
+_ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul", "sub", "tanh"})
+"""Operations that activations and rotations fuse. A policy that saves everything saves their inputs."""
+
+
+def _shards_first_dim_fully(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether a constraint shards the first dim over all devices.
+
+    It causes no communication that saving its result would avoid.
+    """
+    sharding = params.get("sharding")
+    if primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding) or not sharding.spec:
+        return False
+    first, *trailing = sharding.spec
+    sizes = dict(sharding.mesh.shape)
+    num_shards = math.prod(sizes[axis] for axis in spec_axes(first)) if first is not PartitionSpec.UNCONSTRAINED else 0
+    return num_shards == math.prod(sizes.values()) and not any(trailing)
+
+
+def regathering(policy: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return a policy that gathers weights again in the backward pass, and saves second shards.
+
+    Other results are saved according to `policy`, or all of them if `policy` is None. Quantized weights are recognized
+    by the byte arrays that they are computed from.
+    """
+
+    def regather(primitive: Any, *operands: Any, **params: Any) -> Any:
+        if primitive.name == "name" and params["name"] == SECOND_SHARD:
+            return True
+        if any(getattr(operand, "dtype", None) == jnp.uint8 for operand in operands):
+            return False
+        if policy is None:
+            fused = primitive.name in _LAYOUT_ONLY | _ELEMENTWISE
+            return not fused and not _shards_first_dim_fully(primitive, params)
+        return policy(primitive, *operands, **params)
+
+    return regather

@@ -1,0 +1,54 @@
+"""README.md and docs/: Python blocks run, and links lead to files. Commands are run by `test_commands.py`."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_PYTHON = [page for page in PAGES if "\n```python\n" in page.read_text()]
+
+
+def name_of(page: Path) -> str:
+    return page.stem
+
+
+def test_readme_has_a_program() -> None:
+    assert WITH_PYTHON[0] == ROOT / "README.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        path = (page.parent / target) if target else page
+        assert path.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
+            assert heading in {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_are_short(page: Path) -> None:
+    """A reader goes through a page in one sitting: at most 200 lines of README and 250 of the other pages."""
+    assert len(page.read_text().splitlines()) <= (200 if page.stem == "README" else 250)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
+def test_python_blocks_of_a_page_run_in_order(page: Path, child_env: dict[str, str], tmp_path: Path) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", "\n".join(blocks)],
+        cwd=tmp_path,
+        env=child_env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
