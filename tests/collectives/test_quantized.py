@@ -403,9 +403,9 @@ def test_dtypes_ops_and_shapes_are_checked(ranks):
         jax.eval_shape(ranks(2).view(scatter), jnp.zeros((2, 5)))
     with raises("wrong-shape", "dequantize"):
         mc.dequantize(mc.quantize(normal(10)), shape=(11,))
-    with pytest.raises(ValueError, match="groups of 3 out of 8"):
+    with pytest.raises(ValueError, match="groups of 3"):
         cost.quantized_all_gather(100, 8, inner=3)
-    with pytest.raises(ValueError, match="-1 elements"):
+    with pytest.raises(ValueError, match="-1"):
         cost.quantized_bytes(-1)
 
 
