@@ -1,4 +1,4 @@
-"""Sums over micro-steps: the result of every gradient engine."""
+"""Gradient accumulation over micro-steps, shared by the gradient engines."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 MicroStep = Callable[[PyTree, PyTree, jax.Array], "MicrobatchTotals"]
-"""(extra, rows, key) -> sums of one micro-step."""
+"""(extra, examples, key) -> totals of a micro-step."""
 
 
-def micro_step(loss: Loss, options: StepOptions, setup: Setup, params: PyTree, extra: PyTree, rows: PyTree,
+def micro_step(loss: Loss, options: StepOptions, setup: Setup, params: PyTree, extra: PyTree, examples: PyTree,
                key: jax.Array) -> MicrobatchTotals:  # fmt: skip
-    """Return loss and gradients of one part of the batch; frozen parameters have none."""
+    """Return loss and gradients of a micro-step. Frozen parameters have no gradient."""
 
-    def of_trained(trained: PyTree, overwritten: PyTree) -> Any:
-        return loss(setup.with_frozen(trained, params), {**extra, **overwritten} if overwritten else extra, rows, key)
+    def loss_of_trained(trained: PyTree, overwritten: PyTree) -> Any:
+        return loss(
+            setup.with_frozen(trained, params), {**extra, **overwritten} if overwritten else extra, examples, key
+        )
 
-    slopes = jax.value_and_grad(of_trained, argnums=(0, 1), has_aux=True)
-    (value, (metrics, after)), (grads, overwritten) = slopes(setup.trained(params), setup.overwritten(extra))
+    value_and_grad = jax.value_and_grad(loss_of_trained, argnums=(0, 1), has_aux=True)
+    (value, (metrics, after)), (grads, overwritten) = value_and_grad(setup.trained(params), setup.overwritten(extra))
     grads = jax.tree.map(lambda g: g.astype(options.precision.reduce_dtype(g.dtype)), grads)
     return MicrobatchTotals(value, metrics, grads, {**after, **overwritten} if overwritten else after)
 
 
 def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, keys: jax.Array) -> MicrobatchTotals:
-    """Sum micro-steps, `[count, ...]` batches and keys, in a scan: the program does not grow with their number."""
+    """Add the totals of micro-steps, with `[count, ...]` batches and keys, in a scan."""
 
     def body(sums: MicrobatchTotals, xs: tuple[PyTree, jax.Array]) -> tuple[MicrobatchTotals, None]:
         new = step(sums.extra, *xs)
@@ -49,28 +51,28 @@ def accumulated(step: MicroStep, extra: PyTree, batches: PyTree, keys: jax.Array
 
 
 def micro_keys(key: jax.Array, count: int) -> jax.Array:
-    """Return a random key for each of so many micro-steps, `[count]`."""
+    """Return PRNG keys of micro-steps, `[count]`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))
 
 
 def grad_specs(setup: Setup, options: StepOptions) -> PyTree:
-    """How gradients leave the backward pass.
+    """Return the specs of gradients after the backward pass.
 
-    With one micro-step nothing keeps them before the update, which uses them as the optimizer state lies: going there
-    straight makes ZeRO-1's reduction a scatter, half the bytes of the all-reduce that whole gradients would need.
+    Without accumulation, gradients have the sharding of the optimizer state, so that ZeRO-1 uses a reduce-scatter, with
+    half the bytes of an all-reduce.
     """
     return setup.layout.updates if options.accumulate == 1 else setup.layout.grads
 
 
 def compute_params(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
-    """Parameters in the compute dtype, still in their shards: the cast stands before the gather, not behind it."""
+    """Return sharded parameters in the compute dtype. The cast comes before the gather."""
     if dtype is None:
         return params
     return constrained(in_compute(setup, params, dtype), setup.named(setup.layout.params))
 
 
 def in_compute(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
-    """Parameters in the compute dtype, those in modules of a precision rule in its."""
+    """Return parameters in the compute dtype, or in the dtype of the precision rule of their module."""
     rules = setup.strategy.activations
     if not rules.precision:
         return cast_floating(params, dtype)
@@ -80,10 +82,10 @@ def in_compute(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
 
 
 def constrained(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Every array laid out by its sharding."""
+    """Constrain each array to its sharding."""
     return jax.tree.map(with_layout, tree, shardings)
 
 
 def wide(x: jax.Array) -> jax.Array:
-    """In float32 at the least."""
+    """Convert to float32, unless the dtype is larger."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))

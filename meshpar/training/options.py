@@ -1,4 +1,4 @@
-"""What `train_step` is given beside the loss."""
+"""Options of a training step."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class StepOptions:
 
     @property
     def is_once(self) -> bool:
-        """Whether gradients of several micro-steps are summed on each device, and reduced once behind them."""
+        """Whether gradients are accumulated on each device and reduced once, after the last micro-step."""
         return self.accumulate > 1 and self.reduce_gradients == "once"

@@ -1,4 +1,4 @@
-"""TrainState: everything held between steps, born sharded."""
+"""TrainState: the arrays of a training run between steps, created sharded."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from meshpar.training.sharding_table import ShardingTable, TableLayout, Trainabl
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Setup:
-    """What a state was made of and how it lies. Compared by identity, as it is part of a compiled program's key."""
+    """The origin and the shardings of a state. Compared by identity, because it is part of the key of programs."""
 
     model: Model
     tx: optax.GradientTransformation
     given_mesh: AnyMesh
-    """As the user gave it: what arrays lie on between steps, with its types."""
+    """The mesh of the user, for arrays between steps."""
     strategy: Strategy
     precision: Precision
     layout: TableLayout
@@ -66,97 +66,97 @@ class Setup:
 
     @functools.cached_property
     def mesh(self) -> AnyMesh:
-        """The mesh that a step is traced on, its axes Auto."""
+        """The mesh of a step, with Auto axes."""
         return with_auto_axes("mesh", self.given_mesh)
 
     @property
     def whole(self) -> NamedSharding:
-        """Replicated, on the mesh as given: how metrics lie."""
+        """The replicated sharding on the user's mesh, for metrics."""
         return NamedSharding(self.given_mesh, PartitionSpec())
 
     def jit(self, f: Callable[..., PyTree], out: PyTree, **options: Any) -> Any:
-        """`jax.jit` of a function that is traced on Auto axes; what it takes and gives has the given mesh's types."""
+        """Return `jax.jit` of a function that is traced on Auto axes. Its inputs and outputs have the user's mesh."""
         return jax.jit(without_types(f, self.given_mesh), out_shardings=out, **options)
 
     @functools.cached_property
     def batch_sharding(self) -> NamedSharding:
-        """How a batch lies: its first dim by the strategy's rule for `batch`."""
+        """The sharding of the batch: its first dim, by the strategy's rule for `batch`."""
         return batch_sharding(self.mesh, self.strategy)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Mesh axes of more than one rank that split the batch."""
+        """Mesh axes larger than 1 that shard the batch."""
         return split_by(self.batch_sharding)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of every mesh axis."""
+        """Size of each mesh axis."""
         return axis_sizes(self.mesh)
 
     @functools.cached_property
     def splitting_modules(self) -> frozenset[str]:
-        """Modules with a parameter of their own that is split over axes that do not split the batch."""
+        """Paths of modules with parameters sharded over axes that do not shard the batch."""
         batch = set(self.batch_axes)
         return frozenset(
-            one.path.rpartition("/")[0] for one in self.table.params if set(axes_of_spec(one.spec, self.sizes)) - batch
+            d.path.rpartition("/")[0] for d in self.table.params if set(axes_of_spec(d.spec, self.sizes)) - batch
         )
 
     @functools.cached_property
     def updating(self) -> Updating:
-        """How arrays lie where the optimizer updates them, by path."""
+        """The shardings of arrays in the optimizer's update, by path."""
         specs = jax.tree.leaves(self.layout.updates, is_leaf=is_spec)
-        return Updating(self.mesh, {one.path: spec for one, spec in zip(self.table.params, specs, strict=True)})
+        return Updating(self.mesh, {d.path: spec for d, spec in zip(self.table.params, specs, strict=True)})
 
     @property
     def is_frozen(self) -> tuple[bool, ...]:
-        """Of each parameter, in the order of the table."""
+        """Whether each parameter is frozen, in the order of the table."""
         return tuple(not decision.leaf.is_trained for decision in self.table.params)
 
     def trained(self, tree: PyTree) -> PyTree:
-        """Of a tree like the parameters what the optimizer updates; None stands for the others."""
+        """Return a tree like the parameters with None in place of frozen parameters."""
         return only([not frozen for frozen in self.is_frozen], tree, self.layout.variables.params)
 
     def overwritten(self, extra: PyTree) -> dict[str, PyTree]:
-        """Of what a Linen module keeps the collection whose next values are its gradients."""
+        """Return the Linen collection whose gradients are its next values, if there is one."""
         return {OVERWRITTEN: extra[OVERWRITTEN]} if self.model.kind == "linen" and OVERWRITTEN in extra else {}
 
     def with_frozen(self, trained: PyTree, tree: PyTree) -> PyTree:
-        """A tree like the parameters: what `trained` has, and what it has not of `tree`."""
+        """Return `trained` with its Nones replaced by the leaves of `tree`."""
         return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
     def named(self, specs: PyTree) -> PyTree:
-        """A tree of PartitionSpecs as NamedShardings, for arrays inside a step."""
+        """Return NamedShardings for specs, for arrays inside a step."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
 
-    def _lying(self, specs: PyTree) -> PyTree:
-        """The same for arrays between steps."""
+    def _on_given_mesh(self, specs: PyTree) -> PyTree:
+        """Return NamedShardings for specs, for arrays between steps."""
         return jax.tree.map(lambda spec: NamedSharding(self.given_mesh, spec), specs, is_leaf=is_spec)
 
     def _between_steps(self, shardings: PyTree) -> PyTree:
-        """Of the optimizer's state: what is offloaded lies in pinned memory of the host."""
+        """Move offloaded optimizer state to pinned host memory."""
         return self._offloaded(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
 
     def _offloaded(self, f: Callable[[Any], Any], opt_state: PyTree) -> PyTree:
-        """A tree like the optimizer's state, f of those that are offloaded."""
+        """Apply `f` to the offloaded leaves of the optimizer state."""
         pairs = zip(jax.tree.leaves(opt_state), self.table.optimizer, strict=True)
         return jax.tree.unflatten(jax.tree.structure(opt_state), [f(x) if d.is_on_host else x for x, d in pairs])
 
     def for_update(self, grads: PyTree, opt_state: PyTree) -> tuple[PyTree, PyTree]:
-        """Gradients and the optimizer's state, traced, all in the device's memory."""
+        """Return gradients and optimizer state in device memory."""
         if not any(decision.is_on_host for decision in self.table.optimizer):
             return grads, opt_state
-        # XLA would fetch it while gradients are made, and hold both: the barrier has it come when they are there.
+        # Without the barrier, XLA would fetch the state before the gradients exist, and hold both.
         grads, opt_state = jax.lax.optimization_barrier((grads, opt_state))
         return grads, self._offloaded(lambda x: jax.device_put(x, jax.memory.Space.Device), opt_state)
 
     @functools.cached_property
     def shardings(self) -> TrainState:
-        """A NamedSharding for every array of the state."""
+        """The sharding of each array of the state."""
         return TrainState(
             step=self.whole,
-            params=self._lying(self.layout.params),
-            opt_state=self._between_steps(self._lying(self.layout.optimizer)),
-            extra=self._lying(self.layout.extra),
+            params=self._on_given_mesh(self.layout.params),
+            opt_state=self._between_steps(self._on_given_mesh(self.layout.optimizer)),
+            extra=self._on_given_mesh(self.layout.extra),
             key=self.whole,
             skipped=self.whole,
             setup=self,
@@ -164,8 +164,8 @@ class Setup:
 
     @functools.cached_property
     def abstract(self) -> TrainState:
-        """Shape, dtype and sharding of every array of the state."""
-        like = TrainState(
+        """Shape, dtype and sharding of each array of the state."""
+        shapes = TrainState(
             step=jax.ShapeDtypeStruct((), np.int32),
             params=self.layout.variables.params,
             opt_state=self.layout.opt_state,
@@ -175,12 +175,12 @@ class Setup:
             setup=self,
         )
         return jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), like, self.shardings
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.shardings
         )
 
     def called(self, f: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
-        """What a bound model gives, in any context of jax's."""
-        is_typed_here = is_typed(self.given_mesh) and jax.sharding.get_abstract_mesh() == abstract_of(self.given_mesh)
+        """Call a bound model in any context of jax."""
+        returns_types = is_typed(self.given_mesh) and jax.sharding.get_abstract_mesh() == abstract_of(self.given_mesh)
         with replacing_mesh(self.mesh):
             args, kwargs = with_auto_types((args, kwargs))
             out = f(*args, **kwargs)
@@ -189,36 +189,36 @@ class Setup:
         def typed(x: Any) -> Any:
             if not isinstance(x, jax.Array):
                 return x
-            rows = self.batch_axes if x.ndim and x.shape[0] % count == 0 else None
-            return jax.sharding.reshard(x, NamedSharding(self.given_mesh, PartitionSpec(*[rows] * (x.ndim > 0))))
+            batch_axes = self.batch_axes if x.ndim and x.shape[0] % count == 0 else None
+            spec = PartitionSpec(*[batch_axes] * (x.ndim > 0))
+            return jax.sharding.reshard(x, NamedSharding(self.given_mesh, spec))
 
-        return jax.tree.map(typed, out) if is_typed_here else out
+        return jax.tree.map(typed, out) if returns_types else out
 
     @apart()
     def init(self, key: jax.Array | int) -> TrainState:
-        """Make the state; every array is born in its shards."""
+        """Create the state. All arrays are created sharded."""
         return self._jitted_init(key_words(key))
 
     @apart()
     def begin(self, params: PyTree, extra: PyTree, key: jax.Array | int) -> TrainState:
-        """The state before the first step of a model whose arrays are there, laid out as `shardings` says."""
+        """Return the state before the first step for existing arrays with the shardings of `shardings`."""
 
-        def rest(key_data: jax.Array, trained: PyTree) -> tuple[PyTree, jax.Array]:
+        def init_rest(key_data: jax.Array, trained: PyTree) -> tuple[PyTree, jax.Array]:
             _, step_key = jax.random.split(jax.random.wrap_key_data(key_data))  # as in `init`
             return self.tx.init(trained), jax.random.key_data(step_key)
 
-        lie = self.shardings
-        made = self.jit(rest, (lie.opt_state, lie.key))
-        opt_state, step_key = made(key_words(key), self.trained(params))
-        zeros = self.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, (lie.step, lie.skipped))()
-        step, skipped = zeros
+        shardings = self.shardings
+        program = self.jit(init_rest, (shardings.opt_state, shardings.key))
+        opt_state, step_key = program(key_words(key), self.trained(params))
+        step, skipped = self.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, (shardings.step, shardings.skipped))()
         return TrainState(
             step=step, params=params, opt_state=opt_state, extra=extra, key=step_key, skipped=skipped, setup=self
         )
 
     @apart()
     def lower_init(self) -> Any:
-        """The lowered program that makes the state, to look at."""
+        """Return the lowered program that creates the state."""
         return self._jitted_init.lower(key_data_like())
 
     @functools.cached_property
@@ -244,22 +244,22 @@ class Setup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything held between steps; a pytree."""
+    """The arrays of a training run between steps, as a pytree."""
 
     step: Any
-    """Steps taken, int32."""
+    """Number of steps, int32."""
     params: PyTree
-    """Parameters, nested dicts of arrays."""
+    """Parameters, as nested dicts of arrays."""
     opt_state: PyTree
-    """The optimizer's own."""
+    """State of the optimizer."""
     extra: PyTree
-    """What the model keeps beside parameters."""
+    """Variables of the model other than parameters."""
     key: Any
-    """Raw data of the random key, uint32[2] by jax's default implementation; every step folds its number in."""
+    """Raw data of the PRNG key, uint32[2] with jax's default implementation. Each step folds in its number."""
     skipped: Any
-    """Skipped updates: loss or gradients were not finite; int32."""
+    """Number of updates that were skipped because loss or gradients were not finite, int32."""
     setup: Setup = dataclasses.field(metadata={"static": True})
-    """What it was made of."""
+    """Origin and shardings of the state."""
 
     def replace(self, **changes: Any) -> TrainState:
         return dataclasses.replace(self, **changes)
@@ -273,11 +273,11 @@ class TrainState:
         return self.table.totals.num_params
 
     def bound(self) -> Any:
-        """The model with these parameters, as a loss function is given it.
+        """Return the model with these parameters, as loss functions receive it.
 
-        If the mesh has Explicit axes, or jax's own context holds a mesh, the model is called on Auto axes of the
-        state's mesh. If the context holds the mesh as given, outputs have its types and the layout of the batch where
-        their first dim divides.
+        If the mesh has Explicit axes, or a mesh is set in jax's context, the model is called on Auto axes of the
+        state's mesh. If the context has the user's mesh, outputs have its types, and are sharded like the batch if
+        their first dim is divisible.
         """
         check_state("state.bound()", self)
         bound = self.setup.model.bind(*with_auto_types((self.params, self.extra)))
@@ -289,17 +289,17 @@ def check_state(where: str, state: Any) -> None:
     """Check that `state` is a `TrainState` with live buffers.
 
     Raises:
-      ValueError: another type, or deleted arrays.
+      MeshparError: it is of a different type, or its buffers were deleted.
     """
     if not isinstance(state, TrainState):
-        exists = f"its first argument is a {type(state).__name__}"
+        reason = f"its first argument is a {type(state).__name__}"
         fix = "pass the TrainState that mp.init_state(model, tx, mesh=..., strategy=..., key=...) returns first"
-        raise problem(where, "use the training state", exists, fix)
+        raise problem(where, "use the training state", reason, fix, code="wrong-type")
     arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
     if any(x.is_deleted() for x in arrays):
-        exists = "its buffers were deleted or donated: a training step donates the buffers of its input state"
+        reason = "its buffers were deleted or donated: a training step donates the buffers of its input state"
         fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) makes a copy"
-        raise problem(where, "use this state", exists, fix)
+        raise problem(where, "use this state", reason, fix, code="deleted")
 
 
 def make_setup(
@@ -311,11 +311,11 @@ def make_setup(
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> Setup:
-    """Resolve every leaf of a state without making it; errors as in `shardings`."""
+    """Resolve the shardings of a state without creating it. Errors are those of `shardings`."""
     strategy, precision = as_strategy(strategy), as_precision(precision, "init_state")
     layout = lay_out(model, with_auto_axes("mesh", mesh), strategy, tx, precision, trainable)
     if any(map(is_key, jax.tree.leaves(layout.opt_state))):
-        params = only([one.leaf.is_trained for one in layout.table.params], *[layout.variables.params] * 2)
+        params = only([d.leaf.is_trained for d in layout.table.params], *[layout.variables.params] * 2)
         tx = _with_raw_keys(tx, params)
         layout = dataclasses.replace(layout, opt_state=jax.eval_shape(tx.init, params))
     return Setup(
@@ -324,7 +324,7 @@ def make_setup(
 
 
 def _with_raw_keys(tx: optax.GradientTransformation, params: PyTree) -> optax.GradientTransformation:
-    """Let the optimizer's state hold raw words where the optimizer itself keeps typed random keys."""
+    """Store raw key data in the state of an optimizer with typed PRNG keys."""
     traced: list[PyTree] = []
     jax.eval_shape(lambda params: traced.append(key_impls(tx.init(params))), params)
 
@@ -348,7 +348,17 @@ def abstract_state(
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> TrainState:
-    """The state's shapes, dtypes and shardings, with no arrays behind them: to lower, plan and restore with."""
+    """Return the shapes, dtypes and shardings of a state, without arrays.
+
+    Args:
+      model, tx, mesh, strategy, precision, trainable: as in `init_state`. The mesh may be abstract.
+
+    Returns:
+      A `TrainState` of `jax.ShapeDtypeStruct`, for `explain`, for lowering and for restoring checkpoints.
+
+    Raises:
+      MeshparError: as in `shardings`.
+    """
     return make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable).abstract
 
 
@@ -362,21 +372,27 @@ def init_state(
     precision: Precision | None = None,
     trainable: Trainable = None,
 ) -> TrainState:
-    """Make a training state, every array born in its shards: no device ever holds a whole copy of a split array.
+    """Create a training state. All arrays are created sharded, so no device ever stores a full sharded array.
 
     Args:
-      model: from an adapter.
-      tx: an optax optimizer. One that asks for `value`, `grad`, or the loss at other parameters (`value_fn`, `obj_fn`),
-        as line searches do, is given it by the step.
-      mesh: the devices, by axis.
-      strategy: a strategy, or bare `Rules`.
-      key: a jax random key, or a seed.
-      precision: when it names a parameter dtype, parameters are made in it.
-      trainable: which parameters are trained, by a pattern for their whole paths, or a function from a path to a truth.
-        The others are frozen: no gradient, no reduction, no optimizer state, and no part of `grad_norm`. None: all.
+      model: a model from an adapter.
+      tx: an optax optimizer. The step passes `value`, `grad`, `value_fn` and `obj_fn` to optimizers that take them.
+      mesh: the devices.
+      strategy: a strategy, or `Rules`.
+      key: a PRNG key, or a seed.
+      precision: its `params` is the dtype in which parameters are created.
+      trainable: the trainable parameters, as a pattern for full paths or a predicate of the path. The other parameters
+        are frozen: they have no gradient, no optimizer state and no part in `grad_norm`. The default is all.
+
+    Returns:
+      The state, a pytree.
 
     Raises:
-      ValueError: as in `shardings`; or an abstract mesh.
+      MeshparError: as in `shardings`, or the mesh is abstract.
+
+    Example:
+      >>> mesh = MeshSpec(fsdp=8).build()  # doctest: +SKIP
+      >>> state = init_state(model, optax.adamw(3e-4), mesh=mesh, strategy=mp.fsdp(), key=0)  # doctest: +SKIP
     """
     _check_devices("init_state", mesh)
     setup = make_setup(model, tx, mesh=mesh, strategy=strategy, precision=precision, trainable=trainable)
@@ -385,27 +401,27 @@ def init_state(
 
 def _check_devices(where: str, mesh: AnyMesh) -> None:
     if not isinstance(mesh, Mesh):
-        exists, fix = "the mesh is abstract: it has no devices", "use MeshSpec.build(), or abstract_state"
-        raise problem(where, "make arrays", exists, fix)
+        reason, fix = "the mesh is abstract and has no devices", "use MeshSpec.build(), or abstract_state"
+        raise problem(where, "create arrays", reason, fix, code="abstract-mesh")
 
 
 @apart()
 def load_params(state: TrainState, params: PyTree) -> TrainState:
-    """Put pretrained weights into a state; go on with the one returned, which shares arrays with it.
+    """Return a state with pretrained weights and a new optimizer state. It shares other arrays with the input.
 
-    An array that is given for several parameters is copied.
+    Arrays that appear several times are copied.
 
     Args:
-      state: from `init_state`. Its optimizer begins anew with the weights; all else stays.
-      params: as `state.params`: nested dicts (or what has their paths, an `nnx.State` too) of arrays, NumPy's or jax's,
-        the same on every process. Each is cast to the dtype of the state's and laid out as that lies.
+      state: the state.
+      params: arrays with the structure of `state.params`, as nested dicts or an `nnx.State`. They are equal on all
+        processes. Each is cast to the dtype and sharded like the parameter of the state.
 
     Raises:
-      ValueError: a parameter that is missing or unknown, has another shape, is no number where the state's is one, is
-        infinite or not a number, or larger than the state's dtype holds; a state without arrays.
+      MeshparError: a parameter is missing, unknown, not finite, too large for the dtype, or has a different shape or
+        kind of dtype, or the state has no arrays.
 
     Example:
-      >>> state = load_params(state, {**state.params, "head": new_head})  # the others as they are
+      >>> state = load_params(state, {**state.params, "head": new_head})  # doctest: +SKIP
     """
     check_state("load_params", state)
     setup = state.setup
@@ -413,66 +429,69 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
     params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(setup.layout.variables.params)]
     name = _names_of(paths)
-    given = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
-    known = dict(zip(map(name, paths), setup.table.params, strict=True))
-    keep = "take it from the state: {**state.params, ...}"
-    if known and not given:
-        exists = f"none are given; the model has {len(known)}, from `{next(iter(known))}` on"
-        raise problem("load_params", "put weights in", exists, f"give one for each parameter, or {keep}")
-    for path in sorted(path for path, x in given.items() if x is None and path in known):
-        raise problem(f"load_params, `{path}`", "put weights in it", "None is given", f"give an array, or {keep}")
-    for path in sorted(known.keys() ^ given.keys()):
-        is_known = path in known
-        exists = f"the {len(given)} weights given have no such path" if is_known else "the model has no such parameter"
-        fix = near_or(path, given, keep) if is_known else near_or(path, known, "leave it out")
-        raise problem(f"load_params, `{path}`", "find weights for it" if is_known else "put it in", exists, fix)
+    weights = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
+    decisions = dict(zip(map(name, paths), setup.table.params, strict=True))
+    from_state = "use that of the state: {**state.params, ...}"
+    if decisions and not weights:
+        reason = f"there are none, and the model has {len(decisions)} parameters, such as `{next(iter(decisions))}`"
+        fix = f"pass an array for each parameter, or {from_state}"
+        raise problem("load_params", "load weights", reason, fix, code="missing-argument")
+    for path in sorted(path for path, x in weights.items() if x is None and path in decisions):
+        fix = f"pass an array, or {from_state}"
+        raise problem(f"load_params, `{path}`", "load it", "the weight is None", fix, code="wrong-type")
+    for path in sorted(decisions.keys() ^ weights.keys()):
+        is_param = path in decisions
+        reason = f"none of the {len(weights)} weights has this path" if is_param else "the model has no such parameter"
+        fix = near_or(path, weights, from_state) if is_param else near_or(path, decisions, "leave it out")
+        raise problem(f"load_params, `{path}`", "load it", reason, fix, code="unknown-name")
     loaded = [
-        jax.device_put(_fitting(path, given[path], decision.leaf), NamedSharding(setup.given_mesh, decision.spec))
-        for path, decision in known.items()
+        jax.device_put(_cast(path, weights[path], decision.leaf), NamedSharding(setup.given_mesh, decision.spec))
+        for path, decision in decisions.items()
     ]
     new = jax.tree.unflatten(jax.tree.structure(state.params), _without_aliases(loaded, jax.tree.leaves(state.extra)))
-    begin = setup.jit(setup.tx.init, setup.shardings.opt_state)
-    return state.replace(params=new, opt_state=begin(setup.trained(new)))
+    init = setup.jit(setup.tx.init, setup.shardings.opt_state)
+    return state.replace(params=new, opt_state=init(setup.trained(new)))
 
 
 def _without_aliases(arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -> list[jax.Array]:
-    """Copy each array that shares a buffer with one before it or with `others`: a step donates all of them."""
+    """Copy arrays that share a buffer with an earlier array or with `others`, because a step donates all of them."""
 
     def buffers(x: jax.Array) -> set[tuple[int, int]]:
         return {(s.device.id, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards if s.data.size}
 
-    taken = set[tuple[int, int]]().union(*map(buffers, others))
-    own = []
+    used = set[tuple[int, int]]().union(*map(buffers, others))
+    result = []
     for x in arrays:
-        own.append(jax.jit(jnp.copy, out_shardings=x.sharding)(x) if taken & buffers(x) else x)
-        taken |= buffers(own[-1])
-    return own
+        result.append(jax.jit(jnp.copy, out_shardings=x.sharding)(x) if used & buffers(x) else x)
+        used |= buffers(result[-1])
+    return result
 
 
 def _names_of(paths: Sequence[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]], str]:
-    """Return a function from key paths to names; with keys `a/b` and `a: {b}` two paths are the same string."""
+    """Return a function from key paths to unique names. The keys `a/b` and `a: {b}` would have the same path."""
     counts = collections.Counter(map(path_str, paths))
     return lambda path: path_str(path) if counts[path_str(path)] < 2 else jax.tree_util.keystr(path)
 
 
-def _fitting(path: str, x: Any, leaf: Leaf) -> Any:
+def _cast(path: str, x: Any, leaf: Leaf) -> Any:
+    """Return a weight in the dtype of its parameter, after checking its shape and values."""
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     kinds = [_kind(dtype) for dtype in (x.dtype, leaf.dtype)]
     if x.shape != leaf.shape or kinds[0] != kinds[1]:
-        asked, fix = f"take {x.dtype.name}{list(x.shape)}", "transpose, reshape or cast it first"
-        raise problem(f"load_params, `{path}`", asked, f"the model has {leaf.dtype.name}{list(leaf.shape)}", fix)
+        requested, reason = f"load {x.dtype.name}{list(x.shape)}", f"the model has {leaf.dtype.name}{list(leaf.shape)}"
+        fix = "transpose, reshape or cast it first"
+        raise problem(f"load_params, `{path}`", requested, reason, fix, code="wrong-shape")
     if kinds[0] == "exact":
-        _check_kept(path, x, leaf.dtype, bool(np.all(x.astype(leaf.dtype) == x)))
+        _check_range(path, x, leaf.dtype, bool(np.all(x.astype(leaf.dtype) == x)))
         return x.astype(leaf.dtype)
-    wide = x if isinstance(x, jax.Array) or kinds[0] == "complex" else x.astype(np.float64)  # NumPy's bfloat16
-    if not bool((jnp if isinstance(x, jax.Array) else np).isfinite(wide).all()):
-        where, exists = f"load_params, `{path}`", "some are infinite or not a number"
-        raise problem(
-            where, "train from these weights", exists, "look at where they come from: no step makes them finite again"
-        )
+    # NumPy's isfinite does not support bfloat16.
+    values = x if isinstance(x, jax.Array) or kinds[0] == "complex" else x.astype(np.float64)
+    if not bool((jnp if isinstance(x, jax.Array) else np).isfinite(values).all()):
+        reason, fix = "some are infinite or not a number", "check their origin"
+        raise problem(f"load_params, `{path}`", "use these weights", reason, fix, code="not-finite")
     with np.errstate(over="ignore"):
         cast = x.astype(leaf.dtype)
-    _check_kept(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))
+    _check_range(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))
     return cast
 
 
@@ -482,16 +501,16 @@ def _kind(dtype: Any) -> str:
     return "real" if jnp.issubdtype(dtype, jnp.floating) else "exact"
 
 
-def _check_kept(path: str, x: Any, dtype: np.dtype, is_kept: bool) -> None:
-    if not is_kept:
-        largest = float(abs(x).max())
-        exists = f"its numbers go up to {largest:.3g}, which {dtype.name} does not hold"
-        fix = "scale or clip them first, or make the state with mp.Precision(params=...) of a wider dtype"
-        raise problem(f"load_params, `{path}`", f"take {x.dtype.name} as {dtype.name}", exists, fix)
+def _check_range(path: str, x: Any, dtype: np.dtype, is_in_range: bool) -> None:
+    if not is_in_range:
+        reason = f"its largest value, {float(abs(x).max()):.3g}, is out of the range of {dtype.name}"
+        fix = "scale or clip it first, or create the state with mp.Precision(params=...) of a larger dtype"
+        requested = f"convert {x.dtype.name} to {dtype.name}"
+        raise problem(f"load_params, `{path}`", requested, reason, fix, code="out-of-range")
 
 
 def key_words(key: jax.Array | int) -> np.ndarray:
-    """Raw data of a key or a seed, on the host so that it belongs to no device yet."""
+    """Return the raw data of a key or a seed, on the host so that it is not committed to a device."""
     key = jax.random.key(key) if isinstance(key, int | np.integer) else key
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(key) if typed else key)
