@@ -32,6 +32,7 @@ from meshpar.cli.recipe import (
     build_step,
     changes,
     defaults_of,
+    open_data,
 )
 from meshpar.cli.run_lock import lock_run_folder
 from meshpar.data.arrays import ArraySource
@@ -145,7 +146,7 @@ def train(
     if recipe.pgle:
         check_pgle(mesh, profile)
     with screen.progress("reading the data"), watchdog.busy(watchdog.READS):
-        source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
+        source = open_data(recipe)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     check_ids(recipe, source)
     _check_sample(recipe, source)
@@ -481,7 +482,7 @@ def _prepared(
 
 @contextlib.contextmanager
 def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """If the block fails before the run has a checkpoint, remove the files that would tie the next run to its recipe."""
+    """Remove the files that describe the run if the block fails before its first checkpoint."""
     try:
         yield
     except BaseException:
@@ -690,7 +691,7 @@ def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[str, Any]:
     """Return the bits per byte of the model and of bigram models on the same held-out tokens, if the data is text."""
-    if not hasattr(source, "baseline") or valid.get("loss") is None:
+    if not hasattr(source, "baseline") or not valid.get("loss"):  # a loss of 0 has no ratio to bits per byte
         return {}
     baseline = source.baseline("served")
     bits, fitted = baseline.of(valid["loss"]).bits_per_byte, baseline.fitted.bits_per_byte

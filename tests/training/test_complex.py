@@ -133,7 +133,7 @@ def test_complex_parameters_are_loaded_saved_and_restored(tmp_path):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), jax.device_get(state.params), weights)
     with pytest.raises(mp.MeshparError, match="infinite or not a number"):
         mp.load_params(state, {**weights, "last": weights["last"] + 1j * np.inf})
-    with pytest.raises(mp.MeshparError, match="take float32"):
+    with pytest.raises(mp.MeshparError, match="cannot load float32"):
         mp.load_params(state, {**weights, "last": weights["last"].real.astype(np.float32)})
     with mp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, wait=True)
@@ -142,7 +142,7 @@ def test_complex_parameters_are_loaded_saved_and_restored(tmp_path):
 
 
 def test_quantized_messages_and_matmuls_refuse_complex_parameters():
-    says = r"parameter `first` under fsdp.*send complex64 quantized.*Leave quantize out"
+    says = r"parameter `first` under fsdp.*cannot quantize complex64.*Remove quantize"
     with pytest.raises(mp.MeshparError, match=says):
         trained(PARAMS, spec=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(min_bytes=0, quantize="int8"))
     with pytest.raises(mp.MeshparError, match="multiply by a weight in complex64"):

@@ -251,7 +251,7 @@ def test_what_has_no_adapters_is_an_error():
         (lambda: mp.lora()(CONFIG), "a TransformerConfig is no Model"),
         (lambda: mp.lora(dtype="float64")(CONFIG.build()), "jax rounds 64-bit"),
         (lambda: mp.lora()(mp.explicit(CONFIG.build())), "adapters say none"),
-        (lambda: mp.explicit(adapted), "its adapters say no types"),
+        (lambda: mp.explicit(adapted), "its LoRA adapters have no types"),
         (lambda: mp.lora(modules="embed|.*/query")(CONFIG.build()).abstract(), "embed/embedding.* is no linear layer"),
         (lambda: mp.lora()(functions), "plain functions have no linear layers"),
         (lambda: mp.lora()(adapted), "it has some already"),

@@ -596,9 +596,9 @@ def test_frozen_parameters_cost_no_gradient_no_reduction_no_optimizer_state(opti
 
 def test_what_cannot_be_frozen_is_an_error():
     mesh = mp.MeshSpec(fsdp=8).build()
-    for trainable, match in (("lora", "chooses none of the model's 3 parameters.*Did you mean"), ("(", "no regular"),
+    for trainable, match in (("lora", "selects none of the model's 3 parameters.*Did you mean"), ("(", "not a regular expression"),
                              (["base"], "is a list, and must be a pattern"),
-                             (lambda path: "yes", "`base` it says .yes., neither True nor False.*Return")):  # fmt: skip
+                             (lambda path: "yes", "`base` it returned .yes. instead of True or False.*Return")):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.init_state(_adapted(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(), key=0, trainable=trainable)
     counts = mp.from_functions(lambda key: {"w": jnp.ones((16, 8)), "n": jnp.ones((16, 8), jnp.int8)}, jnp.add)
