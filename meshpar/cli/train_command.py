@@ -481,7 +481,7 @@ def _prepared(
 
 @contextlib.contextmanager
 def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """If the block fails before the run has a checkpoint, remove the files that would tie the next run to its recipe."""
+    """If the block fails before the first checkpoint, remove the files that tie the next run to this recipe."""
     try:
         yield
     except BaseException:
