@@ -1,7 +1,7 @@
-"""What a step promises to send, before any program is read: its strategy's promise with the facts of the step.
+"""Expected collectives of a training step, from its strategy and options, without compiling it.
 
-Each part of a strategy says what its rules make XLA send (`parallel.part.Part.promise`). Under a pipeline every stage
-has a promise of its own, from its schedule:
+Each `Parallelism` of the strategy yields the collectives that XLA inserts for its rules. With pipeline
+parallelism, each stage has expected collectives that follow from the schedule:
 
     over axes that split the batch
       weights before use        an all-gather before the first tick, gather="step"
@@ -13,7 +13,7 @@ has a promise of its own, from its schedule:
       what layers promise       without stages, for the stage's own layers, as often as it runs an F or a B; what stands
                                 before the layers (behind them) on the stage of the first (last) part
 
-What goes from stage to stage, and weights gathered in cells, are messages of a kernel, which the traced step tells.
+Messages between stages, and weights gathered in a tick slot, are kernel messages, which are read from the traced step.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def promised(
     vocab_chunks: int = 1,
     uses: Mapping[str, ParamUsage] | None = None,
 ) -> tuple[ExpectedCollective, ...]:
-    """What a training step without stages promises to send.
+    """Return the expected collectives of a training step without pipeline stages.
 
     Args:
       setup: the state's: model, mesh, strategy and every leaf's decision.
@@ -84,7 +84,7 @@ def promised(
 
 
 def _not_due(one: ExpectedCollective) -> ExpectedCollective:
-    """The same where nothing says how activations lie: it may be sent in another form."""
+    """Relax the counts for models without activation constraints, where XLA may choose another lowering."""
     of_leaf = one.role in (WEIGHTS, GRADIENTS, RENEWED)
     counts = tuple((axis, 0, most) for axis, _, most in one.counts)
     return one if of_leaf else dataclasses.replace(one, count=(0, one.count[1]), counts=counts)
@@ -98,7 +98,7 @@ def facts_of(
     on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
 ) -> StepSpec:
-    """The facts of a training step; arguments as for `promised`."""
+    """Return the properties of a training step; arguments as for `promised`."""
     sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
@@ -151,7 +151,7 @@ def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
 def promised_by_stage(
     setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, *, on_cpu: bool = False
 ) -> tuple[tuple[ExpectedCollective, ...], ...]:
-    """What each stage of a pipelined training step promises to send.
+    """Return the expected collectives of each stage of a pipelined training step.
 
     Args:
       setup, options, batch, on_cpu: as for `promised`.

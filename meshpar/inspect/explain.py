@@ -1,6 +1,6 @@
-"""explain: compile a training step, here or for a pod that is not here, and read the program back.
+"""Compilation of a training step, for local devices or a remote cluster, and analysis of the program.
 
-step, state, batch ─► traced ─► compiled ─► census ─► promise · overlap · lint ─► Report
+step, state, batch ─► traced ─► compiled ─► census ─► expected · overlap · lint ─► Report
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 
 Compile = Callable[..., Program]
-"""Of a traced or lowered step; with `options` in place of the step's own."""
+"""Compiler of a traced or lowered step. `options` replaces the compile options of the step."""
 
 
 @apart()
@@ -61,23 +61,33 @@ def explain(
     pod: PodProcess | None = None,
     advise: bool = True,
 ) -> Report:
-    """What the compiled training step holds, sends and computes, against what its strategy promised.
+    """Compile a training step and report its memory, communication and compute.
 
-    Nothing is run, and the state is left as it is.
+    The collectives of the program are compared with the collectives that the strategy is expected to cause. The step
+    is not executed, and the state is not modified.
 
     Args:
-      step: made by `train_step`.
-      state: from `init_state`, or `abstract_state`; its mesh has as many devices as the cluster has GPUs.
-      batch: the global batch; arrays, or their shapes and dtypes.
-      cluster: `h100:8x8`, a profile's path, or a `Cluster`: compile for those GPUs, on this machine, without them
-        (needs the `aot` extra). None: compile for the devices at hand.
-      pod: a running compiling process, to use again for many reports.
-      advise: when the step does not fit, compile variants until one does.
+      step: from `train_step`.
+      state: from `init_state` or `abstract_state`. Its mesh must have one device per GPU of the cluster.
+      batch: the global batch, as arrays or as `jax.ShapeDtypeStruct`.
+      cluster: `h100:8x8`, the path of a profile, or a `Cluster`. The step is compiled for these GPUs on the local
+        machine, which needs no GPU but the `aot` extra. None compiles for the local devices.
+      pod: a running compiler process, to share between several reports.
+      advise: if the step does not fit in memory, compile variants until one fits.
+
+    Returns:
+      A `Report`. Print it, display it in a notebook, or convert it with `to_json`.
 
     Raises:
-      ValueError: another number of devices, no such cluster, the `aot` extra is missing, or an abstract mesh without
-        a cluster.
+      MeshparError: the number of devices differs from the cluster's, the cluster is unknown, the `aot` extra is
+        missing, or the mesh is abstract and no cluster is given.
       PodError: the compiler failed.
+
+    Example:
+      >>> report = mp.explain(step, state, batch, "h100:8x8")  # doctest: +SKIP
+      >>> print(report)  # doctest: +SKIP
+      >>> report.is_as_promised, report.memory.fits  # doctest: +SKIP
+      (True, True)
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
@@ -166,13 +176,13 @@ def held_to(
     on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
 ) -> MatchResult:
-    """A program's collectives held to what the strategy promises and the kernels of the traced step send.
+    """Compare a program's collectives with the strategy's expected collectives and the traced kernel messages.
 
     Args:
-      setup, options, batch, on_cpu, uses: as for `promise.promised`.
+      setup, options, batch, on_cpu, uses: as for `expected.promised`.
       collectives: the program's census.
-      jaxpr: of the traced step; None: no kernel may send anything.
-      parts: of a pipelined step, how stages cut the model.
+      jaxpr: the traced step. None if it has no kernels with communication.
+      parts: the stage partition of a pipelined step.
     """
     sizes = axis_sizes(setup.mesh)
     limits: dict[str, Any] = {
@@ -203,7 +213,7 @@ def held_to(
 
 
 def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamUsage]:
-    """How parameters are used, by path, where the model lays nothing out; its names say it where it does."""
+    """Return the uses of each parameter by path, for models that constrain no activations; otherwise nothing."""
     decisions = state.setup.table.params
     if not state.setup.has_free_activations:
         return {}
@@ -218,9 +228,10 @@ def _refusals_explained() -> Iterator[None]:
     except ValueError as error:
         if "AbstractMesh cannot be used" not in str(error):
             raise
-        asked = "compile a step with an operation that asks for its devices, such as cuDNN's attention"
-        exists = "jax knows no GPUs in this process: where none is, it takes its CUDA plugin for unusable"
-        raise problem("explain", asked, exists, "set JAX_PLATFORMS=cpu before Python starts") from error
+        requested = "compile a step with an operation that queries its devices, such as cuDNN's attention"
+        reason = "jax has disabled its CUDA plugin, because this process has no GPUs"
+        fix = "set JAX_PLATFORMS=cpu before Python starts"
+        raise problem("explain", requested, reason, fix, code="unsupported-feature") from error
 
 
 def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
@@ -237,7 +248,7 @@ def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: 
 
 
 def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Finding]:
-    """What is sent as promised, but in another dtype. 8-bit matmuls may take in what was rounded before it was sent."""
+    """Yield expected collectives in another dtype. 8-bit matmuls may round their operands before they are gathered."""
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
     for line in promise.kept:
         if found := set(line.found_dtypes) - (rounded if line.kind == "all-gather" else set()):
@@ -258,7 +269,7 @@ def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Findin
 
 
 def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding]:
-    """Matmuls in a wider dtype than the step's precision asks for."""
+    """Yield a finding if matmuls compute in a wider dtype than `Precision` requests."""
     found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if found is not None:
         yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
@@ -299,7 +310,7 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
 
 
 def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
-    """Say that the micro-steps of HSDP reduce their gradients across groups, one after the other."""
+    """Note that with HSDP each micro-step all-reduces its gradient shards across groups."""
     if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
         return
     for decision in setup.table.params:
@@ -313,9 +324,6 @@ def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[st
             return
 
 
-# ---- Where to --------------------------------------------------------------------------------------------------------
-
-
 def _check_equal_parts(state: TrainState) -> None:
     pipelined = state.setup.strategy.pipeline
     stacks = {d.leaf.shape[0] for d in state.setup.table.params if d.leaf.is_stacked}
@@ -327,39 +335,44 @@ def _check_equal_parts(state: TrainState) -> None:
         near = [n for n in (num_layers // num_parts * num_parts, -(-num_layers // num_parts) * num_parts) if n]
         raise problem(
             "explain",
-            f"count what parts of {'+'.join(map(str, counts))} layers send and compute",
-            "layers that only some parts have are chosen at run time, and the program does not tell by which stages",
+            f"count the communication of pipeline chunks with {'+'.join(map(str, counts))} layers",
+            "layers that only some chunks have are chosen at run time, so their stages are unknown",
             f"explain it with {' or '.join(map(str, dict.fromkeys(near)))} layers"
             + " and without stage_layer_offset" * any(pipelined.stage_layer_offset),
+            code="unsupported-feature",
         )
 
 
 def _check_kinds(step: Any, state: Any) -> None:
     if not isinstance(step, TrainStep):
-        asked = f"read a {type(step).__name__}"
+        requested = f"inspect a {type(step).__name__}"
         fix = "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.inspect.census"
-        raise problem("explain", asked, "it reads training steps, whose strategy says what they send", fix)
+        reason = "it inspects training steps from mp.train_step"
+        raise problem("explain", requested, reason, fix, code="wrong-type")
     if not isinstance(state, TrainState):
-        asked, exists = f"take a {type(state).__name__} as the state", "its second argument is a TrainState"
-        raise problem("explain", asked, exists, "make one with mp.init_state or mp.abstract_state")
+        requested, reason = f"use a {type(state).__name__} as the state", "its second argument is a TrainState"
+        fix = "make one with mp.init_state or mp.abstract_state"
+        raise problem("explain", requested, reason, fix, code="wrong-type")
 
 
 def _here(state: TrainState) -> TrainState:
     if not isinstance(state.setup.mesh, Mesh):
-        exists = f"the state's mesh of {state.setup.mesh.size} devices is abstract"
+        reason = f"the state's mesh of {state.setup.mesh.size} devices is abstract"
         fix = 'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()'
-        raise problem("explain", "compile for the devices at hand", exists, fix)
+        raise problem("explain", "compile for the local devices", reason, fix, code="conflict")
     return state.setup.abstract
 
 
 def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
-    """The state's shapes on a mesh without devices, as large as the cluster."""
+    """Return the abstract state on an abstract mesh with the cluster's number of devices."""
     setup: Setup = state.setup
     if setup.mesh.size != cluster.num_devices:
         sizes = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(setup.mesh).items() if size > 1) or "one device"
-        asked = f"run a step over {setup.mesh.size} devices ({sizes})"
+        requested = f"run a step over {setup.mesh.size} devices ({sizes})"
         fix = f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster"
-        raise problem(f"cluster `{cluster.name}`", asked, f"it has {cluster.num_devices} GPUs", fix)
+        raise problem(
+            f"cluster `{cluster.name}`", requested, f"it has {cluster.num_devices} GPUs", fix, code="conflict"
+        )
     mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
     kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
     return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)

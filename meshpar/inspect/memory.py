@@ -1,11 +1,11 @@
-"""Memory of one device: what the state, the batch and the step's temporaries take, and what would make them fit.
+"""Memory per device of a compiled step, and changes that reduce it.
 
     peak = state (parameters + optimizer state + other) + batch + outputs + temporaries (gradients among them)
 
-State and batch are closed forms from shapes and shardings; temporaries and outputs are the compiler's own figures. The
-limit is the whole memory of the GPU. Not all of it is a program's to use: XLA's allocator takes 75 % of it unless
-`XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise, and the CUDA context and NCCL's buffers take about a gigabyte beside
-it. A program of more than 75 % fits only with that variable raised, and one of more than 90 % hardly: `note` says so.
+The sizes of state and batch follow from shapes and shardings; temporaries and outputs are reported by the compiler. The
+limit is the total memory of the GPU, of which XLA's allocator uses 75 % unless `XLA_PYTHON_CLIENT_MEM_FRACTION` is set.
+The CUDA context and the buffers of NCCL need about 1 GB in addition. `note` warns above 75 %, where the variable must
+be raised, and above 90 %, where the program probably does not fit.
 """
 
 from __future__ import annotations
@@ -48,78 +48,78 @@ from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 
 PREALLOCATED = 0.75
-"""Share of a GPU's memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
+"""Fraction of GPU memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
 COMFORTABLE = 0.90
-"""Above this share the CUDA context, NCCL's buffers and fragmentation are likely to take what is left."""
+"""Above this fraction, the CUDA context, NCCL buffers and fragmentation probably exceed the remaining memory."""
 MOST_COMPILATIONS = 6
-"""Remedies that are compiled before giving up."""
+"""Maximum number of remedies to compile."""
 MOST_CONTRIBUTORS = 6
-"""Of each kind: parameters, optimizer state, temporaries."""
+"""Number of entries per kind: parameters, optimizer state, temporaries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contributor(Plain):
-    """Something that takes much memory, and where it stands in the model."""
+    """A large use of memory, with its place in the model."""
 
     module: str
-    """Module path; of parameters their place in the tree, of temporaries the named scopes."""
+    """Path in the parameter tree, or the named scopes of a temporary."""
     nbytes: int
-    """On one device, all `count` of them."""
+    """Bytes per device of all `count` arrays."""
     what: str
     """`parameters`, `optimizer state` or `temporary`."""
     shape: str
-    """One device's part, as XLA writes it; of several, the largest."""
+    """Local shape in XLA syntax, of the largest array."""
     source: str
     """`file:line` of a temporary; empty for the state."""
     count: int
-    """Arrays. Temporaries of one shape and line count together; they need not all be alive at the same time."""
+    """Number of arrays. Temporaries of the same shape and line are merged, although they may not be alive together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy(Plain):
-    """One change that may make a program fit, with what the compiler said to it."""
+    """A change that may make a program fit, with the result of compiling it."""
 
     change: str
     """What to change: `strategy=zero3()`, `remat=full`, `accumulate=4`, several joined with ` + `."""
     peak_bytes: int | None
-    """Peak of the changed program, compiled; None when it was not."""
+    """Peak memory of the changed program. None if it was not compiled."""
     fits: bool
     reason: str = ""
-    """Why it was not compiled; empty when it was."""
+    """Reason why it was not compiled; empty if it was."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory(Plain):
-    """Bytes of one device."""
+    """Memory of a compiled step, in bytes per device."""
 
     params_bytes: int
     optimizer_bytes: int
     other_bytes: int
-    """What the model keeps beside parameters, the random key and the counters."""
+    """Non-parameter state of the model, the PRNG key and the counters."""
     state_bytes: int
-    """The three above: what stays between steps."""
+    """Sum of the three fields above: memory between steps."""
     batch_bytes: int
     gradients_bytes: int
-    """Gradients as the strategy lays them out, in the dtype they are reduced in. They are temporaries, and never more
-    than these: the compiler need not hold all of them at once."""
+    """Gradients, as sharded by the strategy, in the reduce dtype. They are temporaries, so at most that size, because
+    the compiler may not store all of them at once."""
     temporaries_bytes: int
-    """The compiler's figure."""
+    """Temporaries, as reported by the compiler."""
     output_bytes: int
-    """Outputs that take no donated argument's place: the metrics."""
+    """Outputs that do not reuse the buffer of a donated argument: the metrics."""
     peak_bytes: int
-    """The compiler's figures added: arguments, outputs and temporaries."""
+    """Sum of arguments, outputs and temporaries, as reported by the compiler."""
     limit_bytes: int | None
-    """The whole memory of the GPU; None when it is not known which."""
+    """Total memory of the GPU. None if the GPU is unknown."""
     fits: bool | None
-    """Whether the peak is within the limit; None without one."""
+    """True if the peak is within the limit. None without a limit."""
     host_bytes: int = 0
-    """In the host's memory, for each device: offloaded optimizer state and temporaries; in none of the others."""
+    """Host memory per device: offloaded optimizer state and temporaries. The other fields exclude it."""
     note: str = ""
-    """What stands in the way although it fits."""
+    """Warning for a program that fits only with little margin."""
     largest: tuple[Contributor, ...] = ()
     """Largest first."""
     remedies: tuple[Remedy, ...] = ()
-    """In the order they were tried; empty when it fits."""
+    """Remedies in the order of compilation; empty if the step fits."""
 
 
 def memory(

@@ -1,4 +1,4 @@
-"""The batch: how it lies on the mesh, and its rows cut into micro-steps."""
+"""Sharding of the batch, and its division into micro-steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from meshpar.sharding.types import (
 
 
 def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
-    """How a batch lies on the mesh: its first dim by the strategy's rule for `batch`."""
+    """Return the sharding of a batch: its first dim follows the strategy's rule for `batch`."""
     mesh = with_auto_axes("mesh", mesh)
     leaf = Leaf(path="batch", shape=(mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
     return NamedSharding(mesh, resolve(leaf, as_strategy(strategy).activations, mesh).spec)
@@ -39,31 +39,34 @@ def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
 
 @apart()
 def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rules) -> PyTree:
-    """Lay a host batch on the mesh.
+    """Transfer a host batch to the devices of the mesh, sharded over the batch axes.
 
     Args:
-      batch: a pytree of arrays whose first dim is the global batch; scalars and random keys go to every device.
+      batch: a pytree of arrays whose first dim is the global batch. Scalars and PRNG keys are replicated.
       mesh: the devices.
-      strategy: whose rule for `batch` shards it.
+      strategy: its rule for `batch` shards the first dim.
+
+    Returns:
+      The batch as arrays on the devices.
 
     Raises:
-      ValueError: a first dim that the mesh does not divide.
+      MeshparError: the first dim is not divisible by the number of shards.
     """
     sharding, rules = batch_sharding(mesh, strategy), as_strategy(strategy).activations
     check_batch(as_rows(batch, None, rules), sharding, accumulate=1, rules=rules)
-    split, whole = NamedSharding(mesh, sharding.spec), NamedSharding(mesh, PartitionSpec())
+    sharded, unsharded = NamedSharding(mesh, sharding.spec), NamedSharding(mesh, PartitionSpec())
     batch = with_auto_types(batch)
 
-    def lies(path: Any, x: Any) -> NamedSharding:
-        return split if np.ndim(x) and rules.input_rule(path_str(path)) is not replicated else whole
+    def sharding_of(path: Any, x: Any) -> NamedSharding:
+        return sharded if np.ndim(x) and rules.input_rule(path_str(path)) is not replicated else unsharded
 
-    return jax.device_put(batch, jax.tree_util.tree_map_with_path(lies, batch))
+    return jax.device_put(batch, jax.tree_util.tree_map_with_path(sharding_of, batch))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ForAllRows:
-    """A scalar or a random key of a batch, once for every row, so that it is cut as the rows are."""
+    """A scalar or PRNG key of a batch, broadcast to all examples so that it is sharded like them."""
 
     each: Any
 
@@ -71,28 +74,28 @@ class ForAllRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A leaf of a batch that every device and every micro-step has whole: `Rules(inputs={...: replicated})`."""
+    """A leaf of a batch that is replicated, also over micro-steps: `Rules(inputs={...: replicated})`."""
 
     each: Any
 
 
 def is_replicated(x: Any) -> bool:
-    """Whether it is no rows."""
+    """Return whether a leaf is marked as replicated."""
     return isinstance(x, Whole)
 
 
 def without_whole(batch: PyTree) -> PyTree:
-    """What is cut by rows; None stands for the others."""
+    """Return the batch with None in place of replicated leaves."""
     return jax.tree.map(lambda x: None if is_replicated(x) else x, batch, is_leaf=is_replicated)
 
 
 def with_whole(batch: PyTree, rows: PyTree) -> PyTree:
-    """The rows, and what is whole of the batch that `without_whole` made them of."""
+    """Return the examples with the replicated leaves of `batch`; the inverse of `without_whole`."""
     return jax.tree.map(lambda x, cut: x if is_replicated(x) else cut, batch, rows, is_leaf=is_replicated)
 
 
 def lying(batch: PyTree, sharding: NamedSharding) -> PyTree:
-    """How the leaves of what `as_rows` gave lie, each or all."""
+    """Return the sharding of all leaves of a batch from `as_rows`, or a pytree of shardings if some are replicated."""
     if not any(map(is_replicated, jax.tree.leaves(batch, is_leaf=is_replicated))):
         return sharding
     whole = Whole(NamedSharding(sharding.mesh, PartitionSpec()))
@@ -100,12 +103,12 @@ def lying(batch: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def resharded(batch: PyTree, sharding: NamedSharding) -> PyTree:
-    """Put arrays that are on devices in another layout into the one in which a step takes them."""
+    """Reshard arrays whose sharding differs from the sharding that a step requires."""
 
     def put(x: Any, to: NamedSharding) -> Any:
-        laid = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        # An array that is not committed to its devices goes where the step wants it by itself.
-        if laid is None or not getattr(x, "committed", True) or laid.is_equivalent_to(to, np.ndim(x)):
+        current = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        # jit moves arrays that are not committed to devices.
+        if current is None or not getattr(x, "committed", True) or current.is_equivalent_to(to, np.ndim(x)):
             return x
         return (
             jax.device_put(x, to) if isinstance(x, jax.Array) else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
@@ -116,7 +119,7 @@ def resharded(batch: PyTree, sharding: NamedSharding) -> PyTree:
 
 
 def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules = Rules()) -> PyTree:  # noqa: B008
-    """The batch, its scalars and keys as `ForAllRows`, and as `Whole` what rules say; what a step is traced with."""
+    """Return the batch as a step is traced with it: scalars as `ForAllRows`, replicated leaves as `Whole`."""
     if rules.inputs:
         batch = jax.tree_util.tree_map_with_path(
             lambda path, x: Whole(x) if not is_replicated(x) and rules.input_rule(path_str(path)) is replicated else x,
@@ -130,7 +133,7 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules =
     num_rows = max((n for path, n in counts.items() if rules.input_rule(path) is None), default=0)
     num_rows = num_rows or max(counts.values(), default=0)
 
-    def whole(x: Any) -> Any:
+    def broadcast(x: Any) -> Any:
         if is_replicated(x) or np.ndim(x):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -140,11 +143,11 @@ def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules =
         rows = jnp.broadcast_to(x, (num_rows,))  # on the devices where the scalar is
         return ForAllRows(rows if sharding is None else jax.device_put(rows, sharding))
 
-    return jax.tree.map(whole, batch, is_leaf=is_replicated)
+    return jax.tree.map(broadcast, batch, is_leaf=is_replicated)
 
 
 def as_given(rows: PyTree) -> PyTree:
-    """The same as the user's function takes it, scalars again."""
+    """Return the batch as the user passed it; the inverse of `as_rows`."""
     return jax.tree.map(
         lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_replicated(x) else x,
         rows,
@@ -153,12 +156,12 @@ def as_given(rows: PyTree) -> PyTree:
 
 
 def split_by(sharding: NamedSharding) -> tuple[str, ...]:
-    """Mesh axes of more than one rank over which a batch lies."""
+    """Return the mesh axes of size greater than 1 that shard a batch."""
     return axes_of_spec(sharding.spec, axis_sizes(sharding.mesh))
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """Of a leaf of a batch, an array or a number, as jax takes it."""
+    """Return the shape and dtype of a leaf of a batch, after canonicalization by jax."""
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True))
 
@@ -170,21 +173,28 @@ def check_batch(
     interleave: int = 1,
     rules: Rules = Rules(),  # noqa: B008
 ) -> None:
-    """Raises ValueError where rows do not go evenly over the devices, micro-steps and slices, or are no numbers.
+    """Check that a batch from `as_rows` is numeric, and divisible by devices, micro-steps and interleaved slices.
 
-    Of what `as_rows` gave, which rules say what is whole in, and what has rows of its own.
+    Leaves with an input rule "batch" may have a first dim of another size.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=_is_put_in)
     paths = [path_str(path) for path, _ in leaves]
     for rule in rules.inputs:
         if not any(map(rule.matches, paths)):
             where, exists = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(paths)} leaves"
-            raise problem(where, "lay leaves of the batch", exists, near_or(rule.key, paths, "write a whole path"))
+            raise problem(
+                where,
+                "select leaves of the batch",
+                exists,
+                near_or(rule.key, paths, "write the full path"),
+                code="not-found",
+            )
     for path, (_, x) in zip(paths, leaves, strict=True):
         _check_number(path, x.each if is_replicated(x) else x)
     if paths and not jax.tree.leaves(without_whole(batch)):
-        exists = "inputs rules say that every leaf is whole"
-        raise problem("batch", "split it by rows", exists, "name only the leaves that are no rows, or set 'batch'")
+        exists = "the inputs rules replicate all leaves"
+        fix = "use rules for leaves without a batch dim only, or set 'batch'"
+        raise problem("batch", "shard its examples", exists, fix, code="conflict")
     sizes = axis_sizes(sharding.mesh)
     over = {axis: sizes[axis] for axis in split_by(sharding)}
     what = "micro-steps" if interleave == 1 else f"slices (accumulate={accumulate}, interleave={interleave})"
@@ -198,11 +208,17 @@ def check_batch(
 
 
 def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *, takes_scalars: bool = False) -> None:
-    """The same for these mesh axes and their sizes, and so many pieces of each device's rows, called `what`."""
+    """Check a batch for mesh axes with the sizes `over`, and for `count` pieces per local batch, called `what`."""
     shards = math.prod(over.values())
     leaves = tree_leaves_with_paths(without_whole(batch))
     if not leaves:
-        raise problem("batch", "train on it", "it holds no arrays", "pass a pytree of arrays with a batch dim first")
+        raise problem(
+            "batch",
+            "train on it",
+            "it holds no arrays",
+            "pass a pytree of arrays with a batch dim first",
+            code="wrong-type",
+        )
     shapes = {path: np.shape(x) for path, x in leaves}
     rows = max((shape[0] for shape in shapes.values() if shape), default=0)
     for path, x in leaves:
@@ -216,6 +232,7 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
                 "give every leaf the same first dim, the global batch"
                 + f", or say what it is: mp.Rules(inputs={{{path!r}: ...}}) with 'batch', split by its own rows, or "
                 "mp.replicated" * takes_scalars,
+                code="wrong-shape",
             )
     unit = shards * count
     if rows == 0 or rows % unit:
@@ -224,11 +241,11 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
         where = f"batch leaf `{leaves[0][0]}` of shape {shapes[leaves[0][0]]} dim 0 (`batch`)"
         asked = f"split over {axes} ({shards})" + (f" in {count} {what}" if count > 1 else "")
         fix = ", or ".join(filter(None, (f"use a batch of {max(1, -(-rows // unit)) * unit}", fewer)))
-        raise problem(where, asked, f"{rows} rows are not a positive multiple of {unit}", fix)
+        raise problem(where, asked, f"{rows} rows are not a positive multiple of {unit}", fix, code="indivisible")
 
 
 def _is_put_in(x: Any) -> bool:
-    """Whether `as_rows` made it of a leaf."""
+    """Return whether a leaf was wrapped by `as_rows`."""
     return isinstance(x, ForAllRows | Whole)
 
 
@@ -237,11 +254,11 @@ def _check_number(path: str, x: Any) -> None:
     if dtype is not None and not _is_number(dtype):
         where = f"batch leaf `{path}` of dtype {dtype}"
         fix = "leave it out of the batch, or turn it into numbers first (text: into tokens)"
-        raise problem(where, "be laid on devices", "they hold numbers, and this holds none", fix)
+        raise problem(where, "be laid on devices", "they hold numbers, and this holds none", fix, code="wrong-dtype")
 
 
 def _is_number(dtype: Any) -> bool:
-    """Whether jax can hold it: numbers, truths, random keys; not strings, objects, times or records."""
+    """Return whether jax supports a dtype: numbers, bools and PRNG keys."""
     return (
         dtype == np.bool_
         or jax.dtypes.issubdtype(dtype, np.number)
@@ -250,9 +267,9 @@ def _is_number(dtype: Any) -> bool:
 
 
 def split_rows(x: jax.Array, count: int, sharding: NamedSharding) -> jax.Array:
-    """[batch, ...] -> [count, batch / count, ...] such that every device keeps its own rows.
+    """Reshape [batch, ...] to [count, batch / count, ...] without moving examples between devices.
 
-    A plain reshape would give micro-step i the i-th block of the batch, which lies on a few devices.
+    A plain reshape would assign the i-th block of the batch, which is on a few devices, to micro-step i.
     """
     shards = math.prod(axis_sizes(sharding.mesh)[axis] for axis in split_by(sharding))
     rows = x.shape[0] // (shards * count)

@@ -88,7 +88,7 @@ def test_padded_graphs_train_as_on_one_device(accumulate):
     assert mp.Rules.from_json(INPUTS.to_json()) == INPUTS == eval(repr(INPUTS), {**vars(mp), "Rules": mp.Rules})
 
 
-def test_what_inputs_rules_do_not_fit_is_an_error():
+def test_inputs_rules_that_do_not_fit_raise():
     for rules, options, match in (
         (mp.Rules(), {}, r"`graph/nodes`.*16 rows.*|`graph/.*mp.Rules\(inputs=\{'"),
         (INPUTS | mp.Rules(inputs={"graph/globals": "batch"}), {}, "inputs rule `graph/globals`.*none of the batch's"),
@@ -97,7 +97,7 @@ def test_what_inputs_rules_do_not_fit_is_an_error():
         (INPUTS, {"accumulate": 2, "reduce_gradients": "once"},
      "inputs rules with replicated.*reduce_gradients='each_microbatch'|"
          'reduce_gradients="each_microbatch"'),
-        (mp.Rules(inputs={".*": mp.replicated}), {}, "inputs rules say that every leaf is whole"),
+        (mp.Rules(inputs={".*": mp.replicated}), {}, "inputs rules replicate all leaves"),
     ):  # fmt: skip
         with pytest.raises(mp.MeshparError, match=match):
             mp.train_step(loss, **options).trace(state_on(mp.MeshSpec(fsdp=8), FSDP, rules).setup.abstract, batch())
@@ -106,15 +106,15 @@ def test_what_inputs_rules_do_not_fit_is_an_error():
         mp.shard_batch({**batch(), "table": np.array(["a"])}, mesh, FSDP | INPUTS)
     whole = mp.Rules(inputs={"": "batch"})  # of a batch that is one array
     assert mp.shard_batch(np.zeros((8, 2)), mesh, FSDP | whole).shape == (8, 2)
-    with pytest.raises(mp.MeshparError, match="every leaf is whole"):
+    with pytest.raises(mp.MeshparError, match="inputs rules replicate all leaves"):
         mp.shard_batch(np.zeros((8, 2)), mesh, FSDP | mp.Rules(inputs={"": mp.replicated}))
-    with pytest.raises(mp.MeshparError, match="split by its own rows, or replicated"):
+    with pytest.raises(mp.MeshparError, match="maps to .batch. or to replicated"):
         mp.Rules(inputs={"table": "fsdp"})
 
 
 @pytest.mark.matrix
 @pytest.mark.call_stacks
-def test_explain_counts_what_is_int_on_every_device():
+def test_explain_counts_replicated_inputs():
     state = state_on(mp.MeshSpec(fsdp=8), FSDP)
     report = mp.explain(mp.train_step(loss), state.setup.abstract, batch())
     assert report.is_as_promised, str(report)

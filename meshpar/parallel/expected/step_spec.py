@@ -1,15 +1,15 @@
-"""What a strategy promises to send: the terms, the facts of a step they follow from, and leaves as promises see them.
+"""Expected collectives of a strategy, and the properties of a training step that determine them.
 
-A part yields `Promised`, one for arrays of one size, for the collectives that XLA puts in because of its rules. XLA may
-lower one in several forms; a promise names the cheapest and allows these:
+A parallelism yields an `ExpectedCollective` per array size, for the collectives that XLA inserts because of its rules.
+Its bytes are those of the cheapest lowering. These lowerings match as well:
 
-    gather over several axes      one axis after the other
-    sum over several axes         one axis after the other, or all at once; scattered first or last
-    ... with `whole`              summed whole on every rank, and sliced: at most twice the bytes over each axis
-    stacked layers                layer by layer in their loop, or the whole stack at once
-    one axis, round a ring        N-1 permutes of the same bytes, as `meshpar.collectives.all_gather_matmul` sends
+    gather over several axes      axis by axis
+    sum over several axes         axis by axis or at once; scattered first or last
+    ... with `whole`              an all-reduce followed by a slice: at most twice the bytes over each axis
+    stacked layers                layer by layer in a loop, or the full stack at once
+    ring over one axis            N-1 permutes with the same bytes, as in `meshpar.collectives.all_gather_matmul`
 
-What kernels send is not promised: the traced step says it.
+Collectives of kernels are not declared: they are read from the traced step.
 """
 
 from __future__ import annotations
@@ -31,58 +31,58 @@ if TYPE_CHECKING:
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn"}
 
 ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1, "f8e4m3fn": 1}
-"""Bytes of a number on the wire, by its name in HLO."""
+"""Bytes per element, by HLO dtype name."""
 
 WEIGHTS, GRADIENTS, RENEWED = "weights before use", "gradients", "new parameters"
-"""Roles of what is promised for parameters, one by one."""
+"""Roles of collectives for parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedCollective:
-    """What will be sent for some arrays of one size, and how often a step."""
+    """Collectives for arrays of the same size, and their number per step."""
 
     role: str
-    """Why: `weights before use`, `gradients`, `new parameters`, `partial sums, forward`, ..."""
+    """Purpose: `weights before use`, `gradients`, `new parameters`, `partial sums, forward`, ..."""
     kind: Literal["gather", "sum", "exchange"]
     """All-gather; all-reduce or reduce-scatter; all-to-all."""
     axes: tuple[str, ...]
-    """Over which, in the mesh's order."""
+    """Mesh axes, in mesh order."""
     scattered: tuple[str, ...] = ()
-    """Of a sum: axes whose ranks keep their part of it only."""
+    """For a sum: axes over which the result is scattered."""
     whole: bool | Literal["only"] = False
-    """Of a scattered sum: whether XLA may, or is sure to, sum all of it on every rank first."""
+    """For a scattered sum: True if XLA may use an all-reduce and a slice, "only" if it always does."""
     elements: int
-    """Numbers of one array replicated over its axes; with `multiple`, any multiple of it."""
+    """Elements of the array, unsharded over `axes`. With `multiple`, any multiple of this matches."""
     multiple: bool = False
     dtype: str
-    """On the wire, as HLO names it."""
+    """HLO dtype of the payload."""
     count: tuple[int, int]
-    """Fewest and most arrays a step, all tensors together."""
+    """Minimum and maximum number of arrays per step, for all tensors together."""
     counts: tuple[tuple[str, int, int], ...] = ()
-    """Axes over which it is sent in other numbers: axis, fewest, most."""
+    """Axes with another count: (axis, minimum, maximum)."""
     tensors: tuple[str, ...]
     stack: int = 1
-    """Layers stacked in one array: so many small collectives may come as one."""
+    """Number of layers stacked in the array. Their collectives may be lowered as a single one."""
     of_leaf: bool = False
-    """Whether it is about one parameter: one that is not stacked sends nothing in the loop over layers."""
+    """True for collectives of a parameter. Unstacked parameters have none in the loop over layers."""
     forward: bool = False
-    """Whether only the forward pass sends it."""
+    """True for collectives of the forward pass only."""
     outside: bool = False
-    """Whether it is sent outside of every loop."""
+    """True for collectives outside all loops."""
     stacked: ExpectedCollective | None = None
-    """For a leaf without names: the promise if its first dim turns out to be layers that a loop runs over."""
+    """For an unnamed parameter: the alternative if the program loops over its first dim, as over layers."""
 
     @property
     def rest(self) -> tuple[str, ...]:
-        """Axes over which what is left of a scattered sum is all-reduced."""
+        """Axes over which the shards of a scattered sum are all-reduced."""
         return tuple(axis for axis in self.axes if axis not in self.scattered) if self.kind == "sum" else ()
 
     def count_over(self, axis: str) -> tuple[int, int]:
-        """Fewest and most arrays a step over one of its axes."""
+        """Return the minimum and maximum number of arrays per step over an axis."""
         return next(((least, most) for name, least, most in self.counts if name == axis), self.count)
 
     def forms(self, sizes: dict[str, int]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """The cheapest form: (HLO kind, axes, numbers in the payload) of each collective of it."""
+        """Return the cheapest lowering, as (HLO kind, axes, elements of the payload) per collective."""
         if self.kind != "sum":
             return (({"gather": "all-gather", "exchange": "all-to-all"}[self.kind], self.axes, self.elements),)
         part = self.elements // math.prod(sizes[axis] for axis in self.scattered)
@@ -92,7 +92,7 @@ class ExpectedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter, with how its gradient and its update lie."""
+    """A parameter, with the shardings of its gradient and its update."""
 
     decision: Decision
     grads: PartitionSpec
@@ -100,136 +100,134 @@ class Weight:
 
 
 class ParamUsage(NamedTuple):
-    """How a model that lays no activations out uses a parameter; see `meshpar.inspect.param_usage`."""
+    """Uses of a parameter in a model without activation constraints; see `meshpar.inspect.param_usage`."""
 
     whole: int
-    """Times."""
+    """Number of uses of the full parameter."""
     slices: tuple[tuple[int, int], ...] = ()
-    """(numbers in a slice, times)."""
+    """(elements of a slice, number of uses)."""
     rows: int = 0
-    """Looked up in it, in all."""
+    """Total number of embedding lookups."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """What a part has to know of a training step."""
+    """Properties of a training step that determine its collectives."""
 
     sizes: dict[str, int]
-    """Of every mesh axis, in the mesh's order."""
+    """Size of every mesh axis, in mesh order."""
     accumulate: int = 1
-    """Micro-steps."""
+    """Number of micro-steps."""
     is_once: bool = False
-    """Whether weights are gathered before all micro-steps, and gradients reduced behind them."""
+    """True if weights are gathered before all micro-steps, and gradients reduced after them."""
     is_remat: bool = False
     interleave: int = 1
-    """Slices of a device's rows that stacked layers run beside each other."""
+    """Number of slices of the local batch that stacked layers process concurrently."""
     weights: tuple[Weight, ...] = ()
     batch_axes: tuple[str, ...] = ()
     tensor_axes: tuple[str, ...] = ()
-    """Axes that split activations in other dims than the batch."""
+    """Axes that shard activations in dims other than the batch."""
     sequence_axes: tuple[str, ...] = ()
-    """Axes that split the residual stream's sequence between blocks only."""
+    """Axes that shard the sequence of the residual stream between blocks only."""
     context_axes: tuple[str, ...] = ()
-    """Axes that split the sequence everywhere: weights are replicated there, as over axes that split the batch."""
+    """Axes that shard the sequence everywhere. Weights are replicated over them, as over batch axes."""
     rows: int = 0
-    """Of one device in one micro-step."""
+    """Examples per device and micro-step."""
     tokens: int | None = None
-    """Of one device in one micro-step; None when the batch holds no tokens."""
+    """Tokens per device and micro-step. None if the batch has no tokens."""
     uses: Mapping[str, ParamUsage] = dataclasses.field(default_factory=dict)
-    """Of parameters by path, of a model that lays no activations out."""
+    """Uses of parameters by path, in a model without activation constraints."""
     unannotated_axes: tuple[str, ...] = ()
-    """Axes that split such parameters and not the batch: nothing says what activations send over them."""
+    """Axes that shard such parameters and not the batch, so that the sharding of activations is unknown."""
     choices: int = 0
-    """Experts that a token visits; told for estimates only."""
+    """Experts per token; set for estimates only."""
     nodes_visited: Callable[[int], int] | None = None
-    """Of so many nodes, those that these lie on, where a token goes once to each; told for estimates only."""
+    """Map a number of nodes to the nodes that receive a token, if it is sent once per node. For estimates only."""
     row_bytes: Callable[[str, int], int | None] | None = None
-    """Of a row of so many numbers to experts, back, or of gradients (`dispatch`, `combine`, `grad`), where it is coded;
-    None: none is. Told for estimates only."""
+    """Bytes of a quantized token by phase (`dispatch`, `combine`, `grad`) and number of elements.
+
+    None if tokens are not quantized. For estimates only."""
     compute: str | None = None
-    """The dtype that layers compute in; None: each parameter's own."""
+    """Compute dtype of layers. None: the dtype of each parameter."""
     reduce: str | None = None
-    """The dtype that gradients are summed in; None: float32 at the least."""
+    """Dtype in which gradients are summed. None: at least float32."""
     narrow: frozenset[str] = frozenset()
-    """Paths of parameters in modules whose matmuls are in 8 bits."""
+    """Paths of parameters of fp8 matmuls."""
     by_row: frozenset[str] = frozenset()
-    """Of these those with a scale for each row."""
+    """Subset of `narrow` with rowwise scales."""
     computes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of parameters by path, in modules that compute in another dtype."""
+    """Compute dtype by parameter path, for modules that override `compute`."""
     quantize: Quantize | None = None
-    """How kernels send weights and gradients of split parameters; None: as XLA sends them."""
+    """Quantization of the communication of sharded parameters by kernels. None: XLA communicates them."""
     is_prefetched: bool = False
-    """Whether the weights of a layer are gathered while the one before it computes."""
+    """True if the weights of a layer are gathered while the previous layer computes."""
     by_stages: bool = False
-    """Whether stages run the step."""
+    """True for pipelined steps."""
     is_tied: bool = False
-    """Whether one table of the vocabulary is both embedding and head."""
+    """True if embedding and head share a parameter."""
     exchanges_rows: bool = False
-    """Whether a kernel sends the rows that tokens look up, and all that the table's gradient needs."""
+    """True if a kernel communicates the looked-up embeddings and their gradients."""
     vocab_chunks: int = 1
-    """In how many parts, one after the other, the output layer's matrix is used."""
+    """Number of sequential chunks in which the head matrix is used."""
     on_cpu: bool = False
-    """Whether XLA:CPU compiles it, which sends float32 for less, and sums before it adds and slices."""
+    """True for XLA:CPU, which sends 16-bit floats as float32 and lowers reduce-scatters to all-reduces."""
 
     @property
     def micro_steps(self) -> int:
-        """How often weights are gathered and gradients reduced."""
+        """Number of times per step that weights are gathered and gradients reduced."""
         return 1 if self.is_once else self.accumulate
 
     @property
     def is_by_device(self) -> bool:
-        """Whether every device computes its own rows with whole weights: nothing travels to the ranks of experts."""
+        """True if each device computes its examples with unsharded weights, without sending tokens to experts."""
         return not self.by_stages and (self.is_once or self.quantize is not None)
 
     def wire(self, dtype: Any) -> str:
-        """A dtype as HLO names it; XLA:CPU sends float32 where less was asked, and float16 for 8 bits."""
+        """Return the HLO name of the dtype on the wire. XLA:CPU sends 16-bit floats as float32 and fp8 as float16."""
         name = _HLO_DTYPE.get(np.dtype(dtype).name, np.dtype(dtype).name)
         if self.on_cpu and name.startswith("f8"):
             return "f16"
         return "f32" if self.on_cpu and name in ("bf16", "f16") else name
 
     def compute_dtype(self, decision: Decision) -> np.dtype:
-        """In which a parameter is used."""
+        """Return the dtype in which a parameter is used."""
         return np.dtype(jnp.dtype(self.computes.get(decision.path) or self.compute or decision.leaf.dtype))
 
     def gathered_dtype(self, decision: Decision) -> np.dtype:
-        """In which a parameter is gathered: rounded before, where that is the layer's own and not done ahead of it."""
+        """Return the dtype in which a parameter is gathered: fp8 if XLA can cast it in its layer before the gather."""
         leaf, ahead = decision.leaf, self.is_prefetched or self.is_once or self.by_stages
-        by_kernel = is_expert(decision)  # which gathers them as they are, and rounds what it has
+        by_kernel = is_expert(decision)  # the kernel gathers the weights first and casts them afterwards
         if decision.path not in self.narrow or by_kernel or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
             return self.compute_dtype(decision)
         return np.dtype(jnp.float8_e4m3fn)
 
     def reduce_dtype(self, decision: Decision) -> np.dtype:
-        """In which its gradient is summed."""
+        """Return the dtype in which the gradient of a parameter is summed."""
         return np.dtype(jnp.dtype(self.reduce or jnp.promote_types(self.compute_dtype(decision), jnp.float32)))
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of more than one rank, in the mesh's order."""
+        """Return the axes of size greater than 1, in mesh order."""
         wanted = set(axes)
         return tuple([axis for axis, size in self.sizes.items() if axis in wanted and size > 1]) if wanted else ()
 
     def num_shards(self, axes: Iterable[str]) -> int:
-        """Ranks along some axes."""
+        """Return the product of the sizes of the axes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def recomputed(self, stack: int) -> int:
-        """How often a layer's forward pass runs."""
+        """Return the number of forward passes of a layer."""
         return 2 if self.is_remat and stack > 1 else 1
 
 
-# ---- Leaves ----------------------------------------------------------------------------------------------------------
-
-
 def split_axes(step: StepSpec, spec: PartitionSpec) -> tuple[str, ...]:
-    """Axes of more than one rank that a spec names, in the mesh's order."""
+    """Return the axes of a spec with size greater than 1, in mesh order."""
     return step.ordered(axes_of_spec(spec))
 
 
 def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
-    """The parameters, with the first dim named `layers` where a stack leaves it unnamed, for stages do not share it.
+    """Return the parameters with the name `layers` for the unnamed first dim of stacked layers.
 
-    A stack is a part of the model, two leaves at the least, all of which begin with an unnamed dim of one size.
+    Stacked layers are a top-level module with at least two leaves, whose first dims are unnamed and of equal size.
     """
     parts: dict[str, list[Decision]] = {}
     for decision in params:
@@ -252,7 +250,7 @@ def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
 
 
 def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
-    """A parameter as one stage holds it."""
+    """Return a parameter as a pipeline stage stores it."""
     decision, leaf = weight.decision, weight.decision.leaf
     own, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
     if leaf.is_stacked:
@@ -262,9 +260,9 @@ def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
 
 
 def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
-    """Axes whose ranks own whole experts: their weights are neither gathered nor reduced there.
+    """Return the axes that shard the expert dim. Expert weights are neither gathered nor reduced over them.
 
-    A router, whose last dim is that of the experts, is no expert's: every rank scores all of them.
+    A router also has an expert dim, but each rank scores all experts.
     """
     names = decision.leaf.names or ()
     if "expert" not in names or is_router(decision) or step.is_by_device:
@@ -275,44 +273,44 @@ def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
 
 
 def is_router(decision: Decision) -> bool:
-    """Whether a leaf scores experts."""
+    """Return whether a parameter is a router."""
     return scores_experts(decision.leaf.names or ())
 
 
 def is_expert(decision: Decision) -> bool:
-    """Whether a leaf has a dim of experts, a router's among them."""
+    """Return whether a parameter has an expert dim. Routers have one."""
     return "expert" in (decision.leaf.names or ())
 
 
 def has_vocabulary(decision: Decision) -> bool:
-    """Whether a leaf has a dim of the vocabulary."""
+    """Return whether a parameter has a vocabulary dim."""
     return "vocab" in (decision.leaf.names or ())
 
 
 def is_looked_up(decision: Decision) -> bool:
-    """Whether tokens choose rows of a leaf: a table of the vocabulary."""
+    """Return whether a parameter is an embedding table."""
     names = decision.leaf.names or ()
     return {"vocab", "embed"} <= set(names) and names.index("vocab") < names.index("embed")
 
 
 def layer_elements(step: StepSpec, decision: Decision, whole: Iterable[str]) -> int:
-    """Numbers of one layer of a leaf that a rank holds once the axes `whole` no longer split it."""
+    """Return the local elements of a layer of a parameter after it is gathered over the axes `whole`."""
     others = set(split_axes(step, decision.spec)) - set(whole)
     return decision.leaf.size // decision.leaf.num_layers // step.num_shards(others)
 
 
 def parent(decision: Decision) -> str:
-    """Path of the module that a leaf's own module stands in."""
+    """Return the path of the parent of a parameter's module."""
     return "/".join(decision.path.split("/")[:-2])
 
 
 def size_of(decision: Decision, name: str) -> int:
-    """Size of the dim with a name."""
+    """Return the size of a named dim."""
     return decision.leaf.shape[(decision.leaf.names or ()).index(name)]
 
 
 def merged(found: Iterable[ExpectedCollective]) -> tuple[ExpectedCollective, ...]:
-    """Promises that differ in their tensors only, as one."""
+    """Merge expected collectives that differ in their tensors and counts only."""
     joined: dict[Any, ExpectedCollective] = {}
     for one in found:
         key = dataclasses.replace(one, tensors=(), count=(0, 0), counts=tuple((axis, 0, 0) for axis, *_ in one.counts))
