@@ -27,9 +27,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.interop.block_fp8 import CONFIG_FIELD, Block, read_block_shape
-from meshpar.interop.decoder import HEAD, TABLE, Family, check_known
-from meshpar.interop.families import BY_TYPE, LACKING
-from meshpar.interop.fields import built, read_rope, write_rope
+from meshpar.interop.decoder import EMBEDDING, HEAD, Family, check_known
+from meshpar.interop.families import BY_TYPE, MISSING_FIELDS
+from meshpar.interop.fields import make_config, read_rope, write_rope
 from meshpar.interop.files import (
     INDEX,
     SINGLE,
@@ -166,7 +166,8 @@ def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
 def describe(folder: Path) -> Described:
     """The config.json of a folder, checked."""
     if not os.path.isdir(folder):
-        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", "name a folder with config.json")
+        fix = "use a folder with config.json"
+        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", fix, code="missing-file")
     return described(read_json(folder / CONFIG), where=str(folder / CONFIG))
 
 
@@ -177,22 +178,23 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
         shown = repr(kind)[:60]
-        fix = "take one of them, or write a table beside these in meshpar/interop/families"
-        exists = f"the families are {', '.join(BY_TYPE)}"
-        if isinstance(kind, str) and kind in LACKING:
-            exists += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
-        raise problem(f"{where}, `model_type`", f"read {shown}", exists, fix)
+        fix = "use one of them, or add a family in meshpar/interop/families"
+        reason = f"the supported families are {', '.join(BY_TYPE)}"
+        if isinstance(kind, str) and kind in MISSING_FIELDS:
+            reason += f", and TransformerConfig lacks features of {shown}: {MISSING_FIELDS[kind]}"
+        raise problem(f"{where}, `model_type`", f"read {shown}", reason, fix, code="unsupported-feature")
     check_known(where, document, family)
     block = read_block_shape(where, document)
     values: dict[str, Any] = {}
     for field in family.fields:
-        values[field.ours] = field.read(where, document)
-    values |= read_rope(where, document, scores="latent.kv_rank" in values)
+        values[field.path] = field.read(where, document)
+    values |= read_rope(where, document, scale_scores="latent.kv_rank" in values)
     family.read_more(where, document, values)
     try:
-        return Described(built(values), family, dict(document), block)
+        return Described(make_config(values), family, dict(document), block)
     except ValueError as error:
-        raise problem(where, "make a config of it", str(error).rstrip("."), "take the release's config.json") from error
+        reason, fix = str(error).rstrip("."), "use the config.json of the release"
+        raise problem(where, "create a TransformerConfig", reason, fix, code="damaged-file") from error
 
 
 def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,7 +204,8 @@ def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
     document = dict(document)
     rope = document.pop("rope_parameters")
     if not isinstance(rope, Mapping):
-        raise problem(f"{where}, `rope_parameters`", "read it", "it is no object", "take the release's config.json")
+        reason, fix = "it must be an object", "use the config.json of the release"
+        raise problem(f"{where}, `rope_parameters`", "read it", reason, fix, code="wrong-type")
     rope = dict(rope)
     theta = rope.pop("rope_theta", None)
     return document | ({} if theta is None else {"rope_theta": theta}) | {"rope_scaling": rope or None}
@@ -214,7 +217,7 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.fixed,
-        **{field.theirs: field.write(config) for field in family.fields},
+        **{field.name: field.write(config) for field in family.fields},
         "rope_scaling": write_rope(config),
         **family.write_more(config),
         "torch_dtype": config.param_dtype,
@@ -223,8 +226,8 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     for name in sorted(asked.keys() | again.keys()):  # a field that is None has no leaf
         if again.get(name) != asked.get(name):
             where = f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})"
-            fix = "write it as another family, or change the field"
-            raise problem(where, f"write it as `{family.model_type}`", f"that family has {again.get(name)!r}", fix)
+            reason, fix = f"that family has {again.get(name)!r}", "use another family, or change the field"
+            raise problem(where, f"write it as `{family.model_type}`", reason, fix, code="unsupported-feature")
     return document
 
 
@@ -271,14 +274,14 @@ def open_files(folder: str | Path, described: Described) -> Folder:
         for name in [name for name in files.entries if INV_FREQ.fullmatch(name)]:
             del files.entries[name]
         if described.config.tied_embeddings and HEAD in files.entries:
-            if TABLE not in files.entries:
-                files.rename(HEAD, TABLE)
-            elif files.are_equal(HEAD, TABLE):
+            if EMBEDDING not in files.entries:
+                files.rename(HEAD, EMBEDDING)
+            elif files.are_equal(HEAD, EMBEDDING):
                 del files.entries[HEAD]
             else:
-                exists = f"config.json says that it is `{TABLE}` (tie_word_embeddings), which holds other numbers"
-                fix = "take the config.json of these files"
-                raise problem(f"{files.path}, `{HEAD}`", "read it", exists, fix)
+                reason = f"config.json ties it to `{EMBEDDING}` (tie_word_embeddings), which has different values"
+                fix = "use the config.json of these files"
+                raise problem(f"{files.path}, `{HEAD}`", "read it", reason, fix, code="conflict")
         until_checked.pop_all()
     return files
 
@@ -307,7 +310,8 @@ def tell_rounded(where: str, files: Folder, like: PyTree) -> None:
 def check_dtype(where: str, dtype: str) -> None:
     """Raises `ValueError` for what is no dtype of weights, or of more bits than jax keeps."""
     if dtype not in PARAM_DTYPES:
-        raise problem(where, f"be {dtype!r}", f"weights are {', '.join(PARAM_DTYPES)}", "use one of them")
+        reason = f"weights must be {', '.join(PARAM_DTYPES)}"
+        raise problem(where, f"be {dtype!r}", reason, "use one of them", code="unknown-choice")
     check_bits(where, dtype)
 
 
@@ -316,32 +320,31 @@ def _check(files: Folder, described: Described) -> None:
     config, family, document, _ = described
     there = files.entries
     expected = _shapes(family.tensors(config), len(there), files.path)
-    kept = _shapes(family.kept(config, document), len(there), files.path)
+    kept = _shapes(family.passthrough(config, document), len(there), files.path)
     kept = kept if kept.keys() & there.keys() else {}  # transformers itself leaves them out
     expected |= kept
     for name in expected:
         if name not in there:
-            exists = f"the {len(there)} tensors of the files have no such name"
-            raise problem(f"{files.path}, `{name}`", "read it", exists, near(name, there))
+            reason = f"none of the {len(there)} tensors in the files has this name"
+            raise problem(f"{files.path}, `{name}`", "read it", reason, near(name, there), code="not-found")
     for name, entry in there.items():
         if name not in expected:
-            exists = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
-            fix = "take the config.json of these files; remove the tensor only if the model's code does not read it"
-            raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
+            reason = f"`{family.model_type}` with this config.json has no such tensor, and the model may need it"
+            fix = "use the config.json of these files, or remove the tensor if the code of the model does not read it"
+            raise problem(f"{files.path}, `{name[:100]}`", "read it", reason, fix, code="unknown-name")
         if entry.shape != expected[name]:
-            exists = f"by config.json it is {list(expected[name])}"
-            raise problem(
-                f"{files.path}, `{name}`", f"take {list(entry.shape)}", exists, "take the config.json of these files"
-            )
+            requested, reason = f"read shape {list(entry.shape)}", f"config.json requires {list(expected[name])}"
+            fix = "use the config.json of these files"
+            raise problem(f"{files.path}, `{name}`", requested, reason, fix, code="wrong-shape")
 
 
 def _shapes(tensors: Iterable[WeightMapping], most: int, path: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for one in tensors:
         if one.num_tensors > most:
-            exists = f"by config.json there are {one.num_tensors:,} such"
-            fix = "take the config.json of these files"
-            raise problem(f"{path}, `{one.template}`", f"find it among {most} tensors", exists, fix)
+            reason = f"config.json requires {one.num_tensors:,} of them"
+            requested, fix = f"find it among {most} tensors", "use the config.json of these files"
+            raise problem(f"{path}, `{one.template}`", requested, reason, fix, code="not-found")
         shapes |= {name: one.file_shape for name, _ in one.tensors()}
     return shapes
 
@@ -516,7 +519,7 @@ def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files:
 def kept_names(described: Described) -> list[str]:
     """Tensors that our decoders do not run, and that a folder may have."""
     config, family, document, _ = described
-    return [name for one in family.kept(config, document) for name, _ in one.tensors()]
+    return [name for one in family.passthrough(config, document) for name, _ in one.tensors()]
 
 
 def copy_beside(like: str | Path | None, folder: Path) -> None:
@@ -540,7 +543,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     if source.config != described(ours).config:
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
         for field in source.family.fields:
-            theirs.pop(field.also or "", None)
+            theirs.pop(field.alias or "", None)
         theirs |= {name: value for name, value in ours.items() if name not in drop}
     if dtype is not None:
         theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
