@@ -135,7 +135,7 @@ def test_weights_that_are_not_finite(wrong, tmp_path):
     header, rest = read_header(folder / "model.safetensors")
     begin, _ = header[NAME]["data_offsets"]
     write_header(folder / "model.safetensors", header, rest[:begin] + wrong + rest[begin + 2 :])
-    with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its numbers are nan or infinite"):
+    with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its values are nan or infinite"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
 
 
