@@ -61,7 +61,7 @@ def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
     subject = Subject.of(str(RECIPE), None, layout=(), assignments=(), shapes=None, from_hf=str(source))
     assert subject.recipe.model.qk_norm
     assert subject.against("fsdp=4,data=2").recipe.model.qk_norm
-    with pytest.raises(mp.MeshparError, match="the folder says it"):
+    with pytest.raises(mp.MeshparError, match="the folder sets this field"):
         Subject.of(str(RECIPE), None, layout=(), assignments=("model.num_layers=3",), shapes=None, from_hf=str(source))
 
 
@@ -202,10 +202,10 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
         (("convert", "from-hf", "recipes", "file/out"), "a folder that can be created"),
         (("convert", "from-hf", "recipes", "o" * 300), "File name too long"),
         (("convert", "to-hf", "recipes", "file"), "it exists already"),
-        (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe's is a ClassifierConfig"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"), "the folder says it"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder says it"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"), "the folder says it"),
+        (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe is a ClassifierConfig"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"), "the folder sets this field"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder sets this field"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"), "the folder sets this field"),
         (("train", "recipes/finetune_hf.py", "--stall-limit", "nan"), "'nan' is not a valid integer"),
     ],
 )
