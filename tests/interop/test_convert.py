@@ -205,7 +205,10 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
         (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe is a ClassifierConfig"),
         (("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"), "the folder sets this"),
         (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder sets this"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"), "the folder sets this"),
+        (
+            ("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"),
+            "the folder sets this",
+        ),
         (("train", "recipes/finetune_hf.py", "--stall-limit", "nan"), "'nan' is not a valid integer"),
     ],
 )
