@@ -441,7 +441,7 @@ FAULTS = (
     ),
     Fault(
         "a window of null is the default window", "interop/families/mistral.py",
-        "return None if WINDOW.theirs in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
+        "return None if WINDOW.name in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
         "interop/test_hf.py -k window_of_null",
     ),
     Fault(
