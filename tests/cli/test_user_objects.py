@@ -58,9 +58,9 @@ def test_a_sample_must_be_a_sample():
 )
 def test_updates_must_have_the_shapes_of_parameters(updates):
     tx = optax.GradientTransformation(lambda params: (), lambda grads, state, params: (updates(grads), state))
-    state = mp.init_state(linear(), tx, mp.MeshSpec(fsdp=2).build(jax.devices()[:2]), mp.fsdp(min_bytes=0), key=0)
+    state = mp.init_state(linear(), tx, mp.MeshSpec(fsdp=2).build(jax.devices()[:2]), mp.ddp(), key=0)
     with raises("unsupported-feature", "the optimizer's update"):
-        mp.train_step(loss)(state, {"x": jnp.ones((4, 4))}, jax.random.key(0))
+        mp.train_step(loss)(state, {"x": jnp.ones((4, 4))})
 
 
 def test_an_exception_of_any_base_in_a_recipe_is_reported(tmp_path):
