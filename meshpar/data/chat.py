@@ -23,13 +23,13 @@ from jaxtyping import Integer, UInt
 
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
-from meshpar.data.source import RowSource, check_least, check_names
+from meshpar.data.source import RowSource, checked_files
 from meshpar.data.split import check_fraction, split_rows
 from meshpar.data.streams import mapped, spooled, zeros
 from meshpar.data.template import DATE, EXTRAS, Template, check_day
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import check_int, check_positive_int, problem
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,15 @@ class ChatData:
     """Batches made ahead in the background."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "files", check_names("ChatData.files", self.files, "chats.jsonl"))
+        object.__setattr__(self, "files", checked_files("`ChatData.files`", self.files, "chats.jsonl"))
         for name, kinds in (("field", str), ("tokenizer", str | Path), ("template", str | Path | None), ("date", str)):
             if not isinstance(value := getattr(self, name), kinds):
                 raise problem(f"`ChatData.{name}`", f"use {value!r}"[:100], "it is a name", f'write {name}="..."')
         check_day(self.date)
-        check_fraction("`ChatData.valid_fraction`", self.valid_fraction)
-        for name, least in (("seq_len", 1), ("valid_batches", 1), ("prefetch", 0)):
-            check_least(f"ChatData.{name}", getattr(self, name), least)
+        check_fraction("ChatData", self.valid_fraction)
+        check_positive_int("ChatData", "the number of predictions per row", seq_len=self.seq_len)
+        check_positive_int("ChatData", "the number of batches per validation", valid_batches=self.valid_batches)
+        check_int("ChatData", "the number of batches prepared in the background", prefetch=self.prefetch)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and dtypes of a batch; reads nothing."""

@@ -1,4 +1,4 @@
-"""The seam between data and the training loop: what a recipe's data must offer, whatever it is made of."""
+"""Interface between data and the training loop: a training set and a validation set, served as batches."""
 
 from __future__ import annotations
 
@@ -9,54 +9,59 @@ from typing import Any, Protocol, runtime_checkable
 from meshpar.data.assembly import Sharding, check_batch_size
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
 from meshpar.data.rows import Rows
-from meshpar.sharding.types import is_int, problem
+from meshpar.sharding.types import problem
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Opened data: a training set and a held-out set, served as batches."""
+    """Opened data, returned by `DataSource.open`."""
 
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """A hash of what is trained on and what is held out; equal on every process of a healthy run."""
+        """Hash of the training set and the validation set. All processes must agree on it."""
 
     def train(self, sharding: Sharding = None) -> Batches:
-        """Endless batches of the training set, from step 0."""
+        """Return endless batches of the training set, from step 0."""
         ...
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
-        """The same few batches of the held-out set every time."""
+        """Return batches of the validation set, identical in all iterations."""
         ...
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What the data is, in numbers and words; JSON values only."""
+        """Return a description of the data that can be written as JSON."""
 
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A recipe's description of its data: small, frozen, and read only when opened."""
+    """Description of data in a recipe: a small frozen value. The data is read when it is opened."""
 
     def open(self, *, batch_size: int, seed: int) -> Source:
-        """Reads the data for global batches of `batch_size` rows, trained on in an order chosen by `seed`."""
+        """Read the data.
+
+        Args:
+          batch_size: number of examples in a global batch.
+          seed: determines the order of the training examples.
+        """
         ...
 
 
 class RowSource(Source):
-    """A `Source` made of rows to train on and rows held out; says what the two that ship have in common.
+    """A `Source` of training rows and validation rows. Subclasses add `fingerprint` and `describe`.
 
     Args:
       train_rows: the training set.
-      valid_rows: the held-out set.
-      batch_size: rows in a global batch, of either set.
-      seed: chooses the order of the training rows.
-      valid_batches: batches a validation serves at most; None serves every whole one.
-      prefetch: batches made ahead in the background.
-      extra: further facts that a saved state must agree on.
+      valid_rows: the validation set.
+      batch_size: number of examples in a global batch of either set.
+      seed: determines the order of the training examples.
+      valid_batches: maximum number of batches per validation; None serves all full batches.
+      prefetch: number of batches prepared in the background.
+      extra: additional values that a saved state must match.
 
     Raises:
-      ValueError: too few rows for one batch, of either set.
+      MeshparError: a set is smaller than a batch.
     """
 
     def __init__(
@@ -74,7 +79,7 @@ class RowSource(Source):
         self.train_rows, self.valid_rows = train_rows, valid_rows
         self.batch_size, self.seed = batch_size, seed
         self.served = spread_evenly(len(valid_rows), batch_size, valid_batches)
-        """Numbers of the held-out rows that `valid()` serves."""
+        """Indices of the validation rows that `valid()` serves."""
         self._prefetch, self._extra = prefetch, extra
 
     def train(self, sharding: Sharding = None) -> Batches:
@@ -89,22 +94,14 @@ class RowSource(Source):
         )
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
-        """Whole batches, spread evenly over the held-out set."""
         return ValidBatches(
             self.valid_rows, self.served, batch_size=self.batch_size, sharding=sharding, prefetch=self._prefetch
         )
 
 
-def check_least(where: str, value: int | None, least: int) -> None:
-    """Raises ValueError for what is no whole number from `least` on; None passes."""
-    if value is not None and not is_int(value, least):
-        exists = f"the least is {least}" if is_int(value) else "it is a whole number"
-        raise problem(f"`{where}`", f"use {value!r}", exists, f"set it to {least} or more")
-
-
-def check_names(where: str, files: object, example: str) -> tuple[str, ...]:
-    """Names of files, as a tuple; raises ValueError for what is none."""
+def checked_files(where: str, files: object, example: str) -> tuple[str, ...]:
+    """Return the field `files` as a tuple of strings."""
     if isinstance(files, tuple | list) and files and all(isinstance(name, str) for name in files):
         return tuple(files)
     fix = f'write files=("{files if files and isinstance(files, str) else example}",)'
-    raise problem(f"`{where}`", f"read {files!r}"[:100], "it must be a tuple of one or more names", fix)
+    raise problem(where, f"read {files!r}"[:100], "it must be a non-empty tuple of strings", fix, "wrong-type")
