@@ -256,8 +256,8 @@ def packed(conversations: Sequence[Conversation], seq_len: int) -> dict[str, Int
 
 
 def _tokens(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Conversation:
-    ids, places = tokenizer.encode_with_places(text)
+    ids, offsets = tokenizer.encode_with_offsets(text)
     is_learnt = np.zeros(len(ids), np.int32)
     for start, stop in spans:
-        is_learnt |= ((places >= start) & (places < stop)).astype(np.int32)
+        is_learnt |= ((offsets >= start) & (offsets < stop)).astype(np.int32)
     return Conversation(ids, is_learnt)

@@ -93,7 +93,7 @@ class TextSource(RowSource):
             prefetch=data.prefetch,
             extra={"seq_len": data.seq_len},
         )
-        info = streams.facts
+        info = streams.info
         served = {"batches": len(self.served) // batch_size, "served_tokens": len(self.served) * data.seq_len}
         self._description = {
             "files": list(data.files),

@@ -36,7 +36,7 @@ STDLIB = "stdlib"
 FOLDER_SUFFIXES = (".txt", ".py", ".md", ".jsonl", ".parquet")
 """What is taken from a folder."""
 
-_BYTES_AT_ONCE = 4_000_000
+_READ_BYTES = 4_000_000
 """About how much of a table is held at once, and of a plain file."""
 _STDLIB_LEAVES_OUT = {"site-packages", "dist-packages"}
 
@@ -256,15 +256,15 @@ def _decoded(file: File) -> Iterator[str]:
     decoder, num_bytes = codecs.getincrementaldecoder("utf-8")(), 0
     with _opened(file) as opened:
         while True:
-            data = opened.read(_BYTES_AT_ONCE)
+            data = opened.read(_READ_BYTES)
             begins = num_bytes - len(decoder.getstate()[0])
             try:
-                yield decoder.decode(data, final=len(data) < _BYTES_AT_ONCE)
+                yield decoder.decode(data, final=len(data) < _READ_BYTES)
             except UnicodeDecodeError as error:
                 error.reason += f", counted from byte {begins:,} of the file" * (begins > 0)
                 raise
             num_bytes += len(data)
-            if len(data) < _BYTES_AT_ONCE:
+            if len(data) < _READ_BYTES:
                 return
 
 
@@ -361,7 +361,7 @@ def _rows(file: File, table: Any, columns: list[str]) -> Iterator[dict[str, Any]
     try:
         about = table.metadata
         num_bytes = sum(about.row_group(number).total_byte_size for number in range(about.num_row_groups))
-        rows = _BYTES_AT_ONCE * about.num_rows // max(num_bytes, 1)
+        rows = _READ_BYTES * about.num_rows // max(num_bytes, 1)
         for batch in table.iter_batches(batch_size=min(max(rows, 1), 1024), columns=columns):
             for row in batch.to_pylist():
                 yield {name: _without_nulls(value) for name, value in row.items()}
