@@ -31,7 +31,7 @@ class ArrayData:
     valid: Arrays | Callable[[], Arrays] | None = dataclasses.field(default=None, repr=False)
     """The validation examples. None holds out `valid_fraction` of `arrays`."""
     valid_fraction: float = 0.1
-    """Fraction of the examples to hold out, chosen by the hash of their index. Ignored if `valid` is set."""
+    """Fraction of the examples in the validation set, chosen by the hash of their index. Ignored if `valid` is set."""
     valid_batches: int | None = None
     """Maximum number of batches per validation, spread evenly over the validation set. None serves all full batches."""
     prefetch: int = PREFETCH
@@ -68,7 +68,10 @@ class ArrayData:
                 {name: (x.shape[1:], str(x.dtype)) for name, x in arrays.items()} for arrays in (train, valid)
             )
             if train_spec != valid_spec:
-                requested, reason = f"hold out examples of {valid_spec}", f"the training examples have {train_spec}"
+                requested, reason = (
+                    f"use validation examples of {valid_spec}",
+                    f"the training examples have {train_spec}",
+                )
                 fix = "use the same names, shapes and dtypes in both sets"
                 raise problem("`ArrayData.valid`", requested, reason, fix, "wrong-shape")
             sets = ArrayRows(train, np.arange(num_train)), ArrayRows(valid, np.arange(num_valid))

@@ -39,7 +39,7 @@ class Windows:
 
     def __init__(self, tokens: UInt[np.ndarray, " tokens"] | TokenFile, seq_len: int, *, what: str) -> None:
         if len(tokens) <= seq_len:
-            requested = f"cut the {what} into windows of {seq_len} + 1 tokens"
+            requested = f"split the {what} into windows of {seq_len} + 1 tokens"
             fix = f"set seq_len to {max(len(tokens) - 1, 1)} or less, add text, or change `valid_fraction`"
             raise problem("`seq_len`", requested, f"it has {len(tokens)} tokens", fix, "out-of-range")
         self._tokens, self._seq_len = tokens, seq_len

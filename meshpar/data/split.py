@@ -1,7 +1,7 @@
 """Split into a training set and a validation set by hashes of names.
 
 A document belongs to the validation set if the hash of its name is below `valid_fraction`. The split does
-not depend on the text, the order of the documents or the seed of a run, and a new document does not move the others.
+not depend on texts, the order of documents or the seed of a run, and new documents do not move existing ones.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def check_fraction(where: str, fraction: float) -> None:
 
 
 class DocumentSplit:
-    """Assigns about `valid_fraction` of the documents, at least one, to the validation set. Cuts a single document.
+    """Splits a stream of documents, with about `valid_fraction` of them in the validation set. Cuts a single document.
 
         while not split.settled:
             for document, is_held_out in split(documents): ...
 
-    The documents are a stream, long ones in several parts, and are not stored. If the first pass puts all documents in
-    the same set, a second pass moves the document whose hash is nearest to the threshold.
+    Documents are not stored, and may arrive in parts. If all documents of the first pass are in the same set, a second
+    pass moves the document whose hash is nearest to the threshold.
 
     Raises:
       MeshparError: the fraction is not in (0, 1), or the only document is too short to be split.
@@ -73,7 +73,7 @@ class DocumentSplit:
         remaining = round(self._num_chars * (1 - self._fraction))
         for part in parts:
             if not 0 < remaining < self._num_chars and not self.settled:
-                requested = f"hold out {self._fraction} of `{part.name}`, the only document"
+                requested = f"move {self._fraction} of `{part.name}`, the only document, to the validation set"
                 reason = f"it has {self._num_chars} characters, so a set would be empty"
                 fix = "add text, or choose a fraction closer to 0.5"
                 raise problem("`valid_fraction`", requested, reason, fix, "out-of-range")
