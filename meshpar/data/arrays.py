@@ -14,9 +14,9 @@ from jaxtyping import Shaped
 
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
-from meshpar.data.source import RowSource
-from meshpar.data.split import check_fraction, split_rows
-from meshpar.sharding.errors import check_int, check_positive_int, problem
+from meshpar.data.source import RowSource, check_fields
+from meshpar.data.split import split_rows
+from meshpar.sharding.errors import problem
 
 Arrays: TypeAlias = Mapping[str, Shaped[np.ndarray, "examples ..."]]
 """Arrays by name. The first dim of each is the example."""
@@ -38,10 +38,7 @@ class ArrayData:
     """Number of batches prepared in the background."""
 
     def __post_init__(self) -> None:
-        check_fraction("ArrayData", self.valid_fraction)
-        check_int("ArrayData", "the number of batches prepared in the background", prefetch=self.prefetch)
-        if self.valid_batches is not None:
-            check_positive_int("ArrayData", "the number of batches per validation", valid_batches=self.valid_batches)
+        check_fields(self)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of a batch. Calls `arrays` if it is a function."""
@@ -85,10 +82,7 @@ class ArraySource(RowSource):
     def __init__(
         self, data: ArrayData, train: ArrayRows, valid: ArrayRows, *, how: str, batch_size: int, seed: int
     ) -> None:
-        super().__init__(
-            train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch
-        )
-        self.data = data
+        super().__init__(data, train, valid, batch_size=batch_size, seed=seed)
         self._how = how
 
     @functools.cached_property

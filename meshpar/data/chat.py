@@ -23,13 +23,13 @@ from jaxtyping import Integer, UInt
 
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
-from meshpar.data.source import RowSource, checked_files
-from meshpar.data.split import check_fraction, split_rows
+from meshpar.data.source import TokenSource, check_fields, checked_files
+from meshpar.data.split import split_rows
 from meshpar.data.streams import mapped, spooled, zeros
 from meshpar.data.template import DATE, EXTRAS, Template, check_day
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
-from meshpar.sharding.errors import check_int, check_positive_int, problem
+from meshpar.sharding.errors import problem
 
 logger = logging.getLogger(__name__)
 
@@ -77,10 +77,7 @@ class ChatData:
                 requested, fix = f"use {value!r}"[:100], f'write {name}="..."'
                 raise problem(f"`ChatData.{name}`", requested, "it is not a string", fix, "wrong-type")
         check_day(self.date)
-        check_fraction("ChatData", self.valid_fraction)
-        check_positive_int("ChatData", "the number of predictions per row", seq_len=self.seq_len)
-        check_positive_int("ChatData", "the number of batches per validation", valid_batches=self.valid_batches)
-        check_int("ChatData", "the number of batches prepared in the background", prefetch=self.prefetch)
+        check_fields(self)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of a batch. Does not read the files."""
@@ -152,14 +149,14 @@ class Conversations(Sequence[Conversation]):
         return self._tokens.part(slice(self._starts[index], self._ends[index]))
 
 
-class ChatSource(RowSource):
+class ChatSource(TokenSource):
     """Opened conversations, returned by `ChatData.open`."""
 
     def __init__(
         self, data: ChatData, tokenizer: Tokenizer, rendered: Iterable[list[Conversation]], unused: Mapping[str, int],
         *, batch_size: int, seed: int,
     ) -> None:  # fmt: skip
-        self.tokenizer, self._data, self._num_records, self._unused = tokenizer, data, 0, unused
+        self._num_records, self._unused = 0, unused
         starts = [0]
 
         def trainable() -> Iterator[Conversation]:
@@ -186,15 +183,7 @@ class ChatSource(RowSource):
         train, valid = (ArrayRows(rows, np.arange(len(rows["inputs"]))) for rows in self._packed)
         self._num_conversations = [len(indices) for indices in sets]
         self._num_in_parts = int((np.diff(starts) > 1).sum())
-        super().__init__(
-            train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch,
-            extra={"seq_len": data.seq_len},
-        )  # fmt: skip
-
-    @property
-    def vocab_size(self) -> int:
-        """Upper bound of the token ids."""
-        return self.tokenizer.vocab_size
+        super().__init__(data, tokenizer, train, valid, batch_size=batch_size, seed=seed)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -204,12 +193,6 @@ class ChatSource(RowSource):
             for name in _FIELDS:
                 digest.update(np.ascontiguousarray(rows[name]).data)
         return digest.hexdigest()
-
-    def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
-        return self.tokenizer.encode(text)
-
-    def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
-        return self.tokenizer.decode(ids)
 
     def describe(self) -> dict[str, Any]:
         """Return the number of conversations, rows and tokens of both sets.
@@ -223,10 +206,10 @@ class ChatSource(RowSource):
             for name, count, rows in zip(("train", "valid"), self._num_conversations, self._packed, strict=True)
         }  # fmt: skip
         return {
-            "files": list(self._data.files),
+            "files": list(self.data.files),
             "tokenizer": self.tokenizer.name,
             "vocab_size": self.vocab_size,
-            "seq_len": self._data.seq_len,
+            "seq_len": self.data.seq_len,
             "left_out": self._num_records - sum(self._num_conversations),
             "in_parts": self._num_in_parts,
             "unused_fields": dict(sorted(self._unused.items())),

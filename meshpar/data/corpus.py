@@ -7,18 +7,17 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Integer, UInt
+from jaxtyping import UInt
 
 from meshpar.data.baseline import Baseline, bigram_baseline
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import Windows
-from meshpar.data.source import RowSource, checked_files
-from meshpar.data.split import check_fraction
+from meshpar.data.source import TokenSource, check_fields, checked_files
 from meshpar.data.streams import Streams, token_streams
 from meshpar.data.text import STDLIB, Reading, find
 from meshpar.data.token_file import TokenFile
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer
-from meshpar.sharding.errors import check_int, check_positive_int
+from meshpar.sharding.errors import check_positive_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,10 +48,7 @@ class TextData:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "files", checked_files("`TextData.files`", self.files, STDLIB))
-        check_fraction("TextData", self.valid_fraction)
-        check_positive_int("TextData", "the number of predictions per window", seq_len=self.seq_len)
-        check_positive_int("TextData", "the number of batches per validation", valid_batches=self.valid_batches)
-        check_int("TextData", "the number of batches prepared in the background", prefetch=self.prefetch)
+        check_fields(self)
         if self.max_bytes is not None:
             check_positive_int("TextData", "the number of bytes of text to read", max_bytes=self.max_bytes)
 
@@ -73,26 +69,19 @@ class TextData:
         return TextSource(self, tokenizer, streams, batch_size=batch_size, seed=seed)
 
 
-class TextSource(RowSource):
+class TextSource(TokenSource):
     """Opened text, returned by `TextData.open`.
 
     A batch has `inputs` and `targets`, int32 `[batch_size, seq_len]`. Targets are shifted by one token.
     """
 
     def __init__(self, data: TextData, tokenizer: Tokenizer, streams: Streams, *, batch_size: int, seed: int) -> None:
-        self.data, self.tokenizer = data, tokenizer
         self.train_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.train
         self.valid_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.valid
         self._fingerprint = streams.fingerprint
-        super().__init__(
-            Windows(self.train_tokens, data.seq_len, what="training set"),
-            Windows(self.valid_tokens, data.seq_len, what="validation set"),
-            batch_size=batch_size,
-            seed=seed,
-            valid_batches=data.valid_batches,
-            prefetch=data.prefetch,
-            extra={"seq_len": data.seq_len},
-        )
+        train = Windows(streams.train, data.seq_len, what="training set")
+        valid = Windows(streams.valid, data.seq_len, what="validation set")
+        super().__init__(data, tokenizer, train, valid, batch_size=batch_size, seed=seed)
         info = streams.info
         served = {"batches": len(self.served) // batch_size, "served_tokens": len(self.served) * data.seq_len}
         self._description = {
@@ -107,11 +96,6 @@ class TextSource(RowSource):
         }
 
     @property
-    def vocab_size(self) -> int:
-        """Number of token ids."""
-        return self.tokenizer.vocab_size
-
-    @property
     def bytes_per_token(self) -> float:
         """Average number of UTF-8 bytes per validation token. A separator counts as one byte."""
         held_out = self._description["valid"]
@@ -122,12 +106,6 @@ class TextSource(RowSource):
     def fingerprint(self) -> str:
         """Hash of the tokenizer, the training tokens and the validation tokens."""
         return self._fingerprint
-
-    def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
-        return self.tokenizer.encode(text)
-
-    def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
-        return self.tokenizer.decode(ids)
 
     def baseline(self, on: Literal["served", "all"] = "served") -> Baseline:
         """Return the cross-entropy of a bigram model on the validation set.

@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 from meshpar.data.assembly import Sharding, check_batch_size
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
 from meshpar.data.rows import Rows
-from meshpar.sharding.types import problem
+from meshpar.data.split import check_fraction
+from meshpar.data.tokens import Tokenizer
+from meshpar.sharding.errors import check_int, check_positive_int, problem
 
 
 @runtime_checkable
@@ -52,12 +54,11 @@ class RowSource(Source):
     """A `Source` of training rows and validation rows. Subclasses add `fingerprint` and `describe`.
 
     Args:
+      data: the description, with the fields `valid_batches` and `prefetch`.
       train_rows: the training set.
       valid_rows: the validation set.
       batch_size: number of examples in a global batch of either set.
       seed: determines the order of the training examples.
-      valid_batches: maximum number of batches per validation; None serves all full batches.
-      prefetch: number of batches prepared in the background.
       extra: additional values that a saved state must match.
 
     Raises:
@@ -66,21 +67,20 @@ class RowSource(Source):
 
     def __init__(
         self,
+        data: Any,
         train_rows: Rows,
         valid_rows: Rows,
         *,
         batch_size: int,
         seed: int,
-        valid_batches: int | None,
-        prefetch: int,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         check_batch_size(batch_size, len(train_rows), "training set")
-        self.train_rows, self.valid_rows = train_rows, valid_rows
+        self.data, self.train_rows, self.valid_rows = data, train_rows, valid_rows
         self.batch_size, self.seed = batch_size, seed
-        self.served = spread_evenly(len(valid_rows), batch_size, valid_batches)
+        self.served = spread_evenly(len(valid_rows), batch_size, data.valid_batches)
         """Indices of the validation rows that `valid()` serves."""
-        self._prefetch, self._extra = prefetch, extra
+        self._extra = extra
 
     def train(self, sharding: Sharding = None) -> Batches:
         return Batches(
@@ -89,14 +89,37 @@ class RowSource(Source):
             seed=self.seed,
             fingerprint=self.fingerprint,
             sharding=sharding,
-            prefetch=self._prefetch,
+            prefetch=self.data.prefetch,
             extra=self._extra,
         )
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
         return ValidBatches(
-            self.valid_rows, self.served, batch_size=self.batch_size, sharding=sharding, prefetch=self._prefetch
+            self.valid_rows, self.served, batch_size=self.batch_size, sharding=sharding, prefetch=self.data.prefetch
         )
+
+
+class TokenSource(RowSource):
+    """A `RowSource` of `seq_len` tokens per row, with the methods of its tokenizer."""
+
+    def __init__(
+        self, data: Any, tokenizer: Tokenizer, train_rows: Rows, valid_rows: Rows, *, batch_size: int, seed: int
+    ) -> None:
+        extra = {"seq_len": data.seq_len}
+        super().__init__(data, train_rows, valid_rows, batch_size=batch_size, seed=seed, extra=extra)
+        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self.encode, self.decode = tokenizer.encode, tokenizer.decode
+
+
+def check_fields(data: Any) -> None:
+    """Check the fields that all descriptions of data have, and `seq_len`."""
+    where = type(data).__name__
+    check_fraction(where, data.valid_fraction)
+    check_int(where, "the number of batches prepared in the background", prefetch=data.prefetch)
+    if data.valid_batches is not None:
+        check_positive_int(where, "the number of batches per validation", valid_batches=data.valid_batches)
+    if hasattr(data, "seq_len"):
+        check_positive_int(where, "the number of predictions per row", seq_len=data.seq_len)
 
 
 def checked_files(where: str, files: object, example: str) -> tuple[str, ...]:

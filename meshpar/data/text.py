@@ -60,14 +60,17 @@ class Document:
 
     name: str
     text: str
-    num_bytes: int
-    """Length of the text in UTF-8."""
     goes_on: bool = False
     """True if more parts of the document follow."""
 
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """Length of the text in UTF-8. Raises UnicodeEncodeError for an unpaired surrogate."""
+        return len(self.text) if self.text.isascii() else len(self.text.encode())
+
     def part(self, text: str, *, goes_on: bool) -> Document:
         """Return a part of the document."""
-        return dataclasses.replace(self, text=text, num_bytes=_num_bytes(text), goes_on=goes_on)
+        return Document(name=self.name, text=text, goes_on=goes_on)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,20 +205,13 @@ def _documents(files: Iterable[File], text_field: str, skipped: list[str]) -> It
                 requested, reason = f"read field `{text_field}`", f"it is a {type(text).__name__}, not a string"
                 fix = "set `text_field` to a field with strings, or fix the file"
                 raise problem(record.where, requested, reason, fix, "wrong-type")
+            document = Document(name=record.name, text=text)
             try:
-                yield from _document(record.name, text)
+                is_empty = not document.num_bytes
             except UnicodeError as error:
                 raise _not_utf8(record.where, error) from error
-
-
-def _document(name: str, text: str, *, goes_on: bool = False) -> Iterator[Document]:
-    """Yield the document unless it is empty. Raises UnicodeEncodeError for an unpaired surrogate."""
-    if text:
-        yield Document(name=name, text=text, num_bytes=_num_bytes(text), goes_on=goes_on)
-
-
-def _num_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+            if not is_empty:
+                yield document
 
 
 def _plain(file: File, skipped: list[str]) -> Iterator[Document]:
@@ -228,15 +224,15 @@ def _plain(file: File, skipped: list[str]) -> Iterator[Document]:
             raise _not_utf8(f"{file.path}", error) from error
         skipped.append(file.name)
         return
-    if not second:
-        yield from _document(file.name, text)
-        return
-    text = ""
-    for piece in _decoded(file):
-        if piece:  # the last piece may be empty
-            yield from _document(file.name, text, goes_on=True)
-            text = piece
-    yield from _document(file.name, text)
+    if second:
+        text = ""
+        for piece in _decoded(file):
+            if piece:  # the last piece may be empty
+                if text:
+                    yield Document(name=file.name, text=text, goes_on=True)
+                text = piece
+    if text:
+        yield Document(name=file.name, text=text)
 
 
 def _decoded(file: File) -> Iterator[str]:

@@ -86,8 +86,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, separator: str | None = None) -> None:
-        file = _tokenizer_file(Path(path).expanduser())
-        self._tokenizer = _load(file)
+        file, self._tokenizer = _load(Path(path).expanduser())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -133,20 +132,17 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1)
 
 
-def _tokenizer_file(path: Path) -> Path:
+def _load(path: Path) -> tuple[Path, Any]:
+    """Return the tokenizer.json of a path, and its tokenizer."""
     fix = f'use the path of a tokenizer.json or its folder, or "{BYTES}"'
     check_name(path, "`tokenizer`", fix)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise problem("`tokenizer`", f"load {file}", "there is no such file", fix, "missing-file")
-    return file
-
-
-def _load(file: Path) -> Any:
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        return file, tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises Exception, not a subclass
         reason, fix = f"it is not a tokenizer ({error})", "use a file that the `tokenizers` library wrote"
         raise problem("`tokenizer`", f"load {file}", reason, fix, "damaged-file") from error

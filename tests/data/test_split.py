@@ -18,7 +18,7 @@ FRACTIONS = st.floats(0.01, 0.99)
 
 
 def documents(names, text="text"):
-    return [Document(name=name, text=text, num_bytes=len(text)) for name in names]
+    return [Document(name=name, text=text) for name in names]
 
 
 def split(documents, fraction):
