@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int64
 
@@ -61,9 +60,15 @@ class Batches(Iterator[Batch]):
         prefetch: int = PREFETCH,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
+        import grain
+
         self._assembly = Assembly(rows, batch_size, sharding, what="training set")
+        self.spec = self._assembly.spec
+        """Global shape, dtype and sharding of the arrays of a batch."""
         self._identity = {"seed": seed, "batch_size": batch_size, "fingerprint": fingerprint, **(extra or {})}
-        self._order = _order(len(rows), seed)
+        # In grain, epoch e of seed s has the order of epoch 0 of seed s + e. Hashed seeds do not share orders.
+        hashed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")
+        self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat()
         self._batch_size = batch_size
         self._prefetch = prefetch
         batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.spec.values())
@@ -77,11 +82,6 @@ class Batches(Iterator[Batch]):
     def step(self) -> int:
         """Index of the next batch."""
         return self._step
-
-    @property
-    def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shape, dtype and sharding of the arrays of a batch."""
-        return self._assembly.spec
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step. Does not change the position."""
@@ -173,14 +173,11 @@ class ValidBatches:
         prefetch: int = PREFETCH,
     ) -> None:
         self._assembly = Assembly(rows, batch_size, sharding, what="validation set")
+        self.spec = self._assembly.spec
+        """Global shape, dtype and sharding of the arrays of a batch."""
         assert len(row_numbers) % batch_size == 0, (len(row_numbers), batch_size)
         self._row_numbers = row_numbers.reshape(-1, batch_size)
         self._prefetch = prefetch
-
-    @property
-    def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shape, dtype and sharding of the arrays of a batch."""
-        return self._assembly.spec
 
     def __len__(self) -> int:
         return len(self._row_numbers)
@@ -231,12 +228,3 @@ class _Stream(Iterator[Batch]):
         # grain does not wait for the batch in progress, but no device work may outlive the run.
         with self._lock:
             pass
-
-
-def _order(num_rows: int, seed: int) -> Any:
-    """Return endless indices shuffled per epoch."""
-    import grain
-
-    # In grain, epoch e of seed s has the order of epoch 0 of seed s + e. Hashed seeds do not share orders.
-    hashed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")
-    return grain.MapDataset.range(num_rows).shuffle(seed=hashed).repeat()

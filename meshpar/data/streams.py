@@ -378,15 +378,11 @@ def _token_files(folder: Path, tokenizer: Tokenizer, info: Mapping[str, Any]) ->
     ]
 
 
-def _is_complete(info: object) -> bool:
+def _is_complete(info: Any) -> bool:
     """Return whether the contents of `about.json` have all required fields."""
-    if not isinstance(info, dict):
+    try:
+        counts = [info["skipped"], *(info[side][name] for side in SIDES for name in COUNTS)]
+        has_digests = isinstance(info["digests"], list) and len(info["digests"]) == len(SIDES)
+        return has_digests and isinstance(info["held_out"], str) and all(is_int(count, 0) for count in counts)
+    except (KeyError, TypeError):
         return False
-    counts, digests = [info.get(side) for side in SIDES], info.get("digests")
-    return (
-        all(isinstance(count, dict) and all(is_int(count.get(name), 0) for name in COUNTS) for count in counts)
-        and isinstance(digests, list)
-        and len(digests) == len(SIDES)
-        and isinstance(info.get("held_out"), str)
-        and is_int(info.get("skipped"), 0)
-    )
