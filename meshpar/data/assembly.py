@@ -29,8 +29,8 @@ class Assembly:
       MeshparError: there are fewer examples than `batch_size`, or the sharding does not divide the batch.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, sharding: Sharding, *, what: str) -> None:
-        check_batch_size(batch_size, len(rows), what)
+    def __init__(self, rows: Rows, batch_size: int, sharding: Sharding, *, dataset: str) -> None:
+        check_batch_size(batch_size, len(rows), dataset)
         self._rows = rows
         self._batch_size = batch_size
         self._x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
@@ -64,12 +64,12 @@ class Assembly:
             return {name: array(name, spec) for name, spec in self.spec.items()}
 
 
-def check_batch_size(batch_size: int, num_rows: int, what: str) -> None:
-    """Check that `what`, which has `num_rows` examples, has enough for a batch."""
+def check_batch_size(batch_size: int, num_rows: int, dataset: str) -> None:
+    """Check that a data set with `num_rows` examples has enough for a batch."""
     check_positive_int("`batch_size`", "the number of examples in a global batch", batch_size=batch_size)
     if batch_size > num_rows:
-        requested, reason = f"create batches of {batch_size} examples", f"the {what} has {num_rows} examples"
-        fix = f"set batch_size to {num_rows} or less, or enlarge the {what}: more data, shorter rows, another split"
+        requested, reason = f"create batches of {batch_size} examples", f"the {dataset} has {num_rows} examples"
+        fix = f"set batch_size to {num_rows} or less, or enlarge the {dataset}: add data, or reduce seq_len"
         raise problem("`batch_size`", requested, reason, fix, "out-of-range")
 
 

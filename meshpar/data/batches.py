@@ -62,7 +62,7 @@ class Batches(Iterator[Batch]):
     ) -> None:
         import grain
 
-        self._assembly = Assembly(rows, batch_size, sharding, what="training set")
+        self._assembly = Assembly(rows, batch_size, sharding, dataset="training set")
         self.spec = self._assembly.spec
         """Global shape, dtype and sharding of the arrays of a batch."""
         self._identity = {"seed": seed, "batch_size": batch_size, "fingerprint": fingerprint, **(extra or {})}
@@ -172,7 +172,7 @@ class ValidBatches:
         sharding: Sharding = None,
         prefetch: int = PREFETCH,
     ) -> None:
-        self._assembly = Assembly(rows, batch_size, sharding, what="validation set")
+        self._assembly = Assembly(rows, batch_size, sharding, dataset="validation set")
         self.spec = self._assembly.spec
         """Global shape, dtype and sharding of the arrays of a batch."""
         assert len(row_numbers) % batch_size == 0, (len(row_numbers), batch_size)

@@ -97,7 +97,7 @@ class ChatData:
         def conversations() -> Iterator[list[Conversation]]:
             extras = [name for name in EXTRAS if name in template.reads and name != self.field]
             for record in records(find(self.files, (".jsonl", ".parquet")), self.field, extras):
-                unused.update(record.others)
+                unused.update(record.other_fields)
                 fields = dict(record.fields)
                 rendered = template.render(record.where, fields.pop(self.field), **fields)
                 yield [_tokens(tokenizer, text, spans) for text, spans in rendered]

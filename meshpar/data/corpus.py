@@ -79,8 +79,8 @@ class TextSource(TokenSource):
         self.train_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.train
         self.valid_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.valid
         self._fingerprint = streams.fingerprint
-        train = Windows(streams.train, data.seq_len, what="training set")
-        valid = Windows(streams.valid, data.seq_len, what="validation set")
+        train = Windows(streams.train, data.seq_len, name="training set")
+        valid = Windows(streams.valid, data.seq_len, name="validation set")
         super().__init__(data, tokenizer, train, valid, batch_size=batch_size, seed=seed)
         info = streams.info
         served = {"batches": len(self.served) // batch_size, "served_tokens": len(self.served) * data.seq_len}

@@ -31,15 +31,15 @@ class Windows:
     Args:
       tokens: the token stream.
       seq_len: number of predictions per window.
-      what: name of the stream in errors, such as "training set".
+      name: name of the stream in errors, such as "training set".
 
     Raises:
       MeshparError: the stream is shorter than a window.
     """
 
-    def __init__(self, tokens: UInt[np.ndarray, " tokens"] | TokenFile, seq_len: int, *, what: str) -> None:
+    def __init__(self, tokens: UInt[np.ndarray, " tokens"] | TokenFile, seq_len: int, *, name: str) -> None:
         if len(tokens) <= seq_len:
-            requested = f"split the {what} into windows of {seq_len} + 1 tokens"
+            requested = f"split the {name} into windows of {seq_len} + 1 tokens"
             fix = f"set seq_len to {max(len(tokens) - 1, 1)} or less, add text, or change `valid_fraction`"
             raise problem("`seq_len`", requested, f"it has {len(tokens)} tokens", fix, "out-of-range")
         self._tokens, self._seq_len = tokens, seq_len

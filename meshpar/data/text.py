@@ -288,7 +288,7 @@ class DataRecord(NamedTuple):
     """File and number of the line or row, for errors."""
     fields: dict[str, Any]
     """Requested fields of the record."""
-    others: tuple[str, ...]
+    other_fields: tuple[str, ...]
     """Names of the other fields; for a table, all other columns."""
 
 
@@ -312,17 +312,17 @@ def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> 
                         )
                         code = "conflict" if count else "unknown-name"
                         raise problem(f"{file.path}", f"read column `{column}`", reason, fix, code)
-                others = tuple(name for name in names if name not in columns)
+                other_fields = tuple(name for name in names if name not in columns)
                 for number, row in enumerate(_rows(file, table, columns), start=1):
-                    yield DataRecord(f"{file.name}:{number}", f"{file.path}, row {number}", row, others)
+                    yield DataRecord(f"{file.name}:{number}", f"{file.path}, row {number}", row, other_fields)
         elif file.path.suffix == ".jsonl":
             for name, where, row in _json_rows(file):
                 if field not in row:
                     reason, fix = "the object does not have it", f"use an existing field ({near(field, row)})"
                     raise problem(where, f"read field `{field}`", reason, fix, "unknown-name")
                 fields = {name: row[name] for name in requested if name in row}
-                others = tuple(name for name, value in row.items() if name not in fields and value is not None)
-                yield DataRecord(name, where, fields, others)
+                other_fields = tuple(name for name, value in row.items() if name not in fields and value is not None)
+                yield DataRecord(name, where, fields, other_fields)
         else:
             reason, fix = "it is not a .jsonl or .parquet file", "convert it to .jsonl or .parquet"
             raise problem(f"{file.path}", "read its rows", reason, fix, "unsupported-feature")

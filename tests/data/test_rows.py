@@ -14,7 +14,7 @@ from tests.errors import raises
 def test_windows_cover_each_target_once(seq_len, num_tokens):
     if num_tokens <= seq_len:
         return
-    rows = Windows(np.arange(num_tokens, dtype=np.uint8), seq_len, what="training set")
+    rows = Windows(np.arange(num_tokens, dtype=np.uint8), seq_len, name="training set")
     read = rows.read(np.arange(len(rows)))
     assert read["inputs"].shape == read["targets"].shape == (len(rows), seq_len)
     assert read["inputs"].dtype == read["targets"].dtype == np.int32
@@ -25,16 +25,16 @@ def test_windows_cover_each_target_once(seq_len, num_tokens):
 
 
 def test_windows_are_read_in_the_requested_order():
-    rows = Windows(np.arange(9, dtype=np.uint16), 2, what="training set")
+    rows = Windows(np.arange(9, dtype=np.uint16), 2, name="training set")
     assert rows.read(np.array([3, 0, 3]))["inputs"].tolist() == [[6, 7], [0, 1], [6, 7]]
     assert rows.read(np.array([], dtype=np.int64))["inputs"].shape == (0, 2)
 
 
 def test_windows_reject_a_stream_shorter_than_a_window():
     with raises("out-of-range", "seq_len") as error:
-        Windows(np.zeros(8, dtype=np.uint8), 8, what="validation set")
+        Windows(np.zeros(8, dtype=np.uint8), 8, name="validation set")
     assert "seq_len to 7 or less" in error.value.fix
-    assert len(Windows(np.zeros(9, dtype=np.uint8), 8, what="validation set")) == 1
+    assert len(Windows(np.zeros(9, dtype=np.uint8), 8, name="validation set")) == 1
 
 
 def test_array_rows_select_examples():

@@ -45,7 +45,7 @@ def test_empty_token_file_is_an_empty_array(tmp_path):
 @pytest.mark.parametrize("seq_len", [1, 10, 249, 499])
 def test_windows_of_a_file_match_those_of_an_array(path, seq_len):
     file_rows, array_rows = (
-        Windows(tokens, seq_len, what="set") for tokens in (opened(path), np.asarray(opened(path)))
+        Windows(tokens, seq_len, name="set") for tokens in (opened(path), np.asarray(opened(path)))
     )
     assert len(file_rows) == len(array_rows) == (NUM_TOKENS - 1) // seq_len
     for numbers in ([], [0], range(len(file_rows))[::-1]):
@@ -60,7 +60,7 @@ def test_ids_outside_the_vocabulary_are_errors(path):
     with path.open("r+b") as file:
         file.seek(64)
         file.write(np.array([VOCAB_SIZE], np.uint16).tobytes())
-    rows = Windows(opened(path), 10, what="training set")
+    rows = Windows(opened(path), 10, name="training set")
     with raises("damaged-file", "TextData.cache"):
         rows.read(np.array([0, 3]))
     assert rows.read(np.array([0, 1]))["inputs"].shape == (2, 10)
@@ -69,7 +69,7 @@ def test_ids_outside_the_vocabulary_are_errors(path):
 @pytest.mark.parametrize("size", [0, 998, 1002])
 def test_changed_length_is_an_error(path, size):
     tokens = opened(path)
-    rows = Windows(tokens, 10, what="training set")
+    rows = Windows(tokens, 10, name="training set")
     os.truncate(path, size)
     with raises("damaged-file", "TextData.cache"):
         rows.read(np.array([0]))
@@ -81,7 +81,7 @@ def test_changed_length_is_an_error(path, size):
 
 
 def test_changed_contents_are_an_error(path):
-    rows = Windows(opened(path), 10, what="training set")
+    rows = Windows(opened(path), 10, name="training set")
     rows.read(np.array([0]))
     os.utime(path, ns=(0, 0))  # a write may not change the time if the clock is coarse
     with raises("damaged-file", "TextData.cache"):
