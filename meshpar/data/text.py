@@ -369,9 +369,11 @@ def _without_nulls(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _opened(file: File) -> Iterator[io.BufferedReader]:
+def _opened(file: File) -> Iterator[io.BufferedReader | io.BytesIO]:
     try:
-        with _regular(file).open("rb") as opened:
+        path = _regular(file)
+        # Files of /proc have size 0 and may block, so an empty file is never opened.
+        with path.open("rb") if path.stat().st_size else io.BytesIO() as opened:
             yield opened
     except OSError as error:
         reason = f"the system reports: {error.strerror}"
