@@ -1,4 +1,4 @@
-"""Bigram baselines: cross-entropies of models with one token of context, to compare with a trained model.
+"""Bigram baselines: cross-entropy with one token of context, to compare with a trained model.
 
 *fitted*: a smoothed bigram model of the training stream, evaluated on the validation pairs. *oracle*: the conditional
 entropy H(next | previous) of the validation pairs, which is a lower bound for all bigram models.

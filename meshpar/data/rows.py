@@ -1,4 +1,4 @@
-"""Random access to examples: windows of a token stream, or entries of arrays. An example is also called a row."""
+"""Random access to examples (rows): windows of a token stream, or entries of arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interface between data and the training loop: a training set and a validation set, served as batches."""
+"""Interface between data and training loop: a training and a validation set, served as batches."""
 
 from __future__ import annotations
 

@@ -117,7 +117,12 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str, *, separator: str | None = None) -> Tokenizer:
-    """Return a tokenizer by name: `bytes`, or the path of a `tokenizer.json`."""
+    """Return a tokenizer.
+
+    Args:
+      name: `bytes`, or the path of a `tokenizer.json`.
+      separator: the token between documents, by default that of the file; "" for none.
+    """
     if name != BYTES:
         return HuggingFaceTokenizer(name, separator=separator)
     if separator is not None:

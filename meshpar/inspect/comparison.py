@@ -1,4 +1,4 @@
-"""Comparison of two reports: memory, communication per axis, predicted step time, and their differences."""
+"""Comparison of two reports: memory, communication per axis and predicted step time."""
 
 from __future__ import annotations
 

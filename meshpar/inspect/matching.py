@@ -1,4 +1,4 @@
-"""Comparison of a compiled program's collectives with the expected collectives and the traced kernel messages.
+"""Comparison of a program's collectives with the expected collectives and traced kernel messages.
 
 Each array of a collective is assigned to at most one expected collective, by kind, axes and size. The assignment
 minimizes the number of missing arrays first, and the number of unassigned arrays second. An unassigned array is

@@ -1,4 +1,4 @@
-"""The reference decoder under every strategy, and the table of what each one splits and sends, from compiled programs.
+"""The reference decoder under every strategy, and a table of its sharding and communication.
 
 strategy ─► abstract state ─► compiled for a pod ─► census ─► one layer's collectives ─► a row
 """

@@ -1,4 +1,4 @@
-"""Training and evaluation steps: loss, gradients, accumulation and optimizer update as one compiled program.
+"""Training and evaluation steps: loss, gradients and optimizer update as one compiled program.
 
 `meshpar.training.gradients` holds the engines that compute gradients. With several micro-steps,
 `reduce_gradients="each_microbatch"` reduces the gradients of every micro-step and accumulates shards, which needs the

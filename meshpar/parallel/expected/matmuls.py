@@ -1,4 +1,4 @@
-"""What matmuls send whose weights are split over an axis that splits activations: by `tensor_parallel`, or by hand."""
+"""Expected collectives of matmuls whose weights and activations share a mesh axis."""
 
 from __future__ import annotations
 
