@@ -93,6 +93,7 @@ class Whole:
 
 
 def is_replicated(x: Any) -> bool:
+    """Return whether a leaf is a `Whole`."""
     return isinstance(x, Whole)
 
 

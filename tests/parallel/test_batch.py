@@ -96,7 +96,7 @@ def test_batch_errors():
         ("unknown-name", "inputs rule `graph/globals`", INPUTS | mp.Rules(inputs={"graph/globals": "batch"}), {}),
         ("indivisible", "`table` of shape (5, 8) dim 0", mp.Rules(inputs={"graph/.*": "batch", "table": "batch"}), {}),
         ("indivisible", "`graph/n_node`", INPUTS, {"accumulate": 4}),
-        ("conflict", "", INPUTS, once),
+        ("unsupported-feature", "", INPUTS, once),
         ("conflict", "batch", mp.Rules(inputs={".*": mp.replicated}), {}),
     ):
         with raises(code, where):
