@@ -38,8 +38,9 @@ def batch_sharding(mesh: AnyMesh, strategy: Strategy | Rules) -> NamedSharding:
       strategy: a strategy, or its rules.
 
     Example:
-      >>> batch_sharding(mesh, mp.fsdp()).spec
-      PartitionSpec(('data', 'fsdp'),)
+      >>> import meshpar as mp
+      >>> batch_sharding(mp.MeshSpec(data=2, fsdp=4).abstract(), mp.fsdp()).spec[0]
+      ('data', 'fsdp', 'expert')
     """
     mesh = with_auto_axes("mesh", mesh)
     leaf = Leaf(path="batch", shape=(mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
@@ -61,9 +62,6 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
 
     Raises:
       MeshparError: if the first dim of a leaf is not divisible by the number of batch shards.
-
-    Example:
-      >>> batch = mp.shard_batch({"x": np.zeros((8, 2))}, mesh, mp.fsdp())
     """
     sharding, rules = batch_sharding(mesh, strategy), as_strategy(strategy).activations
     check_batch(as_rows(batch, None, rules), sharding, accumulate=1, rules=rules)
@@ -93,7 +91,7 @@ class Whole:
 
 
 def is_replicated(x: Any) -> bool:
-    """Return whether a leaf is a `Whole`."""
+    """Return whether a leaf of a batch from `as_rows` is replicated."""
     return isinstance(x, Whole)
 
 

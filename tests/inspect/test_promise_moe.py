@@ -17,7 +17,7 @@ import meshpar as mp
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
 from meshpar.inspect.expected import promised
-from meshpar.inspect.explain import held_to
+from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.traced_collectives import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
@@ -108,7 +108,7 @@ class Case:
 
     def held(self, collectives, jaxpr):
         state, step = self.state_and_step
-        return held_to(state.setup, step.options, self.batch, collectives, jaxpr, on_cpu=self.on_cpu)
+        return check_collectives(state.setup, step.options, self.batch, collectives, jaxpr, on_cpu=self.on_cpu)
 
 
 CASES = {

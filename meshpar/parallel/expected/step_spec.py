@@ -117,7 +117,7 @@ class StepSpec:
     sizes: dict[str, int]
     """Size of every mesh axis, in the mesh's order."""
     accumulate: int = 1
-    """Micro-steps."""
+    """Number of micro-steps."""
     is_once: bool = False
     """True if weights are gathered before the first micro-step and gradients are reduced after the last."""
     is_remat: bool = False
@@ -217,9 +217,6 @@ class StepSpec:
     def recomputed(self, stack: int) -> int:
         """Return how often the forward pass of a layer runs."""
         return 2 if self.is_remat and stack > 1 else 1
-
-
-# ---- Leaves ----------------------------------------------------------------------------------------------------------
 
 
 def split_axes(step: StepSpec, spec: PartitionSpec) -> tuple[str, ...]:
