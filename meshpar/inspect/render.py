@@ -284,7 +284,7 @@ def _stages(report: Report) -> Section | None:
     rows = tuple((Cell(name), Cell(number)) for name, number in numbers.items())
     parts = [Table(columns=("", "per step"), rows=rows)]
     if stages.gathering:
-        rows = tuple(
+        choices = tuple(
             (
                 Cell(f"once per {option.gather}" + " ✔" * is_used, "strong" if is_used else ""),
                 Cell(human_bytes(option.sent_bytes)),
@@ -294,7 +294,7 @@ def _stages(report: Report) -> Section | None:
             for is_used in [option.gather == stages.gather]
         )
         columns = ("gather", "sent per step>", "gathered weights>")
-        parts.append(Table(title="Gathering of weights", columns=columns, rows=rows))
+        parts.append(Table(title="Gathering of weights", columns=columns, rows=choices))
     return Section(title="Stages", verdict=Cell(verdict), parts=tuple(parts))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.census import census
-from meshpar.inspect.expected import promised
+from meshpar.inspect.expected import expected_collectives
 from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.matching import SMALL
 from meshpar.inspect.program import compile_here
@@ -342,7 +342,7 @@ def test_nothing_is_promised_on_one_device():
         mesh=mesh,
         strategy=mp.ddp(),
     )
-    assert promised(state.setup, mp.train_step(next_token_loss).options, batch_of()) == ()
+    assert expected_collectives(state.setup, mp.train_step(next_token_loss).options, batch_of()) == ()
 
 
 def mlp(num_blocks=2, width=64, hidden=128):

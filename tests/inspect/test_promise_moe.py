@@ -16,7 +16,7 @@ import pytest
 import meshpar as mp
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
-from meshpar.inspect.expected import promised
+from meshpar.inspect.expected import expected_collectives
 from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.traced_collectives import messages
@@ -104,7 +104,7 @@ class Case:
 
     def promises(self):
         state, step = self.state_and_step
-        return promised(state.setup, step.options, self.batch, on_cpu=self.on_cpu)
+        return expected_collectives(state.setup, step.options, self.batch, on_cpu=self.on_cpu)
 
     def held(self, collectives, jaxpr):
         state, step = self.state_and_step
