@@ -19,7 +19,7 @@ from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
 from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.inspect import all_pairs as pairs
 from meshpar.inspect.census import Collective, census, on_stage
-from meshpar.inspect.expected import facts_of, promised, promised_by_stage, scopes_above
+from meshpar.inspect.expected import expected_by_stage, expected_collectives, scopes_above, step_spec_of
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, most_of
@@ -117,20 +117,22 @@ def _explain(
     lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
     options = step.compile_options(setup)
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
-    program, cells = compiler(lowered), None if parts is None else ScheduleCounts(parts.schedule)
-    collectives = census(program.module, sizes, cells)
+    program, counts = compiler(lowered), None if parts is None else ScheduleCounts(parts.schedule)
+    collectives = census(program.module, sizes, counts)
     on_cpu, reason = program.target == "cpu", why_not_timed(program.target, cluster)
     times = None
     if cluster is not None and not reason:
-        times = timeline(program.module, collectives, cluster, cells, overlap_limit=overlap_limit(options))
+        times = timeline(program.module, collectives, cluster, counts, overlap_limit=overlap_limit(options))
     account = memory(program, setup, batch, cluster, options=step.options)
     if advise and account.fits is False:
         assert account.limit_bytes is not None
-        tried = remedies(step, setup, batch, compiler, account.limit_bytes)
-        account = dataclasses.replace(account, remedies=tried)
-    asked = model_flops(step, state, batch)
-    used = _uses(step, state, batch)
-    held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=used)
+        changes = remedies(step, setup, batch, compiler, account.limit_bytes)
+        account = dataclasses.replace(account, remedies=changes)
+    flops = model_flops(step, state, batch)
+    param_uses = _uses(step, state, batch)
+    match = check_collectives(
+        setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=param_uses
+    )
     findings = lint(program, collectives, setup, step.options, cluster)
     return Report(
         devices=setup.mesh.size,
@@ -139,18 +141,18 @@ def _explain(
         strategy=str(setup.strategy),
         memory=account,
         collectives=_sent(collectives, times, cluster),
-        promise=held,
+        promise=match,
         overlap=overlap(times, reason),
         compute=compute(
             program.module,
             num_devices=setup.mesh.size,
-            model_flops=asked,
+            model_flops=flops,
             timeline=times,
             reason=reason,
-            cells=cells,
+            cells=counts,
             cluster=cluster,
         ),
-        findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
+        findings=(*findings, *_other_dtypes(match, step.options), *_wide_compute(step, setup, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -165,7 +167,7 @@ def _explain(
     )
 
 
-def held_to(
+def check_collectives(
     setup: Setup,
     options: StepOptions,
     batch: PyTree,
@@ -179,36 +181,43 @@ def held_to(
     """Compare a program's collectives with the strategy's expected collectives and the traced kernel messages.
 
     Args:
-      setup, options, batch, on_cpu, uses: as for `expected.promised`.
+      setup: see `expected.expected_collectives`, also for `options`, `batch`, `on_cpu` and `uses`.
+      options: the options of the step.
+      batch: the global batch.
       collectives: the program's census.
       jaxpr: the traced step. None if it has no kernels with communication.
       parts: the stage partition of a pipelined step.
+      on_cpu: whether XLA:CPU compiled it.
+      uses: uses of parameters by path.
     """
     sizes = axis_sizes(setup.mesh)
     limits: dict[str, Any] = {
         "sizes": sizes,
-        "longest": max((max(one.leaf.shape, default=0) * one.leaf.num_layers for one in setup.table.params), default=0),
+        "longest": max((max(d.leaf.shape, default=0) * d.leaf.num_layers for d in setup.table.params), default=0),
         "batch_axes": setup.batch_axes,
     }
     if parts is None:
         sent = () if jaxpr is None else messages(jaxpr)
-        by_rows = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
+        uses_lookup = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
         chunks = 1 if jaxpr is None else vocab_chunks(jaxpr)
-        promises = promised(
-            setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
+        expected = expected_collectives(
+            setup, options, batch, on_cpu=on_cpu, exchanges_rows=uses_lookup, vocab_chunks=chunks, uses=uses
         )
         if jaxpr is not None:
-            step_spec = facts_of(setup, options, batch, on_cpu=on_cpu)
+            step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu)
             rows = step_spec.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
-            promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
+            expected += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
-        limits["unannotated_axes"] = facts_of(setup, options, batch, uses=uses).unannotated_axes
+        limits["unannotated_axes"] = step_spec_of(setup, options, batch, uses=uses).unannotated_axes
         limits["scopes_above"] = scopes_above(setup)
-        return match_collectives(promises, collectives, sent, micro_steps=options.accumulate, **limits)
+        return match_collectives(expected, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, ScheduleCounts(parts.schedule))
-    stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
+    by_stages = enumerate(expected_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
     return most_of(
-        [match_collectives(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages]
+        [
+            match_collectives(expected, on_stage(collectives, stage), by_stage(sent, stage), **limits)
+            for stage, expected in by_stages
+        ]
     )
 
 
@@ -217,8 +226,8 @@ def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamU
     decisions = state.setup.table.params
     if not state.setup.has_free_activations:
         return {}
-    found = uses(traced_alone(step, state, batch), len(decisions))
-    return {one.path: use for one, use in zip(decisions, found, strict=True)}
+    param_uses = uses(traced_alone(step, state, batch), len(decisions))
+    return {decision.path: use for decision, use in zip(decisions, param_uses, strict=True)}
 
 
 @contextlib.contextmanager
@@ -238,33 +247,33 @@ def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: 
     timed = times.collectives if times is not None else (None,) * len(collectives)
     return tuple(
         Sent(
-            collective=one,
-            crosses_node=None if cluster is None else cluster.groups_cross_node(one.groups),
-            time_s=None if at is None else at.time_s,
-            hidden_fraction=None if at is None else at.hidden_fraction,
+            collective=collective,
+            crosses_node=None if cluster is None else cluster.groups_cross_node(collective.groups),
+            time_s=None if timing is None else timing.time_s,
+            hidden_fraction=None if timing is None else timing.hidden_fraction,
         )
-        for one, at in zip(collectives, timed, strict=True)
+        for collective, timing in zip(collectives, timed, strict=True)
     )
 
 
 def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Finding]:
     """Yield expected collectives in another dtype. 8-bit matmuls may round their operands before they are gathered."""
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
-    for line in promise.kept:
-        if found := set(line.found_dtypes) - (rounded if line.kind == "all-gather" else set()):
-            is_wider = max(map(dtype_bits, found)) > dtype_bits(line.dtype)
+    for entry in promise.kept:
+        if dtypes := set(entry.found_dtypes) - (rounded if entry.kind == "all-gather" else set()):
+            is_wider = max(map(dtype_bits, dtypes)) > dtype_bits(entry.dtype)
             yield Finding(
                 rule="other-dtype",
                 module="",
                 source="",
-                what=f"{line.role} ({', '.join(line.tensors[:3])}{', ...' * (len(line.tensors) > 3)}): "
-                f"{line.kind} over {'*'.join(line.axes)} in {', '.join(sorted(found))}, "
-                f"where the step's precision asks for {line.dtype}",
+                what=f"{entry.role} ({', '.join(entry.tensors[:3])}{', ...' * (len(entry.tensors) > 3)}): "
+                f"{entry.kind} over {'*'.join(entry.axes)} in {', '.join(sorted(dtypes))}, "
+                f"but the step's precision is {entry.dtype}",
                 fix=cast_back_fix(options.precision)
                 if is_wider
-                else "give the model's matmuls dot_general=meshpar.layers.precision.dot_general, so that gradients "
-                "are summed as Precision.reduce says",
-                nbytes=int(line.found_bytes),
+                else "pass dot_general=meshpar.layers.precision.dot_general to the model's matmuls, so that gradients "
+                "are reduced in Precision.reduce",
+                nbytes=int(entry.found_bytes),
             )
 
 
@@ -278,35 +287,35 @@ def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding
 def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int, *, is_for_pod: bool) -> list[str]:
     notes = []
     if host_bytes:
-        notes.append("the link to the host is not simulated: what is offloaded crosses it twice a step")
+        notes.append("transfers of offloaded arrays to and from the host are not simulated")
     if program.target == "cpu":
         notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
-        notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
+        notes.append("XLA:CPU sends bfloat16 as float32, and does not overlap collectives with compute")
     elif is_for_pod:
         notes.append(
-            "compiled without a GPU, so XLA has not autotuned it: on the pod it measures kernels, and may pick others "
-            "and other tile sizes for matmuls"
+            "compiled without a GPU, so without autotuning: on the pod XLA may choose other kernels and other tile "
+            "sizes for matmuls"
         )
-    if any(not one.count_known for one in collectives):
+    if any(not collective.count_known for collective in collectives):
         notes.append("a loop of unknown length counts once")
-    if any(one.count_by_stage for one in collectives):
-        notes.append("what stages pick is counted by the schedule's table, on the stage that sends most of it")
-    if any(one.in_branch for one in collectives):
-        notes.append("what a conditional may run is counted as if it ran")
+    if any(collective.count_by_stage for collective in collectives):
+        notes.append("collectives that depend on the stage are counted for the stage that runs them most often")
+    if any(collective.in_branch for collective in collectives):
+        notes.append("both branches of a conditional are counted")
     return notes
 
 
 def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
-    """Why experts' matmuls on GPUs are not a library's kernel: the pod's packages decide it as much as its devices."""
+    """Note why the expert matmuls on GPUs do not use a library kernel, which also depends on installed packages."""
     if program.target == "cpu" or f"/{SWIGLU}/" not in program.text:
         return
     dtype = options.precision.compute or options.precision.params or "float32"
-    why = "8-bit matmuls have no other"
+    why = "the only one for 8-bit matmuls"
     if options.precision.matmul is None:
         why = choose_grouped_matmul("cuda", dtype).why
         if has_kernels() and not has_tokamax():
-            why += "; where it is (the extras cuda12 and cuda13), another program runs than this one"
-    yield f"experts' matmuls are the blocked form: {why}"
+            why += "; with the extras cuda12 or cuda13 the pod runs another program than this one"
+    yield f"expert matmuls use the blocked implementation: {why}"
 
 
 def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
@@ -374,5 +383,5 @@ def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
             f"cluster `{cluster.name}`", requested, f"it has {cluster.num_devices} GPUs", fix, code="conflict"
         )
     mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
-    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
-    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)
+    options: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **options)

@@ -32,7 +32,7 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import KINDS, UNKNOWN, Collective, per_array
 from meshpar.inspect.compiler_messages import Rematerialization
-from meshpar.inspect.expected import facts_of, scopes_above
+from meshpar.inspect.expected import step_spec_of, scopes_above
 from meshpar.inspect.hlo.cursor import HloSyntaxError, Scanner
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 from meshpar.inspect.hlo.shapes import dtype_bits, scan_shape
@@ -465,7 +465,7 @@ def _slow_axis(context: _Context) -> Iterator[Finding]:
     if cluster is None:
         return
     # Axes with communication within a layer: they shard weights or activations, but not the batch.
-    step_spec, pipelined = facts_of(setup, context.options, ()), setup.strategy.pipeline
+    step_spec, pipelined = step_spec_of(setup, context.options, ()), setup.strategy.pipeline
     weight_axes = {axis for weight in step_spec.weights for axis in split_axes(step_spec, weight.decision.spec)}
     inner = {*step_spec.tensor_axes, *step_spec.context_axes, *(weight_axes - context.batch_axes)}
     for axis in sorted(inner - (set() if pipelined is None else {pipelined.axis})):

@@ -264,7 +264,7 @@ def match_collectives(
     """Compare a program's collectives with the expected collectives and the traced kernel messages.
 
     Args:
-      expectations: from `expected.promised`.
+      expectations: from `expected.expected_collectives`.
       collectives: the program's census.
       messages: from `traced_collectives.messages`.
       sizes: the size of every mesh axis.
