@@ -32,7 +32,7 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import KINDS, UNKNOWN, Collective, per_array
 from meshpar.inspect.compiler_messages import Rematerialization
-from meshpar.inspect.expected import step_spec_of, scopes_above
+from meshpar.inspect.expected import scopes_above, step_spec_of
 from meshpar.inspect.hlo.cursor import HloSyntaxError, Scanner
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 from meshpar.inspect.hlo.shapes import dtype_bits, scan_shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from meshpar.inspect.expected import step_spec_of, of_stage, split_for_good
+from meshpar.inspect.expected import of_stage, split_for_good, step_spec_of
 from meshpar.inspect.stage_partition import StagePartition
 from meshpar.inspect.timeline.simulator import Timeline
 from meshpar.parallel.expected.step_spec import ITEMSIZE
