@@ -2,7 +2,7 @@
 
 A step is over its budget when some kind of collective over some axes sends more bytes or runs more often, or when the
 peak of memory is higher. Growth within the tolerance passes, and so does growth below `SLACK_BYTES` or `SLACK_COUNT`,
-because a new metric is no regression.
+so that a new metric does not exceed the budget.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from meshpar.sharding.units import human_bytes
 TOLERANCE = 0.01
 """Relative growth that passes."""
 SLACK_BYTES = 4096
-"""Growth by at most this many bytes passes, whatever the size was before."""
+"""Growth by at most this many bytes passes, independent of the saved size."""
 SLACK_COUNT = 2
-"""Growth by at most this many collectives a step passes, whatever the count was before."""
+"""Growth by at most this many collectives per step passes, independent of the saved count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class Budget(Plain):
     """axes -> kind -> `count_per_step` and `bytes_sent_per_device`, as in a report's JSON."""
     peak_bytes: int
     jax_version: str
-    """Version of jax. Another version may compile another program."""
+    """Version of jax. The compiled program depends on it."""
     tolerance: float = TOLERANCE
 
     @staticmethod
@@ -74,7 +74,7 @@ class Budget(Plain):
     @staticmethod
     def load(path: str | Path) -> Budget:
         """Read a budget from a JSON file. Raise `MeshparError` if the file is missing or not a budget."""
-        data = read_json(path, f"budget {path}", "write one with --save-budget")
+        data = read_json(path, f"budget {path}", "save a budget with --save-budget")
         fields = {field.name for field in dataclasses.fields(Budget)}
         missing = (fields - {"tolerance"}) - set(data) if isinstance(data, dict) else fields
         invalid = (
@@ -88,7 +88,7 @@ class Budget(Plain):
         elif invalid:
             reason = f"its `{invalid[0]}` is invalid: {data[invalid[0]]!r:.60}"
         if reason:
-            fix = "save one with meshpar explain ... --save-budget FILE"
+            fix = "save a budget with meshpar explain ... --save-budget FILE"
             raise problem(f"budget {path}", "load it", reason, fix, code="damaged-file")
         return Budget(**data)
 
