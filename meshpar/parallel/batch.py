@@ -260,7 +260,7 @@ def _check_number(path: str, x: Any) -> None:
     )
     if not is_number:
         fix = "leave it out of the batch, or convert it to numbers (text: to tokens)"
-        where, reason = f"batch leaf `{path}` of dtype {dtype}", "the elements of a JAX array are numbers"
+        where, reason = f"batch leaf `{path}` of dtype {dtype}", "JAX arrays hold numbers"
         raise problem(where, "put it on devices", reason, fix, code="wrong-dtype")
 
 
