@@ -1,6 +1,6 @@
 """Count the collectives of a scheduled program that overlap with a matmul, from its text only.
 
-Nothing here comes from `meshpar.inspect`: it is what the clock is held to.
+It does not import `meshpar.inspect`, so that tests can compare the simulated timeline with it.
 
     python -m tests.inspect.overlap_counter program.hlo
 """
