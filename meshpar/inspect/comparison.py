@@ -26,7 +26,7 @@ class Row(Plain):
 
     @property
     def difference(self) -> float | None:
-        """Return the second number minus the first; None for text."""
+        """The second number minus the first; None for text."""
         if self.first is None or self.second is None or not self.unit:
             return None
         return self.second - self.first
@@ -53,8 +53,8 @@ class Comparison:
         rows = tuple(
             (
                 Cell(row.what),
-                Cell(_said(row.first, row.unit)),
-                Cell(_said(row.second, row.unit)),
+                Cell(_text(row.first, row.unit)),
+                Cell(_text(row.second, row.unit)),
                 Cell(_changed(row), "" if row.difference else "faint"),
             )
             for row in self.rows
@@ -84,17 +84,17 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
     yield row("peak memory", "bytes", lambda report: report.memory.peak_bytes)
     yield row("  state", "bytes", lambda report: report.memory.state_bytes)
     yield row("  temporaries", "bytes", lambda report: report.memory.temporaries_bytes)
-    found = [flat(report.totals) for report in both]
-    for axes, kind in {**found[0], **found[1]}:
-        one, other = (totals.get((axes, kind), Total(0, 0.0)) for totals in found)
-        sent = one.bytes_sent_per_device, other.bytes_sent_per_device
+    totals = [flat(report.totals) for report in both]
+    for axes, kind in {**totals[0], **totals[1]}:
+        old, new = (by_kind.get((axes, kind), Total(0, 0.0)) for by_kind in totals)
+        sent = old.bytes_sent_per_device, new.bytes_sent_per_device
         yield Row(what=f"{kind} over {axes}", unit="bytes", first=sent[0], second=sent[1])
-        yield Row(what="  runs a step", unit="count", first=one.count_per_step, second=other.count_per_step)
-    yield row("sent in all", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
+        yield Row(what="  runs per step", unit="count", first=old.count_per_step, second=new.count_per_step)
+    yield row("total sent", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
     if any(report.stages is not None for report in both):
         yield row("bubble of the schedule", "fraction", lambda report: report.stages and report.stages.bubble_fraction)
     yield row("unexpected", "count", lambda report: len(report.promise.unexpected))
-    yield row("FLOPs of a device", "FLOP", lambda report: report.compute.flops_per_device)
+    yield row("FLOPs per device", "FLOP", lambda report: report.compute.flops_per_device)
     if any(report.compute.predicted_step_s is not None for report in both):
         yield row("predicted step", "s", lambda report: report.compute.predicted_step_s)
         yield row("  bound by", "", lambda report: report.compute.bound)
@@ -102,17 +102,17 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
         yield row("  communication hidden", "fraction", lambda report: report.overlap.hidden_fraction)
 
 
-def _said(value: Any, unit: str) -> str:
+def _text(value: Any, unit: str) -> str:
     if value is None:
         return "–"
-    said: dict[str, Callable[[float], str]] = {
+    formats: dict[str, Callable[[float], str]] = {
         "bytes": human_bytes,
         "s": human_time,
         "FLOP": human_flops,
         "count": lambda number: f"{number:,}",
         "fraction": lambda number: f"{number:.0%}",
     }
-    return said[unit](value) if unit else str(value)
+    return formats[unit](value) if unit else str(value)
 
 
 def _changed(row: Row) -> str:
@@ -125,4 +125,4 @@ def _changed(row: Row) -> str:
         return f"{100 * change:+.0f} points"
     sign = "+" if change > 0 else "−"
     share = f" ({row.second / row.first:.2f}×)" if row.first and row.second else ""
-    return f"{sign}{_said(abs(change), row.unit)}{share}"
+    return f"{sign}{_text(abs(change), row.unit)}{share}"

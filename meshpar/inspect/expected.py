@@ -1,16 +1,16 @@
 """Expected collectives of a training step, derived from its strategy without a compiled program.
 
-Each component of a strategy yields the collectives that XLA inserts for its rules
+Each component of the strategy yields the collectives that XLA inserts for its rules
 (`Parallelism.expected_collectives`). With a pipeline they differ by stage and follow from the schedule:
 
     over batch axes
       weights                 all-gathered before the first tick (gather="step")
       gradients               reduced once after the last tick, outside all loops. Gradients of embedding and head are
-                              also reduced over the stages if several stages compute them (tied embeddings, or a
-                              chunk on two stages).
+                              also reduced over the stages if they are computed on more than one stage (tied
+                              embeddings, or a chunk on two stages).
     over axes within a stage
-      replicated parameters   with sequence parallelism, gradients such as those of norm scales are all-reduced in
-                              every W
+      replicated parameters   with sequence parallelism, gradients (of norm scales, for example) are all-reduced
+                              in each W
       layers                  as without a pipeline, for the layers of the stage, once per F or B; collectives before
                               (after) the layers belong to the stage of the first (last) chunk
 
@@ -99,7 +99,7 @@ def step_spec_of(
     on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
 ) -> StepSpec:
-    """Return the description of a training step. The arguments are those of `expected_collectives`."""
+    """Return the description of a training step; arguments as for `expected_collectives`."""
     sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
@@ -136,7 +136,7 @@ def scopes_above(setup: Setup) -> int | None:
 
 
 def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
-    """Return the examples and tokens in one of `split` equal parts of a batch; None if the batch has no tokens."""
+    """Return the examples and tokens per shard, for `split` shards of a batch; None if the batch has no tokens."""
     shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(without_whole(batch))]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
     # Integer matrices are tokens if the batch has no floats or images. 8-bit integers are pixels.
@@ -184,7 +184,7 @@ class _Staged:
     parts: StagePartition
     traffic: StageTraffic
     weights: tuple[Weight, ...]
-    """Shards of `step_spec.weights` on one stage, without the stage axis."""
+    """Shards of `step_spec.weights` on a stage, without the stage axis."""
 
     @staticmethod
     def of(setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, on_cpu: bool) -> _Staged:
@@ -208,7 +208,7 @@ class _Staged:
             yield from filter(None, (gathered, outside, params.renewed(step_spec, weight)))
 
     def _over_stages(self, weight: Weight, reduced: ExpectedCollective | None) -> ExpectedCollective | None:
-        """Return the reduction of a gradient, including the stage axis if several stages compute it."""
+        """Return the reduction of a gradient, including the stage axis if more than one stage computes it."""
         step_spec, path = self.step_spec, weight.decision.path
         stages = self.traffic.first_stages if path in self.parts.first else frozenset()
         stages |= self.traffic.last_stages if path in self.parts.last else frozenset()
@@ -264,7 +264,7 @@ class _Staged:
         return (*scales.promised(step_spec), *self.setup.strategy.promise_of_layers(step_spec))
 
     def on_stage(self, side: _Side, collective: ExpectedCollective, stage: int) -> ExpectedCollective:
-        """Return a collective of all layers and microbatches with the counts of one stage."""
+        """Return a collective of all layers and microbatches with the counts of a stage."""
         runs = {"first": self.traffic.first, "layers": self.traffic.ops[:, F], "last": self.traffic.last}[side]
         parts = self.parts.schedule.num_parts if side == "layers" else 1
         share = Fraction(int(runs[stage]), parts * self.parts.schedule.microbatches)

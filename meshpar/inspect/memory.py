@@ -1,9 +1,9 @@
-"""Memory of a training step on one device.
+"""Memory of a training step per device.
 
     peak = state (parameters + optimizer state + other) + batch + outputs + temporaries (including gradients)
 
 State and batch are computed from shapes and shardings. Temporaries and outputs are reported by the compiler. The limit
-is the full memory of the GPU, but a program cannot use all of it: XLA's allocator takes 75 % unless
+is the full memory of the GPU, but a program cannot use all: XLA's allocator reserves 75 % unless
 `XLA_PYTHON_CLIENT_MEM_FRACTION` is set, and the CUDA context and NCCL's buffers need about a gigabyte in addition.
 `Memory.note` warns above 75 %, where this variable must be set, and above 90 %, where the program may not fit.
 """
@@ -126,14 +126,14 @@ class Memory(Plain):
 def memory(
     program: Program, setup: Setup, batch: PyTree, cluster: Cluster | None, *, options: StepOptions | None = None
 ) -> Memory:
-    """Return the memory of a training step on one device.
+    """Return the memory of a training step per device.
 
     Args:
       program: the compiled step.
-      setup: the setup of its state.
+      setup: the setup of the state.
       batch: the global batch, as arrays or shapes.
-      cluster: the cluster whose GPU sets the limit. None means the GPU of the mesh, if the catalogue has it.
-      options: the options of the step, by default those of `train_step(loss_fn)`.
+      cluster: the cluster whose GPU sets the limit. None means the GPU of the mesh, if it is in the catalogue.
+      options: the options of the step, by default `StepOptions()`.
     """
     params, optimizer, other = _state_bytes(setup)
     limit = limit_bytes(setup, cluster)
@@ -171,7 +171,7 @@ def _note(peak: int, limit: int | None) -> str:
     share = f"{peak / limit:.0%} of the GPU's memory"
     if peak <= COMFORTABLE * limit:
         return f"{share}: above XLA's default of {PREALLOCATED:.0%}, so set XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
-    return f"{share}: the CUDA context, NCCL's buffers and fragmentation may not leave room for it"
+    return f"{share}: the CUDA context, NCCL's buffers and fragmentation may need the remaining memory"
 
 
 # ---- State, batch and gradients --------------------------------------------------------------------------------------
@@ -289,16 +289,16 @@ def remedies(
     compile: Callable[[jax.stages.Traced], Program],
     limit_bytes: int,
 ) -> tuple[Remedy, ...]:
-    """Compile changed variants of a step until one fits, and return the peak of each.
+    """Compile variants of a step until a variant fits, and return the peak of each.
 
     The changes are the next ZeRO stages, more micro-steps (more microbatches with a pipeline) and rematerialization of
-    layers (by a rule if the layers are not stacked). Cheap changes come first, then combinations. The search stops at
-    the first variant that fits, and compiles at most `MOST_COMPILATIONS`. A variant that is invalid, or whose state
-    and batch alone exceed the limit, is not compiled and has a reason instead.
+    layers (by a rule if the layers are not stacked). Cheap changes are compiled first, then combinations. The search
+    stops at the first variant that fits, and compiles at most `MOST_COMPILATIONS`. Invalid variants, and variants
+    whose state and batch exceed the limit, are not compiled and have a reason instead.
 
     Args:
-      step: the training step that does not fit.
-      setup: the setup of its state.
+      step: a training step that exceeds the limit.
+      setup: the setup of the state.
       batch: the global batch, as arrays or shapes.
       compile: compiles a traced step.
       limit_bytes: memory of a device.
@@ -327,8 +327,8 @@ def remedies(
 def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Change, ...]:
     """Return single changes ordered by cost, then combinations.
 
-    ZeRO-1 and ZeRO-2 send as many bytes as data parallelism. Micro-steps make matmuls smaller. Rematerialization adds
-    a third of the compute. ZeRO-3 sends half as many bytes in addition.
+    ZeRO-1 and ZeRO-2 send the same bytes as data parallelism. Micro-steps make matmuls smaller. Rematerialization adds
+    a third of the compute. ZeRO-3 sends 1.5 times the bytes.
     """
     stages = _smaller(setup, options, state=True)
     early, last = stages[:-1], (stages[-1] if stages else None)
@@ -379,7 +379,7 @@ def _by_path(setup: Setup) -> Rules | None:
 def _sorted_out(
     changes: Sequence[_Change], setup: Setup, batch: PyTree, limit_bytes: int
 ) -> tuple[list[_Change], list[Remedy]]:
-    """Return the changes to compile, and those that are invalid or cannot fit, with their reasons."""
+    """Return the changes to compile, and remedies with reasons for changes that are invalid or cannot fit."""
     valid: list[_Change] = []
     excluded: list[Remedy] = []
     for change in changes:
@@ -423,7 +423,7 @@ def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strateg
     if parts or not state:
         return [variant for part in parts for variant in strategy.memory_reductions(part, step_spec)]
     variants = []
-    for part in Data().memory_reductions(step_spec):  # custom rules: add those of ZeRO and keep the batch rules
+    for part in Data().memory_reductions(step_spec):  # custom rules: add the rules of ZeRO and keep the batch rules
         params, grads, optimizer, _ = strategy.rules & part.rules()
         label, activations = f"{strategy} | {part}", strategy.activations
         custom = Custom(params=params, grads=grads, optimizer=optimizer, activations=activations, label=label)

@@ -198,7 +198,7 @@ def check_batch(
     for path, (_, x) in zip(paths, leaves, strict=True):
         _check_number(path, x.each if is_replicated(x) else x)
     if paths and not jax.tree.leaves(without_whole(batch)):
-        reason, fix = "inputs rules replicate every leaf", "replicate only leaves without a batch dim, or set 'batch'"
+        reason, fix = "inputs rules replicate all leaves", "replicate only leaves without a batch dim, or set 'batch'"
         raise problem("batch", "shard it over devices", reason, fix, code="conflict")
     sizes = axis_sizes(sharding.mesh)
     axes = {axis: sizes[axis] for axis in split_by(sharding)}
@@ -220,8 +220,8 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
       batch: a pytree of arrays or shapes.
       over: the mesh axes that shard the batch, with their sizes.
       count: number of pieces of the local batch.
-      what: the name of the pieces in the error, such as "micro-steps".
-      takes_scalars: whether scalars are allowed.
+      what: name of the pieces for the error, such as "micro-steps".
+      takes_scalars: True to allow scalars.
     """
     leaves = tree_leaves_with_paths(without_whole(batch))
     if not leaves:
@@ -267,7 +267,7 @@ def _check_number(path: str, x: Any) -> None:
 def split_rows(x: jax.Array, count: int, sharding: NamedSharding) -> jax.Array:
     """Reshape [batch, ...] to [count, batch / count, ...] without moving examples between devices.
 
-    A plain reshape would take micro-step i from the i-th block of the batch, which only a few devices hold.
+    A plain reshape would take micro-step i from the i-th block of the batch, which is on a few devices only.
     """
     shards = math.prod(axis_sizes(sharding.mesh)[axis] for axis in split_by(sharding))
     rows = x.shape[0] // (shards * count)

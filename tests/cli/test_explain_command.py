@@ -280,7 +280,7 @@ def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
             "there are 8 (cpu). Name the pod it is for, as --cluster h100:64x8",
         ),
         (("RECIPE", "--cluster", "h1000:8x8"), "Did you mean `h100`"),
-        (("RECIPE", "--cluster", "eight"), "Write it as `h100:8x8`"),
+        (("RECIPE", "--cluster", "eight"), "Write `h100:8x8`"),
         (("RECIPE", "--cluster", "FOLDER/none.json"), "none.json"),
         (("RECIPE", "--cluster", "FOLDER/broken.json"), "broken.json"),
         (("RECIPE", "--cluster", "h100:8x8", "--mesh", "fsdp=8"), "the cluster has 64 GPUs"),

@@ -83,7 +83,7 @@ def test_axes_named_by_paths_only_are_not_expected():
     assert report.promise.unannotated_axes == ("tensor",)
     assert any("all-reduce" in line.kind and line.axes == ("tensor",) for line in report.promise.untold)
     assert "over `tensor` cannot be checked" in str(report)
-    assert "join mp.tensor_parallel()" in str(report)
+    assert "add mp.tensor_parallel()" in str(report)
 
 
 @pytest.mark.call_stacks

@@ -1,12 +1,12 @@
 """Collectives for the scales of rowwise fp8 matmuls (`layers.fp8_dot.rowwise_fp8_dot_general`).
 
-    weights: contracted dim is sharded          max all-reduce of the amax of each column, over those axes
+    weights: contracted dim is sharded          max all-reduce of the amax of each column, over its axes
              columns sharded over batch axes    all-gather of their scales, for weights that are gathered in fp8
     tokens:  row-parallel                       max all-reduce of the amax of each token, forward
              column-parallel                    max all-reduce of the amax of each output gradient, backward
              sequence parallelism               all-gather of each token's scale, for activations gathered in fp8
 
-The amax of a row or column is its largest absolute value. With one scale per tensor the arrays have one element.
+The amax of a row or column is its largest absolute value. With a scale per tensor the arrays have a single element.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def promised(step: StepSpec) -> Iterator[ExpectedCollective]:
 
 
 def _contracted(decision: Decision) -> tuple[range, range]:
-    """Return the contracted dims of a weight and the others. The dims before `embed` are contracted, or `embed`."""
+    """Return the contracted and the remaining dims. Dims before `embed` are contracted, or `embed` if it is first."""
     leaf = decision.leaf
     dims = range(len(leaf.shape) - leaf.layer_ndim, len(leaf.shape))
     names = (leaf.names or ())[dims.start :]

@@ -119,7 +119,7 @@ def _rows_exchanged(
 
 
 def _as_chunks(step: StepSpec, weight: Weight) -> Weight:
-    """Return a matrix as a stack of vocabulary chunks. Each chunk takes the same number of rows from every shard."""
+    """Return a matrix as a stack of vocabulary chunks. Each chunk takes the same number of rows from each shard."""
     leaf, num = weight.decision.leaf, step.vocab_chunks
     assert leaf.names is not None
     dim = leaf.names.index("vocab")
@@ -155,7 +155,7 @@ def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     passes = 1 if step.is_once else 2
     is_saved = is_router(decision) or decision.path.rpartition("/")[2] in PAIR
     minimum = (1 if is_saved else passes) * step.micro_steps * stack if stack > 1 else 1
-    # XLA unrolls a loop over one layer, but may still gather again for rematerialization.
+    # XLA unrolls a loop over a single layer, but may still gather again for rematerialization.
     maximum = (passes + (step.is_remat and decision.leaf.is_stacked)) * step.micro_steps * stack
     if step.is_prefetched and stack > 1:
         # The backward pass starts with the last layer gathered, and its last iteration has no layer to prefetch.
@@ -195,7 +195,7 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     stack, elements = leaf.num_layers, leaf.size // leaf.num_layers // step.num_shards(sharded - partial)
     runs = stack * step.micro_steps
     # A tied table has two gradients, of the lookup and of the head, which are added after their reductions. A layer
-    # may have one per interleaved slice if `training.slice_sums` cannot merge them.
+    # may have a gradient per interleaved slice if `training.slice_sums` cannot merge them.
     is_shared = step.is_tied and has_vocabulary(decision) and decision.path not in step.uses
     uses = 2 if is_shared else step.interleave if stack > 1 else 1
     counts: dict[str, tuple[int, int]] = {}
@@ -205,7 +205,7 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     always_scattered = scattered & set(split_axes(step, weight.grads)) if accumulates else scattered
     if accumulates:
         counts |= dict.fromkeys(partial - always_scattered, (stack, uses * runs))
-    # If gradients are reduced once, after all micro-steps, every micro-step still reduces over the sequence axes.
+    # If gradients are reduced once, after all micro-steps, each micro-step still reduces over the sequence axes.
     # Outside the layers XLA may accumulate first.
     if step.is_once and not step.by_stages:
         num_reductions = stack * step.accumulate
@@ -231,10 +231,10 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
 
 
 def outputs_of_pair(step: StepSpec, decision: Decision) -> set[str]:
-    """Return the tensor axes over which the gradient of a matrix of a low-rank pair is a partial sum.
+    """Return the tensor axes of partial sums in the gradient of a matrix of a low-rank pair.
 
-    For the first matrix these are the axes that shard the second one, as in a column-parallel layer. For the second
-    matrix of an expert they are the axes that shard the first one.
+    For the first matrix these are the axes that shard the second, as in a column-parallel layer. For the second
+    matrix of an expert they are the axes that shard the first.
     """
     module, _, name = decision.path.rpartition("/")
     partner = {PAIR[0]: PAIR[1], **({PAIR[1]: PAIR[0]} if is_expert(decision) else {})}.get(name)
@@ -268,10 +268,10 @@ def _rows_gathered(step: StepSpec, weight: Weight) -> Iterator[ExpectedCollectiv
 
 
 def _may_all_reduce(step: StepSpec, weight: Weight, elements: int, reduced_axes: set[str]) -> bool:
-    """Return whether XLA may all-reduce a gradient of which each rank keeps a shard.
+    """Return whether XLA may all-reduce a gradient although each rank keeps only a shard.
 
     XLA does so for small arrays, and XLA:CPU does not always merge an all-reduce with the slice after it. The gradient
-    of a lookup that is sharded in both dims is reduced over all axes at once. Gradients of experts leave the
+    of a lookup sharded in both dims is reduced over all axes together. Gradients of experts leave the
     `shard_map` of their layer with the sharding of the parameters, and so does the router's.
     """
     decision, owned = weight.decision, owned_axes(step, weight.decision)

@@ -3,11 +3,11 @@
 Each `Parallelism` yields an `ExpectedCollective` per array size for the collectives that XLA inserts because of its
 rules. It describes the cheapest form. XLA may also lower it as:
 
-    gather over several axes      one axis after another
-    sum over several axes         one axis after another, or all at once; scattered first or last
+    gather over several axes      axis by axis
+    sum over several axes         axis by axis, or over all axes; scattered first or last
     ... with `whole`              all-reduced and then sliced: at most twice the bytes over each axis
     stacked layers                per layer inside their loop, or the full stack at once
-    one axis, as a ring           N-1 permutes of the same bytes, like `meshpar.collectives.all_gather_matmul`
+    single axis, as a ring        N-1 permutes of the same bytes, like `meshpar.collectives.all_gather_matmul`
 
 Collectives of kernels are not listed here: they are read from the traced step.
 """
@@ -64,7 +64,7 @@ class ExpectedCollective:
     stack: int = 1
     """Layers stacked in one array; XLA may send them with one collective."""
     of_leaf: bool = False
-    """True if it is for one parameter. A parameter that is not stacked has none in the loop over layers."""
+    """True if it belongs to a parameter. The loop over layers contains only those of stacked parameters."""
     forward: bool = False
     """True if only the forward pass contains it."""
     outside: bool = False
@@ -92,7 +92,7 @@ class ExpectedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter with the shardings of its gradient and of its update."""
+    """A parameter with the shardings of its gradient and update."""
 
     decision: Decision
     grads: PartitionSpec
@@ -142,8 +142,8 @@ class StepSpec:
     choices: int = 0
     """Experts per token. Set for estimates only."""
     nodes_visited: Callable[[int], int] | None = None
-    """Maps a number of nodes to how many of them hold experts of one token, for dispatch that sends a token once per
-    node. Set for estimates only."""
+    """Maps the number of nodes to the expected number of nodes that a token is sent to, for dispatch that sends each
+    token once per node. Set for estimates only."""
     row_bytes: Callable[[str, int], int | None] | None = None
     """Maps a direction (`dispatch`, `combine`, `grad`) and a width to the bytes of a quantized token sent to experts,
     or None if that direction is not quantized. Set for estimates only."""
@@ -179,7 +179,7 @@ class StepSpec:
 
     @property
     def is_by_device(self) -> bool:
-        """True if every device applies full weights to its local batch, so that no token is sent to another device."""
+        """True if each device applies full weights to its local batch, so that tokens stay on their device."""
         return not self.by_stages and (self.is_once or self.quantize is not None)
 
     def wire(self, dtype: Any) -> str:
@@ -260,7 +260,7 @@ def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
 
 
 def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
-    """Return the axes that shard the expert dim, over which expert weights are neither gathered nor reduced.
+    """Return the axes that shard the expert dim. Expert weights are not gathered or reduced over them.
 
     A router is not sharded this way, although its last dim is `expert`: every rank scores all experts.
     """
@@ -294,7 +294,7 @@ def is_looked_up(decision: Decision) -> bool:
 
 
 def layer_elements(step: StepSpec, decision: Decision, whole: Iterable[str]) -> int:
-    """Return the local number of elements of one layer of a leaf after gathering it over the axes `whole`."""
+    """Return the local number of elements of a leaf, per layer, after gathering it over the axes `whole`."""
     remaining = set(split_axes(step, decision.spec)) - set(whole)
     return decision.leaf.size // decision.leaf.num_layers // step.num_shards(remaining)
 
