@@ -71,7 +71,7 @@ def test_bench_has_a_row_for_each_algorithm_and_xla(measured):
     assert len(found) == len(measured.rows) == 3 + 3 + 2 + 2
 
 
-def test_bench_rows_have_integer_bytes(measured):
+def test_bench_rows_have_consistent_figures(measured):
     for row in measured.rows:
         assert (row.axis, row.num_ranks, row.dtype) == ("data", 2, "float32")
         assert row.op == ("sum" if row.collective in ("all_reduce", "reduce_scatter") else "")
@@ -132,7 +132,7 @@ def test_bench_rotates_the_first_algorithm():
     assert found["a"] == [pytest.approx((1.0 + times - 1.0) / times)] * 3  # less what a run without it takes
 
 
-def test_bench_sizes_are_parsed():
+def test_bench_sizes_grow_geometrically():
     assert kernels._sizes(1e3, 1e6, 10) == [1000, 10000, 100000, 1000000]
     assert kernels._sizes(8, 8, 2) == [8]
     assert kernels._sizes(1e3, 5e3, 2) == [1000, 2000, 4000]

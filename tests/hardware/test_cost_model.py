@@ -273,7 +273,7 @@ def test_ring_is_not_faster_between_nodes_than_inside():
         cost.all_reduce_lower_bound_bytes,
     ],
 )
-def test_collective_time_rejects_empty_groups(algorithm, ranks):
+def test_algorithms_reject_empty_groups(algorithm, ranks):
     with raises("out-of-range"):
         algorithm(1e6, ranks)
 
