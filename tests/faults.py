@@ -309,8 +309,8 @@ FAULTS = (
     ),
     Fault(
         "positions go on from conversation to conversation", "data/chat.py",
-        '"positions"][number, to] = np.arange(len(one.ids) - 1)',
-        '"positions"][number, to] = np.arange(to.start, to.stop)', "data/test_chat.py",
+        '"positions"][row, to] = np.arange(len(ids) - 1)',
+        '"positions"][row, to] = np.arange(to.start, to.stop)', "data/test_chat.py",
     ),
     Fault(
         "what a Linen module sows outlives its call", "sharding/adapters.py",
@@ -441,7 +441,7 @@ FAULTS = (
     ),
     Fault(
         "a window of null is the default window", "interop/families/mistral.py",
-        "return None if WINDOW.theirs in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
+        "return None if WINDOW.name in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
         "interop/test_hf.py -k window_of_null",
     ),
     Fault(

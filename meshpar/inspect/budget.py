@@ -1,4 +1,4 @@
-"""Budget: a saved account of a step's collectives and memory, to which a later program is compared.
+"""Budgets: saved communication and memory of a step, compared with later programs.
 
 A step is over its budget when some kind of collective over some axes sends more bytes or runs more often, or when the
 peak of memory is higher. Growth within the tolerance passes, and so does growth below `SLACK_BYTES` or `SLACK_COUNT`,
@@ -30,33 +30,33 @@ SLACK_COUNT = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference(Plain):
-    """One thing that is not as the budget says."""
+    """A difference between a report and a budget."""
 
     text: str
     is_over: bool
-    """Whether it breaks the budget."""
+    """True if the difference exceeds the budget."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(Plain):
-    """What a step sent and held when the budget was saved."""
+    """Communication and memory of a step at the time of saving."""
 
     name: str
-    """Of the recipe."""
+    """Name of the recipe."""
     target: str
-    """A cluster (`h100:8x8`) or the platform at hand (`cpu`)."""
+    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
     mesh: Mapping[str, int]
     strategy: str
     totals: Mapping[str, Mapping[str, Mapping[str, float]]]
     """axes -> kind -> `count_per_step` and `bytes_sent_per_device`, as in a report's JSON."""
     peak_bytes: int
     jax_version: str
-    """Another version may compile another program."""
+    """Version of jax. Another version may compile another program."""
     tolerance: float = TOLERANCE
 
     @staticmethod
     def of(report: Report, name: str) -> Budget:
-        """The budget that a report keeps exactly."""
+        """Return the budget that a report meets exactly."""
         return Budget(
             name=name,
             target=report.target,
@@ -68,12 +68,12 @@ class Budget(Plain):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, which `load` reads. Raises `ValueError` where it cannot be written."""
+        """Write the budget as JSON, to read with `load`. Raise `MeshparError` if the file cannot be written."""
         write_json(path, self.to_json(), "budget")
 
     @staticmethod
     def load(path: str | Path) -> Budget:
-        """Reads it from a JSON file. Raises `ValueError`: no such file, or one that holds something else."""
+        """Read a budget from a JSON file. Raise `MeshparError` if the file is missing or not a budget."""
         found = read_json(path, f"budget {path}", "write one with --save-budget")
         fields = {field.name for field in dataclasses.fields(Budget)}
         missing = (fields - {"tolerance"}) - set(found) if isinstance(found, dict) else fields
@@ -100,7 +100,7 @@ class Budget(Plain):
                 raise problem(f"budget {where}", asked, f"it was saved for {what} `{saved}`", fix)
 
     def differences(self, report: Report) -> tuple[Difference, ...]:
-        """What a report says otherwise than the budget, the broken limits first; empty when nothing differs."""
+        """Return the differences between a report and the budget, exceeded limits first."""
         found = [*self._sent(report), *self._held(report), *self._made_by(report)]
         return tuple(sorted(found, key=lambda one: not one.is_over))
 

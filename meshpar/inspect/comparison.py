@@ -1,4 +1,4 @@
-"""Two reports side by side: memory, what is sent over each axis, the predicted step, and what differs."""
+"""Comparison of two reports: memory, communication per axis and predicted step time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(Plain):
-    """One figure of both reports; None where a report has none."""
+    """A value of both reports; None if a report does not have it."""
 
     what: str
     unit: str
-    """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for words."""
+    """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for text."""
     first: Any
     second: Any
     derived = ("difference",)
 
     @property
     def difference(self) -> float | None:
-        """Second less first, of numbers."""
+        """Return the second number minus the first; None for text."""
         if self.first is None or self.second is None or not self.unit:
             return None
         return self.second - self.first
@@ -34,7 +34,7 @@ class Row(Plain):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two reports, figure by figure. Prints as a table."""
+    """Two reports, value by value. Prints as a table."""
 
     first: Report
     second: Report
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The comparison as tables of plain cells."""
+        """Return the comparison as tables of plain cells."""
         rows = tuple(
             (
                 Cell(row.what),

@@ -1,9 +1,9 @@
-"""Folders of Hugging Face's to training states, and back.
+"""Conversion of Hugging Face folders to training states and back.
 
-    config.json ─► family ─► TransformerConfig ─► model, mesh, strategy ─► every array's shards
-    *.safetensors ─► the table's tensors, checked ─► part by part ─► each shard, on its device
+    config.json ─► family ─► TransformerConfig ─► model, mesh, strategy ─► sharding of each array
+    *.safetensors ─► tensors checked against the family ─► slice by slice ─► each shard on its device
 
-Nothing is unpickled, and no code of a folder is run.
+Nothing is unpickled, and no code in a folder is run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.interop.block_fp8 import CONFIG_FIELD, Block, read_block_shape
-from meshpar.interop.decoder import HEAD, TABLE, Family, check_known
-from meshpar.interop.families import BY_TYPE, LACKING
-from meshpar.interop.fields import built, read_rope, write_rope
+from meshpar.interop.decoder import EMBEDDING, HEAD, Family, check_known
+from meshpar.interop.families import BY_TYPE, MISSING_FIELDS
+from meshpar.interop.fields import make_config, read_rope, write_rope
 from meshpar.interop.files import (
     INDEX,
     SINGLE,
@@ -54,22 +54,22 @@ from meshpar.training.state import Setup, TrainState, make_setup
 
 CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
-"""A file of weights is no larger."""
+"""Default maximum size of a weight file."""
 BESIDE = (
     "additional_chat_templates/*", "chat_template.*", "generation_config.json", "merges.txt",
     "special_tokens_map.json", "tokenizer.*", "tokenizer_config.json", "vocab.*",
 )  # fmt: skip
-"""What goes along from folder to folder as it is."""
+"""Files that are copied unchanged."""
 
 
 class Described(NamedTuple):
-    """What a folder's config.json says."""
+    """The parsed config.json of a folder."""
 
     config: TransformerConfig
     family: Family
     document: dict[str, Any]
     block: Block | None = None
-    """Rows and columns that share a factor, where weights are 8-bit floats."""
+    """Block shape of block-scaled FP8 weights."""
 
 
 def from_hf(
@@ -84,31 +84,28 @@ def from_hf(
     key: jax.Array | int = 0,
     **changes: Any,
 ) -> tuple[TransformerConfig, TrainState]:
-    """Read a folder with `config.json` and safetensors files into a state, each shard straight onto its device.
+    """Load a folder with `config.json` and safetensors files into a training state.
 
-    Of the host's memory this takes one shard of one array at a time, beside what the devices hold of it.
-
-    Releases in 8-bit floats with a factor for each block (DeepSeek-V3, Kimi-K2: `quantization_config`) are read as the
-    numbers they stand for: multiplied in float32, then rounded to `dtype`.
+    Each shard is read from the files and moved to its device. Host memory holds one shard of one array at a time.
+    Block-scaled FP8 releases (DeepSeek-V3, Kimi-K2) are dequantized in float32 and rounded to `dtype`.
 
     Args:
-      folder: as transformers' `save_pretrained` writes it, or a release's.
-      mesh: the devices, by axis.
-      strategy: a strategy, or bare `Rules`.
-      tx: the optimizer, to train with; None: none, to look at the model or to write it elsewhere.
-      dtype: of the parameters; None: the widest that the files have, so that nothing is rounded; of weights in 8-bit
-        floats bfloat16.
-      precision: as for `init_state`; its parameters' dtype goes before `dtype`.
-      lora: adapters to train in place of the model's matrices, as in `mp.lora`.
-      key: a jax random key, or a seed, of training.
-      **changes: fields of the config to change: `attention="cudnn"`, `vocab_chunk=8192`.
+      folder: a release, or the output of transformers' `save_pretrained`.
+      mesh: the device mesh.
+      strategy: a strategy, or `Rules`.
+      tx: the optimizer. None if the model is not trained.
+      dtype: dtype of the parameters. None: the highest precision in the files, and bfloat16 for FP8 weights.
+      precision: as for `init_state`. Its parameter dtype takes precedence over `dtype`.
+      lora: adapters to train, as in `mp.lora`.
+      key: a PRNG key or a seed for training.
+      **changes: config fields to change, such as `attention="cudnn"` or `vocab_chunk=8192`.
 
     Returns:
-      the model's config, and its state; `state.bound()` is the model.
+      the config and the state of the model. `state.bound()` is the model.
 
     Raises:
-      ValueError: a family, or a field of its config, that the decoders do not know; an index or file that is not sound;
-        a tensor that is missing, surplus, of another shape or of no known dtype; a shard that no mesh axis divides.
+      ValueError: an unsupported family or config field; a damaged file; a tensor that is missing, unexpected, or has
+        the wrong shape or dtype; a dim that is not divisible by its mesh axes.
 
     Example:
       >>> cfg, state = from_hf("Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5))
@@ -126,10 +123,10 @@ def from_hf(
 
 
 def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> TrainState:
-    """The state of a setup, with a folder's weights; as `from_hf`, for a model that was made of `config_of(folder)`.
+    """Load the weights of a folder into a model that was built from `config_of(folder)`.
 
     Raises:
-      ValueError: as `from_hf`; or a setup of another model.
+      ValueError: as `from_hf`; the setup has another model.
     """
     described = describe(Path(folder))
     with open_files(folder, described) as files:
@@ -139,9 +136,9 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
 
 
 def check_weights(folder: str | Path) -> None:
-    """Check that a folder's files hold the tensors that its `config.json` describes.
+    """Check that the files of a folder have the tensors that its `config.json` requires.
 
-    Numbers are not read, except to compare the head of a tied model with its embedding table.
+    Values are read only to compare the head of a tied model with its embedding.
 
     Raises:
       ValueError: as `from_hf`.
@@ -152,10 +149,10 @@ def check_weights(folder: str | Path) -> None:
 
 
 def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
-    """What a folder's `config.json` says, with fields changed; no weights are looked at.
+    """Return the config of a folder, with changed fields. Weights are not read.
 
     Raises:
-      ValueError: a family, or a field, that the decoders do not know.
+      ValueError: an unsupported family or field.
     """
     return dataclasses.replace(describe(Path(folder)).config, **changes)
 
@@ -164,57 +161,60 @@ def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
 
 
 def describe(folder: Path) -> Described:
-    """The config.json of a folder, checked."""
+    """Read and check the config.json of a folder."""
     if not os.path.isdir(folder):
-        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", "name a folder with config.json")
+        fix = "use a folder with config.json"
+        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", fix, code="missing-file")
     return described(read_json(folder / CONFIG), where=str(folder / CONFIG))
 
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
-    """A config.json as it was read, in our terms. Raises `ValueError`: as `config_of`."""
+    """Convert the contents of a config.json. Errors are those of `config_of`."""
     document = _older(where, document)
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
         shown = repr(kind)[:60]
-        fix = "take one of them, or write a table beside these in meshpar/interop/families"
-        exists = f"the families are {', '.join(BY_TYPE)}"
-        if isinstance(kind, str) and kind in LACKING:
-            exists += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
-        raise problem(f"{where}, `model_type`", f"read {shown}", exists, fix)
+        fix = "use one of them, or add a family in meshpar/interop/families"
+        reason = f"the supported families are {', '.join(BY_TYPE)}"
+        if isinstance(kind, str) and kind in MISSING_FIELDS:
+            reason += f", and TransformerConfig lacks features of {shown}: {MISSING_FIELDS[kind]}"
+        raise problem(f"{where}, `model_type`", f"read {shown}", reason, fix, code="unsupported-feature")
     check_known(where, document, family)
     block = read_block_shape(where, document)
     values: dict[str, Any] = {}
     for field in family.fields:
-        values[field.ours] = field.read(where, document)
-    values |= read_rope(where, document, scores="latent.kv_rank" in values)
+        values[field.path] = field.read(where, document)
+    values |= read_rope(where, document, scale_scores="latent.kv_rank" in values)
     family.read_more(where, document, values)
     try:
-        return Described(built(values), family, dict(document), block)
+        return Described(make_config(values), family, dict(document), block)
     except ValueError as error:
-        raise problem(where, "make a config of it", str(error).rstrip("."), "take the release's config.json") from error
+        reason, fix = str(error).rstrip("."), "use the config.json of the release"
+        raise problem(where, "create a TransformerConfig", reason, fix, code="damaged-file") from error
 
 
 def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """A document of transformers 5, whose fields about rotary embeddings are one, as those before it wrote it."""
+    """Convert `rope_parameters` of transformers 5 to the fields of earlier versions."""
     if "rope_parameters" not in document:
         return dict(document)
     document = dict(document)
     rope = document.pop("rope_parameters")
     if not isinstance(rope, Mapping):
-        raise problem(f"{where}, `rope_parameters`", "read it", "it is no object", "take the release's config.json")
+        reason, fix = "it must be an object", "use the config.json of the release"
+        raise problem(f"{where}, `rope_parameters`", "read it", reason, fix, code="wrong-type")
     rope = dict(rope)
     theta = rope.pop("rope_theta", None)
     return document | ({} if theta is None else {"rope_theta": theta}) | {"rope_scaling": rope or None}
 
 
 def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """A config of ours as the config.json of a family. Raises `ValueError`: it has what the family has not."""
+    """Return the config.json of a config. Raises `ValueError` if the family does not support a field."""
     document = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **family.fixed,
-        **{field.theirs: field.write(config) for field in family.fields},
+        **{field.name: field.write(config) for field in family.fields},
         "rope_scaling": write_rope(config),
         **family.write_more(config),
         "torch_dtype": config.param_dtype,
@@ -223,8 +223,8 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     for name in sorted(asked.keys() | again.keys()):  # a field that is None has no leaf
         if again.get(name) != asked.get(name):
             where = f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})"
-            fix = "write it as another family, or change the field"
-            raise problem(where, f"write it as `{family.model_type}`", f"that family has {again.get(name)!r}", fix)
+            reason, fix = f"that family has {again.get(name)!r}", "use another family, or change the field"
+            raise problem(where, f"write it as `{family.model_type}`", reason, fix, code="unsupported-feature")
     return document
 
 
@@ -234,7 +234,7 @@ _OURS_OF_ROUTING = {"capacity_factor", "causal", "force"}
 
 
 def _meaning(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that say which function of tokens it is, not how it is computed or trained."""
+    """Return the fields that determine the forward pass, without those for kernels and training."""
     fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OURS}
     if config.moe is not None:
         moe = fields["moe"]
@@ -245,7 +245,7 @@ def _meaning(config: TransformerConfig) -> dict[str, Any]:
 
 
 def family_of(config: TransformerConfig) -> Family:
-    """The family whose checkpoints a config of ours is written as, where no folder says it."""
+    """Return the default family for writing a config."""
     if config.latent is not None:
         return BY_TYPE["deepseek_v3"]
     if config.moe is not None:
@@ -256,14 +256,14 @@ def family_of(config: TransformerConfig) -> Family:
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
 INV_FREQ = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Buffers of rotary frequencies. They follow from config.json, and transformers ignores them."""
+"""Buffers of rotary frequencies. They are derived from config.json, and transformers ignores them."""
 
 
 def open_files(folder: str | Path, described: Described) -> Folder:
-    """Open a folder's files, drop rotary buffers, and keep one copy of a tied embedding table.
+    """Open the files of a folder, drop rotary buffers, and keep one copy of a tied embedding.
 
     Raises:
-      ValueError: as `Folder`; a tied model whose head differs from its embedding table.
+      ValueError: as `Folder`; the head of a tied model differs from its embedding.
     """
     files = Folder(folder, block=described.block)
     with contextlib.ExitStack() as until_checked:
@@ -271,31 +271,31 @@ def open_files(folder: str | Path, described: Described) -> Folder:
         for name in [name for name in files.entries if INV_FREQ.fullmatch(name)]:
             del files.entries[name]
         if described.config.tied_embeddings and HEAD in files.entries:
-            if TABLE not in files.entries:
-                files.rename(HEAD, TABLE)
-            elif files.are_equal(HEAD, TABLE):
+            if EMBEDDING not in files.entries:
+                files.rename(HEAD, EMBEDDING)
+            elif files.are_equal(HEAD, EMBEDDING):
                 del files.entries[HEAD]
             else:
-                exists = f"config.json says that it is `{TABLE}` (tie_word_embeddings), which holds other numbers"
-                fix = "take the config.json of these files"
-                raise problem(f"{files.path}, `{HEAD}`", "read it", exists, fix)
+                reason = f"config.json ties it to `{EMBEDDING}` (tie_word_embeddings), which has different values"
+                fix = "use the config.json of these files"
+                raise problem(f"{files.path}, `{HEAD}`", "read it", reason, fix, code="conflict")
         until_checked.pop_all()
     return files
 
 
 def widest(files: Folder, described: Described) -> str:
-    """The widest dtype that the files have of parameters, in which none of them is rounded."""
+    """Return a dtype that represents the parameters in the files without rounding."""
     names = {
         name for one in described.family.tensors(described.config) if not one.is_extra for name, _ in one.tensors()
     }
     found = {jnp.dtype(files.entries[name].dtype) for name in names}
-    if jnp.dtype("float64") in found:  # which jax would take for 32 bits here
+    if jnp.dtype("float64") in found:  # `jnp.result_type` returns float32 without jax_enable_x64
         return "float64"
     return jnp.dtype(jnp.result_type(*found)).name
 
 
 def tell_rounded(where: str, files: Folder, like: PyTree) -> None:
-    """Warns where files have 64 bits and the arrays that they are read into have not."""
+    """Warn if float64 files are read into arrays of lower precision."""
     is_wide = any(entry.dtype == "float64" for entry in files.entries.values())
     if is_wide and all(x.dtype.itemsize < 8 for x in jax.tree.leaves(like)):
         fix = "set jax_enable_x64 and the dtype, where that is not wanted"
@@ -305,43 +305,43 @@ def tell_rounded(where: str, files: Folder, like: PyTree) -> None:
 
 
 def check_dtype(where: str, dtype: str) -> None:
-    """Raises `ValueError` for what is no dtype of weights, or of more bits than jax keeps."""
+    """Check that a name is a dtype of weights that jax supports in its present configuration."""
     if dtype not in PARAM_DTYPES:
-        raise problem(where, f"be {dtype!r}", f"weights are {', '.join(PARAM_DTYPES)}", "use one of them")
+        reason = f"weights must be {', '.join(PARAM_DTYPES)}"
+        raise problem(where, f"be {dtype!r}", reason, "use one of them", code="unknown-choice")
     check_bits(where, dtype)
 
 
 def _check(files: Folder, described: Described) -> None:
-    """Raises `ValueError` unless the files hold the tensors of the table, of their shapes, and no other."""
+    """Check that the files have exactly the tensors of the family, with the right shapes."""
     config, family, document, _ = described
     there = files.entries
     expected = _shapes(family.tensors(config), len(there), files.path)
-    kept = _shapes(family.kept(config, document), len(there), files.path)
+    kept = _shapes(family.passthrough(config, document), len(there), files.path)
     kept = kept if kept.keys() & there.keys() else {}  # transformers itself leaves them out
     expected |= kept
     for name in expected:
         if name not in there:
-            exists = f"the {len(there)} tensors of the files have no such name"
-            raise problem(f"{files.path}, `{name}`", "read it", exists, near(name, there))
+            reason = f"none of the {len(there)} tensors in the files has this name"
+            raise problem(f"{files.path}, `{name}`", "read it", reason, near(name, there), code="not-found")
     for name, entry in there.items():
         if name not in expected:
-            exists = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
-            fix = "take the config.json of these files; remove the tensor only if the model's code does not read it"
-            raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
+            reason = f"`{family.model_type}` with this config.json has no such tensor, and the model may need it"
+            fix = "use the config.json of these files, or remove the tensor if the code of the model does not read it"
+            raise problem(f"{files.path}, `{name[:100]}`", "read it", reason, fix, code="unknown-name")
         if entry.shape != expected[name]:
-            exists = f"by config.json it is {list(expected[name])}"
-            raise problem(
-                f"{files.path}, `{name}`", f"take {list(entry.shape)}", exists, "take the config.json of these files"
-            )
+            requested, reason = f"read shape {list(entry.shape)}", f"config.json requires {list(expected[name])}"
+            fix = "use the config.json of these files"
+            raise problem(f"{files.path}, `{name}`", requested, reason, fix, code="wrong-shape")
 
 
 def _shapes(tensors: Iterable[WeightMapping], most: int, path: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for one in tensors:
         if one.num_tensors > most:
-            exists = f"by config.json there are {one.num_tensors:,} such"
-            fix = "take the config.json of these files"
-            raise problem(f"{path}, `{one.template}`", f"find it among {most} tensors", exists, fix)
+            reason = f"config.json requires {one.num_tensors:,} of them"
+            requested, fix = f"find it among {most} tensors", "use the config.json of these files"
+            raise problem(f"{path}, `{one.template}`", requested, reason, fix, code="not-found")
         shapes |= {name: one.file_shape for name, _ in one.tensors()}
     return shapes
 
@@ -378,7 +378,7 @@ def _mapped(f: Any, tree: PyTree) -> PyTree:
 
 
 def born(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array in its shards, each read from the files by itself and let go of before the next one is read."""
+    """Create a sharded array from files. Each shard is released on the host before the next one is read."""
     owners: dict[Any, list[jax.Device]] = {}
     indices: dict[Any, Any] = {}
     assert like.sharding is not None
@@ -396,14 +396,15 @@ def born(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> ja
 
 
 def _reader(files: Folder, dtype: Any) -> Any:
-    """Return a function that reads parts of tensors and checks that their numbers are finite, also in the dtype."""
+    """Return a function that reads slices of tensors and checks that all values are finite in a dtype."""
     reaches = float(jnp.finfo(dtype).max)
 
     def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
         part = files.read(name, slices)
         if not np.isfinite(part).all():
-            exists = f"{np.count_nonzero(~np.isfinite(part)):,} of its numbers are nan or infinite"
-            raise problem(f"{files.path}, `{name}`", "use it as weights", exists, "take the files of the release again")
+            reason = f"{np.count_nonzero(~np.isfinite(part)):,} of its values are nan or infinite"
+            fix = "download the files again"
+            raise problem(f"{files.path}, `{name}`", "use it as weights", reason, fix, code="damaged-file")
         if float(jnp.finfo(part.dtype).max) > reaches and part.size and float(np.abs(part).max()) > reaches:
             exists = (
                 f"its numbers go up to {float(np.abs(part).max()):.3g}, which {jnp.dtype(dtype).name} does not hold"
@@ -426,34 +427,33 @@ def to_hf(
     dtype: str | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Write a model as a folder that transformers reads: `config.json` and safetensors files, all of it or nothing.
+    """Write a model as a folder for transformers, with `config.json` and safetensors files.
 
-    Of the host's memory this takes one file at a time. Where several processes hold the state all of them call it:
-    process 0 writes, and the others send it their parts, a tensor at a time.
+    The folder appears under its name when all files are written. Host memory holds one file at a time. With several
+    processes, all of them must call this function: process 0 writes, and receives one tensor at a time.
 
     Args:
-      state: a state, or its parameters alone. A state's adapters are merged.
-      config: of the model.
-      folder: a new one.
-      like: the folder the model came from, or `hf` of a run: names the family, and gives what is not ours: other fields
-        of config.json, the tokenizer, modules our decoders do not run, and how tensors are spread over files. Where its
-        weights are 8-bit floats, what is written is plain all the same, and `quantization_config` is left out, which
-        a warning says.
-      dtype: of the weights; None: each tensor's in `like`, or without that the parameters'. Experts' biases
-        stay float32.
-      file_bytes: no file is larger, but for one with one tensor.
+      state: a state, whose adapters are merged, or a pytree of parameters.
+      config: config of the model.
+      folder: path of the new folder.
+      like: the source folder of the model, or `hf` in a run. It determines the family, other fields of config.json, the
+        tokenizer, tensors that the decoder does not use, and the file of each tensor. FP8 weights are written
+        dequantized, without `quantization_config` and with a warning.
+      dtype: dtype of the weights. None: the dtype of each tensor in `like`, or else of the parameters. Router biases
+        remain float32.
+      file_bytes: maximum size of a file, unless it has only one tensor.
 
     Returns:
       the folder.
 
     Raises:
-      ValueError: the folder is there already; a config that no family has; parameters of another model.
+      ValueError: the folder exists already; no family supports the config; the parameters are of another model.
     """
     params, extra = (merged_params(state), state.extra) if isinstance(state, TrainState) else (state, {})
     for path, _ in tree_leaves_with_paths(params):
         if of_pair(path):
-            exists, fix = "a state says how they count, parameters alone do not", "give the state"
-            raise problem(f"to_hf, `{path}`", "merge adapters", exists, fix)
+            reason, fix = "their scale is in the state, not in the parameters", "pass the TrainState"
+            raise problem(f"to_hf, `{path}`", "merge adapters", reason, fix, code="wrong-type")
     if dtype is not None:
         check_dtype("to_hf(dtype=...)", dtype)
     with contextlib.ExitStack() as stack:
@@ -478,17 +478,17 @@ def to_hf(
 
 
 def _spread(sizes: Mapping[str, int], files: Folder | None, file_bytes: int) -> dict[str, str]:
-    """The file of each tensor: as in the folder the model came from, where that has the same tensors."""
+    """Return the file of each tensor, as in the source folder if that has the same tensors."""
     if files is not None and not files.has_float8 and {n: one.nbytes for n, one in files.entries.items()} == sizes:
         return {name: files.entries[name].file for name in sizes}
     return assigned(sizes.items(), file_bytes)
 
 
 def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files: Mapping[str, str]) -> None:
-    """A new folder, filled by process 0, to which the others send their parts of each tensor when it makes that.
+    """Create a folder in process 0, while the other processes send it their shards of each tensor.
 
     Raises:
-      ValueError: in all processes, where the first could not write it.
+      ValueError: process 0 could not write the folder. All processes raise.
     """
     failure: BaseException | None = None
     if jax.process_index() == 0:
@@ -509,18 +509,18 @@ def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files:
     if failure is not None:
         raise failure
     if has_failed:
-        exists, fix = "process 0 could not, and says why", "see its error"
-        raise problem(f"to_hf, folder `{folder}`", "write it", exists, fix)
+        reason, fix = "process 0 could not write it", "see the error of process 0"
+        raise problem(f"to_hf, folder `{folder}`", "write it", reason, fix, code="not-writable")
 
 
 def kept_names(described: Described) -> list[str]:
-    """Tensors that our decoders do not run, and that a folder may have."""
+    """Return the names of the tensors that a folder may have and the decoder does not use."""
     config, family, document, _ = described
-    return [name for one in family.kept(config, document) for name, _ in one.tensors()]
+    return [name for one in family.passthrough(config, document) for name, _ in one.tensors()]
 
 
 def copy_beside(like: str | Path | None, folder: Path) -> None:
-    """Copy the tokenizer and what else goes along."""
+    """Copy the tokenizer and the other files of a source folder that are not converted."""
     for pattern in BESIDE if like is not None else ():
         for path in Path(like or "").glob(pattern):
             if path.is_file():
@@ -531,16 +531,16 @@ def copy_beside(like: str | Path | None, folder: Path) -> None:
 
 
 def _document(ours: dict[str, Any], source: Described | None, dtype: str | None) -> dict[str, Any]:
-    """config.json: the source's, where that says the same; with our fields in it, where not."""
+    """Return the config.json of the source folder, updated if the config has changed."""
     if source is None:
         return ours | ({} if dtype is None else {"torch_dtype": dtype})
     theirs = dict(source.document)
     if theirs.pop(CONFIG_FIELD, None) is not None:
-        warnings.warn(f"to_hf: weights are written plain, and config.json without `{CONFIG_FIELD}`", stacklevel=3)
+        warnings.warn(f"to_hf writes dequantized weights, and config.json without `{CONFIG_FIELD}`", stacklevel=3)
     if source.config != described(ours).config:
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
         for field in source.family.fields:
-            theirs.pop(field.also or "", None)
+            theirs.pop(field.alias or "", None)
         theirs |= {name: value for name, value in ours.items() if name not in drop}
     if dtype is not None:
         theirs["dtype" if "dtype" in theirs else "torch_dtype"] = dtype
@@ -548,7 +548,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
 
 
 class Made:
-    """The tensors of a model to write, made one at a time of the arrays they are parts of."""
+    """The checkpoint tensors of a model. Each is assembled from sharded arrays when it is written."""
 
     def __init__(
         self, tensors: list[WeightMapping], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
@@ -565,18 +565,18 @@ class Made:
             if one.is_extra:
                 found = next((x for path, x in beside.items() if path.endswith(one.path)), None)
             if found is None or found.shape != one.shape:
-                exists = "there is none" if found is None else f"it has {found.shape}"
-                fix = "give the state of this config" + ", not its parameters alone" * one.is_extra
-                raise problem(f"to_hf, `{one.path}`", f"write an array of {one.shape}", exists, fix)
+                reason = "there is no such array" if found is None else f"the array has shape {found.shape}"
+                fix = "pass the TrainState of this config"
+                raise problem(f"to_hf, `{one.path}`", f"write shape {one.shape}", reason, fix, code="wrong-shape")
             if isinstance(found, jax.Array) and not (together or found.is_fully_addressable):
-                exists = "other processes hold a part of it"
+                reason = "other processes have shards of it"
                 fix = "save a checkpoint, and convert it in one process: meshpar convert to-peft RUN DIR"
-                raise problem(f"to_peft, `{one.path}`", "write it", exists, fix)
+                raise problem(f"to_peft, `{one.path}`", "write it", reason, fix, code="unsupported-feature")
             for name, at in one.tensors():
                 self.pieces.setdefault(name, []).append((one, found, at))
 
     def dtype_of(self, name: str) -> Any:
-        """In which a tensor is written."""
+        """Return the dtype in which a tensor is written."""
         if name in self.kept or (self.dtype is None and self.files is not None and name in self.files.entries):
             assert self.files is not None
             return jnp.dtype(self.files.entries[name].dtype)
@@ -591,7 +591,7 @@ class Made:
         return int(np.prod(shape, dtype=np.int64)) * self.dtype_of(name).itemsize
 
     def __call__(self, name: str) -> np.ndarray:
-        """The tensor."""
+        """Assemble a tensor on the host."""
         if name in self.kept:
             assert self.files is not None
             return self.files.read_full(name)
@@ -603,13 +603,13 @@ class Made:
         return out
 
     def take_part(self, name: str) -> None:
-        """Send other processes what they need of a tensor, but for the pieces that have been taken here."""
+        """Take part in gathering the pieces of a tensor that this process has not gathered yet."""
         for _, array, at in self.pieces.get(name, ())[self._taken.get(name, 0) :]:
             _gathered(array, at)
 
 
 def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:
-    """What stands at these indices of an array's leading dims, put together on the host of the shards that hold it."""
+    """Gather an array, indexed in its leading dims, on the host."""
     if not isinstance(array, jax.Array):
         return np.asarray(array)[at]
     if not array.is_fully_addressable:
@@ -631,5 +631,5 @@ def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _picked(whole: NamedSharding) -> Any:
-    """What stands at indices of an array's leading dims, on every device; one program for all indices."""
+    """Return a compiled function that indexes the leading dims of an array and replicates the result."""
     return jax.jit(lambda array, at: array[tuple(at)], out_shardings=whole)

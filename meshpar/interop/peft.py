@@ -1,16 +1,16 @@
-"""Adapters in PEFT's format, both ways: `adapter_model.safetensors` and `adapter_config.json`, by the family's table.
+"""Reading and writing LoRA adapters in the format of PEFT (`adapter_model.safetensors`, `adapter_config.json`).
 
 q_proj.weight: "(H D) E -> L E H D"    ⇒    q_proj.lora_A.weight: "Z E -> L E Z"
                                             q_proj.lora_B.weight: "(H D) Z -> L Z H D"
 
-Experts have a pair each, as PEFT has them where each is a module of its own, under the release's names: so they are
-written, and PEFT stacks them where transformers 5 does. Its stacked ones (`target_parameters`) are read, too:
+Each expert has its own pair, under the tensor names of the release. PEFT stacks them for transformers 5. Its stacked
+adapters (`target_parameters`) can be read too:
 
 experts.base_layer.lora_A.weight: "(X Z) E -> L X E Z"      of `gate_up_proj`; of `down_proj` experts.lora_A.weight
-experts.base_layer.lora_B.weight: "F (Z X) -> L X Z F"      rows of gate, then of up
+experts.base_layer.lora_B.weight: "F (Z X) -> L X Z F"      gate, then up
 
-Where a matrix of the release is n of ours, their pairs are blocks of one of rank n r (`rank_pattern`); of one of rank r
-all of ours take the same first.
+If a matrix of the release corresponds to n arrays here, their pairs are the blocks of one pair of rank n r
+(`rank_pattern`). If that pair has rank r, all n arrays share its lora_A.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from meshpar.training.state import TrainState
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 ROOT = "base_model.model."
-"""Stands before the names of the model's own tensors."""
+"""Prefix of the names of the base model's tensors."""
 PLAIN = {
     "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "modules_to_save": None, "use_dora": False,
     "use_rslora": False, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
-"""Fields of adapter_config.json that change what an adapter computes, with the value of plain LoRA."""
+"""Fields of adapter_config.json that change the computation, with their value for plain LoRA."""
 NEWER = {
     "alora_invocation_tokens": None, "arrow_config": None, "enable_lora": None, "kasa_config": None,
     "megatron_config": None, "monteclora_config": None, "use_bdlora": None, "use_qalora": False, "velora_config": None,
 }  # fmt: skip
-"""More such fields. They are not written, because not all versions of PEFT have them."""
+"""More such fields, which are not written because some versions of PEFT do not have them."""
 READ = frozenset({
     "alpha_pattern", "init_lora_weights", "lora_alpha", "peft_type", "r", "rank_pattern", "target_parameters",
 })  # fmt: skip
@@ -57,16 +57,18 @@ HARMLESS = frozenset({
     "inference_mode", "layers_pattern", "loftq_config", "lora_dropout", "lora_ga_config", "megatron_core",
     "merge_weights", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
 })  # fmt: skip
-"""Fields that do not change what a trained adapter computes, or only together with one of `PLAIN`, `NEWER` or `READ`.
-The names of the tensors say which modules have a pair."""
+"""Fields that do not change the computation, or only together with a field in `PLAIN`, `NEWER` or `READ`.
+
+The tensor names determine which modules have adapters.
+"""
 
 STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
-"""The parameter of transformers 5 that each matrix of experts is in."""
+"""The parameter of transformers 5 that contains each expert matrix."""
 
 MERGE = "merge the adapter into its model with PEFT, and read the merged model"
 """The fix for adapters that cannot be expressed here."""
 KEEP_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that leave the model's matrices as they are; the others subtract the first product."""
+"""Values of `init_lora_weights` that do not modify the base model. The others subtract the initial product."""
 
 
 def to_peft(
@@ -78,21 +80,21 @@ def to_peft(
     base: str | None = None,
     dtype: str | None = None,
 ) -> Path:
-    """Write a state's adapters, and nothing else, as a folder that PEFT reads beside the model that they belong to.
+    """Write the adapters of a state as a PEFT folder.
 
     Args:
-      state: of a model with adapters.
-      config: of the model.
-      folder: a new one.
-      like: the folder the model came from, which names the family.
-      base: what to name as the model they belong to: a folder, or a name on the hub.
-      dtype: of the adapters; None: as they are.
+      state: state of a model with adapters.
+      config: config of the model.
+      folder: path of the new folder.
+      like: source folder of the model, which determines the family.
+      base: base model to name in adapter_config.json: a folder, or a name on the Hugging Face hub.
+      dtype: dtype of the adapters. None: unchanged.
 
     Returns:
       the folder.
 
     Raises:
-      ValueError: a model without adapters; the folder is there already; adapters of a matrix that the family has not.
+      ValueError: the model has no adapters; the folder exists; the family has no matrix for an adapter.
     """
     lora = _lora_of(state, "to_peft")
     if dtype is not None:
@@ -116,15 +118,15 @@ def to_peft(
 
 
 def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | Path | None = None) -> Lora:
-    """The adapters that a folder of PEFT's has, to make the model with; their weights are `load_peft`'s.
+    """Return the `Lora` of a PEFT folder, with which the model is built. `load_peft` loads the weights.
 
     Args:
-      folder: with `adapter_config.json` and `adapter_model.safetensors`.
-      config: of the model that they belong to.
-      like: the folder the model came from, which names the family.
+      folder: folder with `adapter_config.json` and `adapter_model.safetensors`.
+      config: config of the base model.
+      like: source folder of the model, which determines the family.
 
     Raises:
-      ValueError: a file that is not sound, or says what our adapters do not do.
+      ValueError: a damaged file, or an unsupported kind of adapter.
     """
     path = Path(folder) / CONFIG
     document = _document(path)
@@ -135,7 +137,7 @@ def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | P
 
 
 def _plain_lora(document: Mapping[str, Any], path: Path) -> Lora:
-    """Return the rank and scale of an adapter_config.json. Raises `ValueError`: modules differ in their scale."""
+    """Return the rank and scale in an adapter_config.json. Raises `ValueError` if modules have different scales."""
     rank, alpha = document.get("r"), document.get("lora_alpha")
     try:
         lora = Lora(rank=rank, alpha=alpha)  # type: ignore[arg-type]
@@ -146,10 +148,10 @@ def _plain_lora(document: Mapping[str, Any], path: Path) -> Lora:
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Read an adapter_config.json that has known fields only, with the values of plain LoRA.
+    """Read an adapter_config.json and check that it describes plain LoRA.
 
     Raises:
-      ValueError: an unknown field, or a value by which PEFT computes something else.
+      ValueError: an unknown field, or a value that changes the computation.
     """
     document, plain = read_json(path), {**PLAIN, **NEWER}
     if document.get("peft_type") != "LORA":
@@ -176,15 +178,15 @@ def _document(path: Path) -> dict[str, Any]:
 def load_peft(
     state: TrainState, config: TransformerConfig, folder: str | Path, *, like: str | Path | None = None
 ) -> TrainState:
-    """A state with the adapters of a folder of PEFT's; its optimizer stays as it is.
+    """Return a state with the adapters of a PEFT folder. The optimizer state does not change.
 
     Args:
-      state: of a model with those adapters: see `lora_of_peft`.
+      state: state of a model with these adapters; see `lora_of_peft`.
       config, folder, like: as for `lora_of_peft`.
 
     Raises:
-      ValueError: as `lora_of_peft`; the model's adapters have another scale; tensors that are missing, surplus or of
-        another shape.
+      ValueError: as `lora_of_peft`; the scale differs from that of the model; missing or unexpected tensors, or wrong
+        shapes.
     """
     lora, path = _lora_of(state, "load_peft"), Path(folder) / CONFIG
     document = _document(path)
@@ -274,7 +276,7 @@ def _tensors(
 
 
 def _is_shared(files: Folder | None, pair: WeightMapping) -> bool:
-    """Whether files have one pair of the adapters' own rank for a matrix that is several of ours."""
+    """Return whether a matrix for several arrays has one shared pair of the adapters' rank."""
     entry = None if files is None else files.entries.get(next(name for name, _ in pair.tensors()))
     return entry is not None and entry.shape == pair.file_shape
 
@@ -292,7 +294,7 @@ def _pair_of(one: WeightMapping, path: str, *, is_inward: bool, rank: int) -> We
 
 
 def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
-    """Raises `ValueError` for modules whose pairs count more or less often than the others."""
+    """Check that all modules have the same scale."""
     given = [document.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
     ranks, alphas = (one if isinstance(one, dict) else {"": None} for one in given)
     rank, alpha = document.get("r"), document.get("lora_alpha")
@@ -306,7 +308,7 @@ def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_blocks(files: Folder, tensors: list[WeightMapping]) -> None:
-    """Raises `ValueError` where a pair of a matrix that is several of ours has numbers that are none of theirs."""
+    """Check that the pair of a matrix for several arrays is block-diagonal."""
     of_name: dict[str, list[WeightMapping]] = {}
     for one in tensors:
         if one.path.endswith(PAIR[1]) and one.parts:
@@ -323,15 +325,15 @@ def _check_blocks(files: Folder, tensors: list[WeightMapping]) -> None:
 
 
 def _module_of(name: str) -> str:
-    """Of a tensor's name, what stands before that of the pair."""
+    """Return the module name in the name of an adapter tensor."""
     return name.rpartition(".lora_")[0]
 
 
 def _targets(pairs: Iterable[str], rows: list[WeightMapping]) -> dict[str, Any]:
-    """What to name as `target_modules`, and as `target_parameters` the rest.
+    """Return `target_modules` and `target_parameters` of the modules with adapters.
 
-    With transformers 5 PEFT takes any module whose name ends as an expert's for one that it stacks with the others:
-    what is none is named as a parameter.
+    With transformers 5, PEFT stacks every module whose name ends like that of an expert. Modules with such a name that
+    are not experts are therefore listed as parameters.
     """
     chosen = {_module_of(name).removeprefix(ROOT) for name in pairs}
     known = {name.removesuffix(".weight") for one in rows for name, _ in one.tensors()}
@@ -342,7 +344,7 @@ def _targets(pairs: Iterable[str], rows: list[WeightMapping]) -> dict[str, Any]:
 
 
 def _ends(chosen: set[str], known: set[str]) -> list[str]:
-    """Ends of names, as short as they stand for no other module."""
+    """Return the shortest name suffixes that do not match other modules."""
     for depth in itertools.count(1):
         ends, others = ({".".join(name.split(".")[-depth:]) for name in names} for names in (chosen, known - chosen))
         if not ends & others:

@@ -1,6 +1,6 @@
-"""What a run's folder keeps of the model it began with, and the model of a run or of a folder of Hugging Face's.
+"""The model of a training run or a Hugging Face folder, and the files that a run keeps of its source model.
 
-runs/<name>/  checkpoints/ · hf/ (config.json, tokenizer, tensors that our decoders do not run)
+runs/<name>/  checkpoints/ · hf/ (config.json, tokenizer, tensors that the decoder does not use)
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 
 BESIDE_RUN = "hf"
-"""Folder of a run that `to_hf` goes by."""
+"""Subfolder of a run that is passed to `to_hf(like=...)`."""
 CHECKPOINTS = "checkpoints"
 RUN_MODE = 0o700
-"""Mode of a new run folder, less the umask: only its owner reads it, and nobody else can put links into it."""
+"""Mode of a new run folder, before the umask. Other users cannot read it or create links in it."""
 SOURCE = "source.json"
-"""In it, which folder that was."""
-_LOOKED_AT = 2**20
-_PARTS = {
-    one.__name__: one
-    for one in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
+"""File in that subfolder with the path and fingerprint of the source folder."""
+_SAMPLE_BYTES = 2**20
+_CONFIG_TYPES = {
+    config_type.__name__: config_type
+    for config_type in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
 }
 
 
 def keep_beside(source: str | Path, run: Path) -> Path:
-    """Keep in a run what `to_hf` needs of the folder that its model came from; what it kept before goes.
+    """Copy the files that `to_hf` needs from the source folder of a model into a run, replacing earlier ones.
 
     Returns:
-      that folder of the run.
+      the subfolder of the run.
     """
     to = run / BESIDE_RUN
     check_inside(Path(source) / CONFIG, Path(source))
@@ -56,83 +56,82 @@ def keep_beside(source: str | Path, run: Path) -> Path:
     copy_beside(source, to)
     described = describe(Path(source))
     with open_files(source, described) as files:
-        kept = [name for name in kept_names(described) if name in files.entries]
-        if kept:
-            total = sum(files.entries[name].nbytes for name in kept)
-            write(to, dict.fromkeys(kept, SINGLE), files.read_full, total)
+        names = [name for name in kept_names(described) if name in files.entries]
+        if names:
+            total = sum(files.entries[name].nbytes for name in names)
+            write(to, dict.fromkeys(names, SINGLE), files.read_full, total)
     write_json(to / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
     return to
 
 
 def check_source(source: str | Path, run: Path) -> None:
-    """Look whether a folder is the one that a run's model came from.
+    """Check that a folder is the source of a run's model.
 
     Raises:
-      ValueError: its files are others, or the run's model came from none.
+      ValueError: the files differ, or the run's model did not come from a folder.
     """
-    kept = run / BESIDE_RUN / SOURCE
-    if Path(source).resolve() == kept.parent.resolve():
+    saved = run / BESIDE_RUN / SOURCE
+    if Path(source).resolve() == saved.parent.resolve():
         return
-    if not kept.parent.exists():
-        exists = "the run began with weights of its own, which it goes on with"
-        fix = "leave --from-hf out, or use --name for a new run beside it, or --fresh to begin anew"
-        raise problem(f"--from-hf {source}", f"go on with {run}", exists, fix)
-    if kept.exists() and read_json(kept).get("fingerprint") != fingerprint_of(source):
-        exists = f"the run began with the weights of another folder ({str(read_json(kept).get('folder'))[:200]})"
-        fix = "name that folder, or use --name for a new run beside it, or --fresh to begin anew"
-        raise problem(f"--from-hf {source}", f"go on with {run}", exists, fix)
+    where, requested = f"--from-hf {source}", f"continue {run}"
+    new_run = "use --name for a new run, or --fresh to start again"
+    if not saved.parent.exists():
+        reason = "the run began with randomly initialized weights"
+        raise problem(where, requested, reason, f"omit --from-hf, or {new_run}", code="conflict")
+    if saved.exists() and read_json(saved).get("fingerprint") != fingerprint_of(source):
+        reason = f"the run began with the weights of another folder ({str(read_json(saved).get('folder'))[:200]})"
+        raise problem(where, requested, reason, f"use that folder, or {new_run}", code="conflict")
 
 
 def fingerprint_of(source: str | Path) -> str:
-    """Tells folders of weights apart: by the names, sizes and ends of their files, not by all that they hold."""
+    """Hash the names, sizes and samples (start, middle, end) of the weight files in a folder."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(source).glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            for at in (0, size // 2, max(size - _LOOKED_AT, 0)):
-                file.seek(at)
-                digest.update(file.read(_LOOKED_AT))
+            for offset in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def like_of(run: Path) -> Path | None:
-    """What `to_hf` goes by for a run; None for one whose model began here."""
+    """Return the folder for `to_hf(like=...)`, or None if the run began with random weights."""
     return run / BESIDE_RUN if (run / BESIDE_RUN / CONFIG).exists() else None
 
 
 def opened(
     folder: str | Path, *, mesh: Mesh, strategy: Strategy | Rules, dtype: str | None = None, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """The model of a run, or of a folder of Hugging Face's, without an optimizer; a run's adapters are merged.
+    """Load the model of a run or of a Hugging Face folder, without an optimizer. Adapters are merged.
 
-    Of a run that averages its parameters (`AdamW(ema=0.999)`) the averages.
+    If the run averages its parameters (`AdamW(ema=0.999)`), the averages are loaded.
 
     Args:
-      folder: of either; a run is one that has `checkpoints/`.
-      mesh, strategy: how it is to lie.
-      dtype: of the parameters, of a folder of Hugging Face's; None: as the files have them.
-      step: of a run, which checkpoint; None: the newest.
+      folder: a run (a folder with `checkpoints/`), or a Hugging Face folder.
+      mesh, strategy: how the model is sharded.
+      dtype: dtype of the parameters, for a Hugging Face folder only. None: the dtype of the files.
+      step: checkpoint of a run. None: the newest.
 
     Raises:
-      ValueError: neither of them; a dtype for a run; as `from_hf` and `Checkpoints.restore`.
+      ValueError: another kind of folder; a dtype for a run; as `from_hf` and `Checkpoints.restore`.
     """
     path = Path(folder)
     if not (path / CHECKPOINTS).is_dir():
         if path.is_dir() and not (path / CONFIG).exists():
-            exists = f"it has neither {CHECKPOINTS}/ nor {CONFIG}"
-            raise problem(f"folder `{path}`", "open a model", exists, "name runs/<name>, or a folder of Hugging Face's")
+            reason, fix = f"it has neither {CHECKPOINTS}/ nor {CONFIG}", "use runs/<name>, or a Hugging Face folder"
+            raise problem(f"folder `{path}`", "open a model", reason, fix, code="missing-file")
         return from_hf(path, mesh=mesh, strategy=strategy, dtype=dtype)
     if dtype is not None:
-        exists = "a run is opened in the dtype that it has"
-        fix = "leave --dtype out, or convert to-hf first"
-        raise problem(f"run `{path}`", f"open its model in {dtype}", exists, fix)
+        reason, fix = "a run is loaded in the dtype of its checkpoint", "omit --dtype, or convert to-hf first"
+        raise problem(f"run `{path}`", f"open its model in {dtype}", reason, fix, code="conflict")
     config, state = restored_run(path, mesh=mesh, strategy=strategy, step=step)
     return config, merged(state, config)
 
 
 def merged(state: TrainState, config: TransformerConfig) -> TrainState:
-    """A decoder's state without adapters, which are in its matrices then, and without an optimizer."""
+    """Merge the adapters of a state into its matrices, and drop the optimizer state."""
     if state.setup.model.lora is None:
         return state
     setup = make_setup(config.build(), optax.identity(), mesh=state.setup.given_mesh, strategy=state.setup.strategy)
@@ -142,14 +141,14 @@ def merged(state: TrainState, config: TransformerConfig) -> TrainState:
 def restored_run(
     path: Path, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """The model of a run as it trained it, with adapters where it has them; arguments and errors as `opened`."""
+    """Load the model of a run without merging its adapters. Arguments and errors are those of `opened`."""
     if not (path / CHECKPOINTS).is_dir():
-        raise problem(f"run `{path}`", "open its model", f"it has no {CHECKPOINTS}/", "name runs/<name>")
+        raise problem(f"run `{path}`", "open its model", f"it has no {CHECKPOINTS}/", "use runs/<name>", "missing-file")
     with Checkpoints(path / CHECKPOINTS) as checkpoints:
         table = checkpoints.stored(step).get("params/embed/embedding")
         if table is None:
-            exists, fix = "its model is none of the shipped decoders", "take a run of a TransformerConfig"
-            raise problem(f"run `{path}`", "open its model", exists, fix)
+            reason, fix = "its model is not a TransformerConfig's decoder", "use a run of a TransformerConfig"
+            raise problem(f"run `{path}`", "open its model", reason, fix, code="unsupported-feature")
         config, lora = config_of_run(path, param_dtype=table["dtype"]), lora_of_run(path)
         model = config.build() if lora is None else lora(config.build())
         setup = make_setup(model, optax.identity(), mesh=mesh, strategy=strategy)
@@ -159,31 +158,31 @@ def restored_run(
 
 
 def lora_of_run(run: Path) -> Lora | None:
-    """The adapters that a run trained; None: it trained the whole model."""
+    """Return the adapters that a run trained, or None if it trained all parameters."""
     path = run / "recipe.json"
     return _from_plain(read_json(path).get("lora")) if path.exists() else None
 
 
 def config_of_run(run: Path, **changes: Any) -> TransformerConfig:
-    """The decoder that a run trained, by its recipe, or by the folder it was converted from.
+    """Return the config of a run's model, from its recipe or from its source folder.
 
     Raises:
-      ValueError: the recipe's model is something else.
+      ValueError: the recipe has another kind of model.
     """
     if not (run / "recipe.json").exists():
         return config_of(run / BESIDE_RUN, **changes)
     plain = read_json(run / "recipe.json").get("model")
     config = _from_plain(plain)
     if not isinstance(config, TransformerConfig):
-        exists = "its recipe's model is no TransformerConfig"
-        raise problem(f"run `{run}`", "open its model", exists, "restore it by Checkpoints, with the model itself")
+        reason, fix = "its recipe has no TransformerConfig", "restore the model with Checkpoints"
+        raise problem(f"run `{run}`", "open its model", reason, fix, code="unsupported-feature")
     return dataclasses.replace(config, **changes)
 
 
 def _from_plain(plain: Any) -> Any:
-    """What `Recipe.to_json` made of a config; fields that it did not have then are at their defaults."""
+    """Convert the output of `Recipe.to_json` to a config. New fields get their defaults."""
     if not isinstance(plain, Mapping):
         return plain
-    kind: Any = _PARTS.get(plain.get("type", ""))
+    config_type: Any = _CONFIG_TYPES.get(plain.get("type", ""))
     fields = {name: _from_plain(value) for name, value in plain.items() if name != "type"}
-    return fields if kind is None else kind(**fields)
+    return fields if config_type is None else config_type(**fields)

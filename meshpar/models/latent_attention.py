@@ -1,18 +1,18 @@
-"""Multi-head latent attention: queries, keys and values are made of narrow vectors, and those are all that is cached.
+"""Multi-head latent attention. Queries, keys and values are projections of latents, and only latents are cached.
 
     h ─► query_down ─► norm ─► query_up ─────────────────────► H heads of [nope | rope] ─┐
     h ─► latent_down ─► norm ─┬─► key_up ──► H heads of [nope] ─┐                        ├─► attention ─► out
     h ─► key_rope ────────────│─► rotated, one for all heads ───┴─► H heads of keys ─────┤
                               └─► value_up ──► H heads of values ────────────────────────┘
 
-The narrow vectors are whole on every device, the heads split; a rank that is narrow goes by the name `embed` where a
-matmul takes it in. With the sequence split between blocks the narrow vectors are gathered, not the residual stream.
+Heads are sharded and latents are replicated. The input dim of a projection is named `embed`, also if it is a latent.
+With sequence parallelism the latents are all-gathered, not the residual stream.
 
 DeepSeek-AI 2024, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1 and
 appendix C.
 
-Shape suffixes as in `meshpar.models.layers`, and: Q width of what queries are made of, C of what keys and values are
-made of, N of the part of a key that is not rotated, R of the one that is; D = N + R.
+Shape suffixes as in `meshpar.models.layers`, and: Q query latent, C key-value latent, N part of a head without rope,
+R part with rope, D = N + R.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ NAMES: dict[str, tuple[str | None, ...]] = {
 
 
 class NNXLatentAttention(nnx.Module):
-    """Multi-head latent attention in NNX; called as `meshpar.models.transformer.Attention` is."""
+    """Multi-head latent attention in NNX, with the signature of `meshpar.models.transformer.Attention`."""
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         latent, heads, width = cfg.latent, cfg.num_heads, cfg.embed_dim
@@ -66,7 +66,7 @@ class NNXLatentAttention(nnx.Module):
     def __call__(
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
-        """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
+        """Return the output in the residual stream, and the updated cache."""
         assert not overlapped, "the config refuses it"
         assert self.cfg.latent is not None
         if self.cfg.latent.q_rank is None:
@@ -92,12 +92,12 @@ def attend(
     v_BTHW: Float[Array, "B T H W"],
     angles: Rope,
 ) -> Float[Array, "B T H W"]:
-    """Attention over a whole sequence, every head with a key and a value of its own.
+    """Compute attention over a full sequence, with a separate key and value per head.
 
     Args:
-      q_BTHD: queries, the last R of whose D numbers are rotated here.
-      k_BTHN: the part of the keys that is not rotated.
-      r_BTR: the rest of every head's key, rotated here.
+      q_BTHD: queries, before rope. The last R of D elements are rotated.
+      k_BTHN: part of the keys without rope.
+      r_BTR: shared part of the keys, before rope.
       v_BTHW: values.
     """
     k_BTHN = layers.heads_layout(k_BTHN, "act_kv_heads")

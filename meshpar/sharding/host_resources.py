@@ -229,7 +229,7 @@ def unexpected(error: BaseException, *, command: str) -> MeshparError:
     where = f"`{command}`"
     if isinstance(error, OSError) and error.filename is not None:
         return _file_problem(str(error.filename)[:200], "use it", error, "name a different file, or make it usable")
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
         reason, fix = "there is not enough memory", "use smaller sizes, or more devices"
         return problem(where, "run", reason, fix, code="out-of-memory")
     message = " ".join(str(error).split())

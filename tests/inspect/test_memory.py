@@ -309,7 +309,7 @@ def test_what_cannot_be_done_keeps_its_reason(planted):
     batch = {"x": jax.ShapeDtypeStruct((8, 64), np.float32)}
     step = mp.train_step(lambda model, batch, key: (model(batch["x"]).mean(), {}))
     found = {one.change: one for one in remedies(step, state.setup, batch, Compiler(10**12), 10**11)}
-    assert "8 rows are not a positive multiple of 16" in found["accumulate=2"].reason
+    assert "8 is not a positive multiple of 16" in found["accumulate=2"].reason
     rows = {"x": jax.ShapeDtypeStruct((16, 64), np.float32)}
     of_scalar = {one.change: one for one in remedies(step, state.setup, rows, Compiler(10**12), 10**11)}
     assert "it returns a scalar" in of_scalar["accumulate=2"].reason

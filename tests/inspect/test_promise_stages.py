@@ -17,7 +17,7 @@ from jax import lax
 import meshpar as mp
 from meshpar.inspect import explain as explain_module
 from meshpar.inspect.census import census, on_stage
-from meshpar.inspect.expected import promised_by_stage
+from meshpar.inspect.expected import expected_by_stage
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.matching import SMALL, match_collectives
@@ -188,7 +188,7 @@ def built_of(case, program, step, state, batch, *, on_cpu=True):
         setup=state.setup,
         parts=parts,
         collectives=census(program.module, state.setup.mesh, cells),
-        promises=promised_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
+        promises=expected_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
         messages=messages(step.trace(state, batch).jaxpr, cells),
     )
 

@@ -61,7 +61,7 @@ def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
     subject = Subject.of(str(RECIPE), None, layout=(), assignments=(), shapes=None, from_hf=str(source))
     assert subject.recipe.model.qk_norm
     assert subject.against("fsdp=4,data=2").recipe.model.qk_norm
-    with pytest.raises(mp.MeshparError, match="the folder says it"):
+    with pytest.raises(mp.MeshparError, match="the folder sets this field"):
         Subject.of(str(RECIPE), None, layout=(), assignments=("model.num_layers=3",), shapes=None, from_hf=str(source))
 
 
@@ -80,14 +80,14 @@ def test_sizes_that_the_default_layout_does_not_divide_say_how_another_is_named(
     )
 
 
-def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_written(tmp_path):
+def test_resume_checks_source_folder_before_writing(tmp_path):
     source, other = small_folder(tmp_path / "source"), tmp_path / "other"
     shutil.copytree(source, other)
     run_folder = tmp_path / "run"
     keep_beside(source, run_folder)
     check_source(source, run_folder)
     check_source(run_folder / BESIDE_RUN, run_folder)
-    with pytest.raises(mp.MeshparError, match="began with weights of its own.*Leave --from-hf out"):
+    with pytest.raises(mp.MeshparError, match="randomly initialized.*Omit --from-hf"):
         check_source(source, tmp_path / "another run")
     content = bytearray((other / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -96,7 +96,7 @@ def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_
         check_source(other, run_folder)
     (other / "model.safetensors").write_bytes(content[:-8])
     recipe = load_recipe(RECIPE, devices=8).override("sample=none")
-    with pytest.raises(mp.MeshparError, match="no sound safetensors file"):
+    with pytest.raises(mp.MeshparError, match="not a valid safetensors file"):
         train(recipe, out=tmp_path / "runs", from_hf=other, stream=io.StringIO())
     assert not (tmp_path / "runs").exists()
 
@@ -114,7 +114,7 @@ def test_64_bits_are_not_halved_without_a_word(tmp_path):
         load_hf(source, state.setup)
 
 
-def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):
+def test_new_folder_follows_links_or_fails(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     (tmp_path / "dangling").symlink_to("there")
@@ -130,7 +130,7 @@ def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "link", "new", "there"]
     assert not scratch
     monkeypatch.chdir("empty")  # whoever is in it would be in a folder that is no more
-    with pytest.raises(mp.MeshparError, match="you are in it"), whole_folder("."):
+    with pytest.raises(mp.MeshparError, match="it is the current folder"), whole_folder("."):
         pass
 
 
@@ -199,13 +199,16 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
         (("convert", "to-hf", "nowhere", "out"), "there is no such folder"),
         (("convert", "to-hf", ".", "out"), "it has neither checkpoints/ nor config.json"),
         (("convert", "to-peft", "recipes", "out"), "it has no checkpoints/"),
-        (("convert", "from-hf", "recipes", "file/out"), "one that can be made"),
+        (("convert", "from-hf", "recipes", "file/out"), "a folder that can be created"),
         (("convert", "from-hf", "recipes", "o" * 300), "File name too long"),
-        (("convert", "to-hf", "recipes", "file"), "something is there already"),
-        (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe's is a ClassifierConfig"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"), "the folder says it"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder says it"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"), "the folder says it"),
+        (("convert", "to-hf", "recipes", "file"), "it exists already"),
+        (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe is a ClassifierConfig"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"), "the folder sets this"),
+        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder sets this"),
+        (
+            ("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"),
+            "the folder sets this",
+        ),
         (("train", "recipes/finetune_hf.py", "--stall-limit", "nan"), "'nan' is not a valid integer"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Mistral: Llama's tensors, with a window over which a position sees those before it."""
+"""Mistral: the tensors of Llama, with sliding-window attention."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, ends, fields, layers
+from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, embedding_and_head, fields, layers
 from meshpar.interop.fields import Field
 
 WINDOW = Field("sliding_window", "attention_window", int, None)
 DEFAULT_WINDOW = 4096
-"""The window that transformers takes if config.json does not have the field; null means no window."""
+"""Default of transformers if config.json has no such field. Null means full attention."""
 
 
 def _window(document: Mapping[str, Any]) -> int | None:
-    return None if WINDOW.theirs in document else DEFAULT_WINDOW
+    return None if WINDOW.name in document else DEFAULT_WINDOW
 
 
 FAMILY = Family(
@@ -23,5 +23,5 @@ FAMILY = Family(
     architecture="MistralForCausalLM",
     fields=fields(*GROUPED, *DENSE, dataclasses.replace(WINDOW, default=_window)),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *MLP)],
+    tensors=lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *MLP)],
 )

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, weighted by a softmax over the chosen."""
+"""Mixtral: Mistral with MoE layers. The gates are a softmax over the top-k experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshpar.interop.decoder import (
     NORMS,
     ROUTER_LOSS,
     Family,
-    ends,
+    embedding_and_head,
     experts,
     fields,
     layers,
@@ -22,8 +22,8 @@ from meshpar.interop.families.mistral import WINDOW
 from meshpar.interop.fields import Field
 
 
-def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    values["mlp_dim"] = values["moe.mlp_dim"]  # of dense layers, of which there are none
+def _read(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    values["mlp_dim"] = values["moe.mlp_dim"]  # not used: there are no dense layers
     read_router_loss(where, document, values)
 
 
@@ -34,14 +34,17 @@ FAMILY = Family(
         *GROUPED,
         WINDOW,
         Field("intermediate_size", "moe.mlp_dim"),
-        Field("num_local_experts", "moe.routing.num_experts", int, 8, also="num_experts"),
+        Field("num_local_experts", "moe.routing.num_experts", int, 8, alias="num_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k", int, 2),
         rope_theta=1e6,
         norm_eps=1e-5,
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
     ignored=ROUTER_LOSS,
-    tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2"))],
-    read_more=_more,
+    tensors=lambda cfg: [
+        *embedding_and_head(cfg),
+        *layers(cfg, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
+    ],
+    read_more=_read,
     write_more=write_router_loss,
 )

@@ -1,4 +1,4 @@
-"""Qwen3 without experts: Llama's tensors, and a norm of every head's query and key."""
+"""Dense Qwen3: the tensors of Llama, with norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -13,30 +13,27 @@ from meshpar.interop.decoder import (
     NORMS,
     QK_NORMS,
     Family,
-    ends,
+    embedding_and_head,
     fields,
     layers,
-    refuse,
+    unsupported,
 )
-from meshpar.models.config import TransformerConfig
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
-# The window is that of `use_sliding_window`, which is fixed; so are the kinds of layers.
+# These fields have no effect without `use_sliding_window`, which is fixed.
 IGNORED = frozenset({"sliding_window", "max_window_layers"})
 
 
-def normed(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Every Qwen3 has the norms; all layers attend alike."""
+WRITTEN = {"use_sliding_window": False, "sliding_window": None}
+
+
+def read(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Enable the norms of queries and keys, and check that all layers have full attention."""
     kinds = document.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        exists = "attention_window holds for all layers alike"
-        raise refuse(where, "layer_types", kinds, exists, "take a checkpoint whose layers all have full attention")
+        reason, fix = "all layers must have full attention", "use a checkpoint without sliding-window layers"
+        raise unsupported(where, "layer_types", kinds, reason, fix)
     values["qk_norm"] = True
-
-
-def written(cfg: TransformerConfig) -> dict[str, Any]:
-    """What is no line of the table."""
-    return {"use_sliding_window": False, "sliding_window": None}
 
 
 FAMILY = Family(
@@ -45,7 +42,7 @@ FAMILY = Family(
     fields=fields(*GROUPED, *DENSE),
     fixed=FIXED,
     ignored=IGNORED | {"layer_types"},
-    tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *MLP)],
-    read_more=normed,
-    write_more=written,
+    tensors=lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *MLP)],
+    read_more=read,
+    write_more=lambda cfg: WRITTEN,
 )
