@@ -364,8 +364,8 @@ FAULTS = (
     ),
     Fault(
         "micro-steps draw weights by each other's keys", "training/gradients/xla.py",
-        "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys, axes={})",
-        "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys[::-1], axes={})",
+        "loss = loss.over_parts(where, evaluate, (params, state.extra), micro_batches, keys, axes={})",
+        "loss = loss.over_parts(where, evaluate, (params, state.extra), micro_batches, keys[::-1], axes={})",
         "layers/test_losses.py -k drawn",
     ),
     Fault(
