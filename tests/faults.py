@@ -323,13 +323,12 @@ FAULTS = (
     ),
     Fault(
         "the product of adapters in bfloat16", "training/lora.py",
-        "dtype, (a, b) = jnp.result_type(x, a), _gathered", "dtype, (a, b) = x.dtype, _gathered",
+        "dtype, (a, b) = jnp.result_type(x, a), _like", "dtype, (a, b) = x.dtype, _like",
         "training/test_lora.py -k rounded_once",
     ),
     Fault(
         "merged adapters in bfloat16", "training/lora.py",
-        "wide = a.shape[:stacked], jnp.promote_types(kernel.dtype, jnp.float32)",
-        "wide = a.shape[:stacked], kernel.dtype",
+        "dtype = jnp.promote_types(kernel.dtype, jnp.float32)", "dtype = kernel.dtype",
         "training/test_lora.py -k rounded_once",
     ),
     Fault(
@@ -364,8 +363,8 @@ FAULTS = (
     ),
     Fault(
         "micro-steps draw weights by each other's keys", "training/gradients/xla.py",
-        "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys, axes={})",
-        "loss = loss.over_parts(where, terms, (params, state.extra), rows, keys[::-1], axes={})",
+        "loss = loss.over_parts(where, evaluate, (params, state.extra), micro_batches, keys, axes={})",
+        "loss = loss.over_parts(where, evaluate, (params, state.extra), micro_batches, keys[::-1], axes={})",
         "layers/test_losses.py -k drawn",
     ),
     Fault(
@@ -375,8 +374,8 @@ FAULTS = (
     ),
     Fault(
         "adapters of experts count once, whatever alpha is", "training/lora.py",
-        "return Adapted(found, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)",
-        "return Adapted(found, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], 1.0)",
+        "return Adapted(matrix, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)",
+        "return Adapted(matrix, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], 1.0)",
         "training/test_lora.py -k adapters_of_experts",
     ),
     Fault(

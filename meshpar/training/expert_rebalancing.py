@@ -1,9 +1,9 @@
-"""Rebalancing of experts: a training state with its experts on other ranks, and the same model function.
+"""Rebalancing of experts: experts of a training state move between ranks without a change of the model function.
 
-The permutation of a placement is applied to experts and router alike, so it only renumbers the experts. Outputs stay
-equal to the bit if each rank sends its own tokens to the experts, with a capacity or dropless: neither the weights of
-`route`, nor the dropped tokens, nor the order of summation depends on the numbers of the experts, except for tokens
-with exactly equal scores. Outputs change in four cases, which are reported as warnings:
+A placement permutes the experts and the outputs of the router, so it only renumbers the experts. If each rank sends its
+local tokens to the experts, with a capacity or dropless, outputs are bitwise equal: the weights of `route`, the dropped
+tokens and the order of summation do not depend on the numbers of the experts, except for tokens with exactly equal
+scores. Outputs change in four cases, which are reported as warnings:
 
 - `bound_factor`: the assignments over the bound between two ranks are dropped, which depends on the experts of a rank.
 - Tokens replicated over the expert axes: each rank sums over its local experts, so outputs change by rounding.
@@ -41,7 +41,7 @@ class Rebalanced(NamedTuple):
     state: Any
     """The TrainState or the parameters, as they were passed."""
     placements: dict[str, tuple[ExpertPlacement, ...]]
-    """One placement per layer, by the path of the loads ("" if there was none)."""
+    """Placements of the layers, by the path of the loads ("" for loads without a path)."""
 
     @property
     def gain(self) -> float:
@@ -59,29 +59,29 @@ def rebalance_experts(
     num_ranks: int | None = None,
     groups: int = 1,
 ) -> Rebalanced:
-    """Move experts between ranks, so that the busiest rank of each layer has fewer tokens.
+    """Move experts between ranks to reduce the number of tokens on the busiest rank of each layer.
 
     Arrays keep their dtype and sharding. In a TrainState, the optimizer's moments are permuted with their parameters,
-    and so are vectors with one number per expert in the module of a router, such as the balancing bias.
+    and so are vectors of values per expert in the module of a router, such as the balancing bias.
 
     Args:
-      state: a TrainState, or a tree of parameters. Arrays of the experts outside such a tree need the same placement:
-        apply it with `moe.permute`.
-      loads: [E] or [layers, E], tokens per expert; or several such arrays, by the path of the layers.
+      state: a TrainState, or a tree of parameters. Other arrays of the experts need the same placement: apply it with
+        `moe.permute`.
+      loads: tokens per expert, [E] or [layers, E], or a dict of such arrays by the path of the layers.
       names: logical names of the dims by path, as `Model.names()` returns them. Required for a tree of parameters. The
         last dim of a router must be named `expert`.
       num_ranks: size of the mesh axes that experts are sharded over. Required for a tree of parameters.
       groups: number of expert groups of the router, as in `Routing`.
 
     Returns:
-      The new state and the placement of every layer.
+      The new state and the placements of the layers.
 
     Warns:
-      UserWarning: experts move, and outputs will not be equal to the bit.
+      UserWarning: experts move, and outputs are not bitwise equal.
 
     Raises:
-      ValueError: invalid loads; no router among the leaves; names or number of ranks missing; other groups than those
-        of the model's routers; called inside `jax.jit`.
+      MeshparError: invalid loads; no router among the leaves; missing names or number of ranks; `groups` differs from
+        the routers of the model; called inside `jax.jit`.
     """
     is_state = isinstance(state, TrainState)
     _check_arguments(loads, is_state, names, num_ranks)
@@ -128,7 +128,7 @@ def _leaves_of_state(state: TrainState, names: Mapping[str, Names]) -> dict[str,
 def _vectors_of_routers(
     extra: PyTree, params: PyTree, names_of_params: dict[str, Names], names: Mapping[str, Names]
 ) -> ExpertLeaves:
-    """Return the variables with one number per expert that stand in the module of a router."""
+    """Return the variables in the modules of routers whose shape is the number of experts."""
     leaves = _with_paths(expert_leaves(extra, names))
     shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
     for router in filter(lambda path: _is_router(names_of_params[path]), names_of_params):
@@ -136,7 +136,7 @@ def _vectors_of_routers(
         sizes = {name: size for name, size in dims if name in ("layers", "expert")}
         module = router.rpartition("/")[0]
         for path, x in tree_leaves_with_paths(extra):
-            # In Linen, the name of the collection comes first.
+            # In Linen, paths begin with the name of the collection.
             for inside in (path, path.partition("/")[2]):
                 is_near = inside and inside.rpartition("/")[0] in (module, module.rpartition("/")[0])
                 if path not in leaves and is_near and jnp.shape(x) == tuple(sizes.values()):
@@ -203,7 +203,7 @@ def _rounding_reasons(
         if is_dispatched and factor is not None and factor < largest_factor:
             reasons.append(
                 f"with bound_factor={factor}, the dropped tokens depend on the experts of each rank; outputs stay "
-                f"equal if nothing is dropped, as without a bound or with bound_factor={largest_factor:g} and more"
+                f"equal if no token is dropped, as without a bound or with bound_factor={largest_factor:g} and more"
             )
         node = np.arange(routing.num_experts) * num_nodes // routing.num_experts
         changes_node = any((node[list(placement.order)] != node).any() for placement in placements)
@@ -228,7 +228,7 @@ def _rounding_reasons(
 
 def _check_arguments(loads: Any, is_state: bool, names: object, num_ranks: object) -> None:
     if isinstance(loads, Mapping) and not loads:
-        fix = 'pass {"decoder/moe": tokens of each expert}, or the tokens alone'
+        fix = 'pass {"decoder/moe": tokens of each expert}, or an array'
         raise problem("rebalance_experts", "place experts", "`loads` is empty", fix, code="missing-argument")
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(loads)):
         requested, reason = "place experts inside jax.jit", "loads are unknown while a program is traced"

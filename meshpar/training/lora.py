@@ -93,11 +93,11 @@ class Lora:
         return TRAINED
 
     def __call__(self, model: Model) -> Model:
-        """Return the model with a trainable pair for each matching layer; all other parameters are frozen.
+        """Add a trainable pair to each matching layer of a model, and freeze all other parameters.
 
         Raises:
-          MeshparError: an unsupported model: not a `Model`, made of plain functions, explicit, or adapted already. A
-            pattern that matches no linear layer, or a router or embedding table. A 64-bit dtype without jax_enable_x64.
+          MeshparError: an unsupported model (no `Model`, from plain functions, explicit, or with adapters); a pattern
+            that matches no linear layer, or a router or embedding table; a 64-bit dtype without jax_enable_x64.
         """
         where, requested = f"lora(modules={self.modules!r})", "add adapters to the model"
         if not isinstance(model, Model):
@@ -114,26 +114,26 @@ class Lora:
         return _on_nnx(self, model) if model.kind == "nnx" else _on_linen(self, model)
 
     def merged(self, params: PyTree) -> PyTree:
-        """Return parameters with the products of pairs added to the matrices, in float32 or wider, and no pairs."""
+        """Add the products of pairs to the matrices, in at least float32, and return parameters without pairs."""
         if not isinstance(params, Mapping):
             return params
-        pairs = {name.removesuffix(BESIDE): below for name, below in params.items() if _is_beside(name, below)}
+        pairs = {name.removesuffix(BESIDE): tree for name, tree in params.items() if _is_separate_pair(name, tree)}
         pairs |= {"kernel": params} if INWARD in params else {}
         return {
-            name: self._sum(below, pairs[name]) if name in pairs else self.merged(below)
-            for name, below in params.items()
-            if name not in PAIR and not _is_beside(name, below)
+            name: self._sum(tree, pairs[name]) if name in pairs else self.merged(tree)
+            for name, tree in params.items()
+            if name not in PAIR and not _is_separate_pair(name, tree)
         }
 
     def _sum(self, kernel: jax.Array, pair: Mapping[str, jax.Array]) -> jax.Array:
         """Return a matrix plus the scaled product of its pair."""
         a, b = pair[INWARD], pair[OUTWARD]
-        stacked = a.ndim + b.ndim - 2 - kernel.ndim
-        lead, wide = a.shape[:stacked], jnp.promote_types(kernel.dtype, jnp.float32)
-        product = a.reshape(*lead, -1, self.rank).astype(wide) @ b.reshape(*lead, self.rank, -1).astype(wide)
+        stacked = a.shape[: a.ndim + b.ndim - 2 - kernel.ndim]
+        dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+        product = a.reshape(*stacked, -1, self.rank).astype(dtype) @ b.reshape(*stacked, self.rank, -1).astype(dtype)
         return (kernel + self.scale * product.reshape(kernel.shape)).astype(kernel.dtype)
 
-    def chosen(self, layers: Collection[str], params: Mapping[str, tuple[int, ...]]) -> list[str]:
+    def matches(self, layers: Collection[str], params: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Return the paths of matching linear layers.
 
         Args:
@@ -149,12 +149,12 @@ class Lora:
                 reason = f"`{path}` {list(shape)} is not the matrix of a linear layer; routers and tables are not"
                 fix = "write a pattern that does not match it"
                 raise problem(where, "add adapters to it", reason, fix, code="unsupported-feature")
-        matches = [path for path in sorted(layers) if pattern.fullmatch(path)]
-        if not matches:
+        paths = [path for path in sorted(layers) if pattern.fullmatch(path)]
+        if not paths:
             reason = f"it matches none of the {len(layers)} linear layers"
-            fix = near_or(self.modules, layers, "match a layer by its full path")
+            fix = near_or(self.modules, layers, "write a pattern that matches full paths of layers")
             raise problem(where, "add adapters to the model", reason, fix, code="unknown-name")
-        return matches
+        return paths
 
 
 def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype: str = "float32") -> Lora:
@@ -184,12 +184,13 @@ def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype:
     return Lora(rank=rank, alpha=alpha, modules=modules, dtype=dtype)
 
 
-def _is_beside(name: str, below: Any) -> bool:
-    return name.endswith(BESIDE) and isinstance(below, Mapping) and INWARD in below and "kernel" not in below
+def _is_separate_pair(name: str, tree: Any) -> bool:
+    """Return whether a subtree is the pair of an expert matrix, stored next to the matrix."""
+    return name.endswith(BESIDE) and isinstance(tree, Mapping) and INWARD in tree and "kernel" not in tree
 
 
 def of_pair(path: str) -> bool:
-    """Return whether a path is that of an adapter parameter."""
+    """Return whether a path belongs to an adapter parameter."""
     return path.rpartition("/")[2] in PAIR
 
 
@@ -203,11 +204,11 @@ def fresh_pairs(setup: Setup, key: jax.Array | int) -> dict[str, jax.Array]:
     def make(key_data: jax.Array) -> dict[str, jax.Array]:
         init_key, _ = jax.random.split(jax.random.wrap_key_data(key_data))  # as in `Setup.init`
         with tracing(setup.mesh, setup.strategy):
-            made = dict(tree_leaves_with_paths(setup.model.init(jax.random.key_data(init_key)).params))
-        return {path: cast_floating(made[path], setup.precision.params) for path in paths}
+            params = dict(tree_leaves_with_paths(setup.model.init(jax.random.key_data(init_key)).params))
+        return {path: cast_floating(params[path], setup.precision.params) for path in paths}
 
-    lie = dict(tree_leaves_with_paths(setup.shardings.params))
-    return setup.jit(make, {path: lie[path] for path in paths})(key_words(key))
+    shardings = dict(tree_leaves_with_paths(setup.shardings.params))
+    return setup.jit(make, {path: shardings[path] for path in paths})(key_words(key))
 
 
 @apart()
@@ -217,8 +218,8 @@ def merged_params(state: TrainState) -> PyTree:
     if lora is None:
         return state.params
     like = jax.eval_shape(lora.merged, state.params)
-    lie = dict(tree_leaves_with_paths(state.setup.shardings.params))
-    shardings = [lie[path] for path, _ in tree_leaves_with_paths(like)]
+    by_path = dict(tree_leaves_with_paths(state.setup.shardings.params))
+    shardings = [by_path[path] for path, _ in tree_leaves_with_paths(like)]
     return state.setup.jit(lora.merged, jax.tree.unflatten(jax.tree.structure(like), shardings))(state.params)
 
 
@@ -242,7 +243,7 @@ class _Layer(NamedTuple):
     of_experts: bool = False
     """True for a matrix of an MoE layer."""
 
-    def held(self, path: str) -> str:
+    def pair_path(self, path: str) -> str:
         """Return the path of the pair."""
         return path + BESIDE if self.of_experts else path
 
@@ -252,39 +253,42 @@ class _Layer(NamedTuple):
 
     def pair(self, lora: Lora, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the initial pair: A uniform as in PEFT, B zeros."""
-        at = self.num_stacked
-        lead, inputs, outputs = self.shape[:at], self.shape[at : at + self.num_in], self.shape[at + self.num_in :]
-        reach = 1 / math.sqrt(math.prod(inputs))
-        a = jax.random.uniform(key, (*lead, *inputs, lora.rank), jnp.dtype(lora.dtype), -reach, reach)
-        return a, jnp.zeros((*lead, lora.rank, *outputs), jnp.dtype(lora.dtype))
+        stacked, inputs, outputs = self._groups(self.shape)
+        limit = 1 / math.sqrt(math.prod(inputs))
+        a = jax.random.uniform(key, (*stacked, *inputs, lora.rank), jnp.dtype(lora.dtype), -limit, limit)
+        return a, jnp.zeros((*stacked, lora.rank, *outputs), jnp.dtype(lora.dtype))
 
     def pair_names(self) -> tuple[Names, Names] | tuple[None, None]:
-        """Return the logical names of the pair: those of the matrix, and None for the rank."""
+        """Return the logical names of the pair. The rank has the name None."""
         if self.names is None:
             return None, None
-        at = self.num_stacked
-        lead, inputs, outputs = self.names[:at], self.names[at : at + self.num_in], self.names[at + self.num_in :]
-        return (*lead, *inputs, None), (*lead, None, *outputs)
+        stacked, inputs, outputs = self._groups(self.names)
+        return (*stacked, *inputs, None), (*stacked, None, *outputs)
+
+    def _groups(self, dims: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+        """Split values of the dims into stacked dims, inputs and outputs."""
+        first, last = self.num_stacked, self.num_stacked + self.num_in
+        return dims[:first], dims[first:last], dims[last:]
 
     @property
     def is_between_blocks(self) -> bool:
-        """True if the output is the residual stream between blocks, or a low-rank projection of it."""
+        """True if the output is the residual stream between blocks, or a low-rank projection."""
         outputs = (self.names or ())[len(self.shape) - self.num_out :]
         return outputs in (("embed",), (None,))
 
 
-def _laid(narrow: jax.Array, layer: _Layer) -> jax.Array:
+def _like_tokens(xa: jax.Array, layer: _Layer) -> jax.Array:
     """Shard x A, [batch, sequence, rank], like the tokens.
 
     Without the constraint, XLA shards the rank if devices have few tokens, which communicates more bytes.
     """
-    if layer.names is None or narrow.ndim != 3:
-        return narrow
-    return _by_names(narrow, "batch", "norm_seq" if layer.is_between_blocks else "seq", None)
+    if layer.names is None or xa.ndim != 3:
+        return xa
+    return _by_names(xa, "batch", "norm_seq" if layer.is_between_blocks else "seq", None)
 
 
-def _gathered(a: jax.Array, b: jax.Array, layer: _Layer) -> tuple[jax.Array, jax.Array]:
-    """Shard the embed dim of a pair like the residual stream, if the layer has it as input or output.
+def _like_residual(a: jax.Array, b: jax.Array, layer: _Layer) -> tuple[jax.Array, jax.Array]:
+    """Shard the embed dim of a pair like the residual stream, if it is the input or output of the layer.
 
     Without the constraint, XLA reshards the pair first if it has fewer shards than the matrix.
     """
@@ -296,34 +300,34 @@ def _gathered(a: jax.Array, b: jax.Array, layer: _Layer) -> tuple[jax.Array, jax
 
 def _by_names(x: jax.Array, *names: str | None) -> jax.Array:
     """Constrain an array by activation names, if the current rules have them."""
-    here = ambient()
-    if here is None or not set(names) - {None} <= here.rules.names or outer_axes() or here.mesh.size == 1:
+    context = ambient()
+    if context is None or not set(names) - {None} <= context.rules.names or outer_axes() or context.mesh.size == 1:
         return x
     # `constrain` would count as a constraint of the model on its activations.
-    return jax.lax.with_sharding_constraint(x, NamedSharding(here.mesh, spec_of(x, *names)))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(context.mesh, spec_of(x, *names)))
 
 
 def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the output of a layer plus that of its pair."""
-    num_in, at = a.ndim - 1, x.ndim - a.ndim + 1
-    if y.shape != (*x.shape[:at], *b.shape[1:]):
+    """Add the output of the pair to the output of a layer."""
+    num_in, num_lead = a.ndim - 1, x.ndim - a.ndim + 1
+    if y.shape != (*x.shape[:num_lead], *b.shape[1:]):
         reason = f"for x {list(x.shape)}, its output is {list(y.shape)}: its matrix is multiplied outside of the layer"
         fix = 'exclude it from `modules`, or in the decoders use tensor_matmul="xla"'
-        requested = f"add {[*x.shape[:at], *b.shape[1:]]} to the output of the layer"
+        requested = f"add {[*x.shape[:num_lead], *b.shape[1:]]} to the output of the layer"
         raise problem(f"lora, `{path}`", requested, reason, fix, code="wrong-shape")
-    dtype, (a, b) = jnp.result_type(x, a), _gathered(a, b, layer)
-    dims = tuple(range(at, x.ndim)), tuple(range(num_in))
+    dtype, (a, b) = jnp.result_type(x, a), _like_residual(a, b, layer)
+    dims = tuple(range(num_lead, x.ndim)), tuple(range(num_in))
     x, b = x.astype(dtype), b.astype(dtype)
     if axes := _output_axes(layer, b):
-        more = _by_shard(x, a, b, axes)
+        product = _by_shard(x, a, b, axes)
     else:
-        narrow = _laid(dot_general(x, a.astype(dtype), (dims, ((), ())), narrow=False), layer)
-        more = dot_general(narrow, b, (((at,), (0,)), ((), ())), narrow=False)
-    return y + (lora.scale * more).astype(y.dtype)
+        xa = _like_tokens(dot_general(x, a.astype(dtype), (dims, ((), ())), narrow=False), layer)
+        product = dot_general(xa, b, (((num_lead,), (0,)), ((), ())), narrow=False)
+    return y + (lora.scale * product).astype(y.dtype)
 
 
 def _output_axes(layer: _Layer, b: jax.Array) -> tuple[str, ...]:
-    """Return the tensor-parallel mesh axes: those that shard the outputs of a layer and not the batch."""
+    """Return the mesh axes, other than batch axes, that shard the outputs of a layer."""
     names = layer.names
     return () if names is None else weight_axes(b, None, *names[layer.num_stacked + layer.num_in :])[1]
 
@@ -332,25 +336,25 @@ def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -
     """Compute x A B separately on each rank of the axes that shard the outputs of B.
 
     The gradient with respect to x is then a partial sum, as for the matrix. XLA adds the partial sums of all layers
-    with input x and all-reduces them once. A shared x A would need an all-reduce of its own.
+    with input x and all-reduces them once. A shared x A would need an additional all-reduce.
     """
-    here = ambient()
-    assert here is not None
-    ranks, lead = math.prod(axis_sizes(here.mesh)[axis] for axis in axes), x.ndim - a.ndim + 1
+    context = ambient()
+    assert context is not None
+    num_ranks, num_lead = math.prod(axis_sizes(context.mesh)[axis] for axis in axes), x.ndim - a.ndim + 1
 
     def split(array: jax.Array, dim: int) -> jax.Array:
         spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * array.ndim
         spec[dim] = axes
-        return jax.lax.with_sharding_constraint(array, NamedSharding(here.mesh, PartitionSpec(*spec)))
+        return jax.lax.with_sharding_constraint(array, NamedSharding(context.mesh, PartitionSpec(*spec)))
 
-    # The gradient of A is summed over ranks in float32 or wider.
-    wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
-    of_ranks = split(jnp.broadcast_to(wide, (ranks, *a.shape)).astype(x.dtype), 0)
-    dims = tuple(range(lead, x.ndim)), tuple(range(1, a.ndim))
-    narrow = split(dot_general(x, of_ranks, (dims, ((), ())), narrow=False), lead)
-    shards = split(b.reshape(b.shape[0], ranks, -1, *b.shape[2:]), 1)
-    more = dot_general(narrow, shards, (((lead + 1,), (0,)), ((lead,), (1,))), narrow=False)
-    return split(jnp.moveaxis(more, 0, lead), lead).reshape(*x.shape[:lead], *b.shape[1:])
+    # The gradient of A is summed over ranks in at least float32.
+    a_float32 = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    a_of_ranks = split(jnp.broadcast_to(a_float32, (num_ranks, *a.shape)).astype(x.dtype), 0)
+    dims = tuple(range(num_lead, x.ndim)), tuple(range(1, a.ndim))
+    xa = split(dot_general(x, a_of_ranks, (dims, ((), ())), narrow=False), num_lead)
+    b_shards = split(b.reshape(b.shape[0], num_ranks, -1, *b.shape[2:]), 1)
+    product = dot_general(xa, b_shards, (((num_lead + 1,), (0,)), ((num_lead,), (1,))), narrow=False)
+    return split(jnp.moveaxis(product, 0, num_lead), num_lead).reshape(*x.shape[:num_lead], *b.shape[1:])
 
 
 # ---- NNX -------------------------------------------------------------------------------------------------------------
@@ -360,13 +364,13 @@ def _on_nnx(lora: Lora, model: Model) -> Model:
     from meshpar.sharding.adapters import from_nnx
 
     adapted = _NnxAdapters(lora, model.build)
-    made = from_nnx(adapted)
+    result = from_nnx(adapted)
 
     def collect(bound: Any) -> PyTree:
         adapted.check_used()
-        return made.collect(bound)
+        return result.collect(bound)
 
-    return dataclasses.replace(made, lora=lora, collect=collect)
+    return dataclasses.replace(result, lora=lora, collect=collect)
 
 
 class _NnxAdapters:
@@ -385,17 +389,17 @@ class _NnxAdapters:
         layers = dict(_nnx_layers(module))
         flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
         params = {"/".join(map(str, path)): x.get_value().shape for path, x in flat if hasattr(x.get_value(), "shape")}
-        for path in self._lora.chosen(layers, params):
+        for path in self._lora.matches(layers, params):
             part, layer = layers[path]
-            held = part
+            owner = part
             if layer.of_experts:
-                held = nnx.Module()
-                setattr(part, path.rpartition("/")[2] + BESIDE, held)
+                owner = nnx.Module()
+                setattr(part, path.rpartition("/")[2] + BESIDE, owner)
             for name, value, names in zip(
                 (INWARD, OUTWARD), layer.pair(self._lora, rngs.params()), layer.pair_names(), strict=True
             ):
-                given: dict[str, Any] = {} if names is None else {"out_sharding": names}
-                setattr(held, name, nnx.LoRAParam(value, **given))
+                metadata: dict[str, Any] = {} if names is None else {"out_sharding": names}
+                setattr(owner, name, nnx.LoRAParam(value, **metadata))
             # NNX has no public API to intercept calls, such as `nn.intercept_methods` in Linen (see `adapters`).
             object.__setattr__(part, "__class__", self._class(type(part), path, layer))
         return module
@@ -418,21 +422,21 @@ class _NnxAdapters:
             return _added(lora, path, layer, y, inputs, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...])
 
         def weight(self: Any, name: str) -> Any:
-            found = cls.weight(self, name)
+            matrix = cls.weight(self, name)
             if name != path.rpartition("/")[2]:
-                return found
+                return matrix
             used.add(path)
             pair = getattr(self, name + BESIDE)
-            return Adapted(found, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)
+            return Adapted(matrix, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)
 
         if (cls, path) not in self._classes:
-            changed = {"weight": weight, "product": product} if layer.of_experts else {"__call__": call}
-            about = {**changed, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            self._classes[cls, path] = type(cls)(cls.__name__, (cls,), about)
+            methods = {"weight": weight, "product": product} if layer.of_experts else {"__call__": call}
+            attributes = {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+            self._classes[cls, path] = type(cls)(cls.__name__, (cls,), attributes)
         return self._classes[cls, path]
 
     def check_used(self) -> None:
-        """Check that the forward pass called every layer with a pair."""
+        """Check that the forward pass called all layers with pairs."""
         for path in sorted({path for _, path in self._classes} - self._used):
             reason = "the model does not call this layer: its matrix is unused, or multiplied outside of the layer"
             raise problem(f"lora, `{path}`", "train its adapters", reason, "exclude it from `modules`", "not-found")
@@ -476,72 +480,72 @@ def _on_linen(lora: Lora, model: Model) -> Model:
 
 
 class _LinenAdapters:
-    """Adds pairs to the matching layers of a Linen module, and their outputs to those of the layers."""
+    """Adds pairs to the matching layers of a Linen module, and adds their outputs to the layers' outputs."""
 
     def __init__(self, lora: Lora, model: Model) -> None:
         self._lora, self._model = lora, model
-        self._chosen: dict[str, _Layer] = {}
+        self._adapted: dict[str, _Layer] = {}
 
     def init(self, key: jax.Array) -> Variables:
-        seen: dict[str, tuple[int, int]] = {}
+        dims_of: dict[str, tuple[int, int]] = {}
 
         def watch(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             dims = _linen_dims(context.module) if context.method_name == "__call__" else None
             path = "/".join(context.module.path)
             if dims is not None:
-                seen[path] = dims
-            seen.update({_below(path, name): (1, 1) for name in getattr(context.module, "adapted", ())})
+                dims_of[path] = dims
+            dims_of.update({_below(path, name): (1, 1) for name in getattr(context.module, "adapted", ())})
             return call(*args, **kwargs)
 
         with linen_methods(watch):
             params, extra = self._model.init(key)
         shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
-        layers = {path: dims for path, dims in seen.items() if {path, _below(path, "kernel")} & set(shapes)}
+        layers = {path: dims for path, dims in dims_of.items() if {path, _below(path, "kernel")} & set(shapes)}
         names = self._model.names()
-        for number, path in enumerate(self._lora.chosen(layers, shapes)):
+        for index, path in enumerate(self._lora.matches(layers, shapes)):
             kernel = path if path in shapes else _below(path, "kernel")
             layer = _Layer(shapes[kernel], *layers[path], names.get(kernel), of_experts=kernel == path)
-            self._chosen[path] = layer
-            pair = layer.pair(self._lora, jax.random.fold_in(key_of(key), number))
-            params = _with(params, layer.held(path).split("/") if path else [], dict(zip(PAIR, pair, strict=True)))
+            self._adapted[path] = layer
+            pair = layer.pair(self._lora, jax.random.fold_in(key_of(key), index))
+            params = _with(params, layer.pair_path(path).split("/") if path else [], dict(zip(PAIR, pair, strict=True)))
         return Variables(params, extra)
 
     def names(self) -> Mapping[str, Names]:
-        found = dict(self._model.names())
-        for path, layer in self._chosen.items():
+        result = dict(self._model.names())
+        for path, layer in self._adapted.items():
             for name, names in zip((INWARD, OUTWARD), layer.pair_names(), strict=True):
                 if names is not None:
-                    found[_below(layer.held(path), name)] = names
-        return found
+                    result[_below(layer.pair_path(path), name)] = names
+        return result
 
     def bind(self, params: PyTree, extra: PyTree) -> BoundLinen:
         plain = self._model.bind(params, extra)
-        return _BoundWithPairs(self._lora, self._chosen, plain.module, plain.info, params, plain.extra)
+        return _BoundWithPairs(self._lora, self._adapted, plain.module, plain.info, params, plain.extra)
 
 
 class _BoundWithPairs(BoundLinen):
     """A bound Linen module in which some layers have pairs."""
 
-    def __init__(self, lora: Lora, layers: Mapping[str, _Layer], *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, lora: Lora, layers: Mapping[str, _Layer], *args: Any) -> None:
+        super().__init__(*args)
         self._lora, self._layers = lora, layers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        def add(call: Any, inputs: Any, more: Any, context: Any) -> Any:
-            y, module = call(*inputs, **more), context.module
+        def add(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+            y, module = call(*args, **kwargs), context.module
             if context.method_name == "weight" and hasattr(module, "adapted"):
-                pair = module.variables.get("params", {}).get(inputs[0] + BESIDE)
+                pair = module.variables.get("params", {}).get(args[0] + BESIDE)
                 return y if pair is None else Adapted(y, pair[INWARD], pair[OUTWARD], self._lora.scale)
             pair, path = module.variables.get("params", {}), "/".join(module.path)
             if context.method_name == "product" and hasattr(module, "adapted"):
-                pair, path = pair.get(inputs[1] + BESIDE, {}), _below(path, inputs[1])
+                pair, path = pair.get(args[1] + BESIDE, {}), _below(path, args[1])
             elif context.method_name != "__call__" or _linen_dims(module) is None:
                 return y
             if INWARD not in pair:
                 return y
-            x = inputs[0] if inputs else more["inputs"]
-            # In stacked layers, a module has only the last part of its path. Layers with equal last parts are alike.
-            layer = next(layer for whole, layer in self._layers.items() if f"/{whole}".endswith(f"/{path}"))
+            x = args[0] if args else kwargs["inputs"]
+            # In stacked layers, `module.path` is only the end of the path. Layers with equal ends have equal shapes.
+            layer = next(layer for name, layer in self._layers.items() if f"/{name}".endswith(f"/{path}"))
             return _added(self._lora, path, layer, y, x, pair[INWARD], pair[OUTWARD])
 
         with linen_methods(add):
@@ -566,8 +570,8 @@ def _below(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
-def _with(tree: PyTree, path: list[str], more: Mapping[str, Any]) -> PyTree:
+def _with(tree: PyTree, path: list[str], entries: Mapping[str, Any]) -> PyTree:
     """Return nested dicts with entries added at a path."""
     if not path:
-        return {**tree, **more}
-    return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], more)}
+        return {**tree, **entries}
+    return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], entries)}

@@ -1,4 +1,4 @@
-"""Profile-guided latency estimation (PGLE): jax measures a step on GPUs, and XLA schedules it again by these times."""
+"""Profile-guided latency estimation (PGLE): XLA recompiles a step with latencies measured on GPUs."""
 
 from __future__ import annotations
 
@@ -13,47 +13,52 @@ from jax.experimental.compilation_cache import compilation_cache
 from meshpar.sharding.types import problem
 
 CACHE_FOLDER = "jax_cache"
-"""The compilation cache next to the runs, for processes in which the user has not set another one."""
+"""Name of the default folder for the compilation cache, next to the runs."""
 
 
 def check_pgle(mesh: jax.sharding.Mesh, profile: tuple[int, int] | None = None) -> None:
-    """Check that jax can measure and recompile a step on this mesh.
+    """Check that JAX can profile and recompile a step on this mesh.
 
     Args:
-      mesh: the mesh of the step.
-      profile: the steps that `--profile` traces, if any.
+      mesh: mesh of the step.
+      profile: steps that `--profile` traces, if any.
 
     Raises:
-      ValueError: the devices are not GPUs, another profiler would run, or jax's own options forbid it.
+      MeshparError: the devices are not GPUs, `--profile` is set, or JAX's own options forbid it.
     """
     platform, config = mesh.devices.flat[0].platform, _config()
-    for is_wrong, exists, fix in (
-        (platform != "gpu", f"only XLA's GPU compiler uses the profile, and these devices are {platform}s",
-         "leave out pgle, or set it to False"),
-        (profile is not None, "--profile traces steps, and a process has one profiler at a time",
-         "leave out --profile, or set pgle to False: with JAX_COMPILATION_CACHE_DIR and "
-         "JAX_COMPILATION_CACHE_EXPECT_PGLE=1 that run loads the program that an earlier one recompiled"),
-        (not config.jax_enable_compilation_cache, "jax_enable_compilation_cache is off, and each start would measure "
-         "and compile again", "turn it on"),
-        (config.jax_pgle_profiling_runs < 1, f"jax_pgle_profiling_runs is {config.jax_pgle_profiling_runs}, so jax "
-         "would measure nothing", "set it to 1 or more; jax's default is 3"),
+    for is_wrong, code, reason, fix in (
+        (platform != "gpu", "unsupported-feature", "only the GPU compiler of XLA uses the profile, and these devices "
+         f"are {platform}s", "remove pgle, or set it to False"),
+        (profile is not None, "conflict", "--profile traces steps, and a process can run only a single profiler",
+         "remove --profile, or set pgle to False: with JAX_COMPILATION_CACHE_DIR and "
+         "JAX_COMPILATION_CACHE_EXPECT_PGLE=1 the run loads a program that an earlier run has recompiled"),
+        (not config.jax_enable_compilation_cache, "conflict", "jax_enable_compilation_cache is off, so each start "
+         "would profile and compile again", "turn it on"),
+        (config.jax_pgle_profiling_runs < 1, "out-of-range", "jax_pgle_profiling_runs is "
+         f"{config.jax_pgle_profiling_runs}, so JAX would not profile", "set it to 1 or more; the default is 3"),
     ):  # fmt: skip
         if is_wrong:
-            raise problem("Recipe.pgle=True", "recompile the step with measured latencies", exists, fix)
+            requested = "recompile the step with measured latencies"
+            raise problem("Recipe.pgle=True", requested, reason, fix, code=code)
 
 
 @contextlib.contextmanager
 def pgle_enabled(folder: Path) -> Iterator[None]:
-    """Turn jax's PGLE on, with a compilation cache: `jax_compilation_cache_dir` if it is set, else in `folder`.
+    """Turn on the PGLE of JAX within a block, with a compilation cache.
 
-    All processes of a pod must see the same cache folder: process 0 writes the recompiled program for all.
+    All processes must share the cache folder, because only process 0 writes the recompiled program.
+
+    Args:
+      folder: parent of the cache folder, unless `jax_compilation_cache_dir` is set.
     """
     config = _config()
     before = config.jax_enable_pgle, config.jax_compilation_cache_dir
     cache = before[1]
     if cache is None:
         cache = str(folder / CACHE_FOLDER)
-        (folder / CACHE_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)  # who writes there runs code here
+        # JAX runs the programs in the cache, so only the user may write to it.
+        (folder / CACHE_FOLDER).mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         _set(True, cache)
         yield
@@ -61,11 +66,11 @@ def pgle_enabled(folder: Path) -> Iterator[None]:
         _set(*before)
 
 
-def _set(is_on: bool, cache: str | None) -> None:
-    jax.config.update("jax_enable_pgle", is_on)
+def _set(is_enabled: bool, cache: str | None) -> None:
+    jax.config.update("jax_enable_pgle", is_enabled)
     jax.config.update("jax_compilation_cache_dir", cache)
-    compilation_cache.reset_cache()  # jax looks for the cache only once in a process
+    compilation_cache.reset_cache()  # otherwise JAX keeps the cache of the first compilation
 
 
 def _config() -> Any:
-    return jax.config  # its options are not typed
+    return jax.config  # the options have no static types

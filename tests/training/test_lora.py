@@ -37,8 +37,8 @@ def decoder(kind: str, config: TransformerConfig = CONFIG) -> mp.Model:
     return linen_model(config, 8, 8)
 
 
-def moved(state):
-    """The state with adapters that do something."""
+def with_random_pairs(state):
+    """Return the state with random values in place of the zeros of B."""
     params = {
         path: 0.1 * jax.random.normal(jax.random.key(i), x.shape) if path.endswith("lora_b") else x
         for i, (path, x) in enumerate(tree_leaves_with_paths(state.params))
@@ -48,11 +48,11 @@ def moved(state):
 
 MOE = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=16, auxiliary_weight=0.0, shared_experts=1)
 EXACT = {"weights": None, "gradients": None, "secondary": "fsdp"}
-"""By the kernels of strategies that quantize, and nothing rounded."""
+"""The communication of strategies that quantize, without quantization."""
 
 
-def staged(schedule: str, **given) -> mp.Strategy:
-    return mp.pipeline_parallel(**{"stages": 2, "microbatches": 2, "schedule": schedule, **given})
+def staged(schedule: str, **options) -> mp.Strategy:
+    return mp.pipeline_parallel(**{"stages": 2, "microbatches": 2, "schedule": schedule, **options})
 
 
 GRID = [
@@ -89,41 +89,41 @@ STAGES = [
 
 
 @pytest.mark.parametrize(("kind", "mesh", "strategy", "options"), cases(GRID[0], grid=[*GRID, *EXPERTS]))
-def test_gradients_of_adapters_alone_are_made_and_sent(kind, mesh, strategy, options):
+def test_gradients_only_of_adapters(kind, mesh, strategy, options):
     check_gradients(kind, mesh, strategy, options)
 
 
 @pytest.mark.call_stacks  # whose scopes tell the choices of a tick apart
 @pytest.mark.parametrize(("kind", "mesh", "strategy", "options"), cases(grid=STAGES))
-def test_stages_make_and_send_gradients_of_adapters_alone(kind, mesh, strategy, options):
+def test_gradients_only_of_adapters_in_stages(kind, mesh, strategy, options):
     check_gradients(kind, mesh, strategy, options)
 
 
 def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[str, Any]) -> None:
-    """Of a step on a mesh, by the chain rule from those of the merged model on one device; and what is sent of them."""
+    """Compare a step on a mesh with the chain rule for the merged model on one device, and check its collectives."""
     options = dict(options)
     layers = options.pop("layers", 1)
     config = dataclasses.replace(CONFIG, num_layers=layers, moe=options.pop("moe", None))
     model = mp.lora(rank=2, alpha=4, modules=ALL)(decoder(kind, config))
     mesh, tx = mp.MeshSpec.parse(mesh).build(), optax.sgd(1.0)
-    state = moved(mp.init_state(model, tx, mesh=mesh, strategy=strategy, key=0))
+    state = with_random_pairs(mp.init_state(model, tx, mesh=mesh, strategy=strategy, key=0))
     step = mp.train_step(next_token_loss, **options)
-    if layers != 3 or strategy.pipeline is None:  # parts that are not equal cannot be explained
+    if layers != 3 or strategy.pipeline is None:  # explain does not support uneven chunks
         report = mp.explain(step, state, BATCH)
         assert report.is_as_promised, str(report)
         sent = {path for line in report.promise.kept if line.role == "gradients" for path in line.tensors}
         assert sent or strategy.quantize is not None
         assert all(map(of_pair, sent))
     assert {d.path for d in state.table.grads} == {d.path for d in state.table.params if of_pair(d.path)}
-    before, whole = jax.tree.map(np.asarray, state.params), jax.tree.map(np.asarray, merged_params(state))
+    before, merged = jax.tree.map(np.asarray, state.params), jax.tree.map(np.asarray, merged_params(state))
     state, _ = step(state, BATCH)
 
     # The chain rule from the gradient of the merged model, on one device: dA = s dW Bᵀ, dB = s Aᵀ dW.
     plain = decoder(kind, config)
-    alone = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
-    with mp.use_rules(alone.setup.mesh, mp.ddp()):
-        of_whole = jax.jit(jax.grad(lambda p: mean_loss(plain.bind(p, alone.extra), BATCH)[0]))(whole)
-    gradients = dict(tree_leaves_with_paths(of_whole))
+    reference = mp.init_state(plain, tx, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), key=0)
+    with mp.use_rules(reference.setup.mesh, mp.ddp()):
+        grads = jax.jit(jax.grad(lambda p: mean_loss(plain.bind(p, reference.extra), BATCH)[0]))(merged)
+    gradients = dict(tree_leaves_with_paths(grads))
     after, start = dict(tree_leaves_with_paths(state.params)), dict(tree_leaves_with_paths(before))
     for path, value in start.items():
         if not of_pair(path):
@@ -135,9 +135,10 @@ def check_gradients(kind: str, mesh: str, strategy: mp.Strategy, options: dict[s
             flat = [pair[0].reshape(stack, -1, 2), pair[1].reshape(stack, 2, -1)]
             d_kernel = d_kernel.reshape(stack, flat[0].shape[1], -1)
             chained = 2 * d_kernel @ flat[1].swapaxes(1, 2), 2 * flat[0].swapaxes(1, 2) @ d_kernel
-            for name, was, found in zip(("lora_a", "lora_b"), pair, chained, strict=True):
-                got = was - np.asarray(after[f"{module}/{name}"])
-                np.testing.assert_allclose(got, found.reshape(was.shape), atol=1e-6)  # float32, sums over 128 tokens
+            for name, initial, expected in zip(("lora_a", "lora_b"), pair, chained, strict=True):
+                grad = initial - np.asarray(after[f"{module}/{name}"])
+                # float32, sums over 128 tokens
+                np.testing.assert_allclose(grad, expected.reshape(initial.shape), atol=1e-6)
 
 
 WIDE = dataclasses.replace(
@@ -147,7 +148,7 @@ WIDE = dataclasses.replace(
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("sequence", [True, False])
-def test_pairs_that_fewer_ranks_split_than_their_matrix(sequence):
+def test_expected_collectives_of_pairs_with_fewer_shards(sequence):
     mesh, strategy = mp.MeshSpec(fsdp=2, tensor=4).build(), mp.fsdp() | mp.tensor_parallel(sequence=sequence)
     model = mp.lora(rank=8, modules=ALL)(decoder("nnx", WIDE))
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
@@ -157,7 +158,7 @@ def test_pairs_that_fewer_ranks_split_than_their_matrix(sequence):
 
 
 @pytest.mark.pod
-def test_on_gpus_frozen_experts_are_gathered_again_and_send_no_gradient():
+def test_frozen_experts_have_no_gradients_on_gpus():
     config = dataclasses.replace(WIDE, moe=dataclasses.replace(MOE, mlp_dim=512))
     strategy = mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
     mesh = mp.MeshSpec(fsdp=2, expert=2, tensor=2).abstract()
@@ -171,8 +172,8 @@ def test_on_gpus_frozen_experts_are_gathered_again_and_send_no_gradient():
 
 
 @pytest.mark.pod
-def test_on_gpus_a_block_sums_its_inputs_gradient_once():
-    """Of matrices and pairs together: no promise has room for one sum more."""
+def test_block_reduces_input_gradients_once_on_gpus():
+    """Matrices and pairs share an all-reduce. Otherwise the collectives would differ from the expected ones."""
     mesh, strategy = mp.MeshSpec(fsdp=2, tensor=4).abstract(), mp.fsdp() | mp.tensor_parallel(sequence=True)
     model = mp.lora(rank=8, modules=ALL)(decoder("nnx", WIDE))
     state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
@@ -183,7 +184,7 @@ def test_on_gpus_a_block_sums_its_inputs_gradient_once():
     assert not report.promise.missing
 
 
-def test_any_model_by_path_rules_and_a_base_in_another_dtype():
+def test_path_rules_and_bfloat16_matrices():
     class Net(nnx.Module):
         def __init__(self, rngs):
             self.first = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=rngs)
@@ -213,27 +214,27 @@ def test_any_model_by_path_rules_and_a_base_in_another_dtype():
             losses.append(float(metrics["loss"]))
         assert losses[2] < losses[0]
         bound, plain = state.bound(), model.bind(merged_params(state), state.extra)
-        np.testing.assert_allclose(bound(x), plain(x), atol=1e-2)  # the matrix is bfloat16 in one
+        np.testing.assert_allclose(bound(x), plain(x), atol=1e-2)  # the merged matrix is bfloat16
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_a_product_of_a_pair_is_made_in_float32_and_rounded_once(kind):
-    """In bfloat16 compute with float32 pairs: `y + bfloat16(scale * x A B)`, and x A is not rounded."""
+def test_product_of_a_pair_is_rounded_once(kind):
+    """With bfloat16 compute and float32 pairs, the output is `y + bfloat16(scale * x A B)`, and x A is float32."""
     plain = mp.from_nnx(lambda rngs: nnx.Linear(64, 32, use_bias=False, param_dtype=jnp.bfloat16, rngs=rngs))
     if kind == "linen":
         module = linen.Dense(32, use_bias=False, param_dtype=jnp.bfloat16, dtype=jnp.bfloat16)
         plain = mp.from_linen(module, np.ones((4, 64), np.float32))
     lora = mp.lora(rank=3, alpha=10, modules="")
     mesh = mp.MeshSpec().build(jax.devices()[:1])
-    state = moved(mp.init_state(lora(plain), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0))
+    state = with_random_pairs(mp.init_state(lora(plain), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0))
     kernel, a, b = (np.asarray(state.params[name], np.float32) for name in ("kernel", "lora_a", "lora_b"))
     x = jax.random.normal(jax.random.key(1), (256, 64)).astype(jnp.bfloat16)
     y = jnp.dot(x, state.params["kernel"])
-    more = (10 / 3 * (np.asarray(x, np.float32) @ a @ b)).astype(jnp.bfloat16)
-    found = state.bound()(x)
-    assert (found.dtype, merged_params(state)["kernel"].dtype) == (jnp.bfloat16, jnp.bfloat16)
-    # Sums in another order may round to the other neighbour in a few places; a factor in bfloat16 does in a third.
-    assert (found == y + more).mean() > 0.97
+    product = (10 / 3 * (np.asarray(x, np.float32) @ a @ b)).astype(jnp.bfloat16)
+    actual = state.bound()(x)
+    assert (actual.dtype, merged_params(state)["kernel"].dtype) == (jnp.bfloat16, jnp.bfloat16)
+    # Another order of sums changes the rounding of few values. A bfloat16 factor would change a third of them.
+    assert (actual == y + product).mean() > 0.97
     merged = np.asarray(merged_params(state)["kernel"], np.float32)
     assert (merged == (kernel + 10 / 3 * a @ b).astype(jnp.bfloat16).astype(np.float32)).mean() > 0.97
 
@@ -263,8 +264,8 @@ def test_unsupported_adapters_are_errors():
         mp.lora(dtype="float64")(CONFIG.build())
     with pytest.raises(mp.MeshparError, match="adapters"):
         mp.explicit(adapted)
-    alone = mp.lora(rank=2, modules="")(mp.from_linen(linen.Dense(4), np.ones((8, 8), np.float32)))
-    assert set(alone.abstract().params) == {"bias", "kernel", "lora_a", "lora_b"}
+    single = mp.lora(rank=2, modules="")(mp.from_linen(linen.Dense(4), np.ones((8, 8), np.float32)))
+    assert set(single.abstract().params) == {"bias", "kernel", "lora_a", "lora_b"}
 
 
 def test_matrix_multiplied_outside_its_layer_is_an_error():
@@ -276,7 +277,7 @@ def test_matrix_multiplied_outside_its_layer_is_an_error():
 
 
 @pytest.mark.matrix
-def test_a_checkpoint_knows_how_often_its_adapters_count(tmp_path):
+def test_checkpoint_stores_alpha(tmp_path):
     mesh = mp.MeshSpec().build(jax.devices()[:1])
     states = [
         mp.init_state(mp.lora(rank=2, alpha=alpha)(CONFIG.build()), optax.sgd(1.0), mesh=mesh, strategy=mp.ddp(), key=0)
@@ -291,10 +292,10 @@ def test_a_checkpoint_knows_how_often_its_adapters_count(tmp_path):
 
 
 @pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore")  # of a package that the tests do not install, about Flax
+@pytest.mark.filterwarnings("ignore")  # warnings of qwix about Flax
 @pytest.mark.parametrize("base", ["int8", "nf4"])
-def test_adapters_of_qwix_over_a_base_in_few_bits(base):
-    qwix = pytest.importorskip("qwix", reason="takes its bases of few bits: pip install qwix")
+def test_qwix_adapters_with_quantized_matrices(base):
+    qwix = pytest.importorskip("qwix", reason="not installed: pip install qwix")
 
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -310,8 +311,8 @@ def test_adapters_of_qwix_over_a_base_in_few_bits(base):
     rules = mp.Rules(
         batch="data", paths={r".*/qvalue": (None, "data"), r".*lora_b": (None, "data"), ".*": mp.replicated}
     )
-    given = {"mesh": mp.MeshSpec(data=8).build(), "strategy": rules, "key": 0, "trainable": r".*lora_[ab]"}
-    state = mp.init_state(model, optax.adam(1e-2), **given)
+    options = {"mesh": mp.MeshSpec(data=8).build(), "strategy": rules, "key": 0, "trainable": r".*lora_[ab]"}
+    state = mp.init_state(model, optax.adam(1e-2), **options)
     assert state.params["first"]["kernel"]["array"]["qvalue"].dtype.itemsize == 1
     assert {x.shape for x in jax.tree.leaves(state.opt_state)} == {(), (16, 4), (4, 32), (32, 4), (4, 16)}
     step = mp.train_step(lambda model, x, key: (((model(x) - 1) ** 2).mean(), {}))
@@ -323,19 +324,19 @@ def test_adapters_of_qwix_over_a_base_in_few_bits(base):
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_adapters_of_experts_count_as_often_as_they_say(kind):
-    """The product of each pair counts `alpha / rank` times: the logits are those of the merged matrices."""
+def test_adapters_of_experts_match_merged_matrices(kind):
+    """The products are scaled by `alpha / rank`."""
     config, mesh = dataclasses.replace(CONFIG, moe=MOE), mp.MeshSpec().build(jax.devices()[:1])
     model = mp.lora(rank=2, alpha=10, modules=r".*/(shared_)?(gate|up|down)")(decoder(kind, config))
-    state = moved(mp.init_state(model, optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0))
+    state = with_random_pairs(mp.init_state(model, optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0))
     with mp.use_rules(mesh, mp.ddp()):
         merged = decoder(kind, config).bind(merged_params(state), state.extra)
-        found, expected = jax.jit(lambda tokens: (state.bound()(tokens), merged(tokens)))(BATCH["inputs"][:2])
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+        actual, expected = jax.jit(lambda tokens: (state.bound()(tokens), merged(tokens)))(BATCH["inputs"][:2])
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("alphas", [(4, 8), (8, 4)])
-def test_a_checkpoint_refuses_adapters_that_count_more_or_less_often(tmp_path, alphas):
+def test_checkpoint_refuses_adapters_with_other_alpha(tmp_path, alphas):
     mesh = mp.MeshSpec().build(jax.devices()[:1])
     model = mp.from_nnx(lambda rngs: nnx.Linear(4, 4, rngs=rngs))
     saved, other = (

@@ -1,1 +1,1 @@
-"""How gradients are made, where XLA is not left to do it."""
+"""Gradient engines, which compute the gradients of a training step for different strategies."""

@@ -21,14 +21,14 @@ Gradients = Callable[[Loss, StepOptions, TrainState, PyTree, jax.Array], Microba
 
 
 class Feature(enum.Enum):
-    """What a step may need from its gradient engine."""
+    """A feature that a step may need from its gradient engine."""
 
     ACCUMULATION = enum.auto()
-    """Several micro-steps per update."""
+    """Gradient accumulation over micro-steps."""
     QUANTIZE = enum.auto()
     """Quantized communication of parameters and gradients."""
     PREFETCH = enum.auto()
-    """Weights of a layer gathered while the previous layer computes."""
+    """Gathers of weights that overlap with the previous layer."""
     HOST_OFFLOAD = enum.auto()
     """Activations kept in host memory for the backward pass."""
     EXPLICIT_AXES = enum.auto()
@@ -38,7 +38,7 @@ class Feature(enum.Enum):
     BATCH_STATISTICS = enum.auto()
     """Layers such as BatchNorm, which compute statistics over the global batch."""
     REPLICATED_INPUTS = enum.auto()
-    """Leaves of the batch that every device receives in full."""
+    """Leaves of the batch that are replicated over all devices."""
     LOSS_AT_OTHER_PARAMS = enum.auto()
     """Optimizers that evaluate the loss at other parameters, such as line searches."""
 
@@ -70,31 +70,31 @@ UNSUPPORTED = {
     Feature.ACCUMULATION: Unsupported(
         "train_step(accumulate=...)",
         "accumulate gradients over micro-steps",
-        "a pipeline accumulates the gradients of its own microbatches",
+        "a pipeline already accumulates gradients over its microbatches",
         "use accumulate=1 and more microbatches",
     ),
     Feature.QUANTIZE: Unsupported(
         "quantize",
         "quantize parameters and gradients",
-        "a pipeline gathers the parameters of its stages without quantization",
+        "pipelines do not support quantized gathers",
         "remove quantize from the strategy",
     ),
     Feature.PREFETCH: Unsupported(
         "prefetch",
-        "gather weights one layer ahead",
-        'stages, quantize and reduce_gradients="once" gather weights in their own way',
+        "prefetch the weights of the next layer",
+        'stages, quantize and reduce_gradients="once" do not support prefetching',
         'remove prefetch, or stages and quantize, and use reduce_gradients="each_microbatch"',
     ),
     Feature.HOST_OFFLOAD: Unsupported(
         "remat with `offload:`",
         "keep the activations of a microbatch in host memory",
-        "stages keep them in buffers on the device between forward and backward pass",
+        "stages keep them in device buffers between the forward and the backward pass",
         "use save:NAMES, or remove the stages",
     ),
     Feature.EXPLICIT_AXES: Unsupported(
         "mp.explicit(model)",
         "trace the model on Explicit axes",
-        "the model would run inside shard_map, and JAX allows no Explicit axis next to a Manual one",
+        "the model would run inside shard_map, and JAX does not support Explicit next to Manual axes",
         f"{PLAIN}, or remove mp.explicit",
     ),
     Feature.DELAYED_SCALING: Unsupported(
@@ -111,15 +111,15 @@ UNSUPPORTED = {
     ),
     Feature.REPLICATED_INPUTS: Unsupported(
         "an inputs rule with `replicated`",
-        "give every device the full leaf of the batch",
+        "replicate a leaf of the batch",
         LOCAL,
-        f"{PLAIN}, or repeat the leaf for every example",
+        f"{PLAIN}, or repeat the leaf for each example",
     ),
     Feature.LOSS_AT_OTHER_PARAMS: Unsupported(
         "the optimizer's update",
         "evaluate the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
-        "stages, prefetch, quantize and several micro-steps never evaluate the loss of the full batch at once",
-        "use accumulate=1 and a strategy without stages, prefetch and quantize, or another optimizer",
+        "stages, prefetch, quantize and accumulate evaluate the loss only on parts of the batch",
+        "use accumulate=1 and a strategy without stages, prefetch and quantize, or a different optimizer",
     ),
 }
 

@@ -18,10 +18,10 @@ def engine_of(strategy: Strategy, options: StepOptions, batch_axes: tuple[str, .
     """Return the engine that computes the gradients of a step.
 
     Args:
-      strategy, options: those of the step.
+      strategy, options: strategy and options of the step.
       batch_axes: mesh axes that shard the batch.
     """
-    # Imported here: a step that XLA partitions alone loads neither kernels nor pipelines.
+    # Local imports: `xla` needs neither the kernels nor the pipeline package.
     if strategy.pipeline is not None:
         from meshpar.training.gradients import stages
 
@@ -43,7 +43,7 @@ def check_options(strategy: Strategy, options: StepOptions, batch_axes: tuple[st
     """Check that the engine of a strategy supports the options of a step.
 
     Raises:
-      ValueError: it does not.
+      MeshparError: the engine does not support a feature.
     """
     _check(engine_of(strategy, options, batch_axes), _requested_by(strategy, options), strategy, options)
 
@@ -52,11 +52,11 @@ def check_setup(setup: Setup, options: StepOptions, batch: PyTree) -> None:
     """Check that the engine of a step supports its model, its batch and its options.
 
     Args:
-      setup, options: those of the step.
-      batch: shardings of the batch: one for all leaves, or a tree.
+      setup, options: setup and options of the step.
+      batch: sharding of the batch, or a pytree of shardings.
 
     Raises:
-      ValueError: it does not.
+      MeshparError: the engine does not support a feature.
     """
     engine = engine_of(setup.strategy, options, setup.batch_axes)
     features = [*_requested_by(setup.strategy, options), *_needed_by(setup, batch)]

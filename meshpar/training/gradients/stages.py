@@ -1,11 +1,11 @@
-"""A training step's loss run by stages: the user's loss function, cut where the model runs its stacked layers.
+"""Gradients of a loss function whose stacked layers run in pipeline stages.
 
     loss_fn(model, batch, key):   embedding ─► scan_layers ─► head, loss
-                                  first part │  each stage  │ last part
+                                   `first`   │   `stage`   │   `last`
 
-The loss function is traced several times. Before the layers and behind them it is traced as it is, with the layers
-left out; inside, with the layers of one part. What it makes of the layers' Aux is cut out of it and done behind the
-loop over ticks. Nobody has to write a model in pieces.
+The user writes the model as usual, and the loss function is traced several times. `first` and `last` are the code
+before and after `scan_layers`, traced without the layers. `stage` is the call of `scan_layers`, with the layers of a
+pipeline chunk. Computations that use the layers' `Aux` are removed from `last` and run once, after the last tick.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from meshpar.hardware.compile_options import APART, IN_PLACE, Options
 from meshpar.layers.losses import Loss, LossTerms, MeanLoss, MicrobatchTotals, ScalarLoss
 from meshpar.layers.scan import Aux, Layer, Run, running, scanned, with_aux
 from meshpar.parallel.batch import check_rows
-from meshpar.parallel.pipeline import Pipeline as PipelinePart
+from meshpar.parallel.pipeline import Pipeline
 from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params, split_stage
 from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
@@ -48,145 +48,144 @@ from meshpar.training.state import Setup, TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Loss, metrics and gradients over a batch, means of microbatches, which take the place of micro-steps.
+    """Return loss, metrics and gradients of a batch as means over microbatches, which replace micro-steps.
 
     Args:
-      loss: of whole models.
-      options: of the step.
-      state: whose strategy has stages.
-      batch, key: as a step gets them.
+      loss: loss of the full model.
+      options: options of the step.
+      state: training state, whose strategy has stages.
+      batch, key: arguments of the step.
 
     Raises:
-      ValueError: options or a strategy that stages cannot do; a model whose layers are not stacked, or not run by
-        `meshpar.scan_layers`; fewer layers than the schedule has parts; rows that the microbatches do not
-        divide; uses of an Aux that `scan_layers` has none for.
+      MeshparError: options or a strategy that stages do not support; layers that are not stacked, fewer than the chunks
+        of the schedule, or not run by `meshpar.scan_layers`; a batch that is not divisible by the microbatches; a use
+        of an `Aux` that `meshpar.layers.scan.Aux` excludes.
     """
     params = compute_params(state.setup, state.params, options.precision.compute)
     batch_axes = state.setup.batch_axes
-    setup, pipelined = state.setup, state.setup.strategy.pipeline
-    assert pipelined is not None
-    schedule = pipelined.table()
-    _check(setup, schedule, pipelined, batch_axes)
+    setup, pipeline = state.setup, state.setup.strategy.pipeline
+    assert pipeline is not None
+    schedule = pipeline.table()
+    _check(setup, schedule, pipeline, batch_axes)
     sizes = axis_sizes(setup.mesh)
     count, slices = schedule.microbatches, options.interleave
-    what = "microbatches" if slices == 1 else f"slices (microbatches={count}, interleave={slices})"
-    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, count * slices, what)
-    cut = _Cut.of(setup, schedule, pipelined)
-    behind = _Behind.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
+    unit = "microbatches" if slices == 1 else f"slices (microbatches={count}, interleave={slices})"
+    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, count * slices, unit)
+    chunked = _ChunkedModel.of(setup, schedule, pipeline)
+    epilogue = _Epilogue.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
     run = StagedRun(
-        functions=cut.functions(loss, params, behind),
+        functions=chunked.functions(loss, params, epilogue),
         schedule=schedule,
         mesh=setup.mesh,
-        axis=pipelined.axis,
+        axis=pipeline.axis,
         batch_axes=batch_axes,
-        gather=pipelined.gather,
+        gather=pipeline.gather,
         grad_dtype=options.precision.reduce_dtype,
-        expert_specs=cut.own(setup.layout.params, batch_axes),
-        activation_axes=_split_inside(setup),
+        expert_specs=chunked.expert_specs(setup.layout.params, batch_axes),
+        activation_axes=_activation_axes(setup),
     )
-    specs, out = cut.specs(setup.layout.params), cut.specs(grad_specs(setup, options))
-    parted = cut.parted(params)
-    if not cut.is_even:
-        # One change at a time, for which XLA has an all-to-all: else it gathers whole stacks and picks layers.
-        parted = run.constrain(run.constrain(parted, cut.specs(setup.layout.params, at_rest=True)), specs)
-    result, grads = run(parted, batch, key, specs=specs, grad_specs=out, extra=state.extra)
-    if not cut.is_even:
-        grads = run.constrain(grads, cut.specs(grad_specs(setup, options), at_rest=True))
-    aux = {name: cut.by_layer(x) for name, x in result.aux.items()}
-    metrics, extra = behind(state.extra, aux)
-    return MicrobatchTotals(result.loss, {**result.metrics, **metrics}, cut.joined(grads), extra)
+    specs, result_specs = chunked.specs(setup.layout.params), chunked.specs(grad_specs(setup, options))
+    split = chunked.split(params)
+    if not chunked.is_even:
+        # XLA lowers each of the two changes of the sharding to an all-to-all. For a single change it would gather the
+        # full stacks and select layers.
+        split = run.constrain(run.constrain(split, chunked.specs(setup.layout.params, at_rest=True)), specs)
+    result, grads = run(split, batch, key, specs=specs, grad_specs=result_specs, extra=state.extra)
+    if not chunked.is_even:
+        grads = run.constrain(grads, chunked.specs(grad_specs(setup, options), at_rest=True))
+    aux = {name: chunked.by_layer(x) for name, x in result.aux.items()}
+    metrics, extra = epilogue(state.extra, aux)
+    return MicrobatchTotals(result.loss, {**result.metrics, **metrics}, chunked.joined(grads), extra)
 
 
 def compile_options(setup: Setup, options: StepOptions) -> Options:
-    """What keeps a stage's buffers in their place; and slices of the rows apart, as `prefetch.compile_options` says."""
-    if options.interleave == 1:
-        return IN_PLACE
-    return {**IN_PLACE, **APART}
+    """Return XLA options that avoid copies of buffers, and that keep slices of the batch apart."""
+    return IN_PLACE if options.interleave == 1 else {**IN_PLACE, **APART}
 
 
 def reads_of_layers(
-    loss: Loss, setup: Setup, params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array
+    loss: Loss, setup: Setup, params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array
 ) -> dict[str, tuple[bool, bool, bool]]:
-    """By path, whether the F, the B and the W of a microbatch read the values of a parameter of the layers.
+    """Return, by path, whether the F, B and W operations of a microbatch read a parameter of the layers.
 
     Args:
-      loss, setup: as `gradients` has them.
+      loss, setup: as for `gradients`.
       params: shapes, in the compute dtype.
-      extra, rows, key: shapes, of one microbatch on one device; the key's numbers.
+      extra, examples, key: shapes of a microbatch on one device, and of the key data.
     """
-    pipelined = setup.strategy.pipeline
-    assert pipelined is not None
-    cut = _Cut.of(setup, pipelined.table(), pipelined)
+    pipeline = setup.strategy.pipeline
+    assert pipeline is not None
+    chunked = _ChunkedModel.of(setup, pipeline.table(), pipeline)
+    reads: list[tuple[bool, bool, bool]] = []
 
-    def traced(params: PyTree, extra: PyTree, rows: PyTree, data: jax.Array) -> tuple[()]:
-        key = jax.random.wrap_key_data(data)
-        behind = _Behind.of(loss, params, extra, rows, key, f"strategy {setup.strategy.label}")
-        functions, parted = cut.functions(loss, params, behind), cut.parted(params)
-        micro = MicrobatchInputs(rows, key, jnp.zeros((), jnp.int32), extra)
-        x = functions.first(parted.embedding_and_head, micro)
-        found.extend(split_stage(functions, [leaf[0] for leaf in parted.chunks], x, micro).reads)
+    def traced(params: PyTree, extra: PyTree, examples: PyTree, key_data: jax.Array) -> tuple[()]:
+        key = jax.random.wrap_key_data(key_data)
+        epilogue = _Epilogue.of(loss, params, extra, examples, key, f"strategy {setup.strategy.label}")
+        functions, split = chunked.functions(loss, params, epilogue), chunked.split(params)
+        inputs = MicrobatchInputs(examples, key, jnp.zeros((), jnp.int32), extra)
+        x = functions.first(split.embedding_and_head, inputs)
+        reads.extend(split_stage(functions, [leaf[0] for leaf in split.chunks], x, inputs).reads)
         return ()
 
-    found: list[tuple[bool, bool, bool]] = []
-    jax.eval_shape(traced, params, extra, rows, key)
-    paths, _ = cut._sorted([decision.path for decision in setup.table.params])
-    return dict(zip(paths, found, strict=True))
+    jax.eval_shape(traced, params, extra, examples, key)
+    paths, _ = chunked.partition([decision.path for decision in setup.table.params])
+    return dict(zip(paths, reads, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Cut:
-    """A model's parameters as those of stacked layers, by part, and the others."""
+class _ChunkedModel:
+    """Parameters and loss function of a model, divided into pipeline chunks, embedding and head."""
 
     structure: Any
     names: tuple[Names, ...]
-    """Of each leaf."""
+    """Logical names of the dims of each parameter."""
     is_layer: tuple[bool, ...]
-    """Likewise."""
+    """True for the parameters of the stacked layers."""
     is_frozen: tuple[bool, ...]
-    """Likewise."""
     counts: tuple[int, ...]
-    """Layers of each part."""
+    """Number of layers of each chunk."""
     axis: str
+    """Mesh axis of the stages."""
 
     @staticmethod
-    def of(setup: Setup, schedule: Schedule, pipelined: PipelinePart) -> _Cut:
+    def of(setup: Setup, schedule: Schedule, pipeline: Pipeline) -> _ChunkedModel:
         leaves = [decision.leaf for decision in setup.table.params]
         is_layer = tuple(leaf.is_stacked for leaf in leaves)
-        stacked = [leaf for leaf, stack in zip(leaves, is_layer, strict=True) if stack]
-        counts = {leaf.shape[0] for leaf in stacked}
-        where = f"strategy {setup.strategy.label}"
+        counts = {leaf.shape[0] for leaf in leaves if leaf.is_stacked}
         if len(counts) != 1:
             raise problem(
-                where,
-                f"give layers to {schedule.stages} stages",
+                f"strategy {setup.strategy.label}",
+                f"assign layers to {schedule.stages} stages",
                 f"there are stacks of {sorted(counts)} layers" if counts else "no parameter has a dim named `layers`",
                 "stack the layers' parameters along a first dim named `layers`, by metadata or a path rule "
-                'mp.names("layers", ...), and run them by meshpar.scan_layers',
+                'mp.names("layers", ...), and run them with meshpar.scan_layers',
+                code="conflict" if counts else "not-found",
             )
-        return _Cut(
+        return _ChunkedModel(
             structure=jax.tree.structure(setup.layout.variables.params),
             names=tuple(leaf.names or () for leaf in leaves),
             is_layer=is_layer,
             is_frozen=setup.is_frozen,
-            counts=pipelined.layers_of_parts(counts.pop(), schedule.num_parts),
-            axis=pipelined.axis,
+            counts=pipeline.layers_of_parts(counts.pop(), schedule.num_parts),
+            axis=pipeline.axis,
         )
 
-    # -- Trees --------------------------------------------------------------------------------------------------------
+    # -- Parameters ---------------------------------------------------------------------------------------------------
 
-    def parted(self, params: PyTree) -> Params:
-        """Lists of leaves; stacks as `[part, most layers of a part, ...]`."""
-        stacks, ends = self._sorted(jax.tree.leaves(params))
+    def split(self, params: PyTree) -> Params:
+        """Return lists of leaves, with stacks as `[chunk, most layers of a chunk, ...]`."""
+        stacks, embedding_and_head = self.partition(jax.tree.leaves(params))
         if self.is_even:
-            return Params([x.reshape(len(self.counts), -1, *x.shape[1:]) for x in stacks], ends)
-        return Params([x[self.rows] for x in stacks], ends)
+            return Params([x.reshape(len(self.counts), -1, *x.shape[1:]) for x in stacks], embedding_and_head)
+        return Params([x[self.layer_indices] for x in stacks], embedding_and_head)
 
     def joined(self, params: Params) -> PyTree:
-        """`parted` undone; None stays where there is nothing."""
+        """Return the inverse of `split`. Leaves that are None stay None."""
         return self._tree([None if x is None else self.by_layer(x) for x in params.chunks], params.embedding_and_head)
 
     def by_layer(self, x: jax.Array) -> jax.Array:
-        """`[part, most layers of a part, ...] -> [layers, ...]`, without rows that fill up; of `[part, 1, ...]` all."""
+        """Return `[chunk, most layers of a chunk, ...]` as `[layers, ...]` without padding, or `[chunk, 1, ...]` as
+        `[chunk, ...]`."""
         flat = x.reshape(-1, *x.shape[2:])
         if self.is_even or x.shape[1] != max(self.counts):
             return flat
@@ -197,89 +196,97 @@ class _Cut:
         return len(set(self.counts)) == 1
 
     @property
-    def rows(self) -> np.ndarray:
-        """`[part, most layers of a part]`: which layer that is. A shorter part is filled up with its last one, which is
-        not run."""
+    def layer_indices(self) -> np.ndarray:
+        """Indices of the layers, `[chunk, most layers of a chunk]`. The last layer pads shorter chunks."""
         counts = np.asarray(self.counts)[:, None]
         return np.minimum(np.arange(counts.max()), counts - 1) + counts.cumsum()[:, None] - counts
 
     def specs(self, specs: PyTree, *, at_rest: bool = False) -> Params:
-        """Of the same lists, by stage; or, of parts that are not equal, as between steps."""
-        stacks, ends = self._sorted(jax.tree.leaves(specs, is_leaf=is_spec))
+        """Return the specs of `split`.
+
+        Args:
+          specs: specs of the parameters.
+          at_rest: for uneven chunks, keep the sharding that the parameters have between steps.
+        """
+        stacks, embedding_and_head = self.partition(jax.tree.leaves(specs, is_leaf=is_spec))
         if self.is_even:
-            return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], ends)
-        first, gone = (None, ()) if at_rest else (self.axis, (self.axis,))
-        return Params([PartitionSpec(first, None, *without_axes(spec, gone)[1:]) for spec in stacks], ends)
+            return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], embedding_and_head)
+        first, removed = (None, ()) if at_rest else (self.axis, (self.axis,))
+        chunks = [PartitionSpec(first, None, *without_axes(spec, removed)[1:]) for spec in stacks]
+        return Params(chunks, embedding_and_head)
 
-    def own(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
-        """Of the stacks, over which axes of the batch a rank has experts of its own: tokens travel to them.
+    def expert_specs(self, specs: PyTree, batch_axes: tuple[str, ...]) -> list[PartitionSpec]:
+        """Return the specs of the stacks with only the batch axes that shard experts.
 
-        A router is no expert's: every rank scores all of them, so it is gathered and its gradient summed.
+        Tokens travel to these experts. Routers are excluded, because every rank needs the scores of all experts.
         """
 
-        def experts(spec: PartitionSpec, names: Names) -> PartitionSpec:
+        def over_experts(spec: PartitionSpec, names: Names) -> PartitionSpec:
             if "expert" not in names or scores_experts(names):
                 return PartitionSpec()
-            entries = [*spec, *[None] * (len(names) - len(spec))]
-            of = zip(entries, names, strict=True)
-            kept = [[a for a in spec_axes(e) if a in batch_axes and name == "expert"] for e, name in of]
-            return PartitionSpec(None, None, *(tuple(axes) or None for axes in kept[1:]))
+            dims = zip([*spec, *[None] * (len(names) - len(spec))], names, strict=True)
+            axes = [[a for a in spec_axes(e) if a in batch_axes and name == "expert"] for e, name in dims]
+            return PartitionSpec(None, None, *(tuple(dim_axes) or None for dim_axes in axes[1:]))
 
         leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-        return self._sorted([experts(*of) for of in zip(leaves, self.names, strict=True)])[0]
+        return self.partition([over_experts(spec, names) for spec, names in zip(leaves, self.names, strict=True)])[0]
 
-    def _sorted(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        both = list(zip(leaves, self.is_layer, strict=True))
-        return [x for x, stack in both if stack], [x for x, stack in both if not stack]
+    def partition(self, leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the leaves of the layers, and those of embedding and head."""
+        pairs = list(zip(leaves, self.is_layer, strict=True))
+        return [x for x, is_layer in pairs if is_layer], [x for x, is_layer in pairs if not is_layer]
 
-    def _tree(self, stacks: list[Any], ends: list[Any]) -> PyTree:
-        of = {True: iter(stacks), False: iter(ends)}
-        return jax.tree.unflatten(self.structure, [next(of[stack]) for stack in self.is_layer])
+    def _tree(self, stacks: list[Any], embedding_and_head: list[Any]) -> PyTree:
+        remaining = {True: iter(stacks), False: iter(embedding_and_head)}
+        return jax.tree.unflatten(self.structure, [next(remaining[is_layer]) for is_layer in self.is_layer])
 
-    def rows_of(self, params: PyTree, part: jax.Array) -> PyTree:
-        """Of what has a row for every layer of the model, those of a part; the part's parameters are that already."""
+    def layers_of_chunk(self, inputs: PyTree, chunk: jax.Array) -> PyTree:
+        """Select the layers of a chunk in arrays `[layers, ...]`. The parameters contain only the chunk already."""
 
-        def cut(x: jax.Array) -> jax.Array:
+        def select(x: jax.Array) -> jax.Array:
             if x.shape[:1] != (sum(self.counts),) or len(self.counts) == 1:
                 return x
             if self.is_even:
-                return jax.lax.dynamic_slice_in_dim(x, part * self.counts[0], self.counts[0])
-            return x[jnp.asarray(self.rows)[part]]
+                return jax.lax.dynamic_slice_in_dim(x, chunk * self.counts[0], self.counts[0])
+            return x[jnp.asarray(self.layer_indices)[chunk]]
 
-        return jax.tree.map(cut, params)
+        return jax.tree.map(select, inputs)
 
-    def run(self, layer: Layer, x: PyTree, params: PyTree, part: jax.Array) -> Any:
-        """The layers of a part. Those that only some parts have are chosen at run time, where it is one of these."""
-        own = self.rows_of(params, part)
+    def run(self, layer: Layer, x: PyTree, inputs: PyTree, chunk: jax.Array) -> Any:
+        """Run the layers of a chunk. With uneven chunks, `lax.cond` skips the padding."""
+        inputs = self.layers_of_chunk(inputs, chunk)
         if self.is_even:
-            return scanned(layer, x, own)
+            return scanned(layer, x, inputs)
         least, most = min(self.counts), max(self.counts)
-        count = jnp.asarray(self.counts)[part]
-        x, aux = with_aux(scanned(layer, x, jax.tree.map(lambda p: p[:least], own)))
+        count = jnp.asarray(self.counts)[chunk]
+        x, aux = with_aux(scanned(layer, x, jax.tree.map(lambda p: p[:least], inputs)))
 
-        def chosen(x: PyTree, given: tuple[jax.Array, PyTree]) -> Any:
-            number, one = given
+        def run_or_skip(x: PyTree, indexed: tuple[jax.Array, PyTree]) -> Any:
+            index, layer_inputs = indexed
 
-            def left_out(x: PyTree, one: PyTree) -> Any:
-                _, aux = jax.eval_shape(lambda: with_aux(layer(x, one)))
-                return x, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
+            def run_layer(x: PyTree, layer_inputs: PyTree) -> Any:
+                return with_aux(layer(x, layer_inputs))
 
-            return jax.lax.cond(number < count, lambda x, one: with_aux(layer(x, one)), left_out, x, one)
+            def skip(x: PyTree, layer_inputs: PyTree) -> Any:
+                _, aux = jax.eval_shape(lambda: with_aux(layer(x, layer_inputs)))
+                return x, _zeros(aux)
 
-        x, more = jax.lax.scan(chosen, x, (jnp.arange(least, most), jax.tree.map(lambda p: p[least:], own)))
+            return jax.lax.cond(index < count, run_layer, skip, x, layer_inputs)
+
+        x, more = jax.lax.scan(run_or_skip, x, (jnp.arange(least, most), jax.tree.map(lambda p: p[least:], inputs)))
         if aux is None:
             return x
-        metrics = jax.tree.map(lambda *both: jnp.concatenate(both), aux.metrics, more.metrics)
+        metrics = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), aux.metrics, more.metrics)
         return x, Aux(aux.loss + more.loss.sum(0), metrics)
 
     # -- Functions ----------------------------------------------------------------------------------------------------
 
-    def functions(self, loss: Loss, params: PyTree, behind: _Behind) -> Functions:
-        """The parts of a loss. Parameters for which a part has no use are zeros in it, which nothing computes with."""
-        like = jax.eval_shape(self.parted, params)
-        no_parts = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in like.chunks]
+    def functions(self, loss: Loss, params: PyTree, epilogue: _Epilogue) -> Functions:
+        """Return the functions of the stages. Each receives zeros for the parameters that it does not use."""
+        like = jax.eval_shape(self.split, params)
+        chunk_like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in like.chunks]
 
-        def traced(parts: list[Any], ends: list[Any], micro: MicrobatchInputs, run: Run) -> LossTerms:
+        def traced(chunk: list[Any], embedding_and_head: list[Any], inputs: MicrobatchInputs, run: Run) -> LossTerms:
             calls: list[Any] = []
 
             def counted(layer: Layer, x: Any, params: PyTree) -> Any:
@@ -287,245 +294,269 @@ class _Cut:
                 return run(layer, x, params)
 
             with running(counted, in_part=True):
-                terms, _ = loss.terms(self._tree(parts, ends), micro.extra, micro.examples, micro.key)
-            _check_once(len(calls))
+                params = self._tree(chunk, embedding_and_head)
+                terms, _ = loss.terms(params, inputs.extra, inputs.examples, inputs.key)
+            _check_single_call(len(calls))
             return terms
 
-        def first(ends: list[Any], micro: MicrobatchInputs) -> PyTree:
-            got: list[Any] = []
+        def first(embedding_and_head: list[Any], inputs: MicrobatchInputs) -> PyTree:
+            outputs: list[Any] = []
 
             def run(layer: Layer, x: Any, params: PyTree) -> Any:
-                got.append(x)
-                return behind.zeros(x)
+                outputs.append(x)
+                return epilogue.with_zeros(x)
 
-            traced(_zeros(no_parts), ends, micro, run)
-            return got[0]
+            traced(_zeros(chunk_like), embedding_and_head, inputs, run)
+            return outputs[0]
 
-        def inside(parts: list[Any], ends: list[Any], x: PyTree, micro: MicrobatchInputs) -> Any:
-            got: list[Any] = []
+        def inside(chunk: list[Any], embedding_and_head: list[Any], x: PyTree, inputs: MicrobatchInputs) -> Any:
+            outputs: list[Any] = []
 
             def run(layer: Layer, before: Any, params: PyTree) -> Any:
-                got.append(self.run(layer, x, params, micro.chunk))
-                return behind.zeros(x)
+                outputs.append(self.run(layer, x, params, inputs.chunk))
+                return epilogue.with_zeros(x)
 
-            traced(parts, ends, micro, run)
-            return got[0]
+            traced(chunk, embedding_and_head, inputs, run)
+            return outputs[0]
 
-        def stage(parts: list[Any], x: PyTree, micro: MicrobatchInputs) -> tuple[PyTree, Aux]:
-            y, aux = with_aux(inside(parts, _zeros(like.embedding_and_head), x, micro))
-            return y, behind.of_part(aux)
+        def stage(chunk: list[Any], x: PyTree, inputs: MicrobatchInputs) -> tuple[PyTree, Aux]:
+            y, aux = with_aux(inside(chunk, _zeros(like.embedding_and_head), x, inputs))
+            return y, epilogue.aux_of_chunk(aux)
 
-        def last(ends: list[Any], y: PyTree, micro: MicrobatchInputs) -> LossTerms:
-            terms = traced(_zeros(no_parts), ends, micro, lambda layer, x, params: behind.zeros(y))
+        def last(embedding_and_head: list[Any], y: PyTree, inputs: MicrobatchInputs) -> LossTerms:
+            def run(layer: Layer, x: Any, params: PyTree) -> Any:
+                return epilogue.with_zeros(y)
+
+            terms = traced(_zeros(chunk_like), embedding_and_head, inputs, run)
             metrics, reported = (
-                {name: x for name, x in metrics.items() if name not in behind.metrics}
+                {name: x for name, x in metrics.items() if name not in epilogue.metrics}
                 for metrics in (terms.metrics, terms.reported)
             )
             return dataclasses.replace(terms, metrics=metrics, reported=reported)
 
-        trained = Params(*self._sorted([not one for one in self.is_frozen])) if any(self.is_frozen) else None
+        is_trained = [not is_frozen for is_frozen in self.is_frozen]
+        trained = None if all(is_trained) else Params(*self.partition(is_trained))
         return Functions(first=first, stage=stage, last=last, inside=inside, trained=trained)
 
 
-# ---- Behind the loop -------------------------------------------------------------------------------------------------
+# ---- Uses of the layers' Aux -----------------------------------------------------------------------------------------
 
 _LOSS = "aux.loss"
-"""Name of the layers' auxiliary loss among their metrics; no name that a layer would take."""
+"""Name of the auxiliary loss among the metrics of the layers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Behind:
-    """What a model and its loss function make of the Aux of all layers, cut out of the loss function.
+class _Epilogue:
+    """The computations of a model and its loss function that use the `Aux` of all layers.
 
-    Worked out once, when all microbatches are through; inside the loop the Aux is zeros.
+    They run once, after all microbatches. In the stages the `Aux` is replaced by zeros.
     """
 
     aux: Aux | None
-    """Shapes of what `scan_layers` gives."""
+    """Shapes of the `Aux` that `scan_layers` returns."""
     metrics: frozenset[str]
-    """Names of those that are made of it."""
+    """Names of the metrics that use the `Aux`."""
     share: jax.Array | float
-    """Of the auxiliary loss in the loss."""
-    _rest: Callable[[PyTree, Aux | None], tuple[dict[str, jax.Array], PyTree]]
+    """Factor of the auxiliary loss in the loss."""
+    _run: Callable[[PyTree, Aux | None], tuple[dict[str, jax.Array], PyTree]]
 
     @staticmethod
-    def of(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, where: str) -> _Behind:
-        """Raises ValueError where a microbatch's own numbers and the Aux of all are mixed."""
+    def of(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, where: str) -> _Epilogue:
+        """Extract the computations from a loss function.
+
+        Raises:
+          MeshparError: a metric or variable uses both the `Aux` and values of single microbatches.
+        """
         y, aux = _results_of_layers(loss, params, extra, batch, key)
         if aux is None and not jax.tree.leaves(extra):
-            return _Behind(aux=None, metrics=frozenset(), share=0.0, _rest=lambda extra, aux: ({}, extra))
+            return _Epilogue(aux=None, metrics=frozenset(), share=0.0, _run=lambda extra, aux: ({}, extra))
 
         def traced(extra: PyTree, aux: Aux | None, others: tuple[PyTree, ...]) -> tuple[Any, ...]:
-            params, y, rows, data = others
+            params, y, examples, key_data = others
             with running(lambda layer, x, params: y if aux is None else (y, aux), in_part=True):
-                terms, after = loss.terms(params, extra, rows, jax.random.wrap_key_data(data))
+                terms, after = loss.terms(params, extra, examples, jax.random.wrap_key_data(key_data))
             is_weighted.append(isinstance(terms.loss, MeanLoss))
             value, _ = terms.normalized()
-            # Metrics of the Aux are not weighted: they would depend on the examples.
+            # The weight of the loss depends on the examples, so metrics of the Aux are not weighted.
             _, metrics = dataclasses.replace(terms, loss=ScalarLoss(value)).normalized()
             return value, metrics, after
 
-        given = (extra, aux, (params, y, batch, jax.random.key_data(key)))
+        args = (extra, aux, (params, y, batch, jax.random.key_data(key)))
         is_weighted: list[bool] = []
-        closed, (value, metrics, after) = flat_jaxpr(traced, *given)
-        marks = _Marks(closed, given, (value, metrics, after))
-        made_of_aux = marks.names(metrics)
-        marks.check(where, made_of_aux)
-        share: jax.Array | float = 0.0 if aux is None else _share(traced, given, where, is_weighted=is_weighted[-1])
-        wanted = [False, *(name in made_of_aux for name in metrics), *[True] * len(jax.tree.leaves(after))]
-        cut = Cut(closed, first=wanted)
+        closed, results = flat_jaxpr(traced, *args)
+        _, metrics, after = results
+        dependencies = _Dependencies(closed, args, results)
+        aux_metrics = [name for name in metrics if dependencies.on_aux[1][name]]
+        dependencies.check(where, aux_metrics)
+        share: jax.Array | float = 0.0 if aux is None else _loss_share(traced, args, where, is_weighted=is_weighted[-1])
+        is_needed = [False, *(name in aux_metrics for name in metrics), *[True] * len(jax.tree.leaves(after))]
+        cut = Cut(closed, first=is_needed)
 
-        def rest(extra: PyTree, aux: Aux | None) -> tuple[dict[str, jax.Array], PyTree]:
-            own = jax.tree.leaves((extra, aux))
-            out, _ = cut.run_first([*own, *[None] * (len(closed.jaxpr.invars) - len(own))])
-            _, told, after_step = jax.tree.unflatten(jax.tree.structure((value, metrics, after)), out)
-            return {name: told[name] for name in made_of_aux}, after_step
+        def run(extra: PyTree, aux: Aux | None) -> tuple[dict[str, jax.Array], PyTree]:
+            leaves = jax.tree.leaves((extra, aux))
+            out, _ = cut.run_first([*leaves, *[None] * (len(closed.jaxpr.invars) - len(leaves))])
+            _, metrics, after_step = jax.tree.unflatten(jax.tree.structure(results), out)
+            return {name: metrics[name] for name in aux_metrics}, after_step
 
-        return _Behind(aux=aux, metrics=frozenset(made_of_aux), share=share, _rest=rest)
+        return _Epilogue(aux=aux, metrics=frozenset(aux_metrics), share=share, _run=run)
 
-    def zeros(self, y: Any) -> Any:
-        """What `scan_layers` gives inside the loop."""
-        if self.aux is None:
-            return y
-        return y, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.aux)
+    def with_zeros(self, y: Any) -> Any:
+        """Return the result of `scan_layers` in a stage."""
+        return y if self.aux is None else (y, _zeros(self.aux))
 
-    def of_part(self, aux: Aux | None) -> Aux:
-        """What goes with a part's output."""
+    def aux_of_chunk(self, aux: Aux | None) -> Aux:
+        """Return the `Aux` that a chunk passes on, with the loss scaled, and also among the metrics."""
         if aux is None:
             return Aux(jnp.zeros((), jnp.float32), {})
-        # As an array of the layers, so that it comes out as the metrics do.
+        # The first dim is the layer, as in the metrics.
         return Aux(aux.loss * self.share, {**aux.metrics, _LOSS: aux.loss[None]})
 
-    def __call__(self, extra: PyTree, told: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
-        """Metrics and what the model keeps, of the metrics of all layers, `[layers, ...]`."""
+    def __call__(self, extra: PyTree, totals: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], PyTree]:
+        """Return metrics and updated variables, from the metrics of all layers, `[layers, ...]`."""
         if self.aux is None:
-            return self._rest(extra, None)
-        metrics = {name: told[name].astype(x.dtype) for name, x in self.aux.metrics.items()}
-        return self._rest(extra, Aux(told[_LOSS].sum().astype(self.aux.loss.dtype), metrics))
+            return self._run(extra, None)
+        metrics = {name: totals[name].astype(x.dtype) for name, x in self.aux.metrics.items()}
+        return self._run(extra, Aux(totals[_LOSS].sum().astype(self.aux.loss.dtype), metrics))
 
 
 def _results_of_layers(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array) -> Any:
-    """Shapes: (y, Aux of all layers or None)."""
-    got: list[Any] = []
+    """Return the shapes of the output of the layers and of their `Aux`, or None if they have no `Aux`."""
+    results: list[Any] = []
 
     def run(layer: Layer, x: Any, params: PyTree) -> Any:
         y, aux = jax.eval_shape(lambda x, params: with_aux(scanned(layer, x, params)), x, params)
-        got.append((y, aux))
-        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), aux)
-        return x if aux is None else (x, zeros)
+        results.append((y, aux))
+        return x if aux is None else (x, _zeros(aux))
 
-    def traced(params: PyTree, extra: PyTree, batch: PyTree, data: jax.Array) -> Any:
+    def traced(params: PyTree, extra: PyTree, batch: PyTree, key_data: jax.Array) -> Any:
         with running(run):
-            return loss(params, extra, batch, jax.random.wrap_key_data(data))
+            return loss(params, extra, batch, jax.random.wrap_key_data(key_data))
 
     jax.eval_shape(traced, params, extra, batch, jax.random.key_data(key))
-    _check_once(len(got))
-    return got[0]
+    _check_single_call(len(results))
+    return results[0]
 
 
-class _Marks:
-    """What of a loss function's results depends on the layers' Aux, and what on what microbatches differ in."""
+class _Dependencies:
+    """Dependencies of the loss, metrics and variables on the layers' `Aux` and on values of single microbatches."""
 
-    def __init__(self, closed: Any, given: tuple[PyTree, Any, PyTree], out: tuple[Any, ...]) -> None:
-        counts = [len(jax.tree.leaves(part)) for part in given]
+    def __init__(self, closed: Any, args: tuple[PyTree, Any, PyTree], results: tuple[Any, ...]) -> None:
+        counts = [len(jax.tree.leaves(arg)) for arg in args]
 
         def dependent(*groups: bool) -> Any:
             marked = [mark for mark, count in zip(groups, counts, strict=True) for _ in range(count)]
-            return jax.tree.unflatten(jax.tree.structure(out), depends(closed.jaxpr, marked))
+            return jax.tree.unflatten(jax.tree.structure(results), depends(closed.jaxpr, marked))
 
         self.on_aux, self.on_others = dependent(False, True, False), dependent(False, False, True)
-        loss_only = 0 if given[1] is None else len(jax.tree.leaves(given[1].loss))
-        not_loss = [False] * (counts[0] + loss_only) + [True] * (counts[1] - loss_only) + [False] * counts[2]
-        self.loss_on_metrics = depends(closed.jaxpr, not_loss)[0]
+        num_losses = 0 if args[1] is None else len(jax.tree.leaves(args[1].loss))
+        is_metric = [False] * (counts[0] + num_losses) + [True] * (counts[1] - num_losses) + [False] * counts[2]
+        self.loss_on_metrics = depends(closed.jaxpr, is_metric)[0]
 
-    def names(self, metrics: dict[str, Any]) -> list[str]:
-        """Of the metrics that are made of the Aux."""
-        return [name for name in metrics if self.on_aux[1][name]]
-
-    def check(self, where: str, made_of_aux: list[str]) -> None:
-        """Raises ValueError where both are mixed."""
-        fix = "make it of the Aux, constants and the model's variables before the step alone"
-        mixed = "only of single microbatches are both there, and only the last stage has these"
-        for name in made_of_aux:
+    def check(self, where: str, aux_metrics: list[str]) -> None:
+        """Check that no result needs the `Aux` of all microbatches and values of a single microbatch."""
+        fix = "use only the Aux, constants, and the values that the model's variables had before the step"
+        reason = "the Aux is complete only after all microbatches, when their other values are no longer available"
+        for name in aux_metrics:
             if self.on_others[1][name]:
-                raise problem(f"metric `{name}` under {where}", "be made of the layers' Aux and more", mixed, fix)
-        for path, depends_on_rows in tree_leaves_with_paths(self.on_others[2]):
-            if depends_on_rows:
+                where, requested = f"metric `{name}` under {where}", "combine the layers' Aux with other values"
+                raise problem(where, requested, reason, fix, code="unsupported-feature")
+        for path, depends_on_examples in tree_leaves_with_paths(self.on_others[2]):
+            if depends_on_examples:
                 raise problem(
                     f"`{path}` of the model under {where}",
-                    "be carried from microbatch to microbatch",
-                    "stages run microbatches in an order of their own, and none sees them all in time",
-                    "make it of the Aux that meshpar.scan_layers gives, or leave it out",
+                    "update a variable in each microbatch",
+                    "stages run microbatches in different orders, and no stage runs all of the model",
+                    "compute it from the Aux that meshpar.scan_layers returns, or remove it",
+                    code="unsupported-feature",
                 )
         if self.loss_on_metrics:
             raise problem(
                 f"the loss under {where}",
-                "be made of the metrics in the layers' Aux",
-                "no gradient passes through them, and no stage has them in time",
-                "add what they are to add to Aux.loss, in the layer",
+                "use the metrics in the layers' Aux",
+                "metrics have no gradient, and they are complete only after all microbatches",
+                "add the value to Aux.loss in the layer",
+                code="unsupported-feature",
             )
 
 
-def _share(
-    traced: Callable[..., Any], given: tuple[PyTree, Any, PyTree], where: str, *, is_weighted: bool
+def _loss_share(
+    traced: Callable[..., Any], args: tuple[PyTree, Any, PyTree], where: str, *, is_weighted: bool
 ) -> jax.Array:
-    """Return the constant factor of the auxiliary loss in the loss. `is_weighted`: the loss is a `MeanLoss`."""
+    """Return the constant factor of the auxiliary loss in the loss.
+
+    Args:
+      traced: function of `args` that returns the loss as its first result.
+      args: (variables, `Aux`, other values).
+      where: for the error.
+      is_weighted: True if the loss is a `MeanLoss`.
+    """
 
     def slope(extra: PyTree, aux: Aux, others: PyTree) -> Any:
         return jax.grad(lambda loss: traced(extra, aux._replace(loss=loss), others)[0])(aux.loss), ()
 
-    closed, _ = flat_jaxpr(slope, *given)
-    if depends(closed.jaxpr, [True] * len(closed.jaxpr.invars))[0]:
-        exists = "its derivative by that is no constant, and no other stage would know it in time"
-        fix = "write `loss + aux.loss`, or times a constant"
+    closed, _ = flat_jaxpr(slope, *args)
+    num_inputs = len(closed.jaxpr.invars)
+    if depends(closed.jaxpr, [True] * num_inputs)[0]:
+        reason = "its derivative by the auxiliary loss is not constant, and the stages need it before it is known"
+        fix = "write `loss + aux.loss`, or multiply aux.loss by a constant"
         if is_weighted:
-            exists = "`MeanLoss` divides its total by the weight of the batch, also the auxiliary loss in it"
-            fix = "leave it out of the total, and call `meshpar.layers.auxiliary.report(loss=aux.loss)` instead"
-        raise problem(f"the loss under {where}", "be made of the layers' auxiliary loss", exists, fix)
-    return Cut(closed, first=[True]).run_first([None] * len(closed.jaxpr.invars))[0][0]
+            reason = "`MeanLoss` divides its total, with the auxiliary loss in it, by the weight of the batch"
+            fix = "remove it from the total, and call `meshpar.layers.auxiliary.report(loss=aux.loss)` instead"
+        where, requested = f"the loss under {where}", "use the layers' auxiliary loss"
+        raise problem(where, requested, reason, fix, code="unsupported-feature")
+    return Cut(closed, first=[True]).run_first([None] * num_inputs)[0][0]
 
 
-# ---- What can be run -------------------------------------------------------------------------------------------------
+def _zeros(like: PyTree) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
-def _zeros(like: list[Any]) -> list[Any]:
-    return [jnp.zeros(x.shape, x.dtype) for x in like]
+# ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def _check_once(calls: int) -> None:
+def _check_single_call(calls: int) -> None:
     if calls != 1:
-        exists = f"it calls meshpar.scan_layers {calls or 'no'} times"
-        fix = "run the layers that stages are to share by one call of it"
-        raise problem("the model under pipeline_parallel", "be cut where it runs its stacked layers", exists, fix)
+        reason = f"it calls meshpar.scan_layers {calls or 'no'} times"
+        fix = "run all layers of the stages in one call of scan_layers"
+        where, requested = "the model under pipeline_parallel", "divide it into stages"
+        raise problem(where, requested, reason, fix, code="unsupported-feature")
 
 
-def _check(setup: Setup, schedule: Schedule, pipelined: PipelinePart, batch_axes: tuple[str, ...]) -> None:
+def _check(setup: Setup, schedule: Schedule, pipeline: Pipeline, batch_axes: tuple[str, ...]) -> None:
     where, sizes = f"strategy {setup.strategy.label}", axis_sizes(setup.mesh)
-    if pipelined.axis in batch_axes:
-        fix = "give the stages one of their own: MeshSpec(stage=...)"
-        raise problem(where, f"run stages over mesh axis `{pipelined.axis}`", "that axis splits the batch", fix)
-    if schedule.microbatches != pipelined.microbatches:
-        asked = f"cut the batch into {pipelined.microbatches} microbatches"
-        fix = f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or give another file"
-        raise problem(where, asked, f"schedule `{pipelined.schedule}` runs {schedule.microbatches}", fix)
-    if sizes.get(pipelined.axis) != schedule.stages:
-        asked = f"run {schedule.stages} stages over mesh axis `{pipelined.axis}`"
-        fix = f"write MeshSpec({pipelined.axis}={schedule.stages}, ...), or pipeline_parallel(stages=...) of its size"
-        raise problem(where, asked, f"the mesh has {', '.join(f'{k}={v}' for k, v in sizes.items())}", fix)
+    requested = f"run {schedule.stages} stages over mesh axis `{pipeline.axis}`"
+    if pipeline.axis in batch_axes:
+        fix = "use a separate mesh axis: MeshSpec(stage=...)"
+        raise problem(where, requested, "that axis shards the batch", fix, code="axis-used-twice")
+    if schedule.microbatches != pipeline.microbatches:
+        raise problem(
+            where,
+            f"split the batch into {pipeline.microbatches} microbatches",
+            f"schedule `{pipeline.schedule}` runs {schedule.microbatches}",
+            f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or use another schedule file",
+            code="conflict",
+        )
+    if sizes.get(pipeline.axis) != schedule.stages:
+        reason = f"the mesh has {', '.join(f'{axis}={size}' for axis, size in sizes.items())}"
+        fix = (
+            f"write MeshSpec({pipeline.axis}={schedule.stages}, ...), or change stages in pipeline_parallel(stages=...)"
+        )
+        raise problem(where, requested, reason, fix, code="conflict")
     for path in sorted(setup.model.random_keys()):
-        exists = "a model's own random stream would give all of them the same numbers"
-        fix = "draw random numbers from the key the loss function is given"
-        raise problem(f"`{path}` of the model under {where}", "be drawn from in every microbatch", exists, fix)
+        reason = "a random stream of the model would repeat its numbers in all microbatches"
+        fix = "draw random numbers from the key that the loss function receives"
+        requested = "draw random numbers in each microbatch"
+        raise problem(f"`{path}` of the model under {where}", requested, reason, fix, code="unsupported-feature")
 
 
-def _split_inside(setup: Setup) -> tuple[str, ...]:
-    """Mesh axes over which activations are split between layers, beside those of the batch."""
-    sizes, found = axis_sizes(setup.mesh), []
+def _activation_axes(setup: Setup) -> tuple[str, ...]:
+    """Return the mesh axes, other than batch axes, that shard the activations between layers."""
+    sizes, axes = axis_sizes(setup.mesh), []
     for names in (("batch", "norm_seq", "act_embed"), ("batch", "seq", "act_embed")):
         like = Leaf(path="activations", shape=(setup.mesh.size,) * 3, dtype=np.dtype(np.float32), names=names)
         for entry in resolve(like, setup.strategy.activations, setup.mesh).spec[1:]:
-            found += [axis for axis in spec_axes(entry) if sizes[axis] > 1]
-    return tuple(dict.fromkeys(found))
+            axes += [axis for axis in spec_axes(entry) if sizes[axis] > 1]
+    return tuple(dict.fromkeys(axes))
 
 
 ENGINE = GradientEngine(gradients, supports=frozenset(), compile_options=compile_options)

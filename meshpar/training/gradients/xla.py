@@ -1,4 +1,4 @@
-"""XLA makes the gradients: every micro-step's are reduced by it into shards, and summed there."""
+"""Gradients partitioned by XLA, which reduces them in each micro-step. The micro-steps add the sharded gradients."""
 
 from __future__ import annotations
 
@@ -16,30 +16,40 @@ from meshpar.training.state import TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Loss, metrics and gradients over a batch, summed over micro-steps."""
+    """Return loss, metrics and gradients of a batch, summed over micro-steps.
+
+    Args:
+      loss: loss of the model.
+      options: options of the step.
+      state: parameters, variables and setup.
+      batch: global batch.
+      key: PRNG key of the step.
+    """
     setup = state.setup
     params = compute_params(setup, state.params, options.precision.compute)
     shardings = setup.named(setup.trained(grad_specs(setup, options)))
 
-    def step(extra: PyTree, rows: PyTree, key: jax.Array) -> MicrobatchTotals:
-        sums = micro_step(loss, options, setup, params, extra, rows, key)
+    def step(extra: PyTree, examples: PyTree, key: jax.Array) -> MicrobatchTotals:
+        sums = micro_step(loss, options, setup, params, extra, examples, key)
         return sums.replace(grads=constrained(sums.grads, shardings))
 
     if options.accumulate == 1:
         return step(state.extra, batch, key)
-    rows = jax.tree.map(lambda x: split_rows(x, options.accumulate, setup.batch_sharding), without_whole(batch))
+    micro_batches = jax.tree.map(
+        lambda x: split_rows(x, options.accumulate, setup.batch_sharding), without_whole(batch)
+    )
     keys = micro_keys(key, options.accumulate)
 
-    def terms(terms: Evaluate, args: tuple[PyTree, PyTree], rows: PyTree, key: jax.Array) -> Any:
-        return terms(*args, with_whole(batch, rows), key)
+    def evaluate(terms: Evaluate, args: tuple[PyTree, PyTree], examples: PyTree, key: jax.Array) -> Any:
+        return terms(*args, with_whole(batch, examples), key)
 
     where = f"train_step(accumulate={options.accumulate})"
-    loss = loss.over_parts(where, terms, (params, state.extra), rows, keys, axes={})
+    loss = loss.over_parts(where, evaluate, (params, state.extra), micro_batches, keys, axes={})
 
-    def of_rows(extra: PyTree, rows: PyTree, key: jax.Array) -> MicrobatchTotals:
-        return step(extra, with_whole(batch, rows), key)
+    def step_of_examples(extra: PyTree, examples: PyTree, key: jax.Array) -> MicrobatchTotals:
+        return step(extra, with_whole(batch, examples), key)
 
-    return accumulated(of_rows, state.extra, rows, keys).replace(count=options.accumulate)
+    return accumulated(step_of_examples, state.extra, micro_batches, keys).replace(count=options.accumulate)
 
 
 ENGINE = GradientEngine(gradients, supports=frozenset(Feature))

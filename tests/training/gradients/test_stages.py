@@ -1,4 +1,4 @@
-"""Training by stages equals training on one device: Adam steps of the decoders, NNX and Linen, every schedule."""
+"""Training with pipeline stages equals training on one device, for NNX and Linen and for all schedules."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from meshpar.layers.auxiliary import report
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
+from tests.errors import raises
 from tests.grid import cases
 
 SEQ, STEPS = 4, 2
@@ -31,18 +32,18 @@ def config(dtype: str = "float64", *, num_layers: int = 8, tied: bool = False) -
 
 
 @functools.cache
-def alone(framework, cfg, rows):
-    return train(model_of(framework, cfg, rows, SEQ), token_batches(rows, SEQ, STEPS), mp.MeshSpec(), mp.ddp())
+def on_one_device(framework, cfg, batch):
+    return train(model_of(framework, cfg, batch, SEQ), token_batches(batch, SEQ, STEPS), mp.MeshSpec(), mp.ddp())
 
 
-def check(framework, cfg, rows, spec, strategy, atol, **options):
-    wanted, batches = alone(framework, cfg, rows), token_batches(rows, SEQ, STEPS)
-    found = train(model_of(framework, cfg, rows, SEQ), batches, spec, strategy, start=wanted.start, **options)
-    for ours, theirs in zip(found.metrics, wanted.metrics, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            assert ours[name] == pytest.approx(value, rel=atol), name
-    assert_same(found.params, wanted.params, atol=atol * 100)
+def check(framework, cfg, batch, spec, strategy, atol, **options):
+    expected, batches = on_one_device(framework, cfg, batch), token_batches(batch, SEQ, STEPS)
+    actual = train(model_of(framework, cfg, batch, SEQ), batches, spec, strategy, start=expected.start, **options)
+    for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
+            assert metrics[name] == pytest.approx(value, rel=atol), name
+    assert_same(actual.params, expected.params, atol=atol * 100)
 
 
 CASES = {
@@ -65,7 +66,7 @@ CASES = {
     "zb-h2 | expert": (
         mp.MeshSpec(stage=4, expert=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h2"}, mp.ddp()
     ),
-    "1f1b | fsdp in every microbatch": (
+    "1f1b | fsdp per microbatch": (
         mp.MeshSpec(stage=2, fsdp=2, tensor=2),
         {"stages": 2, "microbatches": 2, "gather": "microbatch"},
         mp.fsdp() | mp.tensor_parallel(),
@@ -97,34 +98,34 @@ def x64():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))
-def test_nnx_as_on_one_device(name, x64):
-    spec, asked, inside = CASES[name]
-    check("nnx", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
+def test_nnx_stages_match_one_device(name, x64):
+    spec, options, strategy = CASES[name]
+    check("nnx", config(), 16, spec, mp.pipeline_parallel(**options) | strategy, 1e-12)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["1f1b", "interleaved | fsdp | tensor"])
-def test_linen_as_on_one_device(name, x64):
-    spec, asked, inside = CASES[name]
-    check("linen", config(), 16, spec, mp.pipeline_parallel(**asked) | inside, 1e-12)
+def test_linen_stages_match_one_device(name, x64):
+    spec, options, strategy = CASES[name]
+    check("linen", config(), 16, spec, mp.pipeline_parallel(**options) | strategy, 1e-12)
 
 
 @pytest.mark.matrix
-def test_tied_embeddings_and_recomputation(x64):
+def test_tied_embeddings_with_remat_match_one_device(x64):
     strategy = mp.pipeline_parallel(stages=4, microbatches=4, schedule="zb-h1") | mp.tensor_parallel()
     check("nnx", config(tied=True), 8, mp.MeshSpec(stage=4, tensor=2), strategy, 1e-12, remat="full")
 
 
-CUTS = {
-    "whole": (mp.MeshSpec(), mp.ddp(), {}),
+DIVISIONS = {
+    "none": (mp.MeshSpec(), mp.ddp(), {}),
     "micro-steps": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4}),
-    "each device by itself": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4, "reduce_gradients": "once"}),
+    "devices": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4, "reduce_gradients": "once"}),
     "stages": (mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp(), {}),
 }
 
 
 @pytest.mark.parametrize("kind", cases("MeanLoss", grid=["MeanLoss", "SumLoss", "scalar"]))
-def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(kind):
+def test_counts_are_summed_and_floats_averaged(kind):
     names = {"layers/w": ("layers", "embed", None)}
     model = mp.from_functions(lambda key: {"layers": {"w": jnp.full((2, 4, 4), 0.5)}}, run_layers, names=names)
 
@@ -138,32 +139,32 @@ def test_counts_are_summed_and_all_else_averaged_however_a_batch_is_cut(kind):
         return loss, {**metrics, "big": (y > 2).mean()}
 
     loss_is = "mean_over_examples" if kind == "scalar" else None
-    # The first part of the batch has no weight: its metric is 0 / 0.
+    # The first microbatch has weight 0, so its metric is 0 / 0.
     ids = np.arange(16, dtype=np.int32) // 2
     batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4) / 16, "ids": ids}
-    told = {}
-    for name, (spec, strategy, options) in CUTS.items():
+    results = {}
+    for name, (spec, strategy, options) in DIVISIONS.items():
         mesh = mesh_of(spec)
         state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
         _, metrics = mp.train_step(loss, loss_is=loss_is, **options)(state, batch)
         assert metrics["tokens"].dtype == jnp.int32
-        told[name] = jax.tree.map(float, metrics)
-    assert {one["tokens"] for one in told.values()} == {batch["ids"].sum()}
-    assert {one.get("loss_weight") for one in told.values()} == {ids.sum() if kind == "MeanLoss" else None}
-    for one in told.values():
+        results[name] = jax.tree.map(float, metrics)
+    assert {metrics["tokens"] for metrics in results.values()} == {batch["ids"].sum()}
+    assert {metrics.get("loss_weight") for metrics in results.values()} == {ids.sum() if kind == "MeanLoss" else None}
+    for metrics in results.values():
         for name in ("loss", "big"):
-            assert one[name] == pytest.approx(told["whole"][name], rel=1e-6), name
-    # The mean of the flags of microbatches, or of devices' shares of them.
-    assert told["each device by itself"]["is_big"] == pytest.approx(told["stages"]["is_big"], rel=1e-6)
+            assert metrics[name] == pytest.approx(results["none"][name], rel=1e-6), name
+    # A boolean is averaged over microbatches and devices.
+    assert results["devices"]["is_big"] == pytest.approx(results["stages"]["is_big"], rel=1e-6)
 
 
 def run_layers(params, x):
-    return mp.pipeline.scan_layers(lambda x, one: jnp.tanh(x @ one["w"]) + x, x, params["layers"])
+    return mp.pipeline.scan_layers(lambda x, weights: jnp.tanh(x @ weights["w"]) + x, x, params["layers"])
 
 
 @pytest.mark.parametrize("strategy", [mp.ddp(), mp.pipeline_parallel(stages=2, microbatches=2)], ids=str)
 @pytest.mark.parametrize("metric", [None, "big", np.ones(2)], ids=str)
-def test_a_metric_is_one_number(strategy, metric):
+def test_step_refuses_metrics_that_are_not_scalars(strategy, metric):
     spec = mp.MeshSpec() if strategy.pipeline is None else mp.MeshSpec(stage=2)
     names = {"layers/w": ("layers", "embed", None)}
     model = mp.from_functions(lambda key: {"layers": {"w": jnp.ones((2, 4, 4))}}, run_layers, names=names)
@@ -175,26 +176,26 @@ def test_a_metric_is_one_number(strategy, metric):
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "parts", "fewer", "counts"),
+    ("num_layers", "chunks", "offset", "counts"),
     [
         (10, 4, (0, 0), (2, 3, 3, 2)), (11, 4, (0, 0), (3, 3, 3, 2)), (9, 4, (0, 0), (2, 3, 2, 2)),
         (8, 4, (0, 0), (2, 2, 2, 2)), (10, 4, (1, 1), (2, 3, 3, 2)), (126, 16, (1, 1), (7, *[8] * 14, 7)),
         (61, 16, (0, 1), (3, *[4] * 14, 2)), (5, 2, (0, 0), (3, 2)), (5, 2, (1, 0), (2, 3)), (3, 1, (0, 1), (3,)),
     ],
 )  # fmt: skip
-def test_layers_are_cut_as_even_as_they_go(num_layers, parts, fewer, counts):
-    pipelined = mp.pipeline_parallel(stages=parts, microbatches=1, stage_layer_offset=fewer).pipeline
-    assert pipelined.layers_of_parts(num_layers, parts) == counts
+def test_layers_of_parts_are_balanced(num_layers, chunks, offset, counts):
+    pipeline = mp.pipeline_parallel(stages=chunks, microbatches=1, stage_layer_offset=offset).pipeline
+    assert pipeline.layers_of_parts(num_layers, chunks) == counts
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("num_layers", "stages", "asked"),
+    ("num_layers", "stages", "options"),
     [
         (5, 2, {"schedule": "zb-v"}),
         *(
-            pytest.param(*rare, marks=pytest.mark.matrix)
-            for rare in (
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in (
                 (5, 4, {}), (4, 2, {"stage_layer_offset": (0, 2)}),
                 (6, 4, {"schedule": "zb-h2"}), (3, 2, {"schedule": "zb-h1"}), (5, 2, {"schedule": "dualpipe-v"}),
                 (7, 2, {"schedule": "interleaved-1f1b", "chunks": 3}),
@@ -204,23 +205,23 @@ def test_layers_are_cut_as_even_as_they_go(num_layers, parts, fewer, counts):
     ],
     ids=str,
 )  # fmt: skip
-def test_unequal_parts_of_any_model(num_layers, stages, asked, x64):
+def test_uneven_chunks_match_one_device(num_layers, stages, options, x64):
     names = {"layers/w": ("layers", "embed", None), "layers/odd": ("layers", None)}
 
     def start(key):
         return {"layers": {"w": 0.4 * jax.random.normal(key, (num_layers, 4, 4)), "odd": jnp.ones((num_layers, 3))}}
 
     def model(params, x):
-        def layer(x, one):
-            return jnp.tanh(x @ one["w"]) * one["odd"].prod() + x
+        def layer(x, weights):
+            return jnp.tanh(x @ weights["w"]) * weights["odd"].prod() + x
 
         return mp.pipeline.scan_layers(layer, x, params["layers"])
 
     batch = {"x": np.random.default_rng(0).normal(size=(8, 4))}
-    kept = []
+    results = []
     for spec, strategy in (
         (mp.MeshSpec(), mp.ddp()),
-        (mp.MeshSpec(stage=stages), mp.pipeline_parallel(stages=stages, microbatches=4, **asked) | mp.ddp()),
+        (mp.MeshSpec(stage=stages), mp.pipeline_parallel(stages=stages, microbatches=4, **options) | mp.ddp()),
     ):
         mesh = spec.build(jax.devices()[: spec["stage"]])
         state = mp.init_state(
@@ -228,17 +229,17 @@ def test_unequal_parts_of_any_model(num_layers, stages, asked, x64):
         )  # fmt: skip
         step = mp.train_step(lambda model, batch, key: (mp.SumLoss((model(batch["x"]) ** 2).sum()), {}))
         state, metrics = step(state, batch)
-        kept.append((float(metrics["loss"]), jax.device_get((state.params, state.opt_state))))
-    assert kept[1][0] == pytest.approx(kept[0][0], rel=1e-12)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), kept[0][1], kept[1][1])
-    # Split between steps, where a dim divides.
+        results.append((float(metrics["loss"]), jax.device_get((state.params, state.opt_state))))
+    assert results[1][0] == pytest.approx(results[0][0], rel=1e-12)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), results[0][1], results[1][1])
+    # Between steps a divisible dim is sharded.
     assert state.table["layers/w"].shards == stages
     assert state.table["layers/odd"].shards == 1
     assert "replicated over the stages" in state.table["layers/odd"].rule
 
 
 class ParamStack(nn.Module):
-    """Stacked layers made with `self.param`: one array, and a tree of two."""
+    """Stacked layers from `self.param`: an array, and a dict of two arrays."""
 
     depth: int
 
@@ -251,7 +252,12 @@ class ParamStack(nn.Module):
             return {"in": normal(key, self.depth, 1, 8), "out": normal(key, self.depth, 1, 8)}
 
         stack = self.param("stack", normal, self.depth, 8, 8), self.param("biases", biases)
-        return mp.scan_layers(lambda x, one: jnp.tanh((x + one[1]["in"]) @ one[0]) + one[1]["out"], x, stack)
+
+        def layer(x, weights):
+            kernel, biases = weights
+            return jnp.tanh((x + biases["in"]) @ kernel) + biases["out"]
+
+        return mp.scan_layers(layer, x, stack)
 
 
 class AroundParamStack(nn.Module):
@@ -266,8 +272,8 @@ class AroundParamStack(nn.Module):
     ("depth", "stages", "schedule"),
     cases((3, 2, "zb-h1"), grid=[(4, 2, "1f1b"), (3, 2, "zb-h1"), (4, 2, "zb-v")]),
 )
-def test_a_linen_stack_made_with_param(depth, stages, schedule, x64):
-    """Flax compares a parameter's shape with its initializer's, and a stage has only some of the layers."""
+def test_linen_stack_from_param(depth, stages, schedule, x64):
+    """Flax compares the shape of a parameter with its initializer, and a stage has fewer layers."""
     x = {"x": np.random.default_rng(0).normal(size=(8, 8))}
     model = mp.from_linen(AroundParamStack(depth), x["x"])
 
@@ -275,22 +281,22 @@ def test_a_linen_stack_made_with_param(depth, stages, schedule, x64):
         square = model(batch["x"]) ** 2
         return mp.MeanLoss(square.sum(), square.size), {}
 
-    wanted = train(model, [x], mp.MeshSpec(), mp.ddp(), loss=loss)
+    expected = train(model, [x], mp.MeshSpec(), mp.ddp(), loss=loss)
     strategy = mp.pipeline_parallel(stages=stages, microbatches=4, schedule=schedule)
-    found = train(model, [x], mp.MeshSpec(stage=stages), strategy, loss=loss, start=wanted.start)
-    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-12)
-    assert_same(found.params, wanted.params, atol=1e-12)
+    actual = train(model, [x], mp.MeshSpec(stage=stages), strategy, loss=loss, start=expected.start)
+    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-12)
+    assert_same(actual.params, expected.params, atol=1e-12)
     with pytest.raises(flax.errors.ScopeParamShapeError):
-        model.bind(jax.tree.map(lambda leaf: leaf[..., :4], wanted.start.params), {})(x["x"])
+        model.bind(jax.tree.map(lambda leaf: leaf[..., :4], expected.start.params), {})(x["x"])
 
 
-@pytest.mark.parametrize("fewer", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
-def test_lighter_ends_are_two_whole_numbers(fewer):
+@pytest.mark.parametrize("offset", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
+def test_pipeline_parallel_refuses_invalid_layer_offset(offset):
     with pytest.raises(mp.MeshparError, match="two nonnegative integers.*Write stage_layer_offset"):
-        mp.pipeline_parallel(stages=2, microbatches=2, stage_layer_offset=fewer)
+        mp.pipeline_parallel(stages=2, microbatches=2, stage_layer_offset=offset)
 
 
-def test_explain_tells_that_it_cannot_count_unequal_parts():
+def test_explain_refuses_uneven_chunks():
     strategy = mp.pipeline_parallel(stages=4, microbatches=4) | mp.ddp()
     state = mp.abstract_state(
         config("float32", num_layers=10).build(), optax.adam(1e-2), strategy=strategy,
@@ -301,14 +307,14 @@ def test_explain_tells_that_it_cannot_count_unequal_parts():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layers that give an Aux, and variables beside parameters
+# Layers with an Aux, and variables of the model
 # ---------------------------------------------------------------------------------------------------------------------
 
 WIDTH, EXPERTS, DEPTH = 8, 4, 4
 
 
-class Chosen(nnx.Module):
-    """A layer whose tokens choose one of several gates, with a bias on the choice that no gradient reaches."""
+class TopOneLayer(nnx.Module):
+    """A layer that routes each token to a gate. The routing bias has no gradient."""
 
     def __init__(self, rngs):
         def weight(*shape):
@@ -319,21 +325,23 @@ class Chosen(nnx.Module):
 
     def __call__(self, x):
         scores = jax.nn.sigmoid(x @ self.router[...])
-        chosen = jax.nn.one_hot(jnp.argmax(scores + self.bias[...], -1), EXPERTS, dtype=jnp.int32)
-        y = x + (scores * chosen).sum(-1, keepdims=True) * jnp.tanh(x @ self.up[...])
-        return y, mp.pipeline.Aux((scores**2).mean(), {"load": chosen.sum(0, dtype=jnp.int32), "score": scores.mean()})
+        assignment = jax.nn.one_hot(jnp.argmax(scores + self.bias[...], -1), EXPERTS, dtype=jnp.int32)
+        y = x + (scores * assignment).sum(-1, keepdims=True) * jnp.tanh(x @ self.up[...])
+        return y, mp.pipeline.Aux(
+            (scores**2).mean(), {"load": assignment.sum(0, dtype=jnp.int32), "score": scores.mean()}
+        )
 
 
 class Balanced(nnx.Module):
     def __init__(self, rngs):
-        make = nnx.vmap(Chosen, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+        make = nnx.vmap(TopOneLayer, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
         self.layers = nnx.split_rngs(splits=DEPTH)(make)(rngs)
         self.load = nnx.Variable(jnp.zeros((DEPTH, EXPERTS), jnp.int32))
         self.losses = nnx.Variable(jnp.zeros(()))
 
     def __call__(self, x):
         graph, state = nnx.split(self.layers)
-        x, aux = mp.pipeline.scan_layers(lambda x, one: nnx.merge(graph, one)(x), x, state)
+        x, aux = mp.pipeline.scan_layers(lambda x, layer: nnx.merge(graph, layer)(x), x, state)
         self.load[...], self.losses[...] = aux.metrics["load"], aux.loss
         above = jnp.sign(aux.metrics["load"] - 4)
         self.layers.bias[...] = self.layers.bias[...] - 0.05 * above
@@ -341,20 +349,20 @@ class Balanced(nnx.Module):
 
 
 def balanced_loss(model, batch, key):
-    """A scalar with the auxiliary loss in it."""
+    """Return a scalar that includes the auxiliary loss."""
     y, aux = model(batch["x"])
     error = ((y - batch["t"]) ** 2).mean()
-    told = {"error": error, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
-    return error + 0.5 * model.losses[...], told
+    metrics = {"error": error, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
+    return error + 0.5 * model.losses[...], metrics
 
 
 def weighted_loss(model, batch, key):
-    """A weighted mean, to which the step adds the auxiliary loss."""
+    """Return a weighted mean. The step adds the reported auxiliary loss."""
     y, aux = model(batch["x"])
     error, weight = ((y - batch["t"]) ** 2).mean(-1) @ batch["w"], batch["w"].sum()
-    told = {"error": error / weight, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
+    metrics = {"error": error / weight, "busiest": model.load[...].max() / 4, "score": aux.metrics["score"].mean()}
     report(loss=0.5 * model.losses[...])
-    return mp.MeanLoss(error, weight), told
+    return mp.MeanLoss(error, weight), metrics
 
 
 def balanced_batches():
@@ -367,7 +375,7 @@ def balanced_batches():
     "loss", cases(weighted_loss, grid=[balanced_loss, weighted_loss]), ids=lambda loss: loss.__name__
 )
 @pytest.mark.parametrize(
-    ("spec", "schedule", "fewer"),
+    ("spec", "schedule", "offset"),
     [
         pytest.param(mp.MeshSpec(stage=2, fsdp=2), "zb-v", (0, 0), marks=pytest.mark.matrix),
         (mp.MeshSpec(stage=2), "zb-h1", (0, 2)),
@@ -376,19 +384,19 @@ def balanced_batches():
     ],
     ids=str,
 )
-def test_what_layers_give_beside_their_output(spec, schedule, fewer, loss, x64):
-    asked = {"stages": spec["stage"], "microbatches": 4, "schedule": schedule, "stage_layer_offset": fewer}
+def test_aux_and_variables_match_one_device(spec, schedule, offset, loss, x64):
+    strategy = mp.pipeline_parallel(stages=spec["stage"], microbatches=4, schedule=schedule, stage_layer_offset=offset)
     model, batches = mp.from_nnx(lambda rngs: Balanced(rngs)), balanced_batches()
-    wanted = train(model, batches, mp.MeshSpec(), mp.ddp(), loss=loss)
-    strategy, loss_is = mp.pipeline_parallel(**asked), None if loss is weighted_loss else "mean_over_examples"
-    found = train(model, batches, spec, strategy, loss=loss, start=wanted.start, loss_is=loss_is)
-    for ours, theirs in zip(found.metrics, wanted.metrics, strict=True):
-        assert jax.tree.map(float, ours) == pytest.approx(jax.tree.map(float, theirs), rel=1e-12)
-    assert_same(found.params, wanted.params, atol=1e-12)
-    assert_same(found.extra, wanted.extra, atol=1e-12)
-    # It did move, and differs by layer.
-    assert len(np.unique(found.extra["layers/bias"], axis=0)) > 1
-    assert (found.extra["load"].sum(-1) == 16).all()
+    expected = train(model, batches, mp.MeshSpec(), mp.ddp(), loss=loss)
+    loss_is = None if loss is weighted_loss else "mean_over_examples"
+    actual = train(model, batches, spec, strategy, loss=loss, start=expected.start, loss_is=loss_is)
+    for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
+        assert jax.tree.map(float, metrics) == pytest.approx(jax.tree.map(float, expected_metrics), rel=1e-12)
+    assert_same(actual.params, expected.params, atol=1e-12)
+    assert_same(actual.extra, expected.extra, atol=1e-12)
+    # The bias changes, differently in each layer.
+    assert len(np.unique(actual.extra["layers/bias"], axis=0)) > 1
+    assert (actual.extra["load"].sum(-1) == 16).all()
 
 
 class Drops(Balanced):
@@ -412,104 +420,112 @@ def loss_of_aux(change):
     return loss
 
 
-MIXED = {
-    "a slope of the loss": (loss_of_aux(lambda error, aux: (error * aux.loss, {})), Balanced, {}, "is no constant"),
-    "a loss of metrics": (
-        loss_of_aux(lambda error, aux: (error + aux.metrics["score"].mean(), {})), Balanced, {}, "to Aux.loss",
+UNSUPPORTED = {
+    "slope of the loss": (loss_of_aux(lambda error, aux: (error * aux.loss, {})), Balanced, "the loss"),
+    "loss of metrics": (
+        loss_of_aux(lambda error, aux: (error + aux.metrics["score"].mean(), {})), Balanced, "the loss",
     ),
-    "a metric of both": (
-        loss_of_aux(lambda error, aux: (error, {"both": aux.loss + error})), Balanced, {}, "metric `both`",
+    "metric of both": (
+        loss_of_aux(lambda error, aux: (error, {"both": aux.loss + error})), Balanced, "metric `both`",
     ),
-    "a variable of rows": (balanced_loss, Sums, {}, "`losses` of the model"),
-    "a stream of its own": (balanced_loss, Drops, {}, "`drop/rngs/key` of the model"),
-    "a weighted slope": (
-        lambda model, batch, key: (mp.MeanLoss(model(batch["x"])[1].loss, batch["w"].sum()), {}), Balanced, {},
-        r"`MeanLoss` divides its total .* call `meshpar.layers.auxiliary.report\(loss=aux.loss\)` instead",
+    "variable of examples": (balanced_loss, Sums, "`losses` of the model"),
+    "random stream": (balanced_loss, Drops, "`drop/rngs/key` of the model"),
+    "weighted slope": (
+        lambda model, batch, key: (mp.MeanLoss(model(batch["x"])[1].loss, batch["w"].sum()), {}), Balanced, "the loss",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases("a metric of both", "a variable of rows", "a weighted slope", grid=MIXED))
-def test_what_no_stage_has_in_time_is_told(name):
-    loss, build, options, told = MIXED[name]
+@pytest.mark.parametrize("name", cases("metric of both", "variable of examples", "weighted slope", grid=UNSUPPORTED))
+def test_stages_refuse_early_uses_of_aux(name):
+    loss, build, where = UNSUPPORTED[name]
     model, strategy = mp.from_nnx(lambda rngs: build(rngs)), mp.pipeline_parallel(stages=2, microbatches=4)
     mesh = mesh_of(mp.MeshSpec(stage=2))
     state = mp.abstract_state(model, optax.adam(1e-2), mesh=mesh, strategy=strategy)
-    with pytest.raises(mp.MeshparError, match=told):
-        mp.train_step(loss, **options).lower(state, balanced_batches()[0])
+    with raises("unsupported-feature", where):
+        mp.train_step(loss).lower(state, balanced_batches()[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Mistakes, checkpoints, and what explain says
+# Errors, models without names, and checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 
-MISTAKES = {
-    "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "run 2 stages over mesh axis"),
+INVALID = {
+    "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "MeshSpec(stage=2, ...)"),
     "layers": (
-        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {},
-        "3 stacked layers .*create 4 chunks: every chunk .* Use at least 4 layers, fewer stages",
+        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {}, "at least 4 layers",
     ),
-    "lighter": (
+    "offset": (
         mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "stage_layer_offset": (0, 4)}, mp.ddp(), {},
-        r"2 parts with stage_layer_offset=\(0, 4\): .* Use 6 layers or more, .*or leave stage_layer_offset out",
+        "at least 6 layers",
     ),
-    "rows": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "Use a batch of 21"),
-    "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "splits the batch"),
-    "no file": (
-        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2, "schedule": "no.csv"}, mp.ddp(), {}, "no such file",
+    "batch": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "a batch of 21"),
+    "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "a separate mesh"),
+    "no file": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2, "schedule": "no.csv"}, mp.ddp(), {}, "0F0,0B0"),
+    "accumulate": (
+        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2}, mp.ddp(), {"accumulate": 2}, "accumulate=1",
     ),
-    "accumulate": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2}, mp.ddp(), {"accumulate": 2}, "microbatches"),
     "ring": (
         mp.MeshSpec(stage=2, context=2), {"stages": 2, "microbatches": 2}, mp.context_parallel(), {},
-        "`ppermute` over `context` inside a stage",
+        "ring communication",
     ),
 }  # fmt: skip
+"""Each with a part of the fix, because most of them name a computed value."""
 
 
-@pytest.mark.parametrize("name", cases("mesh", "layers", "rows", "ring", grid=MISTAKES))
-def test_mistakes_are_told_before_anything_is_traced(name):
-    spec, asked, inside, options, told = MISTAKES[name]
+@pytest.mark.parametrize("name", cases("mesh", "layers", "batch", "ring", grid=INVALID))
+def test_invalid_pipelines_raise_before_tracing(name):
+    spec, pipeline, strategy, options, fix = INVALID[name]
     cfg = config("float32", num_layers=3 if name == "layers" else 4)
     mesh = mesh_of(spec)
 
-    def lowered():
-        strategy = mp.pipeline_parallel(**asked) | inside
-        state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategy)
-        return mp.train_step(next_token_loss, **options).lower(state, token_batches(16, SEQ, 1)[0])
+    def lower():
+        strategies = mp.pipeline_parallel(**pipeline) | strategy
+        state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategies)
+        mp.train_step(next_token_loss, **options).lower(state, token_batches(16, SEQ, 1)[0])
 
-    with pytest.raises(mp.MeshparError, match=told):
-        lowered()
+    with pytest.raises(mp.MeshparError) as error:
+        lower()
+    assert fix in error.value.fix
 
 
-def test_no_such_schedule():
-    with pytest.raises(mp.MeshparError, match="zb-h1"):
+def test_pipeline_parallel_refuses_invalid_schedules():
+    with raises("unknown-name") as error:
         mp.pipeline_parallel(stages=2, microbatches=2, schedule="zb-h")
-    with pytest.raises(mp.MeshparError, match="integer of at least 1"):
+    assert "zb-h1" in error.value.fix
+    with raises("not-an-int"):
         mp.pipeline_parallel(stages=0, microbatches=2)
-    with pytest.raises(mp.MeshparError, match="Remove chunks"):
+    with raises("conflict"):
         mp.pipeline_parallel(stages=2, microbatches=2, schedule="file.csv", chunks=2)
 
 
-def test_a_file_of_other_microbatches(tmp_path):
+def test_schedule_file_with_other_microbatches(tmp_path):
     path = str(tmp_path / "four.csv")
     mp.pipeline.make("1f1b", 2, 4).to_csv(path)
     state = mp.abstract_state(
         config("float32", num_layers=4).build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(stage=2)),
         strategy=mp.pipeline_parallel(stages=2, microbatches=2, schedule=path),
     )  # fmt: skip
-    with pytest.raises(mp.MeshparError, match="cannot cut the batch into 2 microbatches: schedule .* runs 4"):
+    with raises("conflict", "strategy"):
         mp.train_step(next_token_loss).lower(state, token_batches(16, SEQ, 1)[0])
 
 
-@pytest.mark.parametrize("change", [lambda x: x.astype(jnp.bfloat16), lambda x: x[:, :2], lambda x: (x, 1)])
-def test_layers_that_give_something_else(change):
-    with pytest.raises(mp.MeshparError, match="a layer: cannot pass its output"):
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda x: x.astype(jnp.bfloat16), "wrong-dtype"),
+        (lambda x: x[:, :2], "wrong-shape"),
+        (lambda x: (x, 1), "wrong-shape"),
+    ],
+)
+def test_scan_layers_refuses_changed_output(change, code):
+    with raises(code, "a layer"):
         mp.pipeline.scan_layers(lambda x, w: change(x * w), jnp.ones((2, 4)), jnp.ones((3, 4)))
     assert mp.pipeline.scan_layers(lambda x, w: x + w, 0, jnp.ones(3)) == 3
 
 
 class Block(nnx.Module):
-    """Without names, of arrays of every rank."""
+    """A block without logical names. Its arrays differ in rank."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.norm, self.attention = nnx.LayerNorm(16, rngs=rngs), nnx.MultiHeadAttention(4, 16, rngs=rngs, decode=False)
@@ -564,7 +580,7 @@ class LinenStack(nn.Module):
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_layers", [4, 5])
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_one_rule_names_the_layers_of_a_stack_without_names(framework, num_layers):
+def test_path_rule_names_the_layers_of_a_stack(framework, num_layers):
     def loss(model, batch, key):
         logits = model(batch["inputs"])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
@@ -575,26 +591,26 @@ def test_one_rule_names_the_layers_of_a_stack_without_names(framework, num_layer
         model = mp.from_nnx(lambda rngs: Stack(rngs, num_layers))
     else:
         model = mp.from_linen(LinenStack(num_layers), jax.ShapeDtypeStruct((16, SEQ), np.int32))
-    # Not Adam: biases of keys have no gradient but rounding noise.
+    # Adam would amplify rounding errors: the exact gradient of the key biases is zero.
     trained = functools.partial(train, model, batches, loss=loss, tx=optax.sgd(0.1))
-    wanted = trained(mp.MeshSpec(), mp.ddp())
+    expected = trained(mp.MeshSpec(), mp.ddp())
     staged = mp.pipeline_parallel(stages=2, microbatches=2) | mp.Rules(paths={r"blocks/.*": mp.names("layers", ...)})
     for spec, strategy in (
         (mp.MeshSpec(stage=2), staged),
         (mp.MeshSpec(stage=2, fsdp=4), staged | mp.fsdp(min_bytes=0)),
     ):
-        found = trained(spec, strategy, start=wanted.start)
-        assert_same(found.params, wanted.params, atol=1e-6)  # float32, sums over devices in another order
+        actual = trained(spec, strategy, start=expected.start)
+        assert_same(actual.params, expected.params, atol=1e-6)  # float32 sums in a different order
     table = mp.shardings(model, mesh_of(spec), strategy)
-    assert all(one.shards == 8 for one in table.params if one.path.startswith("blocks/") and num_layers == 4)
+    assert all(param.shards == 8 for param in table.params if param.path.startswith("blocks/") and num_layers == 4)
 
 
-def test_layers_that_use_outer_parameters_are_refused():
+def test_stages_refuse_layers_that_use_outer_parameters():
     def init(key):
         return {"layers": {"w": jnp.ones((2, 4, 4))}, "outer": jnp.ones((4, 4))}
 
     def apply(params, x):
-        return mp.pipeline.scan_layers(lambda x, one: x @ one["w"] @ params["outer"], x, params["layers"])
+        return mp.pipeline.scan_layers(lambda x, weights: x @ weights["w"] @ params["outer"], x, params["layers"])
 
     model = mp.from_functions(init, apply, names={"layers/w": ("layers", None, None), "outer": (None, None)})
     state = mp.abstract_state(
@@ -606,12 +622,12 @@ def test_layers_that_use_outer_parameters_are_refused():
         step.lower(state, {"x": np.ones((4, 4), np.float32)})
 
 
-def test_split_activations_are_to_be_told_before_the_layers():
+def test_stages_require_constrained_activations():
     def init(key):
         return {"layers": {"up": jnp.ones((2, 4, 8)), "down": jnp.ones((2, 8, 4))}}
 
     def apply(params, x):
-        return mp.pipeline.scan_layers(lambda x, one: x @ one["up"] @ one["down"], x, params["layers"])
+        return mp.pipeline.scan_layers(lambda x, weights: x @ weights["up"] @ weights["down"], x, params["layers"])
 
     names = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
     state = mp.abstract_state(
@@ -626,7 +642,7 @@ def test_split_activations_are_to_be_told_before_the_layers():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("num_layers", [4, 3])
-def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(num_layers, tmp_path):
+def test_checkpoint_moves_between_meshes_with_and_without_stages(num_layers, tmp_path):
     def state_of(spec, strategy, key):
         mesh = mesh_of(spec)
         return mp.init_state(
@@ -636,15 +652,16 @@ def test_a_checkpoint_moves_to_a_mesh_without_stages_and_back(num_layers, tmp_pa
     staged = state_of(mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=2) | mp.fsdp(), 0)
     step = mp.train_step(next_token_loss)
     staged, _ = step(staged, token_batches(8, SEQ, 2)[0])
-    wanted = dict(tree_leaves_with_paths(jax.device_get(staged.params)))
+    expected = dict(tree_leaves_with_paths(jax.device_get(staged.params)))
     plain = state_of(mp.MeshSpec(fsdp=4), mp.fsdp(), 1)
-    with mp.Checkpoints(tmp_path / "a") as there, mp.Checkpoints(tmp_path / "b") as back:
-        there.save(staged, wait=True)
-        moved = there.restore(plain).state
-        back.save(moved, wait=True)
-        again = back.restore(staged).state
-    for state in (moved, again):
+    with mp.Checkpoints(tmp_path / "plain") as to_plain, mp.Checkpoints(tmp_path / "staged") as to_staged:
+        to_plain.save(staged, wait=True)
+        restored_plain = to_plain.restore(plain).state
+        to_staged.save(restored_plain, wait=True)
+        restored_staged = to_staged.restore(staged).state
+    for state in (restored_plain, restored_staged):
         for path, x in tree_leaves_with_paths(jax.device_get(state.params)):
-            np.testing.assert_array_equal(x, wanted[path], err_msg=path)
-    one, other = (step(state, token_batches(8, SEQ, 2)[1])[1] for state in (moved, again))
-    assert float(one["loss"]) == pytest.approx(float(other["loss"]), rel=1e-5)
+            np.testing.assert_array_equal(x, expected[path], err_msg=path)
+    batch = token_batches(8, SEQ, 2)[1]
+    losses = [float(step(state, batch)[1]["loss"]) for state in (restored_plain, restored_staged)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
