@@ -57,7 +57,7 @@ def streamed(devices: int = 8) -> mp.Recipe:
     return recipe(devices).replace(data=Stream())
 
 def crashing(devices: int = 8) -> mp.Recipe:
-    return {}["no such key"]
+    return {}["missing key"]
 
 def wrong(model, batch, key):
     return jax.numpy.zeros(3) + jax.numpy.zeros(4), {}
@@ -199,7 +199,7 @@ def test_check_fails_on_an_unexpected_collective(explain, recipe):
 @pytest.mark.parametrize(
     ("function", "line", "raised"),
     [
-        ("crashing", '{}["no such key"]', "KeyError ('no such key')"),
+        ("crashing", '{}["missing key"]', "KeyError ('missing key')"),
         ("crashing_loss", "zeros(3) + ", "TypeError (add got incompatible shapes"),
         ("leaving", "raise SystemExit", "SystemExit (0)"),
     ],
@@ -272,7 +272,7 @@ def test_check_fails_if_a_budget_is_exceeded(explain, recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ((), "Missing argument 'RECIPE'"),
         (
@@ -295,7 +295,7 @@ def test_check_fails_if_a_budget_is_exceeded(explain, recipe, tmp_path):
         (("RECIPE", "--against", "fdsp()"), "fsdp"),
     ],
 )
-def test_errors_are_raised_before_compilation(explain, recipe, tmp_path, monkeypatch, args, says):
+def test_errors_are_raised_before_compilation(explain, recipe, tmp_path, monkeypatch, args, message):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "other.json").write_text('{"peak_bytes": 3}')
     monkeypatch.setattr(target, "missing_aot", lambda: "")
@@ -303,7 +303,7 @@ def test_errors_are_raised_before_compilation(explain, recipe, tmp_path, monkeyp
     words = [arg.replace("RECIPE", recipe).replace("FOLDER", str(tmp_path)) for arg in args]
     code, out, error = explain(*words)
     assert code == 2
-    assert says in error
+    assert message in error
     assert len(error.strip().splitlines()) == 1
     assert not out
 
