@@ -1,8 +1,8 @@
-"""Every example command in README, CONTRIBUTING, docs/, Makefile, docstrings, `--help` and notebooks is run.
+"""Run the example commands in README, CONTRIBUTING, docs/, Makefile, docstrings, `--help` and notebooks.
 
-The commands are found by reading those places, so a new one is run without being listed here. Quick ones run in this
-process. Compilation for pods, training and measurements run in a process of their own and are marked `matrix`. They
-get smaller sizes; a quick test checks that a recipe accepts the sizes that are printed.
+The commands are extracted from these files, so new examples are tested without further changes. Quick commands run in
+this process. Compilation for pods, training and measurements run in subprocesses with reduced sizes and are marked
+`matrix`. A quick test checks that the recipes accept the original sizes.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is printed where
+# Collect commands
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 class Printed(NamedTuple):
-    """A command line and who prints it."""
+    """A command line and the file that contains it."""
 
     where: str
     line: str
@@ -60,7 +60,7 @@ class Printed(NamedTuple):
 
     @property
     def is_example(self) -> bool:
-        """Whether it can be run. Sentences also name commands without arguments, or with placeholders as RECIPE."""
+        """Whether the command can run. Some sentences omit arguments or contain placeholders such as RECIPE."""
         command, rest = found(self.words)
         if isinstance(command, click.Group) or self.words[1:] == ["explain"]:
             return False
@@ -68,7 +68,7 @@ class Printed(NamedTuple):
             return False
         try:
             given, _, _ = command.make_parser(click.Context(command)).parse_args(list(rest))
-        except click.BadOptionUsage:  # an option that is named without its value
+        except click.BadOptionUsage:  # an option without its value
             return False
         needed = [one.name for one in command.params if isinstance(one, click.Argument) and one.required]
         return all(isinstance(given[name], str | tuple | list) and given[name] for name in needed)
@@ -78,13 +78,13 @@ class Printed(NamedTuple):
 
 
 def _cut(words: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """The words before a pipe, the pipe, and the words after it."""
+    """Split words at a pipe: words before it, the pipe, words after it."""
     at = words.index("|") if "|" in words else len(words)
     return words[:at], words[at : at + 1], words[at + 1 :]
 
 
 def found(words: list[str]) -> tuple[click.Command, list[str]]:
-    """The command that the words of a line name, and its arguments."""
+    """Return the click command of a line and its arguments."""
     command: click.Command = cli.cli
     rest, _, _ = _cut(words[1:])
     while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
@@ -95,25 +95,25 @@ def found(words: list[str]) -> tuple[click.Command, list[str]]:
 
 
 def in_blocks(text: str) -> list[str]:
-    """Lines of fenced shell blocks."""
+    """Return the lines of fenced shell blocks."""
     fenced = re.findall(r"^```(?:bash|sh|console|shell)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
     return [line for block in fenced for line in block.replace("\\\n", " ").splitlines()]
 
 
 def in_docstring(text: str) -> list[str]:
-    """Lines that an indent sets off and that begin with the command; a comment may follow after spaces."""
+    """Return indented lines that start with a command, without trailing comments."""
     lines = re.findall(r"^ {4,}((?:\$ )?(?:meshpar|make|pip) .*)$", re.sub(r"\\\n\s*", " ", text), flags=re.MULTILINE)
     return [re.split(r" {3,}(?!-)", line)[0] for line in lines]
 
 
 def in_backticks(text: str) -> list[str]:
-    """What stands in backticks in a sentence, which may be broken over two lines."""
+    """Return commands in backticks, which can contain a line break."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return [" ".join(found.split()) for found in re.findall(r"`((?:meshpar|make|pip)\s[^`]+)`", prose)]
 
 
 def in_makefile() -> list[Printed]:
-    """The values of ARGS that the list of targets gives as examples, and the target itself."""
+    """Return each target, alone and with the example values of ARGS in its comment."""
     text = (ROOT / "Makefile").read_text()
     (recipe,) = re.findall(r"^RECIPE = (.*)$", text, flags=re.MULTILINE)
     lines = []
@@ -124,14 +124,14 @@ def in_makefile() -> list[Printed]:
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Of a module, its classes and functions."""
+    """Yield the docstrings of a module, its classes and functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
             yield ast.get_docstring(node, clean=False) or ""
 
 
 def printed() -> list[Printed]:
-    """Each once, in the order in which a reader meets them."""
+    """Return the unique commands in document order."""
     found = in_makefile()
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         text = path.read_text()
@@ -185,7 +185,7 @@ def test_commands_are_found_in_each_of_the_places() -> None:
 
 @pytest.mark.parametrize("one", [one for one in PRINTED if one.words[0] == "make"], ids=str)
 def test_a_make_target_exists(one: Printed) -> None:
-    """`.ci/run` runs them."""
+    """The targets themselves are run by `.ci/run`."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     asked = {word for word in one.words[1:] if "=" not in word and not word.startswith("-")}
     assert asked <= targets
@@ -219,7 +219,7 @@ def test_modules_and_scripts_that_contributing_names_exist() -> None:
 
 
 @pytest.mark.parametrize("one", [one for one in PRINTED if one.words[0] == "pip"], ids=str)
-def test_what_pip_installs_is_declared(one: Printed) -> None:
+def test_pip_commands_install_declared_extras(one: Printed) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     name, _, extra = one.words[-1].rstrip("]").partition("[")
     assert one.words[:2] == ["pip", "install"]
@@ -247,18 +247,18 @@ SMALLER = {
         "model.latent.kv_rank=8", "model.latent.nope_dim=4", "model.latent.rope_dim=4", "model.latent.v_dim=4",
     ),
 }  # fmt: skip
-"""Fields of a recipe that is trained; those that the command itself sets stay, but for the number of steps."""
+"""Fields that reduce the training time of a recipe. Fields set by the command have precedence, except steps."""
 FEWER = {
     "collectives": ("--max-bytes", "1kB", "--repeats", "1"),
     "gpu": ("--size", "64", "--repeats", "1"),
 }
-"""Options of a measurement."""
+"""Options that reduce the time of a benchmark."""
 ABSENT = {"/data": "data", "/mnt/disk": "."}
-"""Folders that examples name, and what stands for them."""
+"""Folders in examples and their replacements."""
 
 
 def within_budget(words: list[str]) -> list[str]:
-    """The arguments of `meshpar`, with less to do where that changes nothing of what they show."""
+    """Return the arguments of `meshpar` with reduced sizes."""
     _, command, *rest = words
     if command == "bench":
         return [command, *rest, *FEWER[rest[0]]]
@@ -273,7 +273,7 @@ def within_budget(words: list[str]) -> list[str]:
 
 
 def folder(path: Path) -> Path:
-    """Where a command is run: beside the recipes, with a recipe, texts and a tokenizer of the reader's own."""
+    """Create a working folder with the recipes, a recipe of the user, texts and a profile."""
     (path / "recipes").symlink_to(ROOT / "recipes")
     shutil.copy(ROOT / "recipes" / "digits_linen.py", path / "recipe.py")
     for name in ("notes", "data/corpus", "logs/one"):
@@ -298,8 +298,8 @@ def tokenizer(path: Path) -> None:
 
 
 def pretrained(path: Path) -> Path:
-    """A small Llama over bytes, in a folder of Hugging Face's."""
-    pytest.importorskip("safetensors", reason="reads its files: pip install meshpar[hf]")
+    """Save a small byte-level Llama as a Hugging Face folder."""
+    pytest.importorskip("safetensors", reason="requires pip install meshpar[hf]")
     import jax
     import optax
 
@@ -313,7 +313,7 @@ def pretrained(path: Path) -> Path:
 
 
 def files_written(words: list[str]) -> list[str]:
-    """Files that a command is told to write."""
+    """Return the output files in the options of a command."""
     options = ("--png", "--html", "--save", "--plot", "--save-budget")
     return [words[at + 1] for at, word in enumerate(words) if word in options]
 
@@ -327,7 +327,7 @@ def test_a_command_exists_with_its_options(one: Printed) -> None:
 
 
 def layouts() -> dict[tuple[str, ...], Printed]:
-    """Examples by their recipe and by the fields and layouts that they give it."""
+    """Return one example for each combination of recipe, fields and layout."""
     each = {}
     for one in EXAMPLES:
         command, rest = found(one.words)
@@ -342,7 +342,7 @@ def layouts() -> dict[tuple[str, ...], Printed]:
 
 @pytest.mark.parametrize(("words", "one"), layouts().items(), ids=lambda one: str(one)[:80])
 def test_a_recipe_accepts_the_fields_of_an_example(words: tuple[Any, ...], one: Printed, tmp_path, monkeypatch) -> None:
-    """With the sizes that are printed, which the runs below make smaller."""
+    """The sizes are not reduced."""
     monkeypatch.chdir(folder(tmp_path))
     path, devices, *assignments = words
     if path == "recipes/llama3_8b.py" and one.words[1] != "train":
@@ -353,8 +353,8 @@ def test_a_recipe_accepts_the_fields_of_an_example(words: tuple[Any, ...], one: 
         build_optimizer(recipe, build_model(recipe), recipe.mesh.abstract())
 
 
-def test_no_example_of_train_is_refused_or_idle_after_another(tmp_path, monkeypatch) -> None:
-    """A reader who follows the documents from top to bottom has the runs of all examples in one folder."""
+def test_examples_of_train_can_run_in_order(tmp_path, monkeypatch) -> None:
+    """A user who runs all examples in order has all their runs in the same folder."""
     monkeypatch.chdir(folder(tmp_path))
     wrong, runs = [], dict[str, tuple[Printed, dict[str, Any]]]()
     for one in (one for one in EXAMPLES if one.words[1] == "train"):
@@ -368,9 +368,11 @@ def test_no_example_of_train_is_refused_or_idle_after_another(tmp_path, monkeypa
             changed = changes(fields, {**recipe.to_json(), **begun})
             breaking = [field for field in changed if breaks_resuming(field)]
             if breaking:
-                wrong.append(f"`{one}` is refused after `{before}` for {breaking}: give it a --name")
-            elif recipe.steps <= fields["steps"] and one.where != before.where:  # a recipe's docstring says "goes on"
-                wrong.append(f"`{one}` has nothing to train after `{before}`: give it a --name")
+                wrong.append(f"`{one}` cannot resume the run of `{before}` because of {breaking}: add --name")
+            elif (
+                recipe.steps <= fields["steps"] and one.where != before.where
+            ):  # docstrings of recipes show how to resume
+                wrong.append(f"`{one}` has no steps left after `{before}`: add --name")
         runs.setdefault(recipe.name, (one, {**recipe.to_json(), **begun}))
     assert not wrong, "\n".join(wrong)
 
@@ -386,22 +388,22 @@ READERS = {
     "--set": lambda text: load_recipe(ROOT / "recipes" / "gpt_stdlib.py").override(text),
     "--xla": lambda text: load_recipe(ROOT / "recipes" / "gpt_stdlib.py").override(f"xla.{text}"),
 }
-"""What reads the values of the options whose help gives examples."""
+"""Parsers of options whose help contains examples."""
 
 
 def options_of(command: click.Command) -> Iterator[click.Option]:
-    """All options of a command and of those below it."""
+    """Yield the options of a command and its subcommands."""
     yield from (one for one in command.params if isinstance(one, click.Option))
     if isinstance(command, click.Group):
         for name in command.list_commands(click.Context(command)):
             yield from options_of(command.get_command(click.Context(command), name))
 
 
-def test_the_values_that_help_gives_as_examples_are_read() -> None:
+def test_example_values_in_help_are_valid() -> None:
     read = set()
     for option in options_of(cli.cli):
         text = option.help or ""
-        for example in re.findall(r"(?:, as|: | or a profile's) ?('[^']+'|[\w.:=,]*\d[\w.:=,]*|my\.json)", text):
+        for example in re.findall(r"(?:such as |, as|: ) ?('[^']+'|[\w.:=,]*\d[\w.:=,]*|my\.json)", text):
             if (reader := READERS.get(option.opts[0])) is not None:
                 reader(example.rstrip(",."))
                 read.add(option.opts[0])
@@ -418,7 +420,7 @@ def test_the_values_that_help_gives_as_examples_are_read() -> None:
     ids=str,
 )
 def test_a_quick_command_runs(one: Printed, tmp_path, monkeypatch, capsys) -> None:
-    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # what a command sets for its own process
+    for name in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):  # commands change these variables
         monkeypatch.setenv(name, os.environ.get(name, ""))
     monkeypatch.chdir(folder(tmp_path))
     words, _, piped = (list(part) for part in _cut(one.words))
@@ -435,7 +437,7 @@ def test_a_quick_command_runs(one: Printed, tmp_path, monkeypatch, capsys) -> No
 
 
 def prepare(here: Path, words: list[str], run: Callable[..., Any]) -> None:
-    """Make the folders and runs that an example takes to be there."""
+    """Create the folders and runs that an example requires."""
     tokenizer(here / "data" / "tokenizer.json")
     for name in {"Llama-3.2-1B", "Llama-3.1-8B"} & set(words):
         pretrained(here / name)
@@ -462,7 +464,7 @@ def test_a_long_command_runs(one: Printed, tmp_path, child_env) -> None:
 
     prepare(here, one.words, run)
     words = one.words
-    if words[:2] == ["meshpar", "train"] and "--plan" in words:  # one that fits here
+    if words[:2] == ["meshpar", "train"] and "--plan" in words:  # a plan for 8 devices
         words = [re.sub("llama3_8b", "gpt_stdlib", word) for word in words]
         run("plan", words[2], "--cluster", "h100:1x8", "--save", words[words.index("--plan") + 1])
     absent = re.compile("|".join(rf"^{name}\b" for name in ABSENT))
@@ -470,7 +472,7 @@ def test_a_long_command_runs(one: Printed, tmp_path, child_env) -> None:
     done = run(*args, check=False)
     assert done.stdout.strip(), done.stderr
     if args[:2] == ["bench", "collectives"] and "no α and β explain the times" in done.stderr:
-        return  # said in place of saving a profile, on a machine that was busy while it measured
+        return  # noisy measurements on a busy machine cannot be fitted
     assert done.returncode == 0, done.stderr
     for name in files_written(one.words):
         assert (here / name).stat().st_size > 0

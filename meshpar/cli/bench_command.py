@@ -1,4 +1,4 @@
-"""`meshpar bench`: measure collectives and a GPU for the profiles that `plan` and `explain` read."""
+"""Commands `meshpar bench`: measure collectives and a GPU, and save profiles for `plan` and `explain`."""
 
 from __future__ import annotations
 
@@ -23,57 +23,72 @@ from meshpar.sharding.errors import problem
 
 @click.group()
 def bench() -> None:
-    """Measure collectives and a GPU, as profiles for `plan` and `explain`."""
+    """Measure collectives and a GPU. Saved profiles are used by `plan` and `explain`."""
 
 
-@bench.command("collectives", short_help="Every algorithm against XLA's own collective.")
-@click.option("--mesh", metavar="AXES", help="Whose axes: data=2,tensor=4; -1 takes what is left.  [default: data=-1]")
+@bench.command("collectives", short_help="Compare collective algorithms with XLA.")
 @click.option(
-    "--axis", "axes", metavar="AXIS", multiple=True, help="Only this axis, or a product, data*tensor; may be repeated."
+    "--mesh", metavar="AXES", help="Mesh axes: data=2,tensor=4; -1 uses all remaining devices.  [default: data=-1]"
+)
+@click.option(
+    "--axis",
+    "axes",
+    metavar="AXIS",
+    multiple=True,
+    help="Measure only this axis or product of axes (data*tensor); can be repeated.",
 )
 @click.option(
     "--collective", "names", metavar="NAME", multiple=True,
-    help="Only this one: all_reduce, all_gather, reduce_scatter, all_to_all; may be repeated.",
+    help="Measure only all_reduce, all_gather, reduce_scatter or all_to_all; can be repeated.",
 )  # fmt: skip
 @click.option(
     "--algorithm", "algorithms", metavar="NAME", multiple=True,
-    help="Only this one: ring, bidirectional, recursive_doubling, recursive_halving, halving_doubling, tree; or root "
-    "or parameter_server, which are left out otherwise; may be repeated.",
+    help="Measure only ring, bidirectional, recursive_doubling, recursive_halving, halving_doubling or tree, or the "
+    "non-default root or parameter_server; can be repeated.",
 )  # fmt: skip
-@click.option("--min-bytes", metavar="BYTES", default="1kB", show_default=True, help="The smallest payload (SI).")
+@click.option("--min-bytes", metavar="BYTES", default="1kB", show_default=True, help="Smallest payload (SI).")
 @click.option(
-    "--max-bytes", metavar="BYTES", help="The largest.  [default: 1MB on host devices, 100MB on accelerators]"
+    "--max-bytes", metavar="BYTES", help="Largest payload.  [default: 1MB on host devices, 100MB on accelerators]"
 )
-@click.option("--factor", metavar="F", default=10.0, show_default=True, help="Each payload is F times the one before.")
+@click.option("--factor", metavar="F", default=10.0, show_default=True, help="Ratio of successive payloads.")
 @click.option(
     "--dtype", metavar="TYPE", default="float32", show_default=True, help="float32, bfloat16, float16, int32."
 )
-@click.option("--op", metavar="OP", default="sum", show_default=True, help="Of reductions: sum, mean, max, min.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Rounds; the median is kept.")
+@click.option("--op", metavar="OP", default="sum", show_default=True, help="Reduction: sum, mean, max, min.")
+@click.option(
+    "--repeats",
+    default=5,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Number of rounds; the median is reported.",
+)
 @devices_option
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False),
-    help="Write the fitted links as a profile: for explain, cost and algorithm=\"auto\".",
+    help="Save the fitted links as a profile for explain, cost and algorithm=\"auto\".",
 )  # fmt: skip
 @click.option(
-    "--plot", metavar="FILE", type=click.Path(dir_okay=False), help="Draw time against size, and the model's lines."
+    "--plot",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Write a plot of time over size, with the fitted model.",
 )
 @output_options
 def collectives(
     mesh: str | None, names: tuple[str, ...], algorithms: tuple[str, ...], min_bytes: str, max_bytes: str | None,
     devices: int | None, save: str | None, plot: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
-    """Every algorithm against XLA's own collective, as nccl-tests does; and α and β of each mesh axis.
+    """Compare collective algorithms with XLA, as in nccl-tests, and fit α and β of each mesh axis.
 
     \b
     meshpar bench collectives                                     all devices along one axis
     meshpar bench collectives --mesh data=2,tensor=4 --save my.json --plot bench.png
     meshpar bench collectives --collective all_reduce --algorithm ring --min-bytes 1MB --max-bytes 64MB --factor 2
 
-    Columns: time and its quartiles; algbw = size / time; busbw = algbw × 2(N−1)/N for an all-reduce, (N−1)/N for the
-    others; ÷ XLA = time over that of XLA's own in the same round; #wrong and the largest error against the reference;
-    what the fitted model predicts, and by how much it is off.
-    """  # noqa: D301 (click knows a paragraph that it must not fold by its \b)
+    The columns are: time with quartiles; algbw = size / time; busbw = algbw × 2(N−1)/N for an all-reduce and
+    algbw × (N−1)/N for other collectives; ÷ XLA, the time relative to the XLA collective in the same round; #wrong and
+    the largest error relative to the reference; the prediction of the fitted model with its error.
+    """  # noqa: D301 (click does not wrap paragraphs that start with \b)
     prepare_devices(devices)
     import jax
 
@@ -87,34 +102,40 @@ def collectives(
     with _live() as progress:
         options |= {"names": names or tuple(kernels.COLLECTIVES), "algorithms": algorithms or kernels.DEFAULT}
         options |= {"min_bytes": parse_bytes(min_bytes), "max_bytes": parse_bytes(largest)}
-        found = kernels.collectives(mesh, **options, progress=progress)
-    print_report(found, as_json=as_json)
+        timings = kernels.collectives(mesh, **options, progress=progress)
+    print_report(timings, as_json=as_json)
     if save:
-        _save(found, save)
-    if plot:  # last: a picture that cannot be written must not cost the profile
+        _save(timings, save)
+    if plot:  # after the profile, which must be saved even if plotting fails
         from meshpar.cli import plots
 
         with writing(plot):
-            plots.collectives(found).savefig(plot)
+            plots.collectives(timings).savefig(plot)
 
 
-@bench.command("gpu", short_help="What a GPU reaches: matrix products by size, copies, launches.")
+@bench.command("gpu", short_help="Measure matrix products, copies and kernel launches.")
 @click.option(
     "--size", "sizes", metavar="N", multiple=True, type=click.IntRange(min=1),
-    help="n of n × n matrices; may be repeated.  [default: 512 to 16384, on CPUs 64 to 512]",
+    help="Size of the square matrices; can be repeated.  [default: 512 to 16384, or 64 to 512 on CPUs]",
 )  # fmt: skip
 @click.option("--dtype", metavar="TYPE", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(min=1), help="Runs; the median is kept.")
+@click.option(
+    "--repeats",
+    default=5,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Number of runs; the median is reported.",
+)
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False),
-    help="Write a profile for `plan --cluster FILE`, or add what was measured to the one that is there.",
+    help="Save a profile for `plan --cluster FILE`, or add the results to an existing profile.",
 )  # fmt: skip
 @output_options
 def gpu(dtype: str, save: str | None, as_json: bool, **options: Any) -> None:
-    """Measure the first device: square matrix products by size, a copy and a kernel launch.
+    """Measure square matrix products, a copy and a kernel launch on the first device.
 
-    With --save, a profile keeps the results next to its links (`meshpar bench collectives --save`): `plan` and
-    `explain` then use the measured products instead of the assumed share of the data sheet's peak.
+    With --save, the results are added to a profile, which can also contain the links from `meshpar bench collectives
+    --save`. With this profile, `plan` and `explain` use the measured FLOP/s instead of a fraction of the peak.
     """
     prepare_devices(None)
     from meshpar.bench.gpu import products, profile_of
@@ -123,23 +144,23 @@ def gpu(dtype: str, save: str | None, as_json: bool, **options: Any) -> None:
         check_output_file(save, (".json",))
         import jax
 
-        profile_of(jax.devices()[0].device_kind, save)  # refuse before measuring
+        profile_of(jax.devices()[0].device_kind, save)  # check the existing profile before measuring
         if dtype != "bfloat16":
-            fix = "leave out --dtype, or --save"
-            raise problem(f"--dtype {dtype}", "save its products", "profiles hold products in bfloat16", fix)
+            reason, fix = "profiles contain only bfloat16 products", "remove --dtype or --save"
+            raise problem(f"--dtype {dtype}", "save the results", reason, fix, code="unsupported-feature")
     with _live() as progress:
-        progress("measuring products")
-        found = products(dtype=dtype, **options)
-    print_report(found, as_json=as_json)
+        progress("measuring matrix products")
+        timings = products(dtype=dtype, **options)
+    print_report(timings, as_json=as_json)
     if save:
-        profile = found.profile(save)
+        profile = timings.profile(save)
         profile.save(save)
         click.echo(f"saved {save}: {profile.name}", err=True)
 
 
 @contextlib.contextmanager
 def _live() -> Iterator[Callable[[str], None]]:
-    """A function that shows one line in a terminal, each in place of the one before; the last is taken away."""
+    """Yield a function that shows progress on a single line of the terminal, which is cleared at the end."""
     is_terminal = sys.stderr.isatty()
     yield _progress if is_terminal else lambda line: None
     if is_terminal:
@@ -150,9 +171,9 @@ def _progress(line: str) -> None:
     click.echo(f"\r\x1b[K{line}", nl=False, err=True)
 
 
-def _save(found: Any, path: str) -> None:
-    profile = found.profile()
+def _save(timings: Any, path: str) -> None:
+    profile = timings.profile()
     profile.save(path)
     click.echo(f"saved {path}: {profile.name}", err=True)
-    if found.poor:
-        click.secho(f"meshpar: {found.poor}", fg="yellow", err=True)
+    if timings.poor:
+        click.secho(f"meshpar: {timings.poor}", fg="yellow", err=True)

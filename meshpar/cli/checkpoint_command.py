@@ -1,4 +1,4 @@
-"""`meshpar checkpoint`: what a run has saved, what a checkpoint holds, whether it is whole; its parameters as files."""
+"""Commands `meshpar checkpoint`: list, inspect, verify and export the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import Plain
 
 run_argument = click.argument("run", type=click.Path())
-step_option = click.option("--step", metavar="N", type=int, help="Which; by default the newest.")
+step_option = click.option("--step", metavar="N", type=int, help="Step of the checkpoint.  [default: latest]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listing(Plain):
-    """Rows to print, in JSON a list of them."""
+    """Table of rows, printed as text or JSON."""
 
     title: str
     rows: tuple[dict[str, Any], ...]
@@ -31,14 +31,14 @@ class Listing(Plain):
         table = Table(*(self.rows[0] if self.rows else ()), box=None)
         for row in self.rows:
             table.add_row(*(str(value) for value in row.values()))
-        return Group(self.title, table)  # a table's own title is broken to the table's width
+        return Group(self.title, table)  # rich wraps a title of Table to the width of the table
 
 
 @click.group(no_args_is_help=True)
 def checkpoint() -> None:
-    """Checkpoints of a run: `meshpar checkpoint verify runs/gpt_stdlib`. Nothing of it is changed.
+    """Read the checkpoints of a run: `meshpar checkpoint verify runs/gpt_stdlib`. No command modifies the run.
 
-    RUN is a run's folder, or that of its checkpoints.
+    RUN is the folder of a run, or its checkpoints folder.
     """
 
 
@@ -46,10 +46,10 @@ def checkpoint() -> None:
 @run_argument
 @output_options
 def ls(run: str, as_json: bool) -> None:
-    """The complete checkpoints of a run, oldest first, with their bytes on disk."""
+    """List the complete checkpoints of a run with their size on disk, oldest first."""
     from meshpar.loop.checkpoint import bytes_of
 
-    folder, steps = _found(run)
+    folder, steps = _saved_steps(run)
     rows = tuple({"step": step, "bytes": f"{bytes_of(folder / str(step)):,}"} for step in steps)
     print_report(Listing(title=str(folder), rows=rows), as_json=as_json)
 
@@ -59,10 +59,10 @@ def ls(run: str, as_json: bool) -> None:
 @step_option
 @output_options
 def inspect(run: str, step: int | None, as_json: bool) -> None:
-    """Every array of a checkpoint: path, shape, dtype, fingerprint; read from its index, not from the arrays."""
+    """List the path, shape, dtype and fingerprint of each array. Only the index of the checkpoint is read."""
     from meshpar.loop.checkpoint import read_index
 
-    folder, step = _chosen(run, step)
+    folder, step = _select_step(run, step)
     index = read_index(folder, step)
     rows = tuple(
         {"path": path, "shape": leaf["shape"], "dtype": leaf["dtype"], "fingerprint": leaf.get("fingerprint", "")}
@@ -73,23 +73,24 @@ def inspect(run: str, step: int | None, as_json: bool) -> None:
 
 @checkpoint.command("verify")
 @run_argument
-@click.option("--step", metavar="N", type=int, help="Only this one; by default all.")
+@click.option("--step", metavar="N", type=int, help="Verify only this step.  [default: all]")
 @output_options
 def verify(run: str, step: int | None, as_json: bool) -> None:
-    """Read checkpoints and hold every array to the fingerprint that was taken before writing.
+    """Check each array against the fingerprint that was computed when it was saved.
 
-    Exits 1 where one is damaged. It needs no recipe and no mesh; the arrays of one checkpoint fit the host's memory.
+    The exit code is 1 if a checkpoint is damaged. No recipe or mesh is needed, but the arrays of one checkpoint must
+    fit in host memory.
     """
     prepare_devices(1)
     from meshpar.loop.checkpoint import damage_of
 
-    folder, steps = _found(run)
+    folder, steps = _saved_steps(run)
     if step is not None:
-        steps = [_chosen(run, step)[1]]
-    found = {one: damage_of(folder, one) for one in steps}
-    rows = tuple({"step": one, "is": "whole" if why is None else f"damaged: {why}"} for one, why in found.items())
+        steps = [_select_step(run, step)[1]]
+    damages = {step: damage_of(folder, step) for step in steps}
+    rows = tuple({"step": step, "is": "whole" if why is None else f"damaged: {why}"} for step, why in damages.items())
     print_report(Listing(title=str(folder), rows=rows), as_json=as_json)
-    raise SystemExit(1 if any(found.values()) else 0)
+    raise SystemExit(1 if any(damages.values()) else 0)
 
 
 @checkpoint.command("export")
@@ -97,15 +98,18 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
 @click.argument("out", metavar="DIR", type=click.Path())
 @step_option
 @click.option(
-    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Of floating-point parameters; else as is."
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Cast floating-point parameters to this dtype.",
 )
-@click.option("--max-bytes", metavar="BYTES", default="5GB", show_default=True, help="The most of one file (SI).")
+@click.option("--max-bytes", metavar="BYTES", default="5GB", show_default=True, help="Maximum size of a file (SI).")
 @traceback_option
 def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: str) -> None:
-    """The parameters of any model, by their paths, as safetensors files in the new folder DIR.
+    """Write the parameters of any model to safetensors files in a new folder DIR, named by their paths.
 
-    As in `meshpar checkpoint export runs/gpt_stdlib exported --dtype bfloat16`. Without optimizer state, recipe or
-    mesh; every array is held to its fingerprint. What transformers is to load is `meshpar convert to-hf`'s.
+    For example: `meshpar checkpoint export runs/gpt_stdlib exported --dtype bfloat16`. No recipe or mesh is needed.
+    The optimizer state is not exported. Each array is checked against its fingerprint. To load a model in transformers,
+    use `meshpar convert to-hf`.
     """
     prepare_devices(1)
     import jax.numpy as jnp
@@ -115,22 +119,22 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     from meshpar.sharding.units import parse_bytes
 
     library()
-    most_bytes = int(parse_bytes(max_bytes, minimum=1))
-    new_folder(out)  # minutes before it is written
-    folder, step = _chosen(run, step)
+    max_file_bytes = int(parse_bytes(max_bytes, minimum=1))
+    new_folder(out)  # check it before arrays are read, which can take minutes
+    folder, step = _select_step(run, step)
     index = read_index(folder, step)
     leaves = {path: leaf for path, leaf in index["leaves"].items() if path.startswith("params/")}
 
-    def dtype_now(path: str) -> Any:
-        own = jnp.dtype(leaves[path]["dtype"])
-        return own if dtype is None or not jnp.issubdtype(own, jnp.floating) else jnp.dtype(dtype)
+    def export_dtype(path: str) -> Any:
+        saved = jnp.dtype(leaves[path]["dtype"])
+        return saved if dtype is None or not jnp.issubdtype(saved, jnp.floating) else jnp.dtype(dtype)
 
-    sizes = {path: math.prod(leaf["shape"]) * dtype_now(path).itemsize for path, leaf in leaves.items()}
+    sizes = {path: math.prod(leaf["shape"]) * export_dtype(path).itemsize for path, leaf in leaves.items()}
     named = {path.removeprefix("params/"): path for path in leaves}
-    files = assigned(((name, sizes[path]) for name, path in named.items()), most_bytes)
+    files = assigned(((name, sizes[path]) for name, path in named.items()), max_file_bytes)
 
     def make(name: str) -> Any:
-        return read_leaf(folder, index, named[name]).astype(dtype_now(named[name]))
+        return read_leaf(folder, index, named[name]).astype(export_dtype(named[name]))
 
     with whole_folder(out) as fresh:
         write(fresh, files, make, sum(sizes.values()))
@@ -138,26 +142,25 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     click.echo(f"{out}: {count:,} parameters of step {step}, {sum(sizes.values()):,} bytes")
 
 
-def _found(run: str) -> tuple[Path, list[int]]:
+def _saved_steps(run: str) -> tuple[Path, list[int]]:
     from meshpar.loop.checkpoint import Checkpoints
 
-    folder = Path(run)
+    where, folder = f"run {run[:200]}", Path(run)
     if (folder / "checkpoints").is_dir():
         folder /= "checkpoints"
     if not folder.is_dir():
-        raise problem(
-            f"run {run[:200]}", "look at its checkpoints", "there is no such folder", "name one, as runs/NAME"
-        )
+        fix = "name a run, such as runs/NAME"
+        raise problem(where, "read its checkpoints", "the folder does not exist", fix, code="missing-file")
     steps = Checkpoints(folder).steps()
     if not steps:
-        raise problem(
-            f"run {run[:200]}", "look at its checkpoints", f"{folder} holds none", "name a run that has saved"
-        )
+        fix = "name a run with saved checkpoints"
+        raise problem(where, "read its checkpoints", f"{folder} has no checkpoints", fix, code="not-found")
     return folder, steps
 
 
-def _chosen(run: str, step: int | None) -> tuple[Path, int]:
-    folder, steps = _found(run)
+def _select_step(run: str, step: int | None) -> tuple[Path, int]:
+    folder, steps = _saved_steps(run)
     if step is not None and step not in steps:
-        raise problem(f"run {run}", f"look at step {step}", f"there are steps {steps}", "ask for one of them")
+        reason = f"the saved steps are {steps}"
+        raise problem(f"run {run}", f"read step {step}", reason, "use a saved step", code="not-found")
     return folder, steps[-1] if step is None else step

@@ -1,4 +1,4 @@
-"""`meshpar convert`: a folder of Hugging Face's as a run, and a run as such a folder."""
+"""Commands `meshpar convert`: convert between runs and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from meshpar.cli.main import devices_option, layout_options, options, prepare_de
 from meshpar.sharding.errors import MeshparError
 
 
-def _names_other_layouts(command: Callable[..., None]) -> Callable[..., None]:
-    """Sizes that the default layout does not divide: how another is named."""
+def _suggest_layouts(command: Callable[..., None]) -> Callable[..., None]:
+    """Add a note about --mesh and --devices to errors if the default layout does not divide a size."""
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**kwargs: Any) -> None:
         try:
-            command(**given)
+            command(**kwargs)
         except MeshparError as error:
-            if given["mesh"] is None and given["strategy"] is None and error.code == "indivisible":
-                error.add_note("no layout was named: --mesh fsdp=N takes fewer devices, --devices 1 splits nothing")
+            if kwargs["mesh"] is None and kwargs["strategy"] is None and error.code == "indivisible":
+                error.add_note("use fewer devices with --mesh fsdp=N, or a single device with --devices 1")
             raise
 
     return run
@@ -30,40 +30,40 @@ def _names_other_layouts(command: Callable[..., None]) -> Callable[..., None]:
 
 where_options = options(
     layout_options,
-    click.option("--dtype", metavar="DTYPE", help="Of the weights, as bfloat16; without it, as they are."),
+    click.option("--dtype", metavar="DTYPE", help="Cast the weights to a dtype, such as bfloat16."),
     devices_option,
     traceback_option,
-    _names_other_layouts,
+    _suggest_layouts,
 )
 
 
 def layout_of(mesh: str | None, strategy: str | None, devices: int | None) -> tuple[Any, Any]:
-    """A mesh on the devices there are, and a strategy; by default each device holds an equal part of all."""
+    """Return the mesh and the strategy. The default is FSDP over all devices."""
     prepare_devices(devices)
-    here = select_devices(devices)
+    selected = select_devices(devices)
     from meshpar.parallel import parse_strategy
     from meshpar.sharding.mesh import MeshSpec
 
-    return MeshSpec.parse(mesh or "fsdp=-1").build(here), parse_strategy(strategy or "fsdp()")
+    return MeshSpec.parse(mesh or "fsdp=-1").build(selected), parse_strategy(strategy or "fsdp()")
 
 
 @click.group()
 def convert() -> None:
-    """Hugging Face's folders to runs, and runs to such folders. Needs `pip install meshpar[hf]`."""
+    """Convert between runs and Hugging Face folders. Requires `pip install meshpar[hf]`."""
 
 
 @convert.command("from-hf")
 @click.argument("source", metavar="DIR", type=click.Path())
 @click.argument("out", metavar="OUT", type=click.Path())
-@click.option("--adapter", metavar="DIR", type=click.Path(), help="Merge the adapters of a folder of PEFT's into it.")
+@click.option("--adapter", metavar="DIR", type=click.Path(), help="Merge the adapters of a PEFT folder.")
 @where_options
 def from_folder(
     source: str, out: str, adapter: str | None, mesh: str | None, strategy: str | None, dtype: str | None,
     devices: int | None,
 ) -> None:  # fmt: skip
-    """DIR, with config.json and safetensors files, as the run OUT: a checkpoint that restores onto any mesh.
+    """Convert DIR, with config.json and safetensors files, to the run OUT, which can be restored on any mesh.
 
-    As in `meshpar convert from-hf Llama-3.1-8B runs/llama --mesh fsdp=8`.
+    For example: `meshpar convert from-hf Llama-3.1-8B runs/llama --mesh fsdp=8`.
     """
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import whole_folder
@@ -86,22 +86,22 @@ def from_folder(
 @convert.command("to-hf")
 @click.argument("run", metavar="RUN", type=click.Path())
 @click.argument("out", metavar="DIR", type=click.Path())
-@click.option("--step", metavar="N", type=int, help="Which checkpoint; without it the newest.")
+@click.option("--step", metavar="N", type=int, help="Step of the checkpoint.  [default: latest]")
 @where_options
 def to_folder(
     run: str, out: str, step: int | None, mesh: str | None, strategy: str | None, dtype: str | None,
     devices: int | None,
 ) -> None:  # fmt: skip
-    """The run RUN as the folder DIR, which transformers reads.
+    """Convert RUN to the folder DIR, which transformers can load.
 
-    As in `meshpar convert to-hf runs/finetune_hf finetuned --dtype bfloat16`.
+    For example: `meshpar convert to-hf runs/finetune_hf finetuned --dtype bfloat16`.
     """
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import new_folder
     from meshpar.interop.hf import to_hf
     from meshpar.interop.runs import like_of, opened
 
-    new_folder(out)  # minutes before it is written
+    new_folder(out)  # check it before the weights are read, which can take minutes
     config, state = opened(run, mesh=layout[0], strategy=layout[1], step=step)
     to_hf(state, config, out, like=like_of(Path(run)), dtype=dtype)
     click.echo(f"{out}: {state.num_params:,} parameters in {dtype or config.param_dtype}")
@@ -110,16 +110,16 @@ def to_folder(
 @convert.command("to-peft")
 @click.argument("run", metavar="RUN", type=click.Path())
 @click.argument("out", metavar="DIR", type=click.Path())
-@click.option("--step", metavar="N", type=int, help="Which checkpoint; without it the newest.")
-@click.option("--base", metavar="NAME", help="The model they belong to, as PEFT is to find it.")
+@click.option("--step", metavar="N", type=int, help="Step of the checkpoint.  [default: latest]")
+@click.option("--base", metavar="NAME", help="Name of the base model for PEFT.")
 @where_options
 def to_adapter(
     run: str, out: str, step: int | None, base: str | None, mesh: str | None, strategy: str | None, dtype: str | None,
     devices: int | None,
 ) -> None:  # fmt: skip
-    """The adapters that the run RUN trained, and nothing else, as the folder DIR, which PEFT reads.
+    """Write the adapters that RUN trained to the folder DIR, which PEFT can load.
 
-    As in `meshpar convert to-peft runs/lora adapter --base meta-llama/Llama-3.1-8B`.
+    For example: `meshpar convert to-peft runs/lora adapter --base meta-llama/Llama-3.1-8B`.
     """
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.files import new_folder

@@ -1,4 +1,4 @@
-"""`meshpar cost`: what a collective costs in the alpha-beta model, itemised, or its algorithms side by side."""
+"""Command `meshpar cost`: compute the time of collective algorithms in the alpha-beta model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshpar.hardware.clusters import Link, Profile
 
 CLUSTER = "h100:8x8"
-"""Where nothing says which links."""
+"""Default cluster."""
 
 
 @click.command(no_args_is_help=False)
@@ -24,23 +24,21 @@ CLUSTER = "h100:8x8"
 @click.argument("numbers", nargs=-1, metavar="[NUMBER=VALUE]...")
 @click.option(
     "--ranks", metavar="N", default=8, show_default=True, type=click.IntRange(max=1 << 24),
-    help="Ranks that take part together.",
+    help="Number of ranks.",
 )  # fmt: skip
 @click.option(
     "--bytes", "payload", metavar="BYTES", default="14e9", show_default=True,
-    help="The payload, as 14e9, 25MB or 4kB (SI). 14e9 are the bfloat16 gradients of 7e9 parameters.",
+    help="Payload size, as 14e9, 25MB or 4kB (SI). The default is the size of 7e9 bfloat16 gradients.",
 )  # fmt: skip
 @click.option(
     "--cluster", metavar="GPUS",
-    help=f"Whose links: h100:8x8 (GPU:NODESxGPUS), or a profile's my.json.  [default: {CLUSTER}]",
+    help=f"Cluster: h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json.  [default: {CLUSTER}]",
 )  # fmt: skip
-@click.option("--axis", metavar="AXIS", help="The mesh axis of a profile whose measured link it is.")
-@click.option(
-    "--alpha", metavar="SECONDS", type=float, help="Instead of a cluster: time of a message without its bytes."
-)
-@click.option("--bandwidth", metavar="BYTES/S", type=float, help="With --alpha: bytes a second.")
-@click.option("--inner", metavar="K", type=int, help="Ranks in a group of the hierarchical algorithm.")
-@click.option("--servers", metavar="S", default=1, show_default=True, type=int, help="Of the parameter server.")
+@click.option("--axis", metavar="AXIS", help="Mesh axis whose link was measured in the profile.")
+@click.option("--alpha", metavar="SECONDS", type=float, help="Latency of a message, instead of a cluster.")
+@click.option("--bandwidth", metavar="BYTES/S", type=float, help="With --alpha: bandwidth in bytes per second.")
+@click.option("--inner", metavar="K", type=int, help="Group size of the hierarchical algorithm.")
+@click.option("--servers", metavar="S", default=1, show_default=True, type=int, help="Number of parameter servers.")
 @output_options
 def cost(
     algorithm: str | None,
@@ -55,24 +53,25 @@ def cost(
     servers: int,
     as_json: bool,
 ) -> None:
-    """The α–β account of a collective: steps, bytes sent, time, bandwidths, the lower bound, the formulas.
+    """Show the alpha-beta cost of a collective: steps, bytes, time, bandwidth, lower bound and formulas.
 
     \b
-    meshpar cost                                             all all-reduces of 14 GB over 8 ranks
-    meshpar cost ring --ranks 64 --bytes 14e9                one of them, itemised
+    meshpar cost                                             compare all-reduces of 14 GB over 8 ranks
+    meshpar cost ring --ranks 64 --bytes 14e9                show the terms of one algorithm
     meshpar cost hierarchical --ranks 64 --inner 8 --cluster h100:8x8
     meshpar cost tree --bytes 64kB --alpha 2e-6 --bandwidth 450e9
-    meshpar cost all-gather --cluster my.json --axis data    over a link that was measured
+    meshpar cost all-gather --cluster my.json --axis data    use a measured link
 
-    ALGORITHM is an all-reduce: ring, recursive-doubling, halving-doubling, tree, hierarchical, root, parameter-server;
-    or reduce-scatter, all-gather, all-to-all, broadcast, message, doubling-all-gather, halving-reduce-scatter.
+    ALGORITHM is an all-reduce algorithm (ring, recursive-doubling, halving-doubling, tree, hierarchical, root,
+    parameter-server), reduce-scatter, all-gather, all-to-all, broadcast, message, doubling-all-gather or
+    halving-reduce-scatter.
 
-    Closed forms of the literature, with your numbers: meshpar cost zero params=70B ranks=64; and memory, bubble, tp,
-    moe, remat, accumulate.
+    The calculators evaluate formulas from papers: zero, memory, bubble, tp, moe, remat and accumulate. For example:
+    meshpar cost zero params=70B ranks=64
 
-    In a cluster the ranks stand one after the other: N that fit a node use the links inside it, more use the network.
-    """  # noqa: D301 (click knows a paragraph that it must not fold by its \b)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: an accelerator is not even looked for
+    Ranks fill the nodes of a cluster in order. If all ranks fit in a node, they use its links; otherwise the network.
+    """  # noqa: D301 (click does not wrap paragraphs that start with \b)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
     prepare_devices(None)
     from meshpar.hardware.calculators import CALCULATORS
     from meshpar.hardware.clusters import Cluster
@@ -82,65 +81,59 @@ def cost(
     if algorithm is not None and algorithm in CALCULATORS:
         print_report(_sheet(algorithm, numbers, cluster), as_json=as_json)
         return
-    over, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
-    _check_none(algorithm, numbers)
+    links, nbytes = _links(cluster, alpha, bandwidth), parse_bytes(payload)
+    if numbers:
+        reason, fix = f"only {', '.join(CALCULATORS)} accept numbers", "use options, such as --ranks and --bytes"
+        raise problem(f"meshpar cost {algorithm}", f"use {' '.join(numbers)}", reason, fix, code="conflict")
     axes = (axis,) if axis else ()
     mesh = {axis: ranks} if axis else None
     if axis and not (cluster or "").endswith(".json"):
-        exists = "it names a link of a profile, and no profile is given"
-        raise problem("meshpar cost", f"use --axis {axis}", exists, "leave it out, or give --cluster my.json")
+        reason, fix = "only the links of a profile have axes", "add --cluster my.json, or remove --axis"
+        raise problem("meshpar cost", f"use --axis {axis}", reason, fix, code="conflict")
     if algorithm is not None:
-        found = account(algorithm, nbytes, ranks, over, inner=inner, servers=servers, axes=axes, mesh=mesh)
-        _check_used(found.name, inner, servers)
-        print_report(found, as_json=as_json)
+        breakdown = account(algorithm, nbytes, ranks, links, inner=inner, servers=servers, axes=axes, mesh=mesh)
+        _check_used(breakdown.name, inner, servers)
+        print_report(breakdown, as_json=as_json)
         return
     names = [name for name in ALL_REDUCES if name != "hierarchical"]
-    group = inner or (over.gpus_per_node if isinstance(over, Cluster) else 0)
+    group = inner or (links.gpus_per_node if isinstance(links, Cluster) else 0)
     if inner is not None or (not axis and 1 < group < ranks and ranks % group == 0):
         names.append("hierarchical")
-    how = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers}
-    print_report(compare(names, nbytes, ranks, over, **how), as_json=as_json)
-
-
-def _check_none(algorithm: str | None, numbers: tuple[str, ...]) -> None:
-    """Raises `ValueError` for numbers of a calculator that is not asked."""
-    from meshpar.hardware.calculators import CALCULATORS
-
-    if numbers:
-        exists, fix = f"they are for {', '.join(CALCULATORS)}", "use --ranks, --bytes and the other options"
-        raise problem(f"meshpar cost {algorithm}", f"take {' '.join(numbers)}", exists, fix)
+    options = {"inner": inner, "axes": axes, "mesh": mesh, "servers": servers}
+    print_report(compare(names, nbytes, ranks, links, **options), as_json=as_json)
 
 
 def _sheet(name: str, numbers: tuple[str, ...], cluster: str | None) -> Sheet:
-    """What a calculator says; refuses what is not NUMBER=VALUE, given twice, or an option of the algorithms."""
+    """Evaluate a calculator. Options of algorithms, duplicates and invalid numbers are errors."""
     from meshpar.hardware.calculators import calculate
     from meshpar.hardware.clusters import parse_cluster
 
     where, context = f"meshpar cost {name}", click.get_current_context()
-    names = [one.partition("=")[0] for one in numbers]
-    for one in numbers:
-        if "=" not in one or names.count(one.partition("=")[0]) > 1:
-            exists = "it is NUMBER=VALUE, each number once"
-            raise problem(where, f"take `{one}`", exists, "write it as ranks=64")
+    names = [number.partition("=")[0] for number in numbers]
+    for number, key in zip(numbers, names, strict=True):
+        if "=" not in number or names.count(key) > 1:
+            reason = "the format is NUMBER=VALUE, without duplicates"
+            raise problem(where, f"use `{number}`", reason, "write it like ranks=64", code="bad-syntax")
     for option in context.command.params:
         is_given = context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
         if is_given and option.name in ("ranks", "payload", "axis", "alpha", "bandwidth", "inner", "servers"):
-            exists, fix = "it takes NUMBER=VALUE and --cluster", "write ranks=64, say, and leave the option out"
-            raise problem(where, f"use {option.opts[0]}", exists, fix)
-    given = {one: value for one, _, value in (number.partition("=") for number in numbers)}
-    named = CLUSTER if cluster is None and name == "tp" else cluster
-    return calculate(name, given, None if named is None else parse_cluster(named))
+            reason, fix = "calculators accept only NUMBER=VALUE and --cluster", "write it like ranks=64"
+            raise problem(where, f"use {option.opts[0]}", reason, fix, code="conflict")
+    values = {key: value for key, _, value in (number.partition("=") for number in numbers)}
+    if cluster is None and name == "tp":
+        cluster = CLUSTER
+    return calculate(name, values, None if cluster is None else parse_cluster(cluster))
 
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
-    """Raises `ValueError` for an option that changed nothing."""
-    for option, is_given, serves in (
+    """Check that no option is ignored."""
+    for option, is_given, required in (
         ("--inner", inner is not None, "hierarchical"),
         ("--servers", servers != 1, "parameter-server"),
     ):
-        if is_given and algorithm != serves:
-            exists = f"it is for {serves}"
-            raise problem(f"meshpar cost {algorithm}", f"use {option}", exists, f"leave it out, or take {serves}")
+        if is_given and algorithm != required:
+            reason, fix = f"it is an option of {required}", f"remove it, or use {required}"
+            raise problem(f"meshpar cost {algorithm}", f"use {option}", reason, fix, code="conflict")
 
 
 def _links(cluster: str | None, alpha: float | None, bandwidth: float | None) -> Link | Profile:
@@ -149,7 +142,7 @@ def _links(cluster: str | None, alpha: float | None, bandwidth: float | None) ->
     if alpha is None and bandwidth is None:
         return parse_profile(CLUSTER if cluster is None else cluster)
     if alpha is None or bandwidth is None or cluster is not None:
-        exists = "a cluster is named, too" if cluster is not None else "only one of the two is given"
-        fix = "give --cluster, or both of --alpha and --bandwidth"
-        raise problem("meshpar cost", "say which link by --alpha and --bandwidth", exists, fix)
+        reason = "--cluster is also set" if cluster is not None else "only one of them is set"
+        fix = "set --cluster, or both --alpha and --bandwidth"
+        raise problem("meshpar cost", "use --alpha and --bandwidth", reason, fix, code="conflict")
     return Link(alpha_s=alpha, bytes_per_s=bandwidth)

@@ -1,4 +1,4 @@
-"""`meshpar doctor`: versions, devices, links and environment of this process, what looks wrong, and what to do."""
+"""Command `meshpar doctor`: diagnose the packages, devices, network and environment of a machine."""
 
 from __future__ import annotations
 
@@ -28,36 +28,35 @@ _OWN_FLAGS = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_ca
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Something that looks wrong."""
+    """A problem with its fix."""
 
     what: str
     fix: str
-    """What to do about it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """What is looked at: gathered once, judged by `findings`."""
+    """Information about a machine; see `gather` and `findings`."""
 
     versions: Mapping[str, str]
     devices: Mapping[str, str]
     links: Mapping[str, str]
     host: Mapping[str, str]
     environment: Mapping[str, str]
-    """Variables that jax, XLA, NCCL, launchers and proxies read."""
+    """Variables of jax, XLA, NCCL, launchers and proxies."""
     platform: str
-    """jax's: cpu, gpu, tpu."""
+    """Platform of jax: cpu, gpu or tpu."""
     shm_bytes: int
     disk_bytes: int
-    """Free, where runs are written."""
+    """Free space in the folder of runs."""
     open_files: int
     nvidia: bool
-    """Whether the machine has an NVIDIA GPU, used or not."""
+    """Whether the machine has an NVIDIA GPU, even if jax does not use it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DoctorReport(Plain):
-    """What was found, and what looks wrong."""
+    """Machine information and problems."""
 
     facts: MachineFacts
     findings: tuple[Diagnosis, ...]
@@ -73,26 +72,24 @@ class DoctorReport(Plain):
             for name, value in getattr(self.facts, title).items() or [("", "none")]:
                 grid.add_row(Text(f"  {name}", style="dim"), Text(value))
             parts += [Text(title, style="bold"), grid]
-        parts.append(Text("what looks wrong", style="bold"))
+        parts.append(Text("problems", style="bold"))
         for finding in self.findings:
             parts.append(Text(f"  {finding.what}. Fix: {finding.fix}.", style="yellow"))
-        return Group(*parts, *([] if self.findings else [Text("  nothing")]))
+        return Group(*parts, *([] if self.findings else [Text("  none")]))
 
 
 @click.command()
 @devices_option
-@click.option(
-    "--out", metavar="OUT", default="runs", show_default=True, help="Folder of runs, whose disk is looked at."
-)
-@click.option("--check", is_flag=True, help="Exit 1 where anything looks wrong.")
+@click.option("--out", metavar="OUT", default="runs", show_default=True, help="Folder of runs, to check disk space.")
+@click.option("--check", is_flag=True, help="Exit with 1 if there is a problem.")
 @output_options
 def doctor(devices: int | None, out: str, check: bool, as_json: bool) -> None:
-    """Versions, devices, links and environment here; what looks wrong, and what to do.
+    """Show versions, devices, network and environment of this machine, and how to fix problems.
 
-    It joins no pod: run it on a host as the job would be, `srun --ntasks-per-node=1 meshpar doctor`.
+    The command does not connect to other processes. Run it on each host: `srun --ntasks-per-node=1 meshpar doctor`.
     """
     check_name(out, f"--out {out}", "name a folder")
-    environment = dict(os.environ)  # as the user set it
+    environment = dict(os.environ)  # before prepare_devices changes it
     prepare_devices(devices)
     facts = gather(environment, out=out)
     report = DoctorReport(facts=facts, findings=findings(facts))
@@ -101,13 +98,13 @@ def doctor(devices: int | None, out: str, check: bool, as_json: bool) -> None:
 
 
 def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
-    """Look at this process and its host; starts jax's devices."""
+    """Collect information about this process and its host. Initializes the devices of jax."""
     import jax
 
-    found = jax.local_devices()
-    kinds = {device.device_kind for device in found}
-    stats = found[0].memory_stats() or {} if found[0].platform != "cpu" else {}
-    memory = f", {human_bytes(stats['bytes_limit'])} each for jax" if "bytes_limit" in stats else ""
+    devices = jax.local_devices()
+    kinds = {device.device_kind for device in devices}
+    stats = devices[0].memory_stats() or {} if devices[0].platform != "cpu" else {}
+    memory = f", {human_bytes(stats['bytes_limit'])} per device for jax" if "bytes_limit" in stats else ""
     folder = next(path for path in [Path(out).absolute(), *Path(out).absolute().parents] if path.is_dir())
     disk, shm = shutil.disk_usage(folder), Path("/dev/shm")
     shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else 0
@@ -115,7 +112,7 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
     versions = {name: version_of(name) for name in (*PACKAGES, *PLUGINS)}
     return MachineFacts(
         versions={name: version for name, version in versions.items() if name in PACKAGES or version[0].isdigit()},
-        devices={"here": f"{len(found)} × {', '.join(sorted(kinds))} ({found[0].platform}){memory}"},
+        devices={"here": f"{len(devices)} × {', '.join(sorted(kinds))} ({devices[0].platform}){memory}"},
         links=_links(),
         host={
             "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()),
@@ -123,8 +120,8 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
             "shared memory": human_bytes(shm_bytes),
             "open files": str(open_files),
         },
-        environment={name: env[name] for name in sorted(env) if _counts(name)},
-        platform=found[0].platform,
+        environment={name: env[name] for name in sorted(env) if _is_relevant(name)},
+        platform=devices[0].platform,
         shm_bytes=shm_bytes,
         disk_bytes=disk.free,
         open_files=open_files,
@@ -133,68 +130,68 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
 
 
 def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
-    """What looks wrong in what was gathered; asks nothing of the machine."""
-    env, found = facts.environment, []
+    """Return the problems of a machine. Depends only on `facts`."""
+    env, problems = facts.environment, []
 
-    def say(wrong: bool, what: str, fix: str) -> None:
-        if wrong:
-            found.append(Diagnosis(what=what, fix=fix))
+    def add(is_problem: bool, what: str, fix: str) -> None:
+        if is_problem:
+            problems.append(Diagnosis(what=what, fix=fix))
 
     version = facts.versions.get("jax", "")
     for name in ("jaxlib", *PLUGINS[:2]):
         other = facts.versions.get(name, version)
-        say(
+        add(
             other.split(".")[:2] != version.split(".")[:2],
-            f"jax is {version} and {name} {other}",
+            f"jax has version {version}, but {name} has version {other}",
             f"pip install {name}=={version}",
         )
-    say(
+    add(
         facts.nvidia and facts.platform == "cpu" and env.get("JAX_PLATFORMS") != "cpu",
-        "an NVIDIA GPU is here and jax computes on the CPU",
-        "pip install 'meshpar[cuda12]', and see that nvidia-smi works in this shell",
+        "the machine has an NVIDIA GPU, but jax uses the CPU",
+        "pip install 'meshpar[cuda12]', and check that nvidia-smi works in this shell",
     )
     flags = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS)]
-    say(
+    add(
         bool(flags),
-        f"XLA_FLAGS sets {' '.join(flags)}, which `explain` does not show and no fingerprint holds",
-        "say --xla NAME=VALUE to train and explain instead",
+        f"XLA_FLAGS sets {' '.join(flags)}, which `explain` and the fingerprints of runs ignore",
+        "use --xla NAME=VALUE with train and explain instead",
     )
-    say(
+    add(
         env.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false",
-        "XLA_PYTHON_CLIENT_PREALLOCATE=false: memory falls to pieces, and a run that fits runs out of it",
+        "XLA_PYTHON_CLIENT_PREALLOCATE=false can cause memory fragmentation and out-of-memory errors",
         "unset it, and set XLA_PYTHON_CLIENT_MEM_FRACTION=0.90",
     )
     try:
         place = launch.detect(env)
     except MeshparError as error:
         place = None
-        say(True, f"{error.where}: {error.reason}", error.fix)
+        add(True, f"{error.where}: {error.reason}", error.fix)
     proxies = [name for name in env if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy")]
-    say(
+    add(
         place is not None and bool(proxies),
-        f"{' and '.join(proxies)} stand between the processes of this pod and its coordinator",
-        f"unset {' '.join(proxies)}, or name the coordinator's host in no_proxy",
+        f"{' and '.join(proxies)} can block connections from processes to their coordinator",
+        f"unset {' '.join(proxies)}, or add the host of the coordinator to no_proxy",
     )
     gpu = facts.platform == "gpu"
-    say(
+    add(
         gpu and facts.shm_bytes < LEAST_SHM_BYTES,
-        f"/dev/shm has {human_bytes(facts.shm_bytes)}, through which NCCL sends within a node",
-        "mount a bigger one: docker run --shm-size=16g, or an emptyDir of medium Memory",
+        f"/dev/shm has only {human_bytes(facts.shm_bytes)}, and NCCL uses it for communication within a node",
+        "increase its size: docker run --shm-size=16g, or an emptyDir of medium Memory",
     )
-    say(
+    add(
         facts.disk_bytes < LEAST_DISK_BYTES,
-        f"the disk of runs has {human_bytes(facts.disk_bytes)} left",
-        "make room, or name another folder with --out",
+        f"the disk of the runs has only {human_bytes(facts.disk_bytes)} of free space",
+        "delete files, or use another folder with --out",
     )
-    say(
+    add(
         gpu and 0 <= facts.open_files < LEAST_FILES,
-        f"{facts.open_files} files may be open, and a checkpoint writes many at a time",
+        f"the limit of {facts.open_files} open files is low for checkpoints, which write many files in parallel",
         f"ulimit -n {LEAST_FILES}",
     )
-    return tuple(found)
+    return tuple(problems)
 
 
-def _counts(name: str) -> bool:
+def _is_relevant(name: str) -> bool:
     starts = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE", "LIBTPU", "TPU_", "MESHPAR_", "SLURM_", "OMPI_COMM", "MASTER_")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX", "PMI_RANK", "PMI_SIZE")
     kubeflow = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "PROCESS_ID", "NUM_PROCESSES")
@@ -203,7 +200,7 @@ def _counts(name: str) -> bool:
 
 
 def _links() -> dict[str, str]:
-    """Network interfaces that are up, with their speed, and InfiniBand ports."""
+    """Return the state of InfiniBand ports and the speed of active network interfaces."""
     links = {}
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*")):
         links[f"{port.parts[-3]} port {port.name}"] = f"{_line(port / 'rate')}, {_line(port / 'state')}"

@@ -1,7 +1,6 @@
-"""`meshpar explain`: a recipe's training step, compiled and read back.
+"""Command `meshpar explain`: compile the training step of a recipe and report its memory and communication.
 
-Exit codes: 0; 1 when `--check` finds something and for nothing else; 2 for what cannot be done, and for a
-recipe that raises an exception of its own.
+The exit code is 0, 1 only if `--check` fails, or 2 for errors, including exceptions in the recipe.
 """
 
 from __future__ import annotations
@@ -54,27 +53,32 @@ if TYPE_CHECKING:
 @click.option(
     "--cluster",
     metavar="GPUS",
-    help="Compile for a pod that is not here: h100:8x8 (GPU:NODESxGPUS), or a profile's my.json.",
+    help="Compile for this cluster: h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json.",
 )
 @layout_options
 @click.option(
-    "--batch", metavar="SHAPES", help="The global batch, for data that does not say: 'x=float32[64,784],y=int32[64]'."
+    "--batch",
+    metavar="SHAPES",
+    help="Shapes of the global batch, if the data has no batch_shapes: 'x=float32[64,784],y=int32[64]'.",
 )
 @click.option("--against", metavar="OTHER", help="Compare with another recipe, mesh, strategy or cluster.")
 @click.option(
-    "--html", metavar="FILE", type=click.Path(dir_okay=False), help="Write the report, with pictures, to a file."
+    "--html", metavar="FILE", type=click.Path(dir_okay=False), help="Write the report with plots to an HTML file."
 )
-@click.option("--check", is_flag=True, help="Exit with 1 on a collective that the strategy did not promise.")
+@click.option("--check", is_flag=True, help="Exit with 1 on an unexpected collective or an exceeded budget.")
 @click.option(
-    "--save-budget", metavar="FILE", type=click.Path(dir_okay=False), help="Write down what is sent and held."
+    "--save-budget",
+    metavar="FILE",
+    type=click.Path(dir_okay=False),
+    help="Save the communication and memory as a budget.",
 )
 @click.option(
-    "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; --check holds the step to it."
+    "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; with --check, enforce it."
 )
 @click.option(
     "--table",
     is_flag=True,
-    help="Instead: what each strategy shards and sends, for the reference decoder, as Markdown.",
+    help="Print a Markdown table of the sharding and communication of all strategies.",
 )
 def explain(
     recipe: str | None,
@@ -92,16 +96,16 @@ def explain(
     budget: str | None,
     table: bool,
 ) -> int:
-    """Show what the compiler inserted: `meshpar explain recipes/llama3_8b.py --cluster h100:8x8`.
+    """Show the compiled training step: `meshpar explain recipes/llama3_8b.py --cluster h100:8x8`.
 
-    Compiles the training step and reads the program back: memory, collectives over each mesh axis, what the strategy
-    promised, overlap. Nothing is run. Without --cluster it compiles for the devices at hand.
+    The report shows memory, the collectives over each mesh axis, the expected collectives of the strategy, and overlap.
+    The step is compiled but not run. Without --cluster, it is compiled for the local devices.
     """
     if cluster or table:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
+        os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
     prepare_devices(None)
     if table:
-        _check_alone()
+        _check_no_other_options()
         from meshpar.inspect.strategy_table import strategy_table
 
         rows = strategy_table(cluster)
@@ -109,35 +113,36 @@ def explain(
         return 0
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
-    _check_written(html, save_budget)
+    for path in filter(None, (html, save_budget)):
+        check_output_file(path)
     from meshpar.cli.recipe import explain_recipe_errors
     from meshpar.inspect.budget import Budget
 
-    # A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one.
+    # An exception in the recipe must not exit with code 1, which means that a check failed.
     files = {path: path.partition(":")[0] for path in (recipe, against) if path}
-    # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
+    # Recipes and losses may print, but stdout is for the report.
     with contextlib.redirect_stdout(sys.stderr), explain_recipe_errors(files, "explain its training step"):
-        held_to = Budget.load(budget) if budget else None
+        limits = Budget.load(budget) if budget else None
         layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
         subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch, from_hf=from_hf)
-        if held_to is not None:
-            held_to.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
+        if limits is not None:
+            limits.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
         other = subject.against(against) if against else None
-        found = _explained(subject, other, held_to)
-    print_report(found, as_json=as_json)
+        result = _compile_report(subject, other, limits)
+    print_report(result, as_json=as_json)
     if html:
-        _save_page(found, subject, html)
+        _save_page(result, subject, html)
     if save_budget:
         with writing(save_budget):
-            Budget.of(found.report, subject.recipe.name).save(save_budget)
-    reasons = found.reasons if check else []
+            Budget.of(result.report, subject.recipe.name).save(save_budget)
+    reasons = result.reasons if check else []
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)
     return 1 if reasons else 0
 
 
-def _check_alone() -> None:
-    """Raise `ValueError` for options that --table would not look at."""
+def _check_no_other_options() -> None:
+    """Check that --table is not combined with options that it would ignore."""
     context = click.get_current_context()
     ignored = [
         option.opts[0] if isinstance(option, click.Option) else str(option.name).upper()
@@ -146,31 +151,25 @@ def _check_alone() -> None:
         and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
     ]
     if ignored:
-        asked, fix = f"use {', '.join(ignored)} with it", "leave one of them out"
-        raise problem("--table", asked, "it takes --cluster and --json only: it compiles its own decoder", fix)
+        requested, reason = f"use {', '.join(ignored)}", "the table is compiled from a reference decoder"
+        raise problem("--table", requested, reason, "use only --cluster and --json with it", code="conflict")
 
 
-def _check_written(html: str | None, save_budget: str | None) -> None:
-    """Raises `ValueError` for files that cannot be written, before anything is compiled."""
-    for path in filter(None, (html, save_budget)):
-        check_output_file(path)
-
-
-def _save_page(found: Explained, subject: Subject, path: str) -> None:
+def _save_page(result: Explained, subject: Subject, path: str) -> None:
     from meshpar.inspect.render import as_page
 
     title = f"meshpar explain {subject.recipe.name}"
-    page = as_page(found.report, title=title, pictures=_pictures(found), more=found.sections)
+    page = as_page(result.report, title=title, pictures=_plots(result), more=result.sections)
     with writing(path):
         Path(path).write_text(page, encoding="utf-8")
 
 
-# ---- What is compiled ------------------------------------------------------------------------------------------------
+# ---- Subject ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A recipe, where it is to run, and what its batches are."""
+    """A recipe with its cluster, mesh and batch shapes."""
 
     path: str
     recipe: Recipe
@@ -178,13 +177,13 @@ class Subject:
     mesh: AnyMesh
     batch: Mapping[str, jax.ShapeDtypeStruct]
     layout: Sequence[str]
-    """Mesh and strategy as the command line gave them."""
+    """Assignments of mesh and strategy from the command line."""
     assignments: Sequence[str]
-    """Other fields of the recipe, too."""
+    """Assignments of other recipe fields from the command line."""
     shapes: str | None
-    """The batch, too."""
+    """Value of --batch."""
     from_hf: str | None = None
-    """The folder whose model it is, too."""
+    """Value of --from-hf."""
 
     @staticmethod
     def of(
@@ -196,10 +195,10 @@ class Subject:
         shapes: str | None,
         from_hf: str | None = None,
     ) -> Subject:
-        """A recipe from a file, with fields set by text.
+        """Load a recipe and override its fields.
 
         Raises:
-          ValueError: a recipe, a cluster or a field that cannot be read, or a mesh that does not fit the devices.
+          ValueError: the recipe, the cluster or a field is invalid, or the mesh does not match the number of devices.
         """
         import jax
 
@@ -212,7 +211,7 @@ class Subject:
             require_aot(pod.name)
         recipe = load_recipe(path, devices=pod.num_devices if pod else len(jax.devices()))
         recipe = with_model(recipe.override(*layout, *assignments), from_hf, assignments)
-        mesh = _mesh_here(recipe) if pod is None else _mesh_on(recipe, pod)
+        mesh = _local_mesh(recipe) if pod is None else _mesh_on(recipe, pod)
         return Subject(
             path=path,
             recipe=recipe,
@@ -226,20 +225,22 @@ class Subject:
         )
 
     def against(self, other: str) -> Subject:
-        """Another recipe, or the same with another mesh, strategy or cluster."""
+        """Return the subject that --against describes: another recipe, mesh, strategy or cluster."""
         if re.search(r"\.py(:\w+)?$", other):
             return Subject.of(other, self.cluster, layout=(), assignments=self.assignments, shapes=self.shapes)
         if "(" not in other and re.fullmatch(r"[A-Za-z0-9_\-]+:[0-9x]+|.*\.json", other):
-            given = {"layout": self.layout, "assignments": self.assignments}
-            return Subject.of(self.path, other, **given, shapes=self.shapes, from_hf=self.from_hf)
+            return Subject.of(
+                self.path, other, layout=self.layout, assignments=self.assignments, shapes=self.shapes,
+                from_hf=self.from_hf,
+            )  # fmt: skip
         field = "mesh" if "=" in other and "(" not in other else "strategy"
         recipe = self.recipe.override(f"{field}={other}")
-        mesh = _mesh_here(recipe) if self.cluster is None else _mesh_on(recipe, self.cluster)
+        mesh = _local_mesh(recipe) if self.cluster is None else _mesh_on(recipe, self.cluster)
         return dataclasses.replace(self, recipe=recipe, mesh=mesh, batch=batch_of(recipe, self.shapes))
 
     @property
     def target(self) -> str:
-        """As a report names it."""
+        """Name of the cluster or of the local backend, as in reports."""
         import jax
 
         return self.cluster.name if self.cluster is not None else jax.default_backend()
@@ -251,7 +252,7 @@ class Subject:
         return axis_sizes(self.mesh)
 
     def step_and_state(self) -> tuple[TrainStep, TrainState]:
-        """The training step, and the shapes of its state."""
+        """Build the training step and the abstract training state."""
         from meshpar.cli.recipe import build_model, build_optimizer, build_step
         from meshpar.training.state import abstract_state
 
@@ -262,35 +263,37 @@ class Subject:
         return build_step(recipe), state
 
     def explained(self, pod: PodProcess | None) -> Report:
-        """The report about it."""
+        """Compile the step, in a process of `pod` if there is a cluster, and return the report."""
         from meshpar.inspect.explain import explain as report_on
 
         return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
 
 
-def _mesh_here(recipe: Recipe) -> AnyMesh:
+def _local_mesh(recipe: Recipe) -> AnyMesh:
     import jax
 
-    here = jax.devices()
+    devices = jax.devices()
     sizes = list(recipe.mesh.values())
-    wanted = math.prod(sizes) if -1 not in sizes else len(here)
-    if wanted > len(here):
-        where = f"mesh {_axes(recipe.mesh)} of {wanted:,} devices"
-        fix = f"name the pod it is for, as --cluster h100:{-(-wanted // 8)}x{min(wanted, 8)}, or a smaller --mesh"
-        raise problem(where, "compile for the devices at hand", f"there are {len(here)} ({here[0].device_kind})", fix)
-    return recipe.mesh.build(here[:wanted])
+    num_devices = math.prod(sizes) if -1 not in sizes else len(devices)
+    if num_devices > len(devices):
+        where = f"mesh {_axes(recipe.mesh)} of {num_devices:,} devices"
+        reason = f"there are only {len(devices)} ({devices[0].device_kind})"
+        fix = f"add --cluster h100:{-(-num_devices // 8)}x{min(num_devices, 8)}, or use a smaller --mesh"
+        raise problem(where, "compile for the local devices", reason, fix, code="out-of-range")
+    return recipe.mesh.build(devices[:num_devices])
 
 
 def _mesh_on(recipe: Recipe, cluster: Cluster) -> AnyMesh:
     sizes = list(recipe.mesh.values())
-    known = math.prod(size for size in sizes if size != -1)
-    fits = cluster.num_devices % known == 0 if -1 in sizes else cluster.num_devices == known
+    size = math.prod(size for size in sizes if size != -1)
+    fits = cluster.num_devices % size == 0 if -1 in sizes else cluster.num_devices == size
     if not fits:
         raise problem(
             f"--cluster {cluster.name}",
-            f"run mesh {_axes(recipe.mesh)}, which takes {known:,} devices" + (" or a multiple" if -1 in sizes else ""),
+            f"use mesh {_axes(recipe.mesh)} of {size:,} devices" + (" or a multiple" if -1 in sizes else ""),
             f"the cluster has {cluster.num_devices:,} GPUs",
-            f"use --mesh fsdp={cluster.num_devices}, or --cluster {cluster.gpu.name}:{-(-known // 8)}x{min(known, 8)}",
+            f"use --mesh fsdp={cluster.num_devices}, or --cluster {cluster.gpu.name}:{-(-size // 8)}x{min(size, 8)}",
+            code="wrong-shape",
         )
     return recipe.mesh.abstract(cluster.num_devices)
 
@@ -303,42 +306,44 @@ _SHAPE = re.compile(r"\s*(\w+)\s*=\s*(\w+)\[([0-9,\s]*)\]\s*(?:,|$)")
 
 
 def batch_of(recipe: Recipe, shapes: str | None) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the global batch, without reading the data."""
+    """Return the shapes and dtypes of the global batch, from --batch or from the data's `batch_shapes`."""
     if shapes is not None:
         return _read_shapes(shapes)
-    shapes_of, why = getattr(recipe.data, "batch_shapes", None), "it has no method `batch_shapes`"
+    shapes_of, reason = getattr(recipe.data, "batch_shapes", None), "it has no method `batch_shapes`"
     if shapes_of is not None:
         try:
             return shapes_of(recipe.batch_size)
-        except (ImportError, OSError) as error:  # a function that loads arrays may need what is not here
-            why = f"loading it failed: {type(error).__name__}: {error}"
-    fix = f"give them: --batch 'inputs=int32[{recipe.batch_size},1024],targets=int32[{recipe.batch_size},1024]'"
-    raise problem(f"the recipe's data ({type(recipe.data).__name__})", "give the shapes of a batch", why, fix)
+        except (ImportError, OSError) as error:  # files or packages may be missing on this machine
+            reason = f"loading it failed: {type(error).__name__}: {error}"
+    fix = f"add --batch 'inputs=int32[{recipe.batch_size},1024],targets=int32[{recipe.batch_size},1024]'"
+    where = f"the recipe's data ({type(recipe.data).__name__})"
+    raise problem(where, "infer the batch shapes", reason, fix, code="missing-argument")
 
 
 def _read_shapes(text: str) -> dict[str, jax.ShapeDtypeStruct]:
     import jax
     import numpy as np
 
-    found, at = {}, 0
-    with contextlib.suppress(TypeError):  # numpy's word for a dtype that does not exist
-        while match := _SHAPE.match(text, at):
+    shapes, end = {}, 0
+    with contextlib.suppress(TypeError):  # raised by np.dtype for an unknown dtype
+        while match := _SHAPE.match(text, end):
             name, dtype, dims = match.groups()
-            found[name] = jax.ShapeDtypeStruct(tuple(map(int, filter(str.strip, dims.split(",")))), np.dtype(dtype))
-            at = match.end()
-    if at < len(text) or not found:
-        asked = f"read `{text[at:].strip()}`" if text[at:].strip() else "read it"
-        exists = "each entry is one array as name=dtype[sizes], with a dtype that NumPy knows"
-        raise problem(f"--batch {text}", asked, exists, "write it like 'inputs=int32[64,1024],targets=int32[64,1024]'")
-    return found
+            shapes[name] = jax.ShapeDtypeStruct(tuple(map(int, filter(str.strip, dims.split(",")))), np.dtype(dtype))
+            end = match.end()
+    if end < len(text) or not shapes:
+        requested = f"parse `{text[end:].strip()}`" if text[end:].strip() else "parse it"
+        reason = "the format is name=dtype[sizes] for each array, with a NumPy dtype"
+        fix = "write it like 'inputs=int32[64,1024],targets=int32[64,1024]'"
+        raise problem(f"--batch {text}", requested, reason, fix, code="bad-syntax")
+    return shapes
 
 
-# ---- What comes of it ------------------------------------------------------------------------------------------------
+# ---- Result ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Explained:
-    """A report, with what it was compared to."""
+    """A report, with an optional comparison and budget."""
 
     report: Report
     comparison: Comparison | None = None
@@ -350,35 +355,35 @@ class Explained:
 
     @property
     def reasons(self) -> list[str]:
-        """Why a check fails; empty when it does not."""
+        """Reasons why --check fails; empty if it passes."""
         from meshpar.inspect.render import unexpected_text
 
-        unexpected = [f"unexpected: {unexpected_text(one)}" for one in self.report.promise.unexpected]
-        return unexpected + [f"over budget: {one.text}" for one in self.differences if one.is_over]
+        unexpected = [f"unexpected: {unexpected_text(collective)}" for collective in self.report.promise.unexpected]
+        return unexpected + [f"over budget: {change.text}" for change in self.differences if change.is_over]
 
     def to_json(self) -> dict[str, Any]:
-        """The report's own fields, and beside them `against` and `budget`."""
+        """Return the fields of the report, with the additional fields `against` and `budget`."""
         more: dict[str, Any] = {}
         if self.comparison is not None:
             more["against"] = self.comparison.to_json()
         if self.budget is not None:
-            broken = any(one.is_over for one in self.differences)
-            more["budget"] = plain({"differences": self.differences, "is_kept": not broken})
+            is_over = any(change.is_over for change in self.differences)
+            more["budget"] = plain({"differences": self.differences, "is_kept": not is_over})
         return {**self.report.to_json(), **more}
 
     @property
     def sections(self) -> tuple[Any, ...]:
         from meshpar.inspect.render import Cell, Section
 
-        found = [] if self.comparison is None else [*self.comparison.sections]
+        sections = [] if self.comparison is None else [*self.comparison.sections]
         if self.budget is not None:
             lines = tuple(
-                Cell(("✘ " if one.is_over else "· ") + one.text, "bad" if one.is_over else "faint")
-                for one in self.differences
+                Cell(("✘ " if change.is_over else "· ") + change.text, "bad" if change.is_over else "faint")
+                for change in self.differences
             )
-            parts = lines or (Cell("✔ as the budget says", "good"),)
-            found.append(Section(title="Budget", parts=parts))
-        return tuple(found)
+            parts = lines or (Cell("✔ matches the budget", "good"),)
+            sections.append(Section(title="Budget", parts=parts))
+        return tuple(sections)
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -388,7 +393,7 @@ class Explained:
         return Group(self.report, *(rich_of([section]) for section in self.sections))
 
 
-def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -> Explained:
+def _compile_report(subject: Subject, other: Subject | None, budget: Budget | None) -> Explained:
     from meshpar.inspect.comparison import Comparison
     from meshpar.inspect.pod import PodError, PodProcess
 
@@ -408,7 +413,7 @@ def _explained(subject: Subject, other: Subject | None, budget: Budget | None) -
 
 
 def _label(subject: Subject, other: Subject) -> str:
-    """What they differ in, shortly."""
+    """Return a short label for a comparison: the first attribute that differs."""
     if subject.path != other.path:
         return Path(subject.path).stem
     if subject.target != other.target:
@@ -418,34 +423,34 @@ def _label(subject: Subject, other: Subject) -> str:
     return str(subject.recipe.strategy)
 
 
-def _pictures(found: Explained) -> dict[str, str]:
-    """SVG by caption."""
+def _plots(result: Explained) -> dict[str, str]:
+    """Return SVG texts by caption."""
     import io
 
     from meshpar.cli import plots
 
-    report = found.report
-    side_by_side = {report.strategy: report}
-    if found.comparison is not None:
-        first, second = found.comparison.labels
-        side_by_side = {first: report, second: found.comparison.second}
+    report = result.report
+    reports = {report.strategy: report}
+    if result.comparison is not None:
+        first, second = result.comparison.labels
+        reports = {first: report, second: result.comparison.second}
     figures = {
-        "Bytes over each axis": plots.axes_bytes(side_by_side),
-        "Memory": plots.memory({k: r.memory for k, r in side_by_side.items()}),
+        "Bytes over each axis": plots.axes_bytes(reports),
+        "Memory": plots.memory({k: r.memory for k, r in reports.items()}),
     }
     if report.timeline is not None:
         figures["One layer, simulated"] = plots.timeline(report.timeline, loop=_layer(report.timeline))
 
-    def drawn(figure: Any) -> str:
+    def svg(figure: Any) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg")
         return buffer.getvalue()
 
-    return {caption: drawn(figure) for caption, figure in figures.items()}
+    return {caption: svg(figure) for caption, figure in figures.items()}
 
 
 def _layer(timeline: Timeline) -> str | None:
-    """The innermost loop that takes most of the step: one layer, not one micro-step."""
+    """Return the innermost loop with the longest total time. It is the loop over layers, not micro-steps."""
     innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
     longest = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=None)
     return None if longest is None else longest.name

@@ -1,4 +1,4 @@
-"""`meshpar generate`: prompts continued by the model of a run or of a folder of Hugging Face's, on all devices."""
+"""Command `meshpar generate`: sample text from the model of a run or of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -18,13 +18,23 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", metavar="RUN|DIR", type=click.Path())
-@click.option("--prompt", "prompts", metavar="TEXT", multiple=True, required=True, help="May be repeated.")
-@click.option("--tokens", metavar="N", default=100, show_default=True, type=click.IntRange(1, 2**20), help="To add.")
-@click.option("--temperature", metavar="T", default=1.0, show_default=True, help="0 takes the likeliest always.")
-@click.option("--top-k", metavar="K", type=int, help="Draw among the K likeliest tokens only.")
-@click.option("--top-p", metavar="P", type=float, help="Draw among the likeliest that have that probability together.")
-@click.option("--seed", metavar="N", default=0, show_default=True, type=click.IntRange(0, 2**32 - 1), help="Draws.")
-@click.option("--tokenizer", metavar="JSON", help="A tokenizer.json, or `bytes`; without it, the folder's own.")
+@click.option(
+    "--prompt", "prompts", metavar="TEXT", multiple=True, required=True, help="Text to continue; can be repeated."
+)
+@click.option(
+    "--tokens", metavar="N", default=100, show_default=True, type=click.IntRange(1, 2**20), help="Number of new tokens."
+)
+@click.option(
+    "--temperature", metavar="T", default=1.0, show_default=True, help="Sampling temperature; 0 is greedy decoding."
+)
+@click.option("--top-k", metavar="K", type=int, help="Sample from the K most probable tokens.")
+@click.option(
+    "--top-p", metavar="P", type=float, help="Sample from the most probable tokens whose probabilities sum to P."
+)
+@click.option(
+    "--seed", metavar="N", default=0, show_default=True, type=click.IntRange(0, 2**32 - 1), help="Random seed."
+)
+@click.option("--tokenizer", metavar="JSON", help="A tokenizer.json, or `bytes`.  [default: tokenizer of the folder]")
 @click.option("--json", "as_json", is_flag=True, help="Print prompts, tokens and texts as JSON.")
 @where_options
 def generate(
@@ -32,45 +42,45 @@ def generate(
     seed: int, tokenizer: str | None, as_json: bool, mesh: str | None, strategy: str | None, dtype: str | None,
     devices: int | None,
 ) -> None:  # fmt: skip
-    """Continue prompts, as in `meshpar generate runs/gpt_stdlib --prompt 'def ' --tokens 40 --top-p 0.9`.
+    """Continue prompts: `meshpar generate runs/gpt_stdlib --prompt 'def ' --tokens 40 --top-p 0.9`.
 
-    The model lies sharded over the mesh, and so does the cache of keys and values. Prompts of as many tokens are one
-    batch. A text ends where the model says so (`eos_token_id` of config.json); one that is to go beyond its
-    `max_position_embeddings` is told of.
+    The model and its key-value cache are sharded over the mesh. Prompts with the same number of tokens form a batch.
+    A text ends at an `eos_token_id` of config.json. A note is printed if a text can exceed `max_position_embeddings`.
     """
     for text in prompts:
         check_unicode(text, "--prompt")
     layout = layout_of(mesh, strategy, devices)
     from meshpar.interop.runs import opened
 
-    words = _tokenizer(Path(folder), tokenizer)
+    coder = _tokenizer(Path(folder), tokenizer)
     config, state = opened(folder, mesh=layout[0], strategy=layout[1], dtype=dtype)
-    encode = getattr(words, "encode_prompt", words.encode)
+    encode = getattr(coder, "encode_prompt", coder.encode)
     encoded = [encode(text).astype("int32").tolist() for text in prompts]
     _check_prompts(prompts, encoded, config.vocab_size)
-    said = _said(Path(folder))
-    ends, room, most = _ends(said), said.get("max_position_embeddings"), max(map(len, encoded)) + tokens
-    if isinstance(room, int) and most > room:
-        click.echo(f"note: {most:,} tokens go beyond the {room:,} positions that config.json says it knows", err=True)
-    found: dict[int, list[int]] = {}
+    hf_config = _read_config(Path(folder))
+    eos_ids, max_positions = _eos_ids(hf_config), hf_config.get("max_position_embeddings")
+    if isinstance(max_positions, int) and (length := max(map(len, encoded)) + tokens) > max_positions:
+        click.echo(f"note: {length:,} tokens exceed the {max_positions:,} positions in config.json", err=True)
+    new_tokens: dict[int, list[int]] = {}
     for length in sorted({len(ids) for ids in encoded}):
         numbers = [number for number, ids in enumerate(encoded) if len(ids) == length]
         batch = [encoded[number] for number in numbers]
-        made = continued(
+        outputs = continued(
             state, config, batch, num_tokens=tokens, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p
         )
-        found |= {number: _cut(ids[length:], ends) for number, ids in zip(numbers, made, strict=True)}
-    texts = [words.decode(_array(encoded[number] + found[number])) for number in range(len(prompts))]
+        new_tokens |= {number: _cut(ids[length:], eos_ids) for number, ids in zip(numbers, outputs, strict=True)}
+    texts = [coder.decode(_array(encoded[number] + new_tokens[number])) for number in range(len(prompts))]
     if as_json:
-        rows = zip(prompts, (found[number] for number in range(len(prompts))), texts, strict=True)
+        rows = zip(prompts, (new_tokens[number] for number in range(len(prompts))), texts, strict=True)
         print_json([dict(zip(("prompt", "tokens", "text"), row, strict=True)) for row in rows])
         return
     for text in texts:
-        click.echo("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))  # no control codes of a model's
+        # Replace control codes, which could change the state of the terminal.
+        click.echo("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))
 
 
 def continued(state: Any, config: Any, batch: list[list[int]], *, num_tokens: int, seed: int, **how: Any) -> Any:
-    """Prompts of one length, continued: [prompts, positions] on the host."""
+    """Sample continuations of prompts with equal lengths; returns tokens as lists, [prompts, positions]."""
     import jax
     import numpy as np
 
@@ -83,8 +93,8 @@ def continued(state: Any, config: Any, batch: list[list[int]], *, num_tokens: in
         with use_rules(setup.mesh, setup.strategy):
             return sample(setup.model.bind(params, extra), prompt, config=config, num_tokens=num_tokens, key=key, **how)
 
-    made = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))
-    return np.asarray(made).tolist()
+    tokens = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))
+    return np.asarray(tokens).tolist()
 
 
 def _array(ids: list[int]) -> Any:
@@ -94,7 +104,7 @@ def _array(ids: list[int]) -> Any:
 
 
 def _tokenizer(folder: Path, named: str | None) -> Tokenizer:
-    """That of the command, of the folder, or of the run's recipe."""
+    """Load the tokenizer of the command line, of the folder or of the recipe, in this order."""
     from meshpar.data.tokens import load_tokenizer
     from meshpar.interop.files import read_json
     from meshpar.interop.runs import BESIDE_RUN
@@ -106,22 +116,25 @@ def _tokenizer(folder: Path, named: str | None) -> Tokenizer:
         data = read_json(folder / "recipe.json").get("data")
         named = data.get("tokenizer") if isinstance(data, dict) else None
     if named is None:
-        exists = "neither it nor its recipe has a tokenizer"
-        raise problem(f"folder `{folder}`", "turn text into tokens", exists, "name one: --tokenizer tokenizer.json")
+        reason, fix = "neither the folder nor its recipe has a tokenizer", "add --tokenizer tokenizer.json"
+        raise problem(f"folder `{folder}`", "tokenize the prompts", reason, fix, code="not-found")
     return load_tokenizer(named)
 
 
 def _check_prompts(prompts: tuple[str, ...], encoded: list[list[int]], vocab_size: int) -> None:
     for text, ids in zip(prompts, encoded, strict=True):
         if not ids:
-            raise problem("--prompt", f"continue {text!r}", "it has no token", "begin with one token at least")
+            raise problem(
+                "--prompt", f"continue {text!r}", "it has no tokens", "use a longer prompt", code="out-of-range"
+            )
         if max(ids) >= vocab_size:
-            exists = f"the tokenizer gives {max(ids)}, and the model knows {vocab_size} tokens"
-            raise problem("--prompt", f"continue {text[:60]!r}", exists, "name the model's own: --tokenizer")
+            reason = f"the tokenizer returned token {max(ids)}, but the vocabulary size is {vocab_size}"
+            fix = "set --tokenizer to the tokenizer of the model"
+            raise problem("--prompt", f"continue {text[:60]!r}", reason, fix, code="out-of-range")
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """The config.json of a folder, or of the one that a run came from; empty where there is none."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Read config.json of a folder, or of the folder that a run was converted from; {} if there is none."""
     from meshpar.interop.files import read_json
     from meshpar.interop.hf import CONFIG
     from meshpar.interop.runs import BESIDE_RUN
@@ -130,12 +143,11 @@ def _said(folder: Path) -> dict[str, Any]:
     return read_json(files[0]) if files else {}
 
 
-def _ends(said: dict[str, Any]) -> set[int]:
-    """Tokens at which a text ends."""
-    given = said.get("eos_token_id")
-    return {one for one in (given if isinstance(given, list) else [given]) if isinstance(one, int)}
+def _eos_ids(hf_config: dict[str, Any]) -> set[int]:
+    value = hf_config.get("eos_token_id")
+    return {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
 
 
-def _cut(ids: list[int], ends: set[int]) -> list[int]:
-    end = next((at for at, one in enumerate(ids) if one in ends), len(ids))
+def _cut(ids: list[int], eos_ids: set[int]) -> list[int]:
+    end = next((index for index, token in enumerate(ids) if token in eos_ids), len(ids))
     return ids[:end]

@@ -1,4 +1,4 @@
-"""`meshpar plan`: the best layouts for a recipe on a cluster, before it is rented."""
+"""Command `meshpar plan`: search the layouts of a recipe for a cluster, without its devices."""
 
 from __future__ import annotations
 
@@ -26,24 +26,29 @@ from meshpar.sharding.errors import problem
 if TYPE_CHECKING:
     from meshpar.planner.plan import Plans
 
-_OF_MOE = ("bound_factor", "nodes_visited", "row_bytes")
-"""What the planner asks of a model's MoE layers."""
+_MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
+"""Attributes of the model's MoE config that the planner reads."""
 
 
 @click.command()
 @click.argument("recipe", type=click.Path())
 @field_options
 @hf_option
-@click.option("--cluster", metavar="GPUS", required=True, help="h100:8x8 (GPU:NODESxGPUS), or a profile's my.json.")
-@click.option("--top", metavar="N", default=5, show_default=True, type=click.IntRange(min=1), help="How many plans.")
 @click.option(
-    "--verify", metavar="K", default=0, type=click.IntRange(min=0), help="Compile the best K for the cluster."
+    "--cluster",
+    metavar="GPUS",
+    required=True,
+    help="Cluster: h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json.",
 )
-@click.option("--save", metavar="FILE", type=click.Path(dir_okay=False), help="Write the plans, for train --plan FILE.")
-@click.option("--why-not", metavar="AXES", help="Instead: why a mesh is not the plan, as fsdp=8,tensor=8.")
-@click.option("--strategy", metavar="STRATEGY", help="With --why-not: the strategy on it.")
-@click.option("--growth", is_flag=True, help="Instead: the model on one node to 16,384 GPUs, by kind of layout.")
-@click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False), help="With --growth: draw it.")
+@click.option("--top", metavar="N", default=5, show_default=True, type=click.IntRange(min=1), help="Number of plans.")
+@click.option(
+    "--verify", metavar="K", default=0, type=click.IntRange(min=0), help="Compile the best K plans for the cluster."
+)
+@click.option("--save", metavar="FILE", type=click.Path(dir_okay=False), help="Save the plans for train --plan FILE.")
+@click.option("--why-not", metavar="AXES", help="Explain why a mesh is not in the plans: fsdp=8,tensor=8.")
+@click.option("--strategy", metavar="STRATEGY", help="Strategy for --why-not.")
+@click.option("--growth", is_flag=True, help="Show the fastest layout of each kind for up to 16,384 GPUs.")
+@click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False), help="With --growth: write a plot.")
 def plan(
     recipe: str,
     assignments: tuple[str, ...],
@@ -58,12 +63,12 @@ def plan(
     growth: bool,
     plot: str | None,
 ) -> None:
-    """The best layouts for a recipe: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
+    """Find the fastest layouts: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
 
-    Meshes, strategies, recomputation, micro-steps and slices for the recipe's model, global batch and optimizer: those
-    that fit, the quickest first. Nothing is run.
+    The search covers meshes, strategies, rematerialization, micro-steps and slices for the recipe's model, global batch
+    and optimizer. The layouts that fit in memory are sorted by predicted step time. The model is not run.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed: starting an accelerator would only take time
+    os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
     prepare_devices(None)
     for path in (save, plot):
         if path:
@@ -71,27 +76,31 @@ def plan(
     if plot and growth:
         check_output_file(plot, PLOT_SUFFIXES)
     if plot and not growth:
-        raise problem("--plot", f"draw {plot}", "it goes with --growth", "leave it out, or ask for the growth")
+        raise problem(
+            "--plot", f"write {plot}", "--growth is not set", "add --growth, or remove --plot", code="conflict"
+        )
     if growth and (verify or save or why_not is not None or _is_given("top")):
-        exists, fix = "it goes with none of --top, --verify, --save, --why-not", "ask for one of them"
-        raise problem("--growth", "tell how layouts grow", exists, fix)
+        reason, fix = "it cannot be combined with --top, --verify, --save or --why-not", "remove the other options"
+        raise problem("--growth", "compare cluster sizes", reason, fix, code="conflict")
     if strategy is not None and why_not is None:
-        raise problem("--strategy", f"use {strategy}", "it goes with --why-not", "leave it out, or name a mesh")
+        fix = "add --why-not AXES, or remove --strategy"
+        raise problem("--strategy", f"use {strategy}", "--why-not is not set", fix, code="conflict")
     if why_not is not None and not why_not.strip():
-        raise problem("--why-not", "look at no mesh", "it names the axes of one", "write --why-not fsdp=8,tensor=8")
+        fix = "write --why-not fsdp=8,tensor=8"
+        raise problem("--why-not", "explain an empty mesh", "mesh axes are required", fix, code="bad-syntax")
     if growth:
         _grow(recipe, cluster, assignments, from_hf, plot=plot, as_json=as_json)
         return
-    with contextlib.redirect_stdout(sys.stderr):  # a recipe may print; the report has standard output for itself
-        found = plans_for(recipe, cluster, assignments, from_hf, top=top, verify=verify)
+    with contextlib.redirect_stdout(sys.stderr):  # recipes may print, but stdout is for the report
+        plans = plans_for(recipe, cluster, assignments, from_hf, top=top, verify=verify)
     if save:
         with writing(save):
-            found.save(save)
+            plans.save(save)
     if why_not is not None:
-        answer = found.why_not(mesh=why_not, strategy=strategy)
+        answer = plans.why_not(mesh=why_not, strategy=strategy)
         click.echo(json.dumps({"mesh": why_not, "strategy": strategy, "why_not": answer}) if as_json else answer)
         return
-    print_report(found, as_json=as_json)
+    print_report(plans, as_json=as_json)
 
 
 def _is_given(option: str) -> bool:
@@ -106,19 +115,23 @@ def _grow(
     with contextlib.redirect_stdout(sys.stderr):
         search = plans_for(recipe, cluster, assignments, from_hf, top=1, verify=0).search
     assert search is not None
-    found = grow(search.workload, search.cluster)
-    print_report(found, as_json=as_json)
+    growth = grow(search.workload, search.cluster)
+    print_report(growth, as_json=as_json)
     if plot:
         from meshpar.cli import plots
 
         with writing(plot):
-            plots.growth(found).savefig(plot)
+            plots.growth(growth).savefig(plot)
 
 
 def plans_for(
     path: str, cluster: str, assignments: tuple[str, ...], from_hf: str | None = None, *, top: int, verify: int
 ) -> Plans:
-    """The plans of a recipe; errors are those of `load_recipe` and `planner.plan.plan`, and for what plans set."""
+    """Return the plans for the recipe in a file.
+
+    Raises:
+      MeshparError: see `load_recipe` and `planner.plan.plan`, or an assignment sets a field that the planner chooses.
+    """
     from meshpar.cli.explain_command import batch_of
     from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.hardware.clusters import parse_cluster
@@ -127,11 +140,12 @@ def plans_for(
     from meshpar.sharding.mesh import MeshSpec
 
     pod = parse_cluster(cluster)
-    for one in assignments:
-        if (field := one.partition("=")[0].split(".")[0].strip()) in (known := [*Layout.__dataclass_fields__]):
-            exists, fix = f"{', '.join(known)} are what is looked for", "leave it out; or name a mesh to --why-not"
-            raise problem(f"--set {one}", f"plan with your own `{field}`", exists, fix)
-    # The recipe's own micro-steps need not divide a batch that is given here: others are looked for.
+    fields = [*Layout.__dataclass_fields__]
+    for assignment in assignments:
+        if (field := assignment.partition("=")[0].split(".")[0].strip()) in fields:
+            reason, fix = f"the planner chooses {', '.join(fields)}", "remove it, or check a mesh with --why-not"
+            raise problem(f"--set {assignment}", f"fix `{field}`", reason, fix, code="conflict")
+    # The batch size from --set may not be divisible by the recipe's micro-steps, which the planner replaces.
     recipe = load_recipe(path, devices=pod.num_devices).override(*assignments, "accumulate=1")
     recipe = with_model(recipe, from_hf, assignments)
     model = build_model(recipe)
@@ -147,5 +161,5 @@ def plans_for(
         precision=recipe.precision,
         xla=recipe.xla,
         remat=recipe.remat,
-        **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _OF_MOE},
+        **{name: getattr(getattr(recipe.model, "moe", None), name, None) for name in _MOE_FIELDS},
     )

@@ -1,4 +1,4 @@
-"""`meshpar schedule`: a pipeline schedule looked at, timed and saved, without devices."""
+"""Command `meshpar schedule`: show, simulate and export pipeline schedules, without devices."""
 
 from __future__ import annotations
 
@@ -21,71 +21,73 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
 COLORS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd166", "#e0a93b")}
-"""Of an op, on even and on odd chunks."""
+"""Color of each kind of op, on even and on odd chunks."""
 
 
 @click.command()
 @click.argument("name", required=False)
-@click.option("--stages", metavar="P", type=click.IntRange(min=1), help="Stages of the pipeline.  [default: 4]")
-@click.option("--microbatches", metavar="M", type=click.IntRange(min=1), help="Microbatches of a step.  [default: 2P]")
-@click.option("--chunks", metavar="V", type=int, help="Parts of the model on a stage (interleaved, eager).")
-@click.option("--limit", metavar="K", type=int, help="Microbatches whose activations a stage may hold (zb-h2).")
-@click.option("--f", default=1.0, show_default=True, help="Time of one stage's forward.")
-@click.option("--b", default=1.0, show_default=True, help="Time of its gradient to the input.")
-@click.option("--w", default=1.0, show_default=True, help="Time of its gradient to the weights.")
-@click.option("--comm", default=0.0, show_default=True, help="Time of a message between neighbours.")
+@click.option("--stages", metavar="P", type=click.IntRange(min=1), help="Number of stages.  [default: 4]")
+@click.option("--microbatches", metavar="M", type=click.IntRange(min=1), help="Microbatches per step.  [default: 2P]")
+@click.option("--chunks", metavar="V", type=int, help="Model chunks per stage (interleaved, eager).")
+@click.option("--limit", metavar="K", type=int, help="Maximum number of microbatches in flight on a stage (zb-h2).")
+@click.option("--f", default=1.0, show_default=True, help="Time of the forward pass of a stage.")
+@click.option("--b", default=1.0, show_default=True, help="Time of the input gradients of a stage.")
+@click.option("--w", default=1.0, show_default=True, help="Time of the weight gradients of a stage.")
+@click.option("--comm", default=0.0, show_default=True, help="Time of a transfer between neighboring stages.")
 @output_options
-@click.option("--csv", "as_csv", is_flag=True, help="Print it in torch.distributed.pipelining's compute-only format.")
-@click.option("--png", metavar="FILE", type=click.Path(dir_okay=False), help="Draw the timeline to a file.")
+@click.option(
+    "--csv", "as_csv", is_flag=True, help="Print the compute-only CSV format of torch.distributed.pipelining."
+)
+@click.option("--png", metavar="FILE", type=click.Path(dir_okay=False), help="Write a plot of the timeline.")
 def schedule(
     name: str | None, stages: int | None, microbatches: int | None, chunks: int | None, limit: int | None, f: float,
     b: float, w: float, comm: float, as_json: bool, as_csv: bool, png: str | None,
 ) -> None:  # fmt: skip
     """Show a pipeline schedule: `meshpar schedule zb-h2 --stages 4 --microbatches 8`.
 
-    NAME is gpipe, 1f1b, interleaved-1f1b, eager-1f1b, zb-h1, zb-h2, zb-v, dualpipe or dualpipe-v, or a file of your
-    own: a .csv in torch.distributed.pipelining's compute-only format, or a .json that this command printed. Without it:
-    all side by side.
+    NAME is gpipe, 1f1b, interleaved-1f1b, eager-1f1b, zb-h1, zb-h2, zb-v, dualpipe or dualpipe-v, or a file: a .csv in
+    the compute-only format of torch.distributed.pipelining, or a .json that this command printed. Without NAME, all
+    schedules are compared.
     """
-    prepare_devices(1, start="nothing")  # for what imports jax without using it: pictures and errors
+    prepare_devices(1, start="nothing")  # plots and errors import jax without using it
     if png is not None and Path(png).suffix.lower() not in ("", ".png"):
-        exists = f"it would be a PNG in a file that ends in {Path(png).suffix}"
-        raise problem(f"--png {png}", "write the picture", exists, f"name it {Path(png).with_suffix('.png')}")
+        reason, fix = f"the suffix of a PNG file is not {Path(png).suffix}", f"use {Path(png).with_suffix('.png')}"
+        raise problem(f"--png {png}", "write the plot", reason, fix, code="unknown-choice")
     costs = {"f": f, "b": b, "w": w, "comm": comm}
     options = {key: value for key, value in (("chunks", chunks), ("limit", limit)) if value is not None}
     if name is None:
         if options:
-            raise click.UsageError(f"--{next(iter(options))} takes one schedule: name it.", click.get_current_context())
+            raise click.UsageError(f"--{next(iter(options))} requires a schedule NAME.", click.get_current_context())
         names = [name for name in SCHEDULES if name != "dualpipe" or (stages or 4) % 2 == 0]
-        found = [make(name, stages or 4, microbatches or 2 * (stages or 4)) for name in names]
+        schedules = [make(name, stages or 4, microbatches or 2 * (stages or 4)) for name in names]
     elif Path(name).suffix in (".csv", ".json"):
-        asked = {"stages": stages, "microbatches": microbatches, **options}
-        if given := [f"--{key}" for key, value in asked.items() if value is not None]:
-            raise problem(name, f"set {given[0]}", "a file says that itself", f"leave {given[0]} out")
-        found = [_read(name)]
+        requested = {"stages": stages, "microbatches": microbatches, **options}
+        if option := next((f"--{key}" for key, value in requested.items() if value is not None), None):
+            raise problem(name, f"set {option}", "the file determines it", f"remove {option}", code="conflict")
+        schedules = [_read(name)]
     else:
-        found = [make(name, stages or 4, microbatches or 2 * (stages or 4), **options)]
-    looks = [Look(one, one.simulate(**costs)) for one in found]
+        schedules = [make(name, stages or 4, microbatches or 2 * (stages or 4), **options)]
+    looks = [Look(schedule, schedule.simulate(**costs)) for schedule in schedules]
     if as_csv:
         if as_json:
-            raise click.UsageError("--csv and --json are two formats: give one.", click.get_current_context())
+            raise click.UsageError("--csv and --json cannot be combined.", click.get_current_context())
         if name is None:
-            raise click.UsageError("--csv takes one schedule: name it.", click.get_current_context())
+            raise click.UsageError("--csv requires a schedule NAME.", click.get_current_context())
         from meshpar.schedules import csv
 
-        click.echo(csv.text(found[0]), nl=False)
+        click.echo(csv.text(schedules[0]), nl=False)
     elif name is None:
         print_report(ScheduleComparison(looks), as_json=as_json)
     else:
         print_report(looks[0], as_json=as_json)
     if png is not None:
-        _draw(found, costs, png)
+        _draw(schedules, costs, png)
 
 
 def _read(path: str) -> Schedule:
     if path.endswith(".csv"):
         return Schedule.from_csv(path)
-    fix = "give a file that `meshpar schedule NAME --json` printed"
+    fix = "use the output of `meshpar schedule NAME --json`"
     try:
         return Schedule.from_json(read_json(path, path, fix, requested="read a schedule"))
     except MeshparError:
@@ -99,12 +101,12 @@ def _draw(schedules: Sequence[Schedule], costs: dict[str, Any], path: str) -> No
 
     with writing(f"--png {path}"):
         plots.schedule(*schedules, **costs).savefig(path, format="png", dpi=150)
-    click.echo(f"drawn: {path}", err=True)
+    click.echo(f"saved {path}", err=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """One schedule, to be looked at."""
+    """A schedule with its simulated times."""
 
     schedule: Schedule
     times: Simulation
@@ -140,11 +142,11 @@ class Look:
             f"parameters {schedule.copies:g}x"
         )
         yield (
-            f"makespan {times.free.makespan:.4g}, in lockstep ticks {times.lockstep.makespan:.4g}; bubble of a step "
-            f"alone {times.free.bubble_fraction:.2%}, of a stage's span {times.free.span_bubble_fraction:.2%}"
+            f"makespan {times.free.makespan:.4g}, with lockstep ticks {times.lockstep.makespan:.4g}; bubble fraction "
+            f"of a step {times.free.bubble_fraction:.2%}, of a stage span {times.free.span_bubble_fraction:.2%}"
         )
         share = "" if schedule.stages == schedule.num_parts else f", each 1/{schedule.num_parts} of the model"
-        yield f"activations held at once, by stage{share}: {' '.join(map(str, schedule.peak_activations))}"
+        yield f"peak activations by stage{share}: {' '.join(map(str, schedule.peak_activations))}"
 
 
 def _style(cell: Block) -> str:
@@ -158,7 +160,7 @@ def _style(cell: Block) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleComparison:
-    """Schedules side by side."""
+    """Comparison of schedules."""
 
     looks: Sequence[Look]
 
@@ -167,7 +169,7 @@ class ScheduleComparison:
 
     def __rich__(self) -> RenderableType:
         first = self.looks[0].schedule
-        columns = ("schedule", "makespan", "in lockstep", "bubble of a step", "of a span", "activations", "parameters")
+        columns = ("schedule", "makespan", "lockstep", "step bubble", "span bubble", "activations", "parameters")
         rows = [
             (
                 look.schedule.name,
@@ -181,8 +183,8 @@ class ScheduleComparison:
             for look in self.looks
         ]
         caption = (
-            "in lockstep: where stages meet in every tick, as at the most they do in a step of mp.pipeline_parallel; "
-            "span: from a stage's first op to its last; M: one microbatch's activations on one stage, held at once"
+            "lockstep: all stages synchronize after each tick, an upper bound for mp.pipeline_parallel; span: from the "
+            "first to the last op of a stage; M: activations of one microbatch on one stage, at the peak"
         )
         title = f"{first.stages} stages, {first.microbatches} microbatches"
         return table(title, columns, rows, left=("schedule",), caption=caption)

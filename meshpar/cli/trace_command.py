@@ -1,4 +1,4 @@
-"""`meshpar trace`: a profile of training steps read back, beside what `explain` predicts of the same step."""
+"""Command `meshpar trace`: summarize a profile of training steps and compare it with `explain`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from meshpar.cli.main import field_options, layout_options, prepare_devices, pri
 @field_options
 @click.option(
     "--cluster", metavar="GPUS",
-    help="What the trace was recorded on, h100:1x8 or a profile's my.json. Without it: the devices at hand.",
+    help="Cluster of the trace: h100:1x8, or a saved profile: my.json.  [default: local devices]",
 )  # fmt: skip
 @layout_options
-@click.option("--top", metavar="N", default=3, show_default=True, type=click.IntRange(min=1), help="Largest costs.")
+@click.option(
+    "--top", metavar="N", default=3, show_default=True, type=click.IntRange(min=1), help="Number of largest costs."
+)
 def trace(
     file: str,
     recipe: str | None,
@@ -32,18 +34,18 @@ def trace(
     strategy: str | None,
     top: int,
 ) -> None:
-    """A profile beside its prediction: `meshpar trace runs/gpt_stdlib recipes/gpt_stdlib.py`.
+    """Compare a profile with its prediction: `meshpar trace runs/gpt_stdlib recipes/gpt_stdlib.py`.
 
-    TRACE is a .xplane.pb, or the folder of a run that was trained with --profile 10:15. With a recipe, its step is
-    compiled as `explain` does, with the same --set, --xla and --mesh as the run: then collectives have axes, bytes and
-    predicted time, and device time is split into forward, backward and optimizer.
+    TRACE is an .xplane.pb file, or the folder of a run that was trained with --profile 10:15. If RECIPE is set, its
+    step is compiled as in `explain`; use the same --set, --xla and --mesh as in the run. The report then shows the
+    axes, bytes and predicted time of collectives, and the device time of the forward pass, backward pass and optimizer.
     """
     if cluster is not None and not cluster.endswith(".json"):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed
+        os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
     prepare_devices(None, start="jax" if recipe is None else "devices")
     from meshpar.inspect import trace as reader
 
-    reader.find(file)  # before anything is compiled
+    reader.find(file)  # raise errors before compiling
     more: dict[str, Any] = {}
     if recipe is not None:
         from meshpar.cli.explain_command import Subject

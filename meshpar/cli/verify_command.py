@@ -1,4 +1,4 @@
-"""`meshpar verify`: a recipe's model, made small, under random layouts against itself on one device."""
+"""Command `meshpar verify`: compare a small model under random layouts with a single device."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ if TYPE_CHECKING:
     from meshpar.cli.recipe import Recipe
 
 ROWS, SEQ_LEN = 16, 16
-"""Of the batch: every mesh of eight devices cuts the rows into two micro-steps."""
+"""Shape of the batch. Each mesh of eight devices can divide the examples into two micro-steps."""
 MOST_BYTES = 2**28
-"""Of a model's parameters: they are held a few times by every host device."""
+"""Maximum size of the parameters. Each host device stores a few copies."""
 QUICKLY = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true")
-"""A layout is compiled, and runs seven steps: code made fast, not fast code."""
+"""Compiler flags for short compile times: each program runs only seven steps."""
 
 
 @click.command()
 @recipe_options
-@click.option("--cases", metavar="N", default=20, show_default=True, type=click.IntRange(1, 10_000), help="Layouts.")
-@click.option("--seed", metavar="N", default=0, show_default=True, type=click.IntRange(0, 2**31), help="Of the draw.")
-@click.option("--time", "time_s", metavar="SECONDS", type=click.FloatRange(min=0), help="Begin no layout after it.")
-@click.option("--case", metavar="NAME", help="Only this layout: 'fsdp=4; fsdp(min_bytes=0); accumulate=2'.")
+@click.option(
+    "--cases", metavar="N", default=20, show_default=True, type=click.IntRange(1, 10_000), help="Layouts to test."
+)
+@click.option("--seed", metavar="N", default=0, show_default=True, type=click.IntRange(0, 2**31), help="Random seed.")
+@click.option(
+    "--time", "time_s", metavar="SECONDS", type=click.FloatRange(min=0), help="Start no layout after this time."
+)
+@click.option("--case", metavar="NAME", help="Test only this layout: 'fsdp=4; fsdp(min_bytes=0); accumulate=2'.")
 @click.option(
     "--dtype", type=click.Choice(["float64", "float32"]), default="float64", show_default=True,
-    help="To 1e-9, or for a model that computes in float32 inside to 1e-4, of the largest gradient.",
+    help="Tolerance relative to the largest gradient: 1e-9 for float64, 1e-4 for models that use float32 internally.",
 )  # fmt: skip
 @click.option("--devices", metavar="N", type=click.IntRange(2, 64), default=HOST_DEVICES, help="XLA host devices.")
 def verify(
@@ -46,14 +50,15 @@ def verify(
     dtype: str,
     devices: int,
 ) -> None:
-    """Hold a recipe's model to one device: `meshpar verify recipes/gpt_stdlib.py`.
+    """Compare random layouts with a single device: `meshpar verify recipes/gpt_stdlib.py`.
 
-    Random meshes, strategies, micro-steps and pipeline schedules, on host devices: loss and gradients of three steps, a
-    restart, a restart from another layout's checkpoint. A shipped decoder is made small first, and gets random tokens;
-    another model is taken as it is (--set makes it small) with its own data. Exits 1 where a layout differs, with the
-    smallest such as a command.
+    Each layout is a random mesh, strategy, number of micro-steps and pipeline schedule, on host devices. The test
+    compares the loss and gradients of three steps, a restart, and a restart from the checkpoint of another layout. A
+    model of meshpar.models is reduced to a few thousand parameters and trained on random tokens. Other models are not
+    changed (reduce them with --set) and use the data of the recipe. If a layout differs, the exit code is 1, and a
+    command to reproduce the smallest failure is printed.
     """
-    os.environ["XLA_FLAGS"] = " ".join([*QUICKLY, os.environ.get("XLA_FLAGS", "")])  # what is said later holds
+    os.environ["XLA_FLAGS"] = " ".join([*QUICKLY, os.environ.get("XLA_FLAGS", "")])  # the last value of a flag wins
     prepare_devices(devices)
     import jax
 
@@ -62,32 +67,33 @@ def verify(
     from meshpar.loop.verify import verify as run
     from meshpar.sharding.mesh import MeshSpec
 
-    def tell(one: Outcome) -> None:
-        if one.verdict != "refused":
-            print(f"{one.verdict}: {one.case}", file=sys.stderr, flush=True)
+    def tell(outcome: Outcome) -> None:
+        if outcome.verdict != "refused":
+            print(f"{outcome.verdict}: {outcome.case}", file=sys.stderr, flush=True)
 
-    given = load_recipe(recipe, devices=devices).override(*assignments)
+    full = load_recipe(recipe, devices=devices).override(*assignments)
     with jax.enable_x64(dtype == "float64"):
-        small = shrunk(given, dtype)
+        small = shrunk(full, dtype)
         model = build_model(small)
         _check_small(model, small)
-        found = run(
+        report = run(
             model, small.loss, batch_of(small, seed), cases=cases, seed=seed, time_s=time_s, case=case, dtype=dtype,
             loss_is=small.loss_is, tx=build_optimizer(small, model, MeshSpec().abstract(1)),
-            first=_own(small, devices), tell=tell, devices=jax.devices()[:devices],
+            first=_recipe_layout(small, devices), tell=tell, devices=jax.devices()[:devices],
         )  # fmt: skip
-    print_report(found, as_json=as_json)
-    if found.smallest is not None and not as_json:
-        asked = "".join(f" --set '{one}'" for one in assignments)
+    print_report(report, as_json=as_json)
+    if report.smallest is not None and not as_json:
+        fields = "".join(f" --set '{assignment}'" for assignment in assignments)
         more = f" --dtype {dtype}" * (dtype != "float64") + f" --devices {devices}" * (devices != HOST_DEVICES)
-        click.echo(f"again: meshpar verify {recipe} --case '{found.smallest.case}' --seed {seed}{asked}{more}")
-    sys.exit(0 if found.ok else 1)
+        click.echo(f"again: meshpar verify {recipe} --case '{report.smallest.case}' --seed {seed}{fields}{more}")
+    sys.exit(0 if report.ok else 1)
 
 
 def shrunk(recipe: Recipe, dtype: str) -> Recipe:
-    """The recipe with a decoder of a few thousand parameters, its kinds of layers kept, and float arithmetic plain.
+    """Return the recipe with a decoder of a few thousand parameters and the same kinds of layers.
 
-    A model that is none of `meshpar.models` stays as it is. Moments are kept in the parameters' dtype, on the device.
+    Quantized and low-precision computations are disabled. Models from outside `meshpar.models` are not changed.
+    Optimizer moments have the dtype of the parameters and stay on the device.
     """
     from meshpar.cli.recipe import AdamW
     from meshpar.models.config import TransformerConfig
@@ -143,18 +149,18 @@ def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
         with open_data(recipe, batch_size=ROWS).train() as batches:
             return jax.tree.map(np.asarray, next(iter(batches)))
     draw = np.random.default_rng(seed)
-    found = {}
+    batch: dict[str, Any] = {}
     for name, like in shapes_of(recipe, None).items():
         shape = (ROWS, *(min(size, SEQ_LEN) for size in like.shape[1:]))
         if name == "segments":
-            found[name] = np.sort(draw.integers(0, 3, shape), axis=-1).astype(like.dtype)
+            batch[name] = np.sort(draw.integers(0, 3, shape), axis=-1).astype(like.dtype)
         elif np.issubdtype(like.dtype, np.integer):
-            found[name] = draw.integers(0, recipe.model.vocab_size, shape).astype(like.dtype)
+            batch[name] = draw.integers(0, recipe.model.vocab_size, shape).astype(like.dtype)
         else:
-            found[name] = draw.random(shape).astype(like.dtype)
-    shape = found["inputs"].shape
-    found["weights"] = (np.arange(shape[1]) < draw.integers(0, shape[1] + 1, (ROWS, 1))).astype(np.int32)
-    return found
+            batch[name] = draw.random(shape).astype(like.dtype)
+    shape = batch["inputs"].shape
+    batch["weights"] = (np.arange(shape[1]) < draw.integers(0, shape[1] + 1, (ROWS, 1))).astype(np.int32)
+    return batch
 
 
 def _check_small(model: Any, recipe: Recipe) -> None:
@@ -167,12 +173,13 @@ def _check_small(model: Any, recipe: Recipe) -> None:
     totals = shardings(model, mesh, ddp(), tx=build_optimizer(recipe, model, mesh)).totals
     if totals.params_bytes > MOST_BYTES:
         where = f"model of {totals.num_params:,} parameters"
-        asked, fix = "run it on host devices, a layout after the other", "make it small by --set model.FIELD=VALUE"
-        raise problem(where, asked, f"{totals.params_bytes:,} bytes are more than {MOST_BYTES:,}", fix)
+        reason = f"{totals.params_bytes:,} bytes exceed the maximum of {MOST_BYTES:,}"
+        fix = "reduce it with --set model.FIELD=VALUE"
+        raise problem(where, "compare layouts on host devices", reason, fix, code="out-of-range")
 
 
-def _own(recipe: Recipe, devices: int) -> list[Any]:
-    """The recipe's own layout, where it fits these devices and the batch."""
+def _recipe_layout(recipe: Recipe, devices: int) -> list[Any]:
+    """Return the layout of the recipe, if its mesh can be built from these devices."""
     import math
 
     from meshpar.loop.verify import Case

@@ -1,4 +1,4 @@
-"""`meshpar checkpoint` lists, shows and verifies what a run has saved, and changes nothing."""
+"""Test `meshpar checkpoint`: ls, inspect, verify and export."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.loop.test_checkpoint import DAMAGES, make
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run's folder with checkpoints of steps 0 and 1; the newer is for tests to damage."""
+    """Save checkpoints of steps 0 and 1 in the folder of a run. A test damages them."""
     folder = tmp_path_factory.mktemp("run")
     setup = make()
     state = setup.init(0)
@@ -29,7 +29,7 @@ def rows(out: str) -> list[dict]:
     return json.loads(out)["rows"]
 
 
-def test_what_lies_there_is_listed_and_shown(meshpar, saved):
+def test_ls_and_inspect_show_steps_and_arrays(meshpar, saved):
     code, out, _ = meshpar("checkpoint", "ls", saved, "--json")
     assert code == 0
     assert [row["step"] for row in rows(out)] == [0, 1]
@@ -41,7 +41,7 @@ def test_what_lies_there_is_listed_and_shown(meshpar, saved):
     assert "params/up/kernel" in out
 
 
-def test_parameters_of_any_model_are_exported_as_safetensors(meshpar, saved, tmp_path):
+def test_export_writes_parameters_as_safetensors(meshpar, saved, tmp_path):
     from meshpar.interop.files import Folder
 
     code, out, err = meshpar("checkpoint", "export", saved, tmp_path / "out", "--dtype", "bfloat16", "--max-bytes", 900)
@@ -60,7 +60,7 @@ def test_parameters_of_any_model_are_exported_as_safetensors(meshpar, saved, tmp
     assert "it exists already" in err
 
 
-def test_a_damaged_one_is_named_and_the_others_are_whole(meshpar, saved):
+def test_verify_reports_damaged_checkpoints(meshpar, saved):
     code, out, err = meshpar("checkpoint", "verify", saved, "--json")
     assert (code, [row["is"] for row in rows(out)]) == (0, ["whole", "whole"]), err
     DAMAGES["run truncated"](saved / "checkpoints" / "1")
@@ -77,12 +77,12 @@ def test_a_damaged_one_is_named_and_the_others_are_whole(meshpar, saved):
     assert (code, "it is damaged" in err, (saved / "out").exists()) == (2, True, False)
 
 
-def test_where_nothing_lies_is_told(meshpar, saved, tmp_path):
-    for args, words in {
-        ("ls", tmp_path / "none"): "there is no such folder",
-        ("ls", tmp_path): "holds none",
-        ("inspect", saved, "--step", 7): "there are steps [0, 1]",
+def test_missing_runs_and_steps_are_reported(meshpar, saved, tmp_path):
+    for args, message in {
+        ("ls", tmp_path / "none"): "the folder does not exist",
+        ("ls", tmp_path): "has no checkpoints",
+        ("inspect", saved, "--step", 7): "the saved steps are [0, 1]",
     }.items():
         code, _, err = meshpar("checkpoint", *args)
         assert code == 2
-        assert words in err
+        assert message in err

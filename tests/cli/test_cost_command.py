@@ -1,4 +1,4 @@
-"""`meshpar cost`: tables and JSON, links by cluster, profile or by hand, and mistakes in one paragraph."""
+"""Test the output, links and errors of `meshpar cost`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def meshpar(meshpar):
     return functools.partial(meshpar, "cost")
 
 
-def test_one_algorithm_itemised(meshpar):
+def test_an_algorithm_shows_its_terms(meshpar):
     code, out, error = meshpar("ring", "--ranks", 8, "--bytes", "14e9")
     assert (code, error) == (0, "")
     for shown in (
@@ -37,7 +37,7 @@ def test_json(meshpar):
     assert found["time_s"] == pytest.approx(found["latency_s"] + found["bandwidth_s"])
 
 
-def test_all_all_reduces_side_by_side(meshpar):
+def test_all_reduce_algorithms_are_compared(meshpar):
     code, out, _ = meshpar("--ranks", 64, "--json")
     names = [one["algorithm"] for one in json.loads(out)["accounts"]]
     assert code == 0
@@ -50,7 +50,7 @@ def test_all_all_reduces_side_by_side(meshpar):
     assert "hierarchical" in out
 
 
-def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
+def test_links_from_options_and_from_a_profile(meshpar, tmp_path):
     _, out, _ = meshpar("message", "--bytes", "1MB", "--alpha", "1e-3", "--bandwidth", "1e9", "--json")
     assert json.loads(out)["time_s"] == pytest.approx(2e-3)
     profile = tmp_path / "my.json"
@@ -60,7 +60,7 @@ def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         (["ring", "--ranks", "0"], "run with ranks=0: it must be an integer from 1 to"),
         (["ring", "--bytes", "-5"], "it must be a finite number of at least 0"),
@@ -68,8 +68,8 @@ def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
         (["rings"], "Did you mean `ring`"),
         (["hierarchical", "--ranks", "12", "--inner", "5"], "5 does not divide 12"),
         (["--ranks", "12", "--inner", "5"], "5 does not divide 12"),
-        (["ring", "--alpha", "1e-6"], "only one of the two is given"),
-        (["ring", "--alpha", "1e-6", "--bandwidth", "1", "--cluster", "h100:8"], "a cluster is named, too"),
+        (["ring", "--alpha", "1e-6"], "only one of them is set"),
+        (["ring", "--alpha", "1e-6", "--bandwidth", "1", "--cluster", "h100:8"], "--cluster is also set"),
         (["ring", "--alpha", "-1", "--bandwidth", "1"], "latencies are from 0 to 1e+09 s"),
         (["ring", "--alpha", "1e308", "--bandwidth", "1"], "latencies are from 0 to 1e+09 s"),
         (["ring", "--alpha", "1e-6", "--bandwidth", "1e-320"], "bandwidths above 0 and at most 1e+24 B/s"),
@@ -77,16 +77,16 @@ def test_a_link_by_hand_and_a_measured_one(meshpar, tmp_path):
         (["ring", "--cluster", "h1000:8"], "Did you mean `h100`"),
         (["ring", "--cluster", "none.json"], "Use the path of a saved profile"),
         (["ring", "--ranks", "65"], "it has 64 GPUs"),
-        (["ring", "--inner", "4"], "use --inner: it is for hierarchical"),
-        (["tree", "--servers", "4"], "use --servers: it is for parameter-server"),
-        (["ring", "--axis", "data"], "no profile is given"),
+        (["ring", "--inner", "4"], "use --inner: it is an option of hierarchical"),
+        (["tree", "--servers", "4"], "use --servers: it is an option of parameter-server"),
+        (["ring", "--axis", "data"], "only the links of a profile have axes"),
         (["ring", "--cluster", ""], "`--cluster`: cannot use it: its value is empty"),
     ],
 )
-def test_mistakes_are_one_paragraph(meshpar, args, says):
+def test_errors_are_one_line(meshpar, args, message):
     code, out, error = meshpar(*args)
     assert (code, out) == (2, "")
-    assert says in error
+    assert message in error
     assert error.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""What `meshpar doctor` shows of this machine and finds wrong in others; the launch files agree with it."""
+"""Test `meshpar doctor` and the launch files in recipes/launch."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from meshpar.cli import launch
 from meshpar.planner.calibration import SEARCH
 
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
-WELL = doctor.MachineFacts(
+HEALTHY = doctor.MachineFacts(
     versions={"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.10.1"},
     devices={}, links={}, host={}, environment={}, platform="gpu", shm_bytes=int(16e9), disk_bytes=int(1e12),
     open_files=65536, nvidia=True,
 )  # fmt: skip
 
 
-def test_a_machine_that_is_well_has_no_findings() -> None:
-    assert doctor.findings(WELL) == ()
+def test_findings_are_empty_without_problems() -> None:
+    assert doctor.findings(HEALTHY) == ()
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
-        ({"versions": {"jax": "0.12.0", "jaxlib": "0.10.2"}}, "jax is 0.12.0 and jaxlib 0.10.2"),
-        ({"platform": "cpu"}, "an NVIDIA GPU is here and jax computes on the CPU"),
+        ({"versions": {"jax": "0.12.0", "jaxlib": "0.10.2"}}, "jax has version 0.12.0, but jaxlib has version 0.10.2"),
+        ({"platform": "cpu"}, "the machine has an NVIDIA GPU, but jax uses the CPU"),
         ({"environment": {"XLA_FLAGS": "--xla_a=1 --xla_dump_to=x"}}, "XLA_FLAGS sets --xla_a=1, which"),
-        ({"environment": {"XLA_PYTHON_CLIENT_PREALLOCATE": "False"}}, "memory falls to pieces"),
+        ({"environment": {"XLA_PYTHON_CLIENT_PREALLOCATE": "False"}}, "memory fragmentation"),
         ({"environment": {"RANK": "0", "WORLD_SIZE": "2"}}, "MASTER_ADDR is not set"),
         (
             {"environment": {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "https_proxy": "b"}},
-            "https_proxy stand between the processes",
+            "https_proxy can block connections",
         ),
-        ({"shm_bytes": int(64e6)}, "/dev/shm has 64 MB"),
-        ({"disk_bytes": int(1e9)}, "the disk of runs has 1 GB left"),
-        ({"open_files": 1024}, "1024 files may be open"),
+        ({"shm_bytes": int(64e6)}, "/dev/shm has only 64 MB"),
+        ({"disk_bytes": int(1e9)}, "the disk of the runs has only 1 GB"),
+        ({"open_files": 1024}, "the limit of 1024 open files"),
     ],
 )
-def test_what_looks_wrong_is_told_with_what_to_do(changed: dict, words: str) -> None:
-    (finding,) = doctor.findings(dataclasses.replace(WELL, **changed))
-    assert words in finding.what
+def test_findings_report_problems_with_a_fix(changed: dict, message: str) -> None:
+    (finding,) = doctor.findings(dataclasses.replace(HEALTHY, **changed))
+    assert message in finding.what
     assert finding.fix
 
 
@@ -56,16 +56,16 @@ def test_the_command_shows_this_machine(meshpar, tmp_path, monkeypatch) -> None:
     code, out, _ = meshpar("doctor", "--check", "--json", "--out", tmp_path / "runs")
     report = json.loads(out)
     assert code == 1
-    assert "memory falls to pieces" in json.dumps(report["findings"])
+    assert "memory fragmentation" in json.dumps(report["findings"])
     assert report["facts"]["versions"]["jax"]
     assert report["facts"]["devices"]["here"].startswith("8 × cpu")
     assert report["facts"]["environment"]["NCCL_DEBUG"] == "WARN"
     code, out, _ = meshpar("doctor", "--out", tmp_path)
     assert code == 0
-    assert re.search(r"^versions\n.*^devices\n.*^what looks wrong\n", out, flags=re.MULTILINE | re.DOTALL)
+    assert re.search(r"^versions\n.*^devices\n.*^problems\n", out, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_launch_files_say_what_launching_reads() -> None:
+def test_launch_files_set_the_variables_that_launch_reads() -> None:
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     spec = job["spec"]["replicatedJobs"][0]["template"]["spec"]

@@ -1,4 +1,4 @@
-"""`meshpar explain`, as a person types it: what it prints, writes, checks and refuses."""
+"""Test the output, files, checks and errors of `meshpar explain`."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def unexpected(devices: int = 8) -> mp.Recipe:
 
 class Stream:
     def open(self, *, batch_size, seed):
-        raise AssertionError("data is not to be opened")
+        raise AssertionError("the data must not be opened")
 
 def streamed(devices: int = 8) -> mp.Recipe:
     return recipe(devices).replace(data=Stream())
 
 def crashing(devices: int = 8) -> mp.Recipe:
-    return {}["no such key"]
+    return {}["missing key"]
 
 def wrong(model, batch, key):
     return jax.numpy.zeros(3) + jax.numpy.zeros(4), {}
@@ -82,15 +82,15 @@ def explain(meshpar):
     return functools.partial(meshpar, "explain")
 
 
-# What it prints ------------------------------------------------------------------------------------------------------
+# Output --------------------------------------------------------------------------------------------------------------
 
 
 BATCH = "inputs=int32[16,128], targets=int32[16,128]"
 
 
-def test_a_report_as_json_has_the_promised_fields(explain, recipe):
+def test_json_has_the_documented_fields(explain, recipe):
     code, out, error = explain(f"{recipe}:talkative", "--json", "--check", "--batch", BATCH)
-    assert (code, error.strip()) == (0, "a recipe that talks")  # standard output is the report's, and no data is opened
+    assert (code, error.strip()) == (0, "a recipe that talks")  # stdout has only the report, and the data is not opened
     found = json.loads(out)
     assert found["memory"]["batch_bytes"] == 2 * 16 * 128 * 4 // 8
     top = "devices mesh target memory collectives totals promise overlap compute compile_s"
@@ -118,21 +118,21 @@ def test_a_report_as_json_has_the_promised_fields(explain, recipe):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("option", ["--html", "--save-budget"])
-def test_a_file_that_cannot_be_written_is_no_finding(explain, recipe, tmp_path, option):
+def test_an_unwritable_file_exits_with_2(explain, recipe, tmp_path, option):
     code, _, err = explain(recipe, option, tmp_path / ("x" * 300), "--check")
     assert code == 2
     assert "that failed (File name too long)" in err
 
 
-def test_a_folder_that_may_not_be_written_is_told_first(explain, recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "_explained", lambda *_: pytest.fail("compiled"))
+def test_permissions_are_checked_before_compilation(explain, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_compile_report", lambda *_: pytest.fail("compiled"))
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     code, _, err = explain(recipe, "--html", tmp_path / "report.html")
     assert code == 2
     assert "you do not have permission" in err
 
 
-def test_a_report_in_words_with_another_strategy_beside_it(explain, recipe, tmp_path):
+def test_text_and_html_compare_two_strategies(explain, recipe, tmp_path):
     page = tmp_path / "report.html"
     args = (recipe, "--mesh", "fsdp=4", "--set", "batch_size=8", "--against", "zero1()", "--html", page)
     code, out, _ = explain(*args)
@@ -140,18 +140,18 @@ def test_a_report_in_words_with_another_strategy_beside_it(explain, recipe, tmp_
     for said in ("fsdp() on fsdp=4 · cpu · 4 devices", "MEMORY", "EXPECTED COLLECTIVES", "COLLECTIVES", "SIDE BY SIDE"):
         assert said in out
     (peak,) = re.findall(r"^ *peak memory +(\S+ \S+) +(\S+ \S+) +([+−]).*$", out, flags=re.MULTILINE)
-    assert peak[2] == "+"  # ZeRO-1 keeps whole parameters
+    assert peak[2] == "+"  # ZeRO-1 stores unsharded parameters
     assert max(len(line) for line in out.splitlines()) <= cli.PIPE_WIDTH
     assert not any(line.endswith(" ") for line in out.splitlines())
     html = page.read_text()
     assert html.startswith("<!doctype html>")
     assert html.count("<img ") == 2
     assert "Side by side" in html
-    assert not re.findall(r"<script|https?://", html)  # it stands by itself
+    assert not re.findall(r"<script|https?://", html)  # the page loads no other files
 
 
 @pytest.mark.matrix
-def test_a_recipe_by_stages(explain, recipe):
+def test_pipeline_recipe_shows_its_schedule(explain, recipe):
     strategy = "pipeline_parallel(stages=2, microbatches=4, schedule='zb-h1') | fsdp() | tensor_parallel()"
     args = (recipe, "--mesh", "stage=2,fsdp=2,tensor=2", "--set", f"strategy={strategy}", "--check")
     code, out, _ = explain(*args)
@@ -172,7 +172,7 @@ def test_against_as_json(explain, recipe):
     assert state["difference"] == state["second"] - state["first"] > 0
 
 
-def test_what_stands_beside_it_keeps_what_was_set(recipe, monkeypatch):
+def test_against_keeps_other_options(recipe, monkeypatch):
     monkeypatch.setattr(target, "missing_aot", lambda: "")
     asked = {"layout": ["mesh=fsdp=4,data=2"], "assignments": ["model.num_layers=3"], "shapes": None}
     subject = command.Subject.of(recipe, "h100:1x8", **asked)
@@ -184,28 +184,28 @@ def test_what_stands_beside_it_keeps_what_was_set(recipe, monkeypatch):
     assert subject.against("data=8").sizes["data"] == 8
 
 
-# What it checks ------------------------------------------------------------------------------------------------------
+# Checks --------------------------------------------------------------------------------------------------------------
 
 
-def test_check_fails_on_an_unexpected_collective_and_says_why_last(explain, recipe):
+def test_check_fails_on_an_unexpected_collective(explain, recipe):
     code, out, error = explain(f"{recipe}:unexpected", "--check")
     assert code == 1
     assert "Unexpected" in out
     reasons = error.strip().splitlines()
     assert all(reason.startswith("meshpar: unexpected: ") for reason in reasons)
-    assert "tiny.py" in error  # the line that did it
+    assert "tiny.py" in error  # the source line of the collective
 
 
 @pytest.mark.parametrize(
     ("function", "line", "raised"),
     [
-        ("crashing", '{}["no such key"]', "KeyError ('no such key')"),
+        ("crashing", '{}["missing key"]', "KeyError ('missing key')"),
         ("crashing_loss", "zeros(3) + ", "TypeError (add got incompatible shapes"),
         ("leaving", "raise SystemExit", "SystemExit (0)"),
     ],
 )
-def test_a_recipe_that_crashes_is_no_finding(explain, recipe, function, line, raised):
-    """Nor is it a pass; and the line is the recipe's, not that of what it called."""
+def test_an_exception_in_a_recipe_exits_with_2(explain, recipe, function, line, raised):
+    """The error names the line in the recipe, not in the functions that it called."""
     at = next(number for number, text in enumerate(RECIPE.split("\n"), start=1) if line in text)
     code, out, error = explain(f"{recipe}:{function}", "--check")
     assert (code, out) == (2, "")
@@ -214,13 +214,13 @@ def test_a_recipe_that_crashes_is_no_finding(explain, recipe, function, line, ra
     assert "Traceback" not in error
 
 
-def test_where_a_recipe_crashed_is_told_in_full_when_asked(explain, recipe):
+def test_traceback_option_shows_the_traceback(explain, recipe):
     code, _, error = explain(f"{recipe}:crashing", "--check", "--traceback")
     assert code == 2
     assert "in crashing" in error
 
 
-def test_a_recipe_that_is_no_python_is_no_finding(explain, tmp_path):
+def test_a_syntax_error_in_a_recipe_exits_with_2(explain, tmp_path):
     (tmp_path / "broken.py").write_text("import jax\n\ndef recipe(:\n")
     code, _, error = explain(tmp_path / "broken.py", "--check")
     assert code == 2
@@ -229,8 +229,8 @@ def test_a_recipe_that_is_no_python_is_no_finding(explain, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_reader_who_leaves_is_no_finding(recipe):
-    """`meshpar explain ... | head`: no traceback, and the code of a command that a closed pipe ended."""
+def test_a_closed_pipe_exits_with_broken_pipe(recipe):
+    """`meshpar explain ... | head` prints no traceback and exits with the code for SIGPIPE."""
     command = subprocess.Popen(
         [sys.executable, "-m", "meshpar.cli.main", "explain", recipe, "--check", "--set", "model.num_layers=1"],
         stdout=subprocess.PIPE,
@@ -245,15 +245,15 @@ def test_a_reader_who_leaves_is_no_finding(recipe):
 
 
 @pytest.mark.matrix
-def test_a_shipped_recipe_keeps_its_promise(explain):
-    # Stacked weights of two layers are as large as its embedding, and one layer of some as two of others.
+def test_a_shipped_recipe_passes_the_check(explain):
+    # Stacked weights of different layers and the embedding have equal sizes in this recipe.
     gpt = ROOT / "recipes" / "gpt_stdlib.py"
     code, _, error = explain(gpt, "--strategy", "zero1() | tensor_parallel()", "--check", "--set", "data.seq_len=64")
     assert (code, error) == (0, "")
 
 
 @pytest.mark.matrix
-def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
+def test_check_fails_if_a_budget_is_exceeded(explain, recipe, tmp_path):
     saved = tmp_path / "budget.json"
     assert explain(recipe, "--save-budget", saved)[0] == 0
     more = ("--set", "accumulate=2", "--strategy", "zero3()")
@@ -268,16 +268,16 @@ def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
     assert "saved for recipe `tiny`" in error
 
 
-# What it refuses -----------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("args", "says"),
+    ("args", "message"),
     [
         ((), "Missing argument 'RECIPE'"),
         (
             ("RECIPE", "--mesh", "fsdp=512"),
-            "there are 8 (cpu). Name the pod it is for, as --cluster h100:64x8",
+            "there are only 8 (cpu). Add --cluster h100:64x8",
         ),
         (("RECIPE", "--cluster", "h1000:8x8"), "Did you mean `h100`"),
         (("RECIPE", "--cluster", "eight"), "Write `h100:8x8`"),
@@ -289,26 +289,26 @@ def test_a_budget_is_saved_and_broken(explain, recipe, tmp_path):
         (("RECIPE", "--budget", "FOLDER/none.json"), "there is no such file"),
         (("RECIPE", "--budget", "FOLDER/broken.json"), "it is no JSON"),
         (("RECIPE", "--budget", "FOLDER/other.json"), "it lacks jax_version"),
-        (("RECIPE", "--batch", "inputs=int33[4,8]"), "a dtype that NumPy knows"),
+        (("RECIPE", "--batch", "inputs=int33[4,8]"), "with a NumPy dtype"),
         (("RECIPE", "--batch", "inputs"), "Write it like 'inputs=int32[64,1024]"),
         (("RECIPE:streamed",), "--batch 'inputs=int32[16,1024]"),
         (("RECIPE", "--against", "fdsp()"), "fsdp"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_compiled(explain, recipe, tmp_path, monkeypatch, args, says):
+def test_errors_are_raised_before_compilation(explain, recipe, tmp_path, monkeypatch, args, message):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "other.json").write_text('{"peak_bytes": 3}')
     monkeypatch.setattr(target, "missing_aot", lambda: "")
-    monkeypatch.setattr("meshpar.cli.explain_command._explained", lambda *_: pytest.fail("something was compiled"))
+    monkeypatch.setattr("meshpar.cli.explain_command._compile_report", lambda *_: pytest.fail("compiled"))
     words = [arg.replace("RECIPE", recipe).replace("FOLDER", str(tmp_path)) for arg in args]
     code, out, error = explain(*words)
     assert code == 2
-    assert says in error
+    assert message in error
     assert len(error.strip().splitlines()) == 1
     assert not out
 
 
-def test_a_machine_without_the_extra_is_told_what_to_install(explain, recipe, monkeypatch):
+def test_a_missing_extra_is_reported(explain, recipe, monkeypatch):
     monkeypatch.setattr(target, "missing_aot", lambda: "jax's CUDA plugin is not installed")
     for args in ((recipe, "--cluster", "h100:1x8"), ("--table",)):
         code, _, error = explain(*args)
@@ -316,7 +316,7 @@ def test_a_machine_without_the_extra_is_told_what_to_install(explain, recipe, mo
         assert "pip install 'meshpar[aot]'" in error
 
 
-def test_an_operation_that_asks_for_its_devices_is_told_with_the_way_round(explain, recipe, monkeypatch):
+def test_primitives_that_need_devices_are_reported(explain, recipe, monkeypatch):
     monkeypatch.setattr(target, "missing_aot", str)
 
     def refuse(*args, **kwargs):
@@ -331,7 +331,7 @@ def test_an_operation_that_asks_for_its_devices_is_told_with_the_way_round(expla
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
-def test_data_tells_the_batches_it_will_serve(tmp_path):
+def test_batch_shapes_match_the_batches(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox. " * 200)
     arrays = {"x": np.zeros((64, 3, 2), np.float64), "y": np.zeros(64, np.int64)}
     for data in (TextData(files=(str(tmp_path / "text.txt"),), seq_len=16), ArrayData(arrays=lambda: arrays)):
@@ -346,7 +346,7 @@ def test_data_tells_the_batches_it_will_serve(tmp_path):
 
 
 @pytest.mark.pod
-def test_a_pod_that_is_not_here(explain, recipe, tmp_path):
+def test_a_cluster_is_compiled_ahead_of_time(explain, recipe, tmp_path):
     if target.missing_aot():
         pytest.skip(f"compiles for GPUs, which needs `pip install meshpar[aot]`: {target.missing_aot()}")
     page = tmp_path / "report.html"
@@ -357,7 +357,7 @@ def test_a_pod_that_is_not_here(explain, recipe, tmp_path):
     assert found["memory"]["fits"] is True
     assert found["compute"]["predicted_step_s"] > 0
     assert any(one["crosses_node"] for one in found["collectives"])
-    assert page.read_text().count("<img ") == 3  # bytes, memory, one layer on the clock
+    assert page.read_text().count("<img ") == 3  # bytes, memory, timeline of a layer
 
 
 def test_the_table_of_strategies(explain, monkeypatch):
@@ -372,5 +372,5 @@ def test_the_table_of_strategies(explain, monkeypatch):
     for more in (("--html", "/nosuch/x"), ("--budget", "b.json"), ("--check",), ("recipe.py",)):
         code, _, error = explain("--table", *more)
         assert code == 2
-        assert f"--table: cannot use {more[0] if more[0] != 'recipe.py' else 'RECIPE'} with it" in error
+        assert f"--table: cannot use {more[0] if more[0] != 'recipe.py' else 'RECIPE'}: the table" in error
     assert len(asked) == 2

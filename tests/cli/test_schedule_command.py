@@ -1,4 +1,4 @@
-"""`meshpar schedule`, as a person types it."""
+"""Test the output, files and errors of `meshpar schedule`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def schedule(meshpar):
 EIGHT = ("--stages", 4, "--microbatches", 8)
 
 
-def test_it_shows_the_table_and_its_figures(schedule):
+def test_text_shows_the_table_and_statistics(schedule):
     code, out, err = schedule("zb-h2", *EIGHT)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     table = make("zb-h2", 4, 8)
     assert [line.split() for line in lines[:4]] == [line.split() for line in table.text().splitlines()]
     assert "zb-h2: 4 stages, 8 microbatches, 27 ticks, parameters 1x" in lines
-    assert "makespan 27, in lockstep ticks 27; bubble of a step alone 11.11%, of a stage's span 0.00%" in lines
-    assert "activations held at once, by stage: 7 7 7 7" in lines
+    assert "makespan 27, with lockstep ticks 27; bubble fraction of a step 11.11%, of a stage span 0.00%" in lines
+    assert "peak activations by stage: 7 7 7 7" in lines
 
 
-def test_a_narrow_terminal_gets_the_table_in_bands():
+def test_a_narrow_terminal_wraps_the_table():
     from rich.console import Console
 
     table = make("dualpipe", 4, 8)
@@ -70,7 +70,7 @@ def test_costs_are_used(schedule):
     assert data["bubble_fraction"] == times.free.bubble_fraction > 3 * 6.5 / (11 * 6.5)
 
 
-def test_files_go_in_and_come_out(schedule, tmp_path):
+def test_csv_and_json_files_round_trip(schedule, tmp_path):
     _, text, _ = schedule("dualpipe-v", *EIGHT, "--csv")
     (tmp_path / "mine.csv").write_text(text)
     assert Schedule.from_csv(tmp_path / "mine.csv", name="dualpipe-v") == make("dualpipe-v", 4, 8)
@@ -82,14 +82,14 @@ def test_files_go_in_and_come_out(schedule, tmp_path):
     assert json.loads(again) == json.loads(text)
 
 
-def test_a_picture_is_drawn(schedule, tmp_path):
+def test_png_writes_a_plot(schedule, tmp_path):
     code, _, err = schedule("zb-v", *EIGHT, "--png", tmp_path / "zb.png")
     assert code == 0
-    assert f"drawn: {tmp_path / 'zb.png'}" in err
+    assert f"saved {tmp_path / 'zb.png'}" in err
     assert (tmp_path / "zb.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_name_all_stand_side_by_side(schedule):
+def test_without_a_name_all_schedules_are_compared(schedule):
     code, out, _ = schedule(*EIGHT)
     assert code == 0
     rows = {cells[0]: cells[1:] for line in out.splitlines() if len(cells := line.strip("│ ").split("│")) == 7}
@@ -107,49 +107,49 @@ def test_without_a_name_all_stand_side_by_side(schedule):
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "message"),
     [
         (["zb-h3"], "Did you mean `zb-h2` or `zb-h1`"),
         (["dualpipe", "--stages", 3], "Use 2 or 4 stages"),
         (["gpipe", "--chunks", 2], "it has no options"),
         (["gpipe", "--f", -1], "`f` of schedule `gpipe`"),
-        (["--csv"], "--csv takes one schedule"),
+        (["--csv"], "--csv requires a schedule NAME"),
         (["no/such.csv"], "there is no such file"),
         (["no/such.json"], "there is no such file"),
         (["gpipe", "--png", "no/such/folder.png"], "write to it"),
-        (["gpipe", "--png", "zb.pdf"], "a file that ends in .pdf. Name it zb.png"),
+        (["gpipe", "--png", "zb.pdf"], "is not .pdf. Use zb.png"),
         (["gpipe", "--stages", 0], "0 is not in the range"),
-        (["file.csv", "--stages", 4], "a file says that itself"),
-        (["--chunks", 2], "--chunks takes one schedule"),
-        (["gpipe", "--csv", "--json"], "two formats"),
+        (["file.csv", "--stages", 4], "the file determines it"),
+        (["--chunks", 2], "--chunks requires a schedule NAME"),
+        (["gpipe", "--csv", "--json"], "--csv and --json cannot be combined"),
         (["gpipe", "--f", "nan"], "`f` of schedule `gpipe`"),
-        (["file.csv", "--limit", 4], "Leave --limit out"),
+        (["file.csv", "--limit", 4], "Remove --limit"),
     ],
 )
-def test_mistakes_are_one_paragraph(args, told, schedule):
+def test_errors_are_one_line(args, message, schedule):
     code, _, err = schedule(*args)
     assert code == 2
-    assert told in err
+    assert message in err
     assert len(err.strip().splitlines()) == 1
 
 
-def test_a_mistake_found_while_tracing_is_one_paragraph(schedule, monkeypatch):
-    """jax adds to it what it thinks of tracebacks."""
+def test_an_error_while_tracing_is_one_line(schedule, monkeypatch):
+    """jax adds a note about traceback filtering to the exception."""
 
     def traced(*args: object, **options: object) -> None:
         def wrong(x: object) -> None:
-            raise problem("a leaf", "be split", "it is whole", "leave it")
+            raise problem("params/w", "be sharded", "it is a scalar", "replicate it")
 
         jax.jit(wrong)(1.0)
 
     monkeypatch.setattr(command, "make", traced)
     code, _, err = schedule("gpipe")
     assert code == 2
-    assert err == "meshpar: a leaf: cannot be split: it is whole. Leave it.\n"
+    assert err == "meshpar: params/w: cannot be sharded: it is a scalar. Replicate it.\n"
 
 
 @pytest.mark.parametrize("content", ["[1, 2", "{}", "[]", '{"table": 3}', '{"table": [[["F", 0, 0]]], "joined": 4}'])
-def test_a_file_that_is_no_schedule(content, schedule, tmp_path):
+def test_an_invalid_schedule_file_is_refused(content, schedule, tmp_path):
     (tmp_path / "bad.json").write_text(content)
     code, _, err = schedule(tmp_path / "bad.json")
     assert code == 2

@@ -1,4 +1,4 @@
-"""`meshpar verify`: what it makes small, and the command that shows a fault again."""
+"""Test the reduced models of `meshpar verify` and its command to reproduce a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def arrays():
     return {"x": np.random.default_rng(0).normal(size=(160, 8)).astype(np.float32)}
 
 def apply(p, x):
-    part = lambda h, w: h @ w   # the sum over `tensor` is missing
+    part = lambda h, w: h @ w   # the all-reduce over `tensor` is missing
     run = jax.shard_map(part, in_specs=(P(None, "tensor"), P("tensor", None)), out_specs=P(),
                         axis_names={"tensor"}, check_vma=False)
     return run(jnp.tanh(x @ p["up"]), p["down"])
@@ -54,7 +54,7 @@ def command(words: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.matrix
-def test_the_command_that_is_printed_shows_the_fault_again(tmp_path):
+def test_the_printed_command_reproduces_the_failure(tmp_path):
     (tmp_path / "wrong.py").write_text(WRONG)
     found = command("verify wrong.py --cases 20", tmp_path)
     assert found.returncode == 1, found.stderr
@@ -69,7 +69,7 @@ def test_the_command_that_is_printed_shows_the_fault_again(tmp_path):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt_stdlib", "moe_stdlib", "digits_linen"])
-def test_recipes_are_equal_to_one_device(name, tmp_path):
+def test_recipes_match_a_single_device(name, tmp_path):
     if name == "digits_linen":
         pytest.importorskip("sklearn")
     done = command(f"verify {ROOT / 'recipes' / name}.py --cases 4", tmp_path)
@@ -78,7 +78,7 @@ def test_recipes_are_equal_to_one_device(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "deepseek_v3", "long_context", "gpt_pipeline"])
-def test_a_decoder_is_made_small_and_keeps_its_kinds_of_layers(name):
+def test_shrunk_keeps_the_kinds_of_layers(name):
     recipe = load_recipe(ROOT / "recipes" / f"{name}.py", devices=8)
     small = shrunk(recipe, "float64")
     assert small.model.num_params < 60_000

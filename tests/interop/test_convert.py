@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import meshpar as mp
 from meshpar.cli import main as cli
-from meshpar.cli.convert_command import _names_other_layouts
+from meshpar.cli.convert_command import _suggest_layouts
 from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
 from meshpar.interop import from_hf, load_hf, to_hf
@@ -66,17 +66,17 @@ def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("mesh", [None, "fsdp=8"])
-def test_sizes_that_the_default_layout_does_not_divide_say_how_another_is_named(mesh):
-    @_names_other_layouts
+def test_indivisible_sizes_suggest_fewer_devices(mesh):
+    @_suggest_layouts
     def command(**_):
         raise problem(
-            "`embed`", "split it over `fsdp` (8)", "12 is not a multiple of 8", "pad it to 16", code="indivisible"
+            "`embed`", "shard it over `fsdp` (8)", "12 is not a multiple of 8", "pad it to 16", code="indivisible"
         )
 
     with pytest.raises(mp.MeshparError) as caught:
         command(mesh=mesh, strategy=None)
     assert getattr(caught.value, "__notes__", []) == (
-        [] if mesh else ["no layout was named: --mesh fsdp=N takes fewer devices, --devices 1 splits nothing"]
+        [] if mesh else ["use fewer devices with --mesh fsdp=N, or a single device with --devices 1"]
     )
 
 

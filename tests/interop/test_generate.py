@@ -45,7 +45,7 @@ def test_the_command(tmp_path, capsys):
         cli.main(args)
     out, err = capsys.readouterr()
     assert not end.value.code, err
-    assert "5 tokens go beyond the 4 positions" in err
+    assert "5 tokens exceed the 4 positions" in err
     found = json.loads(out)
     assert [one["prompt"] for one in found] == ["ab", "c", "xy"]
     assert all(len(one["tokens"]) == 3 and one["text"].startswith(one["prompt"]) for one in found)
@@ -59,7 +59,7 @@ def source(tmp_path_factory):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--prompt", "a"], "neither it nor its recipe has a tokenizer"),
+        (["--prompt", "a"], "neither the folder nor its recipe has a tokenizer"),
         (["--prompt", "", "--tokenizer", "bytes"], "its value is empty"),
         (["--prompt", "a", "--tokenizer", "bytes", "--top-p", "2"], "above 0 and at most 1"),
         (["--prompt", "a", "--tokenizer", "bytes", "--temperature", "nan"], "not negative, and finite"),

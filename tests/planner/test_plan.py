@@ -937,7 +937,7 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     assert "plan with your own `accumulate`" in error
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", " ")
     assert code == 2
-    assert "it names the axes of one" in error
+    assert "mesh axes are required" in error
     code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
     assert code == 2
     assert "Create the file with meshpar plan" in error

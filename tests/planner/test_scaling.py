@@ -97,8 +97,8 @@ def test_growth_rejects_invalid_arguments(meshpar, tmp_path):
         grow(None, CLUSTER, max_gpus=4)  # checked before the workload
     recipe = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
     for words, text in (
-        (("--plot", tmp_path / "a.png"), "it goes with --growth"),
-        (("--growth", "--verify", "1"), "none of --top, --verify"),
+        (("--plot", tmp_path / "a.png"), "--growth is not set"),
+        (("--growth", "--verify", "1"), "cannot be combined with --top, --verify"),
     ):
         code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", *words)
         assert code == 2
