@@ -45,7 +45,7 @@ def lines_of(report: mp.Report) -> list[str]:
     for line in capture.get().splitlines():
         if line.startswith("NOTES"):
             break
-        if line.startswith(tuple(MARKS)) or line.startswith(("   axes", "  Losses")):
+        if line.startswith((*MARKS, "   axes", "  Losses")):
             is_hidden = False
         is_hidden = is_hidden or line.startswith(HIDDEN)
         if line.strip() and not is_hidden:
