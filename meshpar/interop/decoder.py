@@ -1,4 +1,4 @@
-"""What the families' tables share: the tensors of a decoder's parts by the names most families give them."""
+"""Shared table entries of the checkpoint families: config fields and the common tensor names."""
 
 from __future__ import annotations
 
@@ -17,48 +17,49 @@ HARMLESS = frozenset({
     "max_position_embeddings", "model_type", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version",
     "use_cache",
 })  # fmt: skip
-"""Fields that change nothing of the forward pass."""
+"""Fields that do not affect the forward pass."""
 FIXED = {"partial_rotary_factor": 1.0}
-"""Fields of any family that our decoders know with one value only."""
+"""Fields of any family for which the decoders support a single value."""
 TORCH_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "auto")
-"""What `torch_dtype` may say."""
+"""Valid values of `torch_dtype`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family of checkpoints says what our decoders say, both ways."""
+    """Conversion tables between a checkpoint family and the decoders, for reading and writing."""
 
     model_type: str
-    """Its name in config.json."""
+    """`model_type` in config.json."""
     architecture: str
-    """Its class in transformers."""
+    """Class name in transformers."""
     fields: Sequence[Field]
-    """What of config.json is ours."""
+    """Fields of config.json with a counterpart in `TransformerConfig`."""
     tensors: Callable[[TransformerConfig], list[WeightMapping]]
-    """What of its files is ours."""
+    """Function that returns the mapping of the weights."""
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Fields that our decoders know in one way only, with that value; a missing one is that."""
+    """Fields with a single supported value, which is also their default."""
     ignored: frozenset[str] = frozenset()
-    """Other fields that are known: `read_more` reads them, or they do not change the forward pass."""
+    """Other supported fields: `read_more` reads them, or they do not affect the forward pass."""
     aliases: tuple[str, ...] = ()
-    """Other names of the same in config.json."""
+    """Alternative `model_type` values."""
     read_more: Callable[[str, Mapping[str, Any], dict[str, Any]], None] = lambda where, document, values: None
-    """Adds to the fields' values, or refuses: (where, document, values by path)."""
+    """Function of (where, document, values by path) that adds values or raises an error."""
     write_more: Callable[[TransformerConfig], dict[str, Any]] = lambda cfg: {}
-    """The same for writing."""
+    """Function that returns additional fields of config.json."""
     kept: Callable[[TransformerConfig, Mapping[str, Any]], list[WeightMapping]] = lambda cfg, document: []
-    """Tensors of its files that our decoders have no use for, and that are carried along: (config, document)."""
+    """Function of (config, document) that returns tensors to copy, which the decoders do not use."""
 
 
 # ---- Fields ----------------------------------------------------------------------------------------------------------
 
 
 def fields(*more: Field, rope_theta: float = 10_000.0, norm_eps: float = 1e-6) -> tuple[Field, ...]:
-    """Return the fields that every family has, and those of one family.
+    """Return the common fields and the additional fields of a family.
 
     Args:
-      more: fields of the family.
-      rope_theta, norm_eps: values that transformers takes for this family if config.json has none.
+      *more: additional fields of the family.
+      rope_theta: default of transformers for this family.
+      norm_eps: default of transformers for this family.
     """
     return (
         Field("vocab_size", "vocab_size"),
@@ -76,7 +77,7 @@ GROUPED = (
     Field("num_key_value_heads", "num_kv_heads", int, lambda document: document.get("num_attention_heads")),
     Field("head_dim", "head_dim", int, lambda document: _head_dim(document)),
 )
-"""Of grouped-query attention."""
+"""Fields of grouped-query attention."""
 DENSE = (Field("intermediate_size", "mlp_dim"),)
 
 
@@ -90,12 +91,17 @@ ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 
 
 def read_router_loss(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Set the weight of the auxiliary loss of the routers from transformers' coefficient.
+    """Set the weight of the router auxiliary loss from the coefficient in transformers.
 
-    Transformers pools the tokens of all layers, so its loss is `coefficient * top_k` when experts are balanced. Ours is
-    `auxiliary_weight` in each layer, and layers add up: `auxiliary_weight = coefficient * top_k / layers`. Both give
-    the same loss when all layers send the same shares to the experts. Otherwise imbalances of different layers cancel
-    in the pooled loss, and ours is larger. Without `output_router_logits` transformers adds no such loss.
+    Transformers pools the tokens of all layers, so its loss is `coefficient * top_k` for balanced experts. In meshpar
+    the loss is `auxiliary_weight` per layer and summed over layers: `auxiliary_weight = coefficient * top_k / layers`.
+    Both losses are equal if the expert load is the same in all layers. Otherwise imbalances of different layers cancel
+    in the pooled loss, and ours is larger. Without `output_router_logits` transformers adds no auxiliary loss.
+
+    Args:
+      where: the file, for error messages.
+      document: the parsed config.json.
+      values: values by path, which this function updates.
     """
     coefficient = document.get("router_aux_loss_coef")
     coefficient = typed(f"{where}, `router_aux_loss_coef`", 0.001 if coefficient is None else coefficient, float)
@@ -105,17 +111,29 @@ def read_router_loss(where: str, document: Mapping[str, Any], values: dict[str, 
 
 
 def write_router_loss(cfg: TransformerConfig) -> dict[str, Any]:
-    """Return the fields that `read_router_loss` reads; without a loss the coefficient is left out."""
+    """Return the fields for `read_router_loss`. The coefficient is omitted if there is no auxiliary loss.
+
+    Args:
+      cfg: the config of an MoE decoder.
+    """
     assert cfg.moe is not None
     weight = cfg.moe.auxiliary_weight
     coefficient = float(f"{weight * cfg.num_moe_layers / cfg.moe.routing.top_k:.12g}")
     return {"output_router_logits": weight > 0} | ({"router_aux_loss_coef": coefficient} if weight else {})
 
 
-def refuse(where: str, field: str, value: object, exists: str, fix: str) -> Exception:
-    """The error for a field whose value our decoders do not know."""
+def refuse(where: str, field: str, value: object, reason: str, fix: str) -> Exception:
+    """Return the error for an unsupported value of a field.
+
+    Args:
+      where: the file.
+      field: the name of the field.
+      value: its value.
+      reason: why it is not supported.
+      fix: how to fix it.
+    """
     shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-    return problem(f"{where}, `{field}`", f"be {shown}", exists, fix)
+    return problem(f"{where}, `{field}`", f"be {shown}", reason, fix, code="unsupported-feature")
 
 
 def _ids(value: Any) -> Sequence[Any]:
@@ -123,34 +141,48 @@ def _ids(value: Any) -> Sequence[Any]:
 
 
 def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
-    """Raises `ValueError` for a field that is unknown, or that says what our decoders do not do."""
-    known = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
-    known |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
+    """Check that all fields of a config.json are known and have supported values.
+
+    Args:
+      where: the file, for error messages.
+      document: the parsed config.json.
+      family: the tables of the family.
+
+    Raises:
+      ValueError: a field is unknown, or its value is not supported.
+    """
+    supported = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
+    supported |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
+    release_fix = "use the config.json of the release"
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = document.get(name)
-        if not all(isinstance(one, int) and not isinstance(one, bool) for one in _ids(value)):
-            raise refuse(where, name, value, "it is a token id, a list of ids, or null", "take that of the release")
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in _ids(value)):
+            raise refuse(where, name, value, "it must be a token id, a list of token ids, or null", release_fix)
     for name in ("dtype", "torch_dtype"):
         if document.get(name) not in (None, *TORCH_DTYPES):
-            exists = f"it is one of {', '.join(TORCH_DTYPES)}"
-            raise refuse(where, name, document[name], exists, "take the config.json of the release")
+            raise refuse(where, name, document[name], f"it must be one of {', '.join(TORCH_DTYPES)}", release_fix)
     for name, value in document.items():
-        if name not in known | FIXED.keys():
-            exists = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
+        if name not in supported | FIXED.keys():
+            reason = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
             fix = "add it to the table in meshpar/interop/families; remove it only if the model's code does not read it"
-            raise problem(f"{where}, `{name[:60]}`", "read it", exists, near_or(name, known, fix))
+            fix = near_or(name, supported, fix)
+            raise problem(f"{where}, `{name[:60]}`", "read the field", reason, fix, code="unknown-name")
         only = family.fixed.get(name, FIXED.get(name))
         is_other = value != only or isinstance(value, bool) != isinstance(only, bool)
         if only is not None and value is not None and is_other:
-            fix = "take another checkpoint, or add a field to TransformerConfig"
-            raise refuse(where, name, value, f"our decoders have {only!r} only", fix)
+            fix = "use another checkpoint, or add a field to TransformerConfig"
+            raise refuse(where, name, value, f"the decoders support {only!r} only", fix)
 
 
 # ---- Tensors ---------------------------------------------------------------------------------------------------------
 
 
 def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
-    """The letters of the tables' dims."""
+    """Return the size of each dim letter in the tables.
+
+    Args:
+      cfg: the config of the decoder.
+    """
     sizes = {
         "V": cfg.vocab_size, "E": cfg.embed_dim, "H": cfg.num_heads, "K": cfg.num_kv_heads, "D": cfg.head_dim,
         "M": cfg.mlp_dim, "L": cfg.num_layers - cfg.num_dense_layers,
@@ -164,29 +196,33 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def ends(cfg: TransformerConfig) -> list[WeightMapping]:
-    """The embedding table, the last norm, and the output layer where it is no table."""
+    """Return the mappings of the embedding table, the final norm, and the output layer if it is not tied.
+
+    Args:
+      cfg: the config of the decoder.
+    """
     sizes = sizes_of(cfg)
-    found = [
+    mappings = [
         WeightMapping(TABLE, "embed/embedding", "V E -> V E", sizes),
         WeightMapping("model.norm.weight", "final_norm/scale", "E -> E", sizes),
     ]
     head = WeightMapping(HEAD, "head/kernel", "V E -> E V", sizes)
-    return found if cfg.tied_embeddings else [*found, head]
+    return mappings if cfg.tied_embeddings else [*mappings, head]
 
 
 def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = False) -> list[WeightMapping]:
-    """Tensors of stacked layers: rows of (their name, our path, dims), below each layer.
+    """Return the mappings of stacked layers.
 
     Args:
-      cfg: of the decoder.
-      rows: names behind `model.layers.{L}.`, paths behind that of the stack.
-      dense: of the first layers, that have an MLP where others have experts.
+      cfg: the config of the decoder.
+      *rows: (tensor name, our path, dims). The tensor name is relative to `model.layers.{L}.`, the path to the stack.
+      dense: whether to map the first, dense layers of an MoE model.
     """
     count = cfg.num_dense_layers if dense else cfg.num_layers - cfg.num_dense_layers
-    at, first = ("dense_layers", 0) if dense else ("layers", cfg.num_dense_layers)
+    stack, first = ("dense_layers", 0) if dense else ("layers", cfg.num_dense_layers)
     sizes = {**sizes_of(cfg), "L": count}
     return [
-        WeightMapping("model.layers.{L}." + theirs, f"{at}/{ours}", dims, sizes, first_layer=first)
+        WeightMapping("model.layers.{L}." + theirs, f"{stack}/{ours}", dims, sizes, first_layer=first)
         for theirs, ours, dims in rows
     ]
 
@@ -214,7 +250,14 @@ MLP: tuple[Row, ...] = (
 
 
 def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
-    """The router and the experts, whose module is called `at` and whose matrices so."""
+    """Return the table rows of the router and the experts.
+
+    Args:
+      at: the name of the MoE module.
+      gate: the name of the gate projection.
+      up: the name of the up projection.
+      down: the name of the down projection.
+    """
     return (
         (f"{at}.gate.weight", "mlp/router", "X E -> L E X"),
         (f"{at}.experts.{{X}}.{gate}.weight", "mlp/gate", "F E -> L X E F"),

@@ -1,4 +1,4 @@
-"""The fields of a `config.json`, as a table: what each is in `TransformerConfig`, read and written by the same line."""
+"""Table entries that map `config.json` fields to `TransformerConfig` fields, for reading and writing."""
 
 from __future__ import annotations
 
@@ -13,41 +13,54 @@ from meshpar.moe.routing import Routing
 from meshpar.sharding.types import problem
 
 MOST = {int: 2**22, float: 2.0**60}
-"""No number of a config is larger: what is made of it before files are looked at has to stay small."""
+"""Upper limits of the numbers in a config, so that untrusted configs cannot cause large allocations."""
 _REQUIRED = object()
-_TYPES = {int: "a whole number", float: "a finite number", bool: "true or false"}
+_TYPES = {int: "an integer", float: "a finite number", bool: "true or false"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field of a config.json that is one of ours."""
+    """A config.json field with a counterpart in `TransformerConfig`."""
 
     theirs: str
-    """Its name there."""
+    """Name of the field in config.json."""
     ours: str
-    """Its path in `TransformerConfig`, as `moe.routing.top_k`."""
+    """Path of the field in `TransformerConfig`, such as `moe.routing.top_k`."""
     kind: type = int
-    """Of its value: int, float or bool."""
+    """Type of the value: int, float or bool."""
     default: Any = _REQUIRED
-    """Where it is missing or null: a value, or a function of the document."""
+    """Value for a missing or null field, or a function that computes it from the document."""
     also: str | None = None
-    """Another name of the field that transformers reads or writes."""
+    """Alternative name that transformers reads or writes."""
 
     def read(self, where: str, document: Mapping[str, Any]) -> Any:
-        """Its value, checked."""
+        """Return the value of the field in a config.json and check its type.
+
+        Args:
+          where: the file, for error messages.
+          document: the parsed config.json.
+
+        Raises:
+          ValueError: the field is missing, has the wrong type, or differs from its alternative name.
+        """
         value, other = document.get(self.theirs), document.get(self.also or self.theirs)
         if value is not None and other is not None and value != other:
-            exists, fix = f"`{self.also}` is {other!r}"[:80], "take the config.json of the release"
-            raise problem(f"{where}, `{self.theirs}`", f"be {value!r}"[:80], exists, fix)
+            reason, fix = f"`{self.also}` is {other!r}"[:80], "use the config.json of the release"
+            raise problem(f"{where}, `{self.theirs}`", f"be {value!r}"[:80], reason, fix, code="conflict")
         value = other if value is None else value
         if value is None:
             if self.default is _REQUIRED:
-                raise problem(f"{where}, `{self.theirs}`", "read it", "it is missing", "take the whole config.json")
+                field, fix = f"{where}, `{self.theirs}`", "use the complete config.json"
+                raise problem(field, "read the field", "it is missing", fix, code="not-found")
             return self.default(document) if callable(self.default) else self.default
         return typed(f"{where}, `{self.theirs}`", value, self.kind)
 
     def write(self, cfg: TransformerConfig) -> Any:
-        """Its value in a config of ours."""
+        """Return the value of the field in a `TransformerConfig`.
+
+        Args:
+          cfg: the config to read from.
+        """
         value: Any = cfg
         for part in self.ours.split("."):
             value = getattr(value, part, None)
@@ -55,17 +68,31 @@ class Field:
 
 
 def typed(where: str, value: Any, kind: type) -> Any:
-    """The value, if it is of that kind and no larger than numbers of a config are."""
+    """Return the value if it has this type and is within `MOST`.
+
+    Args:
+      where: the file and the field, for error messages.
+      value: the parsed value.
+      kind: int, float or bool.
+
+    Raises:
+      ValueError: the value has another type or is too large.
+    """
     kinds: Any = (int, float) if kind is float else kind
     is_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
     if not is_kind or (kind is not bool and not (math.isfinite(value) and abs(value) < MOST[kind])):
         shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-        raise problem(where, f"be {shown}", f"it is {_TYPES[kind]}", "take the config.json of the release")
+        fix = "use the config.json of the release"
+        raise problem(where, f"be {shown}", f"the value must be {_TYPES[kind]}", fix, code="wrong-type")
     return float(value) if kind is float else value
 
 
 def built(values: Mapping[str, Any]) -> TransformerConfig:
-    """A config of values by their paths."""
+    """Build a config from its values.
+
+    Args:
+      values: the value for each path, such as `moe.routing.top_k`.
+    """
     routing = {name.rpartition(".")[2]: value for name, value in values.items() if name.startswith("moe.routing.")}
     moe = {name[4:]: value for name, value in values.items() if name.startswith("moe.") and name.count(".") == 1}
     latent = {name[7:]: value for name, value in values.items() if name.startswith("latent.")}
@@ -85,30 +112,42 @@ ROPES: dict[str, set[str]] = {
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
              "attention_factor"},
 }  # fmt: skip
-"""What `rope_scaling` may say, by its type."""
+"""Supported fields of `rope_scaling` for each of its types."""
 ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "truncate": True}
-"""Fields of `rope_scaling` that change the frequencies unless they have this value."""
+"""Fields of `rope_scaling` that are supported only with this value, since others change the frequencies."""
 
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
-    """`rope_scaling` and `rope_yarn` of a config.json; `scores`: whether `mscale_all_dim` scales scores, too."""
+    """Return the values of `rope_scaling` and `rope_yarn` for a config.json.
+
+    Args:
+      where: the file, for error messages.
+      document: the parsed config.json.
+      scores: whether `mscale_all_dim` also scales the attention scores.
+
+    Raises:
+      ValueError: a type or a field of `rope_scaling` is not supported.
+    """
     given = document.get("rope_scaling")
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        raise problem(f"{where}, `rope_scaling`", f"be a {type(given).__name__}", "it is an object", "write null")
+        requested, reason = f"be a {type(given).__name__}", "it must be an object or null"
+        raise problem(f"{where}, `rope_scaling`", requested, reason, "set it to null", code="wrong-type")
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPES:
-        exists, fix = f"the decoders rotate by {', '.join(ROPES)}", "train without, or add it to models/layers.py"
-        raise problem(f"{where}, `rope_scaling.rope_type`", f"rotate by {str(kind)[:60]!r}", exists, fix)
+        reason, fix = f"the supported types are {', '.join(ROPES)}", "use one of them, or add it to models/layers.py"
+        field = f"{where}, `rope_scaling.rope_type`"
+        raise problem(field, f"use {str(kind)[:60]!r}", reason, fix, code="unsupported-feature")
     unknown = given.keys() - ROPES[kind] - {"rope_type", "type"}
     for name in sorted(name for name in unknown if given[name] is not None):
         value, only = given[name], ROPE_DEFAULTS.get(name)
         if only is None or value != only or isinstance(value, bool) != isinstance(only, bool):
-            exists = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
-            exists = exists if only is None else f"the decoders support {only!r} only"
-            fix = "take another checkpoint, or implement it in models/layers.py; removing it may change the frequencies"
-            raise problem(f"{where}, `rope_scaling.{name[:60]}`", f"be {value!r}"[:80], exists, fix)
+            reason = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
+            reason = reason if only is None else f"the decoders support {only!r} only"
+            fix = "use another checkpoint, or implement it in models/layers.py; removing it may change the frequencies"
+            field = f"{where}, `rope_scaling.{name[:60]}`"
+            raise problem(field, f"be {value!r}"[:80], reason, fix, code="unsupported-feature")
 
     def number(name: str, default: Any = None) -> float:
         if given.get(name) is None and default is not None:
@@ -144,7 +183,11 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def write_rope(cfg: TransformerConfig) -> dict[str, Any] | None:
-    """`rope_scaling` of a config of ours."""
+    """Return the `rope_scaling` field of config.json for a `TransformerConfig`.
+
+    Args:
+      cfg: the config of the decoder.
+    """
     if cfg.rope_scaling is not None:
         llama = cfg.rope_scaling
         return {
@@ -171,4 +214,4 @@ def write_rope(cfg: TransformerConfig) -> dict[str, Any] | None:
 
 
 Derive = Callable[[str, Mapping[str, Any], dict[str, Any]], None]
-"""What a family adds to the values of its fields: (where, document, values by path, which it changes)."""
+"""Function of (where, document, values by path) that updates the values for one family."""

@@ -1,5 +1,6 @@
-"""Folders of safetensors files: validated slice-by-slice reading and atomic writing. No code in them is executed.
+"""Folders of safetensors files: validated reading of slices and atomic writing.
 
+No code in a folder is executed.
 The safetensors library parses and writes the files. This module also checks that an index refers only to files in its
 folder and matches their contents. A new folder gets its final name after all files are written.
 """
@@ -81,9 +82,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The tensors of a folder with safetensors files.
-
-    This is a context manager. The files are memory-mapped and stay open until the context ends.
+    """Context manager for the tensors of a folder with safetensors files, which are memory-mapped.
 
     Args:
       path: the folder.
@@ -128,7 +127,7 @@ class Folder:
             assert self._block is not None
             scale = self._files[self._scales[name].file].get_slice(name + SCALE)[scale_slices(slices, self._block)]
             return dequantize(self._float8[name].read(slices), scale, slices, self._block)
-        except Exception as error:  # the library has no common base class of its errors
+        except Exception as error:  # the errors of the library have no common base class
             raise _damaged(self.path / entry.file, error) from error
 
     def read_full(self, name: str) -> np.ndarray:
@@ -137,7 +136,12 @@ class Folder:
         return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Make a tensor available under another name."""
+        """Change the name of a tensor in `entries`.
+
+        Args:
+          name: the name in the file.
+          new_name: the name in `entries`.
+        """
         self.entries[new_name] = dataclasses.replace(self.entries.pop(name), stored_name=name)
 
     def are_equal(self, name: str, other: str) -> bool:
@@ -276,14 +280,16 @@ def tensors_by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
 def write(
     folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
 ) -> None:
-    """Write tensors to safetensors files, with one file in memory at a time, and the index if there are several.
+    """Write tensors to safetensors files, and an index if there are multiple files.
+
+    Only the tensors of the current file are in memory.
 
     Args:
       folder: an existing folder.
       files: file name of each tensor.
       make: returns the tensor with a name.
       total_bytes: size of all tensors, for the index.
-      index: False if no index should be written.
+      index: whether to write an index.
     """
     safetensors = library()
     for file, names in tensors_by_file(files).items():

@@ -1,9 +1,9 @@
-"""Folders of Hugging Face's to training states, and back.
+"""Conversion between Hugging Face model folders and sharded training states.
 
-    config.json ─► family ─► TransformerConfig ─► model, mesh, strategy ─► every array's shards
-    *.safetensors ─► the table's tensors, checked ─► part by part ─► each shard, on its device
+    config.json ─► family ─► TransformerConfig ─► model, mesh, strategy ─► sharding of each array
+    *.safetensors ─► names, shapes and dtypes checked ─► slices read ─► shard on each device
 
-Nothing is unpickled, and no code of a folder is run.
+No file is unpickled, and no code from a folder is executed.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ from meshpar.training.state import Setup, TrainState, make_setup
 
 CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
-"""A file of weights is no larger."""
+"""Maximum size of a weight file in bytes."""
 BESIDE = (
     "additional_chat_templates/*", "chat_template.*", "generation_config.json", "merges.txt",
     "special_tokens_map.json", "tokenizer.*", "tokenizer_config.json", "vocab.*",
 )  # fmt: skip
-"""What goes along from folder to folder as it is."""
+"""Patterns of the tokenizer and generation files that are copied unchanged."""
 
 
 class Described(NamedTuple):
-    """What a folder's config.json says."""
+    """Contents of a folder's config.json."""
 
     config: TransformerConfig
     family: Family
     document: dict[str, Any]
     block: Block | None = None
-    """Rows and columns that share a factor, where weights are 8-bit floats."""
+    """Block shape (rows, columns) of the scale factors, if the weights are 8-bit floats."""
 
 
 def from_hf(
@@ -84,31 +84,31 @@ def from_hf(
     key: jax.Array | int = 0,
     **changes: Any,
 ) -> tuple[TransformerConfig, TrainState]:
-    """Read a folder with `config.json` and safetensors files into a state, each shard straight onto its device.
+    """Load a folder with `config.json` and safetensors files into a training state.
 
-    Of the host's memory this takes one shard of one array at a time, beside what the devices hold of it.
+    Each device receives its shards directly. The host buffers one shard of one array at a time.
 
-    Releases in 8-bit floats with a factor for each block (DeepSeek-V3, Kimi-K2: `quantization_config`) are read as the
-    numbers they stand for: multiplied in float32, then rounded to `dtype`.
+    Releases in 8-bit floats with block-wise scale factors (DeepSeek-V3, Kimi-K2: `quantization_config`) are
+    dequantized: multiplied by their factors in float32, then rounded to `dtype`.
 
     Args:
-      folder: as transformers' `save_pretrained` writes it, or a release's.
-      mesh: the devices, by axis.
-      strategy: a strategy, or bare `Rules`.
-      tx: the optimizer, to train with; None: none, to look at the model or to write it elsewhere.
-      dtype: of the parameters; None: the widest that the files have, so that nothing is rounded; of weights in 8-bit
-        floats bfloat16.
-      precision: as for `init_state`; its parameters' dtype goes before `dtype`.
-      lora: adapters to train in place of the model's matrices, as in `mp.lora`.
-      key: a jax random key, or a seed, of training.
-      **changes: fields of the config to change: `attention="cudnn"`, `vocab_chunk=8192`.
+      folder: a release, or a folder written by transformers' `save_pretrained`.
+      mesh: the device mesh.
+      strategy: a strategy or `Rules`.
+      tx: the optimizer. `None` loads the model for inference or conversion.
+      dtype: parameter dtype. `None` means the highest-precision dtype in the files, so that no parameter is rounded.
+        For 8-bit floats the default is bfloat16.
+      precision: as for `init_state`. Its parameter dtype overrides `dtype`.
+      lora: adapters to train instead of the parameters of the model, as in `mp.lora`.
+      key: random key or seed for training.
+      **changes: fields of the config to replace, such as `attention="cudnn"` or `vocab_chunk=8192`.
 
     Returns:
-      the model's config, and its state; `state.bound()` is the model.
+      The model config and the state. `state.bound()` is the model.
 
     Raises:
-      ValueError: a family, or a field of its config, that the decoders do not know; an index or file that is not sound;
-        a tensor that is missing, surplus, of another shape or of no known dtype; a shard that no mesh axis divides.
+      ValueError: the decoders do not support the family or a field of its config; an index or a file is damaged; a
+        tensor is missing, unexpected, or has a wrong shape or an unknown dtype; a sharded dim is not divisible.
 
     Example:
       >>> cfg, state = from_hf("Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5))
@@ -126,10 +126,15 @@ def from_hf(
 
 
 def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> TrainState:
-    """The state of a setup, with a folder's weights; as `from_hf`, for a model that was made of `config_of(folder)`.
+    """Load the weights of a folder into the state of a setup whose model was built from `config_of(folder)`.
+
+    Args:
+      folder: a Hugging Face folder.
+      setup: the model, the optimizer and the shardings.
+      key: random key or seed for training.
 
     Raises:
-      ValueError: as `from_hf`; or a setup of another model.
+      ValueError: as `from_hf`, or the setup has another model.
     """
     described = describe(Path(folder))
     with open_files(folder, described) as files:
@@ -139,9 +144,12 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
 
 
 def check_weights(folder: str | Path) -> None:
-    """Check that a folder's files hold the tensors that its `config.json` describes.
+    """Check that the files of a folder contain the tensors that its `config.json` describes.
 
-    Numbers are not read, except to compare the head of a tied model with its embedding table.
+    Only headers are read, except to compare the head of a tied model with its embedding table.
+
+    Args:
+      folder: a Hugging Face folder.
 
     Raises:
       ValueError: as `from_hf`.
@@ -152,10 +160,14 @@ def check_weights(folder: str | Path) -> None:
 
 
 def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
-    """What a folder's `config.json` says, with fields changed; no weights are looked at.
+    """Return the model config of a folder without reading its weights.
+
+    Args:
+      folder: a Hugging Face folder.
+      **changes: fields of the config to replace.
 
     Raises:
-      ValueError: a family, or a field, that the decoders do not know.
+      ValueError: the decoders do not support the family or a field of its config.
     """
     return dataclasses.replace(describe(Path(folder)).config, **changes)
 
@@ -164,24 +176,40 @@ def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
 
 
 def describe(folder: Path) -> Described:
-    """The config.json of a folder, checked."""
+    """Read and check the config.json of a folder.
+
+    Args:
+      folder: a Hugging Face folder.
+
+    Raises:
+      ValueError: the folder does not exist, or as `config_of`.
+    """
     if not os.path.isdir(folder):
-        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", "name a folder with config.json")
+        fix = "pass a folder with config.json"
+        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", fix, code="missing-file")
     return described(read_json(folder / CONFIG), where=str(folder / CONFIG))
 
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
-    """A config.json as it was read, in our terms. Raises `ValueError`: as `config_of`."""
+    """Translate a parsed config.json.
+
+    Args:
+      document: the parsed config.json.
+      where: the file, for error messages.
+
+    Raises:
+      ValueError: as `config_of`.
+    """
     document = _older(where, document)
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
         shown = repr(kind)[:60]
-        fix = "take one of them, or write a table beside these in meshpar/interop/families"
-        exists = f"the families are {', '.join(BY_TYPE)}"
+        fix = "use one of them, or add a table to meshpar/interop/families"
+        reason = f"the families are {', '.join(BY_TYPE)}"
         if isinstance(kind, str) and kind in LACKING:
-            exists += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
-        raise problem(f"{where}, `model_type`", f"read {shown}", exists, fix)
+            reason += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
+        raise problem(f"{where}, `model_type`", f"read {shown}", reason, fix, code="unsupported-feature")
     check_known(where, document, family)
     block = read_block_shape(where, document)
     values: dict[str, Any] = {}
@@ -192,24 +220,34 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     try:
         return Described(built(values), family, dict(document), block)
     except ValueError as error:
-        raise problem(where, "make a config of it", str(error).rstrip("."), "take the release's config.json") from error
+        reason, fix = str(error).rstrip("."), "use the config.json of the release"
+        raise problem(where, "build a TransformerConfig", reason, fix, code="out-of-range") from error
 
 
 def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """A document of transformers 5, whose fields about rotary embeddings are one, as those before it wrote it."""
+    """Convert the `rope_parameters` of transformers 5 to the `rope_theta` and `rope_scaling` of earlier versions."""
     if "rope_parameters" not in document:
         return dict(document)
     document = dict(document)
     rope = document.pop("rope_parameters")
     if not isinstance(rope, Mapping):
-        raise problem(f"{where}, `rope_parameters`", "read it", "it is no object", "take the release's config.json")
+        fix = "use the config.json of the release"
+        raise problem(f"{where}, `rope_parameters`", "read the field", "it is not an object", fix, code="wrong-type")
     rope = dict(rope)
     theta = rope.pop("rope_theta", None)
     return document | ({} if theta is None else {"rope_theta": theta}) | {"rope_scaling": rope or None}
 
 
 def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """A config of ours as the config.json of a family. Raises `ValueError`: it has what the family has not."""
+    """Return the config.json of a family for a `TransformerConfig`.
+
+    Args:
+      config: the config of the decoder.
+      family: the family to write.
+
+    Raises:
+      ValueError: the family has no field for an option of the config.
+    """
     document = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -219,33 +257,39 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **family.write_more(config),
         "torch_dtype": config.param_dtype,
     }
-    again, asked = (dict(tree_leaves_with_paths(_meaning(one))) for one in (described(document).config, config))
-    for name in sorted(asked.keys() | again.keys()):  # a field that is None has no leaf
-        if again.get(name) != asked.get(name):
-            where = f"TransformerConfig.{name.replace('/', '.')} ({asked.get(name)!r})"
-            fix = "write it as another family, or change the field"
-            raise problem(where, f"write it as `{family.model_type}`", f"that family has {again.get(name)!r}", fix)
+    actual, expected = (dict(tree_leaves_with_paths(_architecture(c))) for c in (described(document).config, config))
+    for name in sorted(expected.keys() | actual.keys()):  # a field that is None has no leaf
+        if actual.get(name) != expected.get(name):
+            where = f"TransformerConfig.{name.replace('/', '.')} ({expected.get(name)!r})"
+            reason, fix = f"that family has {actual.get(name)!r}", "choose another family, or change the field"
+            raise problem(where, f"write it as `{family.model_type}`", reason, fix, code="unsupported-feature")
     return document
 
 
-_OURS = {"attention", "tensor_matmul", "vocab_chunk", "param_dtype"}
-_OURS_OF_MOE = {"auxiliary_weight", "z_weight", "bias_rate", "implementation", "bound_factor", "payload", "chunks"}
-_OURS_OF_ROUTING = {"capacity_factor", "causal", "force"}
+_RUNTIME_FIELDS = {"attention", "tensor_matmul", "vocab_chunk", "param_dtype"}
+_RUNTIME_MOE_FIELDS = {
+    "auxiliary_weight", "z_weight", "bias_rate", "implementation", "bound_factor", "payload", "chunks",
+}  # fmt: skip
+_RUNTIME_ROUTING_FIELDS = {"capacity_factor", "causal", "force"}
 
 
-def _meaning(config: TransformerConfig) -> dict[str, Any]:
-    """The fields that say which function of tokens it is, not how it is computed or trained."""
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _OURS}
+def _architecture(config: TransformerConfig) -> dict[str, Any]:
+    """Return the fields that define the forward pass, without those about its implementation and training."""
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _RUNTIME_FIELDS}
     if config.moe is not None:
         moe = fields["moe"]
-        routing = {name: value for name, value in moe["routing"].items() if name not in _OURS_OF_ROUTING}
-        rest = {name: value for name, value in moe.items() if name not in _OURS_OF_MOE}
-        fields["moe"] = {**rest, "routing": routing, "is_biased": config.moe.is_biased}
+        routing = {name: value for name, value in moe["routing"].items() if name not in _RUNTIME_ROUTING_FIELDS}
+        moe = {name: value for name, value in moe.items() if name not in _RUNTIME_MOE_FIELDS}
+        fields["moe"] = {**moe, "routing": routing, "is_biased": config.moe.is_biased}
     return fields
 
 
 def family_of(config: TransformerConfig) -> Family:
-    """The family whose checkpoints a config of ours is written as, where no folder says it."""
+    """Return the family that a config is written as by default.
+
+    Args:
+      config: the config of the decoder.
+    """
     if config.latent is not None:
         return BY_TYPE["deepseek_v3"]
     if config.moe is not None:
@@ -256,14 +300,18 @@ def family_of(config: TransformerConfig) -> Family:
 # ---- Reading ---------------------------------------------------------------------------------------------------------
 
 INV_FREQ = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-"""Buffers of rotary frequencies. They follow from config.json, and transformers ignores them."""
+"""Names of buffers with rotary frequencies. config.json determines their values, and transformers ignores them."""
 
 
 def open_files(folder: str | Path, described: Described) -> Folder:
-    """Open a folder's files, drop rotary buffers, and keep one copy of a tied embedding table.
+    """Open the files of a folder, without rotary buffers and with one copy of a tied embedding table.
+
+    Args:
+      folder: a Hugging Face folder.
+      described: its config.json.
 
     Raises:
-      ValueError: as `Folder`; a tied model whose head differs from its embedding table.
+      ValueError: as `Folder`, or the head of a tied model differs from its embedding table.
     """
     files = Folder(folder, block=described.block)
     with contextlib.ExitStack() as until_checked:
@@ -276,73 +324,90 @@ def open_files(folder: str | Path, described: Described) -> Folder:
             elif files.are_equal(HEAD, TABLE):
                 del files.entries[HEAD]
             else:
-                exists = f"config.json says that it is `{TABLE}` (tie_word_embeddings), which holds other numbers"
-                fix = "take the config.json of these files"
-                raise problem(f"{files.path}, `{HEAD}`", "read it", exists, fix)
+                reason = f"config.json ties it to `{TABLE}` (tie_word_embeddings), which has different values"
+                fix = "use the config.json of these files"
+                raise problem(f"{files.path}, `{HEAD}`", "read the tensor", reason, fix, code="conflict")
         until_checked.pop_all()
     return files
 
 
 def widest(files: Folder, described: Described) -> str:
-    """The widest dtype that the files have of parameters, in which none of them is rounded."""
-    names = {
-        name for one in described.family.tensors(described.config) if not one.is_extra for name, _ in one.tensors()
-    }
-    found = {jnp.dtype(files.entries[name].dtype) for name in names}
-    if jnp.dtype("float64") in found:  # which jax would take for 32 bits here
+    """Return the dtype to which all parameter dtypes in the files promote, so that no parameter is rounded.
+
+    Args:
+      files: the weight files.
+      described: the config.json of the folder.
+    """
+    mappings = [mapping for mapping in described.family.tensors(described.config) if not mapping.is_extra]
+    dtypes = {jnp.dtype(files.entries[name].dtype) for mapping in mappings for name, _ in mapping.tensors()}
+    if jnp.dtype("float64") in dtypes:  # without jax_enable_x64, jnp.result_type would return float32
         return "float64"
-    return jnp.dtype(jnp.result_type(*found)).name
+    return jnp.dtype(jnp.result_type(*dtypes)).name
 
 
 def tell_rounded(where: str, files: Folder, like: PyTree) -> None:
-    """Warns where files have 64 bits and the arrays that they are read into have not."""
-    is_wide = any(entry.dtype == "float64" for entry in files.entries.values())
-    if is_wide and all(x.dtype.itemsize < 8 for x in jax.tree.leaves(like)):
-        fix = "set jax_enable_x64 and the dtype, where that is not wanted"
-        warnings.warn(
-            str(problem(where, "read float64", "the model's dtypes are narrower: it is rounded", fix)), stacklevel=3
-        )
+    """Warn if float64 tensors are read into arrays of lower precision.
+
+    Args:
+      where: the function and the folder, for the warning.
+      files: the weight files.
+      like: the arrays, or their abstract values.
+    """
+    has_float64 = any(entry.dtype == "float64" for entry in files.entries.values())
+    if has_float64 and all(x.dtype.itemsize < 8 for x in jax.tree.leaves(like)):
+        reason = "the model has a lower precision, so the weights are rounded"
+        fix = "set jax_enable_x64 and the dtype to keep all bits"
+        warnings.warn(str(problem(where, "keep float64 weights", reason, fix, code="wrong-dtype")), stacklevel=3)
 
 
 def check_dtype(where: str, dtype: str) -> None:
-    """Raises `ValueError` for what is no dtype of weights, or of more bits than jax keeps."""
+    """Check that a dtype is valid for weights and available in JAX.
+
+    Args:
+      where: the argument, for error messages.
+      dtype: the name of the dtype.
+
+    Raises:
+      ValueError: the dtype is not among `PARAM_DTYPES`, or needs `jax_enable_x64`.
+    """
     if dtype not in PARAM_DTYPES:
-        raise problem(where, f"be {dtype!r}", f"weights are {', '.join(PARAM_DTYPES)}", "use one of them")
+        reason = f"the dtype of weights is one of {', '.join(PARAM_DTYPES)}"
+        raise problem(where, f"be {dtype!r}", reason, "use one of them", code="unknown-choice")
     check_bits(where, dtype)
 
 
 def _check(files: Folder, described: Described) -> None:
-    """Raises `ValueError` unless the files hold the tensors of the table, of their shapes, and no other."""
+    """Check that the files contain exactly the tensors of the family, with their shapes."""
     config, family, document, _ = described
-    there = files.entries
-    expected = _shapes(family.tensors(config), len(there), files.path)
-    kept = _shapes(family.kept(config, document), len(there), files.path)
-    kept = kept if kept.keys() & there.keys() else {}  # transformers itself leaves them out
+    entries = files.entries
+    expected = _shapes(family.tensors(config), len(entries), files.path)
+    kept = _shapes(family.kept(config, document), len(entries), files.path)
+    kept = kept if kept.keys() & entries.keys() else {}  # transformers omits these tensors when it saves a model
     expected |= kept
     for name in expected:
-        if name not in there:
-            exists = f"the {len(there)} tensors of the files have no such name"
-            raise problem(f"{files.path}, `{name}`", "read it", exists, near(name, there))
-    for name, entry in there.items():
+        if name not in entries:
+            reason = f"the {len(entries)} tensors of the files have no such name"
+            raise problem(f"{files.path}, `{name}`", "read the tensor", reason, near(name, entries), code="not-found")
+    fix = "use the config.json of these files"
+    for name, entry in entries.items():
         if name not in expected:
-            exists = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
-            fix = "take the config.json of these files; remove the tensor only if the model's code does not read it"
-            raise problem(f"{files.path}, `{name[:100]}`", "read it", exists, fix)
+            reason = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
+            fix = f"{fix}; remove the tensor only if the model's code does not read it"
+            raise problem(f"{files.path}, `{name[:100]}`", "read the tensor", reason, fix, code="unknown-name")
         if entry.shape != expected[name]:
-            exists = f"by config.json it is {list(expected[name])}"
-            raise problem(
-                f"{files.path}, `{name}`", f"take {list(entry.shape)}", exists, "take the config.json of these files"
-            )
+            where, reason = f"{files.path}, `{name}`", f"by config.json the shape is {list(expected[name])}"
+            raise problem(where, f"use shape {list(entry.shape)}", reason, fix, code="wrong-shape")
 
 
-def _shapes(tensors: Iterable[WeightMapping], most: int, path: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Iterable[WeightMapping], limit: int, path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in the files. Check that there are at most `limit` before listing them."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for one in tensors:
-        if one.num_tensors > most:
-            exists = f"by config.json there are {one.num_tensors:,} such"
-            fix = "take the config.json of these files"
-            raise problem(f"{path}, `{one.template}`", f"find it among {most} tensors", exists, fix)
-        shapes |= {name: one.file_shape for name, _ in one.tensors()}
+    for mapping in tensors:
+        if mapping.num_tensors > limit:
+            reason = f"by config.json there are {mapping.num_tensors:,} such tensors"
+            where, fix = f"{path}, `{mapping.template}`", "use the config.json of these files"
+            raise problem(where, f"find them among {limit} tensors", reason, fix, code="not-found")
+        shapes |= {name: mapping.file_shape for name, _ in mapping.tensors()}
     return shapes
 
 
@@ -350,24 +415,26 @@ def _shapes(tensors: Iterable[WeightMapping], most: int, path: Path) -> dict[str
 def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | int) -> TrainState:
     tensors = described.family.tensors(described.config)
     like = setup.abstract
-    of_params = {one.path: one for one in tensors if not one.is_extra}
-    of_extra = {one.path: one for one in tensors if one.is_extra}
-    given = {path: leaf.shape for path, leaf in tree_leaves_with_paths(like.params) if not of_pair(path)}
+    param_mappings = {mapping.path: mapping for mapping in tensors if not mapping.is_extra}
+    extra_mappings = {mapping.path: mapping for mapping in tensors if mapping.is_extra}
+    shapes = {path: leaf.shape for path, leaf in tree_leaves_with_paths(like.params) if not of_pair(path)}
     pairs = fresh_pairs(setup, key)
-    if given != {path: one.shape for path, one in of_params.items()}:
-        wrong = next(path for path in sorted(given.keys() | of_params) if path not in of_params
-                     or given.get(path) != of_params[path].shape)  # fmt: skip
-        exists = f"it has {given.get(wrong, 'none')}, and the files {getattr(of_params.get(wrong), 'shape', 'none')}"
-        raise problem(f"load_hf, `{wrong}`", "put weights into the model", exists, "build it of config_of(folder, ...)")
+    if shapes != {path: mapping.shape for path, mapping in param_mappings.items()}:
+        wrong = next(path for path in sorted(shapes.keys() | param_mappings) if path not in param_mappings
+                     or shapes.get(path) != param_mappings[path].shape)  # fmt: skip
+        file_shape = getattr(param_mappings.get(wrong), "shape", "none")
+        reason = f"the shape is {shapes.get(wrong, 'none')} in the model and {file_shape} in the files"
+        fix = "build the model from config_of(folder, ...)"
+        raise problem(f"load_hf, `{wrong}`", "load the weights", reason, fix, code="wrong-shape")
 
     def param(path: str, leaf: Any) -> jax.Array:
-        return pairs[path] if path in pairs else born(files, of_params[path], leaf)
+        return pairs[path] if path in pairs else born(files, param_mappings[path], leaf)
 
     def extra(path: str, leaf: Any) -> jax.Array:
-        end = next((one for ours, one in of_extra.items() if path.endswith(ours)), None)
-        if end is not None:
-            return born(files, end, leaf)
-        return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # what was counted since the last step
+        mapping = next((mapping for suffix, mapping in extra_mappings.items() if path.endswith(suffix)), None)
+        if mapping is not None:
+            return born(files, mapping, leaf)
+        return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # counts since the last step
 
     return setup.begin(_mapped(param, like.params), _mapped(extra, like.extra), key)
 
@@ -378,15 +445,21 @@ def _mapped(f: Any, tree: PyTree) -> PyTree:
 
 
 def born(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array in its shards, each read from the files by itself and let go of before the next one is read."""
+    """Read a sharded array from the files, one shard at a time.
+
+    Args:
+      files: the weight files.
+      tensor: the tensors of the array.
+      like: shape, dtype and sharding of the array.
+    """
     owners: dict[Any, list[jax.Device]] = {}
     indices: dict[Any, Any] = {}
     assert like.sharding is not None
     for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
         assert index is not None
-        bounds = tuple(one.indices(size)[:2] for one, size in zip(index, like.shape, strict=True))
+        bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, like.shape, strict=True))
         owners.setdefault(bounds, []).append(device)
-        indices[bounds] = tuple(slice(*one) for one in bounds)
+        indices[bounds] = tuple(slice(*dim) for dim in bounds)
     shards = []
     for bounds, devices in owners.items():
         part = tensor.read(indices[bounds], like.dtype, _reader(files, like.dtype))
@@ -396,19 +469,21 @@ def born(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> ja
 
 
 def _reader(files: Folder, dtype: Any) -> Any:
-    """Return a function that reads parts of tensors and checks that their numbers are finite, also in the dtype."""
-    reaches = float(jnp.finfo(dtype).max)
+    """Return a function that reads slices of tensors and checks that their values are finite in this dtype."""
+    limit = float(jnp.finfo(dtype).max)
 
     def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
         part = files.read(name, slices)
         if not np.isfinite(part).all():
-            exists = f"{np.count_nonzero(~np.isfinite(part)):,} of its numbers are nan or infinite"
-            raise problem(f"{files.path}, `{name}`", "use it as weights", exists, "take the files of the release again")
-        if float(jnp.finfo(part.dtype).max) > reaches and part.size and float(np.abs(part).max()) > reaches:
-            exists = (
-                f"its numbers go up to {float(np.abs(part).max()):.3g}, which {jnp.dtype(dtype).name} does not hold"
+            reason = f"{np.count_nonzero(~np.isfinite(part)):,} of its values are nan or infinite"
+            fix = "download the files of the release again"
+            raise problem(f"{files.path}, `{name}`", "use it as weights", reason, fix, code="damaged-file")
+        if float(jnp.finfo(part.dtype).max) > limit and part.size and float(np.abs(part).max()) > limit:
+            reason = (
+                f"its largest magnitude is {float(np.abs(part).max()):.3g}, which overflows {jnp.dtype(dtype).name}"
             )
-            raise problem(f"{files.path}, `{name}`", f"take it as {dtype}", exists, "choose a wider dtype")
+            fix = "choose a dtype with a larger range"
+            raise problem(f"{files.path}, `{name}`", f"convert it to {dtype}", reason, fix, code="wrong-dtype")
         return part
 
     return read
@@ -426,34 +501,34 @@ def to_hf(
     dtype: str | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Write a model as a folder that transformers reads: `config.json` and safetensors files, all of it or nothing.
+    """Write a model atomically as `config.json` and safetensors files, a folder that transformers can load.
 
-    Of the host's memory this takes one file at a time. Where several processes hold the state all of them call it:
-    process 0 writes, and the others send it their parts, a tensor at a time.
+    The host buffers one file at a time. If the state is sharded over processes, every process must call this function.
+    Process 0 gathers each tensor and writes the files.
 
     Args:
-      state: a state, or its parameters alone. A state's adapters are merged.
-      config: of the model.
-      folder: a new one.
-      like: the folder the model came from, or `hf` of a run: names the family, and gives what is not ours: other fields
-        of config.json, the tokenizer, modules our decoders do not run, and how tensors are spread over files. Where its
-        weights are 8-bit floats, what is written is plain all the same, and `quantization_config` is left out, which
-        a warning says.
-      dtype: of the weights; None: each tensor's in `like`, or without that the parameters'. Experts' biases
-        stay float32.
-      file_bytes: no file is larger, but for one with one tensor.
+      state: a state or its parameters. The adapters of a state are merged.
+      config: the config of the model.
+      folder: the folder to create.
+      like: the folder that the model was loaded from, or `hf` of a run. It determines the family, and the function
+        copies from it other fields of config.json, the tokenizer, tensors that the decoders do not use, and the
+        assignment of tensors to files. If its weights are 8-bit floats, the new weights are not quantized, and
+        `quantization_config` is omitted with a warning.
+      dtype: dtype of the weights. `None` means the dtype of each tensor in `like`, or without `like` the parameter
+        dtype. Expert biases are always float32.
+      file_bytes: maximum file size in bytes. A file with a single tensor may be larger.
 
     Returns:
-      the folder.
+      The path of the folder.
 
     Raises:
-      ValueError: the folder is there already; a config that no family has; parameters of another model.
+      ValueError: the folder already exists, no family supports the config, or the parameters do not match it.
     """
     params, extra = (merged_params(state), state.extra) if isinstance(state, TrainState) else (state, {})
     for path, _ in tree_leaves_with_paths(params):
         if of_pair(path):
-            exists, fix = "a state says how they count, parameters alone do not", "give the state"
-            raise problem(f"to_hf, `{path}`", "merge adapters", exists, fix)
+            reason, fix = "the parameters do not include the scale of the adapters", "pass the TrainState"
+            raise problem(f"to_hf, `{path}`", "merge adapters", reason, fix, code="wrong-type")
     if dtype is not None:
         check_dtype("to_hf(dtype=...)", dtype)
     with contextlib.ExitStack() as stack:
@@ -478,17 +553,17 @@ def to_hf(
 
 
 def _spread(sizes: Mapping[str, int], files: Folder | None, file_bytes: int) -> dict[str, str]:
-    """The file of each tensor: as in the folder the model came from, where that has the same tensors."""
-    if files is not None and not files.has_float8 and {n: one.nbytes for n, one in files.entries.items()} == sizes:
+    """Return the file of each tensor. Reuse the assignment of the original folder if it has the same tensors."""
+    if files is not None and not files.has_float8 and {n: entry.nbytes for n, entry in files.entries.items()} == sizes:
         return {name: files.entries[name].file for name in sizes}
     return assigned(sizes.items(), file_bytes)
 
 
 def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files: Mapping[str, str]) -> None:
-    """A new folder, filled by process 0, to which the others send their parts of each tensor when it makes that.
+    """Create a folder in process 0, while the other processes send their shards of each tensor.
 
     Raises:
-      ValueError: in all processes, where the first could not write it.
+      ValueError: process 0 failed to write the folder. All processes raise an error.
     """
     failure: BaseException | None = None
     if jax.process_index() == 0:
@@ -509,18 +584,27 @@ def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files:
     if failure is not None:
         raise failure
     if has_failed:
-        exists, fix = "process 0 could not, and says why", "see its error"
-        raise problem(f"to_hf, folder `{folder}`", "write it", exists, fix)
+        where, fix = f"to_hf, folder `{folder}`", "see the error of process 0"
+        raise problem(where, "write the model", "process 0 failed", fix, code="write-failed")
 
 
 def kept_names(described: Described) -> list[str]:
-    """Tensors that our decoders do not run, and that a folder may have."""
+    """Return the names of tensors that a folder may have but the decoders do not use.
+
+    Args:
+      described: the config.json of the folder.
+    """
     config, family, document, _ = described
-    return [name for one in family.kept(config, document) for name, _ in one.tensors()]
+    return [name for mapping in family.kept(config, document) for name, _ in mapping.tensors()]
 
 
 def copy_beside(like: str | Path | None, folder: Path) -> None:
-    """Copy the tokenizer and what else goes along."""
+    """Copy the tokenizer and generation files.
+
+    Args:
+      like: the folder to copy from. `None` copies nothing.
+      folder: the folder to copy to.
+    """
     for pattern in BESIDE if like is not None else ():
         for path in Path(like or "").glob(pattern):
             if path.is_file():
@@ -531,12 +615,13 @@ def copy_beside(like: str | Path | None, folder: Path) -> None:
 
 
 def _document(ours: dict[str, Any], source: Described | None, dtype: str | None) -> dict[str, Any]:
-    """config.json: the source's, where that says the same; with our fields in it, where not."""
+    """Return the config.json to write: the document of the source, with our fields if the config differs."""
     if source is None:
         return ours | ({} if dtype is None else {"torch_dtype": dtype})
     theirs = dict(source.document)
     if theirs.pop(CONFIG_FIELD, None) is not None:
-        warnings.warn(f"to_hf: weights are written plain, and config.json without `{CONFIG_FIELD}`", stacklevel=3)
+        warning = f"to_hf: the weights are not quantized, and config.json is written without `{CONFIG_FIELD}`"
+        warnings.warn(warning, stacklevel=3)
     if source.config != described(ours).config:
         drop = {"architectures", "model_type", "torch_dtype", "num_nextn_predict_layers"}
         for field in source.family.fields:
@@ -548,7 +633,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
 
 
 class Made:
-    """The tensors of a model to write, made one at a time of the arrays they are parts of."""
+    """Callable that assembles each checkpoint tensor from the parameter arrays."""
 
     def __init__(
         self, tensors: list[WeightMapping], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
@@ -558,30 +643,32 @@ class Made:
         self._taken: dict[str, int] = {}
         self.kept: tuple[str, ...] = ()
         arrays = dict(tree_leaves_with_paths(params))
-        beside = dict(tree_leaves_with_paths(extra))
+        extra_arrays = dict(tree_leaves_with_paths(extra))
         self.pieces: dict[str, list[tuple[WeightMapping, Any, tuple[int, ...]]]] = {}
-        for one in tensors:
-            found = arrays.get(one.path)
-            if one.is_extra:
-                found = next((x for path, x in beside.items() if path.endswith(one.path)), None)
-            if found is None or found.shape != one.shape:
-                exists = "there is none" if found is None else f"it has {found.shape}"
-                fix = "give the state of this config" + ", not its parameters alone" * one.is_extra
-                raise problem(f"to_hf, `{one.path}`", f"write an array of {one.shape}", exists, fix)
-            if isinstance(found, jax.Array) and not (together or found.is_fully_addressable):
-                exists = "other processes hold a part of it"
+        for mapping in tensors:
+            array = arrays.get(mapping.path)
+            if mapping.is_extra:
+                array = next((x for path, x in extra_arrays.items() if path.endswith(mapping.path)), None)
+            if array is None or array.shape != mapping.shape:
+                reason = "there is no such array" if array is None else f"its shape is {array.shape}"
+                fix = "pass the TrainState of this config" + ", not only its parameters" * mapping.is_extra
+                requested = f"write an array of shape {mapping.shape}"
+                raise problem(f"to_hf, `{mapping.path}`", requested, reason, fix, code="wrong-shape")
+            if isinstance(array, jax.Array) and not (together or array.is_fully_addressable):
+                reason = "other processes have some of its shards"
                 fix = "save a checkpoint, and convert it in one process: meshpar convert to-peft RUN DIR"
-                raise problem(f"to_peft, `{one.path}`", "write it", exists, fix)
-            for name, at in one.tensors():
-                self.pieces.setdefault(name, []).append((one, found, at))
+                where = f"to_peft, `{mapping.path}`"
+                raise problem(where, "write the array", reason, fix, code="unsupported-feature")
+            for name, index in mapping.tensors():
+                self.pieces.setdefault(name, []).append((mapping, array, index))
 
     def dtype_of(self, name: str) -> Any:
-        """In which a tensor is written."""
+        """Return the dtype of a tensor in the file."""
         if name in self.kept or (self.dtype is None and self.files is not None and name in self.files.entries):
             assert self.files is not None
             return jnp.dtype(self.files.entries[name].dtype)
-        one, array, _ = self.pieces[name][0]
-        return jnp.dtype(self.dtype or array.dtype) if not one.is_extra else jnp.dtype(np.float32)
+        mapping, array, _ = self.pieces[name][0]
+        return jnp.dtype(self.dtype or array.dtype) if not mapping.is_extra else jnp.dtype(np.float32)
 
     def nbytes(self, name: str) -> int:
         if name in self.kept:
@@ -591,45 +678,50 @@ class Made:
         return int(np.prod(shape, dtype=np.int64)) * self.dtype_of(name).itemsize
 
     def __call__(self, name: str) -> np.ndarray:
-        """The tensor."""
+        """Return a tensor as a numpy array."""
         if name in self.kept:
             assert self.files is not None
             return self.files.read_full(name)
         pieces = self.pieces[name]
-        out = np.zeros(pieces[0][0].file_shape, self.dtype_of(name))  # some pieces are blocks of it
-        for number, (one, array, at) in enumerate(pieces, 1):
-            self._taken[name] = number  # begun together with the other processes, so not to be begun again
-            one.write(_gathered(array, at), out)
+        out = np.zeros(pieces[0][0].file_shape, self.dtype_of(name))  # a piece may fill only a block of the tensor
+        for number, (mapping, array, index) in enumerate(pieces, 1):
+            self._taken[name] = number  # set before the collective, which must not be repeated if it fails
+            mapping.write(_gathered(array, index), out)
         return out
 
     def take_part(self, name: str) -> None:
-        """Send other processes what they need of a tensor, but for the pieces that have been taken here."""
-        for _, array, at in self.pieces.get(name, ())[self._taken.get(name, 0) :]:
-            _gathered(array, at)
+        """Take part in gathering a tensor for process 0. Skip collectives that this process has already started.
+
+        Args:
+          name: the tensor.
+        """
+        for _, array, index in self.pieces.get(name, ())[self._taken.get(name, 0) :]:
+            _gathered(array, index)
 
 
-def _gathered(array: Any, at: tuple[int, ...]) -> np.ndarray:
-    """What stands at these indices of an array's leading dims, put together on the host of the shards that hold it."""
+def _gathered(array: Any, index: tuple[int, ...]) -> np.ndarray:
+    """Return `array[index]`, with indices of the leading dims, assembled on the host from its shards."""
     if not isinstance(array, jax.Array):
-        return np.asarray(array)[at]
+        return np.asarray(array)[index]
     if not array.is_fully_addressable:
         assert isinstance(array.sharding, NamedSharding)
-        of = _picked(NamedSharding(array.sharding.mesh, PartitionSpec()))(array, [np.int32(i) for i in at])
-        return np.asarray(of.addressable_data(0))
-    out = np.empty(array.shape[len(at) :], array.dtype)
+        replicated = NamedSharding(array.sharding.mesh, PartitionSpec())
+        return np.asarray(_picked(replicated)(array, [np.int32(i) for i in index]).addressable_data(0))
+    out = np.empty(array.shape[len(index) :], array.dtype)
     for shard in array.addressable_shards:
-        bounds = [one.indices(size)[:2] for one, size in zip(shard.index, array.shape, strict=True)]
-        inside = all(low <= i < high for i, (low, high) in zip(at, bounds, strict=False))
+        bounds = [dim.indices(size)[:2] for dim, size in zip(shard.index, array.shape, strict=True)]
+        inside = all(low <= i < high for i, (low, high) in zip(index, bounds, strict=False))
         if shard.replica_id or not inside:
             continue
-        here = tuple(i - low for i, (low, _) in zip(at, bounds, strict=False))
+        local = tuple(i - low for i, (low, _) in zip(index, bounds, strict=False))
+        # On the CPU np.asarray is a view. On other devices, index first, to transfer only this slice.
         on_host = shard.device.platform == "cpu"
-        part = np.asarray(shard.data)[here] if on_host else np.asarray(shard.data[here])  # all of it, or what is needed
-        out[tuple(slice(*one) for one in bounds[len(at) :])] = part
+        part = np.asarray(shard.data)[local] if on_host else np.asarray(shard.data[local])
+        out[tuple(slice(*dim) for dim in bounds[len(index) :])] = part
     return out
 
 
 @functools.lru_cache(maxsize=8)
-def _picked(whole: NamedSharding) -> Any:
-    """What stands at indices of an array's leading dims, on every device; one program for all indices."""
-    return jax.jit(lambda array, at: array[tuple(at)], out_shardings=whole)
+def _picked(replicated: NamedSharding) -> Any:
+    """Return a jitted `array[index]` with a replicated result. The index is traced, so there is one program."""
+    return jax.jit(lambda array, index: array[tuple(index)], out_shardings=replicated)

@@ -1,6 +1,7 @@
-"""What a run's folder keeps of the model it began with, and the model of a run or of a folder of Hugging Face's.
+"""Models of training runs: load a run or a Hugging Face folder, and keep its config and tokenizer.
 
-runs/<name>/  checkpoints/ · hf/ (config.json, tokenizer, tensors that our decoders do not run)
+A run folder contains `checkpoints/` and, if training started from a Hugging Face folder, `hf/` with the config.json,
+the tokenizer and the tensors that meshpar's decoders do not use.
 """
 
 from __future__ import annotations
@@ -29,24 +30,28 @@ from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 
 BESIDE_RUN = "hf"
-"""Folder of a run that `to_hf` goes by."""
+"""Subfolder of a run with the config and tokenizer files that `to_hf` copies."""
 CHECKPOINTS = "checkpoints"
 RUN_MODE = 0o700
-"""Mode of a new run folder, less the umask: only its owner reads it, and nobody else can put links into it."""
+"""Mode of a new run folder, before the umask: no other user can read it or create links in it."""
 SOURCE = "source.json"
-"""In it, which folder that was."""
-_LOOKED_AT = 2**20
-_PARTS = {
-    one.__name__: one
-    for one in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
+"""File in `BESIDE_RUN` that records the path and the fingerprint of the original folder."""
+_SAMPLE_BYTES = 2**20
+_CONFIG_TYPES = {
+    cls.__name__: cls
+    for cls in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
 }
 
 
 def keep_beside(source: str | Path, run: Path) -> Path:
-    """Keep in a run what `to_hf` needs of the folder that its model came from; what it kept before goes.
+    """Copy into a run the files that `to_hf` needs from the original folder, and replace earlier copies.
+
+    Args:
+      source: the Hugging Face folder that the model was loaded from.
+      run: the folder of the run.
 
     Returns:
-      that folder of the run.
+      The subfolder of the run with the copies.
     """
     to = run / BESIDE_RUN
     check_inside(Path(source) / CONFIG, Path(source))
@@ -65,74 +70,97 @@ def keep_beside(source: str | Path, run: Path) -> Path:
 
 
 def check_source(source: str | Path, run: Path) -> None:
-    """Look whether a folder is the one that a run's model came from.
+    """Check that a run's model was loaded from this folder.
+
+    Args:
+      source: a Hugging Face folder.
+      run: the folder of the run.
 
     Raises:
-      ValueError: its files are others, or the run's model came from none.
+      ValueError: the run started from other files, or with random weights.
     """
     kept = run / BESIDE_RUN / SOURCE
     if Path(source).resolve() == kept.parent.resolve():
         return
     if not kept.parent.exists():
-        exists = "the run began with weights of its own, which it goes on with"
-        fix = "leave --from-hf out, or use --name for a new run beside it, or --fresh to begin anew"
-        raise problem(f"--from-hf {source}", f"go on with {run}", exists, fix)
+        reason = "the run started with random weights"
+        fix = "omit --from-hf, start another run with --name, or replace this run with --fresh"
+        raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
     if kept.exists() and read_json(kept).get("fingerprint") != fingerprint_of(source):
-        exists = f"the run began with the weights of another folder ({str(read_json(kept).get('folder'))[:200]})"
-        fix = "name that folder, or use --name for a new run beside it, or --fresh to begin anew"
-        raise problem(f"--from-hf {source}", f"go on with {run}", exists, fix)
+        reason = f"the run started with the weights of another folder ({str(read_json(kept).get('folder'))[:200]})"
+        fix = "pass that folder, start another run with --name, or replace this run with --fresh"
+        raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
 
 
 def fingerprint_of(source: str | Path) -> str:
-    """Tells folders of weights apart: by the names, sizes and ends of their files, not by all that they hold."""
+    """Return a hash of the names and sizes of the safetensors files and of samples of their bytes.
+
+    Args:
+      source: a Hugging Face folder. The first, middle and last MiB of each file are hashed.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(source).glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            for at in (0, size // 2, max(size - _LOOKED_AT, 0)):
-                file.seek(at)
-                digest.update(file.read(_LOOKED_AT))
+            for offset in (0, size // 2, max(size - _SAMPLE_BYTES, 0)):
+                file.seek(offset)
+                digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def like_of(run: Path) -> Path | None:
-    """What `to_hf` goes by for a run; None for one whose model began here."""
+    """Return the `like` folder of a run for `to_hf`, or None if the run did not start from a Hugging Face folder.
+
+    Args:
+      run: the folder of the run.
+    """
     return run / BESIDE_RUN if (run / BESIDE_RUN / CONFIG).exists() else None
 
 
 def opened(
     folder: str | Path, *, mesh: Mesh, strategy: Strategy | Rules, dtype: str | None = None, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """The model of a run, or of a folder of Hugging Face's, without an optimizer; a run's adapters are merged.
+    """Load the model of a run or of a Hugging Face folder, without an optimizer. LoRA adapters of a run are merged.
 
-    Of a run that averages its parameters (`AdamW(ema=0.999)`) the averages.
+    If a run averages its parameters (`AdamW(ema=0.999)`), the averages are loaded.
 
     Args:
-      folder: of either; a run is one that has `checkpoints/`.
-      mesh, strategy: how it is to lie.
-      dtype: of the parameters, of a folder of Hugging Face's; None: as the files have them.
-      step: of a run, which checkpoint; None: the newest.
+      folder: a run (a folder with `checkpoints/`) or a Hugging Face folder.
+      mesh: the device mesh.
+      strategy: how the parameters are sharded.
+      dtype: parameter dtype, for a Hugging Face folder only. `None` means the dtype in the files.
+      step: checkpoint of a run. `None` means the latest.
+
+    Returns:
+      The config of the model and its state.
 
     Raises:
-      ValueError: neither of them; a dtype for a run; as `from_hf` and `Checkpoints.restore`.
+      ValueError: the folder is neither a run nor a Hugging Face folder, or `dtype` is set for a run. Also see
+        `from_hf` and `Checkpoints.restore`.
     """
     path = Path(folder)
     if not (path / CHECKPOINTS).is_dir():
         if path.is_dir() and not (path / CONFIG).exists():
-            exists = f"it has neither {CHECKPOINTS}/ nor {CONFIG}"
-            raise problem(f"folder `{path}`", "open a model", exists, "name runs/<name>, or a folder of Hugging Face's")
+            reason = f"it has neither {CHECKPOINTS}/ nor {CONFIG}"
+            fix = "pass runs/<name> or a Hugging Face folder"
+            raise problem(f"folder `{path}`", "load a model", reason, fix, code="missing-file")
         return from_hf(path, mesh=mesh, strategy=strategy, dtype=dtype)
     if dtype is not None:
-        exists = "a run is opened in the dtype that it has"
-        fix = "leave --dtype out, or convert to-hf first"
-        raise problem(f"run `{path}`", f"open its model in {dtype}", exists, fix)
+        reason = "a run is loaded in the dtype of its checkpoint"
+        fix = "omit --dtype, or convert the run with to-hf first"
+        raise problem(f"run `{path}`", f"load the model in {dtype}", reason, fix, code="conflict")
     config, state = restored_run(path, mesh=mesh, strategy=strategy, step=step)
     return config, merged(state, config)
 
 
 def merged(state: TrainState, config: TransformerConfig) -> TrainState:
-    """A decoder's state without adapters, which are in its matrices then, and without an optimizer."""
+    """Return the state with LoRA adapters merged into the matrices, without an optimizer.
+
+    Args:
+      state: the state of a decoder. Without adapters it is returned unchanged.
+      config: the config of the decoder.
+    """
     if state.setup.model.lora is None:
         return state
     setup = make_setup(config.build(), optax.identity(), mesh=state.setup.given_mesh, strategy=state.setup.strategy)
@@ -142,14 +170,28 @@ def merged(state: TrainState, config: TransformerConfig) -> TrainState:
 def restored_run(
     path: Path, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """The model of a run as it trained it, with adapters where it has them; arguments and errors as `opened`."""
+    """Load the model of a run, with LoRA adapters kept separate.
+
+    Args:
+      path: the folder of the run.
+      mesh: the device mesh.
+      strategy: how the parameters are sharded.
+      step: the checkpoint to load. `None` means the latest.
+
+    Returns:
+      The config of the model and its state.
+
+    Raises:
+      ValueError: the folder has no checkpoints, or the model is not a meshpar decoder.
+    """
     if not (path / CHECKPOINTS).is_dir():
-        raise problem(f"run `{path}`", "open its model", f"it has no {CHECKPOINTS}/", "name runs/<name>")
+        reason = f"it has no {CHECKPOINTS}/"
+        raise problem(f"run `{path}`", "load the model", reason, "pass runs/<name>", code="missing-file")
     with Checkpoints(path / CHECKPOINTS) as checkpoints:
         table = checkpoints.stored(step).get("params/embed/embedding")
         if table is None:
-            exists, fix = "its model is none of the shipped decoders", "take a run of a TransformerConfig"
-            raise problem(f"run `{path}`", "open its model", exists, fix)
+            reason, fix = "the model is not a meshpar decoder", "use a run whose model is a TransformerConfig"
+            raise problem(f"run `{path}`", "load the model", reason, fix, code="unsupported-feature")
         config, lora = config_of_run(path, param_dtype=table["dtype"]), lora_of_run(path)
         model = config.build() if lora is None else lora(config.build())
         setup = make_setup(model, optax.identity(), mesh=mesh, strategy=strategy)
@@ -159,31 +201,40 @@ def restored_run(
 
 
 def lora_of_run(run: Path) -> Lora | None:
-    """The adapters that a run trained; None: it trained the whole model."""
+    """Return the LoRA config of a run, or None if it trained all parameters.
+
+    Args:
+      run: the folder of the run.
+    """
     path = run / "recipe.json"
     return _from_plain(read_json(path).get("lora")) if path.exists() else None
 
 
 def config_of_run(run: Path, **changes: Any) -> TransformerConfig:
-    """The decoder that a run trained, by its recipe, or by the folder it was converted from.
+    """Return the model config of a run, from its recipe or from its copy of config.json.
+
+    Args:
+      run: the folder of the run.
+      **changes: fields of the config to replace.
 
     Raises:
-      ValueError: the recipe's model is something else.
+      ValueError: the model of the recipe is not a `TransformerConfig`.
     """
     if not (run / "recipe.json").exists():
         return config_of(run / BESIDE_RUN, **changes)
     plain = read_json(run / "recipe.json").get("model")
     config = _from_plain(plain)
     if not isinstance(config, TransformerConfig):
-        exists = "its recipe's model is no TransformerConfig"
-        raise problem(f"run `{run}`", "open its model", exists, "restore it by Checkpoints, with the model itself")
+        reason = "the model in its recipe is not a TransformerConfig"
+        fix = "build the model and restore its state with Checkpoints"
+        raise problem(f"run `{run}`", "load the model", reason, fix, code="unsupported-feature")
     return dataclasses.replace(config, **changes)
 
 
 def _from_plain(plain: Any) -> Any:
-    """What `Recipe.to_json` made of a config; fields that it did not have then are at their defaults."""
+    """Invert `Recipe.to_json` for a config. Fields missing from older recipes have their defaults."""
     if not isinstance(plain, Mapping):
         return plain
-    kind: Any = _PARTS.get(plain.get("type", ""))
+    kind: Any = _CONFIG_TYPES.get(plain.get("type", ""))
     fields = {name: _from_plain(value) for name, value in plain.items() if name != "type"}
     return fields if kind is None else kind(**fields)

@@ -46,29 +46,29 @@ def moved(to: str) -> Any:
 @pytest.mark.parametrize(
     ("file", "change", "says"),
     [
-        (INDEX, moved("../other/model.safetensors"), "of its own folder only"),
-        (INDEX, moved("/etc/passwd"), "of its own folder only"),
-        (INDEX, moved("weights.bin"), "safetensors files of its own folder only"),
+        (INDEX, moved("../other/model.safetensors"), "may only refer to safetensors files in its folder"),
+        (INDEX, moved("/etc/passwd"), "may only refer to safetensors files in its folder"),
+        (INDEX, moved("weights.bin"), "may only refer to safetensors files in its folder"),
         (INDEX, moved("missing.safetensors"), "there is no such file"),
-        (INDEX, lambda d: d["weight_map"].update({"more": FIRST}), "`more`.*it is not there"),
-        (INDEX, lambda d: d.update(weight_map=[1]), "it is no object"),
+        (INDEX, lambda d: d["weight_map"].update({"more": FIRST}), "`more`.*no file has it"),
+        (INDEX, lambda d: d.update(weight_map=[1]), "it must be an object"),
         (CONFIG, lambda d: d.update(model_type="gemma3"), "the families are llama, .*no layer_types, rope_local"),
-        (CONFIG, lambda d: d.update(attention_bias=True), "`attention_bias`.*our decoders have False only"),
-        (CONFIG, lambda d: d.update(quantization_config={"quant_method": "awq"}), "dequantize it"),
-        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*have 1.0 only.*Take another"),
+        (CONFIG, lambda d: d.update(attention_bias=True), "`attention_bias`.*the decoders support False only"),
+        (CONFIG, lambda d: d.update(quantization_config={"quant_method": "awq"}), "dequantize the weights"),
+        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*1.0 only.*Use another"),
         (CONFIG, lambda d: d.update(num_local_experts=4), "`num_local_experts`.*no such field.*remove it only if"),
-        (CONFIG, lambda d: d["rope_scaling"].update(partial_rotary_factor=0.5), "0.5.*support 1.0 only.*Take another"),
+        (CONFIG, lambda d: d["rope_scaling"].update(partial_rotary_factor=0.5), "0.5.*support 1.0 only.*Use another"),
         (CONFIG, lambda d: d.update(rope_scaling={**YARN, "truncate": False}), "truncate`.*support True only"),
-        (CONFIG, lambda d: d.update(rope_scaling={"rope_type": "longrope"}), "the decoders rotate by"),
-        (CONFIG, lambda d: d.update(hidden_size=32), r"take \[24, 16\].*by config.json it is \[24, 32\]"),
-        (CONFIG, lambda d: d.update(hidden_size="16"), "`hidden_size`.*it is a whole number"),
+        (CONFIG, lambda d: d.update(rope_scaling={"rope_type": "longrope"}), "the supported types are default"),
+        (CONFIG, lambda d: d.update(hidden_size=32), r"shape \[24, 16\].*by config.json the shape is \[24, 32\]"),
+        (CONFIG, lambda d: d.update(hidden_size="16"), "`hidden_size`.*must be an integer"),
         (CONFIG, lambda d: d.pop("hidden_size"), "`hidden_size`.*it is missing"),
         (CONFIG, lambda d: d.update(num_hidden_layers=3), "layers.2.input_layernorm.weight.*have no such name"),
         (CONFIG, lambda d: d.update(num_hidden_layers=10**6), "by config.json there are 1,000,000"),
         (CONFIG, lambda d: d.update(num_hidden_layers=1), "has no such tensor"),
         (CONFIG, lambda d: d.update(num_attention_heads=3), "not a multiple"),
-        (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*which holds other numbers"),
-        (CONFIG, lambda d: d.update(eos_token_id="x"), "`eos_token_id`: cannot be 'x': it is a token id"),
+        (CONFIG, lambda d: d.update(tie_word_embeddings=True), "`lm_head.weight`.*which has different values"),
+        (CONFIG, lambda d: d.update(eos_token_id="x"), "`eos_token_id`: cannot be 'x': it must be a token id"),
         (CONFIG, lambda d: d.update(bos_token_id=[1, True]), "`bos_token_id`"),
         (CONFIG, lambda d: d.update(torch_dtype="float3"), "`torch_dtype`: cannot be 'float3'"),
         (CONFIG, lambda d: d.update(dtype=32), "`dtype`: cannot be 32"),
@@ -103,12 +103,12 @@ def other_dtype(header: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (offsets_past_the_end, "no sound safetensors file"),
-        (lambda h: h[NAME].update(shape=[24, 17]), "no sound safetensors file"),
-        (lambda h: h[NAME].update(dtype="Q4"), "no sound safetensors file"),
-        (other_dtype, "weights are F64, F32, F16, BF16 here, or F8_E4M3 by"),
-        (lambda h: h[NAME].update(shape=[16, 24]), r"take \[16, 24\]"),
-        (lambda h: h.pop(NAME), "no sound safetensors file"),
+        (offsets_past_the_end, "not a valid safetensors file"),
+        (lambda h: h[NAME].update(shape=[24, 17]), "not a valid safetensors file"),
+        (lambda h: h[NAME].update(dtype="Q4"), "not a valid safetensors file"),
+        (other_dtype, "weights must be F64, F32, F16, BF16, or F8_E4M3 with"),
+        (lambda h: h[NAME].update(shape=[16, 24]), r"use shape \[16, 24\]"),
+        (lambda h: h.pop(NAME), "not a valid safetensors file"),
     ],
 )
 def test_a_header_that_lies(change, says, tmp_path):
@@ -134,7 +134,7 @@ def test_too_large_for_the_dtype(tmp_path):
     begin, _ = header[NAME]["data_offsets"]
     large = rest[:begin] + b"\x7f\x7f" + rest[begin + 2 :]  # the largest bfloat16
     write_header(folder / "model.safetensors", header, large)
-    with pytest.raises(MeshparError, match="float16 does not hold"):
+    with pytest.raises(MeshparError, match="overflows float16"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), dtype="float16")
 
 
@@ -144,7 +144,7 @@ def test_weights_that_are_not_finite(wrong, tmp_path):
     header, rest = read_header(folder / "model.safetensors")
     begin, _ = header[NAME]["data_offsets"]
     write_header(folder / "model.safetensors", header, rest[:begin] + wrong + rest[begin + 2 :])
-    with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its numbers are nan or infinite"):
+    with pytest.raises(MeshparError, match=f"`{NAME}`.*1 of its values are nan or infinite"):
         from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp())
 
 

@@ -1,4 +1,4 @@
-"""The families there are, by the `model_type` of their config.json."""
+"""Registry of checkpoint families by the `model_type` of their config.json."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ ALL: tuple[Family, ...] = (
     llama.FAMILY, mistral.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY, mixtral.FAMILY, deepseek_v3.FAMILY,
 )  # fmt: skip
 BY_TYPE: dict[str, Family] = {name: family for family in ALL for name in (family.model_type, *family.aliases)}
-_GEMMA3 = "layer_types, rope_local_base_freq, query_pre_attn_scalar, gelu, norms behind sublayers, scaled embeddings"
+_GEMMA3 = "layer_types, rope_local_base_freq, query_pre_attn_scalar, gelu, norms after sublayers, scaled embeddings"
 LACKING: dict[str, str] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
-"""Families that are asked for, and what of them `TransformerConfig` has no field for."""
+"""Unsupported families, with the features that `TransformerConfig` lacks."""

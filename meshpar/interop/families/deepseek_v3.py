@@ -1,8 +1,8 @@
-"""DeepSeek-V3 and Kimi-K2: latent attention, dense layers first, shared experts, experts' biases.
+"""DeepSeek-V3 and Kimi-K2 checkpoints: latent attention, dense layers, shared experts, expert biases.
 
-Their files turn neighbouring numbers of a head where our decoders turn those half a head apart: the same numbers in
-another order. Modules that predict a second token (`num_nextn_predict_layers`) are checked and carried along: our
-decoders do not run them.
+Rotary embeddings rotate adjacent dimensions of a head in these checkpoints, and dimensions `D/2` apart in our decoders.
+The mapping therefore permutes these dimensions. The multi-token prediction modules (`num_nextn_predict_layers`) are
+checked and copied, but the decoders do not run them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshpar.interop.weight_mapping import DimPart, WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
 
 BIAS_RATE = 1e-3
-"""DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2; config.json does not say it."""
+"""Update rate of the expert biases (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2)."""
 _SHARED: tuple[Row, ...] = (
     ("mlp.shared_experts.gate_proj.weight", "mlp/shared_gate", "S E -> L E S"),
     ("mlp.shared_experts.up_proj.weight", "mlp/shared_up", "S E -> L E S"),
@@ -57,48 +57,51 @@ def _attention(cfg: TransformerConfig, *, dense: bool) -> list[WeightMapping]:
     widths = {"Q": latent.q_rank or 0, "C": rank, "N": nope, "R": rope, "W": value}
     return [
         dataclasses.replace(
-            one, sizes={**one.sizes, **widths}, parts=parts.get(one.path.partition("/")[2], {}),
+            mapping, sizes={**mapping.sizes, **widths}, parts=parts.get(mapping.path.partition("/")[2], {}),
         )
-        for one in layers(cfg, *rows, dense=dense)
+        for mapping in layers(cfg, *rows, dense=dense)
     ]  # fmt: skip
 
 
 def _tensors(cfg: TransformerConfig) -> list[WeightMapping]:
     assert cfg.moe is not None
-    found = [*ends(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
-    found += layers(cfg, *experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
+    mappings = [*ends(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
+    mappings += layers(cfg, *experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
     if cfg.moe.is_biased:
         bias = layers(cfg, ("mlp.gate.e_score_correction_bias", "mlp/bias", "X -> L X"))
-        found += [dataclasses.replace(one, is_extra=True) for one in bias]
+        mappings += [dataclasses.replace(mapping, is_extra=True) for mapping in bias]
     if cfg.num_dense_layers:
-        found += [*layers(cfg, *NORMS, *MLP, dense=True), *_attention(cfg, dense=True)]
-    return found
+        mappings += [*layers(cfg, *NORMS, *MLP, dense=True), *_attention(cfg, dense=True)]
+    return mappings
 
 
 def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[WeightMapping]:
-    """The modules behind the last layer: each a layer with norms, a projection, an embedding and a head of its own."""
+    """Return the mappings of the multi-token prediction modules, which follow the last layer.
+
+    Each module has a transformer layer, norms, a projection, an embedding and a head.
+    """
     count = typed("config.json, `num_nextn_predict_layers`", document.get("num_nextn_predict_layers") or 0, int)
     if not count:
         return []
     sizes = {**sizes_of(cfg), "T": 2 * cfg.embed_dim}
-    behind = [one for one in _tensors(cfg) if one.path.startswith("layers/")]
+    mappings = [mapping for mapping in _tensors(cfg) if mapping.path.startswith("layers/")]
     rows = (
         ("embed_tokens.weight", "V E -> L V E"), ("enorm.weight", "E -> L E"), ("hnorm.weight", "E -> L E"),
         ("eh_proj.weight", "E T -> L E T"), ("shared_head.norm.weight", "E -> L E"),
         ("shared_head.head.weight", "V E -> L V E"),
     )  # fmt: skip
-    behind += [WeightMapping("model.layers.{L}." + theirs, f"kept/{theirs}", dims, sizes) for theirs, dims in rows]
-    return [dataclasses.replace(one, first_layer=cfg.num_layers, sizes={**one.sizes, "L": count}) for one in behind]
+    mappings += [WeightMapping("model.layers.{L}." + theirs, f"kept/{theirs}", dims, sizes) for theirs, dims in rows]
+    return [dataclasses.replace(m, first_layer=cfg.num_layers, sizes={**m.sizes, "L": count}) for m in mappings]
 
 
 def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
     heads = document.get("num_key_value_heads")
     if heads not in (None, values["num_heads"]):
-        exists = "with latent attention every head has a key of its own"
-        raise refuse(where, "num_key_value_heads", heads, exists, f"write {values['num_heads']}")
+        reason = "latent attention has as many key/value heads as query heads"
+        raise refuse(where, "num_key_value_heads", heads, reason, f"set it to {values['num_heads']}")
     if values["norm_eps"] != 1e-6:
-        exists = "its latent norms add 1e-6 whatever it says, and our decoders add one number everywhere"
-        raise refuse(where, "rms_norm_eps", values["norm_eps"], exists, "take a checkpoint with 1e-6")
+        reason = "its latent norms always use 1e-6, and the decoders use the same epsilon in all norms"
+        raise refuse(where, "rms_norm_eps", values["norm_eps"], reason, "use a checkpoint with 1e-6")
     values["num_kv_heads"] = values["num_heads"]
     values["head_dim"] = values["latent.nope_dim"] + values["latent.rope_dim"]
     values["moe.bias_rate"] = BIAS_RATE

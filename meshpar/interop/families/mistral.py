@@ -1,4 +1,4 @@
-"""Mistral: Llama's tensors, with a window over which a position sees those before it."""
+"""Mistral checkpoints: the tensors of Llama, with sliding-window attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshpar.interop.fields import Field
 
 WINDOW = Field("sliding_window", "attention_window", int, None)
 DEFAULT_WINDOW = 4096
-"""The window that transformers takes if config.json does not have the field; null means no window."""
+"""Default window of transformers if config.json lacks the field. A null value means no window."""
 
 
 def _window(document: Mapping[str, Any]) -> int | None:

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with experts in every layer, weighted by a softmax over the chosen."""
+"""Mixtral checkpoints: Mistral with an MoE layer in every block and a softmax over the top-k experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshpar.interop.fields import Field
 
 
 def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    values["mlp_dim"] = values["moe.mlp_dim"]  # of dense layers, of which there are none
+    values["mlp_dim"] = values["moe.mlp_dim"]  # unused, because there are no dense layers
     read_router_loss(where, document, values)
 
 

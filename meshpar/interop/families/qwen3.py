@@ -1,4 +1,4 @@
-"""Qwen3 without experts: Llama's tensors, and a norm of every head's query and key."""
+"""Dense Qwen3 checkpoints: the tensors of Llama, and an RMSNorm of the query and key of each head."""
 
 from __future__ import annotations
 
@@ -21,21 +21,34 @@ from meshpar.interop.decoder import (
 from meshpar.models.config import TransformerConfig
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
-# The window is that of `use_sliding_window`, which is fixed; so are the kinds of layers.
+# These fields have no effect unless `use_sliding_window` is set.
 IGNORED = frozenset({"sliding_window", "max_window_layers"})
 
 
 def normed(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Every Qwen3 has the norms; all layers attend alike."""
+    """Set `qk_norm`, and check that all layers use full attention.
+
+    Args:
+      where: the file, for error messages.
+      document: the parsed config.json.
+      values: values by path, which this function updates.
+
+    Raises:
+      ValueError: some layers have another kind of attention.
+    """
     kinds = document.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        exists = "attention_window holds for all layers alike"
-        raise refuse(where, "layer_types", kinds, exists, "take a checkpoint whose layers all have full attention")
+        reason = "the decoders have the same attention_window in all layers"
+        raise refuse(where, "layer_types", kinds, reason, "use a checkpoint with full attention in all layers")
     values["qk_norm"] = True
 
 
 def written(cfg: TransformerConfig) -> dict[str, Any]:
-    """What is no line of the table."""
+    """Return the fields of config.json that the table does not include.
+
+    Args:
+      cfg: the config of the decoder.
+    """
     return {"use_sliding_window": False, "sliding_window": None}
 
 

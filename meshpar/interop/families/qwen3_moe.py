@@ -1,4 +1,4 @@
-"""Qwen3 with experts in every layer."""
+"""Qwen3 MoE checkpoints, with an MoE layer in every block."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from meshpar.models.config import TransformerConfig
 
 def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
     qwen3.normed(where, document, values)
-    values["mlp_dim"] = values["moe.mlp_dim"]  # of dense layers, of which there are none
+    values["mlp_dim"] = values["moe.mlp_dim"]  # unused, because there are no dense layers
     read_router_loss(where, document, values)
 
 
