@@ -211,13 +211,13 @@ def traced(cfg, seq=SEQ, spec=None, strategy=CP):
 
 
 def test_sequences_are_two_chunks_for_each_rank():
-    with pytest.raises(mp.MeshparError, match="split over `context` \\(4\\).*12 positions are not a multiple of 8.*16"):
+    with pytest.raises(mp.MeshparError, match="shard it over `context` \\(4\\).*12 is not a multiple of 8.*16"):
         traced(config(), seq=12)
 
 
 @pytest.mark.parametrize(("spec", "rules"), [({"context": 8}, HEADS), ({"context": 4, "tensor": 2}, HEADS | TP)])
 def test_heads_that_cannot_be_scattered_are_told_with_how_many_ranks_can(spec, rules):
-    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*Let it be 1, 2, 4 ranks.*context_parallel\\(\\)"
+    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*Use 1, 2, 4 devices.*context_parallel\\(\\)"
     with pytest.raises(mp.MeshparError, match=wanted):
         traced(config(), spec=mp.MeshSpec(**spec), strategy=rules)
 
