@@ -73,7 +73,7 @@ def loss(model, batch, key):
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: tensor parallelism over pairs of devices. The others shard the batch, and a power of two of them parameters.
+    # Mesh: tensor parallelism over pairs of devices, and fsdp over the largest power of two that divides the rest.
     tensor = 2 if devices % 2 == 0 else 1
     batch_shards = devices // tensor
     fsdp = batch_shards & -batch_shards

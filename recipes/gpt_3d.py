@@ -5,7 +5,7 @@ r"""Byte-level decoder with data, pipeline and tensor parallelism.
     meshpar train recipes/gpt_3d.py --set mesh.data=1 --set mesh.stage=4 \
         --set 'strategy=pipeline_parallel(stages=4, microbatches=8) | ddp() | tensor_parallel()'
 
-The last command resumes the first run from its checkpoint, with other stages and another schedule.
+The last command resumes the first run from its checkpoint, with a different number of stages and schedule.
 
 Hardware: two CPU cores with 8 host devices (mesh data=2, stage=2, tensor=2), or GPUs. Training takes 110 s of CPU time,
 including compilation and the report. The validation loss is 1.90 nats (2.75 bits per byte; a bigram model has 3.50).
@@ -20,14 +20,14 @@ from meshpar.models import TransformerConfig, next_token_loss
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: two devices for tensor parallelism and two stages if they divide, and data parallelism over the others.
+    # Mesh: two tensor-parallel devices and two stages if divisible, and data parallelism over the remaining devices.
     # Tensor parallelism communicates most, so its axis is innermost. Data parallelism communicates once per step.
     tensor = 2 if devices % 2 == 0 else 1
     stages = 2 if devices // tensor % 2 == 0 else 1
     data = devices // tensor // stages
     mesh = mp.MeshSpec(data=data, stage=stages, tensor=tensor)
 
-    # Model: that of gpt_stdlib.py, with four layers.
+    # Model: as in gpt_stdlib.py, with four layers.
     model = TransformerConfig(
         vocab_size=256,
         num_layers=4,
@@ -44,13 +44,13 @@ def recipe(devices: int = 8) -> mp.Recipe:
     if stages > 1:
         strategy = mp.pipeline_parallel(stages=stages, microbatches=4, schedule="zb-v") | strategy
 
-    # Data: the hash of its name determines whether a file is for training or validation.
+    # Data: files are assigned to training or validation by a hash of their names.
     text = TextData(files=("stdlib",), tokenizer="bytes", seq_len=256, valid_batches=32)
 
     # Optimizer: linear warm-up for 50 steps, then cosine decay to a tenth.
     optimizer = mp.AdamW(lr=4e-3, warmup_steps=50, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: a microbatch has one example for each data-parallel device.
+    # Run: the microbatch size equals the number of data-parallel devices.
     return mp.Recipe(
         name="gpt_3d",
         mesh=mesh,

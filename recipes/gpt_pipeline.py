@@ -22,13 +22,13 @@ from meshpar.models import TransformerConfig, next_token_loss
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: up to four stages, tensor parallelism over pairs of devices, and data parallelism over the others.
+    # Mesh: up to four stages, tensor parallelism over pairs of devices, and data parallelism over the remaining devices.
     stages = next(stages for stages in (4, 2, 1) if devices % stages == 0)
     tensor = 2 if devices // stages % 2 == 0 else 1
     data = devices // stages // tensor
     mesh = mp.MeshSpec(data=data, stage=stages, tensor=tensor)
 
-    # Model: that of gpt_stdlib.py, with a layer for each stage.
+    # Model: as in gpt_stdlib.py, with a layer for each stage.
     model = TransformerConfig(
         vocab_size=256,
         num_layers=4,
@@ -44,13 +44,13 @@ def recipe(devices: int = 8) -> mp.Recipe:
     if stages > 1:
         strategy = mp.pipeline_parallel(stages=stages, microbatches=8, schedule="zb-h1") | strategy
 
-    # Data: the hash of its name determines whether a file is for training or validation.
+    # Data: files are assigned to training or validation by a hash of their names.
     text = TextData(files=("stdlib",), tokenizer="bytes", seq_len=256, valid_batches=32)
 
     # Optimizer: linear warm-up for 50 steps, then cosine decay to a tenth.
     optimizer = mp.AdamW(lr=4e-3, warmup_steps=50, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: a microbatch has one example for each data-parallel device.
+    # Run: the microbatch size equals the number of data-parallel devices.
     return mp.Recipe(
         name="gpt_pipeline",
         mesh=mesh,

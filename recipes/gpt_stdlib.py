@@ -17,7 +17,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: tensor parallelism over pairs of devices. The others shard the batch, and a power of two of them parameters.
+    # Mesh: tensor parallelism over pairs of devices, and fsdp over the largest power of two that divides the rest.
     tensor = 2 if devices % 2 == 0 else 1
     batch_shards = devices // tensor
     fsdp = batch_shards & -batch_shards
@@ -37,7 +37,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
     # Strategy: map logical names ("embed", "heads", "mlp", ...) to mesh axes.
     strategy = mp.fsdp() | mp.tensor_parallel() if tensor > 1 else mp.fsdp()
 
-    # Data: the hash of its name determines whether a file is for training or validation.
+    # Data: files are assigned to training or validation by a hash of their names.
     data = TextData(files=("stdlib",), tokenizer="bytes", seq_len=256, valid_batches=32)
 
     # Optimizer: linear warm-up for 50 steps, then cosine decay to a tenth.

@@ -10,7 +10,7 @@ has 4,194,304 tokens. The recipe is tested with `meshpar shard` and `meshpar exp
 
 `explain` (jax 0.10) estimates 51 of 80 GB in use. In each step a GPU sends 68 GB over fsdp and 755 GB over tensor. A
 step takes 8.5 s with 83 % of the communication hidden. With --set interleave=4 the estimate is 7.9 s and 90 % (jax
-0.12). With eight micro-steps of one sequence, the computation is too short to hide the communication between nodes.
+0.12). With a single sequence per micro-step, the computation is too short to hide the communication between nodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def recipe(devices: int = 512) -> mp.Recipe:
 
     # Run: all eight sequences of a node in a single micro-step, so that computation hides the all-gather of a layer.
     # With two slices, communication of a slice over tensor overlaps with matmuls of the other. On few nodes the state
-    # takes more memory, so there are eight micro-steps of one sequence.
+    # takes more memory, so each micro-step has a single sequence.
     many = devices > 128
     return mp.Recipe(
         name="llama3_70b",

@@ -23,8 +23,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: context parallelism over up to four devices. The others shard the batch, and a power of two of them
-    # parameters.
+    # Mesh: context parallelism over up to four devices, and fsdp over the largest power of two that divides the rest.
     context = next(size for size in (4, 2, 1) if devices % size == 0)
     batch_shards = devices // context
     fsdp = batch_shards & -batch_shards
@@ -45,7 +44,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
     # Strategy: ring attention over the devices that share a sequence. Parameters are sharded over all devices.
     strategy = mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel() if context > 1 else mp.fsdp()
 
-    # Data: each device of a ring has two chunks of a sequence, so the length must be a multiple of 2 × 4.
+    # Data: each device in the ring has two chunks of a sequence, so the length must be a multiple of 2 × 4.
     data = TextData(files=("stdlib",), tokenizer="bytes", seq_len=1024, valid_batches=16)
 
     # Optimizer: linear warm-up for 40 steps, then cosine decay to a tenth.

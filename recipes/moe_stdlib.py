@@ -23,13 +23,13 @@ from meshpar.moe.routing import Routing
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: expert parallelism over up to four devices, and fsdp over a power of two of the others.
+    # Mesh: expert parallelism over up to four devices, and fsdp over the largest power of two that divides the rest.
     expert = next(size for size in (4, 2, 1) if devices % size == 0)
     replicas = devices // expert
     fsdp = replicas & -replicas
     mesh = mp.MeshSpec(data=replicas // fsdp, fsdp=fsdp, expert=expert)
 
-    # Model: that of gpt_stdlib.py, but the MLP of size 384 is replaced by a shared expert and 16 experts (two active)
+    # Model: as in gpt_stdlib.py, but the MLP of size 384 is replaced by a shared expert and 16 experts (two active)
     # of size 128. Without the router, the number of active parameters is the same.
     model = TransformerConfig(
         vocab_size=256,
@@ -51,7 +51,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
     # an odd number of devices, the parameters are replicated.
     strategy = mp.fsdp() | mp.expert_parallel() if expert > 1 else mp.ddp()
 
-    # Data: the hash of its name determines whether a file is for training or validation.
+    # Data: files are assigned to training or validation by a hash of their names.
     data = TextData(files=("stdlib",), tokenizer="bytes", seq_len=256, valid_batches=32)
 
     # Optimizer: linear warm-up for 50 steps, then cosine decay to a tenth.

@@ -73,7 +73,14 @@ def library() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `ValueError` if the file is missing, too large, or has no object."""
+    """Read a JSON object.
+
+    Args:
+      path: the file.
+
+    Raises:
+      ValueError: the file is missing, too large, or does not contain an object.
+    """
     fix = "use the file of the release"
     document = host.read_json(path, str(path), fix, requested="read it as JSON")
     if not isinstance(document, dict):
@@ -118,7 +125,12 @@ class Folder:
         return bool(self._float8)
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
-        """Copy a slice of a tensor out of the file. Float8 weights are dequantized to float32."""
+        """Read a slice of a tensor. Float8 weights are dequantized to float32.
+
+        Args:
+          name: the tensor.
+          slices: the slice of each dim.
+        """
         entry = self.entries[name]
         name = entry.stored_name or name
         try:
@@ -131,7 +143,11 @@ class Folder:
             raise _damaged(self.path / entry.file, error) from error
 
     def read_full(self, name: str) -> np.ndarray:
-        """Return a full tensor."""
+        """Read a full tensor.
+
+        Args:
+          name: the tensor.
+        """
         entry = self.entries[name]
         return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
 
@@ -145,7 +161,12 @@ class Folder:
         self.entries[new_name] = dataclasses.replace(self.entries.pop(name), stored_name=name)
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors have equal values. Reads a few rows of each at a time."""
+        """Return whether two tensors have equal values. The tensors are read in blocks of rows.
+
+        Args:
+          name: a tensor.
+          other: the tensor to compare with.
+        """
         shape = self.entries[name].shape
         if self.entries[other].shape != shape or not shape:
             return False
@@ -270,7 +291,11 @@ def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str
 
 
 def tensors_by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the tensors of each file, in the order in which `write` writes them."""
+    """Return the tensors of each file, in the order in which `write` writes them.
+
+    Args:
+      files: file name of each tensor.
+    """
     names: dict[str, list[str]] = {}
     for name, file in files.items():
         names.setdefault(file, []).append(name)
@@ -309,7 +334,12 @@ def write(
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON object in the format of transformers."""
+    """Write a JSON object in the format of transformers.
+
+    Args:
+      path: the file.
+      document: the object.
+    """
     with host.naming(path):
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -341,7 +371,10 @@ def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
 
 
 def new_folder(path: str | Path) -> Path:
-    """Return the resolved path of a folder that does not exist or is empty, and create its parents.
+    """Resolve the path of a new or empty folder, and create its parents.
+
+    Args:
+      path: the folder.
 
     Raises:
       ValueError: the folder exists already or cannot be created.

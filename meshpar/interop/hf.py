@@ -86,7 +86,7 @@ def from_hf(
 ) -> tuple[TransformerConfig, TrainState]:
     """Load a folder with `config.json` and safetensors files into a training state.
 
-    Each device receives its shards directly. The host buffers one shard of one array at a time.
+    Each device receives its shards directly. The host buffers a single shard at a time.
 
     Releases in 8-bit floats with block-wise scale factors (DeepSeek-V3, Kimi-K2: `quantization_config`) are
     dequantized: multiplied by their factors in float32, then rounded to `dtype`.
@@ -371,8 +371,8 @@ def check_dtype(where: str, dtype: str) -> None:
       ValueError: the dtype is not among `PARAM_DTYPES`, or needs `jax_enable_x64`.
     """
     if dtype not in PARAM_DTYPES:
-        reason = f"the dtype of weights is one of {', '.join(PARAM_DTYPES)}"
-        raise problem(where, f"be {dtype!r}", reason, "use one of them", code="unknown-choice")
+        reason = f"weights must be {', '.join(PARAM_DTYPES)}"
+        raise problem(where, f"be {dtype!r}", reason, "choose one of these dtypes", code="unknown-choice")
     check_bits(where, dtype)
 
 
@@ -501,9 +501,10 @@ def to_hf(
     dtype: str | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Path:
-    """Write a model atomically as `config.json` and safetensors files, a folder that transformers can load.
+    """Write a model as a folder with `config.json` and safetensors files, which transformers can load.
 
-    The host buffers one file at a time. If the state is sharded over processes, every process must call this function.
+    The folder appears when all files are complete. The host buffers the tensors of a single file at a time. If the
+    state is sharded over processes, all processes must call this function.
     Process 0 gathers each tensor and writes the files.
 
     Args:
@@ -663,7 +664,11 @@ class Made:
                 self.pieces.setdefault(name, []).append((mapping, array, index))
 
     def dtype_of(self, name: str) -> Any:
-        """Return the dtype of a tensor in the file."""
+        """Return the dtype of a tensor in the file.
+
+        Args:
+          name: the tensor.
+        """
         if name in self.kept or (self.dtype is None and self.files is not None and name in self.files.entries):
             assert self.files is not None
             return jnp.dtype(self.files.entries[name].dtype)
@@ -671,6 +676,11 @@ class Made:
         return jnp.dtype(self.dtype or array.dtype) if not mapping.is_extra else jnp.dtype(np.float32)
 
     def nbytes(self, name: str) -> int:
+        """Return the size of a tensor in bytes.
+
+        Args:
+          name: the tensor.
+        """
         if name in self.kept:
             assert self.files is not None
             return self.files.entries[name].nbytes
@@ -723,5 +733,5 @@ def _gathered(array: Any, index: tuple[int, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=8)
 def _picked(replicated: NamedSharding) -> Any:
-    """Return a jitted `array[index]` with a replicated result. The index is traced, so there is one program."""
+    """Return a jitted `array[index]` with a replicated result. The index is traced to avoid recompilation."""
     return jax.jit(lambda array, index: array[tuple(index)], out_shardings=replicated)

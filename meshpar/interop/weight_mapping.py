@@ -87,11 +87,19 @@ class WeightMapping:
         return [in_file.index(letter) for letter in self.model_dims if letter in in_file]
 
     def file_size(self, letter: str) -> int:
-        """Return the size that a model dim has in the file."""
+        """Return the size that a model dim has in the file.
+
+        Args:
+          letter: the letter of the dim.
+        """
         return self.parts[letter].size if letter in self.parts else self.sizes[letter]
 
     def tensors(self, within: Slices | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name of each tensor and its index in the leading dims of the array, optionally within a slice."""
+        """Yield the name of each tensor and its index in the leading dims of the array.
+
+        Args:
+          within: the slice of the array for which to yield tensors. `None` means the full array.
+        """
         dims = self._name_dims
         slices = within or (slice(None),) * len(dims)
         ranges = [range(*part.indices(self.sizes[letter])) for letter, part in zip(dims, slices, strict=False)]

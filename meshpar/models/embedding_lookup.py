@@ -35,7 +35,7 @@ GATHERED = "gathered_table"
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """Shardings of a table and its tokens. All axes have more than one device."""
+    """Shardings of a table and its tokens, without axes of size 1."""
 
     width: tuple[str, ...]
     """Axes that shard both the width of the table and the batch."""

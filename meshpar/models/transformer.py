@@ -306,8 +306,8 @@ def rope_of(
     """
     if segments_BT is not None and cache is not None:
         where, requested = "Transformer(segments=..., cache=...)", "continue packed sequences"
-        fix = "put each sequence in a batch row of its own"
-        raise problem(where, requested, "a cache holds one sequence for each batch row", fix, code="conflict")
+        fix = "use a separate batch row for each sequence"
+        raise problem(where, requested, "a cache has a single sequence for each batch row", fix, code="conflict")
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
