@@ -22,7 +22,7 @@ from meshpar.models import TransformerConfig, next_token_loss
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: up to four stages, tensor parallelism over pairs of devices, and data parallelism over the remaining devices.
+    # Mesh: up to four stages, tensor parallelism over pairs of devices, and data parallelism over the rest.
     stages = next(stages for stages in (4, 2, 1) if devices % stages == 0)
     tensor = 2 if devices // stages % 2 == 0 else 1
     data = devices // stages // tensor
