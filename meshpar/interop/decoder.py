@@ -122,7 +122,7 @@ def write_router_loss(cfg: TransformerConfig) -> dict[str, Any]:
     return {"output_router_logits": weight > 0} | ({"router_aux_loss_coef": coefficient} if weight else {})
 
 
-def refuse(where: str, field: str, value: object, reason: str, fix: str) -> Exception:
+def unsupported_value(where: str, field: str, value: object, reason: str, fix: str) -> Exception:
     """Return the error for an unsupported value of a field.
 
     Args:
@@ -157,10 +157,14 @@ def check_known(where: str, document: Mapping[str, Any], family: Family) -> None
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = document.get(name)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in _ids(value)):
-            raise refuse(where, name, value, "it must be a token id, a list of token ids, or null", release_fix)
+            raise unsupported_value(
+                where, name, value, "it must be a token id, a list of token ids, or null", release_fix
+            )
     for name in ("dtype", "torch_dtype"):
         if document.get(name) not in (None, *TORCH_DTYPES):
-            raise refuse(where, name, document[name], f"it must be one of {', '.join(TORCH_DTYPES)}", release_fix)
+            raise unsupported_value(
+                where, name, document[name], f"it must be one of {', '.join(TORCH_DTYPES)}", release_fix
+            )
     for name, value in document.items():
         if name not in supported | FIXED.keys():
             reason = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
@@ -170,8 +174,8 @@ def check_known(where: str, document: Mapping[str, Any], family: Family) -> None
         only = family.fixed.get(name, FIXED.get(name))
         is_other = value != only or isinstance(value, bool) != isinstance(only, bool)
         if only is not None and value is not None and is_other:
-            fix = "use another checkpoint, or add a field to TransformerConfig"
-            raise refuse(where, name, value, f"the decoders support {only!r} only", fix)
+            fix = "use a different checkpoint, or add a field to TransformerConfig"
+            raise unsupported_value(where, name, value, f"the decoders support {only!r} only", fix)
 
 
 # ---- Tensors ---------------------------------------------------------------------------------------------------------
@@ -195,7 +199,7 @@ def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def ends(cfg: TransformerConfig) -> list[WeightMapping]:
+def embedding_and_head(cfg: TransformerConfig) -> list[WeightMapping]:
     """Return the mappings of the embedding table, the final norm, and the output layer if it is not tied.
 
     Args:

@@ -76,7 +76,7 @@ def typed(where: str, value: Any, kind: type) -> Any:
       kind: int, float or bool.
 
     Raises:
-      ValueError: the value has another type or is too large.
+      ValueError: the value has the wrong type or is too large.
     """
     kinds: Any = (int, float) if kind is float else kind
     is_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
@@ -112,9 +112,9 @@ ROPES: dict[str, set[str]] = {
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
              "attention_factor"},
 }  # fmt: skip
-"""Supported fields of `rope_scaling` for each of its types."""
+"""Supported fields for each type of `rope_scaling`."""
 ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "truncate": True}
-"""Fields of `rope_scaling` that are supported only with this value, since others change the frequencies."""
+"""Fields of `rope_scaling` with their only supported value. Other values would change the frequencies."""
 
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
@@ -136,7 +136,10 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
         raise problem(f"{where}, `rope_scaling`", requested, reason, "set it to null", code="wrong-type")
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPES:
-        reason, fix = f"the supported types are {', '.join(ROPES)}", "use one of them, or add it to models/layers.py"
+        reason, fix = (
+            f"the supported types are {', '.join(ROPES)}",
+            "use a supported type, or add it to models/layers.py",
+        )
         field = f"{where}, `rope_scaling.rope_type`"
         raise problem(field, f"use {str(kind)[:60]!r}", reason, fix, code="unsupported-feature")
     unknown = given.keys() - ROPES[kind] - {"rope_type", "type"}
@@ -145,7 +148,7 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
         if only is None or value != only or isinstance(value, bool) != isinstance(only, bool):
             reason = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
             reason = reason if only is None else f"the decoders support {only!r} only"
-            fix = "use another checkpoint, or implement it in models/layers.py; removing it may change the frequencies"
+            fix = "use a different checkpoint, or implement it in models/layers.py; without it frequencies may change"
             field = f"{where}, `rope_scaling.{name[:60]}`"
             raise problem(field, f"be {value!r}"[:80], reason, fix, code="unsupported-feature")
 
@@ -214,4 +217,4 @@ def write_rope(cfg: TransformerConfig) -> dict[str, Any] | None:
 
 
 Derive = Callable[[str, Mapping[str, Any], dict[str, Any]], None]
-"""Function of (where, document, values by path) that updates the values for one family."""
+"""Function of (where, document, values by path) that updates the values for a family."""

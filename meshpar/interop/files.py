@@ -41,7 +41,7 @@ SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Supported dtypes of weights by their names in safetensors files."""
 _COMPARE_BYTES = 2**26
-_RELEASE = "use all files of one release"
+_RELEASE = "use the files of a single release"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,9 +325,9 @@ def write(
         try:
             safetensors.numpy.save_file(tensors, str(path), metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
-            fix = "free some disk space, or use another folder"
+            fix = "free some disk space, or use a different folder"
             raise problem(file, "write it", f"safetensors failed ({error})", fix, code="not-writable") from None
-        path.chmod(mode)  # the library creates files with mode 0600, whatever the umask
+        path.chmod(mode)  # the library always creates files with mode 0600
     if index and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / INDEX, document)

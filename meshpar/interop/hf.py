@@ -55,7 +55,7 @@ from meshpar.training.state import Setup, TrainState, make_setup
 CONFIG = "config.json"
 FILE_BYTES = 5 * 10**9
 """Maximum size of a weight file in bytes."""
-BESIDE = (
+COPIED_FILES = (
     "additional_chat_templates/*", "chat_template.*", "generation_config.json", "merges.txt",
     "special_tokens_map.json", "tokenizer.*", "tokenizer_config.json", "vocab.*",
 )  # fmt: skip
@@ -139,7 +139,7 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
     described = describe(Path(folder))
     with open_files(folder, described) as files:
         _check(files, described)
-        tell_rounded(f"load_hf, `{folder}`", files, setup.abstract.params)
+        warn_rounded(f"load_hf, `{folder}`", files, setup.abstract.params)
         return _load(files, described, setup, key)
 
 
@@ -345,7 +345,7 @@ def widest(files: Folder, described: Described) -> str:
     return jnp.dtype(jnp.result_type(*dtypes)).name
 
 
-def tell_rounded(where: str, files: Folder, like: PyTree) -> None:
+def warn_rounded(where: str, files: Folder, like: PyTree) -> None:
     """Warn if float64 tensors are read into arrays of lower precision.
 
     Args:
@@ -428,12 +428,12 @@ def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | in
         raise problem(f"load_hf, `{wrong}`", "load the weights", reason, fix, code="wrong-shape")
 
     def param(path: str, leaf: Any) -> jax.Array:
-        return pairs[path] if path in pairs else born(files, param_mappings[path], leaf)
+        return pairs[path] if path in pairs else read_sharded(files, param_mappings[path], leaf)
 
     def extra(path: str, leaf: Any) -> jax.Array:
         mapping = next((mapping for suffix, mapping in extra_mappings.items() if path.endswith(suffix)), None)
         if mapping is not None:
-            return born(files, mapping, leaf)
+            return read_sharded(files, mapping, leaf)
         return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # counts since the last step
 
     return setup.begin(_mapped(param, like.params), _mapped(extra, like.extra), key)
@@ -444,7 +444,7 @@ def _mapped(f: Any, tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def born(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> jax.Array:
+def read_sharded(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Read a sharded array from the files, one shard at a time.
 
     Args:
@@ -538,18 +538,18 @@ def to_hf(
         document = _document(written(config, family), source, dtype)
         has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
         files = stack.enter_context(open_files(like, source)) if like and source and has_files else None
-        made = Made(family.tensors(config), params, extra, files, dtype, together=True)
-        kept = [] if source is None else kept_names(source)
-        made.kept = tuple(name for name in kept if files is not None and name in files.entries)
-        sizes = {name: made.nbytes(name) for name in (*made.pieces, *made.kept)}
+        checkpoint = CheckpointTensors(family.tensors(config), params, extra, files, dtype, together=True)
+        kept = [] if source is None else unused_tensor_names(source)
+        checkpoint.kept = tuple(name for name in kept if files is not None and name in files.entries)
+        sizes = {name: checkpoint.nbytes(name) for name in (*checkpoint.pieces, *checkpoint.kept)}
         spread = _spread(sizes, files, file_bytes)
 
         def fill(fresh: Path) -> None:
-            write(fresh, spread, made, sum(sizes.values()))
+            write(fresh, spread, checkpoint, sum(sizes.values()))
             write_json(fresh / CONFIG, document)
-            copy_beside(like, fresh)
+            copy_tokenizer(like, fresh)
 
-        _filled(folder, fill, made, spread)
+        _filled(folder, fill, checkpoint, spread)
     return Path(folder)
 
 
@@ -560,7 +560,9 @@ def _spread(sizes: Mapping[str, int], files: Folder | None, file_bytes: int) -> 
     return assigned(sizes.items(), file_bytes)
 
 
-def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files: Mapping[str, str]) -> None:
+def _filled(
+    folder: str | Path, fill: Callable[[Path], None], checkpoint: CheckpointTensors, files: Mapping[str, str]
+) -> None:
     """Create a folder in process 0, while the other processes send their shards of each tensor.
 
     Raises:
@@ -580,7 +582,7 @@ def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files:
     from jax.experimental import multihost_utils
 
     for name in itertools.chain(*tensors_by_file(files).values()):
-        made.take_part(name)
+        checkpoint.take_part(name)
     has_failed = multihost_utils.process_allgather(np.array(failure is not None)).any()
     if failure is not None:
         raise failure
@@ -589,7 +591,7 @@ def _filled(folder: str | Path, fill: Callable[[Path], None], made: Made, files:
         raise problem(where, "write the model", "process 0 failed", fix, code="write-failed")
 
 
-def kept_names(described: Described) -> list[str]:
+def unused_tensor_names(described: Described) -> list[str]:
     """Return the names of tensors that a folder may have but the decoders do not use.
 
     Args:
@@ -599,14 +601,14 @@ def kept_names(described: Described) -> list[str]:
     return [name for mapping in family.kept(config, document) for name, _ in mapping.tensors()]
 
 
-def copy_beside(like: str | Path | None, folder: Path) -> None:
+def copy_tokenizer(like: str | Path | None, folder: Path) -> None:
     """Copy the tokenizer and generation files.
 
     Args:
       like: the folder to copy from. `None` copies nothing.
       folder: the folder to copy to.
     """
-    for pattern in BESIDE if like is not None else ():
+    for pattern in COPIED_FILES if like is not None else ():
         for path in Path(like or "").glob(pattern):
             if path.is_file():
                 check_inside(path, Path(like or ""))
@@ -633,7 +635,7 @@ def _document(ours: dict[str, Any], source: Described | None, dtype: str | None)
     return theirs
 
 
-class Made:
+class CheckpointTensors:
     """Callable that assembles each checkpoint tensor from the parameter arrays."""
 
     def __init__(

@@ -5,14 +5,14 @@ The tensor names and dims follow from the table of the checkpoint family:
 q_proj.weight: "(H D) E -> L E H D"    ⇒    q_proj.lora_A.weight: "Z E -> L E Z"
                                             q_proj.lora_B.weight: "(H D) Z -> L Z H D"
 
-Adapters of experts are written as one pair per expert with the tensor names of the release. PEFT stacks them itself if
-transformers 5 stacks the experts. Stacked adapters (`target_parameters`) can also be read:
+Each expert has a separate pair in the files that are written, with the tensor names of the release. PEFT stacks the
+pairs itself if transformers 5 stacks the experts. Stacked adapters (`target_parameters`) can also be read:
 
 experts.base_layer.lora_A.weight: "(X Z) E -> L X E Z"      of `gate_up_proj`; for `down_proj`: experts.lora_A.weight
 experts.base_layer.lora_B.weight: "F (Z X) -> L X Z F"      output features of gate, then of up
 
-If a matrix of the release corresponds to n of our matrices, their pairs are written as blocks of one pair of rank n r
-(`rank_pattern`). If a file has a pair of rank r for such a matrix, all n matrices share its first factor.
+If a matrix of the release corresponds to n of our matrices, their pairs are written as blocks of a single pair of rank
+n r (`rank_pattern`). If a file has a pair of rank r for such a matrix, all n matrices share its first factor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from meshpar.interop.files import Folder, read_json, whole_folder, write, write_json
-from meshpar.interop.hf import Made, born, check_dtype, describe, family_of, tell_rounded
+from meshpar.interop.hf import CheckpointTensors, check_dtype, describe, family_of, read_sharded, warn_rounded
 from meshpar.interop.weight_mapping import WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
@@ -44,7 +44,7 @@ PLAIN = {
     "bias": "none", "fan_in_fan_out": False, "layers_to_transform": None, "modules_to_save": None, "use_dora": False,
     "use_rslora": False, "lora_bias": False, "layer_replication": None, "trainable_token_indices": None,
 }  # fmt: skip
-"""Fields of adapter_config.json that change what an adapter computes, with the value of plain LoRA."""
+"""Fields of adapter_config.json that affect the adapter, with their values for plain LoRA."""
 NEWER = {
     "alora_invocation_tokens": None, "arrow_config": None, "enable_lora": None, "kasa_config": None,
     "megatron_config": None, "monteclora_config": None, "use_bdlora": None, "use_qalora": False, "velora_config": None,
@@ -102,10 +102,10 @@ def to_peft(
     rows = _rows(config, like, {})
     pairs = {path: x for path, x in tree_leaves_with_paths(state.params) if of_pair(path)}
     tensors = _tensors(rows, pairs, lora.rank)
-    made = Made(tensors, pairs, {}, None, dtype)
-    sizes = {name: made.nbytes(name) for name in made.pieces}
+    checkpoint = CheckpointTensors(tensors, pairs, {}, None, dtype)
+    sizes = {name: checkpoint.nbytes(name) for name in checkpoint.pieces}
     with whole_folder(folder) as fresh:
-        write(fresh, dict.fromkeys(sizes, WEIGHTS), made, sum(sizes.values()), index=False)
+        write(fresh, dict.fromkeys(sizes, WEIGHTS), checkpoint, sum(sizes.values()), index=False)
         ranks = {name: pair.file_size("Z") for pair in tensors for name, _ in pair.tensors() if "Z" in pair.parts}
         ranks = {_module_of(name).removeprefix(ROOT): rank for name, rank in ranks.items()}
         document = {
@@ -214,8 +214,8 @@ def load_peft(
                 where = f"{files.path}, `{name[:100]}`"
                 raise problem(where, "read the tensor", reason, fix, code="wrong-shape")
         _check_blocks(files, tensors)
-        tell_rounded(f"load_peft, `{folder}`", files, [leaves[pair.path] for pair in tensors])
-        loaded = {pair.path: born(files, pair, leaves[pair.path]) for pair in tensors}
+        warn_rounded(f"load_peft, `{folder}`", files, [leaves[pair.path] for pair in tensors])
+        loaded = {pair.path: read_sharded(files, pair, leaves[pair.path]) for pair in tensors}
     params = [loaded.get(path, x) for path, x in tree_leaves_with_paths(state.params)]
     return state.replace(params=jax.tree.unflatten(jax.tree.structure(state.params), params))
 
@@ -284,7 +284,7 @@ def _tensors(
 
 
 def _is_shared(files: Folder | None, pair: WeightMapping) -> bool:
-    """Return whether the file has a single pair for several of our matrices, instead of a block for each."""
+    """Return whether matrices of the model share a pair in the file, instead of having a block each."""
     entry = None if files is None else files.entries.get(next(name for name, _ in pair.tensors()))
     return entry is not None and entry.shape == pair.file_shape
 
@@ -317,7 +317,7 @@ def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_blocks(files: Folder, tensors: list[WeightMapping]) -> None:
-    """Check that a pair for several of our matrices is block-diagonal, with one block for each matrix."""
+    """Check that a pair shared by multiple matrices is block-diagonal, with a block for each matrix."""
     by_name: dict[str, list[WeightMapping]] = {}
     for pair in tensors:
         if pair.path.endswith(PAIR[1]) and pair.parts:
@@ -329,7 +329,7 @@ def _check_blocks(files: Folder, tensors: list[WeightMapping]) -> None:
             shape = [pair.sizes[letter] for letter in pair.model_dims if letter in "".join(pair.file_dims)]
             pair.write(np.zeros(shape, off_diagonal.dtype), off_diagonal)
         if off_diagonal.any():
-            reason = "the matrix corresponds to several of ours, and the pair is not block-diagonal"
+            reason = "the pair combines multiple matrices of the model, and it is not block-diagonal"
             where = f"{files.path}, `{name[:100]}`"
             raise problem(where, "split the pair", reason, MERGE, code="unsupported-feature")
 
@@ -342,7 +342,7 @@ def _module_of(name: str) -> str:
 def _targets(pairs: Iterable[str], rows: list[WeightMapping]) -> dict[str, Any]:
     """Return `target_modules` and `target_parameters` of an adapter_config.json.
 
-    With transformers 5, PEFT stacks every module whose name ends like that of an expert matrix. Other modules with such
+    With transformers 5, PEFT stacks all modules whose name has the suffix of an expert matrix. Other modules with such
     a name are listed as parameters, which PEFT does not stack.
     """
     modules = {_module_of(name).removeprefix(ROOT) for name in pairs}

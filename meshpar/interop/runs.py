@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from meshpar.interop.files import SINGLE, read_json, write, write_json
-from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names, open_files
+from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from_hf, open_files, unused_tensor_names
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.layer_config import MoEConfig
@@ -29,13 +29,13 @@ from meshpar.sharding.types import problem
 from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 
-BESIDE_RUN = "hf"
+SOURCE_FOLDER = "hf"
 """Subfolder of a run with the config and tokenizer files that `to_hf` copies."""
 CHECKPOINTS = "checkpoints"
 RUN_MODE = 0o700
 """Mode of a new run folder, before the umask: no other user can read it or create links in it."""
 SOURCE = "source.json"
-"""File in `BESIDE_RUN` that records the path and the fingerprint of the original folder."""
+"""File in `SOURCE_FOLDER` that records the path and the fingerprint of the original folder."""
 _SAMPLE_BYTES = 2**20
 _CONFIG_TYPES = {
     cls.__name__: cls
@@ -43,7 +43,7 @@ _CONFIG_TYPES = {
 }
 
 
-def keep_beside(source: str | Path, run: Path) -> Path:
+def keep_source_files(source: str | Path, run: Path) -> Path:
     """Copy into a run the files that `to_hf` needs from the original folder, and replace earlier copies.
 
     Args:
@@ -53,20 +53,20 @@ def keep_beside(source: str | Path, run: Path) -> Path:
     Returns:
       The subfolder of the run with the copies.
     """
-    to = run / BESIDE_RUN
+    target = run / SOURCE_FOLDER
     check_inside(Path(source) / CONFIG, Path(source))
-    shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
-    shutil.copyfile(Path(source) / CONFIG, to / CONFIG)
-    copy_beside(source, to)
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    shutil.copyfile(Path(source) / CONFIG, target / CONFIG)
+    copy_tokenizer(source, target)
     described = describe(Path(source))
     with open_files(source, described) as files:
-        kept = [name for name in kept_names(described) if name in files.entries]
-        if kept:
-            total = sum(files.entries[name].nbytes for name in kept)
-            write(to, dict.fromkeys(kept, SINGLE), files.read_full, total)
-    write_json(to / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
-    return to
+        names = [name for name in unused_tensor_names(described) if name in files.entries]
+        if names:
+            total = sum(files.entries[name].nbytes for name in names)
+            write(target, dict.fromkeys(names, SINGLE), files.read_full, total)
+    write_json(target / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
+    return target
 
 
 def check_source(source: str | Path, run: Path) -> None:
@@ -79,15 +79,15 @@ def check_source(source: str | Path, run: Path) -> None:
     Raises:
       ValueError: the run started from other files, or with random weights.
     """
-    kept = run / BESIDE_RUN / SOURCE
-    if Path(source).resolve() == kept.parent.resolve():
+    record = run / SOURCE_FOLDER / SOURCE
+    if Path(source).resolve() == record.parent.resolve():
         return
-    if not kept.parent.exists():
+    if not record.parent.exists():
         reason = "the run started with random weights"
         fix = "omit --from-hf, start another run with --name, or replace this run with --fresh"
         raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
-    if kept.exists() and read_json(kept).get("fingerprint") != fingerprint_of(source):
-        reason = f"the run started with the weights of another folder ({str(read_json(kept).get('folder'))[:200]})"
+    if record.exists() and read_json(record).get("fingerprint") != fingerprint_of(source):
+        reason = f"the run started with the weights of another folder ({str(read_json(record).get('folder'))[:200]})"
         fix = "pass that folder, start another run with --name, or replace this run with --fresh"
         raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
 
@@ -115,7 +115,7 @@ def like_of(run: Path) -> Path | None:
     Args:
       run: the folder of the run.
     """
-    return run / BESIDE_RUN if (run / BESIDE_RUN / CONFIG).exists() else None
+    return run / SOURCE_FOLDER if (run / SOURCE_FOLDER / CONFIG).exists() else None
 
 
 def opened(
@@ -221,7 +221,7 @@ def config_of_run(run: Path, **changes: Any) -> TransformerConfig:
       ValueError: the model of the recipe is not a `TransformerConfig`.
     """
     if not (run / "recipe.json").exists():
-        return config_of(run / BESIDE_RUN, **changes)
+        return config_of(run / SOURCE_FOLDER, **changes)
     plain = read_json(run / "recipe.json").get("model")
     config = _from_plain(plain)
     if not isinstance(config, TransformerConfig):

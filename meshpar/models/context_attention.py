@@ -51,7 +51,7 @@ def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
     return tuple(axis for axis in spec_axes(spec[1]) if axis_sizes(context.mesh)[axis] > 1)
 
 
-def entered(
+def prepare(
     tokens_BT: Integer[Array, "B T"], positions_BT: Int[Array, "B T"] | None, segments_BT: Int[Array, "B T"] | None
 ) -> tuple[Integer[Array, "B T"], Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
     """Return tokens, positions and segment ids in the order in which the layers process a full sequence.
@@ -91,7 +91,7 @@ def positions_in(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
     return index_T - jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
 
 
-def left(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+def natural_order(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     """Restore the natural order of the hidden states of a full sequence.
 
     Args:

@@ -79,7 +79,7 @@ def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -
         return math.prod(sizes[axis] for axis in axes)
 
     tokens = math.prod(tokens_BT.shape) // num_shards((*batch, *between))
-    if not rows_travel(tokens, table_VE.shape[0] // num_shards(vocab), table_VE.dtype):
+    if not exchange_is_cheaper(tokens, table_VE.shape[0] // num_shards(vocab), table_VE.dtype):
         return None
     return Lookup(
         width=width,
@@ -97,7 +97,7 @@ def _entry(spec: PartitionSpec, dim: int) -> object:
     return spec[dim] if dim < len(spec) else None
 
 
-def rows_travel(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> bool:
+def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> bool:
     """Return whether exchanging embeddings and their gradients communicates less than all-gathering the table.
 
     Args:
@@ -106,7 +106,7 @@ def rows_travel(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> bool:
       dtype: dtype of the table. The gradient of a gathered table is reduced in float32 or higher precision.
 
     Example:
-      >>> rows_travel(8192, 128256, "bfloat16"), rows_travel(65536, 32000, "bfloat16")
+      >>> exchange_is_cheaper(8192, 128256, "bfloat16"), exchange_is_cheaper(65536, 32000, "bfloat16")
       (True, False)
     """
     dtype_bytes, grad_bytes = jnp.dtype(dtype).itemsize, jnp.promote_types(dtype, jnp.float32).itemsize

@@ -110,7 +110,7 @@ def attend(
     q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
     marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
     q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
-    o_BTHW = layers.whole_attention(
+    o_BTHW = layers.full_attention(
         q_BTHD, k_BTHD, v_BTHW, angles.segments_BT, implementation=cfg.attention, **cfg.attention_limits
     )
     return layers.heads_layout(o_BTHW, "act_heads")

@@ -45,7 +45,7 @@ def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     return constrain(x_BTE, "batch", "norm_seq", "act_embed")
 
 
-def added(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
+def block_output(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
     """Constrain the output of a block to the sharding of the residual stream, and name it for remat policies.
 
     Args:
@@ -465,7 +465,7 @@ def attend(
     k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
     v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
-        o_BTHD = whole_attention(
+        o_BTHD = full_attention(
             q_BTHD, k_BTKD, v_BTKD, angles.segments_BT, implementation=implementation, window=window, cap=cap
         )
     else:
@@ -475,7 +475,7 @@ def attend(
     return heads_layout(o_BTHD, "act_heads"), cache
 
 
-def whole_attention(
+def full_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
     v_BTKW: Float[Array, "B T K W"],

@@ -133,7 +133,7 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             h_BTE = self.attention_norm(x_BTE)
             a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
-            x_BTE = x_BTE + layers.added(a_BTE, "attention_out")
+            x_BTE = x_BTE + layers.block_output(a_BTE, "attention_out")
         aux = None
         with jax.named_scope("mlp"):
             if isinstance(self.mlp, MoE):
@@ -142,7 +142,7 @@ class Block(nnx.Module):
             else:
                 h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
                 m_BTE = self.mlp(h_BTE, overlapped=overlapped)
-            x_BTE = x_BTE + layers.added(m_BTE, "mlp_out")
+            x_BTE = x_BTE + layers.block_output(m_BTE, "mlp_out")
         return layers.residual(x_BTE), cache, aux
 
 
@@ -200,7 +200,7 @@ class Transformer(nnx.Module):
         table_VE = self.embed.embedding[...]
         with jax.named_scope("embed"):
             if cache is None:
-                tokens, positions, segments = context.entered(tokens, positions, segments)
+                tokens, positions, segments = context.prepare(tokens, positions, segments)
             x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
@@ -208,11 +208,11 @@ class Transformer(nnx.Module):
             kernel_EV = None if self.cfg.tied_embeddings else bare(self.head)
             x_BTE, kernel_EV = (x_BTE, None) if kernel_EV is None else layers.reduced_first(x_BTE, kernel_EV)
             h_BTE = layers.block_input(self.final_norm(x_BTE))
-            h_BTE = context.left(h_BTE) if cache is None else h_BTE
+            h_BTE = context.natural_order(h_BTE) if cache is None else h_BTE
             if self.cfg.vocab_chunk is not None and cache is None:
                 return unembedding(self.cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
             logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
-            logits_BTV = laid_logits(self.cfg, logits_BTV)
+            logits_BTV = finalize_logits(self.cfg, logits_BTV)
         return logits_BTV if cache is None else (logits_BTV, cache)
 
     def _scanned(self, x_BTE: Array, angles: Rope, cache: KVCache | None) -> tuple[Array, KVCache | None]:
@@ -228,7 +228,7 @@ class Transformer(nnx.Module):
             report_layers(aux, self.cfg.moe)
             if self.cfg.moe.is_biased:
                 self.layers.mlp.load[...] = self.layers.mlp.load[...] + aux.metrics["load"]
-        return x_BTE, advanced(cache, joined_caches(kv_dense, kv), angles)
+        return x_BTE, extended_cache(cache, join_caches(kv_dense, kv), angles)
 
 
 def _run(
@@ -331,7 +331,7 @@ def split_cache(cache: KVCache | None, dense: int) -> tuple[LayerCache | None, L
     return (cache[0][:dense], cache[1][:dense]), (cache[0][dense:], cache[1][dense:])
 
 
-def joined_caches(dense: LayerCache | None, rest: LayerCache | None) -> LayerCache | None:
+def join_caches(dense: LayerCache | None, rest: LayerCache | None) -> LayerCache | None:
     """Concatenate the results of `split_cache`.
 
     Args:
@@ -343,7 +343,7 @@ def joined_caches(dense: LayerCache | None, rest: LayerCache | None) -> LayerCac
     return jnp.concatenate([dense[0], rest[0]]), jnp.concatenate([dense[1], rest[1]])
 
 
-def advanced(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:
+def extended_cache(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:
     """Return the cache with new keys and values, and its length increased by the number of new positions.
 
     Args:
@@ -365,7 +365,7 @@ def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> 
     return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())), narrow=False)
 
 
-def laid_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+def finalize_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
     """Constrain the sharding of the logits and apply the soft cap.
 
     Args:

@@ -20,7 +20,7 @@ from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
 from meshpar.interop import from_hf, load_hf, to_hf
 from meshpar.interop.files import whole_folder
-from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
+from meshpar.interop.runs import SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.loop.signals import scratch
 from meshpar.models import TransformerConfig
 from meshpar.sharding.types import problem, tree_leaves_with_paths
@@ -84,9 +84,9 @@ def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_
     source, other = small_folder(tmp_path / "source"), tmp_path / "other"
     shutil.copytree(source, other)
     run_folder = tmp_path / "run"
-    keep_beside(source, run_folder)
+    keep_source_files(source, run_folder)
     check_source(source, run_folder)
-    check_source(run_folder / BESIDE_RUN, run_folder)
+    check_source(run_folder / SOURCE_FOLDER, run_folder)
     with pytest.raises(mp.MeshparError, match="started with random weights.*Omit --from-hf"):
         check_source(source, tmp_path / "another run")
     content = bytearray((other / "model.safetensors").read_bytes())
@@ -162,7 +162,7 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
     assert not {"recipe.json", "sharding.json", "hf"} & set(left), left
     outcome = train(recipe, from_hf=source, **given)
     assert json.loads((outcome.folder / "recipe.json").read_text())["model"]["qk_norm"] is True
-    kept = outcome.folder / BESIDE_RUN  # named again, it is not taken for another's and removed
+    kept = outcome.folder / SOURCE_FOLDER  # named again, it is not taken for another's and removed
     (kept / "config.json").write_text(json.dumps({**json.loads((kept / "config.json").read_text()), "bos_token_id": 7}))
     again = train(recipe, from_hf=kept, **given)
     assert again.summary["steps_taken"] == 0

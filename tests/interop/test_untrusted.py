@@ -13,7 +13,7 @@ import pytest
 import meshpar as mp
 from meshpar.interop import from_hf, to_hf
 from meshpar.interop.hf import check_weights, described
-from meshpar.interop.runs import keep_beside
+from meshpar.interop.runs import keep_source_files
 from meshpar.sharding.types import MeshparError
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden, read_header, write_header
@@ -55,9 +55,9 @@ def moved(to: str) -> Any:
         (CONFIG, lambda d: d.update(model_type="gemma3"), "the families are llama, .*no layer_types, rope_local"),
         (CONFIG, lambda d: d.update(attention_bias=True), "`attention_bias`.*the decoders support False only"),
         (CONFIG, lambda d: d.update(quantization_config={"quant_method": "awq"}), "dequantize the weights"),
-        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*1.0 only.*Use another"),
+        (CONFIG, lambda d: d.update(partial_rotary_factor=0.5), "`partial_rotary_factor`.*1.0 only.*Use a different"),
         (CONFIG, lambda d: d.update(num_local_experts=4), "`num_local_experts`.*no such field.*remove it only if"),
-        (CONFIG, lambda d: d["rope_scaling"].update(partial_rotary_factor=0.5), "0.5.*support 1.0 only.*Use another"),
+        (CONFIG, lambda d: d["rope_scaling"].update(partial_rotary_factor=0.5), "0.5.*1.0 only.*Use a different"),
         (CONFIG, lambda d: d.update(rope_scaling={**YARN, "truncate": False}), "truncate`.*support True only"),
         (CONFIG, lambda d: d.update(rope_scaling={"rope_type": "longrope"}), "the supported types are default"),
         (CONFIG, lambda d: d.update(hidden_size=32), r"shape \[24, 16\].*by config.json the shape is \[24, 32\]"),
@@ -155,7 +155,7 @@ def test_a_link_out_of_the_folder_is_not_copied(name, tmp_path):
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(secret)
     with pytest.raises(MeshparError, match=f"{name}: cannot copy it: it is a link to {secret}, outside"):
-        keep_beside(folder, tmp_path / "run")
+        keep_source_files(folder, tmp_path / "run")
 
 
 def test_the_links_of_the_hub_s_cache_are_followed(tmp_path):
@@ -164,7 +164,7 @@ def test_the_links_of_the_hub_s_cache_are_followed(tmp_path):
     for path in list(folder.iterdir()):
         (folder / path.name).replace(blobs / path.name)
         (folder / path.name).symlink_to(Path("..", "..", "blobs", path.name))
-    kept = keep_beside(folder, tmp_path / "run")
+    kept = keep_source_files(folder, tmp_path / "run")
     assert {path.name for path in kept.iterdir()} >= {"config.json", "tokenizer.json"}
 
 

@@ -291,7 +291,7 @@ def test_tokens_positions_and_segments_enter_in_one_order(given):
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3], [4, 4, 5, 5, 5, 5, 5, 5]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]], np.int32)
     with mp.use_rules(mesh_of(mp.MeshSpec(context=2)), mp.ddp() | CP):
-        found = jax.jit(context.entered)(tokens, 10 + positions if given == "positions" else None, segments)
+        found = jax.jit(context.prepare)(tokens, 10 + positions if given == "positions" else None, segments)
     order = [0, 1, 6, 7, 2, 3, 4, 5]  # of two ranks: the first and the last quarter, then the two in between
     expected = tokens, positions + 10 * (given == "positions"), segments
     for one, other in zip(found, expected, strict=True):

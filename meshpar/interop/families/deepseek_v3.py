@@ -11,7 +11,18 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.interop.decoder import MLP, NORMS, Family, Row, ends, experts, fields, layers, refuse, sizes_of
+from meshpar.interop.decoder import (
+    MLP,
+    NORMS,
+    Family,
+    Row,
+    embedding_and_head,
+    experts,
+    fields,
+    layers,
+    sizes_of,
+    unsupported_value,
+)
 from meshpar.interop.fields import Field, typed
 from meshpar.interop.weight_mapping import DimPart, WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
@@ -65,7 +76,7 @@ def _attention(cfg: TransformerConfig, *, dense: bool) -> list[WeightMapping]:
 
 def _tensors(cfg: TransformerConfig) -> list[WeightMapping]:
     assert cfg.moe is not None
-    mappings = [*ends(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
+    mappings = [*embedding_and_head(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
     mappings += layers(cfg, *experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
     if cfg.moe.is_biased:
         bias = layers(cfg, ("mlp.gate.e_score_correction_bias", "mlp/bias", "X -> L X"))
@@ -98,10 +109,10 @@ def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> No
     heads = document.get("num_key_value_heads")
     if heads not in (None, values["num_heads"]):
         reason = "latent attention has as many key/value heads as query heads"
-        raise refuse(where, "num_key_value_heads", heads, reason, f"set it to {values['num_heads']}")
+        raise unsupported_value(where, "num_key_value_heads", heads, reason, f"set it to {values['num_heads']}")
     if values["norm_eps"] != 1e-6:
         reason = "its latent norms always use 1e-6, and the decoders use the same epsilon in all norms"
-        raise refuse(where, "rms_norm_eps", values["norm_eps"], reason, "use a checkpoint with 1e-6")
+        raise unsupported_value(where, "rms_norm_eps", values["norm_eps"], reason, "use a checkpoint with 1e-6")
     values["num_kv_heads"] = values["num_heads"]
     values["head_dim"] = values["latent.nope_dim"] + values["latent.rope_dim"]
     values["moe.bias_rate"] = BIAS_RATE

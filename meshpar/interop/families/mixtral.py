@@ -11,7 +11,7 @@ from meshpar.interop.decoder import (
     NORMS,
     ROUTER_LOSS,
     Family,
-    ends,
+    embedding_and_head,
     experts,
     fields,
     layers,
@@ -41,7 +41,10 @@ FAMILY = Family(
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
     ignored=ROUTER_LOSS,
-    tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2"))],
+    tensors=lambda cfg: [
+        *embedding_and_head(cfg),
+        *layers(cfg, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
+    ],
     read_more=_more,
     write_more=write_router_loss,
 )

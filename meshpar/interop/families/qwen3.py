@@ -13,10 +13,10 @@ from meshpar.interop.decoder import (
     NORMS,
     QK_NORMS,
     Family,
-    ends,
+    embedding_and_head,
     fields,
     layers,
-    refuse,
+    unsupported_value,
 )
 from meshpar.models.config import TransformerConfig
 
@@ -39,7 +39,9 @@ def normed(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> N
     kinds = document.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
         reason = "the decoders have the same attention_window in all layers"
-        raise refuse(where, "layer_types", kinds, reason, "use a checkpoint with full attention in all layers")
+        raise unsupported_value(
+            where, "layer_types", kinds, reason, "use a checkpoint with full attention in all layers"
+        )
     values["qk_norm"] = True
 
 
@@ -58,7 +60,7 @@ FAMILY = Family(
     fields=fields(*GROUPED, *DENSE),
     fixed=FIXED,
     ignored=IGNORED | {"layer_types"},
-    tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *MLP)],
+    tensors=lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *MLP)],
     read_more=normed,
     write_more=written,
 )

@@ -12,7 +12,7 @@ from meshpar.interop.decoder import (
     QK_NORMS,
     ROUTER_LOSS,
     Family,
-    ends,
+    embedding_and_head,
     experts,
     fields,
     layers,
@@ -47,7 +47,7 @@ FAMILY = Family(
     ),
     fixed={**qwen3.FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ignored=qwen3.IGNORED | ROUTER_LOSS | {"intermediate_size", "layer_types"},
-    tensors=lambda cfg: [*ends(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *experts("mlp"))],
+    tensors=lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *experts("mlp"))],
     read_more=_more,
     write_more=_written,
 )
