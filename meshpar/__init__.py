@@ -1,4 +1,4 @@
-"""Name what each dim of a Flax model is, choose how a mesh splits those names, and derive every sharding.
+"""Shard Flax models over a named mesh: logical names, strategies, training steps and their programs.
 
     Recipe ─► MeshSpec ─► Mesh
            ─► Strategy = four Rules        parameters · gradients · optimizer state · activations

@@ -1,4 +1,4 @@
-"""The `meshpar` command and `python -m meshpar`: Ctrl-C ends it quietly while its modules are still being imported."""
+"""Entry point of `python -m meshpar`. Ctrl-C also ends it quietly during imports."""
 
 import os
 import signal

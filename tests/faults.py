@@ -251,7 +251,7 @@ FAULTS = (
     ),
     Fault(
         "unchecked: a gradient scattered inside a node alone", "training/gradients/zeropp.py",
-        "(lax.psum(mine, rest) if rest else mine)", "mine", "training/gradients/test_zeropp.py",
+        "(lax.psum(total, replica_axes) if replica_axes else total)", "total", "training/gradients/test_zeropp.py",
     ),
     Fault(
         "unchecked: a router's gradient twice", "moe/layer.py",
@@ -309,8 +309,8 @@ FAULTS = (
     ),
     Fault(
         "positions go on from conversation to conversation", "data/chat.py",
-        '"positions"][number, to] = np.arange(len(one.ids) - 1)',
-        '"positions"][number, to] = np.arange(to.start, to.stop)', "data/test_chat.py",
+        '"positions"][row, to] = np.arange(len(ids) - 1)',
+        '"positions"][row, to] = np.arange(to.start, to.stop)', "data/test_chat.py",
     ),
     Fault(
         "what a Linen module sows outlives its call", "sharding/adapters.py",
@@ -358,8 +358,8 @@ FAULTS = (
     ),
     Fault(
         "devices draw weights by another key than the losses", "training/gradients/per_device.py",
-        "keys = here[None] if count == 1 else micro_keys(here, count)",
-        "keys = key[None] if count == 1 else micro_keys(here, count)",
+        "keys = local_key[None] if count == 1 else micro_keys(local_key, count)",
+        "keys = key[None] if count == 1 else micro_keys(local_key, count)",
         "layers/test_losses.py -k drawn",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Public functions do the same whatever mesh jax's own context holds, and on meshes as `jax.make_mesh` gives them."""
+"""Public functions under different JAX mesh contexts and on meshes with Explicit axes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from meshpar.models import TransformerConfig, generate
 from meshpar.sharding.constraints import with_layout
 from tests.equal import model_of
 
-OWN = mp.MeshSpec(fsdp=-1).build()
+MESH = mp.MeshSpec(fsdp=-1).build()
 PLAIN = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
 FOREIGN = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 ROWS = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
@@ -57,9 +57,9 @@ MODELS = {
 }
 CONTEXTS = {
     "none": contextlib.nullcontext,
-    "set_mesh(own)": lambda: jax.set_mesh(OWN),
+    "set_mesh(own)": lambda: jax.set_mesh(MESH),
     "set_mesh(foreign)": lambda: jax.set_mesh(FOREIGN),
-    "with own": lambda: OWN,
+    "with own": lambda: MESH,
     "use_abstract_mesh(foreign)": lambda: jax.sharding.use_abstract_mesh(FOREIGN.abstract_mesh),
     "make_mesh": lambda: jax.set_mesh(PLAIN),
 }
@@ -73,7 +73,7 @@ def _loss(model, batch, key):
 
 
 def _trained(model: mp.Model, mesh: jax.sharding.Mesh, folder=None) -> list[float]:
-    """Losses of a few steps, the last one from a state saved and restored, with everything a user calls on the way."""
+    """Train for two steps, save and restore the state if there is a folder, and return all losses."""
     table = mp.shardings(model, mesh, FSDP)
     state = mp.init_state(model, optax.adam(1e-2), mesh=mesh, strategy=FSDP, key=0)
     assert {d.path: d.spec for d in state.table.params} == {d.path: d.spec for d in table.params}
@@ -83,16 +83,16 @@ def _trained(model: mp.Model, mesh: jax.sharding.Mesh, folder=None) -> list[floa
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     if folder is not None:
-        with mp.Checkpoints(folder) as kept:
-            kept.save(state, wait=True)
-            state = kept.restore(state).state
+        with mp.Checkpoints(folder) as checkpoints:
+            checkpoints.save(state, wait=True)
+            state = checkpoints.restore(state).state
     assert mp.explain(step, state, batch).devices == 8
     return [*losses, float(mp.eval_step(_loss)(state, ROWS)["loss"])]
 
 
 @functools.cache
-def _alone(kind: str) -> list[float]:
-    return _trained(MODELS[kind](), OWN)
+def _unwrapped_losses(kind: str) -> list[float]:
+    return _trained(MODELS[kind](), MESH)
 
 
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
@@ -104,84 +104,84 @@ def _alone(kind: str) -> list[float]:
         for name in CONTEXTS
     ],
 )
-def test_every_context_gives_the_same_training(case, tmp_path):
+def test_training_is_the_same_in_every_mesh_context(case, tmp_path):
     kind, name = case.split("-")
-    alone = _alone(kind)
+    expected = _unwrapped_losses(kind)
     with CONTEXTS[name]():
-        found = _trained(MODELS[kind](), PLAIN if name == "make_mesh" else OWN, tmp_path / "kept")
+        found = _trained(MODELS[kind](), PLAIN if name == "make_mesh" else MESH, tmp_path / "kept")
         if name.startswith("set_mesh"):
-            assert not jax.sharding.get_abstract_mesh().empty, "the user's context is back"
-    # Two axes that split the batch instead of one add up in another order.
-    np.testing.assert_allclose(found, alone, rtol=1e-5)
+            assert not jax.sharding.get_abstract_mesh().empty, "the user's context is restored"
+    # A batch sharded over two axes is reduced in a different order.
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_batch_on_explicit_axes_trains_as_one_on_auto_axes():
-    state = mp.init_state(MODELS["functions"](), optax.sgd(0.0), mesh=OWN, strategy=FSDP, key=0)
+def test_batches_on_explicit_and_auto_axes_train_equally():
+    state = mp.init_state(MODELS["functions"](), optax.sgd(0.0), mesh=MESH, strategy=FSDP, key=0)
     step = mp.train_step(_loss)
     flat = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
-    laid = jax.device_put(ROWS, NamedSharding(flat, P("fsdp")))
-    state, metrics = step(state, laid)
-    assert metrics["loss"].sharding.mesh == OWN
+    sharded = jax.device_put(ROWS, NamedSharding(flat, P("fsdp")))
+    state, metrics = step(state, sharded)
+    assert metrics["loss"].sharding.mesh == MESH
     state, again = step(state, ROWS)
     assert float(metrics["loss"]) == float(again["loss"])
 
 
-def test_what_a_step_gives_has_the_types_of_the_mesh_as_given():
+def test_step_outputs_keep_the_axis_types_of_the_mesh():
     state = mp.init_state(MODELS["functions"](), optax.adam(1e-2), mesh=PLAIN, strategy=FSDP, key=0)
     state, metrics = mp.train_step(_loss)(state, ROWS)
     up, rows = state.params["up"], mp.shard_batch(ROWS, PLAIN, FSDP)
     assert jax.typeof(rows).sharding.spec[0] == ("data", "fsdp")
     assert jax.typeof(up).sharding.spec == state.table["up"].spec == P("fsdp", None)
-    with jax.set_mesh(PLAIN):  # the user's own code goes on with them, typed
+    with jax.set_mesh(PLAIN):  # user code sees the Explicit types
         assert jax.typeof(up * 2).sharding.spec == jax.typeof(up).sharding.spec
         assert (metrics["loss"] + up.sum()).sharding.mesh == PLAIN
-    assert not np.isnan(state.bound()(jnp.asarray(ROWS))).any(), "and without a context, on Auto axes"
+    assert not np.isnan(state.bound()(jnp.asarray(ROWS))).any(), "without a context the axes are Auto"
 
 
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*with mesh.*:DeprecationWarning")
 @pytest.mark.parametrize("name", CONTEXTS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_users_own_calls_go_on_in_every_context(kind, name):
-    """Of a bound model, and of a step, as they are and inside of a `jax.jit`."""
-    mesh = PLAIN if name == "make_mesh" else OWN
+def test_model_and_step_calls_work_in_every_context(kind, name):
+    """Call a bound model and a train step, with and without `jax.jit`."""
+    mesh = PLAIN if name == "make_mesh" else MESH
     state = mp.init_state(MODELS[kind](), optax.sgd(0.0), mesh=mesh, strategy=FSDP, key=0)
     step = mp.train_step(_loss)
 
-    def given(x):
+    def apply(x):
         return jnp.tanh(state.bound()(x))
 
     with mp.use_rules(mesh, FSDP):
-        expected = np.asarray(given(ROWS))
+        expected = np.asarray(apply(ROWS))
     loss = float(mp.eval_step(_loss)(state, ROWS)["loss"])
-    # jax itself compiles nothing in a context without devices.
-    ways = [given] if name.startswith("use_abstract_mesh") else [given, jax.jit(given)]
+    # JAX cannot compile in a context without devices.
+    functions = [apply] if name.startswith("use_abstract_mesh") else [apply, jax.jit(apply)]
     with CONTEXTS[name]():
-        laid, found = mp.shard_batch(ROWS, mesh, FSDP), []
-        for x in (ROWS, laid):
+        sharded, found = mp.shard_batch(ROWS, mesh, FSDP), []
+        for x in (ROWS, sharded):
             with mp.use_rules(mesh, FSDP):
-                found += [f(x) for f in ways]
-            if kind == "nnx":  # it calls mp.constrain, outside of a step inside of mp.use_rules alone
+                found += [f(x) for f in functions]
+            if kind == "nnx":  # its mp.constrain needs mp.use_rules outside a train step
                 continue
             found.append(np.tanh(np.asarray(state.bound()(x))))
-            if name == "make_mesh":  # what else the user computes is typed
-                found += [f(x) for f in ways]
+            if name == "make_mesh":  # other user code sees Explicit types
+                found += [f(x) for f in functions]
                 assert jax.typeof(found[-1]).sharding.spec == P(("data", "fsdp"), None)
         for y in found:
             np.testing.assert_allclose(y, expected, rtol=1e-5)
-        if len(ways) > 1:
-            assert float(jax.jit(lambda x: step(state, x)[1]["loss"])(laid)) == pytest.approx(loss)
+        if len(functions) > 1:
+            assert float(jax.jit(lambda x: step(state, x)[1]["loss"])(sharded)) == pytest.approx(loss)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_text_is_continued_in_every_context(kind):
+def test_generate_works_in_every_context(kind):
     config = TransformerConfig(
         vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
     )
     model, found = model_of(kind, config, 8, 4), []
     for name in ("none", "set_mesh(own)", "set_mesh(foreign)", "make_mesh"):
-        mesh = PLAIN if name == "make_mesh" else OWN
+        mesh = PLAIN if name == "make_mesh" else MESH
 
         def continued(state, prompt, key, mesh=mesh):
             with mp.use_rules(mesh, FSDP):
@@ -207,7 +207,7 @@ def _typed() -> mp.Model:
 
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.matrix), 2])
 @pytest.mark.parametrize("types", ["auto", pytest.param("explicit", marks=pytest.mark.matrix)])
-def test_a_model_that_says_its_types_trains_as_one_that_leaves_them_to_the_compiler(types, accumulate):
+def test_explicit_and_auto_models_train_equally(types, accumulate):
     mesh, losses = mp.MeshSpec(fsdp=8, axis_types=types).build(), []
     for model in (_typed(), _functions()):
         state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=FSDP, key=0)
@@ -215,14 +215,14 @@ def test_a_model_that_says_its_types_trains_as_one_that_leaves_them_to_the_compi
         for _ in range(2):
             state, metrics = step(state, ROWS)
         losses.append((float(metrics["loss"]), float(metrics["grad_norm"])))
-    # Gradients add up in another order.
+    # Gradients are summed in a different order.
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 @pytest.mark.skipif(
     not hasattr(jax.sharding, "no_collectives"), reason="needs jax.sharding.no_collectives, of jax 0.12"
 )
-def test_a_collective_that_nothing_promises_is_refused_where_types_say_it():
+def test_explicit_model_rejects_unexpected_collectives():
     def apply(params, x):
         spread = jax.sharding.reshard(x, P("fsdp", "tensor"))
         return jnp.tanh(jax.sharding.reshard(spread, P("fsdp", None)) @ jax.sharding.reshard(params["up"], P()))
@@ -235,35 +235,35 @@ def test_a_collective_that_nothing_promises_is_refused_where_types_say_it():
             step.trace(state, ROWS)
 
 
-def test_a_model_of_types_is_refused_inside_a_region_by_hand():
-    state = mp.abstract_state(_typed(), optax.sgd(0.1), mesh=OWN, strategy=FSDP)
+def test_explicit_model_is_rejected_inside_shard_map():
+    state = mp.abstract_state(_typed(), optax.sgd(0.1), mesh=MESH, strategy=FSDP)
     with pytest.raises(mp.MeshparError, match="no Explicit axis next to a Manual"):
         mp.train_step(_loss, accumulate=2, reduce_gradients="once").trace(state, ROWS)
 
 
-@pytest.mark.parametrize("beside", [jnp.add, jnp.multiply])
-def test_jax_takes_no_reduced_weight_beside_rows(beside):
-    """Why types do not reduce gradients once (`engines/by_device.py`): where this fails they may do it."""
+@pytest.mark.parametrize("operation", [jnp.add, jnp.multiply])
+def test_jax_rejects_reduced_weights_next_to_sharded_inputs(operation):
+    """If this fails, Explicit types can reduce gradients once (see `engines/by_device.py`)."""
     with jax.set_mesh(PLAIN):
         rows = jax.sharding.reshard(ROWS, P("fsdp", None))
         bias = jax.sharding.reshard(ROWS[0], P(reduced={"fsdp"}))
         jax.eval_shape(jnp.dot, rows, jax.sharding.reshard(ROWS, P(reduced={"fsdp"})))
         with pytest.raises(Exception, match="another input is reduced on"):
-            jax.eval_shape(beside, rows, bias)
+            jax.eval_shape(operation, rows, bias)
 
 
-def test_a_layout_is_put_down_as_its_axes_ask():
+def test_with_layout_follows_the_axis_types():
     mesh = mp.MeshSpec(fsdp=4, tensor=2, axis_types={"fsdp": "explicit"}).build()
 
-    def laid(x):
+    def sharded(x):
         assert jax.typeof(x).sharding.spec == P(None, None)
         x = with_layout(x, P("fsdp", "tensor"))
-        assert jax.typeof(x).sharding.spec == P("fsdp", None), "the other axis is the compiler's"
+        assert jax.typeof(x).sharding.spec == P("fsdp", None), "the Auto axis is absent from the type"
         assert jax.typeof(with_layout(x, P(P.UNCONSTRAINED, None))).sharding.spec == P("fsdp", None)
         return x
 
     with jax.set_mesh(mesh):
-        assert jax.jit(laid)(ROWS).sharding.spec == P("fsdp", "tensor")
+        assert jax.jit(sharded)(ROWS).sharding.spec == P("fsdp", "tensor")
         manual = jax.shard_map(
             lambda x: with_layout(x, P(None, None)), in_specs=P(), out_specs=P(), axis_names=set(mesh.axis_names)
         )

@@ -74,7 +74,7 @@ def test_zero2_scatters_gradients_inside_the_backward_loop(program, strategy):
     assert len(weights(found, "all-gather", in_loop=False)) == MATRICES + TABLES + NORMS
 
 
-def test_zero2_never_holds_a_whole_stack_of_gradients(program):
+def test_zero2_never_materializes_full_gradients(program):
     """No loop carries an array of a whole stack's size beyond the parameters, which it only reads."""
     whole, _ = program(mp.ddp())
     split, _ = program(mp.zero2())
@@ -82,7 +82,7 @@ def test_zero2_never_holds_a_whole_stack_of_gradients(program):
     assert whole.temporary_bytes - split.temporary_bytes > stacked_bytes / 2
 
 
-def test_zero1_and_zero2_are_the_same_program_without_accumulation(program):
+def test_zero1_equals_zero2_without_accumulation(program):
     def account(strategy):
         return sorted((c.kind, c.axes, c.payload_bytes, c.count_per_step) for c in program(strategy)[1])
 
@@ -97,14 +97,14 @@ def test_zero3_gathers_twice_and_scatters_once(program):
 
 
 @pytest.mark.parametrize(("reduce", "dtype"), [(None, "f32"), ("bfloat16", "bf16")])
-def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_reduction_dtype(program, reduce, dtype):
+def test_collectives_use_compute_and_reduction_dtypes(program, reduce, dtype):
     precision = mp.Precision(params="float32", compute="bfloat16", reduce=reduce)
     _, found = program(mp.zero3(), precision=precision)
     assert {dtype for dtype, _ in weights(found, "all-gather", in_loop=True)} == {"bf16"}
     assert {dtype for dtype, _ in weights(found, "reduce-scatter", in_loop=True)} == {dtype}
 
 
-def test_accumulation_each_scatters_every_micro_step_and_once_after_the_loop(program):
+def test_accumulation_modes_reduce_scatter_each_step_or_once(program):
     _, each = program(mp.zero2(), accumulate=2)
     _, once = program(mp.zero2(), accumulate=2, reduce_gradients="once")
     scattered = weights(each, "reduce-scatter", in_loop=True)

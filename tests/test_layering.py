@@ -87,7 +87,7 @@ def test_imports_follow_the_order_of_folders() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_package_itself_is_asked_for_nothing_but_its_version() -> None:
+def test_only_the_version_is_imported_from_the_package_root() -> None:
     wrong = {}
     for module in modules():
         tree = source_of(module)
@@ -138,12 +138,12 @@ def in_circles(parts: Callable[[ast.Module], list[ast.stmt]]) -> set[str]:
     return {module.removeprefix("meshpar.") for module, over in needs.items() if module in over}
 
 
-def test_no_module_needs_itself_to_be_imported() -> None:
+def test_import_graph_has_no_cycles() -> None:
     """What modules import when they are loaded goes round in no circle."""
     assert not in_circles(lambda tree: [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)])
 
 
-def test_no_module_needs_itself_when_it_runs() -> None:
+def test_runtime_import_graph_has_no_cycles() -> None:
     """Nor does what functions import, but for methods that lead to what is made of the object: a schedule read from a
     file, a report as text, the model of a config."""
     round_about = in_circles(lambda tree: [node for node in tree.body if ast.unparse(node)[:16] != "if TYPE_CHECKING"])
@@ -155,7 +155,7 @@ def test_no_module_needs_itself_when_it_runs() -> None:
     assert round_about <= {"inspect.render", "inspect.report"} | files | models, sorted(round_about)
 
 
-def test_a_function_fits_on_a_screen() -> None:
+def test_functions_are_short() -> None:
     long = {}
     for module in modules():
         for node in ast.walk(source_of(module)):
@@ -168,7 +168,7 @@ def test_a_function_fits_on_a_screen() -> None:
     assert not long, f"{long} lines without docstrings; split functions of more than {MOST_LINES} lines"
 
 
-def test_two_classes_have_two_names() -> None:
+def test_class_names_are_unique() -> None:
     """Public classes only; `executor` and `planner` each have a `Plan`."""
     homes: dict[str, list[str]] = {}
     for module in modules():
@@ -193,14 +193,14 @@ HEAVY = ["flax", "optax", "grain", "orbax", "tensorstore", "matplotlib", "rich",
         ),
     ],
 )
-def test_importing_costs_no_more_than_it_must(statement: str, without: list[str]) -> None:
+def test_import_loads_only_required_packages(statement: str, without: list[str]) -> None:
     code = f"{statement}\nimport sys\nprint(*[name for name in {without!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == []
 
 
-def test_a_plain_step_loads_nothing_of_pipelines_experts_or_compiled_programs() -> None:
+def test_plain_step_loads_no_optional_modules() -> None:
     """And the packages that the README names are attributes all the same."""
     code = (
         "import sys, meshpar as mp; mp.ddp(); mp.train_step(lambda model, batch, key: (0, {})); print(*sys.modules)\n"
@@ -213,6 +213,6 @@ def test_a_plain_step_loads_nothing_of_pipelines_experts_or_compiled_programs() 
     assert packages == {f"meshpar.{folder}" for folder in loaded}
 
 
-def test_every_planted_fault_is_a_line_of_the_source() -> None:
+def test_planted_faults_match_source_lines() -> None:
     for fault in FAULTS:
         assert (PACKAGE / fault.file).read_text().count(fault.old) == 1, fault.name

@@ -38,7 +38,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_everything_asked_for_is_pinned_to_a_version_that_will_do(python: str) -> None:
+def test_dependencies_are_pinned_to_matching_versions(python: str) -> None:
     pinned = pins(python)
     for extra in ("", "aot", "recipes", "notebooks", "dev"):
         for text in PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]:
@@ -65,7 +65,7 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
     return {str(canonicalize_name(DISTRIBUTIONS.get(root, root))) for root in roots}
 
 
-def test_every_import_is_declared_and_every_dependency_is_imported() -> None:
+def test_imports_and_declared_dependencies_agree() -> None:
     trees = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in (ROOT / "meshpar").rglob("*.py")}
     required = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]}
     optional = (Requirement(text) for extra in PROJECT["optional-dependencies"].values() for text in extra)
@@ -85,7 +85,7 @@ def test_jax_and_its_parts_are_of_one_version(python: str) -> None:
     assert len(parts) == 1
 
 
-def test_no_pin_says_where_it_was_fetched() -> None:
+def test_pins_contain_no_urls() -> None:
     for name in ("constraints.txt", "pyproject.toml", "Makefile", ".ci/venv", ".ci/pin", ".ci/run", ".ci/find-python"):
         text = (ROOT / name).read_text()
         assert not re.search(r"://|index-url|find-links|--hash", text.replace("--no-emit-index-url", "")), name
@@ -114,7 +114,7 @@ def make(*arguments: str) -> str:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
 
 
-def test_another_interpreter_gets_an_environment_of_its_own() -> None:
+def test_each_interpreter_has_a_separate_environment() -> None:
     own = ".venv-{}.{}/bin/python -m pytest".format(*sys.version_info[:2])
     assert own in make("test", f"PYTHON={sys.executable}")
     assert any(line.startswith(".venv/bin/python -m pytest") for line in make("test").splitlines())
@@ -141,7 +141,7 @@ def executable(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_shim_that_fails_leads_to_the_interpreter_behind_it(tmp_path: Path) -> None:
+def test_failing_shim_falls_back_to_the_real_interpreter(tmp_path: Path) -> None:
     shims, pyenv = tmp_path / "shims", tmp_path / "pyenv"
     executable(shims / "python3.12", "echo 'python3.12: command not found' >&2; exit 127")
     executable(pyenv / "versions/3.12.9/bin/python3.12", f'exec {sys.executable} "$@"')
@@ -150,7 +150,7 @@ def test_a_shim_that_fails_leads_to_the_interpreter_behind_it(tmp_path: Path) ->
     assert Path(done.stdout.strip()).exists()
 
 
-def test_an_interpreter_that_is_not_there_or_too_old_is_an_error_in_full(tmp_path: Path) -> None:
+def test_missing_or_old_interpreter_is_a_clear_error(tmp_path: Path) -> None:
     executable(tmp_path / "python3.7", "exit 1")
     for asked in ("python3.99", "python3.7"):
         done = find_python(asked, tmp_path, tmp_path)

@@ -32,13 +32,13 @@ class CallbackFailures(logging.Handler):
         timer.start()
 
 
-def end_on_callback_failures() -> None:
-    """Install the handler, instead of the printed traceback."""
+def end_on_callback_failures(*, show_traceback: bool = False) -> None:
+    """Install the handler. Without `show_traceback`, jax's own record with the traceback is not printed."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         if not any(isinstance(handler, CallbackFailures) for handler in logger.handlers):
             logger.addHandler(CallbackFailures())
-            logger.propagate = False
+            logger.propagate = show_traceback
 
 
 def _end(callback: str, error: BaseException) -> None:

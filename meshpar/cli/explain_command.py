@@ -110,13 +110,13 @@ def explain(
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'.", click.get_current_context())
     _check_written(html, save_budget)
-    from meshpar.cli.recipe import crashes_explained
+    from meshpar.cli.recipe import explain_recipe_errors
     from meshpar.inspect.budget import Budget
 
     # A recipe's own exception is not a finding: Python's exit code for it, 1, would say that it is one.
     files = {path: path.partition(":")[0] for path in (recipe, against) if path}
     # A recipe, or a loss while it is traced, may print; the report has standard output for itself.
-    with contextlib.redirect_stdout(sys.stderr), crashes_explained(files, "explain its training step"):
+    with contextlib.redirect_stdout(sys.stderr), explain_recipe_errors(files, "explain its training step"):
         held_to = Budget.load(budget) if budget else None
         layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
         subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch, from_hf=from_hf)

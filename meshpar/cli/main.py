@@ -62,7 +62,11 @@ def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "noth
     if count is None and ((os.environ.get("JAX_PLATFORMS") or "cpu") != "cpu" or _has_accelerator()):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
-    flags = {flag.partition("=")[0]: flag for flag in os.environ.get("XLA_FLAGS", "").split()}
+    given = os.environ.get("XLA_FLAGS", "").split()
+    if given and not given[0].startswith("--"):  # XLA would read a file of this name, with our flags in its name
+        reason, fix = f"`{given[0][:100]}` does not start with --", "write flags such as --xla_dump_to=/tmp/xla"
+        raise problem("XLA_FLAGS", "add flags for host devices", reason, fix, code="bad-syntax")
+    flags = {flag.partition("=")[0]: flag for flag in given}
     for name, value in _COLLECTIVE_TIMEOUTS_S.items():
         flags.setdefault(name, f"{name}={value}")
     if count is not None or _DEVICE_COUNT_FLAG not in flags:
@@ -359,11 +363,13 @@ def train(
     follow_parent()
     devices = None if is_child else devices  # the parent has already divided the host devices
     prepare_devices(devices, start="jax")
-    from meshpar.cli import launch, multihost
+    from meshpar.cli import callback_failures, launch, multihost
 
     launch.join(alone=is_child, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_child else launch.JOIN_S))
     command = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if name not in COMPARED_LATER}
     command["--stall-limit"] = stall_limit
+    show_traceback = "--traceback" in click.get_current_context().find_root().obj
+    callback_failures.end_on_callback_failures(show_traceback=show_traceback)
     with multihost.pod(stall_s=stall_limit, command=command):
         _train(device_count=devices, **settings)
 
@@ -596,8 +602,11 @@ def _run(args: Sequence[str]) -> None:
         _fail(_usage(error), error.exit_code if isinstance(error, click.UsageError) else 2)
     except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", signals.exit_code())
-    except Exception as error:
-        code = 2 if isinstance(error, MeshparError) or user_line(error) else 1
+    except SystemExit:
+        raise
+    except BaseException as error:
+        is_file_error = isinstance(error, OSError) and error.filename is not None
+        code = 2 if isinstance(error, MeshparError) or is_file_error or user_line(error) else 1
         if "--traceback" in args:
             import traceback
 

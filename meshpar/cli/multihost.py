@@ -1,4 +1,4 @@
-"""A command of several processes: they agree on where they run before any touches a device, and end together."""
+"""Commands of several processes, which compare their environments before they use devices, and end together."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from meshpar.sharding.host_resources import unexpected, user_line
 from meshpar.sharding.types import MeshparError
 
 PACKAGES = ("meshpar", "jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "grain")
-"""Packages whose versions have to be the same in every process."""
+"""Packages whose versions must be equal in all processes."""
 _OWN = ("PROCESS_ID", "LOCAL_DEVICE", "COORDINATOR", "COMPILATION_CACHE", "NUM_PROCESSES", "PARTITION_INDEX", "_DIR")
 _OF_A_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG", "NCCL_HOSTID")
 
 
 @contextlib.contextmanager
 def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
-    """What runs inside ends in every process when it fails in one; nothing for a process on its own.
+    """End all processes if the block fails in any of them. A single process just runs the block.
 
     Raises:
-      ValueError: in every process, where one has other versions, flags or options.
+      ValueError: in every process, if versions, flags or options differ between processes.
     """
     here = this_pod()
     watch = watchdog.watch(here, stall_s=stall_s)
@@ -54,9 +54,9 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
             yield
         except SystemExit as interrupted:
             code = int(interrupted.code or 0)
-        if signals is not None and signals.received is not None:  # while it reported
+        if signals is not None and signals.received is not None:  # a signal during the final report
             code = 128 + signals.received
-        code = here.max(here.new_key("end"), code)  # all end as one does
+        code = here.max(here.new_key("end"), code)  # all processes return the same exit code
     except Exception as error:
         _end(watch, error)
     watch.done(code)
@@ -66,9 +66,9 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
 
 
 def environment(env: Mapping[str, str]) -> dict[str, Any]:
-    """Versions, flags of XLA and variables of jax's and NCCL's that have to be the same in every process.
+    """Return the versions, XLA flags and environment variables that must be equal in all processes.
 
-    Left out is what a launcher or a host sets for a process alone, and where XLA dumps to.
+    Variables that a launcher sets per process or per host are excluded, and so are XLA's dump flags.
     """
     flags = (flag.partition("=") for flag in env.get("XLA_FLAGS", "").split())
     variables = {
@@ -87,7 +87,7 @@ def environment(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package; "not installed" without one."""
+    """Return the version of a package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -95,9 +95,9 @@ def version_of(package: str) -> str:
 
 
 def _end(watch: watchdog.Watchdog, error: Exception) -> None:
-    """Say what went wrong, tell the others, and end: what jax does at exit would wait for them for minutes.
+    """Report an error, notify the other processes and exit without jax's shutdown, which would wait for minutes.
 
-    If a message to another process failed, that process may be gone. Then the verdict, which names it, comes first.
+    If communication failed, another process may be lost. The watchdog then reports that process first.
     """
     own = watchdog.is_own(error)
     if own:

@@ -1,4 +1,4 @@
-"""Recipe: everything a training run is made of, as one frozen value that text can change field by field.
+"""Recipes: the frozen description of a training run, its optimizers, and overrides from text.
 
 recipes/x.py ─► load_recipe ─► Recipe ─► override("mesh.fsdp=8", "steps=20") ─► Recipe ─► to_json
 """
@@ -28,7 +28,7 @@ import click
 import jax
 import optax
 
-from meshpar.data.source import DataSource
+from meshpar.data.source import DataSource, Source
 from meshpar.layers.precision import Precision
 from meshpar.optim.averages import ema
 from meshpar.optim.moments import DTYPES, low_precision_moments, offload_state
@@ -46,6 +46,9 @@ from meshpar.sharding.types import (
     MeshparError,
     Names,
     PyTree,
+    check_bool,
+    check_choice,
+    check_positive_int,
     check_takes,
     is_int,
     named,
@@ -62,10 +65,10 @@ from meshpar.training.step import TrainStep
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """A recipe's description of its optimizer."""
+    """Description of an optimizer in a recipe."""
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
-        """The optax optimizer of a run of `steps` steps; `names` are the parameters' logical names by path."""
+        """Return the optax optimizer for a run of `steps` steps. `names` has the logical names of each parameter."""
         ...
 
 
@@ -73,72 +76,71 @@ class Optimizer(Protocol):
 class AdamW:
     """optax's AdamW with warm-up, a schedule and clipping (Loshchilov & Hutter 2019).
 
-    Weights are decayed, norms are not: a leaf called `scale` or `bias`, or with fewer than two dims beside `layers`, is
-    left out.
+    Weight decay applies to all parameters except those named `scale` or `bias`, and those with fewer than two
+    dimensions, not counting `layers`.
     """
 
     lr: float = 3e-4
     """Learning rate after the warm-up."""
     warmup_steps: int = 0
-    """Steps over which it rises from 0."""
+    """Steps of the linear warm-up from 0."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How it falls afterwards."""
+    """Schedule after the warm-up."""
     final_lr: float = 0.1
-    """What is left of it at the end, as a fraction of `lr`; not used by "constant"."""
+    """Learning rate at the end as a fraction of `lr`. Not used by "constant"."""
     schedule_steps: int | None = None
-    """Length of the schedule; None: the run's. Set it when a run may be prolonged later: its start then stays."""
+    """Length of the schedule; by default that of the run. If you set it, a longer run has the same first steps."""
     b1: float = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     b2: float = 0.95
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = 0.1
-    """Times the learning rate, taken from the weights every step."""
+    """Weights shrink by this times the learning rate in each step."""
     clip_norm: float | None = 1.0
-    """Gradients are scaled down to this global norm; None leaves them."""
+    """Clip gradients to this global norm; None disables clipping."""
     moments: str | None = None
-    """Dtype in which both moments are kept, as in `mp.optim.low_precision_moments`; None: that of the parameters."""
+    """Dtype of both moments, as in `mp.optim.low_precision_moments`; by default that of the parameters."""
     offload: bool = False
-    """Whether both lie in the host's memory between updates, as in `mp.optim.offload_state`."""
+    """Keep both moments in host memory between updates, as in `mp.optim.offload_state`."""
     ema: float | None = None
-    """Decay of averages of the parameters, as in `mp.ema`; None: there are none. Validation, the sample, `generate` and
-    `convert` take them in the parameters' place."""
+    """Decay rate of an exponential moving average of the parameters, as in `mp.ema`; None disables it. Validation, the
+    sample, `generate` and `convert` use the averages instead of the parameters."""
 
     _DECAYS: ClassVar[tuple[str, ...]] = ("b1", "b2")
-    """Fields that are decays of moving averages."""
+    """Fields that are decay rates."""
 
     def __post_init__(self) -> None:
-        who, known = type(self).__name__, ("cosine", "linear", "constant")
-        if self.schedule not in known:
-            where = f"{who}(schedule={self.schedule!r})"
-            raise problem(where, "use it", "there is no such schedule", f"one of {known}")
+        who = type(self).__name__
+        check_choice(who, "the schedule after the warm-up", ("cosine", "linear", "constant"), schedule=self.schedule)
         for field in dataclasses.fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if kind.startswith(("float", "int")) and not (value is None and "None" in kind):
                 is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-                _check(f"{who}.{field.name}", value, is_number, "it is a number")
+                _check(f"{who}.{field.name}", value, is_number, "it must be a number", code="wrong-type")
             _check_finite(f"{who}.{field.name}", value)
         at_least = {"warmup_steps": 0, "final_lr": 0, "weight_decay": 0} | dict.fromkeys(self._DECAYS, 0)
         for name, least in at_least.items():
-            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) >= least, f"it is at least {least}")
+            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) >= least, f"it must be at least {least}")
         for name in self._DECAYS:
-            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) < 1, "a decay is below 1")
+            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) < 1, "a decay rate is below 1")
         for name in ("lr", "eps", "clip_norm", "schedule_steps"):
             value = getattr(self, name)
-            _check(f"{who}.{name}", value, value is None or value > 0, "it is above 0")
+            _check(f"{who}.{name}", value, value is None or value > 0, "it must be positive")
         length = self.schedule_steps
         if length is not None and self.schedule != "constant" and self.warmup_steps >= length:
-            asked, fix = f"warm up within a schedule of {length} steps", f"set optimizer.warmup_steps below {length}"
-            raise problem(f"{who}.warmup_steps ({self.warmup_steps})", asked, "no step is left for the decay", fix)
-        _check(f"{who}.offload", self.offload, isinstance(self.offload, bool), "it is True or False")
-        _check(f"{who}.moments", self.moments, self.moments in (None, *DTYPES), f"it is None or of {', '.join(DTYPES)}")
-        _check(f"{who}.ema", self.ema, self.ema is None or 0 <= self.ema < 1, "a decay is from 0 up to 1, 1 excluded")
+            requested, fix = f"warm up in a schedule of {length} steps", f"set optimizer.warmup_steps below {length}"
+            where, reason = f"{who}.warmup_steps ({self.warmup_steps})", "no step is left for the decay"
+            raise problem(where, requested, reason, fix, code="out-of-range")
+        check_bool(who, "moments are kept in host memory", offload=self.offload)
+        check_choice(who, "the dtype of the moments", (None, *DTYPES), moments=self.moments)
+        _check(f"{who}.ema", self.ema, self.ema is None or 0 <= self.ema < 1, "a decay rate is at least 0 and below 1")
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
-        """Return the learning rate by step for a run of this many steps.
+        """Return the learning rate schedule of a run of `steps` steps.
 
-        A run that is shorter than the warm-up ends within it, with a warning: a longer one begins in the same way.
+        A run that is shorter than the warm-up ends during it, with a warning. A longer run starts in the same way.
         """
         if self.warmup_steps > steps:
             who = f"{type(self).__name__}(warmup_steps={self.warmup_steps})"
@@ -155,7 +157,7 @@ class AdamW:
             after = optax.constant_schedule(self.lr)
         if not self.warmup_steps:
             return after
-        # The first step already moves: a rate of exactly 0 would waste it.
+        # Not from 0, because the first step would then change nothing.
         rise = optax.linear_schedule(self.lr / self.warmup_steps, self.lr, max(self.warmup_steps - 1, 1))
         return optax.join_schedules([rise, after], [self.warmup_steps])
 
@@ -179,31 +181,29 @@ class AdamW:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Muon(AdamW):
-    """Momentum, orthogonalised, for the matrices inside the model; AdamW for the rest: tables, heads, norms, routers.
+    """Muon for the hidden matrices of the model, AdamW for embeddings, heads, norms and routers.
 
-    `mp.muon` applies it to sharded arrays; `meshpar.optim.orthogonalized.matrices` selects the matrices. `lr` is that
-    of AdamW: updates are scaled to what AdamW's usually are (Liu et al. 2025, "Muon is Scalable for LLM Training").
+    `mp.muon` runs it on sharded arrays, and `meshpar.optim.orthogonalized.matrices` selects the matrices. `lr` is the
+    learning rate of AdamW, because updates are scaled to the usual size of AdamW's (Liu et al. 2025, "Muon is Scalable
+    for LLM Training").
     """
 
     momentum: float = 0.95
-    """Decay of the momentum, which is Nesterov's."""
+    """Decay rate of the Nesterov momentum."""
     ns_steps: int = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     rms: float = 0.2
-    """Root mean square of a matrix's update, in learning rates; AdamW's is 0.2 to 0.4."""
+    """Root mean square of a matrix's update divided by the learning rate. AdamW has 0.2 to 0.4."""
     share: bool = True
-    """Whether ranks that hold the same matrices share the work and exchange what comes out, as in `mp.muon`."""
+    """Divide the work among devices with the same matrices and exchange the results, as in `mp.muon`."""
 
     _DECAYS: ClassVar[tuple[str, ...]] = (*AdamW._DECAYS, "momentum")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, is_right, rule in (
-            ("ns_steps", is_int(self.ns_steps) and self.ns_steps >= 1, "it is a whole number of at least 1"),
-            ("rms", self.rms > 0, "it is above 0"),
-            ("share", isinstance(self.share, bool), "it is True or False"),
-        ):
-            _check(f"Muon.{name}", getattr(self, name), is_right, rule)
+        check_positive_int("Muon", "the number of Newton-Schulz iterations", ns_steps=self.ns_steps)
+        _check("Muon.rms", self.rms, self.rms > 0, "it must be positive")
+        check_bool("Muon", "devices share the work", share=self.share)
 
     def _rule(self, rate: Callable[[Any], Any], names: Mapping[str, Names]) -> optax.GradientTransformation:
         return muon(
@@ -227,7 +227,7 @@ class Optax:
     """Any optax optimizer."""
 
     make: Callable[[int], optax.GradientTransformation]
-    """From the number of steps of the run, for its schedules, to the optimizer."""
+    """Function of the number of steps that returns the optimizer."""
 
     def build(self, *, steps: int, names: Mapping[str, Names]) -> optax.GradientTransformation:
         check_takes("Optax.make", self.make, ("steps",), "make=lambda steps: ...", name=named(self.make))
@@ -235,14 +235,14 @@ class Optax:
 
 
 def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
-    """Which leaves decay: those with two dims or more beside `layers`, unless called `scale` or `bias`."""
+    """Return the mask of parameters with weight decay, as described in `AdamW`."""
 
-    def wanted(key_path: Any, leaf: Any) -> bool:
+    def is_decayed(key_path: Any, leaf: Any) -> bool:
         path = path_str(key_path)
-        stacked = sum(name == "layers" for name in names.get(path, ()))
-        return leaf.ndim - stacked >= 2 and path.rpartition("/")[2] not in ("scale", "bias")
+        num_stacked = sum(name == "layers" for name in names.get(path, ()))
+        return leaf.ndim - num_stacked >= 2 and path.rpartition("/")[2] not in ("scale", "bias")
 
-    return jax.tree_util.tree_map_with_path(wanted, params)
+    return jax.tree_util.tree_map_with_path(is_decayed, params)
 
 
 # ---- The recipe ------------------------------------------------------------------------------------------------------
@@ -250,121 +250,126 @@ def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
 
 @runtime_checkable
 class ModelConfig(Protocol):
-    """A recipe's description of its model."""
+    """Description of a model in a recipe."""
 
     def build(self) -> Model: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A text to be written at the end of a run."""
+    """A text that the model generates at the end of a run."""
 
     prompt: str = "def "
-    """What the text begins with."""
+    """Start of the text."""
     num_tokens: int = 200
-    """How many tokens follow."""
+    """Number of tokens to generate."""
     temperature: float = 0.8
-    """Flatter than the model's own distribution above 1, sharper below; 0 takes the likeliest token."""
+    """Sampling temperature; 0 takes the most likely token."""
 
     def __post_init__(self) -> None:
         _check_finite("Sample.temperature", self.temperature)
-        _check("Sample.num_tokens", self.num_tokens, self.num_tokens >= 1, "it is at least 1")
-        _check("Sample.temperature", self.temperature, self.temperature >= 0, "it is at least 0")
-        _check("Sample.prompt", self.prompt, bool(self.prompt), "a text begins with something")
+        check_positive_int("Sample", "the number of tokens to generate", num_tokens=self.num_tokens)
+        _check("Sample.temperature", self.temperature, self.temperature >= 0, "it must be at least 0")
+        _check("Sample.prompt", self.prompt, bool(self.prompt), "it must not be empty")
         check_unicode(self.prompt, "Sample.prompt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything a training run is made of. A recipe file has a function `recipe()` that returns one."""
+    """Description of a training run. A recipe file has a function `recipe()` that returns one."""
 
     name: str
     """The run writes to `runs/<name>/`."""
     mesh: MeshSpec
-    """The devices, by axis."""
+    """Mesh axes and their sizes."""
     strategy: Strategy | Rules = dataclasses.field(default_factory=fsdp)
-    """What is split over which axis."""
+    """Mapping from logical names to mesh axes."""
     model: ModelConfig | Model
-    """What is trained."""
+    """Model, or its config."""
     loss: Callable[..., Any]
     """(model, batch, key) -> (loss, metrics)."""
     data: DataSource
-    """What it is trained on."""
+    """Training and validation data."""
     lora: Lora | None = None
-    """Adapters to train in place of the model's own matrices, as in `mp.lora`; None: all of it is trained."""
+    """LoRA adapters to train, as in `mp.lora`; None trains all parameters."""
     optimizer: AdamW | Optax | Optimizer = dataclasses.field(default_factory=AdamW)
-    """How it is trained."""
+    """Optimizer, or its config."""
     steps: int
-    """Updates in all."""
+    """Number of updates."""
     batch_size: int
-    """Rows of the global batch of one update, over all devices and micro-steps."""
+    """Examples of the global batch of one update, over all devices and micro-steps."""
     accumulate: int = 1
-    """Micro-steps that share one update."""
+    """Micro-steps per update."""
     reduce_gradients: Literal["each_microbatch", "once"] = "each_microbatch"
-    """Reduce the gradients of every micro-step into shards, or keep whole sums and reduce once."""
+    """Reduce gradients to shards in each micro-step, or keep unreduced sums and reduce them once per update."""
     loss_is: Literal["mean_over_examples"] | None = None
-    """States that a scalar loss is a mean over examples that all count the same, as in `train_step`."""
+    """States that a scalar loss is a mean over examples with equal weights, as in `train_step`."""
     precision: Precision = dataclasses.field(default_factory=Precision)
-    """Dtypes of parameters, compute and the reduction of gradients."""
+    """Dtypes of parameters, computation and gradient reduction."""
     remat: str | None = None
-    """What the layers recompute in the backward pass, and what they keep: "full", "dots", "minimal", "all_dots",
-    "save:NAMES", "offload:NAMES", as in `train_step`; None recomputes nothing."""
+    """Activations that are saved for the backward pass instead of recomputed: "full", "dots", "minimal", "all_dots",
+    "save:NAMES" or "offload:NAMES", as in `train_step`; None recomputes nothing."""
     interleave: int = 1
-    """Slices of each device's rows that layers run beside each other, as in `train_step`."""
+    """Number of slices of the local batch whose layers overlap, as in `train_step`."""
     nonfinite: Literal["raise", "skip", "ignore"] = "raise"
-    """What to do when loss or gradients are not finite."""
+    """What to do if the loss or gradients are not finite."""
     max_skipped: int = 100
-    """With nonfinite="skip": the run stops at this many skipped updates in a row."""
+    """With nonfinite="skip", the run stops after this many consecutive skipped updates."""
     xla: Mapping[str, int | float | bool | str] = dataclasses.field(default_factory=dict)
-    """XLA's compile options, names without dashes; they join and override those for GPUs."""
+    """XLA compile options, without leading dashes. They override the defaults for GPUs."""
     pgle: bool = False
     """Profile-guided latency estimation: jax measures the first steps on GPUs (three by default) and compiles the step
-    again with the measured times, so that XLA starts collectives in time. The program stays in jax's compilation cache,
-    in `runs/jax_cache` unless `jax_compilation_cache_dir` is set; later starts load it. Training refuses it on other
-    devices and with --profile."""
+    again, so that XLA's scheduler uses measured times. jax's compilation cache keeps the program, in `runs/jax_cache`
+    unless `jax_compilation_cache_dir` is set, for later starts. Not available on other devices or with --profile."""
     seed: int = 0
-    """Chooses the initial weights, dropout and the order of the data."""
+    """Seed of initial weights, dropout and data order."""
     validate_every: int | None = None
     """Steps between validations; None validates at the end only."""
     checkpoint_every: int | None = None
     """Steps between checkpoints; None saves at the end and when interrupted."""
     checkpoint_retries: int = 3
-    """How many failed saves in a row are tried again at the next interval; one more stops the run."""
+    """Number of consecutive failed saves that are retried at the next interval. One more stops the run."""
     keep_checkpoints: int = 3
-    """How many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     sample: Sample | None = None
-    """A text to write at the end, for language models."""
+    """Text to generate at the end, for language models."""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Where numbers are written beside metrics.jsonl, each an extra of this package."""
+    """Metric writers in addition to metrics.jsonl. Each needs the extra of the same name."""
 
     def __post_init__(self) -> None:
         _check_kind("mesh", self.mesh, MeshSpec, "mp.MeshSpec(fsdp=4, tensor=2)")
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
         _check_kind("precision", self.precision, Precision, 'mp.Precision(compute="bfloat16")')
         _check_kind("lora", Lora() if self.lora is None else self.lora, Lora, "mp.lora(rank=8)")
-        for field, wants in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
-            _check_offers(field, getattr(self, field), wants)
+        for field, method in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
+            _check_has_method(field, getattr(self, field), method)
         fix = "def loss(model, batch, key): return loss, metrics"
         check_takes("Recipe.loss", self.loss, ("model", "batch", "key"), fix, name=named(self.loss))
         for field in ("steps", "batch_size", "max_skipped", "validate_every", "checkpoint_every", "keep_checkpoints"):
             value = getattr(self, field)
             optional = value is None and field.endswith("_every")
-            _check(f"Recipe.{field}", value, optional or is_int(value, 1), "it is a positive integer")
-        _check("Recipe.pgle", self.pgle, isinstance(self.pgle, bool), "it is True or False")
-        retries = self.checkpoint_retries
-        _check("Recipe.checkpoint_retries", retries, is_int(retries, 0), "it is an integer of at least 0")
+            _check(f"Recipe.{field}", value, optional or is_int(value, 1), "it must be a positive integer")
         _check(
-            "Recipe.seed", self.seed, is_int(self.seed, -(2**63)) and self.seed < 2**63, "it is an integer of 64 bits"
+            "Recipe.sample",
+            self.sample,
+            isinstance(self.sample, Sample | None),
+            "it must be mp.Sample(...) or None",
+            code="wrong-type",
         )
-        folder = self.name.replace("-", "").replace("_", "").replace(".", "")
-        _check("Recipe.name", self.name, folder.isalnum(), "it names a folder: letters, digits, - _ .")
-        _check("Recipe.name", self.name[:60], len(self.name) <= 200, "a folder's name has 200 characters at most")
-        _check("Recipe.steps", self.steps, self.steps < 2**31, "steps are counted in 32 bits: it is below 2^31")
-        _ = self.step_options  # its own checks
+        check_bool("Recipe", "measured times are used to schedule collectives", pgle=self.pgle)
+        retries, is_int64 = self.checkpoint_retries, is_int(self.seed, -(2**63)) and self.seed < 2**63
+        _check("Recipe.checkpoint_retries", retries, is_int(retries, 0), "it must be an integer of at least 0")
+        _check("Recipe.seed", self.seed, is_int64, "it must be a 64-bit integer")
+        letters = self.name.replace("-", "").replace("_", "").replace(".", "")
+        _check("Recipe.name", self.name, letters.isalnum(), "a folder name has letters, digits, - _ . only")
+        _check("Recipe.name", self.name[:60], len(self.name) <= 200, "a folder name has at most 200 characters")
+        _check("Recipe.steps", self.steps, self.steps < 2**31, "steps are counted in 32 bits, so it must be below 2^31")
+        _ = self.step_options  # checks its fields
         if self.batch_size % self.accumulate:
-            where, asked = f"Recipe.batch_size ({self.batch_size})", f"split it into {self.accumulate} micro-steps"
-            fix = f"use a batch of {-(-self.batch_size // self.accumulate) * self.accumulate}, or another `accumulate`"
-            raise problem(where, asked, f"{self.batch_size} is not a multiple of {self.accumulate}", fix)
+            where, requested = f"Recipe.batch_size ({self.batch_size})", f"split it into {self.accumulate} micro-steps"
+            fix = f"use a batch of {-(-self.batch_size // self.accumulate) * self.accumulate}, or change `accumulate`"
+            reason = f"{self.batch_size} is not a multiple of {self.accumulate}"
+            raise problem(where, requested, reason, fix, code="indivisible")
 
     @property
     def step_options(self) -> StepOptions:
@@ -383,52 +388,67 @@ class Recipe:
         return dataclasses.replace(self, **changes)
 
     def override(self, *assignments: str) -> Recipe:
-        """The same recipe with fields set by text, as "mesh.fsdp=8"; see `override`."""
+        """Return the recipe with fields set from text such as "mesh.fsdp=8", as in `override`."""
         return override(self, assignments)
 
     def to_json(self) -> dict[str, Any]:
-        """Every field as plain data, for a person to read; functions stand as their names."""
+        """Return all fields as JSON values. Functions are represented by their names."""
         return _plain(self)
 
 
-def _check(where: str, value: object, holds: bool, rule: str) -> None:
-    if not holds:
-        raise problem(where, f"use {value!r}", rule, "change it")
+def _check(where: str, value: object, is_valid: bool, rule: str, code: str = "out-of-range") -> None:
+    if not is_valid:
+        raise problem(where, f"use {value!r:.200}", rule, "change it", code=code)
 
 
 def _check_finite(where: str, value: object) -> None:
-    _check(where, value, not isinstance(value, float) or math.isfinite(value), "it is a finite number")
+    _check(where, value, not isinstance(value, float) or math.isfinite(value), "it must be finite")
 
 
 def _check_kind(field: str, value: object, kind: type, example: str) -> None:
     if not isinstance(value, kind):
-        raise problem(f"Recipe.{field}", f"be {value!r}", f"it is a {kind.__name__}", f"write {field}={example}")
+        reason, fix = f"it must be a {kind.__name__}", f"write {field}={example}"
+        raise problem(f"Recipe.{field}", f"use {value!r:.200}", reason, fix, code="wrong-type")
 
 
-def _check_offers(field: str, value: object, method: str) -> None:
-    if field == "model" and hasattr(value, "bind"):  # a Model, made already
+def _check_has_method(field: str, value: object, method: str) -> None:
+    if field == "model" and hasattr(value, "bind"):  # already a Model
         return
     if not callable(getattr(value, method, None)) or isinstance(value, type):
-        wants = "a function" if method == "__call__" else f"an object with a method `{method}`"
-        hint = f" Call it: {value.__name__}(...)" if isinstance(value, type) else ""
-        raise problem(f"Recipe.{field}", f"be {value!r}", f"it is {wants}", f"give it one.{hint}")
+        reason = "it must be a function" if method == "__call__" else f"it has no method `{method}`"
+        fix = f"call it: {value.__name__}(...)" if isinstance(value, type) else "pass an object of the right type"
+        raise problem(f"Recipe.{field}", f"use {value!r:.200}", reason, fix, code="wrong-type")
 
 
 def build_model(recipe: Recipe) -> Model:
-    """The recipe's model, described, with its adapters."""
+    """Return the model of a recipe, with its LoRA adapters."""
     model = recipe.model if isinstance(recipe.model, Model) else recipe.model.build()
     return model if recipe.lora is None else recipe.lora(model)
 
 
 def build_optimizer(recipe: Recipe, model: Model, mesh: AnyMesh) -> optax.GradientTransformation:
-    """The recipe's optimizer, which may look at the names of the model's parameters."""
+    """Return the optimizer of a recipe, which may depend on the logical names of the parameters."""
     with use_rules(mesh, recipe.strategy):
         names = dict(model.names())
     return recipe.optimizer.build(steps=recipe.steps, names=names)
 
 
+def open_data(recipe: Recipe, *, batch_size: int | None = None) -> Source:
+    """Open the data of a recipe for global batches of `batch_size`, by default those of the recipe.
+
+    Raises:
+      MeshparError: `open` of the data does not return a `Source`.
+    """
+    source = recipe.data.open(batch_size=batch_size or recipe.batch_size, seed=recipe.seed)
+    if not isinstance(source, Source):
+        where, reason = f"{type(recipe.data).__name__}.open", f"it returned {source!r:.100}"
+        fix = "return an object with train, valid, describe and fingerprint: meshpar.data.Source"
+        raise problem(where, "train on it", reason, fix, code="wrong-type")
+    return source
+
+
 def build_step(recipe: Recipe) -> TrainStep:
-    """The recipe's training step, as `train` runs it and `explain` compiles it."""
+    """Return the training step that `train` runs and `explain` compiles."""
     return TrainStep(recipe.loss, recipe.step_options)
 
 
@@ -436,46 +456,46 @@ def build_step(recipe: Recipe) -> TrainStep:
 
 
 def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
-    """The recipe that a file's function `recipe` returns.
+    """Return the result of the function `recipe` of a file.
 
     Args:
-      path: a Python file; `file.py:name` calls another of its functions.
-      devices: how many devices the mesh is for, handed to a function that asks for `devices`. None leaves the
-        function its default.
+      path: a Python file. `file.py:name` calls the function `name` instead.
+      devices: number of devices, which is passed to a function with a parameter `devices`. None keeps its default.
 
     Raises:
-      ValueError: no such file or function, or one that returns something else.
+      ValueError: the file or function does not exist, or the function does not return a Recipe.
     """
     file, _, function = str(path).partition(":")
-    with crashes_explained({str(path): file}, "call it"):
+    with explain_recipe_errors({str(path): file}, "call it"):
         make = _function_of(Path(file), function or "recipe")
         asks = "devices" in inspect.signature(make).parameters
         recipe = make(devices=devices) if asks and devices is not None else make()
     if not isinstance(recipe, Recipe):
-        asked = f"take a Recipe from its function `{make.__name__}`"
-        raise problem(f"recipe file `{file}`", asked, f"it returned {type(recipe).__name__}", "return mp.Recipe(...)")
+        requested, reason = f"use the result of `{make.__name__}`", f"it returned {type(recipe).__name__}"
+        raise problem(f"recipe file `{file}`", requested, reason, "return mp.Recipe(...)", code="wrong-type")
     return recipe
 
 
 @contextlib.contextmanager
-def crashes_explained(recipes: Mapping[str, str], asked: str) -> Iterator[None]:
-    """What recipe files raise is their author's to correct: told with its line. What meshpar says about it stays.
+def explain_recipe_errors(recipes: Mapping[str, str], requested: str) -> Iterator[None]:
+    """Convert an exception of a recipe file to an error with its line. Errors of meshpar are not changed.
 
     Args:
-      recipes: files by the name that each was given; the first is blamed for what none of them raised.
-      asked: of a recipe.
+      recipes: file by displayed name. The first is named if the exception comes from another file.
+      requested: what the recipe was asked to do.
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
-        if isinstance(error, click.ClickException | MeshparError):
+    except BaseException as error:
+        if isinstance(error, click.ClickException | MeshparError | KeyboardInterrupt):
             raise
         names = {os.path.realpath(file): name for name, file in recipes.items()}
         file, line = _raised_at(error, tuple(names))
-        said = next(iter(str(error).strip().split("\n")), "") or "no message"
-        exists = f"it raised {type(error).__name__} ({said[:300]}) at {os.path.basename(file)}:{line}"
+        message = next(iter(str(error).strip().split("\n")), "") or "no message"
+        reason = f"it raised {type(error).__name__} ({message[:300]}) at {os.path.basename(file)}:{line}"
         where = f"recipe `{names.get(file, next(iter(recipes)))[:200]}`"
-        raise problem(where, asked, exists, "correct that line; --traceback shows how it got there") from error
+        fix = "correct that line; --traceback shows how it was reached"
+        raise problem(where, requested, reason, fix, code="error-in-recipe") from error
 
 
 def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
@@ -492,14 +512,16 @@ def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
 
 def _function_of(file: Path, function: str) -> Callable[..., Any]:
     if not os.path.exists(file):
-        raise problem(f"recipe `{str(file)[:200]}`", "read it", "there is no such file", _files_near(file))
+        where, reason = f"recipe `{str(file)[:200]}`", "there is no such file"
+        raise problem(where, "read it", reason, _files_near(file), code="missing-file")
     check_file(file, f"recipe `{file}`", "name a .py file")
     module = _import_file(file)
     found = getattr(module, function, None)
     if not callable(found):
         names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
         fix = f"define `def {function}() -> mp.Recipe` ({near(function, names)})"
-        raise problem(f"recipe file `{file}`", f"call its function `{function}`", "it has none", fix)
+        requested, reason = f"call its function `{function}`", "it does not define it"
+        raise problem(f"recipe file `{file}`", requested, reason, fix, code="not-found")
     return found
 
 
@@ -509,10 +531,10 @@ def _import_file(file: Path) -> types.ModuleType:
         return main  # a recipe that runs itself
     spec = importlib.util.spec_from_file_location(f"meshpar_recipe_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise problem(f"recipe `{file}`", "import it", "it is no Python file", "name a .py file")
+        raise problem(f"recipe `{file}`", "import it", "it is not a Python file", "name a .py file", code="wrong-type")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their annotations up there
-    # Python's bytecode cache compares sizes and times in whole seconds, and would miss a quick edit of a number.
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
+    # Python's bytecode cache compares sizes and times in seconds, so it could miss a quick edit of a number.
     exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     return module
 
@@ -528,7 +550,7 @@ def _files_near(file: Path) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; what is neither data nor a dataclass stands as its name."""
+    """Convert a value to JSON values. Functions and other objects are represented by their names."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, MeshSpec):
@@ -550,7 +572,7 @@ def _plain(value: Any) -> Any:
         given = [*map(repr, value.args), *(f"{key}={item!r}" for key, item in value.keywords.items())]
         return f"{_plain(value.func)}({', '.join(given)})"
     if callable(value) and hasattr(value, "__qualname__"):
-        # A recipe file's own functions live in a module whose name says only how it was loaded.
+        # The module name of a recipe file depends only on how it was loaded.
         module = "" if value.__module__.startswith(("meshpar_recipe_", "__main__")) else f"{value.__module__}."
         return f"{module}{value.__qualname__}"
     return type(value).__name__
@@ -560,33 +582,33 @@ RESUMABLE = (
     "name", "steps", "mesh", "strategy", "remat", "nonfinite", "max_skipped", "xla", "pgle", "validate_every",
     "checkpoint_every", "checkpoint_retries", "keep_checkpoints", "sample", "writers", "data.prefetch", "data.cache",
 )  # fmt: skip
-"""Fields that may differ when a run is resumed: none of them changes what is trained on what."""
+"""Fields that may change when a run is resumed, because they do not change the model, the data or the updates."""
 
 
 def changes(
     before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Fields in which two recipes, as `to_json` gives them, differ: dotted path to (before, after).
+    """Return the fields that differ between two recipes, as dotted path -> (before, after).
 
     Args:
-      before: the older one. It may have been written when there were fewer fields.
-      after: the newer one.
-      defaults: by dotted path, what a field that `before` does not have was taken to be: see `defaults_of`.
+      before: result of `to_json` of the older recipe, possibly from a version with fewer fields.
+      after: result of `to_json` of the newer recipe.
+      defaults: values of fields that `before` does not have, from `defaults_of`.
     """
     absent = "(absent)"
     old, new = dict(_flat(before)), dict(_flat(after))
-    # Only a config that was there can have been without a field; one that was not there has no defaults either.
-    there = {"", *(path.rpartition(".")[0] for path in old)}
-    unsaid = {path: value for path, value in (defaults or {}).items() if path.rpartition(".")[0] in there}
+    # Defaults apply only to configs that the older recipe has.
+    configs = {"", *(path.rpartition(".")[0] for path in old)}
+    implied = {path: value for path, value in (defaults or {}).items() if path.rpartition(".")[0] in configs}
     return {
         path: (old.get(path, absent), new.get(path, absent))
         for path in {**old, **new}
-        if old.get(path, unsaid.get(path, absent)) != new.get(path, absent)
+        if old.get(path, implied.get(path, absent)) != new.get(path, absent)
     }
 
 
 def defaults_of(recipe: Recipe) -> dict[str, Any]:
-    """What fields are where nothing is said about them, by dotted path, in a recipe and in the configs it holds."""
+    """Return the default value of each field of a recipe and its configs, by dotted path."""
     found: dict[str, Any] = {}
 
     def collect(config: Any, prefix: str) -> None:
@@ -602,7 +624,7 @@ def defaults_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def breaks_resuming(path: str) -> bool:
-    """Whether a run cannot be resumed when this field has changed."""
+    """Return whether a run cannot be resumed after a change of this field."""
     return not any(path == free or path.startswith(f"{free}.") for free in RESUMABLE)
 
 
@@ -620,26 +642,25 @@ _Tree: TypeAlias = dict[str, "str | _Tree"]
 
 
 def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
-    """The recipe with fields set by text.
+    """Return a recipe with fields set from text.
 
     Args:
-      recipe: the recipe to start from.
-      assignments: each as "dotted.path=text". The text is read by the type of the field: numbers, true and false,
-        none, words, `a,b` for tuples, `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the strategy.
-        They are applied together, so two fields that must fit each other can be set in any order. Of two that set the
-        same field the later one wins.
+      recipe: the original recipe.
+      assignments: "dotted.path=text" each. The type of the field determines how the text is read: numbers, true and
+        false, none, words, `a,b` for tuples, `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the
+        strategy. All are applied together, so that the order of related fields does not matter. The last assignment
+        to a field wins.
 
     Raises:
-      ValueError: an unknown name, a text that is not of the field's type, a value the field's owner refuses.
+      ValueError: a name is unknown, a text does not have the type of the field, or a value is invalid.
     """
     tree: _Tree = {}
     for assignment in assignments:
         check_unicode(assignment, "an override")
         path, equals, text = assignment.partition("=")
         if not equals or not all(part.strip() for part in path.split(".")):
-            raise problem(
-                f"override `{assignment}`", "set a field", "it is not path=value", "write it like mesh.fsdp=8"
-            )
+            where, fix = f"override `{assignment}`", "write it like mesh.fsdp=8"
+            raise problem(where, "set a field", "it is not path=value", fix, code="bad-syntax")
         _plant(tree, [part.strip() for part in path.split(".")], text.strip(), assignment)
     return _with(recipe, tree, ()) if tree else recipe
 
@@ -649,48 +670,53 @@ def _plant(tree: _Tree, parts: Sequence[str], text: str, assignment: str) -> Non
     for part in above:
         branch = tree.setdefault(part, {})
         if isinstance(branch, str):
-            raise _both(assignment, part)
+            raise _conflict(assignment, part)
         tree = branch
     if isinstance(tree.get(last), dict):
-        raise _both(assignment, last)
+        raise _conflict(assignment, last)
     tree[last] = text
 
 
-def _both(assignment: str, name: str) -> MeshparError:
-    asked, fix = f"set `{name}` and a field of it", f"set its fields only, or `{name}=...` only"
-    return problem(f"override `{assignment}`", asked, "which of the two comes first is not said", fix)
+def _conflict(assignment: str, name: str) -> MeshparError:
+    requested, fix = f"set `{name}` and a field of it", f"set its fields only, or `{name}=...` only"
+    return problem(f"override `{assignment}`", requested, "the order of the two is ambiguous", fix, code="conflict")
 
 
 def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
-    """`value` with the branches of `tree` set; `path` is where it stands in the recipe."""
+    """Return `value`, which is at `path` of the recipe, with the fields in `tree` set."""
     if isinstance(value, MeshSpec):
         return _with_axes(value, tree, path)
     if isinstance(value, Mapping):
         for name, text in tree.items():
             if not isinstance(text, str):
-                where, asked = f"`{_dotted(path, name)}.{next(iter(text))}`", f"set a field of `{_dotted(path, name)}`"
-                raise problem(where, asked, "it is a value and has no fields", f"write {_dotted(path, name)}=VALUE")
-        found = {name: read(str(text), int | float | bool | str, (*path, name)) for name, text in tree.items()}
-        return {**value, **found}
+                where, field = f"`{_dotted(path, name)}.{next(iter(text))}`", _dotted(path, name)
+                reason, fix = "it is a value without fields", f"write {field}=VALUE"
+                raise problem(where, f"set a field of `{field}`", reason, fix, code="unknown-name")
+        return {
+            **value,
+            **{name: read(str(text), int | float | bool | str, (*path, name)) for name, text in tree.items()},
+        }
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Strategy):
         name = next(iter(tree))
         where, fix = f"`{_dotted(path, name)}`", f"set `{_dotted(path)}` itself, or change the recipe file"
-        raise problem(where, f"set a field of `{_dotted(path)}`", f"that is {value!r}, which has no fields", fix)
+        reason = f"its value {value!r} has no fields"
+        raise problem(where, f"set a field of `{_dotted(path)}`", reason, fix, code="unknown-name")
     changed = {}
     for name, branch in tree.items():
         hint = _annotation(value, name, path)
-        now = getattr(value, name)
+        current = getattr(value, name)
         if isinstance(branch, str):
-            changed[name] = read(branch, hint, (*path, name), now=now)
+            changed[name] = read(branch, hint, (*path, name), current=current)
         else:
-            changed[name] = _with(_entered(now, hint), branch, (*path, name))
+            changed[name] = _with(_value_or_defaults(current, hint), branch, (*path, name))
     try:
         return dataclasses.replace(value, **changed)
     except MeshparError:
         raise
-    except ValueError as error:  # a class that is not ours, with checks of its own
-        asked = ", ".join(f"{_dotted(path, name)}={new!r}" for name, new in changed.items())
-        raise problem(f"`{_dotted(path) or 'recipe'}`", f"set {asked}", str(error), "choose other values") from error
+    except ValueError as error:  # from a class of the user
+        requested = "set " + ", ".join(f"{_dotted(path, name)}={new!r}" for name, new in changed.items())
+        where, fix = f"`{_dotted(path) or 'recipe'}`", "choose other values"
+        raise problem(where, requested, str(error), fix, code="invalid-value") from error
 
 
 def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
@@ -698,11 +724,14 @@ def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
     inside = spec.inside_node
     for name, text in tree.items():
         if name not in spec and name != "inside_node":
-            asked = f"set the size of mesh axis `{name}`"
-            fix = f"{near(name, spec)} An axis of your own is added with mesh={name}=2,fsdp=4"
-            raise problem(f"`{_dotted(path, name)}`", asked, "the mesh has no such axis", fix)
+            requested, fix = (
+                f"set the size of mesh axis `{name}`",
+                f"{near(name, spec)} To add one, write mesh={name}=2,fsdp=4",
+            )
+            raise problem(f"`{_dotted(path, name)}`", requested, "the mesh has no such axis", fix, code="unknown-axis")
         if not isinstance(text, str):
-            raise problem(f"`{_dotted(path, name)}`", "set a field of it", "an axis is a number", f"set {name}=8")
+            where, reason = f"`{_dotted(path, name)}`", "the size of an axis is a number"
+            raise problem(where, "set a field of it", reason, f"set {name}=8", code="unknown-name")
         if name == "inside_node":
             inside = read(text, tuple[str, ...], (*path, name))
         else:
@@ -711,13 +740,14 @@ def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
 
 
 def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
-    """The type of a field of a dataclass; an unknown name is an error that lists the near ones."""
+    """Return the type of a field of a dataclass. Raises `ValueError` with similar names if there is none."""
     fields = {f.name: f for f in dataclasses.fields(value) if f.init}
     if name not in fields:
         elsewhere = [p for p in _paths(value) if p.rpartition(".")[2] == name]
-        there = " or ".join(f"`{_dotted(path, p)}`" for p in elsewhere[:3])
-        where, fix = f"`{_dotted(path, name)}`", f"did you mean {there}?" if elsewhere else near(name, fields)
-        raise problem(where, f"set the field `{name}` of {type(value).__name__}", "there is no such field", fix)
+        others = " or ".join(f"`{_dotted(path, p)}`" for p in elsewhere[:3])
+        where, fix = f"`{_dotted(path, name)}`", f"did you mean {others}?" if elsewhere else near(name, fields)
+        requested, reason = f"set the field `{name}` of {type(value).__name__}", "there is no such field"
+        raise problem(where, requested, reason, fix, code="unknown-name")
     try:
         return typing.get_type_hints(type(value))[name]
     except NameError:  # an annotation that only a type checker can resolve
@@ -725,7 +755,7 @@ def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
 
 
 def _paths(value: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted paths of all fields below a value."""
+    """Yield the dotted paths of all fields of a value, recursively."""
     if isinstance(value, MeshSpec):
         yield from (f"{prefix}{axis}" for axis in value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, Strategy):
@@ -734,13 +764,13 @@ def _paths(value: Any, prefix: str = "") -> Iterator[str]:
             yield from _paths(getattr(value, field.name), f"{prefix}{field.name}.")
 
 
-def _entered(value: Any, hint: Any) -> Any:
-    """A value to set fields of: where there is None, the dataclass that the annotation also allows, by its defaults."""
+def _value_or_defaults(value: Any, hint: Any) -> Any:
+    """Return `value`, or if it is None, the dataclass of the annotation with default values."""
     if value is not None:
         return value
     for member in typing.get_args(hint):
         if dataclasses.is_dataclass(member) and isinstance(member, type):
-            with contextlib.suppress(TypeError):  # a class with fields that have no default
+            with contextlib.suppress(TypeError):  # some fields have no default
                 return member()
     return None
 
@@ -750,18 +780,29 @@ def _dotted(path: tuple[str, ...], name: str = "") -> str:
 
 
 class _Unreadable(Exception):
-    """A text that is not of the wanted type."""
+    """The text does not have the expected type."""
 
 
-def read(text: str, hint: Any, path: tuple[str, ...], *, now: Any = None) -> Any:
-    """A value of the type `hint` from text. Raises `ValueError`: the text is not of that type."""
+def read(text: str, hint: Any, path: tuple[str, ...], *, current: Any = None) -> Any:
+    """Convert text to a value of the type `hint`.
+
+    Args:
+      text: the text to convert.
+      hint: a type annotation.
+      path: path of the field, for the error.
+      current: current value of the field, for the error.
+
+    Raises:
+      ValueError: the text does not have that type.
+    """
     try:
         return _read(text, hint)
     except _Unreadable as error:
-        has_fields = dataclasses.is_dataclass(now) and not isinstance(now, Strategy)
-        expects = f"a {type(now).__name__}" if has_fields else _spoken(hint)
-        how = _field_by_field(path, now) if has_fields else str(error) or _example(path, hint)
-        raise problem(f"`{_dotted(path)}`", f"set it to `{text}`", f"it expected {expects}", how) from None
+        has_fields = dataclasses.is_dataclass(current) and not isinstance(current, Strategy)
+        expected = f"a {type(current).__name__}" if has_fields else _describe_type(hint)
+        fix = _field_by_field(path, current) if has_fields else str(error) or _example(path, hint)
+        where, reason = f"`{_dotted(path)}`", f"it must be {expected}"
+        raise problem(where, f"set it to `{text}`", reason, fix, code="wrong-type") from None
 
 
 def _read(text: str, hint: Any) -> Any:
@@ -780,19 +821,19 @@ def _read(text: str, hint: Any) -> Any:
         return _read_many(text, origin or hint, args)
     if (origin or hint) in (dict, collections.abc.Mapping):
         return _read_dict(text, args)
-    raise _Unreadable("it cannot be given as text: change the recipe file")
+    raise _Unreadable("change the recipe file, because this type cannot be written as text")
 
 
 def _read_union(text: str, members: tuple[Any, ...]) -> Any:
-    # None before words, words last: "none" and "3" are words too.
+    # None first and strings last, because "none" and "3" are strings, too.
     order = sorted(members, key=lambda m: (m is str or m is Any, m is not types.NoneType))
-    why = ""
+    message = ""
     for member in order:
         try:
             return _read(text, member)
         except _Unreadable as error:
-            why = str(error) or why
-    raise _Unreadable(why)
+            message = str(error) or message
+    raise _Unreadable(message)
 
 
 def _read_choice(text: str, choices: tuple[Any, ...]) -> Any:
@@ -814,17 +855,17 @@ def _read_number(text: str, kind: type[int] | type[float]) -> int | float:
         number = kind(text)
     except ValueError:
         raise _Unreadable from None
-    if kind is int and abs(number) >= 2**63:  # a larger one may overflow a float, too
-        raise _Unreadable("give one below 2^63")
+    if kind is int and abs(number) >= 2**63:  # a larger integer may overflow a float, too
+        raise _Unreadable("use an integer below 2^63")
     if not math.isfinite(number):
-        raise _Unreadable("give a finite one")
+        raise _Unreadable("use a finite number")
     return number
 
 
 def _read_literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two: nested too deep
+    except (ValueError, SyntaxError, RecursionError, MemoryError):  # the last two if nested too deeply
         return text
 
 
@@ -837,12 +878,12 @@ def _read_many(text: str, kind: Any, args: tuple[Any, ...]) -> Any:
     elif len(texts) == len(args):
         values = [_read(item, arg) for item, arg in zip(texts, args, strict=True)]
     else:
-        raise _Unreadable(f"give {len(args)} values, separated by commas, where {len(texts)} came")
+        raise _Unreadable(f"write {len(args)} values, separated by commas, instead of {len(texts)}")
     return values if kind is list else tuple(values)
 
 
 def _items(text: str) -> list[str]:
-    """The parts of "a,b", "(1, 2)" or '["a", "b"]'."""
+    """Split "a,b", "(1, 2)" or '["a", "b"]' into items."""
     if text[:1] in ("(", "["):
         try:
             return [item if isinstance(item, str) else repr(item) for item in ast.literal_eval(text)]
@@ -885,28 +926,28 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
     Strategy: parse_strategy,
     Path: lambda text: Path(_unquoted(text)),
 }
-"""From text to a value, by the type."""
+"""Functions that convert text, by type."""
 
 
 def _field_by_field(path: tuple[str, ...], value: Any) -> str:
     names = [f"`{_dotted(path, f.name)}`" for f in dataclasses.fields(value) if f.init]
     fields = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    return f"set its fields: {fields}; another class is written in the recipe file, `{path[-1]}=...`"
+    return f"set its fields: {fields}; to use another class, write `{path[-1]}=...` in the recipe file"
 
 
-def _spoken(hint: Any) -> str:
-    """A type annotation in words."""
+def _describe_type(hint: Any) -> str:
+    """Describe a type annotation in words."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_spoken(arg) for arg in args)
+        return " or ".join(_describe_type(arg) for arg in args)
     if origin is Literal:
         return "one of " + ", ".join(f"`{choice}`" for choice in args)
     if hint in (None, types.NoneType):
         return "none"
     if (origin or hint) in (tuple, list, collections.abc.Sequence):
-        of = [_spoken(arg) for arg in args if arg is not Ellipsis]
+        of = [_describe_type(arg) for arg in args if arg is not Ellipsis]
         return "values separated by commas" + (f" ({', '.join(of)})" if of else "")
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
     return words.get(hint) or f"a {getattr(hint, '__name__', hint)}"
 
 
@@ -914,4 +955,4 @@ def _example(path: tuple[str, ...], hint: Any) -> str:
     examples = {int: "8", float: "3e-4", bool: "true", str: "text"}
     kinds = (hint, *typing.get_args(hint))
     value = next((examples[kind] for kind in kinds if kind in examples), None)
-    return f"write it like {_dotted(path)}={value}" if value else f"give it as {_spoken(hint)}"
+    return f"write it like {_dotted(path)}={value}" if value else f"write {_describe_type(hint)}"

@@ -32,6 +32,7 @@ from meshpar.cli.recipe import (
     build_step,
     changes,
     defaults_of,
+    open_data,
 )
 from meshpar.cli.run_lock import lock_run_folder
 from meshpar.data.arrays import ArraySource
@@ -145,7 +146,7 @@ def train(
     if recipe.pgle:
         check_pgle(mesh, profile)
     with screen.progress("reading the data"), watchdog.busy(watchdog.READS):
-        source = recipe.data.open(batch_size=recipe.batch_size, seed=recipe.seed)
+        source = open_data(recipe)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     check_ids(recipe, source)
     _check_sample(recipe, source)
@@ -167,22 +168,23 @@ def train(
             screen.print(_start_line(first_step, recipe.steps, folder))
             screen.print(str(program))
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=start_time_s)
-            hooks = [
-                _RunFolder(folder, write),
-                *_hooks(recipe, setup, source, folder, checkpoints, screen, goodput),
-            ]
+            hooks = [_RunFolder(folder, write), *_hooks(recipe, setup, source, folder, checkpoints, screen, goodput)]
             if profile is not None:
-                about = {"program": str(program)}
-                hooks.append(Profile(folder / "profile", first=profile[0], last=profile[1], about=about))
+                hooks.append(
+                    Profile(folder / "profile", first=profile[0], last=profile[1], about={"program": str(program)})
+                )
             result = fit(step, state, batches, hooks=hooks, **_fit_options(recipe, batches, setup))
             del state
-    outcome = _report(recipe, result, source, folder, screen, steps_taken=result.step - first_step, goodput=goodput)
+    steps_taken = result.step - first_step
+    return _report(recipe, result, source, folder, screen, steps_taken=steps_taken, goodput=goodput)
+
+
+def _check_metrics_complete(outcome: RunOutcome) -> None:
     if outcome.reason == "done" and "missing_steps" in outcome.summary and jax.process_index() == 0:
         ranges = ", ".join(f"{first} to {last}" for first, last in outcome.summary["missing_steps"][:4])
-        where, reason = f"run {folder}: metrics.jsonl", f"the metrics of steps {ranges} are missing"
+        where, reason = f"run {outcome.folder}: metrics.jsonl", f"the metrics of steps {ranges} are missing"
         fix = "restore the file from a copy and repeat the command; the checkpoints are complete"
         raise problem(where, "report the metrics of all steps", reason, fix, code="damaged-file")
-    return outcome
 
 
 def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
@@ -481,7 +483,7 @@ def _prepared(
 
 @contextlib.contextmanager
 def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
-    """If the block fails before the run has a checkpoint, remove the files that would tie the next run to its recipe."""
+    """Remove the files that describe the run if the block fails before its first checkpoint."""
     try:
         yield
     except BaseException:
@@ -677,7 +679,9 @@ def _report(
             if "sample" in summary:
                 screen.text("sample", summary["sample"])
             screen.fields("result", _result(summary, folder))
-    return RunOutcome(folder=folder, reason=result.reason, summary=summary)
+    outcome = RunOutcome(folder=folder, reason=result.reason, summary=summary)
+    _check_metrics_complete(outcome)
+    return outcome
 
 
 def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -690,7 +694,7 @@ def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[str, Any]:
     """Return the bits per byte of the model and of bigram models on the same held-out tokens, if the data is text."""
-    if not hasattr(source, "baseline") or valid.get("loss") is None:
+    if not hasattr(source, "baseline") or not valid.get("loss"):  # a loss of 0 has no ratio to bits per byte
         return {}
     baseline = source.baseline("served")
     bits, fitted = baseline.of(valid["loss"]).bits_per_byte, baseline.fitted.bits_per_byte

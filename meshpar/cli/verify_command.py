@@ -136,10 +136,11 @@ def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
     import numpy as np
 
     from meshpar.cli.explain_command import batch_of as shapes_of
+    from meshpar.cli.recipe import open_data
     from meshpar.models.config import TransformerConfig
 
     if not isinstance(recipe.model, TransformerConfig):
-        with recipe.data.open(batch_size=ROWS, seed=recipe.seed).train() as batches:
+        with open_data(recipe, batch_size=ROWS).train() as batches:
             return jax.tree.map(np.asarray, next(iter(batches)))
     draw = np.random.default_rng(seed)
     found = {}

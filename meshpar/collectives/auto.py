@@ -1,4 +1,4 @@
-"""`algorithm="auto"`: the choice of an algorithm for a collective, made during tracing from a measured profile.
+"""`algorithm="auto"`: chooses the algorithm of a collective during tracing from a measured profile.
 
 The interconnect is that of the argument `cluster`, or else of the profile or cluster in the environment variable
 MESHPAR_CLUSTER. Without both, GPUs in the catalogue use their data sheets and CPU devices a measured default; other

@@ -1,4 +1,4 @@
-"""Point-to-point kernels: `shift`, and collectives with a root rank (broadcast, reduce, scatter, gather).
+"""Point-to-point kernels: `shift`, and broadcast, reduce, scatter and gather with a root rank.
 
 N is the number of ranks along the axis and n the number of bytes of the array. Results that only the root receives are
 zeros on the other ranks. Each function has a global-view reference of the same name in `reference.py`.
@@ -55,6 +55,16 @@ def broadcast(x: Shaped[Array, "*dims"], *, axis: Axis, root: int = 0) -> Shaped
     """Send the root's array to all ranks along a binomial tree; the reference is `reference.broadcast`.
 
         per device [A] -> [A], that of the root;  ceil(log2 N) steps, n bytes each
+
+    Args:
+      x: the array of this rank. Only that of the root is used.
+      axis: the mesh axis, or a tuple of axes.
+      root: the rank whose array is sent.
+
+    Args:
+      x: the array of this rank; only that of the root is used.
+      axis: the mesh axis, or a tuple of axes.
+      root: the rank whose array is sent.
 
     Source: Thakur, Rabenseifner, Gropp 2005.
 

@@ -106,6 +106,11 @@ def quantize(
 def dequantize(quantized: Quantized, *, shape: tuple[int, ...], dtype: Any = "float32") -> Float[Array, "*dims"]:
     """Return the array of this shape, within `error_bound` of the original.
 
+    Args:
+      quantized: result of `quantize`.
+      shape: shape of the original array.
+      dtype: dtype of the result.
+
     Raises:
       MeshparError: the shape does not have the number of elements that was quantized, up to the padding.
     """

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter with a choice of algorithms, and the ring loops that all-reduce shares with them.
+"""All-gather and reduce-scatter with several algorithms, and the ring loops used by all-reduce.
 
 In a ring of stride s (coprime with the number of ranks N), rank r sends to rank r + s (mod N) in each step. Concurrent
 rings divide each chunk into lanes. Rings are bandwidth-optimal. Recursive doubling and halving

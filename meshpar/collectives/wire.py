@@ -1,4 +1,4 @@
-"""Building blocks of collective kernels: sends, splitting and joining of arrays, reductions with gradients."""
+"""Building blocks of collective kernels: sends, array splitting, and reductions with gradients."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def zigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped
 
 
 def unzigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped[Array, "*dims"]:
-    """Invert `zigzag`."""
+    """Invert `zigzag`, with arguments as in `zigzag`."""
     order = np.argsort(chunk_order(checked_count("unzigzag", "num_ranks", num_ranks)))
     return _with_chunks("unzigzag", x, num_ranks, dim, order)
 
@@ -80,7 +80,7 @@ def to_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shaped[
 
 
 def from_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shaped[Array, "*dims"]:
-    """Invert `to_zigzag`, with the same arguments, messages and errors; the reference is `reference.from_zigzag`."""
+    """Invert `to_zigzag`, with arguments and errors as in `to_zigzag`; the reference is `reference.from_zigzag`."""
     num_ranks, dim, halves = _halves("from_zigzag", x, axis, dim)
     with jax.named_scope("from_zigzag"):
         chunks = jnp.split(_swapped_at_odd_ranks(axis, dim, *halves), 2, axis=dim)

@@ -1,11 +1,11 @@
-"""Text files or arrays as deterministic, resumable global batches.
+"""Deterministic, resumable global batches from text files, conversations and arrays.
 
-    files ─► documents ─► train | held out ─► token streams ─► windows ─► batches ──► global arrays
-    text.py               split.py            streams.py       rows.py     batches.py  assembly.py
+    files ─► documents ─► train | validation ─► token streams ─► windows ─► batches ──► global arrays
+    text.py               split.py              streams.py       rows.py     batches.py  assembly.py
 
-`TextData`, `ChatData` and `ArrayData` describe data; `.open(batch_size=, seed=)` reads it and gives a `Source`:
-`train()`, `valid()`, `describe()`. `baseline.py` says what a bigram model reaches on the same held-out tokens. Names
-are imported when they are first used.
+`TextData`, `ChatData` and `ArrayData` describe data. `.open(batch_size=, seed=)` returns a `Source` with the methods
+`train()`, `valid()` and `describe()`. `baseline.py` computes the loss of a bigram model on the validation tokens.
+Imports are lazy.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""ArrayData: arrays in memory, as images and their labels, as a source of batches."""
+"""Data source of arrays in memory, such as images and labels."""
 
 from __future__ import annotations
 
@@ -14,76 +14,80 @@ from jaxtyping import Shaped
 
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
-from meshpar.data.source import RowSource, check_least
-from meshpar.data.split import check_fraction, split_rows
-from meshpar.sharding.types import problem
+from meshpar.data.source import RowSource, check_fields
+from meshpar.data.split import split_rows
+from meshpar.sharding.errors import problem
 
 Arrays: TypeAlias = Mapping[str, Shaped[np.ndarray, "examples ..."]]
-"""Name to array; the first dim of each runs over the same examples."""
+"""Arrays by name. The first dim of each is the example."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ArrayData:
-    """Named arrays of the same first dim -> train and held-out examples -> batches."""
+    """Named arrays with the same number of examples, split into a training set and a validation set."""
 
     arrays: Arrays | Callable[[], Arrays] = dataclasses.field(repr=False)
-    """The examples, or a function that loads them when the data is opened, so that a recipe stays cheap to make."""
+    """The examples, or a function that loads them when the data is opened."""
     valid: Arrays | Callable[[], Arrays] | None = dataclasses.field(default=None, repr=False)
-    """The held-out examples; None holds out `valid_fraction` of `arrays`."""
+    """The validation examples. None holds out `valid_fraction` of `arrays`."""
     valid_fraction: float = 0.1
-    """Which part of the examples is held out, by the hash of their number; not used where `valid` is given."""
+    """Fraction of the examples in the validation set, chosen by the hash of their index. Ignored if `valid` is set."""
     valid_batches: int | None = None
-    """Batches a validation serves, spread evenly over the held-out set; None, or too many: all whole ones."""
+    """Maximum number of batches per validation, spread evenly over the validation set. None serves all full batches."""
     prefetch: int = PREFETCH
-    """Batches made ahead in the background; 0 makes each when it is needed."""
+    """Number of batches prepared in the background."""
 
     def __post_init__(self) -> None:
-        check_fraction("`ArrayData.valid_fraction`", self.valid_fraction)
-        for name, least in (("valid_batches", 1), ("prefetch", 0)):
-            check_least(f"ArrayData.{name}", getattr(self, name), least)
+        check_fields(self)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """What a batch will be; arrays that a function loads are loaded for it."""
+        """Return the shapes and dtypes of a batch. Calls `arrays` if it is a function."""
         arrays = _loaded("arrays", self.arrays)
         return {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in arrays.items()}
 
     def open(self, *, batch_size: int, seed: int) -> ArraySource:
-        """Loads, checks and splits the arrays. 64-bit numbers become 32-bit ones unless jax has x64 enabled.
+        """Load, check and split the arrays. 64-bit values become 32-bit values unless `jax_enable_x64` is set.
 
         Raises:
-          ValueError: no arrays, first dims that differ, held-out arrays that do not match, or too few examples for one
-            batch on either side.
+          MeshparError: there are no arrays, the numbers of examples differ, the validation arrays do not match, or a
+            set is smaller than a batch.
         """
         train = _loaded("arrays", self.arrays)
-        num_rows = _num_rows("arrays", train)
+        num_train = _num_examples("arrays", train)
         if self.valid is None:
-            train_which, valid_which = split_rows(num_rows, self.valid_fraction)
-            sides = ArrayRows(train, train_which), ArrayRows(train, valid_which)
-            how = f"{len(valid_which)} of {num_rows} examples, by the hash of their number"
+            train_indices, valid_indices = split_rows(num_train, self.valid_fraction)
+            sets = ArrayRows(train, train_indices), ArrayRows(train, valid_indices)
+            how = f"{len(valid_indices)} of {num_train} examples, by the hash of their number"
         else:
             valid = _loaded("valid", self.valid)
-            num_valid = _num_rows("valid", valid)
-            _check_alike(train, valid)
-            sides = ArrayRows(train, np.arange(num_rows)), ArrayRows(valid, np.arange(num_valid))
+            num_valid = _num_examples("valid", valid)
+            train_spec, valid_spec = (
+                {name: (x.shape[1:], str(x.dtype)) for name, x in arrays.items()} for arrays in (train, valid)
+            )
+            if train_spec != valid_spec:
+                requested, reason = (
+                    f"use validation examples of {valid_spec}",
+                    f"the training examples have {train_spec}",
+                )
+                fix = "use the same names, shapes and dtypes in both sets"
+                raise problem("`ArrayData.valid`", requested, reason, fix, "wrong-shape")
+            sets = ArrayRows(train, np.arange(num_train)), ArrayRows(valid, np.arange(num_valid))
             how = f"{num_valid} examples given as `valid`"
-        return ArraySource(self, *sides, how=how, batch_size=batch_size, seed=seed)
+        return ArraySource(self, *sets, how=how, batch_size=batch_size, seed=seed)
 
 
 class ArraySource(RowSource):
-    """Opened arrays: training and held-out examples. Made by `ArrayData.open`."""
+    """Opened arrays, returned by `ArrayData.open`."""
 
     def __init__(
         self, data: ArrayData, train: ArrayRows, valid: ArrayRows, *, how: str, batch_size: int, seed: int
     ) -> None:
-        super().__init__(
-            train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch
-        )
-        self.data = data
+        super().__init__(data, train, valid, batch_size=batch_size, seed=seed)
         self._how = how
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of the training and the held-out examples."""
+        """Hash of the training examples and the validation examples."""
         digest = hashlib.blake2b(b"arrays", digest_size=16)
         for rows in (self.train_rows, self.valid_rows):
             for name, array in sorted(rows.read(np.arange(len(rows))).items()):
@@ -92,7 +96,7 @@ class ArraySource(RowSource):
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """Shapes and dtypes of an example, the sizes of both sets, and how they were split; JSON values only."""
+        """Return shapes and dtypes of an example, the sizes of both sets, and how they were split."""
         empty = self.train_rows.read(np.array([], dtype=np.int64))
         return {
             "arrays": {name: {"shape": list(x.shape[1:]), "dtype": str(x.dtype)} for name, x in empty.items()},
@@ -106,28 +110,18 @@ class ArraySource(RowSource):
 def _loaded(field: str, arrays: Arrays | Callable[[], Arrays]) -> dict[str, np.ndarray]:
     loaded = arrays() if callable(arrays) else arrays
     if not loaded:
-        raise problem(f"`ArrayData.{field}`", "open it", "it holds no arrays", "give at least one, by name")
+        raise problem(f"`ArrayData.{field}`", "open it", "it has no arrays", "add an array", "not-found")
     arrays = {name: np.asarray(array) for name, array in loaded.items()}
-    # In the dtype that jax would hold each in.
+    # Convert to the dtype that jax uses, which depends on jax_enable_x64.
     return {name: x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) for name, x in arrays.items()}
 
 
-def _num_rows(field: str, arrays: dict[str, np.ndarray]) -> int:
+def _num_examples(field: str, arrays: dict[str, np.ndarray]) -> int:
     shapes = {name: array.shape for name, array in arrays.items()}
     if any(not shape for shape in shapes.values()) or len({shape[0] for shape in shapes.values()}) != 1:
-        exists = f"their shapes are {shapes}"
-        fix = "give every array one entry per example in its first dim"
-        raise problem(f"`ArrayData.{field}`", "pair up the arrays' examples", exists, fix)
-    num_rows = next(iter(shapes.values()))[0]
-    if not num_rows:
-        raise problem(f"`ArrayData.{field}`", "open it", "it holds no examples", "give at least one")
-    return num_rows
-
-
-def _check_alike(train: dict[str, np.ndarray], valid: dict[str, np.ndarray]) -> None:
-    train_kind, valid_kind = (
-        {name: (array.shape[1:], str(array.dtype)) for name, array in arrays.items()} for arrays in (train, valid)
-    )
-    if train_kind != valid_kind:
-        asked, exists = f"hold out examples of {valid_kind}", f"the training examples are {train_kind}"
-        raise problem("`ArrayData.valid`", asked, exists, "give both the same names, shapes and dtypes")
+        reason, fix = f"their shapes are {shapes}", "make the first dim of all arrays the example"
+        raise problem(f"`ArrayData.{field}`", "match the examples of the arrays", reason, fix, "wrong-shape")
+    num_examples = next(iter(shapes.values()))[0]
+    if not num_examples:
+        raise problem(f"`ArrayData.{field}`", "open it", "it has no examples", "add an example", "not-found")
+    return num_examples

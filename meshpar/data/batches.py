@@ -1,9 +1,8 @@
-"""Batches: rows served as global batches, in an order that a seed and a step number determine.
+"""Iterators of global batches whose order depends only on the seed and the step.
 
-    step ─► row numbers (grain: shuffled anew every epoch, endless) ─► the rows this process holds ─► global arrays
+    step ─► indices (grain: shuffled per epoch, endless) ─► local examples of this process ─► global arrays
 
-A batch depends on its step only, so resuming is starting at a step: nothing has to be replayed, and what was
-prefetched but not handed out does not count.
+To resume, an iterator starts at a step. Prefetched batches do not count as served.
 """
 
 from __future__ import annotations
@@ -17,37 +16,37 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jaxtyping import Int64
 
 from meshpar.data.assembly import Assembly, Batch, Sharding, check_batch_size
 from meshpar.data.rows import Rows
+from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import check_memory
-from meshpar.sharding.types import problem
 
 PREFETCH = 2
-"""Batches made ahead in the background. One hides the making; a second evens out."""
-_KEPT_BYTES = 1000
+"""Default number of batches prepared in the background. The second one absorbs variations in reading time."""
+_OVERHEAD_BYTES = 1000
+"""Host memory that Python and jax need per prefetched batch, in addition to its data."""
 
 
 class Batches(Iterator[Batch]):
-    """Endless batches of the rows in a new order every epoch; every epoch has each row exactly once.
+    """Endless batches with a new order per epoch. Each example occurs once per epoch.
 
-    A batch may span the end of one epoch and the start of the next, so no row is ever left out. Iterating goes on from
-    where it stands; `get_state` and `set_state` move a run to another process, mesh or machine.
+    A batch may span two epochs, so no example is dropped. `get_state` and `set_state` move the position to another
+    process, mesh or machine.
 
     Args:
-      rows: what to serve.
-      batch_size: rows in a global batch.
-      seed: chooses the order; any integer.
-      fingerprint: says what the rows hold; a state of other rows is refused.
-      sharding: how to lay batches out. Every process then reads only the rows its own devices hold.
-      prefetch: batches made ahead in the background; 0 makes each when it is needed.
-      extra: further facts that a state must agree on.
+      rows: the examples.
+      batch_size: number of examples in a global batch.
+      seed: determines the order; any integer.
+      fingerprint: hash of the examples. States with a different fingerprint are rejected.
+      sharding: sharding of the batches. Each process reads only the examples for its devices.
+      prefetch: number of batches prepared in the background.
+      extra: additional values that a state must match.
 
     Raises:
-      ValueError: a batch larger than the rows, or one that the sharding cannot split.
+      MeshparError: there are fewer examples than `batch_size`, or the sharding does not divide the batch.
     """
 
     def __init__(
@@ -61,35 +60,35 @@ class Batches(Iterator[Batch]):
         prefetch: int = PREFETCH,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self._assembly = Assembly(rows, batch_size, sharding, what="training set")
+        import grain
+
+        self._assembly = Assembly(rows, batch_size, sharding, dataset="training set")
+        self.spec = self._assembly.spec
+        """Global shape, dtype and sharding of the arrays of a batch."""
         self._identity = {"seed": seed, "batch_size": batch_size, "fingerprint": fingerprint, **(extra or {})}
-        self._order = _order(len(rows), seed)
+        # In grain, epoch e of seed s has the order of epoch 0 of seed s + e. Hashed seeds do not share orders.
+        hashed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")
+        self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat()
         self._batch_size = batch_size
         self._prefetch = prefetch
         batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.spec.values())
-        # Beside its rows, a batch that waits takes what Python and jax need for its arrays.
-        needed = prefetch * (batch_bytes + _KEPT_BYTES)
-        check_memory("prefetch", f"make {prefetch:,} batches ahead", needed, "set it to 2 or 4: more gain nothing")
+        needed_bytes = prefetch * (batch_bytes + _OVERHEAD_BYTES)
+        check_memory("prefetch", f"prepare {prefetch:,} batches", needed_bytes, "use prefetch=2 or prefetch=4")
         self._step = 0
         self._stream: _Stream | None = None
         self._closed = False
 
     @property
     def step(self) -> int:
-        """Batches handed out so far, which is the number of the next one."""
+        """Index of the next batch."""
         return self._step
 
-    @property
-    def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shape, dtype and sharding of each array of a batch."""
-        return self._assembly.spec
-
     def batch_at(self, step: int) -> Batch:
-        """The batch of a step, without moving to it."""
+        """Return the batch of a step. Does not change the position."""
         return self._assembly.batch(lambda start, stop: self.row_numbers(step, start, stop))
 
     def row_numbers(self, step: int, start: int = 0, stop: int | None = None) -> Int64[np.ndarray, " rows"]:
-        """Which rows are the rows `start` to `stop` (default: all) of the batch of a step."""
+        """Return the indices of the examples `start` to `stop` (default: all) of a batch."""
         first = step * self._batch_size
         stop = self._batch_size if stop is None else stop
         return np.array([self._order[i] for i in range(first + start, first + stop)], dtype=np.int64)
@@ -99,7 +98,7 @@ class Batches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._closed:
-            raise problem("Batches", f"give batch {self._step}", "it was closed", "open the data again")
+            raise problem("Batches", f"return batch {self._step}", "it is closed", "open the data again", "conflict")
         if self._stream is None:
             self._stream = _Stream(self.batch_at, self._step, sys.maxsize // self._batch_size, self._prefetch)
         batch = next(self._stream)
@@ -107,31 +106,34 @@ class Batches(Iterator[Batch]):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """Where the run stands: `step`, and the facts that make the step mean the same batch; JSON values only."""
+        """Return the step and the values that determine the order, for JSON."""
         return {"step": self._step, **self._identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to where another run stood.
+        """Continue at the step of a state that `get_state` returned.
 
         Raises:
-          ValueError: the state is of another corpus, batch size or seed, or is no such state at all.
+          MeshparError: the data, batch size or seed is different, or the state is damaged.
         """
-        as_returned = "pass what `get_state` returned"
+        where, fix = "Batches.set_state", "pass the result of `get_state`"
         for key in ("step", *self._identity):
             if key not in state:
-                exists = f"the state has only {', '.join(map(repr, state))}"
-                raise problem("Batches.set_state", f"read `{key}`", exists, as_returned)
-        for key, mine in self._identity.items():
-            if state[key] != mine:
-                raise _other_run(key, state[key], mine)
+                reason = f"the state has only {', '.join(map(repr, state))}"
+                raise problem(where, f"read `{key}`", reason, fix, "unknown-name")
+        for key, expected in self._identity.items():
+            if state[key] != expected:
+                restored = "restore the data (files, tokenizer, separator, split)"
+                change = restored if key == "fingerprint" else f"set {key} to {state[key]}"
+                requested, reason = f"resume a run with {key} {state[key]!r}", f"this run has {key} {expected!r}"
+                raise problem(where, requested, reason, f"{change}, or start a new run", "conflict")
         step = operator.index(state["step"])
         if step < 0:
-            raise problem("Batches.set_state", f"go to step {step}", "steps count from 0", as_returned)
+            raise problem(where, f"continue at step {step}", "steps count from 0", fix, "out-of-range")
         self._stop_stream()
         self._step = step
 
     def close(self) -> None:
-        """Ends the background work and waits for what is under way. Closing again does nothing."""
+        """Stop prefetching, and wait for the batch in progress. May be called several times."""
         self._closed = True
         self._stop_stream()
 
@@ -148,17 +150,17 @@ class Batches(Iterator[Batch]):
 
 
 class ValidBatches:
-    """A finite number of batches of chosen rows, the same in every iteration.
+    """Batches of selected examples, identical in all iterations.
 
     Args:
-      rows: the rows to choose from.
-      row_numbers: which of them are served, in order; as many as the batches hold.
-      batch_size: rows in a global batch.
-      sharding: how to lay batches out.
-      prefetch: batches made ahead in the background.
+      rows: the examples.
+      row_numbers: indices of the examples to serve, in order. Their number is a multiple of `batch_size`.
+      batch_size: number of examples in a global batch.
+      sharding: sharding of the batches.
+      prefetch: number of batches prepared in the background.
 
     Raises:
-      ValueError: a batch larger than the rows, or one that the sharding cannot split.
+      MeshparError: there are fewer examples than `batch_size`, or the sharding does not divide the batch.
     """
 
     def __init__(
@@ -170,15 +172,12 @@ class ValidBatches:
         sharding: Sharding = None,
         prefetch: int = PREFETCH,
     ) -> None:
-        self._assembly = Assembly(rows, batch_size, sharding, what="held-out set")
+        self._assembly = Assembly(rows, batch_size, sharding, dataset="validation set")
+        self.spec = self._assembly.spec
+        """Global shape, dtype and sharding of the arrays of a batch."""
         assert len(row_numbers) % batch_size == 0, (len(row_numbers), batch_size)
         self._row_numbers = row_numbers.reshape(-1, batch_size)
         self._prefetch = prefetch
-
-    @property
-    def spec(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Global shape, dtype and sharding of each array of a batch."""
-        return self._assembly.spec
 
     def __len__(self) -> int:
         return len(self._row_numbers)
@@ -192,57 +191,40 @@ class ValidBatches:
 
 
 def spread_evenly(num_rows: int, batch_size: int, num_batches: int | None) -> Int64[np.ndarray, " rows"]:
-    """Row numbers for up to `num_batches` whole batches (None: as many as there are), spread evenly over all rows.
+    """Return the indices of up to `num_batches` full batches (None: all), spread evenly over the examples.
 
     Raises:
-      ValueError: not one batch can be filled.
+      MeshparError: there are fewer examples than `batch_size`.
     """
-    check_batch_size(batch_size, num_rows, "held-out set")
-    whole = num_rows // batch_size
-    count = batch_size * (whole if num_batches is None else min(num_batches, whole))
+    check_batch_size(batch_size, num_rows, "validation set")
+    num_full = num_rows // batch_size
+    count = batch_size * (num_full if num_batches is None else min(num_batches, num_full))
     return np.arange(count, dtype=np.int64) * num_rows // count
 
 
 class _Stream(Iterator[Batch]):
-    """What `make` gives for the steps from `start` to `stop`, made ahead by a grain thread."""
+    """The results of `make(step)` for the steps `start` to `stop`, prefetched by a grain thread."""
 
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, prefetch: int) -> None:
         import grain
 
         self._make = make
-        self._making = threading.Lock()
+        self._lock = threading.Lock()
         self._closed = False
-        # Results are kept in order however many threads there are; one keeps the lock below without contention.
+        # grain keeps the order with any number of threads, but the lock makes more than one useless.
         options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
-        self._batches = iter(grain.MapDataset.range(start, stop).map(self._made).to_iter_dataset(options))
+        self._batches = iter(grain.MapDataset.range(start, stop).map(self._make_locked).to_iter_dataset(options))
 
     def __next__(self) -> Batch:
         return next(self._batches)
 
-    def _made(self, step: int) -> Batch | None:
-        with self._making:
+    def _make_locked(self, step: int) -> Batch | None:
+        with self._lock:
             return None if self._closed else self._make(step)
 
     def close(self) -> None:
         self._closed = True
         self._batches.close()
-        # grain does not wait for a batch that is being made. We do: no device work may outlive the run.
-        with self._making:
+        # grain does not wait for the batch in progress, but no device work may outlive the run.
+        with self._lock:
             pass
-
-
-def _order(num_rows: int, seed: int) -> Any:
-    """Endless row numbers, shuffled anew every epoch."""
-    import grain
-
-    # grain's epoch e of seed s is epoch 0 of seed s + e: hashing keeps neighbouring seeds from sharing their orders.
-    mixed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")
-    return grain.MapDataset.range(num_rows).shuffle(seed=mixed).repeat()
-
-
-def _other_run(key: str, theirs: Any, mine: Any) -> ValueError:
-    """The error for a state that does not belong to these batches."""
-    fix = f"set {key} to {theirs}, or start a new run"
-    if key == "fingerprint":
-        fix = "bring back the data as it was (files, tokenizer, separator, split), or start a new run"
-    return problem("Batches.set_state", f"resume a run with {key} {theirs!r}", f"this one has {key} {mine!r}", fix)

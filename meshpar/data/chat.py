@@ -1,8 +1,8 @@
-"""ChatData: conversations as a source of next-token batches, of which the assistant's tokens alone are learnt.
+"""Data source of conversations, as next-token batches that train only on the assistant's messages.
 
-    messages ─► template ─► text, spans of the assistant's ─► tokens, weights ─► several in a row ─► batches
+    messages ─► template ─► text and spans of answers ─► tokens, weights ─► packed rows ─► batches
 
-`template.py` renders the texts, in a process with limited time and memory.
+`template.py` renders the texts in a process with limited time and memory.
 """
 
 from __future__ import annotations
@@ -23,240 +23,233 @@ from jaxtyping import Integer, UInt
 
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
-from meshpar.data.source import RowSource, check_least, check_names
-from meshpar.data.split import check_fraction, split_rows
+from meshpar.data.source import TokenSource, check_fields, checked_files
+from meshpar.data.split import split_rows
 from meshpar.data.streams import mapped, spooled, zeros
 from meshpar.data.template import DATE, EXTRAS, Template, check_day
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import problem
 
 logger = logging.getLogger(__name__)
 
 OPEN_ROWS = 64
-"""Rows that a conversation may still go into: few are left half empty, and packing stays quick."""
+"""Number of incomplete rows to consider when packing. Bounds the time of packing."""
 _FIELDS = ("inputs", "targets", "segments", "positions", "weights")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatData:
-    """Conversations -> text by the model's own template -> tokens -> rows of several conversations -> batches.
+    """Conversations, rendered by a chat template, tokenized, and packed into rows of `seq_len` tokens.
 
-    Needs `pip install meshpar[hf]`. A batch is `inputs`, `targets`, `segments` (numbers of the conversations in a row,
-    0 behind the last), `positions` (from 0 in each) and `weights` (1 for a target that is the assistant's, else 0),
-    int32 `[batch_size, seq_len]`, as `next_token_loss` takes them.
+    Needs `pip install meshpar[hf]`. A batch has int32 arrays `[batch_size, seq_len]` for `next_token_loss`: `inputs`,
+    `targets`, `segments` (index of the conversation in the row, from 1; 0 for padding), `positions` (from 0 in each
+    conversation) and `weights` (1 for targets in the assistant's answers, otherwise 0).
     """
 
     files: tuple[str, ...]
-    """.jsonl and .parquet files, globs or folders of them; a line or row is a conversation.
+    """.jsonl and .parquet files, globs or folders. Each line or row is a conversation.
 
-    Where the template reads them, a record's `tools` (a list of JSON schemas, or a string with one) and `documents` are
-    rendered, too. Fields that nothing reads are logged once and counted in `describe()`."""
+    `tools` (a list of JSON schemas, or the same as a string) and `documents` of a record are rendered if the template
+    reads them. Unused fields are logged once and counted in `describe()`."""
     field: str = "messages"
-    """Which field holds a list of `{"role": ..., "content": ...}`. Reasoning may be called `reasoning_content`,
-    `thinking` or `reasoning`: the template finds it under each of these names."""
+    """Field with a list of `{"role": ..., "content": ...}`. Reasoning may have the name `reasoning_content`, `thinking`
+    or `reasoning`; templates can read it under all three names."""
     tokenizer: str
-    """A folder with `tokenizer.json`, or the file; `bytes`."""
+    """A `tokenizer.json`, its folder, or `bytes`."""
     template: str | None = None
-    """The file of a jinja template; None: that of the tokenizer's folder, `chat_template.jinja` or in
-    `tokenizer_config.json`."""
+    """File of a jinja template. None uses `chat_template.jinja` or `tokenizer_config.json` next to the tokenizer."""
     date: str = DATE
-    """The day, `YYYY-MM-DD`, that a template is told it is: a run that is resumed another day reads the same rows."""
+    """Current day for the template, `YYYY-MM-DD`. It is fixed so that resumed runs read the same data."""
     seq_len: int = 1024
-    """Predictions a row; what a conversation has more is cut off."""
+    """Number of predictions per row. Longer conversations are truncated."""
     valid_fraction: float = 0.05
-    """Which part of the conversations is held out, chosen by their numbers."""
+    """Fraction of the conversations in the validation set, chosen by the hash of their index."""
     valid_batches: int = 8
-    """Batches a validation serves; fewer where the held-out set has not as many."""
+    """Maximum number of batches per validation."""
     prefetch: int = PREFETCH
-    """Batches made ahead in the background."""
+    """Number of batches prepared in the background."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "files", check_names("ChatData.files", self.files, "chats.jsonl"))
-        for name, kinds in (("field", str), ("tokenizer", str | Path), ("template", str | Path | None), ("date", str)):
-            if not isinstance(value := getattr(self, name), kinds):
-                raise problem(f"`ChatData.{name}`", f"use {value!r}"[:100], "it is a name", f'write {name}="..."')
+        object.__setattr__(self, "files", checked_files("`ChatData.files`", self.files, "chats.jsonl"))
+        for name, types in (("field", str), ("tokenizer", str | Path), ("template", str | Path | None), ("date", str)):
+            if not isinstance(value := getattr(self, name), types):
+                requested, fix = f"use {value!r}"[:100], f'write {name}="..."'
+                raise problem(f"`ChatData.{name}`", requested, "it is not a string", fix, "wrong-type")
         check_day(self.date)
-        check_fraction("`ChatData.valid_fraction`", self.valid_fraction)
-        for name, least in (("seq_len", 1), ("valid_batches", 1), ("prefetch", 0)):
-            check_least(f"ChatData.{name}", getattr(self, name), least)
+        check_fields(self)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a batch; reads nothing."""
+        """Return the shapes and dtypes of a batch. Does not read the files."""
         return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in _FIELDS}
 
     def open(self, *, batch_size: int, seed: int) -> ChatSource:
-        """Reads, renders, tokenizes and packs the conversations.
+        """Read, render, tokenize and pack the conversations.
 
         Raises:
-          ValueError: files that are not there or are damaged; a template or tokenizer that does not load; messages that
-            the template refuses, or whose assistant's part it does not tell; too few of them for a batch.
+          MeshparError: a file, template or tokenizer is missing or damaged, the template rejects a conversation or does
+            not delimit the answers, or a set is smaller than a batch.
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
         template = Template.of(self.tokenizer, self.template, date=self.date)
         unused: collections.Counter[str] = collections.Counter()
 
-        def found() -> Iterator[list[Conversation]]:
+        def conversations() -> Iterator[list[Conversation]]:
             extras = [name for name in EXTRAS if name in template.reads and name != self.field]
             for record in records(find(self.files, (".jsonl", ".parquet")), self.field, extras):
-                unused.update(record.others)
+                unused.update(record.other_fields)
                 fields = dict(record.fields)
-                texts = template.render(record.where, fields.pop(self.field), **fields)
-                yield [_tokens(tokenizer, *one) for one in texts]
+                rendered = template.render(record.where, fields.pop(self.field), **fields)
+                yield [_tokens(tokenizer, text, spans) for text, spans in rendered]
 
         try:
-            return ChatSource(self, tokenizer, found(), unused, batch_size=batch_size, seed=seed)
+            return ChatSource(self, tokenizer, conversations(), unused, batch_size=batch_size, seed=seed)
         except OSError as error:
-            exists, fix = f"that failed ({error.strerror})", "free some room, or set TMPDIR to a folder that has room"
-            raise problem("`ChatData.files`", "write tokens to a temporary file", exists, fix) from error
+            requested, reason = "write tokens to a temporary file", f"the system reports: {error.strerror}"
+            fix = "free disk space, or set TMPDIR to a folder with enough space"
+            raise problem("`ChatData.files`", requested, reason, fix, "not-writable") from error
 
 
 class Conversation(NamedTuple):
-    """Tokens, and which of them are the assistant's."""
+    """Tokens of a conversation, and which of them belong to answers."""
 
     ids: UInt[np.ndarray, " tokens"]
-    is_learnt: Integer[np.ndarray, " tokens"]
+    is_answer: Integer[np.ndarray, " tokens"]
+
+    def part(self, tokens: slice) -> Conversation:
+        return Conversation(self.ids[tokens], self.is_answer[tokens])
 
 
 class Conversations(Sequence[Conversation]):
-    """Many of them, one behind the other in two arrays, which may lie on disk."""
+    """Conversations, concatenated into two arrays that may be mapped from files."""
 
-    def __init__(self, all_: Conversation, starts: Integer[np.ndarray, " some"], ends: Integer[np.ndarray, " some"]):
-        self._all, self._starts, self._ends = all_, starts, ends
+    def __init__(self, tokens: Conversation, starts: Integer[np.ndarray, " some"], ends: Integer[np.ndarray, " some"]):
+        self._tokens, self._starts, self._ends = tokens, starts, ends
 
     @staticmethod
-    def of(found: Iterable[Conversation], vocab_size: int) -> Conversations:
-        """Of conversations that come one at a time, written to temporary files where they are many."""
+    def of(conversations: Iterable[Conversation], vocab_size: int) -> Conversations:
+        """Store conversations. Large amounts are written to temporary files."""
         dtypes, ends = (token_dtype(vocab_size), np.dtype(np.uint8)), [0]
-        with contextlib.ExitStack() as until_mapped:
-            files = [until_mapped.enter_context(spooled()) for _ in dtypes]
-            for one in found:
-                for file, part, dtype in zip(files, one, dtypes, strict=True):
-                    file.write(part.astype(dtype).tobytes())
-                ends.append(ends[-1] + len(one.ids))
-            ids, is_learnt = (mapped(file, ends[-1], dtype) for file, dtype in zip(files, dtypes, strict=True))
-        return Conversations(Conversation(ids, is_learnt), np.array(ends[:-1]), np.array(ends[1:]))
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(spooled()) for _ in dtypes]
+            for conversation in conversations:
+                for file, array, dtype in zip(files, conversation, dtypes, strict=True):
+                    file.write(array.astype(dtype).tobytes())
+                ends.append(ends[-1] + len(conversation.ids))
+            ids, is_answer = (mapped(file, ends[-1], dtype) for file, dtype in zip(files, dtypes, strict=True))
+        return Conversations(Conversation(ids, is_answer), np.array(ends[:-1]), np.array(ends[1:]))
 
-    def take(self, which: Integer[np.ndarray, " fewer"]) -> Conversations:
-        """Some of them."""
-        return Conversations(self._all, self._starts[which], self._ends[which])
+    def take(self, indices: Integer[np.ndarray, " fewer"]) -> Conversations:
+        return Conversations(self._tokens, self._starts[indices], self._ends[indices])
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, number: Any) -> Any:
-        where = slice(self._starts[number], self._ends[number])
-        return Conversation(self._all.ids[where], self._all.is_learnt[where])
+    def __getitem__(self, index: Any) -> Any:
+        return self._tokens.part(slice(self._starts[index], self._ends[index]))
 
 
-class ChatSource(RowSource):
-    """Opened conversations. Made by `ChatData.open`."""
+class ChatSource(TokenSource):
+    """Opened conversations, returned by `ChatData.open`."""
 
     def __init__(
-        self, data: ChatData, tokenizer: Tokenizer, found: Iterable[list[Conversation]], unused: Mapping[str, int],
+        self, data: ChatData, tokenizer: Tokenizer, rendered: Iterable[list[Conversation]], unused: Mapping[str, int],
         *, batch_size: int, seed: int,
     ) -> None:  # fmt: skip
-        self.tokenizer, self._data, self._found, self._unused = tokenizer, data, 0, unused
+        self._num_records, self._unused = 0, unused
         starts = [0]
 
-        def learnt() -> Iterator[Conversation]:
-            """Of what was cut off before the assistant says a word nothing is learnt."""
-            for parts in found:
-                self._found += 1
-                kept = [one for one in parts if one.is_learnt[1 : data.seq_len + 1].any()]
-                yield from (Conversation(*(part[: data.seq_len + 1] for part in one)) for one in kept)
-                starts.extend([starts[-1] + len(kept)] if kept else [])
+        def trainable() -> Iterator[Conversation]:
+            """Yield truncated texts that have answers."""
+            for texts in rendered:
+                self._num_records += 1
+                truncated = [text.part(slice(data.seq_len + 1)) for text in texts]
+                truncated = [text for text in truncated if text.is_answer[1:].any()]
+                yield from truncated
+                starts.extend([starts[-1] + len(truncated)] if truncated else [])
 
-        kept, num = Conversations.of(learnt(), tokenizer.vocab_size), len(starts) - 1
+        texts, num_conversations = Conversations.of(trainable(), tokenizer.vocab_size), len(starts) - 1
         if unused:
             counts = ", ".join(f"`{name}` ({count:,} records)" for name, count in sorted(unused.items()))
-            logger.warning("ChatData: nothing reads these fields of the records: %s", counts)
-        if num < 2:
-            exists = f"of {self._found} conversations, {num} have a word of the assistant's within seq_len"
-            raise problem("`ChatData.files`", "train on some and hold out others", exists, "give more, or longer rows")
-        # All parts of a conversation are on one side: the later ones hold what the earlier ones teach.
-        owners, sides = np.repeat(np.arange(num), np.diff(starts)), split_rows(num, data.valid_fraction)
-        self._packed = [packed(kept.take(np.flatnonzero(np.isin(owners, side))), data.seq_len) for side in sides]
+            logger.warning("ChatData: these fields of the records are not used: %s", counts)
+        if num_conversations < 2:
+            reason = f"{num_conversations} of {self._num_records} conversations have an answer within seq_len"
+            fix = "add conversations, or increase seq_len"
+            raise problem("`ChatData.files`", "create a training set and a validation set", reason, fix, "out-of-range")
+        # All texts of a conversation are in the same set, because they have common messages.
+        owners = np.repeat(np.arange(num_conversations), np.diff(starts))
+        sets = split_rows(num_conversations, data.valid_fraction)
+        self._packed = [packed(texts.take(np.flatnonzero(np.isin(owners, x))), data.seq_len) for x in sets]
         train, valid = (ArrayRows(rows, np.arange(len(rows["inputs"]))) for rows in self._packed)
-        self._sides, self._in_parts = [len(side) for side in sides], int((np.diff(starts) > 1).sum())
-        super().__init__(
-            train, valid, batch_size=batch_size, seed=seed, valid_batches=data.valid_batches, prefetch=data.prefetch,
-            extra={"seq_len": data.seq_len},
-        )  # fmt: skip
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token id is below it."""
-        return self.tokenizer.vocab_size
+        self._num_conversations = [len(indices) for indices in sets]
+        self._num_in_parts = int((np.diff(starts) > 1).sum())
+        super().__init__(data, tokenizer, train, valid, batch_size=batch_size, seed=seed)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A hash of all rows, in their order."""
+        """Hash of all rows in order."""
         digest = hashlib.blake2b(f"chat {self.tokenizer.name}".encode(), digest_size=16)
         for rows in self._packed:
             for name in _FIELDS:
                 digest.update(np.ascontiguousarray(rows[name]).data)
         return digest.hexdigest()
 
-    def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
-        """Ids of a text, as it stands."""
-        return self.tokenizer.encode(text)
-
-    def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
-        """The text that the tokens spell."""
-        return self.tokenizer.decode(ids)
-
     def describe(self) -> dict[str, Any]:
-        """Conversations, rows and tokens of both sets; JSON values only.
+        """Return the number of conversations, rows and tokens of both sets.
 
-        `in_parts` are conversations of which a turn is rendered more than once (`Template.render`), `left_out` those of
-        which nothing is learnt. `unused_fields` counts the records that have a field which nothing reads.
+        `in_parts` counts conversations with several texts (see `Template.render`), `left_out` counts conversations
+        without answers, and `unused_fields` counts the records that have an unused field.
         """
-        sides = {
+        sets = {
             name: {"conversations": count, "rows": len(rows["inputs"]),
                    "tokens": int(np.count_nonzero(rows["segments"])), "learnt_tokens": int(rows["weights"].sum())}
-            for name, count, rows in zip(("train", "valid"), self._sides, self._packed, strict=True)
+            for name, count, rows in zip(("train", "valid"), self._num_conversations, self._packed, strict=True)
         }  # fmt: skip
-        about = {"files": list(self._data.files), "tokenizer": self.tokenizer.name, "vocab_size": self.vocab_size}
-        left_out = self._found - sum(self._sides)
-        about |= {"seq_len": self._data.seq_len, "left_out": left_out, "in_parts": self._in_parts}
-        about["unused_fields"] = dict(sorted(self._unused.items()))
-        return {**about, "fingerprint": self.fingerprint, **sides}
+        return {
+            "files": list(self.data.files),
+            "tokenizer": self.tokenizer.name,
+            "vocab_size": self.vocab_size,
+            "seq_len": self.data.seq_len,
+            "left_out": self._num_records - sum(self._num_conversations),
+            "in_parts": self._num_in_parts,
+            "unused_fields": dict(sorted(self._unused.items())),
+            "fingerprint": self.fingerprint,
+            **sets,
+        }
 
 
 def packed(conversations: Sequence[Conversation], seq_len: int) -> dict[str, Integer[np.ndarray, "rows seq_len"]]:
-    """Rows of several conversations, each in the first row that has room, and the rest padded with weight 0.
+    """Pack conversations into rows: each in the first row with enough space. Padding has weight 0.
 
-    Many rows lie in a temporary file.
+    Large arrays are mapped from temporary files.
     """
     rows: list[list[int]] = []
-    room: list[int] = []
-    for number, one in enumerate(conversations):
-        needed = min(len(one.ids) - 1, seq_len)
+    space: list[int] = []
+    for index, conversation in enumerate(conversations):
+        needed = min(len(conversation.ids) - 1, seq_len)
         first = max(len(rows) - OPEN_ROWS, 0)
-        at = next((i for i in range(first, len(rows)) if room[i] >= needed), None)
-        if at is None:
-            at = len(rows)
+        row = next((row for row in range(first, len(rows)) if space[row] >= needed), len(rows))
+        if row == len(rows):
             rows.append([])
-            room.append(seq_len)
-        rows[at].append(number)
-        room[at] -= needed
+            space.append(seq_len)
+        rows[row].append(index)
+        space[row] -= needed
     out = {name: zeros((len(rows), seq_len), np.int32) for name in _FIELDS}
-    for number, row in enumerate(rows):
+    for row, indices in enumerate(rows):
         start = 0
-        for segment, which in enumerate(row, start=1):
-            one = Conversation(*(part[: seq_len + 1] for part in conversations[which]))
-            to = slice(start, start := start + len(one.ids) - 1)
-            out["inputs"][number, to], out["targets"][number, to] = one.ids[:-1], one.ids[1:]
-            out["segments"][number, to], out["weights"][number, to] = segment, one.is_learnt[1:]
-            out["positions"][number, to] = np.arange(len(one.ids) - 1)
-        out["positions"][number, start:] = np.arange(seq_len - start)
+        for segment, index in enumerate(indices, start=1):
+            ids, is_answer = conversations[index].part(slice(seq_len + 1))
+            to = slice(start, start := start + len(ids) - 1)
+            out["inputs"][row, to], out["targets"][row, to] = ids[:-1], ids[1:]
+            out["segments"][row, to], out["weights"][row, to] = segment, is_answer[1:]
+            out["positions"][row, to] = np.arange(len(ids) - 1)
+        out["positions"][row, start:] = np.arange(seq_len - start)
     return out
 
 
 def _tokens(tokenizer: Tokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Conversation:
-    ids, places = tokenizer.encode_with_places(text)
-    is_learnt = np.zeros(len(ids), np.int32)
+    ids, offsets = tokenizer.encode_with_offsets(text)
+    is_answer = np.zeros(len(ids), np.int32)
     for start, stop in spans:
-        is_learnt |= ((places >= start) & (places < stop)).astype(np.int32)
-    return Conversation(ids, is_learnt)
+        is_answer |= ((offsets >= start) & (offsets < stop)).astype(np.int32)
+    return Conversation(ids, is_answer)

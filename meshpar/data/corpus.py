@@ -1,4 +1,4 @@
-"""TextData: text files as a source of next-token batches."""
+"""Data source of text files, as next-token batches."""
 
 from __future__ import annotations
 
@@ -7,61 +7,61 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Integer, UInt
+from jaxtyping import UInt
 
 from meshpar.data.baseline import Baseline, bigram_baseline
 from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import Windows
-from meshpar.data.source import RowSource, check_least, check_names
-from meshpar.data.split import check_fraction
+from meshpar.data.source import TokenSource, check_fields, checked_files
 from meshpar.data.streams import Streams, token_streams
 from meshpar.data.text import STDLIB, Reading, find
 from meshpar.data.token_file import TokenFile
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer
+from meshpar.sharding.errors import check_positive_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Text files -> documents -> train and held-out documents -> one token stream each -> windows -> batches."""
+    """Text files, split into training and validation documents, tokenized, and cut into windows of `seq_len` tokens."""
 
     files: tuple[str, ...] = (STDLIB,)
-    """Files, globs, folders of .txt/.py/.md/.jsonl/.parquet, or `stdlib`: the Python standard library's own source."""
+    """Files, globs, folders of .txt/.py/.md/.jsonl/.parquet, or `stdlib`: the source of Python's standard library."""
     text_field: str = "text"
-    """Which field of a .jsonl line, or column of a .parquet file, holds the text."""
+    """Field of a .jsonl line, or column of a .parquet file, with the text."""
     max_bytes: int | None = None
-    """Read about this many bytes of text, from the start; None reads all."""
+    """Number of bytes of text to read from the start. None reads all."""
     tokenizer: str = BYTES
     """`bytes`, or the path of a Hugging Face `tokenizer.json`."""
     separator: str | None = None
-    """The token put after each document; None finds the usual one, "" puts nothing. Bytes always use byte 0."""
+    """Token after each document. None detects it, "" adds none. The byte tokenizer always uses byte 0."""
     seq_len: int = 256
-    """Predictions per window."""
+    """Number of predictions per window."""
     valid_fraction: float = 0.05
-    """About which part of the documents is held out, chosen by their names; of a single document, its tail."""
+    """Approximate fraction of the documents in the validation set, chosen by name. A single document is cut."""
     valid_batches: int = 8
-    """Batches a validation serves, spread evenly over the held-out set; fewer where it has not as many."""
+    """Maximum number of batches per validation, spread evenly over the validation set."""
     cache: str | None = None
-    """A folder where tokens are kept between runs, for tokenizers that take their time; None keeps nothing: longer text
-    goes to a temporary file. Either way text need not fit into memory. All kept tokens are verified when opened."""
+    """Folder that stores the tokens for later runs; useful with slow tokenizers. Stored tokens are verified when they
+    are opened. With None, large texts are tokenized into a temporary file. The text need not fit in memory."""
     prefetch: int = PREFETCH
-    """Batches made ahead in the background; 0 makes each when it is needed."""
+    """Number of batches prepared in the background."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "files", check_names("TextData.files", self.files, STDLIB))
-        check_fraction("`TextData.valid_fraction`", self.valid_fraction)
-        for name, least in (("seq_len", 1), ("valid_batches", 1), ("max_bytes", 1), ("prefetch", 0)):
-            check_least(f"TextData.{name}", getattr(self, name), least)
+        object.__setattr__(self, "files", checked_files("`TextData.files`", self.files, STDLIB))
+        check_fields(self)
+        if self.max_bytes is not None:
+            check_positive_int("TextData", "the number of bytes of text to read", max_bytes=self.max_bytes)
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of a batch; reads nothing."""
+        """Return the shapes and dtypes of a batch. Does not read the files."""
         return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in ("inputs", "targets")}
 
     def open(self, *, batch_size: int, seed: int) -> TextSource:
-        """Reads, splits and tokenizes the text.
+        """Read, split and tokenize the text.
 
         Raises:
-          ValueError: files that are not there or hold no text, a tokenizer that does not load, or a training or
-            held-out set too small for one window or one batch.
+          MeshparError: files are missing or empty, the tokenizer cannot be loaded, or a set is smaller than
+            a window or a batch.
         """
         tokenizer = load_tokenizer(self.tokenizer, separator=self.separator)
         reading = Reading(files=find(self.files), text_field=self.text_field, max_bytes=self.max_bytes)
@@ -69,58 +69,50 @@ class TextData:
         return TextSource(self, tokenizer, streams, batch_size=batch_size, seed=seed)
 
 
-class TextSource(RowSource):
-    """Opened text: a training stream and a held-out stream of tokens. Made by `TextData.open`.
+class TextSource(TokenSource):
+    """Opened text, returned by `TextData.open`.
 
-    A batch is `inputs` and `targets`, int32 `[batch_size, seq_len]`, the targets one token ahead.
+    A batch has `inputs` and `targets`, int32 `[batch_size, seq_len]`. Targets are shifted by one token.
     """
 
     def __init__(self, data: TextData, tokenizer: Tokenizer, streams: Streams, *, batch_size: int, seed: int) -> None:
-        self.data, self.tokenizer = data, tokenizer
         self.train_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.train
         self.valid_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.valid
         self._fingerprint = streams.fingerprint
-        super().__init__(
-            Windows(self.train_tokens, data.seq_len, what="training set"),
-            Windows(self.valid_tokens, data.seq_len, what="held-out set"),
-            batch_size=batch_size,
-            seed=seed,
-            valid_batches=data.valid_batches,
-            prefetch=data.prefetch,
-            extra={"seq_len": data.seq_len},
-        )
-        self._facts = self._describe(streams.facts)
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token id is below it."""
-        return self.tokenizer.vocab_size
+        train = Windows(streams.train, data.seq_len, name="training set")
+        valid = Windows(streams.valid, data.seq_len, name="validation set")
+        super().__init__(data, tokenizer, train, valid, batch_size=batch_size, seed=seed)
+        info = streams.info
+        served = {"batches": len(self.served) // batch_size, "served_tokens": len(self.served) * data.seq_len}
+        self._description = {
+            "files": list(data.files),
+            "skipped": info["skipped"],
+            "tokenizer": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "seq_len": data.seq_len,
+            "held_out": info["held_out"],
+            "train": info["train"] | {"windows": len(self.train_rows)},
+            "valid": info["valid"] | {"windows": len(self.valid_rows)} | served,
+        }
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes one held-out token stands for, on average; a separator counts as one byte."""
-        held_out = self._facts["valid"]
+        """Average number of UTF-8 bytes per validation token. A separator counts as one byte."""
+        held_out = self._description["valid"]
         separators = 0 if self.tokenizer.separator_id is None else held_out["documents"]
         return (held_out["bytes"] + separators) / held_out["tokens"]
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the tokenizer, the training tokens and the held-out tokens, in order."""
+        """Hash of the tokenizer, the training tokens and the validation tokens."""
         return self._fingerprint
 
-    def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
-        return self.tokenizer.encode(text)
-
-    def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
-        """The text that the tokens spell."""
-        return self.tokenizer.decode(ids)
-
     def baseline(self, on: Literal["served", "all"] = "served") -> Baseline:
-        """What a bigram model reaches on the held-out set.
+        """Return the cross-entropy of a bigram model on the validation set.
 
         Args:
-          on: "served" scores exactly the targets that `valid()` serves, so that a model's mean loss over those batches
-            and the baseline are about the same tokens. "all" scores every token of the held-out stream but its first.
+          on: "served" scores the targets of `valid()`, for comparison with the mean loss of a model over its batches.
+            "all" scores all tokens of the validation stream except the first.
         """
         if on == "served":
             windows = self.valid_rows.read(self.served)
@@ -132,18 +124,5 @@ class TextSource(RowSource):
         )
 
     def describe(self) -> dict[str, Any]:
-        """Documents, bytes, tokens and windows of both sets, and how they were split; JSON values only."""
-        return {**self._facts, "fingerprint": self.fingerprint}
-
-    def _describe(self, facts: dict[str, Any]) -> dict[str, Any]:
-        served = {"batches": len(self.served) // self.batch_size, "served_tokens": len(self.served) * self.data.seq_len}
-        return {
-            "files": list(self.data.files),
-            "skipped": facts["skipped"],
-            "tokenizer": self.tokenizer.name,
-            "vocab_size": self.vocab_size,
-            "seq_len": self.data.seq_len,
-            "held_out": facts["held_out"],
-            "train": facts["train"] | {"windows": len(self.train_rows)},
-            "valid": facts["valid"] | {"windows": len(self.valid_rows)} | served,
-        }
+        """Return the number of documents, bytes, tokens and windows of both sets, and how they were split."""
+        return {**self._description, "fingerprint": self.fingerprint}

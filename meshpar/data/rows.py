@@ -1,4 +1,4 @@
-"""Rows: what batches are made of, read by index. A row is a window of a token stream, or one example of some arrays."""
+"""Random access to examples (rows): windows of a token stream, or entries of arrays."""
 
 from __future__ import annotations
 
@@ -13,39 +13,35 @@ from meshpar.sharding.types import problem
 
 
 class Rows(Protocol):
-    """Anything that can be read a few rows at a time, at random, by any thread."""
+    """Examples with random access. Threads may read at the same time."""
 
     def __len__(self) -> int: ...
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-        """The rows of these indices: arrays whose first dim runs over them."""
+        """Return the rows with these indices as arrays whose first dim is the row."""
         ...
 
 
 class Windows:
-    """A token stream cut into windows of `seq_len` predictions: inputs and targets, both int32 `[rows, seq_len]`.
+    """Windows of a token stream, as `inputs` and `targets`, both int32 `[rows, seq_len]`.
 
-    Window `i` starts at token `i * seq_len` and has `seq_len + 1` tokens: neighbours share one, the last target of the
-    one and the first input of the other. So every token of the stream, but for its first one and less than a window at
-    its end, is a target in exactly one window.
+    Window `i` starts at token `i * seq_len` and has `seq_len + 1` tokens. The last target of a window is the first
+    input of the next. So every token is a target exactly once, except the first token and an incomplete last window.
 
     Args:
-      tokens: the stream.
-      seq_len: predictions per window.
-      what: names the stream in errors, as "training set".
+      tokens: the token stream.
+      seq_len: number of predictions per window.
+      name: name of the stream in errors, such as "training set".
 
     Raises:
-      ValueError: not even one window fits.
+      MeshparError: the stream is shorter than a window.
     """
 
-    def __init__(self, tokens: UInt[np.ndarray, " tokens"] | TokenFile, seq_len: int, *, what: str) -> None:
+    def __init__(self, tokens: UInt[np.ndarray, " tokens"] | TokenFile, seq_len: int, *, name: str) -> None:
         if len(tokens) <= seq_len:
-            raise problem(
-                "`seq_len`",
-                f"cut the {what} into windows of {seq_len} + 1 tokens",
-                f"it has {len(tokens)} tokens",
-                f"set seq_len to {max(len(tokens) - 1, 1)} or less, give more text, or choose another `valid_fraction`",
-            )
+            requested = f"split the {name} into windows of {seq_len} + 1 tokens"
+            fix = f"set seq_len to {max(len(tokens) - 1, 1)} or less, add text, or change `valid_fraction`"
+            raise problem("`seq_len`", requested, f"it has {len(tokens)} tokens", fix, "out-of-range")
         self._tokens, self._seq_len = tokens, seq_len
 
     def __len__(self) -> int:
@@ -61,22 +57,22 @@ class Windows:
 
 
 class ArrayRows:
-    """The examples of arrays with the same first dim, or of some of them.
+    """Selected entries of arrays.
 
     Args:
-      arrays: name to array.
-      which: the examples that are rows here, by their place in the arrays.
+      arrays: arrays by name. The first dim is the example.
+      selection: index in the arrays of each row.
     """
 
     def __init__(
-        self, arrays: Mapping[str, Shaped[np.ndarray, "examples ..."]], which: Int64[np.ndarray, " rows"]
+        self, arrays: Mapping[str, Shaped[np.ndarray, "examples ..."]], selection: Int64[np.ndarray, " rows"]
     ) -> None:
         self._arrays = dict(arrays)
-        self._which = which
+        self._selection = selection
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self._selection)
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-        which = self._which[indices]
-        return {name: array[which] for name, array in self._arrays.items()}
+        selection = self._selection[indices]
+        return {name: array[selection] for name, array in self._arrays.items()}

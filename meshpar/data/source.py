@@ -1,4 +1,4 @@
-"""The seam between data and the training loop: what a recipe's data must offer, whatever it is made of."""
+"""Interface between data and training loop: a training and a validation set, served as batches."""
 
 from __future__ import annotations
 
@@ -9,73 +9,78 @@ from typing import Any, Protocol, runtime_checkable
 from meshpar.data.assembly import Sharding, check_batch_size
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
 from meshpar.data.rows import Rows
-from meshpar.sharding.types import is_int, problem
+from meshpar.data.split import check_fraction
+from meshpar.data.tokens import Tokenizer
+from meshpar.sharding.errors import check_int, check_positive_int, problem
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Opened data: a training set and a held-out set, served as batches."""
+    """Opened data, returned by `DataSource.open`."""
 
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """A hash of what is trained on and what is held out; equal on every process of a healthy run."""
+        """Hash of the training set and the validation set. All processes must agree on it."""
 
     def train(self, sharding: Sharding = None) -> Batches:
-        """Endless batches of the training set, from step 0."""
+        """Return endless batches of the training set, from step 0."""
         ...
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
-        """The same few batches of the held-out set every time."""
+        """Return batches of the validation set, identical in all iterations."""
         ...
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What the data is, in numbers and words; JSON values only."""
+        """Return a description of the data that can be written as JSON."""
 
 
 @runtime_checkable
 class DataSource(Protocol):
-    """A recipe's description of its data: small, frozen, and read only when opened."""
+    """Description of data in a recipe: a small frozen value. The data is read when it is opened."""
 
     def open(self, *, batch_size: int, seed: int) -> Source:
-        """Reads the data for global batches of `batch_size` rows, trained on in an order chosen by `seed`."""
+        """Read the data.
+
+        Args:
+          batch_size: number of examples in a global batch.
+          seed: determines the order of the training examples.
+        """
         ...
 
 
 class RowSource(Source):
-    """A `Source` made of rows to train on and rows held out; says what the two that ship have in common.
+    """A `Source` of training rows and validation rows. Subclasses add `fingerprint` and `describe`.
 
     Args:
+      data: the description, with the fields `valid_batches` and `prefetch`.
       train_rows: the training set.
-      valid_rows: the held-out set.
-      batch_size: rows in a global batch, of either set.
-      seed: chooses the order of the training rows.
-      valid_batches: batches a validation serves at most; None serves every whole one.
-      prefetch: batches made ahead in the background.
-      extra: further facts that a saved state must agree on.
+      valid_rows: the validation set.
+      batch_size: number of examples in a global batch of either set.
+      seed: determines the order of the training examples.
+      extra: additional values that a saved state must match.
 
     Raises:
-      ValueError: too few rows for one batch, of either set.
+      MeshparError: a set is smaller than a batch.
     """
 
     def __init__(
         self,
+        data: Any,
         train_rows: Rows,
         valid_rows: Rows,
         *,
         batch_size: int,
         seed: int,
-        valid_batches: int | None,
-        prefetch: int,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         check_batch_size(batch_size, len(train_rows), "training set")
-        self.train_rows, self.valid_rows = train_rows, valid_rows
+        self.data, self.train_rows, self.valid_rows = data, train_rows, valid_rows
         self.batch_size, self.seed = batch_size, seed
-        self.served = spread_evenly(len(valid_rows), batch_size, valid_batches)
-        """Numbers of the held-out rows that `valid()` serves."""
-        self._prefetch, self._extra = prefetch, extra
+        self.served = spread_evenly(len(valid_rows), batch_size, data.valid_batches)
+        """Indices of the validation rows that `valid()` serves."""
+        self._extra = extra
 
     def train(self, sharding: Sharding = None) -> Batches:
         return Batches(
@@ -84,27 +89,42 @@ class RowSource(Source):
             seed=self.seed,
             fingerprint=self.fingerprint,
             sharding=sharding,
-            prefetch=self._prefetch,
+            prefetch=self.data.prefetch,
             extra=self._extra,
         )
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
-        """Whole batches, spread evenly over the held-out set."""
         return ValidBatches(
-            self.valid_rows, self.served, batch_size=self.batch_size, sharding=sharding, prefetch=self._prefetch
+            self.valid_rows, self.served, batch_size=self.batch_size, sharding=sharding, prefetch=self.data.prefetch
         )
 
 
-def check_least(where: str, value: int | None, least: int) -> None:
-    """Raises ValueError for what is no whole number from `least` on; None passes."""
-    if value is not None and not is_int(value, least):
-        exists = f"the least is {least}" if is_int(value) else "it is a whole number"
-        raise problem(f"`{where}`", f"use {value!r}", exists, f"set it to {least} or more")
+class TokenSource(RowSource):
+    """A `RowSource` of `seq_len` tokens per row, with the methods of its tokenizer."""
+
+    def __init__(
+        self, data: Any, tokenizer: Tokenizer, train_rows: Rows, valid_rows: Rows, *, batch_size: int, seed: int
+    ) -> None:
+        extra = {"seq_len": data.seq_len}
+        super().__init__(data, train_rows, valid_rows, batch_size=batch_size, seed=seed, extra=extra)
+        self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
+        self.encode, self.decode = tokenizer.encode, tokenizer.decode
 
 
-def check_names(where: str, files: object, example: str) -> tuple[str, ...]:
-    """Names of files, as a tuple; raises ValueError for what is none."""
+def check_fields(data: Any) -> None:
+    """Check the fields that all descriptions of data have, and `seq_len`."""
+    where = type(data).__name__
+    check_fraction(where, data.valid_fraction)
+    check_int(where, "the number of batches prepared in the background", prefetch=data.prefetch)
+    if data.valid_batches is not None:
+        check_positive_int(where, "the number of batches per validation", valid_batches=data.valid_batches)
+    if hasattr(data, "seq_len"):
+        check_positive_int(where, "the number of predictions per row", seq_len=data.seq_len)
+
+
+def checked_files(where: str, files: object, example: str) -> tuple[str, ...]:
+    """Return the field `files` as a tuple of strings."""
     if isinstance(files, tuple | list) and files and all(isinstance(name, str) for name in files):
         return tuple(files)
     fix = f'write files=("{files if files and isinstance(files, str) else example}",)'
-    raise problem(f"`{where}`", f"read {files!r}"[:100], "it must be a tuple of one or more names", fix)
+    raise problem(where, f"read {files!r}"[:100], "it must be a non-empty tuple of strings", fix, "wrong-type")

@@ -1,7 +1,7 @@
-"""Who is held out: a split into training and validation set that depends on names alone.
+"""Split into a training set and a validation set by hashes of names.
 
-A document is held out when the hash of its name says so. Neither its text, nor the order of the documents, nor the
-seed of a run moves it to the other side, and a new document moves no other.
+A document belongs to the validation set if the hash of its name is below `valid_fraction`. The split does
+not depend on texts, the order of documents or the seed of a run, and new documents do not move existing ones.
 """
 
 from __future__ import annotations
@@ -17,98 +17,90 @@ from meshpar.sharding.types import problem
 
 
 def check_fraction(where: str, fraction: float) -> None:
-    """Raises ValueError unless the fraction leaves something on both sides."""
+    """Check that `valid_fraction` is between 0 and 1."""
     if not 0 < fraction < 1:
-        raise problem(
-            where, f"hold out a fraction of {fraction}", "both sides need data", "choose between 0 and 1, as 0.05"
-        )
+        reason = "the training set and the validation set must not be empty"
+        raise problem(where, f"set valid_fraction={fraction}", reason, "use valid_fraction=0.05", "out-of-range")
 
 
 class DocumentSplit:
-    """Holds out about `valid_fraction` of the documents, at least one; of a single document, its tail.
+    """Splits a stream of documents, with about `valid_fraction` of them in the validation set. Cuts a single document.
 
         while not split.settled:
             for document, is_held_out in split(documents): ...
 
-    Documents come one at a time, long ones in parts, and none is kept. Whether all of them are on one side is known
-    after the last only: then they come once more, and one of them goes to the other side.
+    Documents are not stored, and may arrive in parts. If all documents of the first pass are in the same set, a second
+    pass moves the document whose hash is nearest to the threshold.
 
     Raises:
-      ValueError: a fraction outside (0, 1), or, while documents come, one too short to be cut in two.
+      MeshparError: the fraction is not in (0, 1), or the only document is too short to be split.
     """
 
     def __init__(self, valid_fraction: float) -> None:
         check_fraction("`valid_fraction`", valid_fraction)
         self.settled = False
-        """Whether the documents that came were split for good."""
+        """True if the last pass split the documents."""
         self.how = ""
-        """What was held out, and by what rule, in words."""
+        """Description of the validation set."""
         self._fraction = valid_fraction
         self._moved: str | None = None
         self._is_single = False
         self._num_chars = 0
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
-        """Each document and whether it is held out, in their order."""
+        """Yield each document, and True if it belongs to the validation set."""
         if self._is_single:
             yield from self._cut(documents)
             return
-        total = held = self._num_chars = 0
+        total = num_held_out = self._num_chars = 0
         lowest, highest = (2.0, ""), (-1.0, "")
         for document in documents:
-            rank = _rank(document.name), document.name
+            name_hash = hashlib.blake2b(document.name.encode(), digest_size=8).digest()
+            rank = int.from_bytes(name_hash, "big") / 2**64, document.name
             is_held_out = (rank[0] < self._fraction) != (document.name == self._moved)
             lowest, highest = min(lowest, rank), max(highest, rank)
-            total, held = total + (not document.goes_on), held + (is_held_out and not document.goes_on)
+            if not document.goes_on:
+                total, num_held_out = total + 1, num_held_out + is_held_out
             self._num_chars += len(document.text)
             yield document, is_held_out
-        self.how = f"{held} of {total} documents, by the hash of their names"
-        self.settled = 0 < held < total or self._moved is not None
+        self.how = f"{num_held_out} of {total} documents, by the hash of their names"
+        self.settled = 0 < num_held_out < total or self._moved is not None
         self._is_single = total == 1
-        # Few documents may all fall on one side: the one that was nearest to the other goes there.
-        self._moved = (highest if held else lowest)[1]
+        self._moved = (highest if num_held_out else lowest)[1]
 
     def _cut(self, parts: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
-        """The only document, with its tail held out."""
-        left = round(self._num_chars * (1 - self._fraction))
+        """Split the only document."""
+        remaining = round(self._num_chars * (1 - self._fraction))
         for part in parts:
-            if not 0 < left < self._num_chars and not self.settled:
-                asked = f"hold out {self._fraction} of `{part.name}`, the only document"
-                exists = f"it has {self._num_chars} characters, so one side would be empty"
-                raise problem("`valid_fraction`", asked, exists, "give more text, or a fraction nearer to 0.5")
+            if not 0 < remaining < self._num_chars and not self.settled:
+                requested = f"move {self._fraction} of `{part.name}`, the only document, to the validation set"
+                reason = f"it has {self._num_chars} characters, so a set would be empty"
+                fix = "add text, or choose a fraction closer to 0.5"
+                raise problem("`valid_fraction`", requested, reason, fix, "out-of-range")
             self.settled = True
             self.how = f"the last {self._fraction:.1%} of `{part.name}`, the only document"
-            head, tail = part.text[: max(left, 0)], part.text[max(left, 0) :]
-            left -= len(part.text)
+            head, tail = part.text[: max(remaining, 0)], part.text[max(remaining, 0) :]
+            remaining -= len(part.text)
             if head:
-                yield part.part(head, goes_on=left > 0), False
+                yield part.part(head, goes_on=remaining > 0), False
             if tail or not part.goes_on:
                 yield part.part(tail, goes_on=part.goes_on), True
 
 
 def split_rows(num_rows: int, valid_fraction: float) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " valid"]]:
-    """Indices of the rows to train on and of `valid_fraction` of the rows, held out by the hash of their number.
+    """Return the sorted indices of the training rows and of the validation rows, chosen by the hash of the index.
 
     Raises:
-      ValueError: a fraction outside (0, 1), or fewer than two rows.
+      MeshparError: the fraction is not in (0, 1), or there are fewer than two rows.
     """
     check_fraction("`valid_fraction`", valid_fraction)
     if num_rows < 2:
-        exists = f"there is {num_rows} row"
-        raise problem("the data", "hold out some rows", exists, "give at least two rows")
+        reason = f"the number of examples is {num_rows}"
+        raise problem("the data", "hold out examples", reason, "use at least two examples", "out-of-range")
     count = min(max(round(num_rows * valid_fraction), 1), num_rows - 1)
-    order = np.argsort(_scramble(np.arange(num_rows, dtype=np.uint64)), kind="stable").astype(np.int64)
-    return np.sort(order[count:]), np.sort(order[:count])
-
-
-def _rank(name: str) -> float:
-    """A number in [0, 1) that depends on the name only and is spread evenly over names."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64
-
-
-def _scramble(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer: the same on every machine and with every NumPy, which its generators do not promise."""
-    x = (x + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    # The finalizer of SplitMix64 returns the same order with all NumPy versions; NumPy's generators do not.
+    x = (np.arange(num_rows, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    order = np.argsort(x ^ (x >> np.uint64(31)), kind="stable").astype(np.int64)
+    return np.sort(order[count:]), np.sort(order[:count])

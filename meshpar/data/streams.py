@@ -1,8 +1,8 @@
-"""Token streams: documents tokenized one after the other into files, and read from there.
+"""Token streams: documents tokenized into files, for the training set and the validation set.
 
-    files ─► documents, one at a time ─► train | held out ─► train.tokens, valid.tokens
+    files ─► documents ─► training | validation documents ─► train.tokens, valid.tokens
 
-Memory holds a few megabytes of text, however long documents and streams are.
+Memory usage is a few megabytes, independent of the length of documents and streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -31,40 +31,41 @@ from meshpar.data.split import DocumentSplit
 from meshpar.data.text import Document, File, Reading, digest
 from meshpar.data.token_file import TokenFile, pieces
 from meshpar.data.tokens import Tokenizer, token_dtype
+from meshpar.sharding.errors import MeshparError, is_int, problem
 from meshpar.sharding.host_resources import check_name, open_no_link, read_json
-from meshpar.sharding.types import is_int, problem
 
 SIDES = ("train", "valid")
 COUNTS = ("documents", "bytes", "tokens")
-_BYTES_AT_ONCE = 4_000_000
-"""Text handed to a tokenizer's own threads in one go: enough to fill them, little in memory."""
+_BATCH_BYTES = 4_000_000
+"""Bytes of text per call of a tokenizer: enough for its threads."""
 _IN_MEMORY_BYTES = 64_000_000
-"""Streams that nobody keeps go to a temporary file when they are longer."""
-_SEAM_CHARS = 1000
-"""So much text on both sides of a cut has to give the tokens that it gives uncut."""
-_SEAMS_TRIED = 64
+"""Maximum size of a stream in memory. Longer streams without a cache are stored in a temporary file."""
+_CONTEXT_CHARS = 1000
+"""Number of characters on both sides of a cut that must tokenize as they do without the cut."""
+_MAX_CUTS = 64
+"""Number of positions to try for a cut."""
 _PIECE_TOKENS = 1 << 20
-"""Number of tokens that are hashed at once."""
+"""Number of tokens per hash update."""
 _FORMAT = 3
-"""Version of the cache's files. Another version is another folder."""
+"""Version of the cache format. Part of the folder name."""
 _LOCK_LIMIT_S = 45.0
-"""How long a process waits for the lock of another one that shows no sign of life."""
+"""Time without a heartbeat after which waiting for a lock fails."""
 _BEAT_S = 5.0
-"""How often the process that builds a cache shows that it is alive."""
+"""Interval of the heartbeat of the process that writes to the cache."""
 _POLL_S = 0.1
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Streams:
-    """The tokens of all documents of each side, in order, each document followed by the separator."""
+    """Tokens of the training set and the validation set. A separator follows each document."""
 
     train: UInt[np.ndarray, " tokens"] | TokenFile
     valid: UInt[np.ndarray, " tokens"] | TokenFile
     fingerprint: str
-    """A hash of the tokenizer, the training tokens and the held-out tokens, in order."""
-    facts: dict[str, Any]
-    """`held_out`, `skipped`, and of each side its `documents`, `bytes` and `tokens`; JSON values only."""
+    """Hash of the tokenizer, the training tokens and the validation tokens."""
+    info: dict[str, Any]
+    """`held_out`, `skipped`, and the number of `documents`, `bytes` and `tokens` of each set, for JSON."""
 
 
 def token_streams(
@@ -74,139 +75,139 @@ def token_streams(
     valid_fraction: float,
     cache: str | None = None,
 ) -> Streams:
-    """Splits and tokenizes documents.
+    """Split and tokenize documents.
 
     Args:
       reading: the documents.
-      tokenizer: how.
-      valid_fraction: about which part of the documents is held out.
-      cache: a folder that keeps the result. If it already has the result, the files are verified and nothing is
-        tokenized. If several processes need the same result, one makes it and the others wait. None: a temporary file.
+      tokenizer: the tokenizer.
+      valid_fraction: approximate fraction of the documents in the validation set.
+      cache: a folder for the result, or None for a temporary file. An existing result is verified and reused. If
+        processes need the same result at the same time, the first process writes it and the other processes wait.
 
     Raises:
-      ValueError: what `Reading` and `DocumentSplit` raise; no room for the tokens; a damaged file in the cache; a
-        process that has locked the cache and makes no progress.
+      MeshparError: errors of `Reading` and `DocumentSplit`, a full disk, a damaged cache, or a lock without a
+        heartbeat.
     """
     dtype = token_dtype(tokenizer.vocab_size)
     try:
         if cache is not None:
-            folder = _kept(_folder(cache), reading, tokenizer, valid_fraction)
-            return _open(folder, tokenizer)
-        with contextlib.ExitStack() as until_mapped:
-            files = [until_mapped.enter_context(spooled()) for _ in SIDES]
-            facts = _write(files, reading, tokenizer, valid_fraction)
-            train, valid = (mapped(file, facts[side]["tokens"], dtype) for file, side in zip(files, SIDES, strict=True))
-            return Streams(train=train, valid=valid, fingerprint=_digests(tokenizer, train, valid)[-1], facts=facts)
+            return _open(_cached(_cache_folder(cache), reading, tokenizer, valid_fraction), tokenizer)
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(spooled()) for _ in SIDES]
+            info = _write(files, reading, tokenizer, valid_fraction)
+            train, valid = (mapped(file, info[side]["tokens"], dtype) for file, side in zip(files, SIDES, strict=True))
+            return Streams(train=train, valid=valid, fingerprint=_digests(tokenizer, train, valid)[-1], info=info)
     except OSError as error:
-        where = tempfile.gettempdir() if cache is None else cache
-        fix = "free some room, or name a folder that can be written and has room as `cache`"
-        exists = f"that failed ({error.strerror})"
-        raise problem("`TextData.cache`", f"write tokens below {where}", exists, fix) from error
+        folder = tempfile.gettempdir() if cache is None else cache
+        fix = "free disk space, or set `cache` to a writable folder with enough space"
+        reason = f"the system reports: {error.strerror}"
+        raise problem("`TextData.cache`", f"write tokens to {folder}", reason, fix, "not-writable") from error
 
 
 def _write(files: Iterable[IO[bytes]], reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> dict[str, Any]:
-    """Writes the streams of the two sides, as bare tokens; what they hold."""
+    """Write the tokens of both sets to files without headers, and return `Streams.info`."""
     files, split = list(files), DocumentSplit(valid_fraction)
     dtype = token_dtype(tokenizer.vocab_size)
-    end = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype).tobytes()
-    facts: dict[str, Any] = {}
+    separator = np.array([] if tokenizer.separator_id is None else [tokenizer.separator_id], dtype=dtype).tobytes()
+    info: dict[str, Any] = {}
     while not split.settled:
-        sides = [dict.fromkeys(COUNTS, 0) for _ in files]
+        counts = [dict.fromkeys(COUNTS, 0) for _ in files]
         for file in files:
             file.seek(0)
             file.truncate()
-        for group in _groups(_at_seams(split(reading), tokenizer)):
-            encoded = tokenizer.encode_many([document.text for document, _ in group])
-            for (document, is_held_out), ids in zip(group, encoded, strict=True):
-                _check_ids(document, ids, tokenizer)
-                file, side = files[is_held_out], sides[is_held_out]
-                behind = b"" if document.goes_on else end
+        for batch in _batched(_cut_at_token_boundaries(split(reading), tokenizer)):
+            encoded = tokenizer.encode_many([document.text for document, _ in batch])
+            for (document, is_held_out), ids in zip(batch, encoded, strict=True):
+                if len(ids) and (largest := int(ids.max())) >= tokenizer.vocab_size:
+                    reason = f"the tokenizer returns id {largest}, and its vocabulary has {tokenizer.vocab_size} tokens"
+                    fix = "use the tokenizer.json of the model's release"
+                    raise problem(f"document `{document.name}`", "tokenize it", reason, fix, "damaged-file")
+                file, count = files[is_held_out], counts[is_held_out]
+                end = b"" if document.goes_on else separator
                 file.write(ids.astype(dtype, copy=False).tobytes())
-                file.write(behind)
-                side["documents"] += not document.goes_on
-                side["bytes"] += document.num_bytes
-                side["tokens"] += len(ids) + len(behind) // dtype.itemsize
-        facts = {"held_out": split.how, "skipped": len(reading.skipped), **dict(zip(SIDES, sides, strict=True))}
+                file.write(end)
+                count["documents"] += not document.goes_on
+                count["bytes"] += document.num_bytes
+                count["tokens"] += len(ids) + len(end) // dtype.itemsize
+        info = {"held_out": split.how, "skipped": len(reading.skipped), **dict(zip(SIDES, counts, strict=True))}
     for file in files:
         file.flush()
-    return facts
+    return info
 
 
 def _digests(tokenizer: Tokenizer, *streams: UInt[np.ndarray, " tokens"] | TokenFile) -> list[str]:
-    """Return the hash of the tokenizer and of all tokens up to the end of each stream."""
+    """Return, for each stream, the hash of the tokenizer, the earlier streams and this stream."""
     digest = hashlib.blake2b(f"text {tokenizer.name} {tokenizer.separator_id}".encode(), digest_size=16)
-    found = []
+    digests = []
     for tokens in streams:
         digest.update(f" {len(tokens)} {tokens.dtype} ".encode())
         for piece in pieces(tokens, _PIECE_TOKENS):
             digest.update(np.ascontiguousarray(piece).data)
-        found.append(digest.hexdigest())
-    return found
+        digests.append(digest.hexdigest())
+    return digests
 
 
-def _check_ids(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    if len(ids) and (largest := int(ids.max())) >= tokenizer.vocab_size:
-        exists = f"the tokenizer returns id {largest}, and its vocabulary has {tokenizer.vocab_size} tokens"
-        raise problem(f"document `{document.name}`", "tokenize it", exists, "take the tokenizer.json of the release")
+def _cut_at_token_boundaries(
+    documents: Iterable[tuple[Document, bool]], tokenizer: Tokenizer
+) -> Iterator[tuple[Document, bool]]:
+    """Move the cuts between parts of long documents to token boundaries.
 
-
-def _at_seams(documents: Iterable[tuple[Document, bool]], tokenizer: Tokenizer) -> Iterator[tuple[Document, bool]]:
-    """The documents, with parts of long ones cut anew: where tokens of both sides are those of the whole.
-
-    Where no such place is found the next part is taken, too, and so the whole document in the end.
+    If no boundary is found in a part, the next part is appended to it.
     """
-    kept = ""
+    pending = ""
     for document, is_held_out in documents:
-        if not (kept or document.goes_on):
+        if not (pending or document.goes_on):
             yield document, is_held_out
             continue
-        text = kept + document.text
-        at = _seam(text, tokenizer) if document.goes_on else len(text)
-        kept = text[at:]
-        if at or not document.goes_on:
-            yield document.part(text[:at], goes_on=document.goes_on), is_held_out
+        text = pending + document.text
+        end = _token_boundary(text, tokenizer) if document.goes_on else len(text)
+        pending = text[end:]
+        if end or not document.goes_on:
+            yield document.part(text[:end], goes_on=document.goes_on), is_held_out
 
 
-def _seam(text: str, tokenizer: Tokenizer) -> int:
-    """A place near the end of a text where it can be cut, judged by the tokens around it; 0 where none is found."""
-    last = len(text) - _SEAM_CHARS
-    near = range(max(last - _SEAM_CHARS, 1), last)
-    reaches = (_SEAM_CHARS, _SEAM_CHARS - 1)
-    places = sorted(near, key=lambda at: (text[at].isspace() == text[at - 1].isspace(), -at))  # words whole, if any are
-    for at in places[:_SEAMS_TRIED]:
-        # Of two lengths: what is cut into so many characters each, as long runs of one are, fits into one of them only.
-        if all(_is_seam(text[max(at - reach, 0) : at], text[at : at + reach], tokenizer) for reach in reaches):
-            return at
+def _token_boundary(text: str, tokenizer: Tokenizer) -> int:
+    """Return a position near the end of a text where a cut does not change the tokens, or 0."""
+    last = len(text) - _CONTEXT_CHARS
+    # Boundaries of words first.
+    positions = sorted(
+        range(max(last - _CONTEXT_CHARS, 1), last), key=lambda i: (text[i].isspace() == text[i - 1].isspace(), -i)
+    )
+    for i in positions[:_MAX_CUTS]:
+        # Repeated characters may be tokenized in groups of fixed size, which do not fit both context lengths.
+        contexts = [(text[max(i - n, 0) : i], text[i : i + n]) for n in (_CONTEXT_CHARS, _CONTEXT_CHARS - 1)]
+        if all(_is_token_boundary(left, right, tokenizer) for left, right in contexts):
+            return i
     return 0
 
 
-def _is_seam(left: str, right: str, tokenizer: Tokenizer) -> bool:
-    """Whether both have the tokens that they have together. Of what leaves none nothing is known."""
-    whole, *parts = tokenizer.encode_many([left + right, left, right])
-    return all(map(len, parts)) and np.array_equal(whole, np.concatenate(parts))
+def _is_token_boundary(left: str, right: str, tokenizer: Tokenizer) -> bool:
+    """Return whether both texts have tokens, and the same tokens separately and together."""
+    together, *separate = tokenizer.encode_many([left + right, left, right])
+    return all(map(len, separate)) and np.array_equal(together, np.concatenate(separate))
 
 
-def _groups(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
-    """The documents in runs of about `_BYTES_AT_ONCE`."""
-    group: list[tuple[Document, bool]] = []
+def _batched(documents: Iterable[tuple[Document, bool]]) -> Iterator[list[tuple[Document, bool]]]:
+    """Group the documents into batches of about `_BATCH_BYTES`."""
+    batch: list[tuple[Document, bool]] = []
     num_bytes = 0
-    for one in documents:
-        group.append(one)
-        num_bytes += one[0].num_bytes
-        if num_bytes >= _BYTES_AT_ONCE:
-            yield group
-            group, num_bytes = [], 0
-    if group:
-        yield group
+    for document, is_held_out in documents:
+        batch.append((document, is_held_out))
+        num_bytes += document.num_bytes
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def spooled() -> IO[bytes]:
-    """A file in memory, which becomes a temporary one on disk when much is written."""
+    """Return a temporary file that stays in memory until it exceeds `_IN_MEMORY_BYTES`."""
     return tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)
 
 
 def mapped(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray, " tokens"]:
-    """The tokens of a `spooled` file, which a mapping keeps when its name is gone."""
+    """Return the tokens of a `spooled` file. Large files are mapped into memory, which keeps them after closing."""
     if num_tokens * dtype.itemsize > _IN_MEMORY_BYTES:
         return np.memmap(file, dtype=dtype, mode="r", shape=(num_tokens,))
     file.seek(0)
@@ -214,95 +215,91 @@ def mapped(file: IO[bytes], num_tokens: int, dtype: np.dtype) -> UInt[np.ndarray
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array to be filled, in a temporary file where it is large."""
+    """Return an array of zeros. Large arrays are mapped from a temporary file."""
     if math.prod(shape) * np.dtype(dtype).itemsize <= _IN_MEMORY_BYTES:
         return np.zeros(shape, dtype)
     with tempfile.TemporaryFile() as file:
         return np.asarray(np.memmap(file, dtype=dtype, mode="w+", shape=shape))
 
 
-# ---- Kept ------------------------------------------------------------------------------------------------------------
+# ---- Cache -----------------------------------------------------------------------------------------------------------
 
 
-def _folder(cache: str) -> Path:
-    """The folder that a user names; the system takes its name."""
-    fix = "name a folder, or leave it out"
+def _cache_folder(cache: str) -> Path:
+    where, requested, fix = "`TextData.cache`", f"store tokens in {cache!r}", "use the path of a folder, or cache=None"
     if cache == "":
-        raise problem("`TextData.cache`", "keep tokens in ''", "that is the current folder", f"{fix}; `.` is this one")
+        reason = "an empty path is ambiguous"
+        raise problem(where, requested, reason, f'{fix}; "." is the current folder', "out-of-range")
     try:
         folder = Path(cache).expanduser()
-    except (TypeError, RuntimeError) as error:  # no text, or the home of nobody
-        raise problem("`TextData.cache`", f"keep tokens in {cache!r}", f"that is no folder ({error})", fix) from error
-    check_name(folder, "`TextData.cache`", fix)
+    except (TypeError, RuntimeError) as error:  # not a string, or the home of an unknown user
+        raise problem(where, requested, f"it is not a path ({error})", fix, "wrong-type") from error
+    check_name(folder, where, fix)
     return folder
 
 
-def _kept(folder: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> Path:
-    """The folder of the cache that holds the streams: it gets its name when it is whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    before = [_state(file) for file in reading.files]
-    whole = folder / _key(reading, tokenizer, valid_fraction)
-    if whole.is_dir():
-        return whole
-    with _locked(folder / f".{whole.name}.lock") as is_alone:
-        if whole.is_dir():
-            return whole
-        for left in folder.glob(f"{whole.name}.*.partial") if is_alone else ():  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{whole.name}.", suffix=".partial", dir=folder))
+def _cached(cache: Path, reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> Path:
+    """Return the folder with the streams. It is written under a temporary name and renamed when it is complete."""
+    cache.mkdir(parents=True, exist_ok=True)
+    before = [_file_state(file) for file in reading.files]
+    folder = cache / _key(reading, tokenizer, valid_fraction)
+    if folder.is_dir():
+        return folder
+    with _locked(cache / f".{folder.name}.lock") as has_lock:
+        if folder.is_dir():
+            return folder
+        for stale in cache.glob(f"{folder.name}.*.partial") if has_lock else ():  # of a process that was killed
+            shutil.rmtree(stale, ignore_errors=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=cache))
         try:
-            with contextlib.ExitStack() as until_written:
-                files = [until_written.enter_context((partial / f"{side}.tokens").open("wb")) for side in SIDES]
-                facts = _write(files, reading, tokenizer, valid_fraction)
+            with contextlib.ExitStack() as stack:
+                files = [stack.enter_context((partial / f"{side}.tokens").open("wb")) for side in SIDES]
+                info = _write(files, reading, tokenizer, valid_fraction)
                 for file in files:
                     os.fsync(file.fileno())
-            facts["digests"] = _digests(tokenizer, *_token_files(partial, tokenizer, facts))
-            (partial / "about.json").write_text(json.dumps(facts))
-            _check_same(reading.files, before)
-            if is_alone or not whole.is_dir():
-                partial.rename(whole)
+            info["digests"] = _digests(tokenizer, *_token_files(partial, tokenizer, info))
+            (partial / "about.json").write_text(json.dumps(info))
+            for text_file, state in zip(reading.files, before, strict=True):
+                if _file_state(text_file) != state:
+                    reason, fix = "it was modified while it was read", "run again when no process writes to the file"
+                    raise problem(f"{text_file.path}", "store its tokens", reason, fix, "conflict")
+            if has_lock or not folder.is_dir():
+                partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    return whole
+    return folder
 
 
 def _key(reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> str:
-    """Says what the streams depend on."""
-    how = _FORMAT, tokenizer.name, tokenizer.separator_id, reading.text_field, reading.max_bytes, valid_fraction
-    found = hashlib.blake2b(repr(how).encode(), digest_size=16)
+    """Return the hash of all inputs of the streams."""
+    options = _FORMAT, tokenizer.name, tokenizer.separator_id, reading.text_field, reading.max_bytes, valid_fraction
+    key = hashlib.blake2b(repr(options).encode(), digest_size=16)
     with ThreadPoolExecutor() as pool:
-        for file, held in zip(reading.files, pool.map(digest, reading.files), strict=True):
-            found.update(repr((file.name, file.named, held)).encode())
-    return found.hexdigest()
+        for file, content in zip(reading.files, pool.map(digest, reading.files), strict=True):
+            key.update(repr((file.name, file.named, content)).encode())
+    return key.hexdigest()
 
 
-def _state(file: File) -> tuple[int, int] | None:
+def _file_state(file: File) -> tuple[int, int] | None:
     try:
-        found = file.path.stat()
+        status = file.path.stat()
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
-
-
-def _check_same(files: Sequence[File], before: Sequence[tuple[int, int] | None]) -> None:
-    for file, state in zip(files, before, strict=True):
-        if _state(file) != state:
-            fix = "start again when nobody writes to it"
-            raise problem(f"{file.path}", "keep its tokens", "it was changed while it was read", fix)
+    return status.st_size, status.st_mtime_ns
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold an exclusive lock on a file. Yield False if the file system has no locks.
+    """Lock a file exclusively. Yield False if the file system does not support locks.
 
-    The holder writes its host and process id into the file, and a thread updates the file's time every `_BEAT_S`. A
-    process that is stopped or cut off does not, and those that wait for it give up after `_LOCK_LIMIT_S`.
+    The owner of the lock writes its host and process id into the file, and its heartbeat updates the modification time
+    with a period of `_BEAT_S` seconds. Waiting processes fail after `_LOCK_LIMIT_S` seconds without a heartbeat.
     """
     import fcntl
 
     seen, since = None, time.monotonic()
     while True:
-        # Opened anew each time: a network file system then asks the server for the file's time.
+        # Opening the file makes a network file system refresh the modification time.
         with open(open_no_link(path, os.O_RDWR), "r+b", buffering=0) as file:
             state = os.fstat(file.fileno())
             try:
@@ -311,22 +308,22 @@ def _locked(path: Path) -> Iterator[bool]:
                 if state.st_mtime_ns != seen:
                     seen, since = state.st_mtime_ns, time.monotonic()
                 elif time.monotonic() - since > _LOCK_LIMIT_S:
-                    raise _held(path, file) from None
+                    raise _lock_error(path, file) from None
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
                 yield False
                 return
             else:
-                with _beating(file):
+                with _heartbeat(file):
                     yield True
                 return
         time.sleep(_POLL_S)
 
 
 @contextlib.contextmanager
-def _beating(file: IO[bytes]) -> Iterator[None]:
-    """Write the name of this process into the lock file, and update the file's time until the context ends."""
+def _heartbeat(file: IO[bytes]) -> Iterator[None]:
+    """Write the host and process id into the lock file, and update its modification time in a thread."""
     file.truncate(0)
     file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
     is_over = threading.Event()
@@ -345,47 +342,47 @@ def _beating(file: IO[bytes]) -> Iterator[None]:
         thread.join()
 
 
-def _held(path: Path, file: IO[bytes]) -> ValueError:
+def _lock_error(path: Path, file: IO[bytes]) -> MeshparError:
     try:
-        holder = json.loads(file.read(1000))
-        who = f"process {int(holder['pid'])} on {str(holder['host'])[:100]}"
+        owner = json.loads(file.read(1000))
+        process = f"process {int(owner['pid'])} on {str(owner['host'])[:100]}"
     except (OSError, ValueError, KeyError, TypeError):
-        who = "another process"
-    exists = f"{who} holds the lock and has shown no sign of life for {_LOCK_LIMIT_S:.0f} s"
-    fix = "continue or end that process, or name another folder as `cache`"
-    return problem("`TextData.cache`", f"lock {path}", exists, fix)
+        process = "another process"
+    reason = f"{process} has the lock and has not updated it for {_LOCK_LIMIT_S:.0f} s"
+    fix = "resume or stop that process, or set `cache` to another folder"
+    return problem("`TextData.cache`", f"lock {path}", reason, fix, "conflict")
 
 
 def _open(folder: Path, tokenizer: Tokenizer) -> Streams:
     """Open the streams in a folder of the cache, and compare all tokens with their digests."""
-    fix = f"delete {folder}; it is made again"
-    facts = read_json(folder / "about.json", "`TextData.cache`", fix, requested=f"read {folder / 'about.json'}")
-    if not _is_complete(facts):
-        exists = "a field is missing or has another type"
-        raise problem("`TextData.cache`", f"read {folder / 'about.json'}", exists, fix)
-    train, valid = files = _token_files(folder, tokenizer, facts)
-    expected, digests = facts.pop("digests"), _digests(tokenizer, *files)
-    for file, found, should_be in zip(files, digests, expected, strict=True):
-        if found != should_be:
+    requested, fix = f"read {folder / 'about.json'}", f"delete {folder}; the next run creates it again"
+    info = read_json(folder / "about.json", "`TextData.cache`", fix, requested=requested)
+    if not _is_complete(info):
+        reason = "a field is missing or has the wrong type"
+        raise problem("`TextData.cache`", requested, reason, fix, "damaged-file")
+    train, valid = files = _token_files(folder, tokenizer, info)
+    expected, digests = info.pop("digests"), _digests(tokenizer, *files)
+    for file, digest_, expected_digest in zip(files, digests, expected, strict=True):
+        if digest_ != expected_digest:
             raise file.damaged("its tokens do not match their digest in about.json")
-    return Streams(train=train, valid=valid, fingerprint=digests[-1], facts=facts)
+    return Streams(train=train, valid=valid, fingerprint=digests[-1], info=info)
 
 
-def _token_files(folder: Path, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> list[TokenFile]:
-    options: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "fix": f"delete {folder}; it is made again"}
-    dtype = token_dtype(tokenizer.vocab_size)
-    return [TokenFile(folder / f"{side}.tokens", dtype, num_tokens=facts[side]["tokens"], **options) for side in SIDES]
+def _token_files(folder: Path, tokenizer: Tokenizer, info: Mapping[str, Any]) -> list[TokenFile]:
+    fix, dtype = f"delete {folder}; the next run creates it again", token_dtype(tokenizer.vocab_size)
+    return [
+        TokenFile(
+            folder / f"{side}.tokens", dtype, num_tokens=info[side]["tokens"], vocab_size=tokenizer.vocab_size, fix=fix
+        )
+        for side in SIDES
+    ]
 
 
-def _is_complete(facts: object) -> bool:
-    """Return whether `about.json` has all fields that are read from it."""
-    if not isinstance(facts, dict):
+def _is_complete(info: Any) -> bool:
+    """Return whether the contents of `about.json` have all required fields."""
+    try:
+        counts = [info["skipped"], *(info[side][name] for side in SIDES for name in COUNTS)]
+        has_digests = isinstance(info["digests"], list) and len(info["digests"]) == len(SIDES)
+        return has_digests and isinstance(info["held_out"], str) and all(is_int(count, 0) for count in counts)
+    except (KeyError, TypeError):
         return False
-    counts, digests = [facts.get(side) for side in SIDES], facts.get("digests")
-    return (
-        all(isinstance(count, dict) and all(is_int(count.get(name), 0) for name in COUNTS) for count in counts)
-        and isinstance(digests, list)
-        and len(digests) == len(SIDES)
-        and isinstance(facts.get("held_out"), str)
-        and is_int(facts.get("skipped"), 0)
-    )

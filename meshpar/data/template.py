@@ -1,4 +1,4 @@
-"""A chat template, as the tokenizers of Hugging Face have them, and the texts that it makes of conversations."""
+"""Chat templates of Hugging Face tokenizers, rendered in a process with limited time and memory."""
 
 from __future__ import annotations
 
@@ -20,111 +20,119 @@ from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import read_json, read_text
 
 DATE = "2024-07-26"
-"""The day that Llama's templates write if they are given none."""
+"""Default date of Llama's templates."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Field names for the reasoning of an assistant's message."""
 MAX_SECONDS = 5.0
-"""Processor time that a template may take for one conversation. Published templates take milliseconds."""
+"""Maximum processor time per conversation. Published templates need milliseconds."""
 MAX_CHARS = 10_000_000
-"""Length of the texts of a conversation, in characters."""
+"""Maximum length of the texts of a conversation."""
 MAX_BYTES = 1 << 29
-"""Memory of the process that renders."""
+"""Maximum memory of the rendering process."""
 EXTRAS = ("tools", "documents")
-"""Fields of a record that a template may read, in addition to the messages."""
+"""Fields of a record that templates can read, in addition to the messages."""
+
+_FIX_RELEASE = "use the file of the model's release"
+_FIX_MESSAGE = 'write {"role": "user", "content": "..."}'
 
 
 class Rendered(NamedTuple):
-    """A text, and the character spans that the assistant writes."""
+    """A text, and the character spans of the assistant's answers."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
 class Template:
-    """A chat template, which a process with limited time and memory renders (`template_process.py`).
+    """A chat template. `template_process.py` renders it.
 
     Raises:
-      ValueError: jinja2 is not installed, or it cannot compile the template.
+      MeshparError: jinja2 is not installed, or it cannot compile the template.
     """
 
     def __init__(
         self, source: str, variables: Mapping[str, str], *, where: str, date: str = DATE, tool_use: str | None = None
     ) -> None:
         self.where = where
-        self._of_tools = None if tool_use is None else Template(tool_use, variables, where=where, date=date)
+        self._tool_template = None if tool_use is None else Template(tool_use, variables, where=where, date=date)
         if importlib.util.find_spec("jinja2") is None:
-            exists, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
-            raise problem("meshpar.data.ChatData", "render a chat template", exists, fix)
+            reason, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
+            raise problem("meshpar.data.ChatData", "render a chat template", reason, fix, "missing-package")
         self._process = _Process((source, dict(variables), date))
         reply = self._process.start()
         if "error" in reply:
-            fix = "take the file of the release"
-            raise problem(where, "read it as a chat template", reply["error"], fix)
+            raise problem(where, "compile it as a chat template", reply["error"], _FIX_RELEASE, "bad-syntax")
         self.reads = set(reply["result"])
-        """The fields of a record, in addition to the messages, that the template reads."""
-        if self._of_tools is not None:
-            self.reads |= self._of_tools.reads | {"tools"}
+        """The fields among `EXTRAS` that the template reads."""
+        if self._tool_template is not None:
+            self.reads |= self._tool_template.reads | {"tools"}
 
     @staticmethod
     def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
-        """Load a template from a file or the tokenizer's folder. Raises `ValueError` if there is none."""
-        at = Path(tokenizer).expanduser()
-        folder = at if at.is_dir() else at.parent
+        """Load a template from a file, or from the folder of the tokenizer.
+
+        Raises:
+          MeshparError: there is no template, or its file cannot be read.
+        """
+        path = Path(tokenizer).expanduser()
+        folder = path if path.is_dir() else path.parent
         config = {} if tokenizer == "bytes" else _config(folder / "tokenizer_config.json")
         tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         contents = {name: x.get("content") if isinstance(x, dict) else x for name, x in tokens.items()}
-        named = {name: x for name, x in contents.items() if isinstance(x, str)}
+        variables = {name: x for name, x in contents.items() if isinstance(x, str)}
         file = folder / "chat_template.jinja" if template is None else Path(template).expanduser()
-        more = folder / "additional_chat_templates" / "tool_use.jinja"
+        tool_file = folder / "additional_chat_templates" / "tool_use.jinja"
         if template is not None or (tokenizer != "bytes" and file.exists()):
-            text, with_tools = _read(file), _read(more) if template is None and more.exists() else None
-            return Template(text, named, where=str(file), date=date, tool_use=with_tools)
-        given = config.get("chat_template")
-        by_name: dict[Any, Any] = {"default": given}
-        if isinstance(given, list):  # several, by name
-            by_name = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
-        source, tool_use = by_name.get("default"), by_name.get("tool_use")
-        if not isinstance(source, str):
-            exists = "neither chat_template.jinja nor tokenizer_config.json has one"
-            raise problem(f"folder `{folder}`", "find a chat template", exists, "name a file: ChatData(template=...)")
+            source, tool_use = _read(file), _read(tool_file) if template is None and tool_file.exists() else None
+            return Template(source, variables, where=str(file), date=date, tool_use=tool_use)
+        templates = config.get("chat_template")
+        by_name: dict[Any, Any] = {"default": templates}
+        if isinstance(templates, list):  # objects with the fields `name` and `template`
+            by_name = {item.get("name"): item.get("template") for item in templates if isinstance(item, dict)}
+        default, tool_use = by_name.get("default"), by_name.get("tool_use")
+        if not isinstance(default, str):
+            reason = "chat_template.jinja and tokenizer_config.json do not have a template"
+            fix = "pass the file of a template: ChatData(template=...)"
+            raise problem(f"folder `{folder}`", "find a chat template", reason, fix, "missing-file")
         tool_use = tool_use if isinstance(tool_use, str) else None
-        return Template(source, named, where=str(folder / "tokenizer_config.json"), date=date, tool_use=tool_use)
+        return Template(default, variables, where=str(folder / "tokenizer_config.json"), date=date, tool_use=tool_use)
 
     def render(self, where: str, messages: Any, *, tools: Any = None, documents: Any = None) -> list[Rendered]:
         """Return the texts of a conversation, each with the character spans of the answers to train on.
 
-        An answer is the text that a message of the assistant adds after the prompt for it. If the template has
-        `{% generation %}` tags, the spans are the tagged parts of a single text. Otherwise there is a single text if
-        the template renders each message alike whatever follows. Some templates do not: Qwen3's omits the reasoning of
-        earlier turns. Then another text begins, and each answer is learnt once, after the context in which the model
-        has to write it.
+        An answer is the text that an assistant message adds after its prompt. If the template has `{% generation %}`
+        tags, the spans are the tagged parts of a single text. Otherwise there is a single text if the rendering of a
+        message does not depend on later messages. Some templates rewrite the history: Qwen3's template omits the
+        reasoning of earlier turns. In this case, a new text starts, and each answer is trained once, in the context in
+        which the model generates it.
 
-        With `tools`, the template `tool_use` of the release is used if it has one.
+        With `tools`, the `tool_use` template of the release is used if available.
 
         Raises:
-          ValueError: messages, tools or documents of another type; the template refuses them, exceeds its limits, or
-            renders the messages before an answer differently if the answer follows.
+          MeshparError: messages, tools or documents have the wrong type, or the template rejects them, exceeds its
+            limits, or renders the messages before an answer differently if the answer follows.
         """
         extras = {"tools": _objects(where, "tools", tools), "documents": _objects(where, "documents", documents)}
-        if self._of_tools is not None and extras["tools"] is not None:
-            return self._of_tools.render(where, messages, **extras)
-        messages = [_message(where, one) for one in messages] if isinstance(messages, list) else None
+        if self._tool_template is not None and extras["tools"] is not None:
+            return self._tool_template.render(where, messages, **extras)
+        messages = [_message(where, message) for message in messages] if isinstance(messages, list) else None
         if not messages:
-            exists, fix = "it is no list of messages", 'write [{"role": ..., "content": ...}]'
-            raise problem(where, "take a conversation", exists, fix)
+            reason, fix = "it is not a list of messages", 'write [{"role": ..., "content": ...}]'
+            raise problem(where, "read a conversation", reason, fix, "wrong-type")
         reply = self._process.ask((messages, extras))
         if "rejected" in reply:
-            exists = f"{self.where} writes the messages before it in another way once it is there"
-            fix = "use a template that writes them alike, or marks what the assistant writes by {% generation %}"
-            raise problem(f"{where}, message {reply['rejected']}", "find what the assistant writes", exists, fix)
+            reason = f"{self.where} renders the messages before it differently if it follows"
+            fix = "use a template that renders them identically, or that marks answers with {% generation %}"
+            message_where = f"{where}, message {reply['rejected']}"
+            raise problem(message_where, "find the answer in the text", reason, fix, "unsupported-feature")
         if "error" in reply:
-            fix = "correct the conversation, or name another template"
-            raise problem(where, f"render it by {self.where}", reply["error"], fix)
+            fix = "fix the conversation, or use a different template"
+            raise problem(where, f"render it with {self.where}", reply["error"], fix, "render-failed")
         return [Rendered(text, [(start, stop) for start, stop in spans]) for text, spans in reply["result"]]
 
 
 class _Process:
-    """Runs `template_process` for a template, and starts it again after a conversation that ended it.
+    """Runs `template_process` for a template. Restarts it if a conversation ended it.
 
     Args:
       settings: source, variables and date of the template.
@@ -146,7 +154,7 @@ class _Process:
         return self._exchange(self._process, self._settings)
 
     def ask(self, request: object) -> dict[str, Any]:
-        """Return the reply to a request: `result`, or `error` if it has none."""
+        """Return the reply to a request: `result`, `rejected` or `error`."""
         if self._process is None:
             self.start()
         assert self._process is not None
@@ -172,8 +180,8 @@ class _Process:
         self._end()
         self._process = None
         if code == -signal.SIGPROF:
-            return {"error": f"it takes more than {MAX_SECONDS:g} seconds of processor time"}
-        return {"error": f"the process that renders it ended with code {code}"}
+            return {"error": f"it needs more than {MAX_SECONDS:g} seconds of processor time"}
+        return {"error": f"the rendering process ended with code {code}"}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -184,47 +192,47 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(file: Path) -> str:
-    return read_text(file, "`ChatData.template`", "name a file with a template", requested=f"read {file}")
+    return read_text(file, "`ChatData.template`", "use the file of a template", requested=f"read {file}")
 
 
 def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools or documents of a record, parsed if they are a JSON string; `None` if it has none."""
+    """Return the tools or documents of a record, which may be a JSON string, or None."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(value)
-    if value is None or (isinstance(value, list) and all(isinstance(one, dict) for one in value)):
+    if value is None or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
         return value
-    exists = "it is neither a list of objects nor a string with one in JSON"
-    raise problem(where, f"render its `{field}`", exists, f'write "{field}": [{{...}}], or leave it out')
+    reason, fix = "it is not a list of objects, or its JSON", f'write "{field}": [{{...}}], or remove the field'
+    raise problem(where, f"render its `{field}`", reason, fix, "wrong-type")
 
 
 def _message(where: str, message: Any) -> dict[str, Any]:
-    """Return a message without its empty fields, with its reasoning under all names.
+    """Return a message without empty fields, with its reasoning under all names.
 
-    Rows of a parquet file have the fields of all rows, so most may be empty. Transformers 5.24 fills only
+    Rows of a parquet file have the fields of all rows, most of them empty. Transformers 5.24 fills only
     `reasoning_content` and `thinking`, and drops the reasoning if the template reads `reasoning`.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise problem(where, "take a message", "it has no `role`", 'write {"role": "user", "content": "..."}')
-    told = {name: x for name, x in message.items() if x is not None}
-    if not told.keys() & {"content", "tool_calls"}:  # jinja2 would write nothing for it
-        exists = f"it has {', '.join(map(str, told))}, and neither `content` nor `tool_calls`"[:200]
-        raise problem(where, "take a message", exists, 'write {"role": "user", "content": "..."}')
-    reasoning = next((told[name] for name in REASONING if name in told), None)
+        raise problem(where, "read a message", "it does not have a `role`", _FIX_MESSAGE, "wrong-type")
+    fields = {name: x for name, x in message.items() if x is not None}
+    if not fields.keys() & {"content", "tool_calls"}:  # jinja2 would render it as an empty message
+        reason = f"it does not have `content` or `tool_calls`, only {', '.join(map(str, fields))}"[:200]
+        raise problem(where, "read a message", reason, _FIX_MESSAGE, "wrong-type")
+    reasoning = next((fields[name] for name in REASONING if name in fields), None)
     if reasoning is not None:
-        told = {"thinking": reasoning, "reasoning": reasoning, **told, "reasoning_content": reasoning}
-    return told
+        fields = {"thinking": reasoning, "reasoning": reasoning, **fields, "reasoning_content": reasoning}
+    return fields
 
 
 def _config(file: Path) -> dict[str, Any]:
-    fix = "take the file of the release"
-    found = read_json(file, str(file), fix, requested="read it as JSON") if file.exists() else {}
-    return found if isinstance(found, dict) else {}
+    config = read_json(file, str(file), _FIX_RELEASE, requested="read it as JSON") if file.exists() else {}
+    return config if isinstance(config, dict) else {}
 
 
 def check_day(date: str) -> None:
-    """Raise `ValueError` if a date is not a day as `YYYY-MM-DD`."""
+    """Check that a date has the format `YYYY-MM-DD`."""
     try:
         datetime.datetime.strptime(date, "%Y-%m-%d")
     except ValueError as error:
-        raise problem("`ChatData.date`", f"use {date!r}"[:100], "it is no day", f'write date="{DATE}"') from error
+        reason, fix = "it is not a date YYYY-MM-DD", f'write date="{DATE}"'
+        raise problem("`ChatData.date`", f"use {date!r}"[:100], reason, fix, "bad-syntax") from error

@@ -1,9 +1,9 @@
-"""The process that renders a chat template, limited in processor time, memory and output.
+"""Process that renders a chat template with limited processor time, memory and output.
 
-    meshpar.data.template ── pickled conversation ──► this process ── texts or an error, as a line of JSON ──► back
+    meshpar.data.template ── pickled conversation ──► this process ── a line of JSON: texts or an error ──► back
 
-A template is a program of somebody else. jinja2's sandbox keeps it from everything outside of it. The kernel ends this
-process if one conversation takes too long, even inside a single call of C, and gives it no more than its memory.
+Templates are untrusted programs. The sandbox of jinja2 isolates them. The kernel limits the memory of this process, and
+stops it if a conversation takes too long, even during a single call of a C function.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import jinja2.sandbox
 from meshpar.data.template import EXTRAS
 
 _BEGIN, _END = "\ud800", "\udfff"
-"""Mark the start and the end of a generated part until it is cut out. No valid text contains these characters."""
+"""Temporary markers of generated parts. Valid texts do not contain these characters."""
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tags `{% generation %}` and `{% endgeneration %}`."""
+    """Implements the tags `{% generation %}` and `{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -53,7 +53,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Rejected(Exception):
-    """A message whose position in the text cannot be found: its number."""
+    """Raised with the index of a message if its position in the text cannot be determined."""
 
 
 class Renderer:
@@ -64,7 +64,7 @@ class Renderer:
         self._env = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
-        del self._env.globals["lipsum"]  # random text
+        del self._env.globals["lipsum"]  # generates random text
         self._env.globals["raise_exception"] = _raise
         self._env.globals["strftime_now"] = datetime.datetime.strptime(date, "%Y-%m-%d").strftime
         self._env.filters["tojson"] = _to_json
@@ -78,7 +78,7 @@ class Renderer:
         full, full_spans = text(messages, prompt=False)
         if self._env.has_generation_tags:
             return [(full, full_spans)]
-        found: list[tuple[str, list[Any]]] = []
+        texts: list[tuple[str, list[Any]]] = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -86,12 +86,12 @@ class Renderer:
             upto, _ = text(messages[: number + 1], prompt=False)
             if not upto.startswith(before):
                 raise _Rejected(number)
-            spans = found.pop()[1] if found and upto.startswith(found[-1][0]) else []
-            found.append((upto, [*spans, (len(before), len(upto))]))
-        if not found or full.startswith(found[-1][0]):
-            found[-1:] = [(full, found[-1][1] if found else [])]
-        self._check_length(sum(len(text) for text, _ in found))
-        return found
+            spans = texts.pop()[1] if texts and upto.startswith(texts[-1][0]) else []
+            texts.append((upto, [*spans, (len(before), len(upto))]))
+        if not texts or full.startswith(texts[-1][0]):
+            texts[-1:] = [(full, texts[-1][1] if texts else [])]
+        self._check_length(sum(len(text) for text, _ in texts))
+        return texts
 
     def _text(
         self, extras: Mapping[str, Any], messages: list[dict[str, Any]], *, prompt: bool
@@ -103,21 +103,21 @@ class Renderer:
         if self._env.num_marks:
             parts = re.split(f"[{_BEGIN}{_END}]", text)
             if len(parts) != 2 * self._env.num_marks + 1:
-                raise ValueError("a part marked as generated is not written exactly once, or a message has a surrogate")
+                raise ValueError("a generated part does not occur exactly once, or a message contains a surrogate")
             text, ends = "".join(parts), list(itertools.accumulate(map(len, parts)))
             spans = list(zip(ends[:-1:2], ends[1::2], strict=True))
-        text.encode()  # JSON can contain half of a surrogate pair, which no tokenizer takes
+        text.encode()  # fails for unpaired surrogates, which JSON can contain and tokenizers reject
         return text, spans
 
-    def _check_length(self, chars: int) -> None:
-        if chars > self._max_chars:
-            raise ValueError(f"it writes {chars:,} characters, and {self._max_chars:,} are the most")
+    def _check_length(self, num_chars: int) -> None:
+        if num_chars > self._max_chars:
+            raise ValueError(f"it writes {num_chars:,} characters, and the limit is {self._max_chars:,}")
 
 
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Write JSON with the arguments of transformers; jinja2's own filter escapes for HTML."""
+    """Return JSON, with the arguments of transformers. The filter of jinja2 would escape it for HTML."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -132,21 +132,21 @@ def _reply(function: Callable[..., Any], *args: Any) -> bytes:
         reply = {"rejected": rejected.args[0]}
     except MemoryError:
         reply = {"error": "it needs too much memory"}
-    except Exception as error:  # a template fails in any way: SyntaxError, RecursionError, AssertionError
+    except Exception as error:  # templates raise SyntaxError, RecursionError, AssertionError and others
         reply = {"error": f"{type(error).__name__}: {' '.join(str(error)[:1000].split())[:200]}"}
     return json.dumps(reply).encode()
 
 
 def main() -> None:
-    """Compile the first request's template, then render each further request, until the input ends."""
+    """Compile the template of the first request, then render the conversations of further requests."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--bytes", type=int)
     parser.add_argument("--chars", type=int)
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, at whose end the input ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; its exit closes the input
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # other systems do not limit memory
+    if sys.platform == "linux":  # other systems do not enforce the limit
         resource.setrlimit(resource.RLIMIT_AS, (args.bytes, args.bytes))
     requests, replies, renderer = sys.stdin.buffer, sys.stdout.buffer, None
 
@@ -160,7 +160,7 @@ def main() -> None:
             request = pickle.load(requests)
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, args.seconds)  # at its end, SIGPROF ends this process
+        signal.setitimer(signal.ITIMER_PROF, args.seconds)  # SIGPROF ends this process
         reply = _reply(compile_template if renderer is None else renderer.render, *request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(reply + b"\n")

@@ -1,4 +1,4 @@
-"""TokenFile: the tokens in a file of the token cache."""
+"""Random access to the tokens in a file of the cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt
 
+from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import check_file
-from meshpar.sharding.types import problem
 
 
 class TokenFile:
@@ -28,7 +28,7 @@ class TokenFile:
       fix: the advice at the end of error messages.
 
     Raises:
-      ValueError: the file is missing, cannot be read, or has the wrong length.
+      MeshparError: the file is missing, cannot be read, or has the wrong length.
     """
 
     def __init__(self, path: Path, dtype: np.dtype, *, num_tokens: int, vocab_size: int, fix: str) -> None:
@@ -59,7 +59,7 @@ class TokenFile:
         """Return `length` tokens from each start.
 
         Raises:
-          ValueError: the file was written to after it was opened, or an id is outside the vocabulary.
+          MeshparError: the file was written to after it was opened, or an id is outside the vocabulary.
         """
         self._check_unchanged()
         size = self.dtype.itemsize
@@ -69,9 +69,10 @@ class TokenFile:
             raise self.damaged(f"it contains token {largest}, and the vocabulary has {self._vocab_size} tokens")
         return tokens
 
-    def damaged(self, reason: str) -> ValueError:
+    def damaged(self, reason: str) -> MeshparError:
         """Return the error for a damaged file."""
-        return problem("`TextData.cache`", f"read the tokens in {self.path}", f"it is damaged: {reason}", self._fix)
+        requested = f"read the tokens in {self.path}"
+        return problem("`TextData.cache`", requested, f"it is damaged: {reason}", self._fix, "damaged-file")
 
     def _check_unchanged(self) -> None:
         status = os.fstat(self._descriptor)

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back, for bytes and for Hugging Face `tokenizer.json` files."""
+"""Tokenizers for bytes and for Hugging Face `tokenizer.json` files."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Integer, UInt
 
+from meshpar.sharding.errors import near, problem
 from meshpar.sharding.host_resources import check_name
-from meshpar.sharding.types import near, problem
 
 BYTES = "bytes"
-"""The word for `ByteTokenizer` where a tokenizer is named."""
+"""Name of the `ByteTokenizer`."""
 SEPARATORS = (
     "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>", "[EOS]", "[SEP]",
 )  # fmt: skip
-"""Tokens that usually end a document, tried in this order when none is named."""
+"""Common end-of-document tokens, in order of preference."""
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Converts text to token ids and back."""
 
     name: str
-    """Says which tokenizer it is; two that differ have different names."""
+    """Identifies the tokenizer. Different tokenizers have different names."""
     vocab_size: int
-    """Every id is below it."""
+    """Upper bound of the ids."""
     separator_id: int | None
-    """The token put after each document, None to join documents with nothing between."""
+    """Token after each document, or None."""
 
     def encode(self, text: str) -> UInt[np.ndarray, " tokens"]:
-        """Ids of the text's tokens, in the smallest unsigned dtype that holds the vocabulary."""
+        """Return the token ids in the smallest unsigned dtype for the vocabulary."""
         ...
 
     def encode_many(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
-        """`encode` of every text, together where that is faster."""
+        """Return the token ids of each text."""
         ...
 
-    def encode_with_places(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
-        """`encode`, and at which character of the text each token begins."""
+    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
+        """Return the token ids and the index of the first character of each token."""
         ...
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
-        """The text that the tokens spell."""
+        """Return the text of token ids."""
         ...
 
 
 class ByteTokenizer:
-    """Each byte of UTF-8 is a token; byte 0, which text does not use, separates documents."""
+    """Uses each byte of UTF-8 as a token. Byte 0, which does not occur in text, separates documents."""
 
     name = BYTES
     vocab_size = 256
@@ -63,38 +63,34 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[UInt[np.ndarray, " tokens"]]:
         return [self.encode(text) for text in texts]
 
-    def encode_with_places(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
-        """Ids, and at which character of the text each begins."""
-        widths = [len(character.encode()) for character in text]
-        return self.encode(text), np.repeat(np.arange(len(text)), widths)
+    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
+        num_bytes = [len(character.encode()) for character in text]
+        return self.encode(text), np.repeat(np.arange(len(text)), num_bytes)
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
-        """The text; bytes that are not UTF-8, as a model may write, become U+FFFD."""
+        """Return the text. Invalid UTF-8, which a model may generate, becomes U+FFFD."""
         return np.asarray(ids).astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
-    """A Hugging Face `tokenizer.json`, run by the `tokenizers` library.
+    """Tokenizer of a Hugging Face `tokenizer.json`.
 
-    No special tokens are added to a text, and the file's own truncation and padding are turned off: a corpus is one
-    stream of all of its tokens.
+    Adds no special tokens, and ignores the truncation and padding settings of the file.
 
     Args:
-      path: the `tokenizer.json`, or a folder with one in it.
-      separator: the token put after each document. None takes the first of `SEPARATORS` that the vocabulary has; ""
-        puts nothing between documents.
+      path: the `tokenizer.json`, or its folder.
+      separator: token after each document. None uses the first of `SEPARATORS` in the vocabulary, "" adds none.
 
     Raises:
-      ValueError: no such file, not a tokenizer, or no such separator.
+      MeshparError: the file is missing or damaged, or the vocabulary does not have the separator.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, separator: str | None = None) -> None:
-        file = _tokenizer_file(Path(path).expanduser())
-        self._tokenizer = _load(file)
+        file, self._tokenizer = _load(Path(path).expanduser())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        _check_ids(file, vocab)
+        _check_vocab(file, vocab)
         self.name = f"tokenizer.json:{hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest()}"
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.separator_id = _separator_id(file, vocab, separator)
@@ -107,14 +103,13 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
-    def encode_with_places(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
-        """Ids, and at which character of the text each begins."""
+    def encode_with_offsets(self, text: str) -> tuple[UInt[np.ndarray, " tokens"], Integer[np.ndarray, " tokens"]]:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        places = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
-        return np.array(encoding.ids, dtype=self._dtype), places
+        offsets = np.array([start for start, _ in encoding.offsets], dtype=np.int64)
+        return np.array(encoding.ids, dtype=self._dtype), offsets
 
     def encode_prompt(self, text: str) -> UInt[np.ndarray, " tokens"]:
-        """The text's tokens with the special ones that the file puts around a text, as Llama's beginning is."""
+        """Return the token ids with the special tokens that the file adds, such as Llama's begin-of-text token."""
         return np.array(self._tokenizer.encode(text).ids, dtype=self._dtype)
 
     def decode(self, ids: Integer[np.ndarray, " tokens"]) -> str:
@@ -122,64 +117,65 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(name: str, *, separator: str | None = None) -> Tokenizer:
-    """The tokenizer of that name: `bytes`, or the path of a `tokenizer.json`."""
+    """Return a tokenizer.
+
+    Args:
+      name: `bytes`, or the path of a `tokenizer.json`.
+      separator: the token between documents, by default that of the file; "" for none.
+    """
     if name != BYTES:
         return HuggingFaceTokenizer(name, separator=separator)
     if separator is not None:
-        asked, exists = f"separate documents with {separator!r}", "the byte tokenizer always uses byte 0"
-        raise problem("`separator`", asked, exists, "leave `separator` out, or name a tokenizer.json")
+        requested, reason = f"separate documents with {separator!r}", "the byte tokenizer always uses byte 0"
+        fix = "remove `separator`, or use a tokenizer.json"
+        raise problem("`separator`", requested, reason, fix, "conflict")
     return ByteTokenizer()
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest unsigned dtype that holds every id below `vocab_size`."""
+    """Return the smallest unsigned dtype for ids less than `vocab_size`."""
     return np.min_scalar_type(vocab_size - 1)
 
 
-def _tokenizer_file(path: Path) -> Path:
-    check_name(path, "`tokenizer`", f'name a tokenizer.json, or use "{BYTES}"')
+def _load(path: Path) -> tuple[Path, Any]:
+    """Return the tokenizer.json of a path, and its tokenizer."""
+    fix = f'use the path of a tokenizer.json or its folder, or "{BYTES}"'
+    check_name(path, "`tokenizer`", fix)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
-        fix = f'name a tokenizer.json or a folder that holds one, or use "{BYTES}"'
-        raise problem("`tokenizer`", f"load {file}", "there is no such file", fix)
-    return file
-
-
-def _load(file: Path) -> Any:
+        raise problem("`tokenizer`", f"load {file}", "there is no such file", fix, "missing-file")
     import tokenizers
 
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        fix = "name a file that the `tokenizers` library wrote"
-        raise problem("`tokenizer`", f"load {file}", f"it is not a tokenizer ({error})", fix) from error
+        return file, tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises Exception, not a subclass
+        reason, fix = f"it is not a tokenizer ({error})", "use a file that the `tokenizers` library wrote"
+        raise problem("`tokenizer`", f"load {file}", reason, fix, "damaged-file") from error
 
 
-def _check_ids(file: Path, vocab: dict[str, int]) -> None:
-    """Raise `ValueError` for a vocabulary without tokens, or with two tokens of one id, which no text survives."""
-    by_id = {number: token for token, number in vocab.items()}
-    if len(by_id) < len(vocab) or not vocab:
-        twice = next((token for token, number in vocab.items() if by_id[number] != token), None)
-        exists = (
-            "its vocabulary is empty"
-            if twice is None
-            else f"the tokens {twice!r:.40} and {by_id[vocab[twice]]!r:.40} have the same id {vocab[twice]}"
-        )
-        raise problem("`tokenizer`", f"load {file}", exists, "take the tokenizer.json of the release")
+def _check_vocab(file: Path, vocab: dict[str, int]) -> None:
+    """Check that the vocabulary is not empty and that the ids are unique."""
+    by_id = {id_: token for token, id_ in vocab.items()}
+    duplicate = next((token for token, id_ in vocab.items() if by_id[id_] != token), None)
+    if duplicate is not None or not vocab:
+        reason = "its vocabulary is empty"
+        if duplicate is not None:
+            id_ = vocab[duplicate]
+            reason = f"the tokens {duplicate!r:.40} and {by_id[id_]!r:.40} have the same id {id_}"
+        fix = "use the tokenizer.json of the model's release"
+        raise problem("`tokenizer`", f"load {file}", reason, fix, "damaged-file")
 
 
 def _separator_id(file: Path, vocab: dict[str, int], separator: str | None) -> int | None:
     if separator == "":
         return None
-    if separator is not None:
-        if separator not in vocab:
-            exists = f"the vocabulary of {file} has no such token"
-            asked = f"separate documents with {separator!r}"
-            raise problem("`separator`", asked, exists, near(separator, vocab))
-        return vocab[separator]
-    usual = [token for token in SEPARATORS if token in vocab]
-    if not usual:
-        asked = "find the token that ends a document"
-        fix = 'name one of its tokens as `separator`, or set separator="" to join documents with nothing between'
-        raise problem("`separator`", asked, f"the vocabulary of {file} has none of {', '.join(SEPARATORS)}", fix)
-    return vocab[usual[0]]
+    if separator is not None and separator not in vocab:
+        reason = f"the vocabulary of {file} does not have this token"
+        requested = f"separate documents with {separator!r}"
+        raise problem("`separator`", requested, reason, near(separator, vocab), "unknown-name")
+    separators = [token for token in SEPARATORS if token in vocab] if separator is None else [separator]
+    if not separators:
+        reason = f"the vocabulary of {file} has none of {', '.join(SEPARATORS)}"
+        fix = 'set `separator` to a token of the vocabulary, or to "" for no separator'
+        raise problem("`separator`", "find the end-of-document token", reason, fix, "not-found")
+    return vocab[separators[0]]

@@ -1,4 +1,4 @@
-"""Breakdown of the cost of a collective: steps, bytes, latency, bandwidth and formulas of each algorithm.
+"""Cost breakdown of a collective: steps, bytes, latency, bandwidth and formulas per algorithm.
 
 The costs are those of `cost_model.py`. Here they have names, links and formulas.
 

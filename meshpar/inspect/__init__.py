@@ -1,9 +1,9 @@
-"""The compiled program read back: what it sends, what it holds, what it computes.
+"""Analysis of compiled training steps: communication, memory and compute.
 
-traced step ─► program (here) or pod (GPUs that are not here) ─► text ─► hlo: Module
-      Module ─► census: collectives ─► promise: what the strategy said ─► holding: kept, missing, unexpected
-             ─► work: FLOPs, temporaries ─► memory: does it fit, and what would
-             ─► roofline, timeline: the step simulated ─► prediction: overlap, bound
-             ─► lint: costly mistakes
-      explain: all of it as one Report ─► render, budget, against, command
+traced step ─► program (local devices) or pod (remote GPUs) ─► text ─► hlo: Module
+      Module ─► census: collectives ─► expected: collectives of the strategy ─► matching: kept, missing, unexpected
+             ─► program_work: FLOPs, temporaries ─► memory: peak, and remedies if it does not fit
+             ─► timeline: simulated step ─► overlap, bound
+             ─► lint: performance mistakes
+      explain: all results as a Report ─► render, budget, comparison
 """

@@ -1,6 +1,6 @@
 """Products of all pairs of examples in a traced step, and the collectives that they cause.
 
-A contrastive loss compares each example with every other (Radford et al. 2021, "Learning Transferable Visual Models
+A contrastive loss compares all pairs of examples (Radford et al. 2021, "Learning Transferable Visual Models
 From Natural Language Supervision", section 2.3). It is a function of the global batch, so XLA gathers one operand of
 the product over the devices that share the batch, and reduces the gradient of that operand over them:
 
@@ -39,57 +39,57 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) 
     axes = step_spec.ordered(step_spec.batch_axes)
     if not axes or rows < 2:
         return
-    jaxpr, found = getattr(jaxpr, "jaxpr", jaxpr), Counter[_Operand]()
-    num_others = len(jaxpr.invars) - num_batch_leaves
-    _follow(jaxpr, [at >= num_others for at in range(len(jaxpr.invars))], rows, 1, found)
-    for operand, count in found.items():
-        same: dict[str, Any] = {
-            "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": step_spec.wire(operand.dtype),
-        "tensors": (),
+    jaxpr, operands = getattr(jaxpr, "jaxpr", jaxpr), Counter[_Operand]()
+    num_other_args = len(jaxpr.invars) - num_batch_leaves
+    _follow(jaxpr, [i >= num_other_args for i in range(len(jaxpr.invars))], rows, 1, operands)
+    for operand, count in operands.items():
+        dtype = step_spec.wire(operand.dtype)
+        common: dict[str, Any] = {
+            "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": dtype, "tensors": ()
         }  # fmt: skip
         # Twice, because the backward pass may recompute the forward pass.
-        yield ExpectedCollective(kind="gather", count=(0, 2 * count), **same)
-        yield ExpectedCollective(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **same)
-    if found:
+        yield ExpectedCollective(kind="gather", count=(0, 2 * count), **common)
+        yield ExpectedCollective(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **common)
+    if operands:
         # Maximum, sum and target of a softmax and the sum in its gradient. The forward pass may be recomputed.
-        count, dtype = 4 * sum(found.values()), step_spec.wire("float32")
+        count, dtype = 4 * sum(operands.values()), step_spec.wire("float32")
         yield ExpectedCollective(
             role=ROLE, kind="sum", axes=axes, elements=rows, dtype=dtype, count=(0, count), tensors=()
         )
 
 
 _WITH_SEVERAL = frozenset({"cond", "custom_linear_solve"})
-"""Primitives with several jaxprs in one parameter, of which none alone gives the results."""
+"""Primitives with a tuple of jaxprs as a parameter, whose results depend on more than the last of them."""
 
 
-def _follow(jaxpr: Any, is_of_batch: Sequence[bool], rows: int, times: int, found: Counter[_Operand]) -> list[bool]:
-    """Count products of pairs in a jaxpr, and return a flag for each result that depends on the batch."""
-    marked = {v for v, mark in zip(jaxpr.invars, is_of_batch, strict=True) if mark}
+def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operands: Counter[_Operand]) -> list[bool]:
+    """Count the operands of products of pairs, and return a mark for each result that depends on the batch."""
+    marked = {v for v, mark in zip(jaxpr.invars, arg_marks, strict=True) if mark}
 
     def marks(atoms: Sequence[Any]) -> list[bool]:
         return [not isinstance(atom, Literal) and atom in marked for atom in atoms]
 
     for eqn in jaxpr.eqns:
-        given = marks(eqn.invars)
-        results = [any(given)] * len(eqn.outvars)
-        if eqn.primitive.name == "dot_general" and all(given) and _is_of_pairs(eqn, rows):
+        args = marks(eqn.invars)
+        results = [any(args)] * len(eqn.outvars)
+        if eqn.primitive.name == "dot_general" and all(args) and _is_of_pairs(eqn, rows):
             for x in eqn.invars:
-                found[_Operand(x.aval.size, x.aval.dtype.name)] += times
+                operands[_Operand(x.aval.size, x.aval.dtype.name)] += times
         # Inside a `shard_map`, XLA inserts no collectives over the axes of the batch.
         for inner in () if eqn.primitive.name == "shard_map" else jaxprs_in_params(eqn.params):
             count, is_loop = len(inner.invars), eqn.primitive.name == "scan"
-            own = given[-count:] if count and len(given) >= count else [any(given)] * count
+            inner_args = args[-count:] if count and len(args) >= count else [any(args)] * count
             if is_loop:
-                own = _carried(eqn, inner, own)
-            out = _follow(inner, own, rows, times * (eqn.params["length"] if is_loop else 1), found)
+                inner_args = _carried(eqn, inner, inner_args)
+            out = _follow(inner, inner_args, rows, times * (eqn.params["length"] if is_loop else 1), operands)
             if eqn.primitive.name not in _WITH_SEVERAL and len(out) == len(results):
                 results = out
         marked.update(v for v, mark in zip(eqn.outvars, results, strict=True) if mark)
     return marks(jaxpr.outvars)
 
 
-def _carried(scan: Any, body: Any, given: Sequence[bool]) -> list[bool]:
-    """Mark the carry of a scan that depends on the batch after some iterations."""
+def _carried(scan: Any, body: Any, args: Sequence[bool]) -> list[bool]:
+    """Return the marks of a scan's arguments, with the carry marked if it depends on the batch after some iteration."""
     # Stacked inputs and outputs have an extra leading dim outside the loop. jax versions differ in the scan's params.
     num_carry, num_before = (
         sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
@@ -97,19 +97,19 @@ def _carried(scan: Any, body: Any, given: Sequence[bool]) -> list[bool]:
     )
     num_consts = num_before - num_carry
     while True:
-        out = _follow(body, given, 0, 1, Counter())
-        carry = [a or b for a, b in zip(given[num_consts:num_before], out[:num_carry], strict=True)]
-        after = [*given[:num_consts], *carry, *given[num_before:]]
-        if after == list(given):
+        out = _follow(body, args, 0, 1, Counter())
+        carry = [a or b for a, b in zip(args[num_consts:num_before], out[:num_carry], strict=True)]
+        after = [*args[:num_consts], *carry, *args[num_before:]]
+        if after == list(args):
             return after
-        given = after
+        args = after
 
 
 def _is_of_pairs(eqn: Any, rows: int) -> bool:
-    """Whether both operands have a dim of all examples that the product keeps: `[B, d] x [d, B] -> [B, B]`."""
+    """Return whether both operands have a dim of all examples that the product keeps: `[B, d] x [d, B] -> [B, B]`."""
     contracting, batch = eqn.params["dimension_numbers"]
     for x, summed, shared in zip(eqn.invars, contracting, batch, strict=True):
-        kept = [size for dim, size in enumerate(x.aval.shape) if dim not in (*summed, *shared)]
-        if rows not in kept or any(x.aval.shape[dim] == rows for dim in (*summed, *shared)):
+        free = [size for dim, size in enumerate(x.aval.shape) if dim not in (*summed, *shared)]
+        if rows not in free or any(x.aval.shape[dim] == rows for dim in (*summed, *shared)):
             return False  # e.g. the gradient of a weight, or a product per example
     return True

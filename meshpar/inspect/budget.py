@@ -1,8 +1,8 @@
-"""Budget: a saved account of a step's collectives and memory, to which a later program is compared.
+"""Budgets: saved communication and memory of a step, compared with later programs.
 
 A step is over its budget when some kind of collective over some axes sends more bytes or runs more often, or when the
 peak of memory is higher. Growth within the tolerance passes, and so does growth below `SLACK_BYTES` or `SLACK_COUNT`,
-because a new metric is no regression.
+so that a new metric does not exceed the budget.
 """
 
 from __future__ import annotations
@@ -23,40 +23,40 @@ from meshpar.sharding.units import human_bytes
 TOLERANCE = 0.01
 """Relative growth that passes."""
 SLACK_BYTES = 4096
-"""Growth by at most this many bytes passes, whatever the size was before."""
+"""Growth by at most this many bytes passes, independent of the saved size."""
 SLACK_COUNT = 2
-"""Growth by at most this many collectives a step passes, whatever the count was before."""
+"""Growth by at most this many collectives per step passes, independent of the saved count."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference(Plain):
-    """One thing that is not as the budget says."""
+    """A difference between a report and a budget."""
 
     text: str
     is_over: bool
-    """Whether it breaks the budget."""
+    """True if the difference exceeds the budget."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(Plain):
-    """What a step sent and held when the budget was saved."""
+    """Communication and memory of a step at the time of saving."""
 
     name: str
-    """Of the recipe."""
+    """Name of the recipe."""
     target: str
-    """A cluster (`h100:8x8`) or the platform at hand (`cpu`)."""
+    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
     mesh: Mapping[str, int]
     strategy: str
     totals: Mapping[str, Mapping[str, Mapping[str, float]]]
     """axes -> kind -> `count_per_step` and `bytes_sent_per_device`, as in a report's JSON."""
     peak_bytes: int
     jax_version: str
-    """Another version may compile another program."""
+    """Version of jax. The compiled program depends on it."""
     tolerance: float = TOLERANCE
 
     @staticmethod
     def of(report: Report, name: str) -> Budget:
-        """The budget that a report keeps exactly."""
+        """Return the budget that a report meets exactly."""
         return Budget(
             name=name,
             target=report.target,
@@ -68,70 +68,74 @@ class Budget(Plain):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON, which `load` reads. Raises `ValueError` where it cannot be written."""
+        """Write the budget as JSON, to read with `load`. Raise `MeshparError` if the file cannot be written."""
         write_json(path, self.to_json(), "budget")
 
     @staticmethod
     def load(path: str | Path) -> Budget:
-        """Reads it from a JSON file. Raises `ValueError`: no such file, or one that holds something else."""
-        found = read_json(path, f"budget {path}", "write one with --save-budget")
+        """Read a budget from a JSON file. Raise `MeshparError` if the file is missing or not a budget."""
+        data = read_json(path, f"budget {path}", "save a budget with --save-budget")
         fields = {field.name for field in dataclasses.fields(Budget)}
-        missing = (fields - {"tolerance"}) - set(found) if isinstance(found, dict) else fields
-        if missing or set(found) - fields:
-            what = f"it lacks {', '.join(sorted(missing))}" if missing else f"it has {', '.join(set(found) - fields)}"
-            raise _unusable(path, "take it as a budget", what)
-        for field in sorted(fields & set(found)):
-            if not _is_sound(field, found[field]):
-                raise _unusable(path, "take it as a budget", f"its `{field}` is garbled: {found[field]!r:.60}")
-        return Budget(**found)
+        missing = (fields - {"tolerance"}) - set(data) if isinstance(data, dict) else fields
+        invalid = (
+            [] if missing else [field for field in sorted(fields & set(data)) if not _is_valid(field, data[field])]
+        )
+        reason = ""
+        if missing:
+            reason = f"it lacks {', '.join(sorted(missing))}"
+        elif set(data) - fields:
+            reason = f"it has unknown fields {', '.join(sorted(set(data) - fields))}"
+        elif invalid:
+            reason = f"its `{invalid[0]}` is invalid: {data[invalid[0]]!r:.60}"
+        if reason:
+            fix = "save a budget with meshpar explain ... --save-budget FILE"
+            raise problem(f"budget {path}", "load it", reason, fix, code="damaged-file")
+        return Budget(**data)
 
     def check_comparable(self, where: str, *, name: str, target: str, mesh: Mapping[str, int]) -> None:
-        """See that a step is what the budget is about.
-
-        Raises:
-          ValueError: it was saved for another recipe, target or mesh.
-        """
-        mine = {"recipe": self.name, "target": self.target, "mesh": human_mesh(self.mesh)}
-        theirs = {"recipe": name, "target": target, "mesh": human_mesh(mesh)}
-        for what, saved in mine.items():
-            if saved != theirs[what]:
-                asked = f"hold {what} `{theirs[what]}` to it"
-                fix = "name that budget's own, or save a new one with --save-budget"
-                raise problem(f"budget {where}", asked, f"it was saved for {what} `{saved}`", fix)
+        """Check that the budget was saved for this recipe, target and mesh. Raise `MeshparError` if it was not."""
+        for field, saved, actual in (
+            ("recipe", self.name, name),
+            ("target", self.target, target),
+            ("mesh", human_mesh(self.mesh), human_mesh(mesh)),
+        ):
+            if saved != actual:
+                requested, reason = f"apply it to {field} `{actual}`", f"it was saved for {field} `{saved}`"
+                fix = f"use that {field}, or save a new budget with --save-budget"
+                raise problem(f"budget {where}", requested, reason, fix, code="conflict")
 
     def differences(self, report: Report) -> tuple[Difference, ...]:
-        """What a report says otherwise than the budget, the broken limits first; empty when nothing differs."""
-        found = [*self._sent(report), *self._held(report), *self._made_by(report)]
-        return tuple(sorted(found, key=lambda one: not one.is_over))
+        """Return the differences between a report and the budget, exceeded limits first."""
+        differences = [*self._communication(report), *self._other(report)]
+        return tuple(sorted(differences, key=lambda difference: not difference.is_over))
 
-    def _sent(self, report: Report) -> Iterator[Difference]:
+    def _communication(self, report: Report) -> Iterator[Difference]:
         saved, now = flat(self.totals), flat(report.to_json()["totals"])
         for axes, kind in {**saved, **now}:
             before, after = (totals.get((axes, kind), _NOTHING) for totals in (saved, now))
             old, new = before["bytes_sent_per_device"], after["bytes_sent_per_device"]
             counts = before["count_per_step"], after["count_per_step"]
             is_more = self._is_over(*counts, slack=SLACK_COUNT)
-            times = f"{counts[0]:,} → {counts[1]:,} a step"
+            times = f"{counts[0]:,} → {counts[1]:,} per step"
             if self._is_over(old, new) or self._is_over(new, old):
-                grew = "sends more" if new > old else "sends less"
-                text = f"{kind} over {axes} {grew}: {human_bytes(old)} → {human_bytes(new)} by each device ({times})"
+                change = "sends more" if new > old else "sends less"
+                text = f"{kind} over {axes} {change}: {human_bytes(old)} → {human_bytes(new)} per device ({times})"
                 yield Difference(text=text, is_over=new > old or is_more)
             elif counts[0] != counts[1]:
-                often = f"{kind} over {axes} runs {'more' if counts[1] > counts[0] else 'less'} often"
-                yield Difference(text=f"{often}: {times}, of {human_bytes(new)} as before", is_over=is_more)
+                change = f"runs {'more' if counts[1] > counts[0] else 'less'} often"
+                text = f"{kind} over {axes} {change}: {times}, with unchanged {human_bytes(new)}"
+                yield Difference(text=text, is_over=is_more)
 
-    def _held(self, report: Report) -> Iterator[Difference]:
-        old, new = self.peak_bytes, report.memory.peak_bytes
-        if self._is_over(old, new) or self._is_over(new, old):
-            grew = "higher" if new > old else "lower"
-            text = f"peak memory is {grew}: {human_bytes(old)} → {human_bytes(new)}"
-            yield Difference(text=text, is_over=new > old)
-
-    def _made_by(self, report: Report) -> Iterator[Difference]:
+    def _other(self, report: Report) -> Iterator[Difference]:
+        peak, new_peak = self.peak_bytes, report.memory.peak_bytes
+        if self._is_over(peak, new_peak) or self._is_over(new_peak, peak):
+            change = "higher" if new_peak > peak else "lower"
+            text = f"peak memory is {change}: {human_bytes(peak)} → {human_bytes(new_peak)}"
+            yield Difference(text=text, is_over=new_peak > peak)
         version = importlib.metadata.version("jax")
-        for what, old, new in (("strategy", self.strategy, report.strategy), ("jax", self.jax_version, version)):
+        for name, old, new in (("strategy", self.strategy, report.strategy), ("jax", self.jax_version, version)):
             if old != new:
-                yield Difference(text=f"{what} was {old} and is {new}", is_over=False)
+                yield Difference(text=f"{name} was {old} and is {new}", is_over=False)
 
     def _is_over(self, limit: float, value: float, slack: float = SLACK_BYTES) -> bool:
         return value > limit * (1 + self.tolerance) and value - limit > slack
@@ -140,7 +144,7 @@ class Budget(Plain):
 _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0.0}
 
 
-def _is_sound(field: str, value: Any) -> bool:
+def _is_valid(field: str, value: Any) -> bool:
     if field in ("peak_bytes", "tolerance"):
         return _is_amount(value)
     if field == "mesh":
@@ -158,7 +162,3 @@ def _is_sound(field: str, value: Any) -> bool:
 
 def _is_amount(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-def _unusable(path: str | Path, asked: str, exists: str) -> Exception:
-    return problem(f"budget {path}", asked, exists, "save one with meshpar explain ... --save-budget FILE")

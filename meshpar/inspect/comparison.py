@@ -1,4 +1,4 @@
-"""Two reports side by side: memory, what is sent over each axis, the predicted step, and what differs."""
+"""Comparison of two reports: memory, communication per axis and predicted step time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row(Plain):
-    """One figure of both reports; None where a report has none."""
+    """A value of both reports; None if a report does not have it."""
 
     what: str
     unit: str
-    """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for words."""
+    """`bytes`, `s`, `FLOP`, `count`, `fraction`, or empty for text."""
     first: Any
     second: Any
     derived = ("difference",)
 
     @property
     def difference(self) -> float | None:
-        """Second less first, of numbers."""
+        """The second number minus the first; None for text."""
         if self.first is None or self.second is None or not self.unit:
             return None
         return self.second - self.first
@@ -34,7 +34,7 @@ class Row(Plain):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two reports, figure by figure. Prints as a table."""
+    """Two reports, value by value. Prints as a table."""
 
     first: Report
     second: Report
@@ -49,12 +49,12 @@ class Comparison:
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """The comparison as tables of plain cells."""
+        """Return the comparison as tables of plain cells."""
         rows = tuple(
             (
                 Cell(row.what),
-                Cell(_said(row.first, row.unit)),
-                Cell(_said(row.second, row.unit)),
+                Cell(_text(row.first, row.unit)),
+                Cell(_text(row.second, row.unit)),
                 Cell(_changed(row), "" if row.difference else "faint"),
             )
             for row in self.rows
@@ -84,17 +84,17 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
     yield row("peak memory", "bytes", lambda report: report.memory.peak_bytes)
     yield row("  state", "bytes", lambda report: report.memory.state_bytes)
     yield row("  temporaries", "bytes", lambda report: report.memory.temporaries_bytes)
-    found = [flat(report.totals) for report in both]
-    for axes, kind in {**found[0], **found[1]}:
-        one, other = (totals.get((axes, kind), Total(0, 0.0)) for totals in found)
-        sent = one.bytes_sent_per_device, other.bytes_sent_per_device
+    totals = [flat(report.totals) for report in both]
+    for axes, kind in {**totals[0], **totals[1]}:
+        old, new = (by_kind.get((axes, kind), Total(0, 0.0)) for by_kind in totals)
+        sent = old.bytes_sent_per_device, new.bytes_sent_per_device
         yield Row(what=f"{kind} over {axes}", unit="bytes", first=sent[0], second=sent[1])
-        yield Row(what="  runs a step", unit="count", first=one.count_per_step, second=other.count_per_step)
-    yield row("sent in all", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
+        yield Row(what="  runs per step", unit="count", first=old.count_per_step, second=new.count_per_step)
+    yield row("total sent", "bytes", lambda report: sum(s.collective.bytes_sent_per_step for s in report.collectives))
     if any(report.stages is not None for report in both):
         yield row("bubble of the schedule", "fraction", lambda report: report.stages and report.stages.bubble_fraction)
     yield row("unexpected", "count", lambda report: len(report.promise.unexpected))
-    yield row("FLOPs of a device", "FLOP", lambda report: report.compute.flops_per_device)
+    yield row("FLOPs per device", "FLOP", lambda report: report.compute.flops_per_device)
     if any(report.compute.predicted_step_s is not None for report in both):
         yield row("predicted step", "s", lambda report: report.compute.predicted_step_s)
         yield row("  bound by", "", lambda report: report.compute.bound)
@@ -102,17 +102,17 @@ def _rows(first: Report, second: Report) -> Iterator[Row]:
         yield row("  communication hidden", "fraction", lambda report: report.overlap.hidden_fraction)
 
 
-def _said(value: Any, unit: str) -> str:
+def _text(value: Any, unit: str) -> str:
     if value is None:
         return "–"
-    said: dict[str, Callable[[float], str]] = {
+    formats: dict[str, Callable[[float], str]] = {
         "bytes": human_bytes,
         "s": human_time,
         "FLOP": human_flops,
         "count": lambda number: f"{number:,}",
         "fraction": lambda number: f"{number:.0%}",
     }
-    return said[unit](value) if unit else str(value)
+    return formats[unit](value) if unit else str(value)
 
 
 def _changed(row: Row) -> str:
@@ -125,4 +125,4 @@ def _changed(row: Row) -> str:
         return f"{100 * change:+.0f} points"
     sign = "+" if change > 0 else "−"
     share = f" ({row.second / row.first:.2f}×)" if row.first and row.second else ""
-    return f"{sign}{_said(abs(change), row.unit)}{share}"
+    return f"{sign}{_text(abs(change), row.unit)}{share}"

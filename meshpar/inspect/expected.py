@@ -1,19 +1,20 @@
-"""What a step promises to send, before any program is read: its strategy's promise with the facts of the step.
+"""Expected collectives of a training step, derived from its strategy without a compiled program.
 
-Each part of a strategy says what its rules make XLA send (`parallel.part.Part.promise`). Under a pipeline every stage
-has a promise of its own, from its schedule:
+Each component of the strategy yields the collectives that XLA inserts for its rules
+(`Parallelism.expected_collectives`). With a pipeline they differ by stage and follow from the schedule:
 
-    over axes that split the batch
-      weights before use        an all-gather before the first tick, gather="step"
-      gradients                 reduced once, after the last tick, outside of every loop; those of embedding and head
-                                over the stages, too, where several make them (tied embeddings, a part on two stages)
-    over axes inside a stage
-      gradients, the sequence   an all-reduce in every W of what every rank has whole, as norm scales
-      split between layers
-      what layers promise       without stages, for the stage's own layers, as often as it runs an F or a B; what stands
-                                before the layers (behind them) on the stage of the first (last) part
+    over batch axes
+      weights                 all-gathered before the first tick (gather="step")
+      gradients               reduced once after the last tick, outside all loops. Gradients of embedding and head are
+                              also reduced over the stages if they are computed on more than one stage (tied
+                              embeddings, or a chunk on two stages).
+    over axes within a stage
+      replicated parameters   with sequence parallelism, gradients (of norm scales, for example) are all-reduced
+                              in each W
+      layers                  as without a pipeline, for the layers of the stage, once per F or B; collectives before
+                              (after) the layers belong to the stage of the first (last) chunk
 
-What goes from stage to stage, and weights gathered in cells, are messages of a kernel, which the traced step tells.
+Messages between stages and weights gathered per microbatch are sent by kernels, and are read from the traced step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from meshpar.inspect.stage_partition import StagePartition
 from meshpar.layers.precision import BY_ROW
 from meshpar.parallel.batch import without_whole
 from meshpar.parallel.expected import fp8_scales as scales
-from meshpar.parallel.expected import params as leaves
+from meshpar.parallel.expected import params
 from meshpar.parallel.expected.matmuls import VOCABULARY
 from meshpar.parallel.expected.step_spec import (
     GRADIENTS,
@@ -54,7 +55,7 @@ from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
 
-def promised(
+def expected_collectives(
     setup: Setup,
     options: StepOptions,
     batch: Any,
@@ -64,33 +65,33 @@ def promised(
     vocab_chunks: int = 1,
     uses: Mapping[str, ParamUsage] | None = None,
 ) -> tuple[ExpectedCollective, ...]:
-    """What a training step without stages promises to send.
+    """Return the expected collectives of a training step without pipeline stages.
 
     Args:
-      setup: the state's: model, mesh, strategy and every leaf's decision.
-      options: the step's.
-      batch: the global batch, or its shapes.
-      on_cpu: promise what XLA:CPU makes of it: float32 on the wire, and a sum of several all-reduces instead of one
-        all-reduce of the sum.
-      exchanges_rows: whether the traced step looks tokens up by `meshpar.models.embedding_lookup`.
-      vocab_chunks: in how many the output layer is used; `traced.vocab_chunks` tells.
-      uses: of parameters by path, for a model that lays no activations out; `uses.uses` tells.
+      setup: model, mesh, strategy and sharding decisions of the state.
+      options: the options of the step.
+      batch: the global batch, as arrays or shapes.
+      on_cpu: whether XLA:CPU compiles it, which sends float32, and a sum of all-reduces instead of an all-reduce of
+        the sum.
+      exchanges_rows: whether the traced step uses `meshpar.models.embedding_lookup`.
+      vocab_chunks: number of vocabulary chunks of the output layer; see `traced_collectives.vocab_chunks`.
+      uses: uses of parameters by path, in a model without activation constraints; see `param_usage.uses`.
     """
-    step_spec = facts_of(setup, options, batch, on_cpu=on_cpu, uses=uses)
+    step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu, uses=uses)
     step_spec = dataclasses.replace(step_spec, exchanges_rows=exchanges_rows, vocab_chunks=vocab_chunks)
-    free = set(step_spec.unannotated_axes)
-    expected = setup.strategy.expected_collectives(step_spec)
-    return tuple(_not_due(one) if free & set(one.axes) else one for one in expected)
+    unannotated = set(step_spec.unannotated_axes)
+
+    def optional(collective: ExpectedCollective) -> ExpectedCollective:
+        # The sharding of activations over an unannotated axis is unknown, so XLA may use another form.
+        if not unannotated & set(collective.axes) or collective.role in (WEIGHTS, GRADIENTS, RENEWED):
+            return collective
+        counts = tuple((axis, 0, maximum) for axis, _, maximum in collective.counts)
+        return dataclasses.replace(collective, count=(0, collective.count[1]), counts=counts)
+
+    return tuple(map(optional, setup.strategy.expected_collectives(step_spec)))
 
 
-def _not_due(one: ExpectedCollective) -> ExpectedCollective:
-    """The same where nothing says how activations lie: it may be sent in another form."""
-    of_leaf = one.role in (WEIGHTS, GRADIENTS, RENEWED)
-    counts = tuple((axis, 0, most) for axis, _, most in one.counts)
-    return one if of_leaf else dataclasses.replace(one, count=(0, one.count[1]), counts=counts)
-
-
-def facts_of(
+def step_spec_of(
     setup: Setup,
     options: StepOptions,
     batch: Any,
@@ -98,14 +99,15 @@ def facts_of(
     on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
 ) -> StepSpec:
-    """The facts of a training step; arguments as for `promised`."""
+    """Return the description of a training step; arguments as for `expected_collectives`."""
     sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
     rows, tokens = rows_and_tokens(batch, math.prod(sizes[axis] for axis in batch_axes) * options.accumulate)
     grads, updates = (jax.tree.leaves(tree, is_leaf=is_spec) for tree in (setup.layout.grads, setup.layout.updates))
-    specs = zip(with_layers(setup.table.params), grads, updates, strict=True)
+    weights = map(Weight, with_layers(setup.table.params), grads, updates)
+    paths = [decision.path for decision in setup.table.params]
     return setup.strategy.step_spec(
         sizes,
-        weights=tuple(Weight(*one) for one in specs),
+        weights=tuple(weights),
         batch_axes=batch_axes,
         rows=rows,
         tokens=tokens,
@@ -115,29 +117,29 @@ def facts_of(
         interleave=options.interleave,
         compute=options.precision.compute,
         reduce=options.precision.reduce,
-        narrow=options.precision.narrow(one.path for one in setup.table.params),
-        by_row=options.precision.narrow((one.path for one in setup.table.params), BY_ROW),
-        computes={one.path: dtype for one in setup.table.params if (dtype := rules.dtype_in(one.path))},
+        narrow=options.precision.narrow(paths),
+        by_row=options.precision.narrow(paths, BY_ROW),
+        computes={path: dtype for path in paths if (dtype := rules.dtype_in(path))},
         on_cpu=on_cpu,
         uses=uses or {},
     )
 
 
 def scopes_above(setup: Setup) -> int | None:
-    """Named scopes above a model's own modules, where it lays nothing out itself, so that rules do by their paths.
+    """Return the number of named scopes outside the model, or None if the model has activation constraints.
 
-    None: the model names its activations. Known once a step is traced.
+    The number is needed to write rules by module path. It is known after a step has been traced.
     """
     if not setup.has_free_activations:
         return None
-    return 2 if setup.model.kind == "linen" else 1  # Linen's outermost module has a scope, by its class
+    return 2 if setup.model.kind == "linen" else 1  # Linen's outermost module adds a scope named after its class
 
 
 def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
-    """Of one of `split` parts of a batch: its rows, and how many tokens they hold; None when they hold none."""
+    """Return the examples and tokens per shard, for `split` shards of a batch; None if the batch has no tokens."""
     shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(without_whole(batch))]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
-    # Rows of whole numbers are tokens where nothing else is in the batch; bytes are pixels.
+    # Integer matrices are tokens if the batch has no floats or images. 8-bit integers are pixels.
     has_floats = any(len(shape) > 1 and dtype.kind not in "iub" for shape, dtype in shapes)
     has_images = any(len(shape) > 2 for shape, _ in shapes)
     ids = [shape for shape, dtype in shapes if len(shape) == 2 and dtype.kind in "iu" and dtype.itemsize > 1]
@@ -148,23 +150,26 @@ def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
 # ---- Stages ----------------------------------------------------------------------------------------------------------
 
 
-def promised_by_stage(
+def expected_by_stage(
     setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, *, on_cpu: bool = False
 ) -> tuple[tuple[ExpectedCollective, ...], ...]:
-    """What each stage of a pipelined training step promises to send.
+    """Return the expected collectives of each stage of a pipelined training step.
 
     Args:
-      setup, options, batch, on_cpu: as for `promised`.
-      parts: how stages cut the model.
+      setup: see `expected_collectives`, also for `options`, `batch` and `on_cpu`.
+      options: the options of the step.
+      batch: the global batch.
+      parts: the partition of the model into stages.
+      on_cpu: whether XLA:CPU compiles the step.
     """
     step = _Staged.of(setup, options, batch, parts, on_cpu)
-    everywhere = list(step.everywhere())
-    inside = [(side, one) for side in _SIDES for one in step.of_side(side)]
-    found = []
+    common = list(step.everywhere())
+    layers = [(side, collective) for side in _SIDES for collective in step.of_side(side)]
+    result = []
     for stage in range(parts.schedule.stages):
-        own = [*step.summed_in_cells(stage), *(step.on_stage(side, one, stage) for side, one in inside)]
-        found.append(merged(one for one in (*everywhere, *own) if one.count[1]))
-    return tuple(found)
+        local = [*step.summed_in_cells(stage), *(step.on_stage(side, each, stage) for side, each in layers)]
+        result.append(merged(collective for collective in (*common, *local) if collective.count[1]))
+    return tuple(result)
 
 
 _Side = Literal["first", "layers", "last"]
@@ -175,49 +180,49 @@ _SIDES: tuple[_Side, ...] = ("first", "layers", "last")
 class _Staged:
     setup: Setup
     step_spec: StepSpec
-    """With microbatches for micro-steps, gathered and reduced once."""
+    """The step with microbatches as micro-steps. Weights are gathered and gradients are reduced once."""
     parts: StagePartition
     traffic: StageTraffic
     weights: tuple[Weight, ...]
-    """Those of `facts` as one stage holds them: of stacked layers its share, with the stages taken for granted."""
+    """Shards of `step_spec.weights` on a stage, without the stage axis."""
 
     @staticmethod
     def of(setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, on_cpu: bool) -> _Staged:
-        asked = dataclasses.replace(options, accumulate=parts.schedule.microbatches, reduce_gradients="once")
-        step_spec = facts_of(setup, asked, batch, on_cpu=on_cpu)
+        options = dataclasses.replace(options, accumulate=parts.schedule.microbatches, reduce_gradients="once")
+        step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu)
         step_spec = dataclasses.replace(step_spec, by_stages=True, is_once=True, quantize=None)
         axis = _stage_axis(setup)
-        weights = tuple(of_stage(one, axis, parts.schedule.stages) for one in step_spec.weights)
+        weights = tuple(of_stage(weight, axis, parts.schedule.stages) for weight in step_spec.weights)
         return _Staged(setup, step_spec, parts, traffic(parts.schedule), weights)
 
     def everywhere(self) -> Iterator[ExpectedCollective]:
-        """Weights gathered before the first tick, gradients reduced after the last, new values after the update."""
+        """Yield weights gathered before the first tick, gradients reduced after the last, and gathered new values."""
         step_spec = dataclasses.replace(self.step_spec, weights=self.weights, sequence_axes=(), is_tied=False)
         pipelined = self.setup.strategy.pipeline
         assert pipelined is not None
-        for weight, whole in zip(self.weights, self.step_spec.weights, strict=True):
-            in_cells = whole.decision.leaf.is_stacked and pipelined.gather == "microbatch"
-            gathered = None if in_cells else leaves.gathered(step_spec, weight)
-            reduced = self._over_stages(weight, leaves.reduced(step_spec, weight))
+        for weight, full in zip(self.weights, self.step_spec.weights, strict=True):
+            per_microbatch = full.decision.leaf.is_stacked and pipelined.gather == "microbatch"
+            gathered = None if per_microbatch else params.gathered(step_spec, weight)
+            reduced = self._over_stages(weight, params.reduced(step_spec, weight))
             outside = None if reduced is None else dataclasses.replace(reduced, outside=True)
-            yield from (one for one in (gathered, outside, leaves.renewed(step_spec, weight)) if one is not None)
+            yield from filter(None, (gathered, outside, params.renewed(step_spec, weight)))
 
     def _over_stages(self, weight: Weight, reduced: ExpectedCollective | None) -> ExpectedCollective | None:
-        """The reduction of a gradient, over the stages too where several make it."""
+        """Return the reduction of a gradient, including the stage axis if more than one stage computes it."""
         step_spec, path = self.step_spec, weight.decision.path
         stages = self.traffic.first_stages if path in self.parts.first else frozenset()
         stages |= self.traffic.last_stages if path in self.parts.last else frozenset()
         if len(stages) < 2:
             return reduced
         axis = _stage_axis(self.setup)
-        kept, _ = split_for_good(self.step_spec, weight)
+        model_axes, _ = split_for_good(self.step_spec, weight)
         return ExpectedCollective(
-            role="gradients of the ends, summed over the stages",
+            role="gradients of embedding and head, over the stages",
             kind="sum",
             axes=step_spec.ordered({axis, *(reduced.axes if reduced else ())}),
             scattered=reduced.scattered if reduced else (),
             whole=True,
-            elements=weight.decision.leaf.size // step_spec.num_shards(kept),
+            elements=weight.decision.leaf.size // step_spec.num_shards(model_axes),
             dtype=step_spec.wire(step_spec.reduce_dtype(weight.decision)),
             count=(1, 1),
             tensors=(path,),
@@ -225,60 +230,59 @@ class _Staged:
         )
 
     def summed_in_cells(self, stage: int) -> Iterator[ExpectedCollective]:
-        """Gradients of what is replicated over the sequence's axes, norm scales say: summed over them in each W."""
+        """Yield the all-reduces in each W for gradients of parameters that are replicated over sequence axes."""
         step_spec, count, parts = self.step_spec, self.traffic, self.parts
-        for weight, whole in zip(self.weights, step_spec.weights, strict=True):
-            decision, is_layer = weight.decision, whole.decision.leaf.is_stacked
-            own = set(split_axes(step_spec, decision.spec)) | set(owned_axes(step_spec, decision))
-            axes = step_spec.ordered(set(step_spec.sequence_axes) - own)
+        for weight, full in zip(self.weights, step_spec.weights, strict=True):
+            decision, is_layer = weight.decision, full.decision.leaf.is_stacked
+            sharded = set(split_axes(step_spec, decision.spec)) | set(owned_axes(step_spec, decision))
+            axes = step_spec.ordered(set(step_spec.sequence_axes) - sharded)
             if not axes:
                 continue
             layers = decision.leaf.shape[0] if is_layer else 1
-            kept, _ = split_for_good(self.step_spec, weight)
+            model_axes, _ = split_for_good(self.step_spec, weight)
             path = decision.path
             uses = count.first[stage] * (path in parts.first) + count.last[stage] * (path in parts.last)
-            of_part = layers * parts.schedule.stages // parts.schedule.num_parts
-            runs = int(count.ops[stage, W] * of_part if is_layer else uses)
+            layers_per_chunk = layers * parts.schedule.stages // parts.schedule.num_parts
+            runs = int(count.ops[stage, W] * layers_per_chunk if is_layer else uses)
             slices = step_spec.interleave if is_layer else 1
             yield ExpectedCollective(
-                role="gradients of a split sequence",
+                role="gradients with sequence parallelism",
                 kind="sum",
                 axes=axes,
-                elements=decision.leaf.size // layers // step_spec.num_shards(kept),
+                elements=decision.leaf.size // layers // step_spec.num_shards(model_axes),
                 dtype=step_spec.wire(step_spec.reduce_dtype(decision)),
                 count=(runs, slices * runs),
                 tensors=(path,),
             )
 
     def of_side(self, side: _Side) -> tuple[ExpectedCollective, ...]:
-        """What the work before the layers, inside or behind them promises, in all microbatches together."""
-        layers = frozenset(one.decision.path for one in self.step_spec.weights if one.decision.leaf.is_stacked)
+        """Return the collectives before, inside or after the layers, summed over all microbatches."""
+        layers = frozenset(w.decision.path for w in self.step_spec.weights if w.decision.leaf.is_stacked)
         paths = {"first": self.parts.first, "layers": layers, "last": self.parts.last}[side]
-        mine = tuple(one for one in self.step_spec.weights if one.decision.path in paths)
-        step_spec = dataclasses.replace(self.step_spec, weights=mine)
+        weights = tuple(weight for weight in self.step_spec.weights if weight.decision.path in paths)
+        step_spec = dataclasses.replace(self.step_spec, weights=weights)
         return (*scales.promised(step_spec), *self.setup.strategy.promise_of_layers(step_spec))
 
-    def on_stage(self, side: _Side, one: ExpectedCollective, stage: int) -> ExpectedCollective:
-        """What is promised for all layers and microbatches, as far as it is this stage's."""
+    def on_stage(self, side: _Side, collective: ExpectedCollective, stage: int) -> ExpectedCollective:
+        """Return a collective of all layers and microbatches with the counts of a stage."""
         runs = {"first": self.traffic.first, "layers": self.traffic.ops[:, F], "last": self.traffic.last}[side]
         parts = self.parts.schedule.num_parts if side == "layers" else 1
         share = Fraction(int(runs[stage]), parts * self.parts.schedule.microbatches)
-        is_backward, (least, most) = "backward" in one.role, one.count
-        if side == "last" and is_backward:  # what stands behind the layers always has its input's gradient taken
-            least = most if not self.step_spec.on_cpu else max(least, 1)
-        # A table that is looked up and multiplied by stands on both sides, once for each.
-        is_both = any(path in self.parts.first & self.parts.last for path in one.tensors)
-        if (side == "first" and one.role == VOCABULARY) or (is_both and is_backward == (side == "first")):
-            least = most = 0
-        counts = [share * count for count in (least, most)]
-        return dataclasses.replace(one, count=(math.floor(counts[0]), math.ceil(counts[1])))
+        is_backward, (minimum, maximum) = "backward" in collective.role, collective.count
+        if side == "last" and is_backward:  # the input of the head always needs a gradient
+            minimum = maximum if not self.step_spec.on_cpu else max(minimum, 1)
+        # A tied table is on both sides: its forward sum belongs to the lookup, its backward sum to the head.
+        is_tied = any(path in self.parts.first & self.parts.last for path in collective.tensors)
+        if (side == "first" and collective.role == VOCABULARY) or (is_tied and is_backward == (side == "first")):
+            minimum = maximum = 0
+        return dataclasses.replace(collective, count=(math.floor(share * minimum), math.ceil(share * maximum)))
 
 
 def split_for_good(step_spec: StepSpec, weight: Weight) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Axes that split a leaf for good, and those that split the batch, over which it is gathered."""
-    split = split_axes(step_spec, weight.decision.spec)
-    over = set(step_spec.batch_axes) - set(owned_axes(step_spec, weight.decision))
-    return tuple(axis for axis in split if axis not in over), tuple(axis for axis in split if axis in over)
+    """Return the axes over which a parameter is always sharded, and the batch axes over which it is gathered."""
+    axes = split_axes(step_spec, weight.decision.spec)
+    gathered = set(step_spec.batch_axes) - set(owned_axes(step_spec, weight.decision))
+    return tuple(axis for axis in axes if axis not in gathered), tuple(axis for axis in axes if axis in gathered)
 
 
 def _stage_axis(setup: Setup) -> str:

@@ -1,6 +1,6 @@
-"""explain: compile a training step, here or for a pod that is not here, and read the program back.
+"""Compilation of a training step, for local devices or a remote cluster, and analysis of the program.
 
-step, state, batch ─► traced ─► compiled ─► census ─► promise · overlap · lint ─► Report
+step, state, batch ─► traced ─► compiled ─► census ─► expected · overlap · lint ─► Report
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
 from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.inspect import all_pairs as pairs
 from meshpar.inspect.census import Collective, census, on_stage
-from meshpar.inspect.expected import facts_of, promised, promised_by_stage, scopes_above
+from meshpar.inspect.expected import expected_by_stage, expected_collectives, scopes_above, step_spec_of
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, most_of
@@ -48,7 +48,7 @@ from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 
 Compile = Callable[..., Program]
-"""Of a traced or lowered step; with `options` in place of the step's own."""
+"""Compiler of a traced or lowered step. `options` replaces the compile options of the step."""
 
 
 @apart()
@@ -61,23 +61,33 @@ def explain(
     pod: PodProcess | None = None,
     advise: bool = True,
 ) -> Report:
-    """What the compiled training step holds, sends and computes, against what its strategy promised.
+    """Compile a training step and report its memory, communication and compute.
 
-    Nothing is run, and the state is left as it is.
+    The collectives of the program are compared with the collectives that the strategy is expected to cause. The step
+    is not executed, and the state is not modified.
 
     Args:
-      step: made by `train_step`.
-      state: from `init_state`, or `abstract_state`; its mesh has as many devices as the cluster has GPUs.
-      batch: the global batch; arrays, or their shapes and dtypes.
-      cluster: `h100:8x8`, a profile's path, or a `Cluster`: compile for those GPUs, on this machine, without them
-        (needs the `aot` extra). None: compile for the devices at hand.
-      pod: a running compiling process, to use again for many reports.
-      advise: when the step does not fit, compile variants until one does.
+      step: from `train_step`.
+      state: from `init_state` or `abstract_state`. Its mesh must have one device per GPU of the cluster.
+      batch: the global batch, as arrays or as `jax.ShapeDtypeStruct`.
+      cluster: `h100:8x8`, the path of a profile, or a `Cluster`. The step is compiled for these GPUs on the local
+        machine, which needs no GPU but the `aot` extra. None compiles for the local devices.
+      pod: a running compiler process, to share between several reports.
+      advise: if the step does not fit in memory, compile variants until one fits.
+
+    Returns:
+      A `Report`. Print it, display it in a notebook, or convert it with `to_json`.
 
     Raises:
-      ValueError: another number of devices, no such cluster, the `aot` extra is missing, or an abstract mesh without
-        a cluster.
+      MeshparError: the number of devices differs from the cluster's, the cluster is unknown, the `aot` extra is
+        missing, or the mesh is abstract and no cluster is given.
       PodError: the compiler failed.
+
+    Example:
+      >>> report = mp.explain(step, state, batch, "h100:8x8")  # doctest: +SKIP
+      >>> print(report)  # doctest: +SKIP
+      >>> report.is_as_promised, report.memory.fits  # doctest: +SKIP
+      (True, True)
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
@@ -107,20 +117,22 @@ def _explain(
     lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
     options = step.compile_options(setup)
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None
-    program, cells = compiler(lowered), None if parts is None else ScheduleCounts(parts.schedule)
-    collectives = census(program.module, sizes, cells)
+    program, counts = compiler(lowered), None if parts is None else ScheduleCounts(parts.schedule)
+    collectives = census(program.module, sizes, counts)
     on_cpu, reason = program.target == "cpu", why_not_timed(program.target, cluster)
     times = None
     if cluster is not None and not reason:
-        times = timeline(program.module, collectives, cluster, cells, overlap_limit=overlap_limit(options))
+        times = timeline(program.module, collectives, cluster, counts, overlap_limit=overlap_limit(options))
     account = memory(program, setup, batch, cluster, options=step.options)
     if advise and account.fits is False:
         assert account.limit_bytes is not None
-        tried = remedies(step, setup, batch, compiler, account.limit_bytes)
-        account = dataclasses.replace(account, remedies=tried)
-    asked = model_flops(step, state, batch)
-    used = _uses(step, state, batch)
-    held = held_to(setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=used)
+        changes = remedies(step, setup, batch, compiler, account.limit_bytes)
+        account = dataclasses.replace(account, remedies=changes)
+    flops = model_flops(step, state, batch)
+    param_uses = _uses(step, state, batch)
+    match = check_collectives(
+        setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=param_uses
+    )
     findings = lint(program, collectives, setup, step.options, cluster)
     return Report(
         devices=setup.mesh.size,
@@ -129,18 +141,18 @@ def _explain(
         strategy=str(setup.strategy),
         memory=account,
         collectives=_sent(collectives, times, cluster),
-        promise=held,
+        promise=match,
         overlap=overlap(times, reason),
         compute=compute(
             program.module,
             num_devices=setup.mesh.size,
-            model_flops=asked,
+            model_flops=flops,
             timeline=times,
             reason=reason,
-            cells=cells,
+            cells=counts,
             cluster=cluster,
         ),
-        findings=(*findings, *_other_dtypes(held, step.options), *_wide_compute(step, setup, traced.jaxpr)),
+        findings=(*findings, *_other_dtypes(match, step.options), *_wide_compute(step, setup, traced.jaxpr)),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -155,7 +167,7 @@ def _explain(
     )
 
 
-def held_to(
+def check_collectives(
     setup: Setup,
     options: StepOptions,
     batch: PyTree,
@@ -166,49 +178,56 @@ def held_to(
     on_cpu: bool = False,
     uses: Mapping[str, ParamUsage] | None = None,
 ) -> MatchResult:
-    """A program's collectives held to what the strategy promises and the kernels of the traced step send.
+    """Compare a program's collectives with the strategy's expected collectives and the traced kernel messages.
 
     Args:
-      setup, options, batch, on_cpu, uses: as for `promise.promised`.
+      setup: see `expected.expected_collectives`, also for `options`, `batch`, `on_cpu` and `uses`.
+      options: the options of the step.
+      batch: the global batch.
       collectives: the program's census.
-      jaxpr: of the traced step; None: no kernel may send anything.
-      parts: of a pipelined step, how stages cut the model.
+      jaxpr: the traced step. None if it has no kernels with communication.
+      parts: the stage partition of a pipelined step.
+      on_cpu: whether XLA:CPU compiled it.
+      uses: uses of parameters by path.
     """
     sizes = axis_sizes(setup.mesh)
     limits: dict[str, Any] = {
         "sizes": sizes,
-        "longest": max((max(one.leaf.shape, default=0) * one.leaf.num_layers for one in setup.table.params), default=0),
+        "longest": max((max(d.leaf.shape, default=0) * d.leaf.num_layers for d in setup.table.params), default=0),
         "batch_axes": setup.batch_axes,
     }
     if parts is None:
         sent = () if jaxpr is None else messages(jaxpr)
-        by_rows = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
+        uses_lookup = jaxpr is not None and enters(jaxpr, lookup.SCOPE)
         chunks = 1 if jaxpr is None else vocab_chunks(jaxpr)
-        promises = promised(
-            setup, options, batch, on_cpu=on_cpu, exchanges_rows=by_rows, vocab_chunks=chunks, uses=uses
+        expected = expected_collectives(
+            setup, options, batch, on_cpu=on_cpu, exchanges_rows=uses_lookup, vocab_chunks=chunks, uses=uses
         )
         if jaxpr is not None:
-            step_spec = facts_of(setup, options, batch, on_cpu=on_cpu)
+            step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu)
             rows = step_spec.rows * math.prod(sizes[axis] for axis in setup.batch_axes)
-            promises += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
+            expected += tuple(pairs.promised(jaxpr, len(jax.tree.leaves(batch)), rows, step_spec))
         limits["small_share"] = SMALL_SHARE if uses else 0.0
-        limits["unannotated_axes"] = facts_of(setup, options, batch, uses=uses).unannotated_axes
+        limits["unannotated_axes"] = step_spec_of(setup, options, batch, uses=uses).unannotated_axes
         limits["scopes_above"] = scopes_above(setup)
-        return match_collectives(promises, collectives, sent, micro_steps=options.accumulate, **limits)
+        return match_collectives(expected, collectives, sent, micro_steps=options.accumulate, **limits)
     sent = () if jaxpr is None else messages(jaxpr, ScheduleCounts(parts.schedule))
-    stages = enumerate(promised_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
+    by_stages = enumerate(expected_by_stage(setup, options, batch, parts, on_cpu=on_cpu))
     return most_of(
-        [match_collectives(one, on_stage(collectives, stage), by_stage(sent, stage), **limits) for stage, one in stages]
+        [
+            match_collectives(expected, on_stage(collectives, stage), by_stage(sent, stage), **limits)
+            for stage, expected in by_stages
+        ]
     )
 
 
 def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamUsage]:
-    """How parameters are used, by path, where the model lays nothing out; its names say it where it does."""
+    """Return the uses of each parameter by path, for models that constrain no activations; otherwise nothing."""
     decisions = state.setup.table.params
     if not state.setup.has_free_activations:
         return {}
-    found = uses(traced_alone(step, state, batch), len(decisions))
-    return {one.path: use for one, use in zip(decisions, found, strict=True)}
+    param_uses = uses(traced_alone(step, state, batch), len(decisions))
+    return {decision.path: use for decision, use in zip(decisions, param_uses, strict=True)}
 
 
 @contextlib.contextmanager
@@ -218,47 +237,48 @@ def _refusals_explained() -> Iterator[None]:
     except ValueError as error:
         if "AbstractMesh cannot be used" not in str(error):
             raise
-        asked = "compile a step with an operation that asks for its devices, such as cuDNN's attention"
-        exists = "jax knows no GPUs in this process: where none is, it takes its CUDA plugin for unusable"
-        raise problem("explain", asked, exists, "set JAX_PLATFORMS=cpu before Python starts") from error
+        requested = "compile a step with an operation that queries its devices, such as cuDNN's attention"
+        reason = "jax has disabled its CUDA plugin, because this process has no GPUs"
+        fix = "set JAX_PLATFORMS=cpu before Python starts"
+        raise problem("explain", requested, reason, fix, code="unsupported-feature") from error
 
 
 def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
     timed = times.collectives if times is not None else (None,) * len(collectives)
     return tuple(
         Sent(
-            collective=one,
-            crosses_node=None if cluster is None else cluster.groups_cross_node(one.groups),
-            time_s=None if at is None else at.time_s,
-            hidden_fraction=None if at is None else at.hidden_fraction,
+            collective=collective,
+            crosses_node=None if cluster is None else cluster.groups_cross_node(collective.groups),
+            time_s=None if timing is None else timing.time_s,
+            hidden_fraction=None if timing is None else timing.hidden_fraction,
         )
-        for one, at in zip(collectives, timed, strict=True)
+        for collective, timing in zip(collectives, timed, strict=True)
     )
 
 
 def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Finding]:
-    """What is sent as promised, but in another dtype. 8-bit matmuls may take in what was rounded before it was sent."""
+    """Yield expected collectives in another dtype. 8-bit matmuls may round their operands before they are gathered."""
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
-    for line in promise.kept:
-        if found := set(line.found_dtypes) - (rounded if line.kind == "all-gather" else set()):
-            is_wider = max(map(dtype_bits, found)) > dtype_bits(line.dtype)
+    for entry in promise.kept:
+        if dtypes := set(entry.found_dtypes) - (rounded if entry.kind == "all-gather" else set()):
+            is_wider = max(map(dtype_bits, dtypes)) > dtype_bits(entry.dtype)
             yield Finding(
                 rule="other-dtype",
                 module="",
                 source="",
-                what=f"{line.role} ({', '.join(line.tensors[:3])}{', ...' * (len(line.tensors) > 3)}): "
-                f"{line.kind} over {'*'.join(line.axes)} in {', '.join(sorted(found))}, "
-                f"where the step's precision asks for {line.dtype}",
+                what=f"{entry.role} ({', '.join(entry.tensors[:3])}{', ...' * (len(entry.tensors) > 3)}): "
+                f"{entry.kind} over {'*'.join(entry.axes)} in {', '.join(sorted(dtypes))}, "
+                f"but the step's precision is {entry.dtype}",
                 fix=cast_back_fix(options.precision)
                 if is_wider
-                else "give the model's matmuls dot_general=meshpar.layers.precision.dot_general, so that gradients "
-                "are summed as Precision.reduce says",
-                nbytes=int(line.found_bytes),
+                else "pass dot_general=meshpar.layers.precision.dot_general to the model's matmuls, so that gradients "
+                "are reduced in Precision.reduce",
+                nbytes=int(entry.found_bytes),
             )
 
 
 def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding]:
-    """Matmuls in a wider dtype than the step's precision asks for."""
+    """Yield a finding if matmuls compute in a wider dtype than `Precision` requests."""
     found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if found is not None:
         yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
@@ -267,39 +287,39 @@ def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding
 def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int, *, is_for_pod: bool) -> list[str]:
     notes = []
     if host_bytes:
-        notes.append("the link to the host is not simulated: what is offloaded crosses it twice a step")
+        notes.append("transfers of offloaded arrays to and from the host are not simulated")
     if program.target == "cpu":
         notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
-        notes.append("XLA:CPU sends float32 where bfloat16 was asked for, and waits for every collective")
+        notes.append("XLA:CPU sends bfloat16 as float32, and does not overlap collectives with compute")
     elif is_for_pod:
         notes.append(
-            "compiled without a GPU, so XLA has not autotuned it: on the pod it measures kernels, and may pick others "
-            "and other tile sizes for matmuls"
+            "compiled without a GPU, so without autotuning: on the pod XLA may choose other kernels and other tile "
+            "sizes for matmuls"
         )
-    if any(not one.count_known for one in collectives):
+    if any(not collective.count_known for collective in collectives):
         notes.append("a loop of unknown length counts once")
-    if any(one.count_by_stage for one in collectives):
-        notes.append("what stages pick is counted by the schedule's table, on the stage that sends most of it")
-    if any(one.in_branch for one in collectives):
-        notes.append("what a conditional may run is counted as if it ran")
+    if any(collective.count_by_stage for collective in collectives):
+        notes.append("collectives that depend on the stage are counted for the stage that runs them most often")
+    if any(collective.in_branch for collective in collectives):
+        notes.append("both branches of a conditional are counted")
     return notes
 
 
 def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
-    """Why experts' matmuls on GPUs are not a library's kernel: the pod's packages decide it as much as its devices."""
+    """Note why the expert matmuls on GPUs do not use a library kernel, which also depends on installed packages."""
     if program.target == "cpu" or f"/{SWIGLU}/" not in program.text:
         return
     dtype = options.precision.compute or options.precision.params or "float32"
-    why = "8-bit matmuls have no other"
+    why = "the only one for 8-bit matmuls"
     if options.precision.matmul is None:
         why = choose_grouped_matmul("cuda", dtype).why
         if has_kernels() and not has_tokamax():
-            why += "; where it is (the extras cuda12 and cuda13), another program runs than this one"
-    yield f"experts' matmuls are the blocked form: {why}"
+            why += "; with the extras cuda12 or cuda13 the pod runs another program than this one"
+    yield f"expert matmuls use the blocked implementation: {why}"
 
 
 def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
-    """Say that the micro-steps of HSDP reduce their gradients across groups, one after the other."""
+    """Note that with HSDP each micro-step all-reduces its gradient shards across groups."""
     if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
         return
     for decision in setup.table.params:
@@ -313,9 +333,6 @@ def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[st
             return
 
 
-# ---- Where to --------------------------------------------------------------------------------------------------------
-
-
 def _check_equal_parts(state: TrainState) -> None:
     pipelined = state.setup.strategy.pipeline
     stacks = {d.leaf.shape[0] for d in state.setup.table.params if d.leaf.is_stacked}
@@ -327,39 +344,44 @@ def _check_equal_parts(state: TrainState) -> None:
         near = [n for n in (num_layers // num_parts * num_parts, -(-num_layers // num_parts) * num_parts) if n]
         raise problem(
             "explain",
-            f"count what parts of {'+'.join(map(str, counts))} layers send and compute",
-            "layers that only some parts have are chosen at run time, and the program does not tell by which stages",
+            f"count the communication of pipeline chunks with {'+'.join(map(str, counts))} layers",
+            "layers that only some chunks have are chosen at run time, so their stages are unknown",
             f"explain it with {' or '.join(map(str, dict.fromkeys(near)))} layers"
             + " and without stage_layer_offset" * any(pipelined.stage_layer_offset),
+            code="unsupported-feature",
         )
 
 
 def _check_kinds(step: Any, state: Any) -> None:
     if not isinstance(step, TrainStep):
-        asked = f"read a {type(step).__name__}"
+        requested = f"inspect a {type(step).__name__}"
         fix = "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.inspect.census"
-        raise problem("explain", asked, "it reads training steps, whose strategy says what they send", fix)
+        reason = "it inspects training steps from mp.train_step"
+        raise problem("explain", requested, reason, fix, code="wrong-type")
     if not isinstance(state, TrainState):
-        asked, exists = f"take a {type(state).__name__} as the state", "its second argument is a TrainState"
-        raise problem("explain", asked, exists, "make one with mp.init_state or mp.abstract_state")
+        requested, reason = f"use a {type(state).__name__} as the state", "its second argument is a TrainState"
+        fix = "make one with mp.init_state or mp.abstract_state"
+        raise problem("explain", requested, reason, fix, code="wrong-type")
 
 
 def _here(state: TrainState) -> TrainState:
     if not isinstance(state.setup.mesh, Mesh):
-        exists = f"the state's mesh of {state.setup.mesh.size} devices is abstract"
+        reason = f"the state's mesh of {state.setup.mesh.size} devices is abstract"
         fix = 'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()'
-        raise problem("explain", "compile for the devices at hand", exists, fix)
+        raise problem("explain", "compile for the local devices", reason, fix, code="conflict")
     return state.setup.abstract
 
 
 def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
-    """The state's shapes on a mesh without devices, as large as the cluster."""
+    """Return the abstract state on an abstract mesh with the cluster's number of devices."""
     setup: Setup = state.setup
     if setup.mesh.size != cluster.num_devices:
         sizes = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(setup.mesh).items() if size > 1) or "one device"
-        asked = f"run a step over {setup.mesh.size} devices ({sizes})"
+        requested = f"run a step over {setup.mesh.size} devices ({sizes})"
         fix = f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster"
-        raise problem(f"cluster `{cluster.name}`", asked, f"it has {cluster.num_devices} GPUs", fix)
+        raise problem(
+            f"cluster `{cluster.name}`", requested, f"it has {cluster.num_devices} GPUs", fix, code="conflict"
+        )
     mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
-    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
-    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **kept)
+    options: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **options)

@@ -1,4 +1,4 @@
-"""Lint rules for compiled training steps: performance mistakes that the program proves, with their place in the model.
+"""Lint rules: performance mistakes that a compiled training step proves.
 
     rule                    finding                                                              platforms
     rematerialization       the partitioner replicates a full tensor in order to reshard it      GPU, CPU
@@ -9,7 +9,7 @@
     loop-invariant          a collective in a loop sends the same data in every iteration        GPU, CPU
     float32-on-the-wire     weights or activations are sent in float32 although compute is 16-bit    GPU
     slow-axis               an axis with communication in every layer crosses nodes              with a cluster
-    idle-axis               nothing is sharded over a mesh axis, so its devices repeat work      GPU, CPU
+    idle-axis               no array is sharded over a mesh axis, so its devices repeat work     GPU, CPU
 
 XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, and sends bfloat16 as float32, so two rules are limited to
 GPUs. Float32 is expected for gradients (`Precision.reduce`) and for new parameters that are gathered after an update.
@@ -32,7 +32,7 @@ from meshpar.hardware.clusters import Cluster
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import KINDS, UNKNOWN, Collective, per_array
 from meshpar.inspect.compiler_messages import Rematerialization
-from meshpar.inspect.expected import facts_of, scopes_above
+from meshpar.inspect.expected import scopes_above, step_spec_of
 from meshpar.inspect.hlo.cursor import HloSyntaxError, Scanner
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 from meshpar.inspect.hlo.shapes import dtype_bits, scan_shape
@@ -135,7 +135,7 @@ class _Context:
 
     @functools.cached_property
     def param_dims(self) -> frozenset[tuple[int, ...]]:
-        """Sorted dims of the parameters, gradients and optimizer state, of their shards, and of one layer of either."""
+        """Sorted dims of parameters, gradients and optimizer state, also as shards and as single layers."""
         dims: set[tuple[int, ...]] = set()
         for decision in (*self.setup.table.params, *self.setup.table.grads, *self.setup.table.optimizer):
             shards = [num_shards((entry,), self.sizes) for entry in decision.spec]
@@ -170,8 +170,8 @@ def _rematerialization(context: _Context) -> Iterator[Finding]:
             source=scopes.source(context.module, ins) if ins is not None else "",
             what=f"{tensor} is resharded from {largest.before} to {largest.after}{more}: the compiler gathers the full "
             "tensor on every device and slices it",
-            fix="use the same sharding in both places, or constrain it in between to one that shares a sharded dim "
-            "with both",
+            fix="use the same sharding in both places, or add a constraint in between that shares a sharded dim "
+            "with each",
             nbytes=sum(map(_full_bytes, messages)),
         )
 
@@ -189,7 +189,7 @@ def _full_bytes(message: Rematerialization) -> int:
 
 
 def _instruction_of(module: Module, message: Rematerialization) -> Instruction | None:
-    """Return the instruction of a warning, by its op name, or else the first one in its module path."""
+    """Return the instruction with the op name of a warning, or the first in its module."""
     instructions = [ins for visit in executed(module) for ins in visit.computation]
     same_op = (ins for ins in instructions if message.op_name and ins.metadata.op_name == message.op_name)
     same_module = (
@@ -211,17 +211,17 @@ def _replicated(context: _Context) -> Iterator[Finding]:
             if decision.shards == 1 and by_user and decision.leaf.layer_nbytes >= min_bytes:
                 by_param.setdefault(owner_of(decision.path, paths), []).append(decision)
     max_shards = max((decision.shards for decision in (*table.params, *table.optimizer)), default=1)
-    for path, decisions in by_param.items():
-        leaf, nbytes = decisions[0].leaf, sum(decision.leaf.nbytes for decision in decisions)
+    for path, replicated in by_param.items():
+        leaf, nbytes = replicated[0].leaf, sum(decision.leaf.nbytes for decision in replicated)
         dims = "×".join(map(str, leaf.shape))
-        slots = f", with {len(decisions) - 1} of its optimizer state" if len(decisions) > 1 else ""
+        slots = f", with {len(replicated) - 1} of its optimizer state" if len(replicated) > 1 else ""
         yield Finding(
             rule="replicated",
             module=path,
             source="",
             what=f"`{leaf.path}` ({dims} {leaf.dtype.name}{slots}, {human_bytes(nbytes)}) is replicated by the rule "
-            f"{decisions[0].rule}, while other leaves have up to {max_shards} shards",
-            fix="remove the rule so that the strategy applies, or map one of its dims to a mesh axis",
+            f"{replicated[0].rule}, while other leaves have up to {max_shards} shards",
+            fix="remove the rule so that the strategy applies, or map a dim to a mesh axis",
             nbytes=nbytes - nbytes // max_shards,
         )
 
@@ -278,7 +278,7 @@ def _loop_invariant(context: _Context) -> Iterator[Finding]:
 def _is_repeated(context: _Context, array: Collective) -> bool:
     """Return whether a collective in a loop sends the same data in every iteration of the innermost loop."""
     trips, accumulate = [loop.trip_count for loop in array.loops], context.options.accumulate
-    # With `reduce_gradients="each_microbatch"`, weights are gathered in every micro-step on purpose.
+    # With `reduce_gradients="each_microbatch"`, weights are gathered in each micro-step on purpose.
     if not trips or trips[-1] == 1 or (accumulate > 1 and trips == [accumulate]):
         return False
     body, name = context.module.computations[array.loops[-1].body], array.name
@@ -391,7 +391,7 @@ def _is_argument(ins: Instruction, name: str) -> bool:
 
 
 def _is_moved_argument(context: _Context, argument: str, collective: Collective) -> bool:
-    """Return whether a collective sends data of an argument of the step on which nothing was computed."""
+    """Return whether a collective sends an argument of the step, or parts of it, unmodified."""
     module = context.module
     computation = module.computations[collective.computation]
     seen: set[tuple[str, str]] = set()
@@ -454,7 +454,7 @@ def _element(context: _Context, computation: Computation, value: Instruction, in
 
 
 def _passed(computation: Computation, param: Instruction, caller: Computation, call: Instruction) -> _Place | None:
-    """Return the operand of a call that is passed for a parameter of the called computation."""
+    """Return the operand of a call for a parameter of the called computation."""
     number = next((n for n, ins in computation.parameters.items() if ins is param), len(call.operands))
     is_call = call.opcode.removesuffix("-start") in ("fusion", "call", "async")
     return (caller, caller[call.operands[number]]) if is_call and number < len(call.operands) else None
@@ -465,7 +465,7 @@ def _slow_axis(context: _Context) -> Iterator[Finding]:
     if cluster is None:
         return
     # Axes with communication within a layer: they shard weights or activations, but not the batch.
-    step_spec, pipelined = facts_of(setup, context.options, ()), setup.strategy.pipeline
+    step_spec, pipelined = step_spec_of(setup, context.options, ()), setup.strategy.pipeline
     weight_axes = {axis for weight in step_spec.weights for axis in split_axes(step_spec, weight.decision.spec)}
     inner = {*step_spec.tensor_axes, *step_spec.context_axes, *(weight_axes - context.batch_axes)}
     for axis in sorted(inner - (set() if pipelined is None else {pipelined.axis})):
@@ -499,7 +499,7 @@ def _idle_axis(context: _Context) -> Iterator[Finding]:
             rule="idle-axis",
             module="",
             source="",
-            what=f"nothing is sharded over mesh axis `{axis}` ({size}), so its devices repeat the same work",
+            what=f"no array is sharded over mesh axis `{axis}` ({size}), so its devices repeat the same work",
             fix=f"use its devices for the batch (data, fsdp), or add a strategy that shards over `{axis}`",
             nbytes=table.totals.state_bytes,
         )
@@ -508,7 +508,7 @@ def _idle_axis(context: _Context) -> Iterator[Finding]:
 def _communication(
     arrays: Iterable[Collective], *, rule: str, what: str, fix: str | Callable[[str], str]
 ) -> Iterator[Finding]:
-    """Yield one finding for the arrays of each module and kind of collective; `fix` may depend on the module."""
+    """Yield a finding per module and kind of collective; `fix` may depend on the module."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for array in arrays:
         groups.setdefault((array.module, array.kind), []).append(array)

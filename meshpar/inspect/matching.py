@@ -1,4 +1,4 @@
-"""Comparison of a compiled program's collectives with the expected collectives and the traced kernel messages.
+"""Comparison of a program's collectives with the expected collectives and traced kernel messages.
 
 Each array of a collective is assigned to at most one expected collective, by kind, axes and size. The assignment
 minimizes the number of missing arrays first, and the number of unassigned arrays second. An unassigned array is
@@ -264,7 +264,7 @@ def match_collectives(
     """Compare a program's collectives with the expected collectives and the traced kernel messages.
 
     Args:
-      expectations: from `expected.promised`.
+      expectations: from `expected.expected_collectives`.
       collectives: the program's census.
       messages: from `traced_collectives.messages`.
       sizes: the size of every mesh axis.

@@ -1,11 +1,11 @@
-"""Memory of one device: what the state, the batch and the step's temporaries take, and what would make them fit.
+"""Memory of a training step per device.
 
-    peak = state (parameters + optimizer state + other) + batch + outputs + temporaries (gradients among them)
+    peak = state (parameters + optimizer state + other) + batch + outputs + temporaries (including gradients)
 
-State and batch are closed forms from shapes and shardings; temporaries and outputs are the compiler's own figures. The
-limit is the whole memory of the GPU. Not all of it is a program's to use: XLA's allocator takes 75 % of it unless
-`XLA_PYTHON_CLIENT_MEM_FRACTION` says otherwise, and the CUDA context and NCCL's buffers take about a gigabyte beside
-it. A program of more than 75 % fits only with that variable raised, and one of more than 90 % hardly: `note` says so.
+State and batch are computed from shapes and shardings. Temporaries and outputs are reported by the compiler. The limit
+is the full memory of the GPU, but a program cannot use all: XLA's allocator reserves 75 % unless
+`XLA_PYTHON_CLIENT_MEM_FRACTION` is set, and the CUDA context and NCCL's buffers need about a gigabyte in addition.
+`Memory.note` warns above 75 %, where this variable must be set, and above 90 %, where the program may not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from meshpar.hardware.clusters import Cluster, gpu_of_kind
 from meshpar.inspect.program import Program
 from meshpar.inspect.source_scopes import layerless
 from meshpar.inspect.timeline import program_work as work
-from meshpar.parallel.batch import without_whole
+from meshpar.parallel.batch import shape_of, without_whole
 from meshpar.parallel.data import Data
 from meshpar.parallel.expected.step_spec import StepSpec
 from meshpar.parallel.strategy import Custom, Strategy
@@ -33,6 +33,7 @@ from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     Decision,
+    Leaf,
     MeshparError,
     PyTree,
     axis_sizes,
@@ -48,91 +49,91 @@ from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
 
 PREALLOCATED = 0.75
-"""Share of a GPU's memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
+"""Fraction of GPU memory that XLA's allocator takes by default (jax documentation, "GPU memory allocation")."""
 COMFORTABLE = 0.90
-"""Above this share the CUDA context, NCCL's buffers and fragmentation are likely to take what is left."""
+"""Above this fraction the CUDA context, NCCL's buffers and fragmentation are likely to need the remaining memory."""
 MOST_COMPILATIONS = 6
-"""Remedies that are compiled before giving up."""
+"""Maximum number of remedies that are compiled."""
 MOST_CONTRIBUTORS = 6
-"""Of each kind: parameters, optimizer state, temporaries."""
+"""Maximum number of contributors per kind: parameters, optimizer state, temporaries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contributor(Plain):
-    """Something that takes much memory, and where it stands in the model."""
+    """A group of arrays that needs much memory."""
 
     module: str
-    """Module path; of parameters their place in the tree, of temporaries the named scopes."""
+    """Module path of parameters, or named scopes of temporaries."""
     nbytes: int
-    """On one device, all `count` of them."""
+    """Bytes on one device, of all `count` arrays."""
     what: str
     """`parameters`, `optimizer state` or `temporary`."""
     shape: str
-    """One device's part, as XLA writes it; of several, the largest."""
+    """Local shape of the largest array, in HLO syntax."""
     source: str
     """`file:line` of a temporary; empty for the state."""
     count: int
-    """Arrays. Temporaries of one shape and line count together; they need not all be alive at the same time."""
+    """Number of arrays. Temporaries of the same shape and line are grouped, although they may not be live at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy(Plain):
-    """One change that may make a program fit, with what the compiler said to it."""
+    """A change that may make a program fit, with the peak of the changed program."""
 
     change: str
-    """What to change: `strategy=zero3()`, `remat=full`, `accumulate=4`, several joined with ` + `."""
+    """The change, such as `zero3()`, `remat=full` or `accumulate=4`; several are joined with ` + `."""
     peak_bytes: int | None
-    """Peak of the changed program, compiled; None when it was not."""
+    """Peak of the compiled program; None if it was not compiled."""
     fits: bool
     reason: str = ""
-    """Why it was not compiled; empty when it was."""
+    """Why it was not compiled, or empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory(Plain):
-    """Bytes of one device."""
+    """Memory of a training step, in bytes per device."""
 
     params_bytes: int
     optimizer_bytes: int
     other_bytes: int
-    """What the model keeps beside parameters, the random key and the counters."""
+    """Other model state, the PRNG key and the counters."""
     state_bytes: int
-    """The three above: what stays between steps."""
+    """Sum of the three above."""
     batch_bytes: int
     gradients_bytes: int
-    """Gradients as the strategy lays them out, in the dtype they are reduced in. They are temporaries, and never more
-    than these: the compiler need not hold all of them at once."""
+    """Gradients with the strategy's sharding, in the dtype of their reduction. They are temporaries and at most
+    `temporaries_bytes`, because the compiler may not keep all of them at once."""
     temporaries_bytes: int
-    """The compiler's figure."""
+    """Temporaries, as reported by the compiler."""
     output_bytes: int
-    """Outputs that take no donated argument's place: the metrics."""
+    """Outputs that do not reuse a donated argument: the metrics."""
     peak_bytes: int
-    """The compiler's figures added: arguments, outputs and temporaries."""
+    """Sum of arguments, outputs and temporaries, as reported by the compiler."""
     limit_bytes: int | None
-    """The whole memory of the GPU; None when it is not known which."""
+    """Full memory of the GPU; None if the GPU is unknown."""
     fits: bool | None
-    """Whether the peak is within the limit; None without one."""
+    """Whether the peak is within the limit; None without a limit."""
     host_bytes: int = 0
-    """In the host's memory, for each device: offloaded optimizer state and temporaries; in none of the others."""
+    """Offloaded optimizer state and temporaries in host memory, per device. Not included in the other numbers."""
     note: str = ""
-    """What stands in the way although it fits."""
+    """A warning for a program that fits but uses most of the memory."""
     largest: tuple[Contributor, ...] = ()
-    """Largest first."""
+    """Contributors, largest first."""
     remedies: tuple[Remedy, ...] = ()
-    """In the order they were tried; empty when it fits."""
+    """Changes in the order of evaluation; empty if the program fits."""
 
 
 def memory(
     program: Program, setup: Setup, batch: PyTree, cluster: Cluster | None, *, options: StepOptions | None = None
 ) -> Memory:
-    """The account of a training step's memory on one device.
+    """Return the memory of a training step per device.
 
     Args:
       program: the compiled step.
-      setup: of the state it was traced for.
-      batch: arrays or their shapes, the global batch.
-      cluster: whose GPU limits it; None: the GPU of the mesh, if the catalogue knows it.
-      options: of the step, which say how gradients are held. None: those of a plain one.
+      setup: the setup of the state.
+      batch: the global batch, as arrays or shapes.
+      cluster: the cluster whose GPU sets the limit. None means the GPU of the mesh, if it is in the catalogue.
+      options: the options of the step, by default `StepOptions()`.
     """
     params, optimizer, other = _state_bytes(setup)
     limit = limit_bytes(setup, cluster)
@@ -156,7 +157,7 @@ def memory(
 
 
 def limit_bytes(setup: Setup, cluster: Cluster | None) -> int | None:
-    """Memory of the cluster's GPU, else of the mesh's; None when it is none of the catalogue."""
+    """Return the memory of the cluster's GPU or of the mesh's GPU, or None if the catalogue does not have it."""
     if cluster is not None:
         return int(cluster.gpu.memory_bytes)
     devices = setup.mesh.devices.flat if isinstance(setup.mesh, Mesh) else ()
@@ -170,10 +171,10 @@ def _note(peak: int, limit: int | None) -> str:
     share = f"{peak / limit:.0%} of the GPU's memory"
     if peak <= COMFORTABLE * limit:
         return f"{share}: above XLA's default of {PREALLOCATED:.0%}, so set XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
-    return f"{share}: the CUDA context, NCCL's buffers and fragmentation may not leave room for it"
+    return f"{share}: the CUDA context, NCCL's buffers and fragmentation may need the remaining memory"
 
 
-# ---- Closed forms ----------------------------------------------------------------------------------------------------
+# ---- State, batch and gradients --------------------------------------------------------------------------------------
 
 
 def _state_bytes(setup: Setup) -> tuple[int, int, int]:
@@ -185,119 +186,99 @@ def _state_bytes(setup: Setup) -> tuple[int, int, int]:
 
 def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     shards = num_shards(setup.batch_sharding.spec, setup.mesh)
-    # As jax takes it: NumPy's float64 and int64 are 32 bits wide unless x64 is on.
-    taken = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)),
-        batch,
-    )
-    nbytes, cut = (
+    shapes = jax.tree.map(shape_of, batch)
+    nbytes, sharded = (
         sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(tree))
-        for tree in (taken, without_whole(taken))
+        for tree in (shapes, without_whole(shapes))
     )
-    return nbytes - cut + cut // shards
+    return nbytes - sharded + sharded // shards
 
 
 def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
-    """Gradients as they wait for the update. Summed over micro-steps, or by stages, and reduced once: whole."""
+    """Return the bytes of gradients before the update. If they are reduced once, they are unsharded until then."""
     layout = setup.layout
     specs = layout.updates if options.accumulate == 1 else layout.grads
     pipelined = setup.strategy.pipeline
-    whole_over = setup.batch_axes if options.is_once or pipelined is not None else ()
-    sizes = {axis: 1 if axis in whole_over else size for axis, size in axis_sizes(setup.mesh).items()}
+    unsharded_axes = setup.batch_axes if options.is_once or pipelined is not None else ()
+    sizes = {axis: 1 if axis in unsharded_axes else size for axis, size in axis_sizes(setup.mesh).items()}
 
-    # A schedule may run a part of the layers on two stages, and sums its gradients on both.
+    # A schedule may run a pipeline chunk on two stages, and accumulates its gradients on both.
     copies = Fraction(pipelined.table().copies) if pipelined is not None else Fraction(1)
 
-    def held(decision: Decision, spec: PartitionSpec) -> int:
-        leaf = decision.leaf
+    def gradient_bytes(leaf: Leaf, spec: PartitionSpec) -> int:
         compute = options.precision.compute or leaf.dtype
-        width = np.dtype(options.precision.reduce_dtype(compute)).itemsize
-        whole = width * leaf.size * (copies if leaf.is_stacked else 1)
-        return int(whole) // num_shards(spec, sizes)
+        itemsize = np.dtype(options.precision.reduce_dtype(compute)).itemsize
+        return int(itemsize * leaf.size * (copies if leaf.is_stacked else 1)) // num_shards(spec, sizes)
 
-    leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    pairs = zip(setup.table.params, leaves, strict=True)
-    return sum(held(decision, spec) for decision, spec in pairs if decision.leaf.is_trained)
+    pairs = zip(setup.table.params, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    return sum(gradient_bytes(decision.leaf, spec) for decision, spec in pairs if decision.leaf.is_trained)
 
 
 # ---- The largest contributors ----------------------------------------------------------------------------------------
 
 
 def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
-    found = [
+    contributors = [
         *_grouped(setup, setup.table.params, "parameters"),
-        *_grouped(setup, [one for one in setup.table.optimizer if not one.is_on_host], "optimizer state"),
+        *_grouped(setup, [state for state in setup.table.optimizer if not state.is_on_host], "optimizer state"),
         *_temporaries(program),
     ]
-    return tuple(sorted(found, key=lambda one: (-one.nbytes, one.what, one.module, one.shape)))
+    return tuple(sorted(contributors, key=lambda c: (-c.nbytes, c.what, c.module, c.shape)))
 
 
 def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Contributor]:
-    """State by module, the largest few: the parent of a parameter's path, for optimizer state that of its parameter."""
+    """Return the modules with the largest state. Optimizer state belongs to the module of its parameter."""
     paths = {decision.path for decision in setup.table.params}
     groups: dict[str, list[Decision]] = {}
     for decision in decisions:
         owner = owner_of(decision.path, paths)
         groups.setdefault(owner.rpartition("/")[0] or owner, []).append(decision)
-    found = []
+    contributors = []
     for module, members in groups.items():
-        biggest = max(members, key=lambda d: d.bytes_per_device)
-        total = sum(d.bytes_per_device for d in members)
-        found.append(
-            Contributor(
-                module=module, nbytes=total, what=what, shape=_shard_text(setup, biggest), source="", count=len(members)
-            )
+        largest = max(members, key=lambda d: d.bytes_per_device)
+        leaf, total = largest.leaf, sum(d.bytes_per_device for d in members)
+        dtype = {"float": "f", "int": "s", "uint": "u", "bfloat": "bf"}.get(leaf.dtype.name.rstrip("0123456789"), "x")
+        dims = NamedSharding(setup.mesh, largest.spec).shard_shape(leaf.shape)
+        shape = f"{dtype}{leaf.dtype.itemsize * 8}[{','.join(map(str, dims))}]"
+        contributors.append(
+            Contributor(module=module, nbytes=total, what=what, shape=shape, source="", count=len(members))
         )
-    return sorted(found, key=lambda one: -one.nbytes)[:MOST_CONTRIBUTORS]
-
-
-def _shard_text(setup: Setup, decision: Decision) -> str:
-    leaf = decision.leaf
-    dtype = {"float": "f", "int": "s", "uint": "u", "bfloat": "bf"}.get(leaf.dtype.name.rstrip("0123456789"), "x")
-    dims = NamedSharding(setup.mesh, decision.spec).shard_shape(leaf.shape)
-    return f"{dtype}{leaf.dtype.itemsize * 8}[{','.join(map(str, dims))}]"
+    return sorted(contributors, key=lambda c: -c.nbytes)[:MOST_CONTRIBUTORS]
 
 
 def _temporaries(program: Program) -> list[Contributor]:
-    groups: dict[tuple[str, str, str], list[work.Temporary]] = {}
-    for one in work.largest_temporaries(program.module, most=8 * MOST_CONTRIBUTORS):
-        groups.setdefault((one.module, one.shape, one.source), []).append(one)
-    found = [
-        Contributor(
-            module=module,
-            nbytes=sum(one.nbytes for one in members),
-            what="temporary",
-            shape=shape,
-            source=source,
-            count=len(members),
-        )
-        for (module, shape, source), members in groups.items()
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for array in work.largest_temporaries(program.module, most=8 * MOST_CONTRIBUTORS):
+        groups.setdefault((array.module, array.shape, array.source), []).append(array.nbytes)
+    contributors = [
+        Contributor(module=module, nbytes=sum(sizes), what="temporary", shape=shape, source=source, count=len(sizes))
+        for (module, shape, source), sizes in groups.items()
     ]
-    return sorted(found, key=lambda one: -one.nbytes)[:MOST_CONTRIBUTORS]
+    return sorted(contributors, key=lambda c: -c.nbytes)[:MOST_CONTRIBUTORS]
 
 
-# ---- What would make it fit ------------------------------------------------------------------------------------------
+# ---- Remedies --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Change:
-    """A candidate: another strategy, other options, or both."""
+    """A change of the strategy, of options of the step, or both."""
 
     strategy: Strategy | None = None
     remat: str | None = None
     accumulate: int | None = None
     can_wait: int = 0
-    """Those with the highest number are left out first when there are too many."""
+    """Changes with the highest number are dropped first if there are too many."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Each thing changed, in words."""
+        """The single changes as text."""
         strategy = () if self.strategy is None else (str(self.strategy),)
         return strategy + tuple(f"{key}={value}" for key, value in self.options.items())
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the step that it sets."""
+        """The changed options of the step."""
         return {key: value for key in ("remat", "accumulate") if (value := getattr(self, key)) is not None}
 
 
@@ -308,71 +289,78 @@ def remedies(
     compile: Callable[[jax.stages.Traced], Program],
     limit_bytes: int,
 ) -> tuple[Remedy, ...]:
-    """What would make a step fit that does not: each change is really made, compiled, and its peak taken.
+    """Compile variants of a step until a variant fits, and return the peak of each.
 
-    Tried are ZeRO's next stages, more micro-steps (under stages: microbatches) and recomputation of layers (where a
-    model numbers them instead of stacking them, by a rule), cheap ones first, then several together.
-    The first that fits ends the search; at most `MOST_COMPILATIONS` are compiled. What cannot be made (a batch that
-    does not divide, a model that marks no layers), or would not fit with its state and batch alone, says so.
+    The changes are the next ZeRO stages, more micro-steps (more microbatches with a pipeline) and rematerialization of
+    layers (by a rule if the layers are not stacked). Cheap changes are compiled first, then combinations. The search
+    stops at the first variant that fits, and compiles at most `MOST_COMPILATIONS`. Invalid variants, and variants
+    whose state and batch exceed the limit, are not compiled and have a reason instead.
+
+    Args:
+      step: a training step that exceeds the limit.
+      setup: the setup of the state.
+      batch: the global batch, as arrays or shapes.
+      compile: compiles a traced step.
+      limit_bytes: memory of a device.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
-    found: list[Remedy] = []
-    broken: set[str] = set()
-    hopeful, hopeless = _sorted_out(_candidates(step.options, setup, shapes), setup, shapes, limit_bytes)
-    for change in hopeful:
-        if broken & set(change.parts):  # a part of it could not be made alone
+    results: list[Remedy] = []
+    failed: set[str] = set()
+    changes, excluded = _sorted_out(_candidates(step.options, setup, shapes), setup, shapes, limit_bytes)
+    for change in changes:
+        if failed & set(change.parts):
             continue
         try:
             state = _abstract(setup, change.strategy or setup.strategy)
             changed = TrainStep(step.loss_fn, dataclasses.replace(step.options, **change.options))
             peak = compile(changed.trace(state, shapes)).peak_bytes
-        except Exception as error:  # a model of the user's may raise anything at another batch
-            found.append(_unmade(change, str(error).partition("\n")[0] or type(error).__name__))
-            broken.update(change.parts if len(change.parts) == 1 else ())
+        except Exception as error:  # the user's model may raise any error for another batch shape
+            results.append(_not_compiled(change, str(error).partition("\n")[0] or type(error).__name__))
+            failed.update(change.parts if len(change.parts) == 1 else ())
             continue
-        found.append(Remedy(change=" + ".join(change.parts), peak_bytes=peak, fits=peak <= limit_bytes))
-        if found[-1].fits:
+        results.append(Remedy(change=" + ".join(change.parts), peak_bytes=peak, fits=peak <= limit_bytes))
+        if results[-1].fits:
             break
-    return (*found, *hopeless)
+    return (*results, *excluded)
 
 
 def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Change, ...]:
-    """Single changes, cheap ones first, then several together.
+    """Return single changes ordered by cost, then combinations.
 
-    ZeRO's first stages send what data parallelism sends; micro-steps make smaller matmuls; recomputation adds a third
-    of the compute; ZeRO's last stage sends half as much again.
+    ZeRO-1 and ZeRO-2 send the same bytes as data parallelism. Micro-steps make matmuls smaller. Rematerialization adds
+    a third of the compute. ZeRO-3 sends 1.5 times the bytes.
     """
     stages = _smaller(setup, options, state=True)
     early, last = stages[:-1], (stages[-1] if stages else None)
     pipelined = setup.strategy.pipeline
     rows = _batch_rows(setup, batch) // (options.accumulate if pipelined is None else pipelined.microbatches)
-    more = [times for times in (2, 4, 8) if times == 2 or rows % times == 0]
-    steps = [options.accumulate * times for times in more if pipelined is None]
+    factors = [factor for factor in (2, 4, 8) if factor == 2 or rows % factor == 0]
+    steps = [options.accumulate * factor for factor in factors if pipelined is None]
     by_path = _by_path(setup)
     policies = [] if options.remat == "full" or by_path else ["full"] if options.remat else ["dots", "full"]
     remat = "full" if policies else None
 
-    def again(strategy: Strategy | None, **more: Any) -> _Change:
+    def with_remat(strategy: Strategy | None, **options: Any) -> _Change:
         if by_path is None:
-            return _Change(strategy=strategy, remat=remat, **more)
-        return _Change(strategy=(strategy or setup.strategy) | by_path, **more)
+            return _Change(strategy=strategy, remat=remat, **options)
+        return _Change(strategy=(strategy or setup.strategy) | by_path, **options)
 
     changes = [
         *(_Change(strategy=strategy) for strategy in early),
-        *(_Change(accumulate=count, can_wait=2 * at) for at, count in enumerate(steps)),
-        *(_Change(strategy=strategy) for strategy in _smaller(setup, options, state=False)[: len(more)]),
+        *(_Change(accumulate=count, can_wait=2 * i) for i, count in enumerate(steps)),
+        *(_Change(strategy=strategy) for strategy in _smaller(setup, options, state=False)[: len(factors)]),
         *(_Change(remat=policy, can_wait=0 if policy == "full" else 3) for policy in policies),
-        *([again(None)] if by_path else []),
+        *([with_remat(None)] if by_path else []),
         _Change(strategy=last),
-        *(again(strategy, can_wait=1) for strategy in early),
-        again(last),
-        *(again(last, accumulate=count, can_wait=count != steps[-1]) for count in steps),
+        *(with_remat(strategy, can_wait=1) for strategy in early),
+        with_remat(last),
+        *(with_remat(last, accumulate=count, can_wait=count != steps[-1]) for count in steps),
     ]
     return tuple({change.parts: change for change in changes[::-1] if change.parts}.values())[::-1]
 
 
 def _by_path(setup: Setup) -> Rules | None:
-    """Recomputation by a rule, for modules that a model numbers instead of stacking them; None where it does not."""
+    """Return a remat rule for numbered layers, such as `blocks_0`, `blocks_1`, or None if the model has none."""
     paths = [decision.path for decision in setup.table.params]
     is_stacked = any(decision.leaf.is_stacked for decision in setup.table.params)
     if is_stacked or setup.model.kind == "functions" or setup.strategy.activations.remat:
@@ -391,39 +379,36 @@ def _by_path(setup: Setup) -> Rules | None:
 def _sorted_out(
     changes: Sequence[_Change], setup: Setup, batch: PyTree, limit_bytes: int
 ) -> tuple[list[_Change], list[Remedy]]:
-    """The changes to compile, and those known not to fit or not to exist."""
-    hopeful: list[_Change] = []
-    hopeless: list[Remedy] = []
+    """Return the changes to compile, and remedies with reasons for changes that are invalid or cannot fit."""
+    valid: list[_Change] = []
+    excluded: list[Remedy] = []
     for change in changes:
+        reason = ""
         try:
-            reason = _too_big_alone(_abstract(setup, change.strategy or setup.strategy).setup, batch, limit_bytes)
+            changed = _abstract(setup, change.strategy or setup.strategy).setup
+            nbytes = sum(_state_bytes(changed)) + _batch_bytes(changed, batch)
+            if nbytes > limit_bytes:
+                reason = f"state and batch alone take {human_bytes(nbytes)} of {human_bytes(limit_bytes)}"
         except MeshparError as error:
             reason = str(error)
         if not reason:
-            hopeful.append(change)
-        elif len(change.parts) == 1:  # what is hopeless alone need not be said of all it is a part of
-            hopeless.append(_unmade(change, reason))
-    while len(hopeful) > MOST_COMPILATIONS:
-        hopeful.remove(max(reversed(hopeful), key=lambda change: change.can_wait))
-    return hopeful, hopeless
+            valid.append(change)
+        elif len(change.parts) == 1:  # a combination fails for the same reason and is not listed
+            excluded.append(_not_compiled(change, reason))
+    while len(valid) > MOST_COMPILATIONS:
+        valid.remove(max(reversed(valid), key=lambda change: change.can_wait))
+    return valid, excluded
 
 
-def _too_big_alone(setup: Setup, batch: PyTree, limit_bytes: int) -> str:
-    alone = sum(_state_bytes(setup)) + _batch_bytes(setup, batch)
-    if alone <= limit_bytes:
-        return ""
-    return f"state and batch alone take {human_bytes(alone)} of {human_bytes(limit_bytes)}"
-
-
-def _unmade(change: _Change, reason: str) -> Remedy:
+def _not_compiled(change: _Change, reason: str) -> Remedy:
     return Remedy(change=" + ".join(change.parts), peak_bytes=None, fits=False, reason=reason)
 
 
 def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
     if strategy is setup.strategy:
         return setup.abstract
-    kept: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
-    return abstract_state(setup.model, setup.tx, mesh=setup.given_mesh, strategy=strategy, **kept)
+    options: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
+    return abstract_state(setup.model, setup.tx, mesh=setup.given_mesh, strategy=strategy, **options)
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:
@@ -432,15 +417,15 @@ def _batch_rows(setup: Setup, batch: PyTree) -> int:
 
 
 def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:
-    """The strategy with a smaller part in a part's place, the mildest first."""
+    """Return variants of the strategy that need less memory, ordered from the least to the most intrusive."""
     strategy, step_spec = setup.strategy, StepSpec(sizes=axis_sizes(setup.mesh), accumulate=options.accumulate)
     parts = [part for part in strategy.parts if part.shards_state == state]
     if parts or not state:
-        return [smaller for part in parts for smaller in strategy.memory_reductions(part, step_spec)]
-    found = []
-    for part in Data().memory_reductions(step_spec):  # custom rules: add ZeRO's own, and keep their batch
+        return [variant for part in parts for variant in strategy.memory_reductions(part, step_spec)]
+    variants = []
+    for part in Data().memory_reductions(step_spec):  # custom rules: add the rules of ZeRO and keep the batch rules
         params, grads, optimizer, _ = strategy.rules & part.rules()
-        label = f"{strategy} | {part}"
-        hand = Custom(params=params, grads=grads, optimizer=optimizer, activations=strategy.activations, label=label)
-        found.append(Strategy((hand,), strategy.big_leaf_bytes))
-    return found
+        label, activations = f"{strategy} | {part}", strategy.activations
+        custom = Custom(params=params, grads=grads, optimizer=optimizer, activations=activations, label=label)
+        variants.append(Strategy((custom,), strategy.big_leaf_bytes))
+    return variants

@@ -1,4 +1,4 @@
-"""Compilation for a remote pod in a separate process, without a GPU or driver, and without changing local backends.
+"""Compilation for a remote pod in a separate process, without a GPU or driver.
 
     traced step ──lowered for CUDA──► StableHLO ──► child: XLA's GPU compiler, compile-only devices ──► Program
 

@@ -1,4 +1,4 @@
-"""The process that compiles for a pod: it reads requests from standard input and answers on standard output.
+"""The process that compiles for a pod: requests on standard input, answers on standard output.
 
 A message is an 8-byte length and a pickle. A request is (verb, arguments). An answer is ("ok", value) or
 ("error", exception or None, text).

@@ -1,9 +1,8 @@
-"""A report to be read: tables in a terminal, plain text in a pipe, HTML in a notebook or a file.
+"""Renderers of a report: tables in a terminal, plain text, and HTML for notebooks and files.
 
     Report ─► sections of plain cells ─► rich | HTML
 
-Nothing of a program (paths, names, lines) is ever read as markup: cells stay plain text until each renderer writes them
-down in its own way.
+Cells are plain text, and each renderer escapes them. Paths and names of a program are never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -27,38 +26,37 @@ from meshpar.sharding.units import human_bytes, human_flops, human_time
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
 
 MOST_ROWS = 20
-"""Rows of a table before the rest is summed up in one line; HTML folds them away instead."""
+"""Maximum number of rows in a table. Text counts the others in one line, HTML folds them."""
 TEXT_COLUMNS = 160
 """Width of a report as plain text."""
 ROOMY_COLUMNS = 130
-"""From this width on a table has all its columns."""
+"""Minimum width for optional columns."""
 SHORT_CELL = 22
-"""Cells up to this length are not broken."""
+"""Cells up to this length are not wrapped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One cell of a table, or one line of text."""
+    """A cell of a table, or a line of text."""
 
     text: str
     style: Style = ""
     share: float | None = None
-    """Of the largest in its column: HTML draws a bar of it."""
+    """Length of the bar that HTML draws, between 0 and 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under headings."""
+    """A table as plain cells."""
 
     columns: tuple[str, ...]
-    """A heading that ends with `>` stands over numbers, to the right; one that ends with `?` is left out where there is
-    little room."""
+    """Headings. A column ending with `>` is right-aligned, a column ending with `?` is omitted in narrow terminals."""
     rows: tuple[tuple[Cell, ...], ...]
     title: str = ""
     rest: str = "more"
-    """What further rows are, after their number."""
+    """Description of omitted rows, printed after their number."""
     most: int = MOST_ROWS
-    """Rows before the rest is summed up in one line."""
+    """Maximum number of rows that are shown."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,9 +67,9 @@ class Table:
         return tuple(name.endswith(">") for name in self.columns)
 
     def without_optional(self) -> Table:
-        kept = [at for at, name in enumerate(self.columns) if not name.endswith("?")]
-        rows = tuple(tuple(row[at] for at in kept) for row in self.rows)
-        return dataclasses.replace(self, columns=tuple(self.columns[at] for at in kept), rows=rows)
+        required = [i for i, name in enumerate(self.columns) if not name.endswith("?")]
+        rows = tuple(tuple(row[i] for i in required) for row in self.rows)
+        return dataclasses.replace(self, columns=tuple(self.columns[i] for i in required), rows=rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +81,7 @@ class Section:
     parts: tuple[Table | Cell, ...] = ()
 
 
-# ---- Numbers in words ------------------------------------------------------------------------------------------------
+# ---- Formatting ------------------------------------------------------------------------------------------------------
 
 
 def _percent(share: float | None) -> str:
@@ -92,19 +90,18 @@ def _percent(share: float | None) -> str:
     return f"{share:.0%}" if share == 0 or share >= 0.01 else "< 1%"
 
 
-def _times(count: tuple[int, int]) -> str:
-    return f"{count[0]:,}" if count[0] == count[1] else f"{count[0]:,} to {count[1]:,}"
-
-
 def place(source: str) -> str:
-    """`file:line` from the folder one stands in, else the last two parts of its path; `cell:line` in a notebook."""
+    """Return `file:line` relative to the working directory, or with the last two path components elsewhere.
+
+    Lines of notebook cells become `cell:line`.
+    """
     path, colon, line = source.rpartition(":")
     if not colon:
         path, line = source, ""
-    if "ipykernel_" in path:  # a notebook's cells are files of names that mean nothing
+    if "ipykernel_" in path:  # the temporary file of a notebook cell
         return "cell" + colon + line
-    here = os.getcwd() + os.sep
-    short = path.removeprefix(here) if path.startswith(here) else "/".join(PurePath(path).parts[-2:])
+    cwd = os.getcwd() + os.sep
+    short = path.removeprefix(cwd) if path.startswith(cwd) else "/".join(PurePath(path).parts[-2:])
     return short + colon + line
 
 
@@ -112,13 +109,13 @@ def _where(module: str, source: str) -> str:
     return " · ".join(filter(None, (module or "–", place(source))))
 
 
-# ---- What is said ----------------------------------------------------------------------------------------------------
+# ---- Contents --------------------------------------------------------------------------------------------------------
 
 
 def sections(report: Report) -> tuple[Section, ...]:
-    """The report as titled tables of plain cells."""
-    parts = (_memory, _promise, _stages, _collectives, _overlap, _compute, _lint, _notes)
-    return tuple(section for part in parts if (section := part(report)) is not None)
+    """Return the report as titled tables of plain cells."""
+    makers = (_memory, _promise, _stages, _collectives, _overlap, _compute, _lint, _notes)
+    return tuple(section for make in makers if (section := make(report)) is not None)
 
 
 INVALIDATING = ("wide-compute",)
@@ -126,7 +123,7 @@ INVALIDATING = ("wide-compute",)
 
 
 def headline(report: Report) -> tuple[Cell, ...]:
-    """What was compiled for what, and the verdicts in one line each."""
+    """Return one line about the strategy and target, and one per verdict."""
     devices = f"{report.devices:,} device" + "s" * (report.devices != 1)
     speed = () if report.compute.predicted_step_s is None else _speed(report)
     return (
@@ -138,31 +135,32 @@ def headline(report: Report) -> tuple[Cell, ...]:
 
 
 def _speed(report: Report) -> tuple[Cell, ...]:
-    """The predicted time in one line, then the findings that invalidate it."""
+    """Return the predicted step time in one line, followed by the findings that invalidate it."""
     compute, hidden = report.compute, report.overlap.hidden_fraction
     assert compute.predicted_step_s is not None
-    said = [f"a step takes {human_time(compute.predicted_step_s)}", f"bound by {compute.bound}"]
+    phrases = [f"a step takes {human_time(compute.predicted_step_s)}", f"bound by {compute.bound}"]
     if compute.bracket is not None:
         # The lower end assumes that all communication is hidden, so the simulated schedule is not the best case.
         low_s, high_s = compute.bracket.low_s, compute.bracket.high_s
-        said[0] = f"a step takes {human_time(low_s)} to {human_time(high_s)}"
+        phrases[0] = f"a step takes {human_time(low_s)} to {human_time(high_s)}"
         if low_s <= compute.predicted_step_s <= high_s:  # measured rates can move the range past it
-            said.insert(1, f"{human_time(compute.predicted_step_s)} in the simulated schedule")
+            phrases.insert(1, f"{human_time(compute.predicted_step_s)} in the simulated schedule")
     if compute.utilisation is not None:
-        said.append(f"{compute.utilisation:.0%} model FLOP utilisation with {compute.rates}")
+        phrases.append(f"{compute.utilisation:.0%} model FLOP utilisation with {compute.rates}")
     if hidden is not None:
-        said.append(f"{_percent(hidden)} of communication hidden")
-    wrong = [one for one in report.findings if one.rule in INVALIDATING]
+        phrases.append(f"{_percent(hidden)} of communication hidden")
+    wrong = [finding for finding in report.findings if finding.rule in INVALIDATING]
+    reason = "time and utilisation are not for the requested precision"
     return (
-        Cell(", ".join(said), "warn" if wrong else ""),
-        *(Cell(f"✘ time and utilisation are not for the requested precision: {one.what}", "bad") for one in wrong),
+        Cell(", ".join(phrases), "warn" if wrong else ""),
+        *(Cell(f"✘ {reason}: {finding.what}", "bad") for finding in wrong),
     )
 
 
 def _memory_verdict(memory: Memory) -> Cell:
     peak = human_bytes(memory.peak_bytes)
     if memory.fits is None or memory.limit_bytes is None:
-        return Cell(f"peak {peak} a device; the limit of this device is not known")
+        return Cell(f"peak {peak} per device; the memory limit of this device is unknown")
     share = f"{peak} of {human_bytes(memory.limit_bytes)} ({_percent(memory.peak_bytes / memory.limit_bytes)})"
     if not memory.fits:
         return Cell(f"✘ does not fit: {share}", "bad")
@@ -171,25 +169,25 @@ def _memory_verdict(memory: Memory) -> Cell:
 
 def _memory(report: Report) -> Section:
     memory = report.memory
-    whole = memory.limit_bytes or memory.peak_bytes or 1
-    said: list[tuple[str, int, Style]] = [
+    total = memory.limit_bytes or memory.peak_bytes or 1
+    sizes: list[tuple[str, int, Style]] = [
         ("parameters", memory.params_bytes, ""),
         ("optimizer state", memory.optimizer_bytes, ""),
         ("other state", memory.other_bytes, ""),
         ("batch", memory.batch_bytes, ""),
         ("temporaries", memory.temporaries_bytes, ""),
-        ("  gradients among them", memory.gradients_bytes, "faint"),
+        ("  of these, gradients", memory.gradients_bytes, "faint"),
         ("outputs", memory.output_bytes, ""),
         ("peak", memory.peak_bytes, "strong"),
     ]
     head = "of the limit>" if memory.limit_bytes else "of the peak>"
     rows = tuple(
-        (Cell(what, style), Cell(human_bytes(size), style), Cell(_percent(size / whole), style, share=size / whole))
-        for what, size, style in said
+        (Cell(name, style), Cell(human_bytes(size), style), Cell(_percent(size / total), style, share=size / total))
+        for name, size, style in sizes
     )
-    parts: list[Table | Cell] = [Table(columns=("on one device", "bytes>", head), rows=rows)]
+    parts: list[Table | Cell] = [Table(columns=("per device", "bytes>", head), rows=rows)]
     if memory.host_bytes:
-        parts.append(Cell(f"{human_bytes(memory.host_bytes)} more in pinned memory of the host"))
+        parts.append(Cell(f"plus {human_bytes(memory.host_bytes)} in pinned host memory"))
     if memory.note:
         parts.append(Cell(memory.note, "warn"))
     if memory.remedies:
@@ -202,41 +200,39 @@ def _memory(report: Report) -> Section:
 def _remedies(memory: Memory) -> Table:
     rows = tuple(
         (
-            Cell("✔" if one.fits else "✘", "good" if one.fits else "bad"),
-            Cell(one.change, "strong" if one.fits else ""),
-            Cell("–" if one.peak_bytes is None else human_bytes(one.peak_bytes)),
-            Cell(one.reason, "faint"),
+            Cell("✔" if remedy.fits else "✘", "good" if remedy.fits else "bad"),
+            Cell(remedy.change, "strong" if remedy.fits else ""),
+            Cell("–" if remedy.peak_bytes is None else human_bytes(remedy.peak_bytes)),
+            Cell(remedy.reason, "faint"),
         )
-        for one in memory.remedies
+        for remedy in memory.remedies
     )
-    return Table(title="What would make it fit", columns=("", "change", "peak>", "why not compiled"), rows=rows)
+    return Table(title="Changes that save memory", columns=("", "change", "peak>", "why not compiled"), rows=rows)
 
 
 def _largest(memory: Memory) -> Table:
-    most = max(one.nbytes for one in memory.largest)
+    maximum = max(item.nbytes for item in memory.largest)
     rows = tuple(
         (
-            Cell(human_bytes(one.nbytes), share=one.nbytes / (most or 1)),
-            Cell(one.what),
-            Cell(_where(one.module, one.source)),
-            Cell(one.shape + (f" ×{one.count}" if one.count > 1 else ""), "faint"),
+            Cell(human_bytes(item.nbytes), share=item.nbytes / (maximum or 1)),
+            Cell(item.what),
+            Cell(_where(item.module, item.source)),
+            Cell(item.shape + (f" ×{item.count}" if item.count > 1 else ""), "faint"),
         )
-        for one in memory.largest[:8]
+        for item in memory.largest[:8]
     )
-    return Table(title="Largest", columns=("bytes>", "what", "where", "the largest array?"), rows=rows)
+    return Table(title="Largest", columns=("bytes>", "kind", "where", "largest array?"), rows=rows)
 
 
 def _promise_verdict(promise: MatchResult) -> Cell:
-    broken = [
-        *([f"{len(promise.unexpected)} unexpected collective(s)"] if promise.unexpected else []),
-        *([f"{len(promise.missing)} promise(s) not found"] if promise.missing else []),
-    ]
-    if not broken and promise.unannotated_axes:
-        over = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
-        return Cell(f"✔ sends what the strategy promised; over {over} nothing can be promised", "warn")
-    if not broken:
-        return Cell("✔ sends what the strategy promised, and nothing else", "good")
-    return Cell("✘ " + ", ".join(broken), "bad" if promise.unexpected else "warn")
+    counts = {"unexpected": len(promise.unexpected), "missing": len(promise.missing)}
+    wrong = [f"{count} {name} collective{'s' * (count > 1)}" for name, count in counts.items() if count]
+    if wrong:
+        return Cell("✘ " + ", ".join(wrong), "bad" if promise.unexpected else "warn")
+    if promise.unannotated_axes:
+        axes = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
+        return Cell(f"✔ collectives match the strategy; those over {axes} cannot be checked", "warn")
+    return Cell("✔ collectives match the strategy", "good")
 
 
 def _promise(report: Report) -> Section:
@@ -247,93 +243,89 @@ def _promise(report: Report) -> Section:
     if promise.missing:
         parts.append(_lines("Missing", promise.missing, "bad"))
     if promise.kept:
-        parts.append(_lines("Kept", promise.kept, ""))
+        parts.append(_lines("Found", promise.kept, ""))
     if promise.kernels:
-        parts.append(_lines("Sent by kernels", promise.kernels, ""))
+        parts.append(_lines("From kernels", promise.kernels, ""))
     if promise.unannotated_axes:
-        over = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
+        axes = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
         parts.append(
             Cell(
-                f"Rules split parameters over {over}, but nothing says how activations lie there, so what they send "
-                "cannot be held to anything. To have it held, give parameters names, mp.names(...), lay activations "
-                "out, Rules(activations=...), and join mp.tensor_parallel().",
+                f"Rules shard parameters over {axes}, but activations have no sharding over these axes, so their "
+                "collectives cannot be checked. To check them, name the dims of parameters with mp.names(...), add "
+                "Rules(activations=...), and add mp.tensor_parallel() to the strategy.",
                 "warn",
             )
         )
         if promise.untold:
-            parts.append(_lines(f"Sent over {over}", promise.untold, ""))
+            parts.append(_lines(f"Over {axes}", promise.untold, ""))
     if promise.small:
-        sent = human_bytes(sum(one.found_bytes for one in promise.small))
-        count = sum(one.found_count for one in promise.small)
-        parts.append(Cell(f"Losses, metrics, norms and the like: {count:,} small arrays, {sent} in all.", "faint"))
+        sent = human_bytes(sum(entry.found_bytes for entry in promise.small))
+        count = sum(entry.found_count for entry in promise.small)
+        parts.append(Cell(f"Losses, metrics, norms etc.: {count:,} small arrays, {sent} in total.", "faint"))
     if not report.collectives:
-        parts.append(Cell("Nothing is sent."))
-    return Section(title="Promise", parts=tuple(parts))
+        parts.append(Cell("The program has no collectives."))
+    return Section(title="Expected collectives", parts=tuple(parts))
 
 
 def _stages(report: Report) -> Section | None:
     stages = report.stages
     if stages is None:
         return None
-    whole = f"{stages.schedule}: {stages.stages} stages, {stages.microbatches} microbatches, {stages.ticks} ticks"
-    said = [
-        ("bubble of the schedule, one step alone", f"{stages.bubble_fraction:.1%}"),
-        ("bubble of the schedule, from a stage's first op to its last", f"{stages.span_bubble_fraction:.1%}"),
-        *(() if stages.waiting_fraction is None else (
-            ("of the predicted step, waiting for other stages", f"{stages.waiting_fraction:.1%}"),
-        )),
-        ("activations of a part that each stage holds at once", ", ".join(map(str, stages.peak_activations))),
-        ("results from stage to stage", f"{stages.messages:,} of {human_bytes(stages.message_bytes)} a device"),
-    ]  # fmt: skip
-    rows = tuple((Cell(what), Cell(number)) for what, number in said)
-    parts = [Table(columns=("", "in a step"), rows=rows)]
+    verdict = f"{stages.schedule}: {stages.stages} stages, {stages.microbatches} microbatches, {stages.ticks} ticks"
+    numbers = {
+        "bubble of the schedule, a single step": f"{stages.bubble_fraction:.1%}",
+        "bubble of the schedule, from a stage's first op to its last": f"{stages.span_bubble_fraction:.1%}",
+    }
+    if stages.waiting_fraction is not None:
+        numbers["waiting for other stages, fraction of the predicted step"] = f"{stages.waiting_fraction:.1%}"
+    numbers["peak number of saved chunk activations per stage"] = ", ".join(map(str, stages.peak_activations))
+    messages = f"{stages.messages:,} of {human_bytes(stages.message_bytes)} per device"
+    numbers["messages between stages"] = messages
+    rows = tuple((Cell(name), Cell(number)) for name, number in numbers.items())
+    parts = [Table(columns=("", "per step"), rows=rows)]
     if stages.gathering:
-        parts.append(
-            Table(
-                title="When weights are gathered",
-                columns=("gather", "sent a step>", "weights held>"),
-                rows=tuple(
-                    (
-                        Cell(f"once a {one.gather}" + " ✔" * is_so, "strong" if is_so else ""),
-                        Cell(human_bytes(one.sent_bytes)),
-                        Cell(human_bytes(one.held_bytes)),
-                    )
-                    for one in stages.gathering
-                    for is_so in [one.gather == stages.gather]
-                ),
+        choices = tuple(
+            (
+                Cell(f"once per {option.gather}" + " ✔" * is_used, "strong" if is_used else ""),
+                Cell(human_bytes(option.sent_bytes)),
+                Cell(human_bytes(option.held_bytes)),
             )
+            for option in stages.gathering
+            for is_used in [option.gather == stages.gather]
         )
-    return Section(title="Stages", verdict=Cell(whole), parts=tuple(parts))
+        columns = ("gather", "sent per step>", "gathered weights>")
+        parts.append(Table(title="Gathering of weights", columns=columns, rows=choices))
+    return Section(title="Stages", verdict=Cell(verdict), parts=tuple(parts))
 
 
-def unexpected_text(one: Unexpected) -> str:
-    """An unexpected collective in one line."""
-    sent = f"{human_bytes(one.bytes_sent_per_device)} in {one.count_per_step:,} a step"
-    return (
-        f"{one.kind} over {'*'.join(one.axes)} of {one.tensor}, {sent}, in {_where(one.module, one.source)}: {one.fix}"
-    )
+def unexpected_text(collective: Unexpected) -> str:
+    """Return a line about an unexpected collective."""
+    sent = f"{human_bytes(collective.bytes_sent_per_device)} in {collective.count_per_step:,} per step"
+    where = _where(collective.module, collective.source)
+    operation = f"{collective.kind} over {'*'.join(collective.axes)} of {collective.tensor}"
+    return f"{operation}, {sent}, in {where}: {collective.fix}"
 
 
-def _unexpected(found: Sequence[Unexpected]) -> Table:
+def _unexpected(collectives: Sequence[Unexpected]) -> Table:
     rows = tuple(
         (
-            Cell(f"{one.kind} over {'*'.join(one.axes)}", "bad"),
-            Cell(f"{human_bytes(one.bytes_sent_per_device)} in {one.count_per_step:,}"),
+            Cell(f"{collective.kind} over {'*'.join(collective.axes)}", "bad"),
+            Cell(f"{human_bytes(collective.bytes_sent_per_device)} in {collective.count_per_step:,}"),
             Cell(
-                f"{one.tensor} in {_where(one.module, one.source)}"
-                + (f" ({one.operation})" if one.operation else "")
-                + f", in {one.layers} layers" * (one.layers > 1)
+                f"{collective.tensor} in {_where(collective.module, collective.source)}"
+                + (f" ({collective.operation})" if collective.operation else "")
+                + f", in {collective.layers} layers" * (collective.layers > 1)
             ),
             Cell(fix),
         )
-        for one, fix in zip(found, _once(one.fix for one in found), strict=True)
+        for collective, fix in zip(collectives, _once(c.fix for c in collectives), strict=True)
     )
-    columns = ("collective", "sent a step>", "what travels, and the line that caused it", "suggested fix")
+    columns = ("collective", "sent per step>", "tensor and source line", "suggested fix")
     return Table(title="Unexpected", columns=columns, rows=rows, rest="more, smaller")
 
 
 def _once(texts: Iterable[str]) -> Iterator[str]:
-    """Each text where it comes first; `as above` where it comes again."""
+    """Yield the texts, with repetitions replaced by "as above"."""
     seen: set[str] = set()
     for text in texts:
         yield "as above" if text in seen else text
@@ -343,91 +335,88 @@ def _once(texts: Iterable[str]) -> Iterator[str]:
 def _lines(title: str, lines: Sequence[MatchEntry], style: Style) -> Table:
     rows = tuple(
         (
-            Cell(one.role, style),
-            Cell(one.kind + (f", lowered as {one.lowered_as}" if one.lowered_as else "")),
-            Cell("*".join(one.axes)),
-            Cell(_times(one.count)),
-            Cell(f"{one.found_count:,}", "" if one.count[0] <= one.found_count <= one.count[1] else "bad"),
-            Cell(human_bytes(one.bytes_sent_per_device)),
-            Cell(human_bytes(one.found_bytes)),
-            Cell(_some(one.tensors), "faint"),
+            Cell(entry.role, style),
+            Cell(entry.kind + (f", lowered as {entry.lowered_as}" if entry.lowered_as else "")),
+            Cell("*".join(entry.axes)),
+            Cell(" to ".join(f"{count:,}" for count in dict.fromkeys(entry.count))),
+            Cell(f"{entry.found_count:,}", "" if entry.count[0] <= entry.found_count <= entry.count[1] else "bad"),
+            Cell(human_bytes(entry.bytes_sent_per_device)),
+            Cell(human_bytes(entry.found_bytes)),
+            Cell(
+                ", ".join(entry.tensors[:2])
+                + (f" and {len(entry.tensors) - 2} more" if len(entry.tensors) > 2 else ""),
+                "faint",
+            ),
         )
-        for one in lines
+        for entry in lines
     )
-    columns = ("what for", "kind", "axes", "arrays promised>", "found>", "bytes promised>", "found>", "tensors?")
+    columns = ("purpose", "kind", "axes", "expected arrays>", "found>", "expected bytes>", "found>", "tensors?")
     return Table(title=title, columns=columns, rows=rows)
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _collectives(report: Report) -> Section | None:
     if not report.collectives:
         return None
-    sent = sum(one.collective.bytes_sent_per_step for one in report.collectives)
-    runs = sum(one.collective.count_per_step for one in report.collectives)
-    verdict = Cell(f"{human_bytes(sent)} sent by each device in a step, in {runs:,} collectives")
+    sent = sum(item.collective.bytes_sent_per_step for item in report.collectives)
+    runs = sum(item.collective.count_per_step for item in report.collectives)
+    verdict = Cell(f"each device sends {human_bytes(sent)} per step, in {runs:,} collectives")
     return Section(title="Collectives", verdict=verdict, parts=(_totals(report), _groups(report)))
 
 
 def _totals(report: Report) -> Table:
-    found = flat(report.totals)
-    most = max(total.bytes_sent_per_device for total in found.values()) or 1
-    crossing = {one.collective.axes_label for one in report.collectives if one.crosses_node}
+    totals = flat(report.totals)
+    maximum = max(total.bytes_sent_per_device for total in totals.values()) or 1
+    crossing = {item.collective.axes_label for item in report.collectives if item.crosses_node}
+    has_nodes = any(item.crosses_node is not None for item in report.collectives)
     rows = tuple(
         (
             Cell(axes, "strong"),
             Cell(kind),
             Cell(f"{total.count_per_step:,}"),
-            Cell(human_bytes(total.bytes_sent_per_device), share=total.bytes_sent_per_device / most),
-            *((Cell("across nodes" if axes in crossing else "inside a node"),) if _knows_nodes(report) else ()),
+            Cell(human_bytes(total.bytes_sent_per_device), share=total.bytes_sent_per_device / maximum),
+            *((Cell("across nodes" if axes in crossing else "within a node"),) if has_nodes else ()),
         )
-        for (axes, kind), total in sorted(found.items(), key=lambda item: -item[1].bytes_sent_per_device)
+        for (axes, kind), total in sorted(totals.items(), key=lambda item: -item[1].bytes_sent_per_device)
     )
-    columns = ("axes", "kind", "runs a step>", "sent a step>", *(("where",) if _knows_nodes(report) else ()))
+    columns = ("axes", "kind", "runs per step>", "sent per step>", *(("where",) if has_nodes else ()))
     return Table(title="Totals", columns=columns, rows=rows)
 
 
-def _knows_nodes(report: Report) -> bool:
-    return any(one.crosses_node is not None for one in report.collectives)
-
-
 def _groups(report: Report) -> Table:
-    """Collectives of one kind from one line as one row, the ones that cost most first."""
+    """Return a row for all collectives of a kind from the same source line, the most expensive first."""
     groups: dict[tuple[Any, ...], list[Sent]] = {}
-    for one in report.collectives:
-        it = one.collective
-        key = (it.kind, it.axes, it.dtype, it.module, it.source, it.is_backward, it.origin, it.logical_kind)
-        groups.setdefault(key, []).append(one)
-    timed = any(one.time_s is not None for one in report.collectives)
+    for item in report.collectives:
+        c = item.collective
+        key = (c.kind, c.axes, c.dtype, c.module, c.source, c.is_backward, c.origin, c.logical_kind)
+        groups.setdefault(key, []).append(item)
+    timed = any(item.time_s is not None for item in report.collectives)
 
     def cost(members: Sequence[Sent]) -> tuple[float, float]:
         return sum(m.time_s or 0.0 for m in members), sum(m.collective.bytes_sent_per_step for m in members)
 
     ordered = sorted(groups.values(), key=cost, reverse=True)
-    most = max(cost(members)[1] for members in ordered) or 1
+    maximum = max(cost(members)[1] for members in ordered) or 1
     rows = []
     for members in ordered:
-        it = members[0].collective
+        c = members[0].collective
         time_s, nbytes = cost(members)
         hidden_s = sum((m.time_s or 0.0) * (m.hidden_fraction or 0.0) for m in members)
         arrays = sum(len(m.collective.parts) for m in members)
         runs = sum(m.collective.count_per_step for m in members)
         rows.append(
             (
-                Cell(it.kind + (f" (a {it.logical_kind})" if it.logical_kind != it.kind else "")),
-                Cell(it.axes_label),
-                Cell(_where(it.module, it.source) + ("" if it.origin == "partitioner" else " · written in a kernel")),
-                Cell("backward" if it.is_backward else "forward", "faint"),
-                Cell(f"{it.dtype} ×{arrays}" if arrays > 1 else it.dtype),
-                Cell(f"{runs:,}" + ("" if it.count_known else "+")),
-                Cell(human_bytes(nbytes), share=nbytes / most),
+                Cell(c.kind + (f" (a {c.logical_kind})" if c.logical_kind != c.kind else "")),
+                Cell(c.axes_label),
+                Cell(_where(c.module, c.source) + ("" if c.origin == "partitioner" else " · kernel")),
+                Cell("backward" if c.is_backward else "forward", "faint"),
+                Cell(f"{c.dtype} ×{arrays}" if arrays > 1 else c.dtype),
+                Cell(f"{runs:,}" + ("" if c.count_known else "+")),
+                Cell(human_bytes(nbytes), share=nbytes / maximum),
                 *((Cell(human_time(time_s)), Cell(_percent(hidden_s / time_s if time_s else None))) if timed else ()),
             )
         )
     columns = ("kind", "axes", "where", "pass?", "arrays?", "runs>", "sent>", *(("time>", "hidden>") if timed else ()))
-    return Table(title="Each, with what XLA combined as one", columns=columns, rows=tuple(rows), rest="more, smaller")
+    return Table(title="By source line", columns=columns, rows=tuple(rows), rest="more, smaller")
 
 
 def _overlap(report: Report) -> Section | None:
@@ -435,24 +424,24 @@ def _overlap(report: Report) -> Section | None:
     if overlap.hidden_fraction is None:
         return None
     waits = report.compute.exposed_s
-    verdict = Cell(f"{_percent(overlap.hidden_fraction)} of the time on the wire is hidden behind compute")
+    verdict = Cell(f"{_percent(overlap.hidden_fraction)} of the communication time is overlapped with compute")
     exposed = Table(
-        title="Nothing to hide behind",
-        columns=("kind", "axes", "where", "waited for>", "behind"),
+        title="Not overlapped",
+        columns=("kind", "axes", "where", "exposed>", "overlapped with"),
         rows=tuple(
             (
-                Cell(one.collective.kind, "warn"),
-                Cell(one.collective.axes_label),
-                Cell(_where(one.collective.module, one.collective.source)),
-                Cell(human_time(one.exposed_s)),
-                Cell("small kernels only" if one.cover == "kernels" else one.cover, "faint"),
+                Cell(item.collective.kind, "warn"),
+                Cell(item.collective.axes_label),
+                Cell(_where(item.collective.module, item.collective.source)),
+                Cell(human_time(item.exposed_s)),
+                Cell("small kernels only" if item.cover == "kernels" else item.cover, "faint"),
             )
-            for one in overlap.exposed
+            for item in overlap.exposed
         ),
         most=8,
     )
     per_axis = Table(
-        columns=("axes", "on the wire>", "hidden>", "waited for>"),
+        columns=("axes", "communication>", "hidden>", "exposed>"),
         rows=tuple(
             (
                 Cell(axes, "strong"),
@@ -470,35 +459,33 @@ def _compute(report: Report) -> Section:
     compute = report.compute
     rows = [(Cell("in the program"), Cell(human_flops(compute.flops_per_device)), Cell(""))]
     if compute.model_flops_per_device is not None:
-        over = "" if compute.ratio is None else f"the program has {compute.ratio:.2f}× as many"
-        rows.append(
-            (Cell("the model asks for"), Cell(human_flops(compute.model_flops_per_device)), Cell(over, "faint"))
-        )
-    parts: list[Table | Cell] = [Table(columns=("FLOPs a device and step", "number>", ""), rows=tuple(rows))]
+        ratio = "" if compute.ratio is None else f"the program has {compute.ratio:.2f}× as many"
+        rows.append((Cell("in the model"), Cell(human_flops(compute.model_flops_per_device)), Cell(ratio, "faint")))
+    parts: list[Table | Cell] = [Table(columns=("FLOPs per device and step", "number>", ""), rows=tuple(rows))]
     if compute.library_calls:
         calls = tuple((Cell(target), Cell(f"{times:,}")) for target, times in compute.library_calls.items())
-        parts.append(Table(columns=("kernels of libraries", "calls a step>"), rows=calls))
+        parts.append(Table(columns=("library kernels", "calls per step>"), rows=calls))
     if compute.predicted_step_s is not None:
         parts.append(_step_time(report))
     if compute.bracket is not None:
-        whose = "; ".join(compute.bracket.sources)
+        sources = "; ".join(compute.bracket.sources)
         low, high = human_time(compute.bracket.low_s), human_time(compute.bracket.high_s)
-        parts.append(Cell(f"· {low} with every message hidden, {high} with none. {whose}", "faint"))
+        parts.append(Cell(f"· {low} with full overlap, {high} with no overlap. {sources}", "faint"))
     return Section(title="Compute", parts=tuple(parts))
 
 
 def _step_time(report: Report) -> Table:
     compute = report.compute
-    whole = compute.predicted_step_s or 1.0
-    spent = {"kernels bound by FLOPs": compute.compute_s or 0.0, "kernels bound by memory": compute.memory_s or 0.0}
-    spent |= {} if compute.launch_s is None else {"launching what is shorter than a launch": compute.launch_s}
-    spent |= {f"waiting for {axes}": time_s for axes, time_s in compute.exposed_s.items()}
-    spent |= {} if compute.bubble_s is None else {"waiting for other stages: the bubble": compute.bubble_s}
+    step_s = compute.predicted_step_s or 1.0
+    times = {"kernels bound by FLOPs": compute.compute_s or 0.0, "kernels bound by memory": compute.memory_s or 0.0}
+    times |= {} if compute.launch_s is None else {"launch overhead": compute.launch_s}
+    times |= {f"exposed communication over {axes}": time_s for axes, time_s in compute.exposed_s.items()}
+    times |= {} if compute.bubble_s is None else {"pipeline bubble": compute.bubble_s}
     rows = tuple(
-        (Cell(what), Cell(human_time(time_s)), Cell(_percent(time_s / whole), share=time_s / whole))
-        for what, time_s in sorted(spent.items(), key=lambda item: -item[1])
+        (Cell(name), Cell(human_time(time_s)), Cell(_percent(time_s / step_s), share=time_s / step_s))
+        for name, time_s in sorted(times.items(), key=lambda item: -item[1])
     )
-    return Table(columns=("where the step goes", "time>", "of the step>"), rows=rows)
+    return Table(columns=("step time by cause", "time>", "of the step>"), rows=rows)
 
 
 def _lint(report: Report) -> Section | None:
@@ -506,28 +493,30 @@ def _lint(report: Report) -> Section | None:
         return None
     rows = tuple(
         (
-            Cell(one.rule, "warn"),
-            Cell(human_bytes(one.nbytes)),
-            Cell(f"{one.what} in {_where(one.module, one.source)}" + f", {one.count} alike" * (one.count > 1)),
+            Cell(finding.rule, "warn"),
+            Cell(human_bytes(finding.nbytes)),
+            Cell(
+                f"{finding.what} in {_where(finding.module, finding.source)}"
+                + f", {finding.count} times" * (finding.count > 1)
+            ),
             Cell(fix),
         )
-        for one, fix in zip(report.findings, _once(one.fix for one in report.findings), strict=True)
+        for finding, fix in zip(report.findings, _once(f.fix for f in report.findings), strict=True)
     )
     verdict = Cell(f"{len(rows)} finding" + "s" * (len(rows) > 1), "warn")
-    columns = ("rule", "costs>", "what", "suggested fix")
+    columns = ("rule", "cost>", "finding", "suggested fix")
     return Section(title="Lint", verdict=verdict, parts=(Table(columns=columns, rows=rows),))
 
 
 def _notes(report: Report) -> Section:
-    said = dict.fromkeys([*report.notes, *filter(None, [report.overlap.reason]), *report.compute.notes])
+    notes = dict.fromkeys([*report.notes, *filter(None, [report.overlap.reason]), *report.compute.notes])
     options = ", ".join(f"{name}={json.dumps(value)}" for name, value in report.compile_options.items())
-    compiled = f"program {report.fingerprint}, compiled in {human_time(report.compile_s)}" + f" with {options}" * bool(
-        options
-    )
-    return Section(title="Notes", parts=tuple(Cell(f"· {note}", "faint") for note in (*said, compiled)))
+    compiled = f"program {report.fingerprint}, compiled in {human_time(report.compile_s)}"
+    compiled += f" with {options}" * bool(options)
+    return Section(title="Notes", parts=tuple(Cell(f"· {note}", "faint") for note in (*notes, compiled)))
 
 
-# ---- In a terminal ---------------------------------------------------------------------------------------------------
+# ---- Terminal --------------------------------------------------------------------------------------------------------
 
 _RICH: Mapping[Style, str] = {
     "": "", "good": "green", "bad": "bold red", "warn": "yellow", "faint": "dim", "strong": "bold"
@@ -535,19 +524,19 @@ _RICH: Mapping[Style, str] = {
 
 
 def as_rich(report: Report) -> Any:
-    """The report as something rich can print."""
+    """Return the report as a renderable of rich."""
     from rich.console import Group
 
     return Group(*_rich_parts(headline(report), sections(report)))
 
 
 def as_text(report: Report) -> str:
-    """The report as plain text, 160 columns wide."""
+    """Return the report as plain text, 160 columns wide."""
     return text_of(as_rich(report))
 
 
 def text_of(renderable: Any, columns: int = TEXT_COLUMNS) -> str:
-    """What rich would print, without colours."""
+    """Return the text that rich prints, without colours."""
     from rich.console import Console
 
     console = Console(width=columns, color_system=None, force_terminal=False, force_jupyter=False, highlight=False)
@@ -557,7 +546,7 @@ def text_of(renderable: Any, columns: int = TEXT_COLUMNS) -> str:
 
 
 def rich_of(parts: Iterable[Section]) -> Any:
-    """Sections as something rich can print."""
+    """Return sections as a renderable of rich."""
     from rich.console import Group
 
     return Group(*_rich_parts((), tuple(parts)))
@@ -567,15 +556,15 @@ def _rich_parts(head: Sequence[Cell], parts: Sequence[Section]) -> Iterator[Any]
     from rich.padding import Padding
 
     yield from (_rich_text(cell) for cell in head)
-    room_above = bool(head)
+    needs_gap = bool(head)
     for section in parts:
-        if room_above:
+        if needs_gap:
             yield ""
         yield _rich_title(section)
         for part in section.parts:
             yield Padding(_rich_text(part) if isinstance(part, Cell) else _Fitted(part), (0, 0, 0, 2), expand=False)
-            # A table ends with an empty line, but for one that tells of further rows there.
-            room_above = isinstance(part, Cell) or len(part.rows) > part.most
+            # A table ends with an empty line, unless its caption counts further rows.
+            needs_gap = isinstance(part, Cell) or len(part.rows) > part.most
 
 
 def _rich_title(section: Section) -> Any:
@@ -590,20 +579,20 @@ def _rich_title(section: Section) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Fitted:
-    """A table with as many of its columns as there is room for."""
+    """A table without its optional columns in a narrow terminal."""
 
     table: Table
 
-    def _drawn(self, options: Any) -> Any:
+    def _fitted(self, options: Any) -> Any:
         return _rich_table(self.table if options.max_width >= ROOMY_COLUMNS else self.table.without_optional())
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield self._drawn(options)
+        yield self._fitted(options)
 
     def __rich_measure__(self, console: Any, options: Any) -> Any:
         from rich.measure import Measurement
 
-        return Measurement.get(console, options, self._drawn(options))
+        return Measurement.get(console, options, self._fitted(options))
 
 
 def _rich_table(table: Table) -> Any:
@@ -619,14 +608,14 @@ def _rich_table(table: Table) -> Any:
         header_style="dim",
     )
     shown = table.rows[: table.most]
-    for at, (name, right) in enumerate(zip(table.names, table.are_numbers, strict=True)):
-        whole = right or max((len(row[at].text) for row in shown), default=0) <= SHORT_CELL
-        drawn.add_column(Text(name), justify="right" if right else "left", no_wrap=whole, overflow="fold")
+    for i, (name, right) in enumerate(zip(table.names, table.are_numbers, strict=True)):
+        no_wrap = right or max((len(row[i].text) for row in shown), default=0) <= SHORT_CELL
+        drawn.add_column(Text(name), justify="right" if right else "left", no_wrap=no_wrap, overflow="fold")
     for row in shown:
         drawn.add_row(*map(_rich_text, row))
-    rest = len(table.rows) - table.most
-    if rest > 0:
-        drawn.caption, drawn.caption_justify = Text(f"and {rest:,} {table.rest}", style="dim"), "left"
+    num_hidden = len(table.rows) - table.most
+    if num_hidden > 0:
+        drawn.caption, drawn.caption_justify = Text(f"and {num_hidden:,} {table.rest}", style="dim"), "left"
     return drawn
 
 
@@ -637,13 +626,13 @@ def _rich_text(cell: Cell) -> Any:
 
 
 def _printable(text: str) -> str:
-    """The text with control characters shown, not obeyed."""
+    """Return the text with control characters replaced."""
     return "".join(c if c.isprintable() else " " if c in "\n\t" else "�" for c in text)
 
 
-# ---- In a browser ----------------------------------------------------------------------------------------------------
+# ---- HTML ------------------------------------------------------------------------------------------------------------
 
-# Colours are mixed from whatever text and background are around it, so a light and a dark page both stay readable.
+# Colours inherit from the surrounding page, so the report is readable on light and dark backgrounds.
 _CSS = """
 .meshpar{font:13px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;max-width:1200px;color:inherit}
 .meshpar h2{font-size:15px;margin:1.4em 0 .3em;font-weight:650}
@@ -669,14 +658,14 @@ _PAGE_CSS = ":root{color-scheme:light dark}body{margin:2em auto;padding:0 1.2em;
 
 
 def as_html(report: Report) -> str:
-    """The report as a piece of HTML that needs nothing else; for notebooks."""
+    """Return the report as a self-contained HTML fragment, for notebooks."""
     return html_of(headline(report), sections(report))
 
 
 def as_page(
     report: Report, *, title: str, pictures: Mapping[str, str] | None = None, more: Iterable[Section] = ()
 ) -> str:
-    """The report as a whole HTML file that needs nothing else."""
+    """Return the report as a self-contained HTML page."""
     body = html_of(headline(report), (*sections(report), *more), pictures or {})
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -686,26 +675,26 @@ def as_page(
 
 
 def html_of(head: Sequence[Cell], parts: Iterable[Section], pictures: Mapping[str, str] | None = None) -> str:
-    """Cells, sections and pictures as a piece of HTML."""
-    drawn = [f"<h3>{_escaped(caption)}</h3>{_html_picture(caption, svg)}" for caption, svg in (pictures or {}).items()]
-    said = [f"<p>{_html_span(cell)}</p>" for cell in head]
-    lines = ['<div class="meshpar">', f"<style>{_CSS}</style>", *said, *drawn, *map(_html_section, parts), "</div>"]
+    """Return cells, SVG pictures by caption, and sections as an HTML fragment."""
+    images = [f"<h3>{_escaped(caption)}</h3>{_html_picture(caption, svg)}" for caption, svg in (pictures or {}).items()]
+    cells = [f"<p>{_html_span(cell)}</p>" for cell in head]
+    lines = ['<div class="meshpar">', f"<style>{_CSS}</style>", *cells, *images, *map(_html_section, parts), "</div>"]
     return "\n".join(lines)
 
 
 def _html_section(section: Section) -> str:
     verdict = "" if section.verdict is None else _html_span(section.verdict)
-    said = (f"<p>{_html_span(part)}</p>" if isinstance(part, Cell) else _html_table(part) for part in section.parts)
-    return f"<h2>{_escaped(section.title)}{verdict}</h2>\n" + "\n".join(said)
+    body = (f"<p>{_html_span(part)}</p>" if isinstance(part, Cell) else _html_table(part) for part in section.parts)
+    return f"<h2>{_escaped(section.title)}{verdict}</h2>\n" + "\n".join(body)
 
 
 def _html_table(table: Table) -> str:
     title = f"<h3>{_escaped(table.title)}</h3>" if table.title else ""
     shown = _html_rows(table, table.rows[: table.most])
-    rest = table.rows[table.most :]
-    if not rest:
+    hidden = table.rows[table.most :]
+    if not hidden:
         return title + shown
-    folded = f"<summary>{len(rest):,} {_escaped(table.rest)}</summary>{_html_rows(table, rest)}"
+    folded = f"<summary>{len(hidden):,} {_escaped(table.rest)}</summary>{_html_rows(table, hidden)}"
     return f"{title}{shown}<details>{folded}</details>"
 
 
@@ -727,15 +716,12 @@ def _html_cell(cell: Cell, right: bool) -> str:
 
 
 def _html_span(cell: Cell) -> str:
-    return (
-        f'<span class="{cell.style}">{_escaped(cell.text)}</span>'
-        if cell.style
-        else f"<span>{_escaped(cell.text)}</span>"
-    )
+    attribute = f' class="{cell.style}"' if cell.style else ""
+    return f"<span{attribute}>{_escaped(cell.text)}</span>"
 
 
 def _html_picture(caption: str, svg: str) -> str:
-    # As an image and not as markup: ids of several drawings in one page would clash.
+    # An image, because the ids of inline SVGs would clash.
     encoded = base64.b64encode(svg.encode()).decode()
     return f'<img alt="{_escaped(caption)}" src="data:image/svg+xml;base64,{encoded}">'
 

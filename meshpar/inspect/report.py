@@ -1,4 +1,4 @@
-"""Report: what a compiled training step holds, sends and computes, as one value."""
+"""The report on a compiled training step: memory, collectives, compute and findings."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from meshpar.sharding.printing import Plain, plain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sent:
-    """One collective of the program, with where it runs and what hides it."""
+    """A collective of the program, with its simulated duration and overlap."""
 
     collective: Collective
     crosses_node: bool | None
-    """Whether some group has devices of several nodes; None without a cluster."""
+    """True if a device group spans nodes; None without a cluster."""
     time_s: float | None
-    """On the wire, all its runs in a step; None without a timeline."""
+    """Duration of all runs in a step; None without a timeline."""
     hidden_fraction: float | None
-    """Of that time, while compute was at work."""
+    """Fraction of `time_s` that is overlapped with compute."""
 
     def to_json(self) -> dict[str, Any]:
-        one = self.collective
-        said = (
+        collective = self.collective
+        names = (
             "kind", "axes", "dtype", "payload_bytes", "bytes_sent_per_device", "count_per_step", "count_known",
             "group_size", "module", "source", "op_name", "origin", "is_backward", "is_async", "in_branch",
         )  # fmt: skip
         return {
-            **{name: plain(getattr(one, name)) for name in said},
-            "count_by_stage": list(one.count_by_stage) or None,
-            "num_arrays": len(one.parts),
-            "stands_for": one.logical_kind if one.logical_kind != one.kind else None,
+            **{name: plain(getattr(collective, name)) for name in names},
+            "count_by_stage": list(collective.count_by_stage) or None,
+            "num_arrays": len(collective.parts),
+            "stands_for": collective.logical_kind if collective.logical_kind != collective.kind else None,
             "crosses_node": self.crosses_node,
             "time_s": self.time_s,
             "hidden_fraction": self.hidden_fraction,
@@ -49,13 +49,13 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report(Plain):
-    """What `explain` found. Prints as tables, shows as HTML in a notebook, and is plain data with `to_json`."""
+    """The result of `explain`. It prints as tables, displays as HTML in notebooks, and has `to_json`."""
 
     devices: int
     mesh: Mapping[str, int]
-    """Axis sizes in the mesh's order."""
+    """Sizes of the mesh axes, in mesh order."""
     target: str
-    """A cluster (`h100:8x8`) or the platform at hand (`cpu`)."""
+    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
     strategy: str
     memory: Memory
     collectives: tuple[Sent, ...]
@@ -63,38 +63,38 @@ class Report(Plain):
     overlap: Overlap
     compute: Compute
     findings: tuple[Finding, ...]
-    """What is costly and need not be."""
+    """Findings of the lint rules, the most expensive first."""
     compile_s: float
     compile_options: Mapping[str, Any]
-    """XLA's options by which it was compiled, beside its own defaults."""
+    """XLA options that differ from the defaults of XLA."""
     fingerprint: str
-    """Of the lowered program and its options: `meshpar train` prints the same where it runs the same."""
+    """Hash of the lowered program and its options. `meshpar train` prints it for the program that it runs."""
     notes: tuple[str, ...] = ()
-    """What the reader of the numbers should know about the target."""
+    """Limitations of the numbers on this target."""
     stages: Stages | None = None
-    """How stages share the work; None without them."""
+    """Summary of the pipeline schedule; None without pipeline stages."""
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
-    """The simulated step, to draw; not part of the JSON."""
+    """The simulated step, for plots. Not part of the JSON."""
     program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
-    """What was compiled; not part of the JSON."""
+    """The compiled program. Not part of the JSON."""
     derived = ("totals",)
 
     @property
     def totals(self) -> dict[str, dict[str, Total]]:
-        """Collectives a step by axes and kind."""
-        return census.totals(one.collective for one in self.collectives)
+        """Collectives per step, by axes and kind."""
+        return census.totals(sent.collective for sent in self.collectives)
 
     @property
     def is_as_promised(self) -> bool:
-        """Whether nothing is sent that the strategy did not promise.
+        """Whether the program has no unexpected collectives.
 
-        Of a model that lays no activations out this says: between modules they lie as the batch, and nothing is sent
-        but parameters and gradients. It says nothing of `promise.unannotated_axes`.
+        If the model constrains no activations, they are expected to keep the sharding of the batch, so that only
+        parameters and gradients are sent. Collectives over `promise.unannotated_axes` are not judged.
         """
         return not self.promise.unexpected
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; sizes in bytes, times in seconds."""
+        """Return the report as plain data, with sizes in bytes and times in seconds."""
         return {"lint" if name == "findings" else name: value for name, value in super().to_json().items()}
 
     def __rich__(self) -> Any:

@@ -1,6 +1,6 @@
-"""The reference decoder under every strategy, and the table of what each one splits and sends, from compiled programs.
+"""Table of the collectives of each strategy, from compiled programs of a small decoder.
 
-strategy ─► abstract state ─► compiled for a pod ─► census ─► one layer's collectives ─► a row
+strategy ─► abstract state ─► compiled for a pod ─► census ─► collectives of a layer ─► row
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from meshpar.training.state import TrainState, abstract_state
 from meshpar.training.step import TrainStep, train_step
 
 CLUSTER = "h100:1x8"
-"""Where the table is made for by default."""
+"""Default cluster of the table."""
 MODEL = TransformerConfig(
     vocab_size=80, num_layers=4, embed_dim=256, num_heads=8, num_kv_heads=8, head_dim=32, mlp_dim=768
 )
-"""Seven weight matrices and two norm scales in a layer."""
+"""A decoder with seven weight matrices and two norm scales per layer."""
 BATCH = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
 
 
@@ -45,43 +45,45 @@ class ReferenceCase:
     strategy: str
     mesh: str
     split: str
-    """What is split, in words."""
+    """The sharded arrays, as text."""
 
     def state(self) -> TrainState:
-        """The reference decoder's state under it, without arrays."""
+        """Return the abstract state of the decoder with this strategy."""
         mesh = MeshSpec.parse(self.mesh).abstract()
         return abstract_state(MODEL.build(), optax.adam(1e-3), mesh=mesh, strategy=parse_strategy(self.strategy))
 
 
 CASES = (
-    ReferenceCase(strategy="ddp()", mesh="data=8", split="the batch"),
+    ReferenceCase(strategy="ddp()", mesh="data=8", split="batch"),
     ReferenceCase(strategy="zero1()", mesh="fsdp=8", split="+ optimizer state"),
     ReferenceCase(strategy="zero2()", mesh="fsdp=8", split="+ gradients"),
     ReferenceCase(strategy="zero3()", mesh="fsdp=8", split="+ parameters"),
-    ReferenceCase(strategy="hsdp()", mesh="data=2,fsdp=4", split="as zero3 in a group of 4; two groups side by side"),
-    ReferenceCase(strategy="ddp() | tensor_parallel()", mesh="tensor=8", split="weight matrices inside a layer"),
     ReferenceCase(
-        strategy="ddp() | tensor_parallel(sequence=True)", mesh="tensor=8", split="+ the sequence between them"
+        strategy="hsdp()", mesh="data=2,fsdp=4", split="as zero3 within groups of 4; replicated over two groups"
     ),
-    ReferenceCase(strategy="fsdp() | tensor_parallel()", mesh="fsdp=4,tensor=2", split="every weight twice"),
-    ReferenceCase(strategy="ddp() | context_parallel()", mesh="context=8", split="the sequence"),
+    ReferenceCase(strategy="ddp() | tensor_parallel()", mesh="tensor=8", split="weight matrices within a layer"),
+    ReferenceCase(
+        strategy="ddp() | tensor_parallel(sequence=True)", mesh="tensor=8", split="+ sequence between layers' matmuls"
+    ),
+    ReferenceCase(strategy="fsdp() | tensor_parallel()", mesh="fsdp=4,tensor=2", split="weights over both axes"),
+    ReferenceCase(strategy="ddp() | context_parallel()", mesh="context=8", split="sequence"),
     ReferenceCase(
         strategy="ddp() | context_parallel(kind='all-to-all')",
         mesh="context=8",
-        split="the sequence; heads inside attention",
+        split="sequence; heads inside attention",
     ),
-    ReferenceCase(strategy="fsdp(quantize='int8')", mesh="fsdp=8", split="as zero3, what travels in int8"),
+    ReferenceCase(strategy="fsdp(quantize='int8')", mesh="fsdp=8", split="as zero3, sent in int8"),
 )
-"""The rows of the table."""
+"""Rows of the table."""
 
 
 def step() -> TrainStep:
-    """The training step of the table: bfloat16 compute on float32 parameters, gradients reduced in float32."""
+    """Return the training step: bfloat16 compute on float32 parameters, gradients reduced in float32."""
     return train_step(next_token_loss, precision=Precision(compute="bfloat16"))
 
 
 def report(case: ReferenceCase, pod: PodProcess, cluster: str = CLUSTER) -> Report:
-    """What the compiled step of a case sends and holds."""
+    """Compile the step of a case and return its report."""
     return explain(step(), case.state(), BATCH, cluster, pod=pod)
 
 
@@ -90,7 +92,7 @@ def report(case: ReferenceCase, pod: PodProcess, cluster: str = CLUSTER) -> Repo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StrategyTable:
-    """What each strategy splits and sends; `markdown` is what the README shows."""
+    """Sharding and collectives of each strategy. The README contains its `markdown`."""
 
     cluster: str
     cases: tuple[ReferenceCase, ...]
@@ -98,9 +100,9 @@ class StrategyTable:
 
     @property
     def markdown(self) -> str:
-        """A table for Markdown, without a line break at its end."""
-        heads = ("strategy", "mesh", "what is split", "each layer sends", "once a step", "bytes a step")
-        rows = [_row(case, found) for case, found in zip(self.cases, self.reports, strict=True)]
+        """The table in Markdown, without a final line break."""
+        heads = ("strategy", "mesh", "sharded", "collectives per layer", "once per step", "bytes per step")
+        rows = [_row(case, report) for case, report in zip(self.cases, self.reports, strict=True)]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ("---",) * len(heads), *rows))
 
     def to_json(self) -> dict[str, Any]:
@@ -109,20 +111,24 @@ class StrategyTable:
                 "strategy": case.strategy,
                 "mesh": case.mesh,
                 "split": case.split,
-                "layer": _plain(_counts(found, in_layer=True)),
-                "once": _plain(_counts(found, in_layer=False)),
-                "totals": found.to_json()["totals"],
+                "layer": _plain(_counts(report, in_layer=True)),
+                "once": _plain(_counts(report, in_layer=False)),
+                "totals": report.to_json()["totals"],
             }
-            for case, found in zip(self.cases, self.reports, strict=True)
+            for case, report in zip(self.cases, self.reports, strict=True)
         ]
         return {"cluster": self.cluster, "rows": rows}
 
 
 def strategy_table(cluster: str | None = None, *, pod: PodProcess | None = None) -> StrategyTable:
-    """Compiles the reference decoder under every strategy.
+    """Compile the decoder with every strategy and return the table.
+
+    Args:
+      cluster: a cluster with eight GPUs, `h100:1x8` by default.
+      pod: a running compiler process to use.
 
     Raises:
-      ValueError: another number of GPUs, no such cluster, or the `aot` extra is missing.
+      MeshparError: if the cluster is unknown or does not have eight GPUs, or the `aot` extra is missing.
     """
     target = parse_cluster(cluster or CLUSTER)
     require_aot(target.name)
@@ -131,38 +137,39 @@ def strategy_table(cluster: str | None = None, *, pod: PodProcess | None = None)
     return StrategyTable(cluster=target.name, cases=CASES, reports=reports)
 
 
-def _row(case: ReferenceCase, found: Report) -> tuple[str, ...]:
-    sent = sum(one.collective.bytes_sent_per_step for one in found.collectives)
+def _row(case: ReferenceCase, report: Report) -> tuple[str, ...]:
+    sent = sum(item.collective.bytes_sent_per_step for item in report.collectives)
     strategy = " &#124; ".join(f"`mp.{part}`" for part in case.strategy.split(" | "))
-    in_layer, once = (_words(_counts(found, in_layer=where)) for where in (True, False))
+    in_layer, once = (
+        "; ".join(
+            f"{', '.join(f'{kind} ×{count}' for kind, count in kinds.items())} over `{axes}`"
+            for axes, kinds in _plain(_counts(report, in_layer=in_layer)).items()
+        )
+        or "nothing"
+        for in_layer in (True, False)
+    )
     return strategy, case.mesh.replace(",", ", "), case.split, in_layer, once, human_bytes(sent)
 
 
-def _counts(found: Report, *, in_layer: bool) -> dict[tuple[str, str], int]:
-    """Arrays that travel in one layer, or once a step, by (axes, kind); losses, metrics and norms left out."""
+def _counts(report: Report, *, in_layer: bool) -> dict[tuple[str, str], int]:
+    """Return the number of arrays sent per layer, or once per step, by (axes, kind), without small arrays."""
     counts: dict[tuple[str, str], int] = {}
-    for one in (part for sent in found.collectives for part in per_array(sent.collective)):
-        is_in_layer = any(loop.trip_count == MODEL.num_layers for loop in one.loops)
-        if is_in_layer == in_layer and one.payload_bytes > SMALL * 4:
-            key = (one.axes_label, one.logical_kind)
-            counts[key] = counts.get(key, 0) + one.count_per_step // (MODEL.num_layers if in_layer else 1)
-    return dict(sorted(counts.items(), key=lambda item: (_rank(found.mesh, item[0][0]), item[0][1])))
+    for array in (array for item in report.collectives for array in per_array(item.collective)):
+        is_in_layer = any(loop.trip_count == MODEL.num_layers for loop in array.loops)
+        if is_in_layer == in_layer and array.payload_bytes > SMALL * 4:
+            key = (array.axes_label, array.logical_kind)
+            counts[key] = counts.get(key, 0) + array.count_per_step // (MODEL.num_layers if in_layer else 1)
+    order = list(report.mesh)
 
+    def rank(item: tuple[tuple[str, str], int]) -> tuple[int, str]:
+        (label, kind), _ = item
+        return min((order.index(axis) for axis in label.split("*") if axis in order), default=0), kind
 
-def _rank(mesh: Mapping[str, int], label: str) -> int:
-    return min((list(mesh).index(axis) for axis in label.split("*") if axis in mesh), default=0)
-
-
-def _words(counts: Mapping[tuple[str, str], int]) -> str:
-    """`all-gather ×18, reduce-scatter ×9 over fsdp`."""
-    over: dict[str, list[str]] = {}
-    for (label, kind), count in counts.items():
-        over.setdefault(label, []).append(f"{kind} ×{count}")
-    return "; ".join(f"{', '.join(kinds)} over `{label}`" for label, kinds in over.items()) or "nothing"
+    return dict(sorted(counts.items(), key=rank))
 
 
 def _plain(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+    result: dict[str, dict[str, int]] = {}
     for (label, kind), count in counts.items():
-        found.setdefault(label, {})[kind] = count
-    return found
+        result.setdefault(label, {})[kind] = count
+    return result

@@ -1,4 +1,4 @@
-"""A cluster as a compile-only target of XLA: its description, its devices, and compilation in this process.
+"""A cluster as a compile-only target of XLA: description, devices and compilation.
 
 This needs the `aot` extra, but no GPU and no driver. `meshpar.inspect.pod` does the same in a separate process.
 """

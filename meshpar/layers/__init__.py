@@ -1,1 +1,1 @@
-"""The layer stack of a model: the scan over layers, remat policies, precision, losses and auxiliary values."""
+"""The layer stack of a model: scan over layers, remat, precision, losses and auxiliary values."""

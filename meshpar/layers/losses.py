@@ -36,18 +36,24 @@ class MeanLoss:
     Return it from a loss function in place of a scalar. Then micro-steps, pipeline stages, quantized gradients and
     devices add totals and weights, and the result does not depend on how the batch is divided.
 
-    >>> def loss_fn(model, batch, key):
-    ...     error = (model(batch["x"]) - batch["y"]) ** 2 * batch["mask"]
-    ...     return mp.MeanLoss(error.sum(), batch["mask"].sum()), {}
+    Args:
+      total: scalar, the weighted sum of the losses of examples or tokens.
+      weight: scalar, at least 0, the sum of the weights of the examples in `total`. It follows from the batch and the
+        random key, not from parameters, and has no gradient. For a constant divisor, use `SumLoss(total / constant)`.
+        If the global weight is 0, the loss is 0 (apart from losses that the model reports), and the state does not
+        change. A negative or infinite weight gives nan.
+
+    Raises:
+      MeshparError: in the step, if the batch is divided and `weight` depends on parameters.
+
+    Example:
+      >>> def loss_fn(model, batch, key):
+      ...     error = (model(batch["x"]) - batch["y"]) ** 2 * batch["mask"]
+      ...     return mp.MeanLoss(error.sum(), batch["mask"].sum()), {}
     """
 
     total: jax.Array
-    """Scalar: the weighted sum of the losses of examples or tokens."""
     weight: jax.Array | float
-    """Scalar, at least 0: the sum of the weights of the examples in `total`. It follows from the batch and the random
-    key, not from parameters, and has no gradient. For a constant divisor, use `SumLoss(total / constant)`. If the
-    global weight is 0, the loss is 0 (apart from losses that the model reports), and the state does not change. A
-    negative or infinite weight gives nan."""
 
 
 @jax.tree_util.register_dataclass

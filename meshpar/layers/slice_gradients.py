@@ -1,4 +1,4 @@
-"""Weight gradients of several batch slices, summed on each device before they are reduced over devices.
+"""Weight gradients of several batch slices, summed per device before their reduction.
 
     slice a   x, dy ─► matmul ─► round ─┐                   a   matmul ─┐
                                         ├─ add    becomes               ├─ add ─► reduce over devices ─► round

@@ -1,4 +1,4 @@
-"""Hook that monitors the load of experts during training: metrics of each layer, and advice if a layer is imbalanced.
+"""Hook that reports the load of experts in each layer, and advice if a layer is imbalanced.
 
     metrics of a step ─► ExpertLoad ─┬─► metrics of the worst layer, for each line of metrics.jsonl and the progress bar
                                      ├─► periodically: metrics of all layers, for metrics.jsonl

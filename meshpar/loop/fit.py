@@ -1,4 +1,4 @@
-"""Training loop: `fit`, and the hooks for checkpoints, validation and signals. It compiles nothing itself.
+"""Training loop: `fit`, and the hooks for checkpoints, validation and signals.
 
     batches ─► step ─► step ─► step (just dispatched)
                 │                └─ on_dispatched: checkpoints, validation, stop requests

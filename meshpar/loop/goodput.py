@@ -1,4 +1,4 @@
-"""Goodput: the fraction of a run's wall time, including all restarts, in steps that contribute to its result.
+"""Goodput: the fraction of a run's wall time, including restarts, that contributes to its result.
 
     wall time = steps + start + compile + data + save + validate + restart + redone + other
 

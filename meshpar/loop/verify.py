@@ -1,4 +1,4 @@
-"""Verification of a model: random layouts must compute the same losses and gradients as a single device.
+"""Verification that random layouts compute the losses and gradients of a single device.
 
     single device:  three optimizer steps ─► loss and gradients of each step
     each layout:    the same steps from the same state ─► equal within the tolerance

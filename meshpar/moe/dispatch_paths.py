@@ -1,4 +1,4 @@
-"""The algorithms of `dispatch`: send rows to the ranks of their experts, and return each token's weighted sum.
+"""The algorithms of `dispatch`: send tokens to the ranks of their experts and combine the results.
 
     Capacity    a buffer of fixed size for each pair of rank and expert
     Dropless    rows sorted by expert, a variable number per rank

@@ -102,7 +102,12 @@ def measure(
 
 
 def scalars(loads: Loads, *, prefix: str = "moe_") -> dict[str, Float[Array, ""]]:
-    """Return each number for the worst layer: its maximum over layers, or the minimum of the entropy."""
+    """Return each number for the worst layer: its maximum over layers, or the minimum of the entropy.
+
+    Args:
+      loads: loads of all layers.
+      prefix: start of each name.
+    """
     worst = {
         f"{prefix}{name}_{kind}": getattr(load, kind).max()
         for name, load in (("expert", loads.experts), ("rank", loads.ranks))

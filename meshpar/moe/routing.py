@@ -1,4 +1,4 @@
-"""Routing: the experts of each token, their gate weights, and the assignments that fit into the capacity.
+"""Routing: experts and gate weights of each token, and the assignments within the capacity.
 
     logits [T, E] ─► scores (softmax or sigmoid) ─┬─► + bias, best groups, top k ─► experts [T, k] ─► kept: slot, kept
                                                   └─► gates of these experts, without the bias ─► weights [T, k]
@@ -169,6 +169,10 @@ def capacity(tokens: int, routing: Routing) -> int:
 
     Source: Fedus et al. 2022, "Switch Transformers", section 2.2 (k = 1).
 
+    Args:
+      tokens: number of tokens of the device.
+      routing: number of experts, k and capacity factor.
+
     Raises:
       ValueError: `tokens` is not an integer of at least 0.
 
@@ -190,6 +194,11 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
     Slots count from 0 in row-major order of `experts`, and continue past the capacity. The last tokens of a batch are
     therefore dropped first, deterministically. Unassigned elements are never kept. Assignments are sorted, so no
     temporary is larger than a few times `experts`.
+
+    Args:
+      experts: experts of each token [T, k].
+      capacity: number of slots of each expert.
+      num_experts: number of experts E.
 
     Raises:
       ValueError: `experts` are not integers, or `capacity` or `num_experts` is out of range.
@@ -216,6 +225,10 @@ def kept(experts: Int[Array, "T k"], capacity: int, num_experts: int) -> tuple[I
 
 def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
     """Return the number of assignments of each expert. Unassigned elements do not count.
+
+    Args:
+      experts: expert of each assignment, of any shape; `num_experts` if unassigned.
+      num_experts: number of experts E.
 
     Raises:
       ValueError: `experts` are not integers, or `num_experts` is not positive.

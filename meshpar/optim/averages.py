@@ -87,6 +87,9 @@ def ema_params(state: TrainState) -> TrainState:
 
     Use it for `eval_step`, `generate` or `interop.to_hf`. Continue training with the original state.
 
+    Args:
+      state: a state whose optimizer is from `mp.ema`.
+
     Raises:
       ValueError: the optimizer has no averages.
     """

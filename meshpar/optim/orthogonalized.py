@@ -1,4 +1,4 @@
-"""Muon on a mesh: full matrices are orthogonalized by one owner each, or by all ranks if that sends less.
+"""Muon on a mesh: each full matrix is orthogonalized by one owner, or by all ranks if cheaper.
 
     momentum of a group [K, m/N, n] on N ranks
       owners   all-to-all [K/N, m, n] ─► Newton-Schulz ─► all-to-all back

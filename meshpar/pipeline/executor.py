@@ -1,4 +1,4 @@
-"""The executor that runs any schedule: a scan over the ticks of its table, with the same program on all stages.
+"""Executor of pipeline schedules: a scan over the ticks of a table, one program for all stages.
 
     tick:   F, B and W of this stage  ─►  results  ─►  messages up and down  ─►  receive buffers of the neighbors
              │ reads and writes saved activations         only if some stage sends in this tick

@@ -1,4 +1,4 @@
-"""Split backward passes: the gradient of the input and the gradient of the parameters as separate functions."""
+"""Split backward passes: gradients of inputs and of parameters as separate functions."""
 
 from __future__ import annotations
 

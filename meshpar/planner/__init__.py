@@ -1,1 +1,1 @@
-"""Predictions before anything is compiled: hardware figures, costs, memory, and the search over meshes."""
+"""Predictions without compilation: hardware figures, costs, memory, and the search over meshes."""

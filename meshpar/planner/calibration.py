@@ -1,4 +1,4 @@
-"""Constants of the planner's estimates. `calibration.toml` has each value, with its meaning, origin and date."""
+"""Constants of the planner's estimates, read from `calibration.toml` with origin and date."""
 
 from __future__ import annotations
 

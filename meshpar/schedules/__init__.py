@@ -1,4 +1,4 @@
-"""Pipeline schedules as immutable tables that can be printed, validated and simulated without jax or a device."""
+"""Pipeline schedules as immutable tables that can be printed, validated and simulated without jax."""
 
 from __future__ import annotations
 

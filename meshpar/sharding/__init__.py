@@ -1,1 +1,1 @@
-"""Meshes, sharding rules and their application to parameters and activations of NNX, Linen and plain models."""
+"""Meshes and sharding rules for parameters and activations of NNX, Linen and plain models."""

@@ -1,4 +1,4 @@
-"""The trace context: mesh and rules for `constrain`, and the settings that a step passes to the model it traces."""
+"""The trace context: mesh and rules for `constrain`, and settings of the step that is traced."""
 
 from __future__ import annotations
 

@@ -229,10 +229,13 @@ def unexpected(error: BaseException, *, command: str) -> MeshparError:
     where = f"`{command}`"
     if isinstance(error, OSError) and error.filename is not None:
         return _file_problem(str(error.filename)[:200], "use it", error, "name a different file, or make it usable")
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED"):
         reason, fix = "there is not enough memory", "use smaller sizes, or more devices"
         return problem(where, "run", reason, fix, code="out-of-memory")
-    message = " ".join(str(error).split())
+    text = str(error).strip()
+    if "Traceback (most recent call last)" in text:  # of a host callback; its last line has the cause
+        text = text.splitlines()[-1]
+    message = " ".join(text.split())
     message = message[:300] + ("…" if len(message) > 300 else "")
     reason, line = f"{type(error).__name__} was raised" + (f" ({message})" if message else ""), user_line(error)
     fix = "correct the cause; --traceback shows where it happened"

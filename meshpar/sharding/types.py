@@ -1,4 +1,4 @@
-"""Leaves of a model, decisions about their sharding, and helpers for specs and paths. Re-exports `errors.py`."""
+"""Leaves of a model, sharding decisions, and helpers for specs and paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write and read figures with units, such as `24.5 GB`, `450 GB/s` and `70B`. Prefixes are SI: 1 kB is 1e3 bytes."""
+"""Figures with SI units, such as `24.5 GB`, `450 GB/s` and `70B`, as text."""
 
 from __future__ import annotations
 

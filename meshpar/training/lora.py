@@ -1,20 +1,19 @@
-"""Low-rank adapters: matrices stay as they are, and a narrow pair beside each is trained.
+"""Low-rank adapters (LoRA): frozen matrices with a trainable low-rank pair for each.
 
-    y = x W + (alpha / rank) (x A) B        A: [inputs, rank]    B: [rank, outputs], zeros at first
+    y = x W + (alpha / rank) (x A) B        A: [inputs, rank]    B: [rank, outputs], initialized to zeros
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Experts, `[E, d, f]`, have a pair each,
-`[E, d, rank]` and `[E, rank, f]`, which the MoE layer multiplies in groups as it does the matrices (`Adapted`). Shared
-experts have one as a linear layer has.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Each expert of `[E, d, f]` has a pair,
+`[E, d, rank]` and `[E, rank, f]`, and the MoE layer multiplies pairs in groups, like the matrices (`Adapted`). Shared
+experts have a pair like a linear layer.
 
-Flax's own `nnx.LoRA` wraps one `nnx.Linear`, and knows neither several dims in or out nor Linen. qwix 0.1.8 was tried:
-its adapters and bases in int8 and nf4 work in models of plain layers, under our rules, as
+Flax's `nnx.LoRA` wraps an `nnx.Linear`. It does not support several input or output dims, or Linen. qwix 0.1.8 supports
+adapters with int8 and nf4 bases for models of plain layers:
 
     mp.from_nnx(lambda rngs: qwix.apply_lora_to_model(Net(rngs), provider, x, rngs=rngs)), trainable=r".*lora_[ab]"
 
-and fail in stacked layers, as the decoders' are, in int8 and nf4 alike. The pair it adds has no dim of layers to scan
-over (IndexError). With `qwix.quantize_model(..., PtqProvider(...))`, with our adapters or without any, it quantizes the
-one layer that the scan's body is given, and puts that in the stack's place (an assertion: shape (16, 2, 8), names
-`layers, embed, heads, head_dim`).
+It fails for stacked layers, as in the decoders, in int8 and in nf4. Its pairs have no layers dim to scan over
+(IndexError). `qwix.quantize_model(..., PtqProvider(...))` quantizes the layer inside the scan's body and stores it in
+place of the stack (assertion: shape (16, 2, 8), names `layers, embed, heads, head_dim`), with our adapters or without.
 """
 
 from __future__ import annotations
@@ -40,7 +39,8 @@ from meshpar.sharding.types import (
     Names,
     PyTree,
     axis_sizes,
-    is_int,
+    check_choice,
+    check_positive_int,
     near_or,
     problem,
     tree_leaves_with_paths,
@@ -49,9 +49,9 @@ from meshpar.training.state import Setup, TrainState, key_words
 
 INWARD, OUTWARD = PAIR
 TRAINED = rf"(.*/)?({INWARD}|{OUTWARD})"
-"""What is trained of a model with adapters, where nothing else is said."""
+"""Default pattern of trainable parameters of a model with adapters."""
 ATTENTION = r"(.*/)?(query|key|value|out|query_down|query_up)"
-"""The projections of attention in the shipped decoders."""
+"""Pattern of the attention projections in the decoders of meshpar."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,58 +59,62 @@ class Lora:
     """Adapters of a model; see `lora`."""
 
     rank: int = 8
-    """Width between the pair."""
+    """Inner dimension of the pair."""
     alpha: float = 16.0
-    """The pair's product counts `alpha / rank` times."""
+    """The product of the pair is scaled by `alpha / rank`."""
     modules: str = ATTENTION
-    """Pattern of the whole paths of linear layers and experts' matrices that get a pair."""
+    """Pattern that matches the full paths of linear layers and expert matrices to adapt."""
     dtype: str = "float32"
-    """Of the pairs, whatever that of the matrices."""
+    """Dtype of the pairs, independent of the dtype of the matrices."""
 
     def __post_init__(self) -> None:
-        for name, is_right, rule in (
-            ("rank", is_int(self.rank, 1), "it is a whole number of at least 1"),
-            ("alpha", _is_number(self.alpha) and 0 < self.alpha < math.inf, "it is a number above 0"),
-            ("dtype", self.dtype in ("float32", "bfloat16", "float16", "float64"), "it is a dtype of weights"),
-            ("modules", _is_pattern(self.modules), "it is a regular expression for whole paths of linear layers"),
-        ):
-            if not is_right:
-                raise problem(f"lora({name}={getattr(self, name)!r})", "use it", rule, "change it")
+        check_positive_int("lora", "the inner dimension of the pair", rank=self.rank)
+        dtypes = ("float32", "bfloat16", "float16", "float64")
+        check_choice("lora", "the dtype of the pairs", dtypes, dtype=self.dtype)
+        is_number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if not is_number or not 0 < self.alpha < math.inf:
+            reason, fix = "it must be a finite number above 0", "use alpha=16.0"
+            raise problem("lora", f"set alpha={self.alpha!r}", reason, fix, code="out-of-range")
+        if not _is_pattern(self.modules):
+            reason, fix = (
+                "it must be a regular expression for full paths of linear layers",
+                "use a str that re compiles",
+            )
+            raise problem("lora", f"set modules={self.modules!r}", reason, fix, code="bad-syntax")
 
     @property
     def scale(self) -> float:
-        """How often the pair's product counts."""
+        """The scale of the product of the pair."""
         return self.alpha / self.rank
 
     @property
     def trained(self) -> str:
-        """Pattern of what is trained where nothing else is said."""
+        """The default pattern of trainable parameters."""
         return TRAINED
 
     def __call__(self, model: Model) -> Model:
-        """The model with pairs beside the layers that are chosen; of it they are trained, and nothing else.
+        """Return the model with a trainable pair for each matching layer; all other parameters are frozen.
 
         Raises:
-          ValueError: no model; one of plain functions, with adapters, or of `mp.explicit`; a pattern that chooses no
-            linear layer, or what is none, as routers and tables; 64 bits where jax has none.
+          MeshparError: an unsupported model: not a `Model`, made of plain functions, explicit, or adapted already. A
+            pattern that matches no linear layer, or a router or embedding table. A 64-bit dtype without jax_enable_x64.
         """
-        where = f"lora(modules={self.modules!r})"
+        where, requested = f"lora(modules={self.modules!r})", "add adapters to the model"
         if not isinstance(model, Model):
-            exists, fix = f"a {type(model).__name__} is no Model", "wrap it: mp.from_nnx(lambda rngs: ...)"
-            raise problem(where, "give the model adapters", exists, fix)
-        if model.lora is not None:
-            raise problem(where, "give the model adapters", "it has some already", "take the model without them")
-        if model.is_explicit:
-            exists, fix = "it says its own types (mp.explicit), and adapters say none", "leave mp.explicit out"
-            raise problem(where, "give the model adapters", exists, fix)
-        if model.kind == "functions":
-            exists, fix = "plain functions have no linear layers to name", "add x @ a @ b, and train by trainable="
-            raise problem(where, "give the model adapters", exists, fix)
+            reason, fix = f"it is a {type(model).__name__}, not a Model", "wrap it: mp.from_nnx(lambda rngs: ...)"
+            raise problem(where, requested, reason, fix, code="wrong-type")
+        for is_unsupported, reason, fix in (
+            (model.lora is not None, "it already has adapters", "use the model without adapters"),
+            (model.is_explicit, "adapters do not support mp.explicit", "remove mp.explicit"),
+            (model.kind == "functions", "plain functions have no named layers", "add x @ a @ b, and use trainable="),
+        ):
+            if is_unsupported:
+                raise problem(where, requested, reason, fix, code="unsupported-feature")
         check_bits("lora(dtype=...)", self.dtype)
         return _on_nnx(self, model) if model.kind == "nnx" else _on_linen(self, model)
 
     def merged(self, params: PyTree) -> PyTree:
-        """Parameters without the pairs, whose products are in the matrices: in float32 at the least, then rounded."""
+        """Return parameters with the products of pairs added to the matrices, in float32 or wider, and no pairs."""
         if not isinstance(params, Mapping):
             return params
         pairs = {name.removesuffix(BESIDE): below for name, below in params.items() if _is_beside(name, below)}
@@ -122,7 +126,7 @@ class Lora:
         }
 
     def _sum(self, kernel: jax.Array, pair: Mapping[str, jax.Array]) -> jax.Array:
-        """A matrix, with what its pair makes."""
+        """Return a matrix plus the scaled product of its pair."""
         a, b = pair[INWARD], pair[OUTWARD]
         stacked = a.ndim + b.ndim - 2 - kernel.ndim
         lead, wide = a.shape[:stacked], jnp.promote_types(kernel.dtype, jnp.float32)
@@ -130,11 +134,11 @@ class Lora:
         return (kernel + self.scale * product.reshape(kernel.shape)).astype(kernel.dtype)
 
     def chosen(self, layers: Collection[str], params: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Paths of the linear layers that get a pair.
+        """Return the paths of matching linear layers.
 
         Args:
-          layers: paths of the linear layers there are.
-          params: shapes of the parameters by path.
+          layers: paths of all linear layers.
+          params: shapes of parameters by path.
         """
         where, pattern = f"lora(modules={self.modules!r})", re.compile(self.modules)
         for path, shape in params.items():
@@ -142,32 +146,36 @@ class Lora:
             if len(shape) < 2 or {path, module} & set(layers):
                 continue
             if pattern.fullmatch(path) or pattern.fullmatch(module):
-                exists = f"`{path}` {list(shape)} is no linear layer's matrix: routers and tables have none"
-                raise problem(where, "give it adapters", exists, "write a pattern that leaves it out")
-        found = [path for path in sorted(layers) if pattern.fullmatch(path)]
-        if not found:
-            exists = f"it chooses none of the model's {len(layers)} linear layers"
-            fix = near_or(self.modules, layers, "choose one by its whole path")
-            raise problem(where, "give the model adapters", exists, fix)
-        return found
+                reason = f"`{path}` {list(shape)} is not the matrix of a linear layer; routers and tables are not"
+                fix = "write a pattern that does not match it"
+                raise problem(where, "add adapters to it", reason, fix, code="unsupported-feature")
+        matches = [path for path in sorted(layers) if pattern.fullmatch(path)]
+        if not matches:
+            reason = f"it matches none of the {len(layers)} linear layers"
+            fix = near_or(self.modules, layers, "match a layer by its full path")
+            raise problem(where, "add adapters to the model", reason, fix, code="unknown-name")
+        return matches
 
 
 def lora(*, rank: int = 8, alpha: float = 16.0, modules: str = ATTENTION, dtype: str = "float32") -> Lora:
-    """Low-rank adapters: `lora(rank=8)(model)` is the model with a narrow pair beside each matrix that is chosen.
+    """Return a transformation that adds low-rank adapters to a model: `lora(rank=8)(model)`.
 
-    The pairs lie by the names of their matrix's dims, so the strategy's rules are theirs; the matrices are frozen, in
-    whatever dtype they are: no gradient, no reduction, no optimizer state.
+    Pairs have the logical names of their matrices, so the strategy's rules apply to them. Matrices are frozen and keep
+    their dtype. They have no gradients and no optimizer state.
 
     Args:
-      rank: width between the pair.
-      alpha: the pair's product counts `alpha / rank` times.
-      modules: pattern for the whole paths of linear layers (Flax's `Linear`, `LinearGeneral`, `Dense`, `DenseGeneral`,
-        also within stacked layers), of experts' stacked matrices, which get a pair an expert, and of shared experts:
-        `r".*/(query|value)"`. Default: the projections of the decoders' attention.
-      dtype: of the pairs.
+      rank: inner dimension of the pair.
+      alpha: the product of the pair is scaled by `alpha / rank`.
+      modules: pattern that matches full paths, such as `r".*/(query|value)"`, of linear layers (Flax's `Linear`,
+        `LinearGeneral`, `Dense`, `DenseGeneral`, stacked or not), of stacked expert matrices and of shared experts. The
+        default matches the attention projections of the decoders.
+      dtype: dtype of the pairs.
+
+    Returns:
+      A `Lora`, to be called with a model.
 
     Raises:
-      ValueError: a rank, alpha, dtype or pattern that is none.
+      MeshparError: an invalid rank, alpha, dtype or pattern.
 
     Example:
       >>> lora(rank=4, alpha=8).scale
@@ -181,13 +189,13 @@ def _is_beside(name: str, below: Any) -> bool:
 
 
 def of_pair(path: str) -> bool:
-    """Whether it is the path of an adapter."""
+    """Return whether a path is that of an adapter parameter."""
     return path.rpartition("/")[2] in PAIR
 
 
 @apart()
 def fresh_pairs(setup: Setup, key: jax.Array | int) -> dict[str, jax.Array]:
-    """Adapters by path, in their shards, as training begins with them; of the rest of the model nothing is made."""
+    """Return newly initialized, sharded adapters by path, without creating other parameters."""
     paths = [path for path, _ in tree_leaves_with_paths(setup.abstract.params) if of_pair(path)]
     if not paths:
         return {}
@@ -204,7 +212,7 @@ def fresh_pairs(setup: Setup, key: jax.Array | int) -> dict[str, jax.Array]:
 
 @apart()
 def merged_params(state: TrainState) -> PyTree:
-    """A state's parameters, with adapters merged into the matrices, which lie as they did; without any, as they are."""
+    """Return the parameters of a state with adapters merged into the matrices, whose shardings do not change."""
     lora = state.setup.model.lora
     if lora is None:
         return state.params
@@ -214,10 +222,6 @@ def merged_params(state: TrainState) -> PyTree:
     return state.setup.jit(lora.merged, jax.tree.unflatten(jax.tree.structure(like), shardings))(state.params)
 
 
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
-
-
 def _is_pattern(text: Any) -> bool:
     try:
         return isinstance(text, str) and re.compile(text) is not None
@@ -225,21 +229,21 @@ def _is_pattern(text: Any) -> bool:
         return False
 
 
-# ---- The pair beside a matrix ----------------------------------------------------------------------------------------
+# ---- Pairs ----------------------------------------------------------------------------------------------------------
 
 
 class _Layer(NamedTuple):
-    """A linear layer's matrix: stacked dims, inputs, outputs."""
+    """The matrix of a linear layer, with stacked dims, input dims and output dims."""
 
     shape: tuple[int, ...]
     num_in: int
     num_out: int
     names: Names | None = None
     of_experts: bool = False
-    """Whether it is a matrix of an MoE layer's, and no layer of its own."""
+    """True for a matrix of an MoE layer."""
 
     def held(self, path: str) -> str:
-        """Where the pair of a layer of this path stands."""
+        """Return the path of the pair."""
         return path + BESIDE if self.of_experts else path
 
     @property
@@ -247,7 +251,7 @@ class _Layer(NamedTuple):
         return len(self.shape) - self.num_in - self.num_out
 
     def pair(self, lora: Lora, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The pair as training begins with it: the first as PEFT draws it, the second zero."""
+        """Return the initial pair: A uniform as in PEFT, B zeros."""
         at = self.num_stacked
         lead, inputs, outputs = self.shape[:at], self.shape[at : at + self.num_in], self.shape[at + self.num_in :]
         reach = 1 / math.sqrt(math.prod(inputs))
@@ -255,7 +259,7 @@ class _Layer(NamedTuple):
         return a, jnp.zeros((*lead, lora.rank, *outputs), jnp.dtype(lora.dtype))
 
     def pair_names(self) -> tuple[Names, Names] | tuple[None, None]:
-        """Logical names of the pair's dims: those of the matrix, and none between the two."""
+        """Return the logical names of the pair: those of the matrix, and None for the rank."""
         if self.names is None:
             return None, None
         at = self.num_stacked
@@ -264,15 +268,15 @@ class _Layer(NamedTuple):
 
     @property
     def is_between_blocks(self) -> bool:
-        """Whether it makes the residual stream as it lies between blocks, or a narrow vector out of that."""
+        """True if the output is the residual stream between blocks, or a low-rank projection of it."""
         outputs = (self.names or ())[len(self.shape) - self.num_out :]
         return outputs in (("embed",), (None,))
 
 
 def _laid(narrow: jax.Array, layer: _Layer) -> jax.Array:
-    """The few numbers between a pair, [batch, sequence, rank], split as the tokens are and nowhere else.
+    """Shard x A, [batch, sequence, rank], like the tokens.
 
-    Left to itself XLA splits the rank where few tokens are a device's, and sends more than the numbers are worth.
+    Without the constraint, XLA shards the rank if devices have few tokens, which communicates more bytes.
     """
     if layer.names is None or narrow.ndim != 3:
         return narrow
@@ -280,9 +284,9 @@ def _laid(narrow: jax.Array, layer: _Layer) -> jax.Array:
 
 
 def _gathered(a: jax.Array, b: jax.Array, layer: _Layer) -> tuple[jax.Array, jax.Array]:
-    """The pair, split over the residual stream's width as that is, where one of the two takes it in or makes it.
+    """Shard the embed dim of a pair like the residual stream, if the layer has it as input or output.
 
-    Left to itself XLA takes it to other shards first, where fewer ranks split it than the matrix beside it.
+    Without the constraint, XLA reshards the pair first if it has fewer shards than the matrix.
     """
     names = (layer.names or ())[layer.num_stacked :]
     if names[: layer.num_in] == ("embed",):
@@ -291,21 +295,22 @@ def _gathered(a: jax.Array, b: jax.Array, layer: _Layer) -> tuple[jax.Array, jax
 
 
 def _by_names(x: jax.Array, *names: str | None) -> jax.Array:
-    """Laid out by names of activations, in a step that knows them; else as it is."""
+    """Constrain an array by activation names, if the current rules have them."""
     here = ambient()
     if here is None or not set(names) - {None} <= here.rules.names or outer_axes() or here.mesh.size == 1:
         return x
-    # Not `constrain`: that a pair is laid out does not say that the model's activations are.
+    # `constrain` would count as a constraint of the model on its activations.
     return jax.lax.with_sharding_constraint(x, NamedSharding(here.mesh, spec_of(x, *names)))
 
 
 def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-    """What a layer makes of x, and what its pair adds."""
+    """Return the output of a layer plus that of its pair."""
     num_in, at = a.ndim - 1, x.ndim - a.ndim + 1
     if y.shape != (*x.shape[:at], *b.shape[1:]):
-        exists = f"of x {list(x.shape)} it made {list(y.shape)}: its matrix is taken out of it and multiplied elsewhere"
-        fix = 'leave it out of `modules`; of the decoders, tensor_matmul="xla" multiplies in the layer'
-        raise problem(f"lora, `{path}`", f"add {[*x.shape[:at], *b.shape[1:]]} to what the layer makes", exists, fix)
+        reason = f"for x {list(x.shape)}, its output is {list(y.shape)}: its matrix is multiplied outside of the layer"
+        fix = 'exclude it from `modules`, or in the decoders use tensor_matmul="xla"'
+        requested = f"add {[*x.shape[:at], *b.shape[1:]]} to the output of the layer"
+        raise problem(f"lora, `{path}`", requested, reason, fix, code="wrong-shape")
     dtype, (a, b) = jnp.result_type(x, a), _gathered(a, b, layer)
     dims = tuple(range(at, x.ndim)), tuple(range(num_in))
     x, b = x.astype(dtype), b.astype(dtype)
@@ -318,16 +323,16 @@ def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: 
 
 
 def _output_axes(layer: _Layer, b: jax.Array) -> tuple[str, ...]:
-    """Mesh axes that split what a layer makes, and not the batch: those of tensor parallelism."""
+    """Return the tensor-parallel mesh axes: those that shard the outputs of a layer and not the batch."""
     names = layer.names
     return () if names is None else weight_axes(b, None, *names[layer.num_stacked + layer.num_in :])[1]
 
 
 def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """x A B, by each rank of the axes that split B's outputs for itself: x's gradient of it is a part of a sum then.
+    """Compute x A B separately on each rank of the axes that shard the outputs of B.
 
-    So it is of the matrix beside it: XLA adds up what all layers that take x in make of it, and sums that over the
-    ranks once. Of one x A for all ranks the gradient is summed on the way, and nothing behind that can be added first.
+    The gradient with respect to x is then a partial sum, as for the matrix. XLA adds the partial sums of all layers
+    with input x and all-reduces them once. A shared x A would need an all-reduce of its own.
     """
     here = ambient()
     assert here is not None
@@ -338,7 +343,7 @@ def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -
         spec[dim] = axes
         return jax.lax.with_sharding_constraint(array, NamedSharding(here.mesh, PartitionSpec(*spec)))
 
-    # The sum over ranks of A's gradient, which this makes, is in float32 at the least.
+    # The gradient of A is summed over ranks in float32 or wider.
     wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
     of_ranks = split(jnp.broadcast_to(wide, (ranks, *a.shape)).astype(x.dtype), 0)
     dims = tuple(range(lead, x.ndim)), tuple(range(1, a.ndim))
@@ -365,7 +370,7 @@ def _on_nnx(lora: Lora, model: Model) -> Model:
 
 
 class _NnxAdapters:
-    """Makes an NNX module whose chosen layers have pairs, and classes that add what these make."""
+    """Builds an NNX module whose matching layers have pairs and add their outputs."""
 
     def __init__(self, lora: Lora, build: Callable[[Any], Any] | None) -> None:
         assert build is not None
@@ -396,7 +401,7 @@ class _NnxAdapters:
         return module
 
     def _class(self, cls: Any, path: str, layer: _Layer) -> Any:
-        """The layer's class, whose `__call__` adds what the pair makes; the same one whenever the module is made."""
+        """Return a cached subclass of a layer, whose `__call__` adds the output of the pair."""
         lora, used = self._lora, self._used
 
         def call(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
@@ -427,14 +432,14 @@ class _NnxAdapters:
         return self._classes[cls, path]
 
     def check_used(self) -> None:
-        """Raises `ValueError` for a layer with a pair that no forward pass has called."""
+        """Check that the forward pass called every layer with a pair."""
         for path in sorted({path for _, path in self._classes} - self._used):
-            exists = "the model has not called that layer: its matrix is taken out of it, or not used"
-            raise problem(f"lora, `{path}`", "train its adapters", exists, "leave it out of `modules`")
+            reason = "the model does not call this layer: its matrix is unused, or multiplied outside of the layer"
+            raise problem(f"lora, `{path}`", "train its adapters", reason, "exclude it from `modules`", "not-found")
 
 
 def _nnx_layers(module: Any) -> Iterator[tuple[str, tuple[Any, _Layer]]]:
-    """Every linear layer of a module, by path."""
+    """Yield the path, the module and the matrix of each linear layer."""
     from flax import nnx
 
     for keys, part in nnx.iter_modules(module):
@@ -471,7 +476,7 @@ def _on_linen(lora: Lora, model: Model) -> Model:
 
 
 class _LinenAdapters:
-    """Pairs beside the matrices of a Linen module's chosen layers, and their part of what these layers make."""
+    """Adds pairs to the matching layers of a Linen module, and their outputs to those of the layers."""
 
     def __init__(self, lora: Lora, model: Model) -> None:
         self._lora, self._model = lora, model
@@ -515,7 +520,7 @@ class _LinenAdapters:
 
 
 class _BoundWithPairs(BoundLinen):
-    """A Linen module with its variables, some of whose layers have pairs."""
+    """A bound Linen module in which some layers have pairs."""
 
     def __init__(self, lora: Lora, layers: Mapping[str, _Layer], *given: Any) -> None:
         super().__init__(*given)
@@ -535,7 +540,7 @@ class _BoundWithPairs(BoundLinen):
             if INWARD not in pair:
                 return y
             x = inputs[0] if inputs else more["inputs"]
-            # Within stacked layers a module knows the end of its path only; such ends make the same kind of thing.
+            # In stacked layers, a module has only the last part of its path. Layers with equal last parts are alike.
             layer = next(layer for whole, layer in self._layers.items() if f"/{whole}".endswith(f"/{path}"))
             return _added(self._lora, path, layer, y, x, pair[INWARD], pair[OUTWARD])
 
@@ -544,7 +549,7 @@ class _BoundWithPairs(BoundLinen):
 
 
 def _linen_dims(module: Any) -> tuple[int, int] | None:
-    """Of a linear layer's matrix, how many dims are inputs and how many outputs; None for another module."""
+    """Return the numbers of input and output dims of a linear layer, or None for other modules."""
     from flax import linen as nn
 
     if isinstance(module, nn.Dense):
@@ -562,7 +567,7 @@ def _below(path: str, name: str) -> str:
 
 
 def _with(tree: PyTree, path: list[str], more: Mapping[str, Any]) -> PyTree:
-    """Nested dicts with entries added at a path."""
+    """Return nested dicts with entries added at a path."""
     if not path:
         return {**tree, **more}
     return {**tree, path[0]: _with(tree.get(path[0], {}), path[1:], more)}

@@ -1,4 +1,4 @@
-"""ShardingTable: the decisions for all leaves of a model and its optimizer, and checks over all of them."""
+"""ShardingTable: the sharding decisions for all leaves of a model and its optimizer."""
 
 from __future__ import annotations
 

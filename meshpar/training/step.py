@@ -1,4 +1,4 @@
-"""Training and evaluation steps: loss, gradients, accumulation and optimizer update as one compiled program.
+"""Training and evaluation steps: loss, gradients and optimizer update as one compiled program.
 
 `meshpar.training.gradients` holds the engines that compute gradients. With several micro-steps,
 `reduce_gradients="each_microbatch"` reduces the gradients of every micro-step and accumulates shards, which needs the
@@ -607,6 +607,11 @@ def _optimizer_update(
             updates, new = update(grads, opt_state, params, **extra_args)
         if jax.tree.structure(new) != jax.tree.structure(opt_state):  # type: ignore[operator]
             raise TypeError("the update changes the structure of its state")
+        if jax.tree.structure(updates) != jax.tree.structure(params):  # type: ignore[operator]
+            raise TypeError("the tree of updates has another structure than the parameters")
+        for (path, param), change in zip(tree_leaves_with_paths(params), jax.tree.leaves(updates), strict=True):
+            if jnp.shape(change) not in ((), param.shape):
+                raise TypeError(f"the update of `{path}` has shape {jnp.shape(change)} instead of {param.shape}")
         return updates, new
     except MeshparError:
         raise

@@ -55,7 +55,7 @@ def measured():
     return bench.collectives("data=2", algorithms=("ring", "recursive_doubling"), min_bytes=100, max_bytes=100, **QUICK)
 
 
-def test_every_algorithm_has_a_row_beside_xlas_own(measured):
+def test_bench_has_a_row_for_each_algorithm_and_xla(measured):
     found = {(row.collective, row.algorithm, row.size_bytes) for row in measured.rows}
     ours = {
         "all_reduce": ("ring", "recursive_doubling"),
@@ -71,7 +71,7 @@ def test_every_algorithm_has_a_row_beside_xlas_own(measured):
     assert len(found) == len(measured.rows) == 3 + 3 + 2 + 2
 
 
-def test_a_row_is_int(measured):
+def test_bench_rows_have_consistent_figures(measured):
     for row in measured.rows:
         assert (row.axis, row.num_ranks, row.dtype) == ("data", 2, "float32")
         assert row.op == ("sum" if row.collective in ("all_reduce", "reduce_scatter") else "")
@@ -84,7 +84,7 @@ def test_a_row_is_int(measured):
         assert row.bus_bytes_per_s == pytest.approx(factor * row.algorithm_bytes_per_s)
 
 
-def test_a_measurement_fits_each_kind_of_use(measured):
+def test_bench_fits_a_link_for_each_use(measured):
     assert [(fit.axis, fit.of) for fit in measured.fits] == [("data", "permutes"), ("data", "axes")]
     assert [fit.num_points for fit in measured.fits] == [6, 4]
     assert measured.devices == "cpu"
@@ -92,7 +92,7 @@ def test_a_measurement_fits_each_kind_of_use(measured):
 
 
 @pytest.mark.matrix
-def test_several_axes_as_one_and_two_levels():
+def test_bench_measures_joint_axes_and_two_levels():
     found = bench.collectives(
         "data=2,tensor=2", axes=["data*tensor"], names=["all_reduce", "all_to_all"], algorithms=["ring"],
         min_bytes=400, max_bytes=400, dtype="int32", **QUICK,
@@ -105,7 +105,7 @@ def test_several_axes_as_one_and_two_levels():
     assert [fit.num_points for fit in found.fits] == [2, 2]  # two levels are two kinds of link
 
 
-def test_values_that_are_wrong_are_counted(monkeypatch):
+def test_bench_counts_wrong_values(monkeypatch):
     broken = {"all_reduce": lambda x, *, axis, op, algorithm: x * 1.5}
     monkeypatch.setattr(kernels.kernels, "all_reduce", broken["all_reduce"])
     found = bench.collectives(
@@ -118,7 +118,7 @@ def test_values_that_are_wrong_are_counted(monkeypatch):
     assert "1 rows have wrong values" in found.notes
 
 
-def test_who_begins_changes_from_round_to_round():
+def test_bench_rotates_the_first_algorithm():
     order = []
 
     def run(name):
@@ -132,7 +132,7 @@ def test_who_begins_changes_from_round_to_round():
     assert found["a"] == [pytest.approx((1.0 + times - 1.0) / times)] * 3  # less what a run without it takes
 
 
-def test_sizes():
+def test_bench_sizes_grow_geometrically():
     assert kernels._sizes(1e3, 1e6, 10) == [1000, 10000, 100000, 1000000]
     assert kernels._sizes(8, 8, 2) == [8]
     assert kernels._sizes(1e3, 5e3, 2) == [1000, 2000, 4000]
@@ -157,7 +157,7 @@ def test_sizes():
         ({"mesh": "data=2", "max_bytes": 1e15}, "of memory, and .* are free.*--max-bytes"),
     ],
 )
-def test_mistakes(options, said):
+def test_bench_rejects_invalid_arguments(options, said):
     with pytest.raises(MeshparError, match=said):
         bench.collectives(**{"repeats": 1, **options})
 
@@ -165,7 +165,7 @@ def test_mistakes(options, said):
 # What was found ------------------------------------------------------------------------------------------------------
 
 
-def test_a_profile_of_devices_nobody_knows_holds_links(tmp_path):
+def test_profile_of_unknown_devices_has_links_only(tmp_path):
     profile = made().profile()
     assert isinstance(profile, Links)
     assert (profile.axes, profile.permutes) == ({"data": LINK}, {"data": LINK})
@@ -175,7 +175,7 @@ def test_a_profile_of_devices_nobody_knows_holds_links(tmp_path):
     assert parse_profile(str(tmp_path / "mine.json")) == profile
 
 
-def test_a_profile_of_known_gpus_is_a_cluster(tmp_path):
+def test_profile_of_known_gpus_is_a_cluster(tmp_path):
     profile = made(devices="NVIDIA H100 80GB HBM3").profile()
     assert isinstance(profile, Cluster)
     assert (profile.name, profile.axes["data"]) == ("h100:1x8", LINK)
@@ -184,7 +184,7 @@ def test_a_profile_of_known_gpus_is_a_cluster(tmp_path):
     assert parse_cluster(str(tmp_path / "mine.json")) == profile
 
 
-def test_a_link_that_explains_nothing_is_not_kept():
+def test_profile_drops_links_without_a_fit():
     good, bad = made().fits
     bad = dataclasses.replace(bad, typical_error=3.0)
     profile = made(fits=(good, bad)).profile()
@@ -196,7 +196,7 @@ def test_a_link_that_explains_nothing_is_not_kept():
             made(fits=(worse,)).profile()
 
 
-def test_tables_and_json():
+def test_bench_prints_tables_and_json():
     found = made()
     shown = str(found)
     for word in (
@@ -218,7 +218,7 @@ def test_tables_and_json():
     assert " 7 " in str(wrong)
 
 
-def test_the_picture_shows_times_model_and_crossover():
+def test_bench_plot_shows_times_model_and_crossover():
     found = made()
     figure = plots.collectives(found)
     reduce, gather = figure.axes
@@ -245,7 +245,7 @@ def command(meshpar):
     return functools.partial(meshpar, "bench", "collectives")
 
 
-def test_the_command_passes_on_what_it_was_asked(command, monkeypatch, tmp_path):
+def test_bench_command_forwards_its_options(command, monkeypatch, tmp_path):
     asked = {}
 
     def measure(mesh, **options):
@@ -272,7 +272,7 @@ def test_the_command_passes_on_what_it_was_asked(command, monkeypatch, tmp_path)
     assert "model" not in error
 
 
-def test_a_poor_fit_is_told_and_a_useless_one_not_saved(command, monkeypatch, tmp_path):
+def test_bench_warns_of_poor_fits_and_drops_useless_ones(command, monkeypatch, tmp_path):
     good, other = made().fits
     for typical_error, code, said in ((0.6, 0, "the typical error is 60%"), (2.0, 2, "no fit is usable")):
         fits = tuple(dataclasses.replace(fit, typical_error=typical_error) for fit in (good, other))
@@ -284,7 +284,7 @@ def test_a_poor_fit_is_told_and_a_useless_one_not_saved(command, monkeypatch, tm
         assert "all_reduce sum over data=8" in out  # what was measured is shown all the same
 
 
-def test_the_command_on_devices(command):
+def test_bench_command_runs_on_devices(command):
     code, out, _ = command(
         "--mesh", "data=2", "--collective", "all_gather", "--algorithm", "ring", "--min-bytes", 80, "--max-bytes", 80,
         "--repeats", 1, "--json",
@@ -305,14 +305,14 @@ def test_the_command_on_devices(command):
         (["--repeats", "0"], "x>=1"),
     ],
 )
-def test_mistakes_are_one_paragraph(command, monkeypatch, tmp_path, args, says):
+def test_bench_command_errors_are_one_paragraph(command, monkeypatch, tmp_path, args, says):
     monkeypatch.chdir(tmp_path)
     code, out, error = command(*args)
     assert (code, out) == (2, "")
     assert says in error
 
 
-def test_a_measured_profile_serves_other_commands(meshpar, tmp_path):
+def test_measured_profile_works_with_other_commands(meshpar, tmp_path):
     made().profile().save(tmp_path / "my.json")
     code, out, _ = meshpar("cost", "ring", "--cluster", tmp_path / "my.json", "--axis", "data", "--json")
     assert code == 0
@@ -322,13 +322,13 @@ def test_a_measured_profile_serves_other_commands(meshpar, tmp_path):
     assert "links measured on `cpu` devices, and no GPU" in error
 
 
-def test_help_has_examples(command):
+def test_bench_help_has_examples(command):
     code, out, _ = command("--help")
     assert code == 0
     assert "--mesh data=2,tensor=4 --save my.json --plot bench.png" in out
 
 
-def test_the_package_lists_its_names():
+def test_bench_package_lists_its_names():
     assert set(bench.__all__) <= set(dir(bench))
     assert bench.products.__module__ == "meshpar.bench.gpu"
     with pytest.raises(AttributeError, match="it has collectives, products"):

@@ -1,4 +1,4 @@
-"""Products measured by size, as a profile that plans take in place of an assumed share of the peak."""
+"""Matmul rates measured by size, and cluster profiles with these rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MEASURED = Products(
 )  # fmt: skip
 
 
-def test_what_is_measured_here(meshpar):
+def test_bench_gpu_measures_this_device(meshpar):
     code, out, _ = meshpar("bench", "gpu", "--size", "8", "--size", "16", "--repeats", "2", "--json")
     found = json.loads(out)
     assert code == 0
@@ -36,14 +36,14 @@ def test_what_is_measured_here(meshpar):
     assert "8" in str(products(sizes=(8,), repeats=1))
 
 
-def test_what_cannot_be_kept_is_not_measured(meshpar, tmp_path, monkeypatch):
+def test_bench_gpu_checks_the_device_before_measuring(meshpar, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "products", lambda **_: pytest.fail("measured"))
     code, _, error = meshpar("bench", "gpu", "--size", "8", "--save", tmp_path / "my.json")
     assert code != 0
     assert "not a GPU of the catalogue" in error
 
 
-def test_a_profile_gets_them_beside_its_links(tmp_path):
+def test_profile_adds_matmul_rates_to_its_links(tmp_path):
     file = tmp_path / "my.json"
     MEASURED.profile(file).save(file)
     found = parse_cluster(str(file))
@@ -62,8 +62,8 @@ def test_a_profile_gets_them_beside_its_links(tmp_path):
             parse_cluster(str(file))
 
 
-def test_a_launch_is_what_a_kernel_more_takes(monkeypatch):
-    """By a clock that takes 2 µs a kernel and 5 µs a turn of the loop around."""
+def test_launch_time_is_the_cost_of_one_more_kernel(monkeypatch):
+    """With a fake clock: 2 µs for each kernel and 5 µs for each loop iteration."""
 
     def clock(run, x, repeats):
         kernels = str(jax.make_jaxpr(run)(x, 1)).count("optimization_barrier")
@@ -74,7 +74,7 @@ def test_a_launch_is_what_a_kernel_more_takes(monkeypatch):
 
 
 @pytest.mark.matrix
-def test_plans_take_the_rate_of_their_own_products(tmp_path):
+def test_plans_use_the_measured_rate_of_their_matmul_sizes(tmp_path):
     batch = {name: jax.ShapeDtypeStruct((64, 64), np.int32) for name in ("inputs", "targets")}
     how = {"tx": optax.adamw(1e-3), "precision": mp.Precision(compute="bfloat16")}
     work = describe(CONFIG.build(), batch, next_token_loss, **how)
@@ -86,9 +86,9 @@ def test_plans_take_the_rate_of_their_own_products(tmp_path):
         layout = Layout(mesh=mp.MeshSpec(fsdp=cluster.num_devices), strategy=strategy, accumulate=count)
         times.append(search.estimate(layout).time.compute_s)
         of_size.append(matmul_size(placed, layout))
-    assert times == sorted(times)  # smaller products, less efficient
+    assert times == sorted(times)  # smaller matmuls are less efficient
     assert times[2] > 1.2 * times[0]
-    # Eight times fewer tokens: half the n. On average as many numbers as a matrix of a layer has.
+    # Eight times fewer tokens halve the equivalent matrix size n (the cube root of m * n * k).
     assert of_size[0] == pytest.approx(2 * of_size[2])
     assert "the rates measured for sizes 16 to 8,192 (meshpar bench gpu, here)" in search.rates
 
@@ -101,12 +101,12 @@ def test_plans_take_the_rate_of_their_own_products(tmp_path):
         (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "not a GPU of the catalogue"),
     ],
 )
-def test_mistakes(make, text):
+def test_products_rejects_invalid_arguments(make, text):
     with pytest.raises(mp.MeshparError, match=text):
         make()
 
 
-def test_products_are_not_added_to_a_profile_of_another_gpu(tmp_path):
+def test_profile_rejects_products_of_another_gpu(tmp_path):
     file = tmp_path / "other.json"
     cluster_of(gpu_by_name("a100"), nodes=1, gpus_per_node=8).save(file)
     with pytest.raises(mp.MeshparError, match="add rates of a h100"):

@@ -1,4 +1,4 @@
-"""Fitted links: exact times give α and β back, outliers do not move them, and what cannot be told is said."""
+"""Links fitted to measured times: recovery of α and β, robustness to outliers, and verdicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def points(scale=lambda at: 1.0):
     return [Point(f.steps, f.bytes_in_turn, f.time_s(LINK) * scale(at)) for at, f in enumerate(FORMS)]
 
 
-def test_times_of_the_model_give_its_link_back():
+def test_fit_link_recovers_the_link_from_exact_times():
     found = fit_link("data", "permutes", points())
     assert found.link.alpha_s == pytest.approx(3e-6)
     assert found.link.bytes_per_s == pytest.approx(2e10)
@@ -34,7 +34,7 @@ def test_times_of_the_model_give_its_link_back():
     assert found.time_s(2, 1e6) == pytest.approx(2 * 3e-6 + 1e6 / 2e10)
 
 
-def test_outliers_do_not_move_it():
+def test_fit_link_ignores_outliers():
     found = fit_link("data", "permutes", points(lambda at: 30.0 if at % 7 == 0 else 1.0))
     assert found.link.alpha_s == pytest.approx(3e-6, rel=0.02)
     assert found.link.bytes_per_s == pytest.approx(2e10, rel=0.02)
@@ -42,14 +42,14 @@ def test_outliers_do_not_move_it():
     assert found.worst_error > 0.9
 
 
-def test_short_messages_count_as_much_as_long_ones():
-    """All but the longest are off by a factor: absolute errors would hide them behind the longest."""
+def test_fit_link_weights_short_and_long_messages_equally():
+    """The fit uses relative errors: absolute errors would be dominated by the longest message."""
     found = fit_link("data", "permutes", points(lambda at: 1.2 if at % 2 else 1 / 1.2))
     assert found.link.alpha_s == pytest.approx(3e-6, rel=0.25)
     assert 0.05 < found.typical_error <= 0.45
 
 
-def test_times_that_do_not_grow_have_no_bandwidth():
+def test_fit_link_finds_no_bandwidth_in_constant_times():
     found = fit_link("data", "axes", [Point(1, size, 1e-4) for size in (0, 0, 0)])
     assert found.link is None
     assert found.verdict == "none"
@@ -58,21 +58,21 @@ def test_times_that_do_not_grow_have_no_bandwidth():
     assert shrinking.link is None or shrinking.typical_error > 0.25
 
 
-def test_neither_figure_is_negative():
-    """Times that grow faster than the bytes would have a latency below 0."""
+def test_fit_link_is_never_negative():
+    """Times that grow faster than the bytes would otherwise give a negative latency."""
     found = fit_link("data", "axes", [Point(1, size, size**2) for size in (1.0, 2.0, 4.0, 8.0)])
     assert found.link.alpha_s == 0
     assert found.link.bytes_per_s > 0
 
 
 @pytest.mark.parametrize(("typical_error", "verdict"), [(0.25, "good"), (0.26, "poor"), (1.0, "poor"), (1.01, "none")])
-def test_a_verdict(typical_error, verdict):
+def test_fit_link_verdict_follows_the_typical_error(typical_error, verdict):
     found = fit_link("data", "axes", points())
     assert dataclasses.replace(found, typical_error=typical_error).verdict == verdict
     assert dataclasses.replace(found, link=None).verdict == "none"
 
 
-def test_too_little_counts_as_much_as_too_much():
+def test_fit_link_errors_are_symmetric_ratios():
     once = fit_link("data", "axes", [Point(1, 1e3, 1e-3), Point(1, 1e3, 1e-3), Point(1, 1e3, 4e-3)])
     assert once.worst_error == pytest.approx(3.0, rel=1e-3)
     assert once.typical_error == pytest.approx(0, abs=1e-3)
@@ -80,6 +80,6 @@ def test_too_little_counts_as_much_as_too_much():
     assert once.worst_error == pytest.approx(3.0, rel=0.05)
 
 
-def test_nothing_measured():
+def test_fit_link_without_points_has_no_link():
     found = fit_link("data", "axes", [])
     assert (found.link, found.verdict, found.typical_error) == (None, "none", math.inf)

@@ -57,7 +57,7 @@ def test_parameters_of_any_model_are_exported_as_safetensors(meshpar, saved, tmp
             assert np.array_equal(folder.read_full(name), value.astype("bfloat16"))
     code, _, err = meshpar("checkpoint", "export", saved, tmp_path / "out")
     assert code == 2
-    assert "something is there already" in err
+    assert "it exists already" in err
 
 
 def test_a_damaged_one_is_named_and_the_others_are_whole(meshpar, saved):

@@ -15,7 +15,7 @@ import pytest
 
 from meshpar.cli import main as cli
 from meshpar.cli.train_command import _RunFolder
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 RECIPE = """
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_a_run_from_start_to_resumed_end(meshpar, tmp_path):
 
     code, text, _ = meshpar("train", recipe, "--out", out)
     assert code == 0
-    assert "step 3 of 3 is done already" in text
+    assert "step 3 of 3 is done" in text
     assert json.loads((folder / "summary.json").read_text())["validation"] == summary["validation"]
 
     code, text, _ = meshpar("train", recipe, "--out", out, "--steps", 6, "--set", "sample=none")
@@ -145,10 +145,10 @@ def test_a_run_whose_code_has_changed_needs_a_word_to_go_on(meshpar, tmp_path, o
     code, _, error = meshpar(*train, *fields)
     assert code == (2 if is_other else 0)
     if is_other:
-        assert "the loss, the model, the optimizer or of a library has changed: it was trained with program" in error
+        assert "the model, the optimizer or a library has changed: the run was trained with program" in error
         code, text, _ = meshpar(*train, *fields, "--accept-changes")
         assert code == 0
-        assert "the code changed since the run began" in text
+        assert "the code changed since the run started" in text
         assert meshpar(*train, *fields)[0] == 0  # and is that of the run from now on
 
 
@@ -159,7 +159,7 @@ def test_a_program_is_compared_with_the_fields_that_the_run_had(meshpar, tmp_pat
     assert meshpar(*train, "--steps", 4)[0] == 0  # another program, which follows from the steps
     code, text, _ = meshpar(*train, "--steps", 4, "--set", "mesh.fsdp=2", "--set", "mesh.data=1")
     assert code == 0
-    assert "its program cannot be compared with the one that the run began with: mesh.data, mesh.fsdp changed" in text
+    assert "skipping the comparison with the program of the earlier steps: mesh.data, mesh.fsdp changed" in text
 
 
 def test_a_run_that_lost_its_recipe_json_needs_a_word_to_go_on(meshpar, tmp_path):
@@ -169,7 +169,7 @@ def test_a_run_that_lost_its_recipe_json_needs_a_word_to_go_on(meshpar, tmp_path
     (tmp_path / "bodies" / "recipe.json").unlink()
     code, _, error = meshpar(*train)
     assert code == 2
-    assert "recipe.json is missing, so that nothing says how its 2 steps were trained" in error
+    assert "recipe.json is missing, so the recipe of its 2 steps is unknown" in error
     assert meshpar(*train, "--accept-changes")[0] == 0
     assert (tmp_path / "bodies" / "recipe.json").exists()
 
@@ -214,7 +214,7 @@ def test_a_run_whose_numbers_are_lost_ends_with_2_until_they_are_back(meshpar, t
     with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 3"):
         code, _, error = meshpar(*args, "--steps", 5)
     assert code == 2
-    assert "metrics.jsonl: cannot hold the numbers of all steps: those of steps 1 to 3 are lost" in error
+    assert "metrics.jsonl: cannot report the metrics of all steps: the metrics of steps 1 to 3 are missing" in error
     assert json.loads((metrics.parent / "summary.json").read_text())["missing_steps"] == [[1, 3]]
     assert [step for step, _ in losses(metrics.parent)] == [4, 5]
     metrics.write_text((tmp_path / "away").read_text() + metrics.read_text())
@@ -245,14 +245,14 @@ def test_a_run_folder_that_goes_away_is_made_again_at_the_next_step(tmp_path, ho
         shutil.rmtree(folder)
     else:
         folder.rename(tmp_path / "old")
-    with pytest.warns(UserWarning, match="was removed, renamed or emptied while the run goes on: it is made again"):
+    with pytest.warns(UserWarning, match="was removed, renamed or emptied during training"):
         hook.on_dispatched(None)
     hook.on_end(None, "done")
     assert len(written) == 2
     (folder / "recipe.json").unlink()
     folder.rmdir()
     folder.touch()
-    with pytest.raises(MeshparError, match="cannot go on writing to it: it was removed or renamed"):
+    with raises("missing-file", f"run {folder}"):
         hook.on_dispatched(None)
 
 

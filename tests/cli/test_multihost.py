@@ -540,4 +540,4 @@ def test_one_command_trains_on_local_processes_and_obeys_a_signal(tmp_path: Path
             assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
         finally:
             process.kill()
-    assert "The same command goes on from there" in (tmp_path / "log").read_text()
+    assert "Repeat the command to resume" in (tmp_path / "log").read_text()

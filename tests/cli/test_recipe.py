@@ -139,8 +139,8 @@ def test_other_types(text, hint, value):
         ("optimizer.schedule=cosin", "Did you mean `cosine`"),
         ("steps.x=1", "has no fields"),
         ("loss.x=1", "has no fields"),
-        ("strategy.params=x", "change the recipe file"),
-        ("remat.x=1", "None, which has no fields"),
+        ("strategy.params=x", "or change the recipe file"),
+        ("remat.x=1", "None has no fields"),
     ],
 )
 def test_a_wrong_name_lists_the_near_ones(assignment, says):
@@ -154,17 +154,17 @@ def test_a_wrong_name_lists_the_near_ones(assignment, says):
 @pytest.mark.parametrize(
     ("assignment", "expects"),
     [
-        ("steps=many", "a whole number"),
-        ("steps=2.5", "a whole number"),
-        ("steps=true", "a whole number"),
+        ("steps=many", "an integer"),
+        ("steps=2.5", "an integer"),
+        ("steps=true", "an integer"),
         ("optimizer.lr=fast", "a number"),
         ("model.tied_embeddings=maybe", "true or false"),
-        ("validate_every=often", "a whole number or none"),
+        ("validate_every=often", "an integer or none"),
         ("nonfinite=explode", "one of `raise`, `skip`, `ignore`"),
-        ("mesh.fsdp=x", "a whole number"),
+        ("mesh.fsdp=x", "an integer"),
         ("model=big", "TransformerConfig"),
         ("optimizer=sgd", "AdamW"),
-        ("loss=l2", "change the recipe file"),
+        ("loss=l2", "Change the recipe file"),
         ("steps", "path=value"),
         ("=3", "path=value"),
         ("mesh.=3", "path=value"),
@@ -184,18 +184,18 @@ def test_a_wrong_type_says_what_was_expected(assignment, expects):
         ("remat=dot", "Did you mean `dots`"),
         ("precision.compute=float31", "float32"),
         ("optimizer.warmup_steps=-1", "at least 0"),
-        ("optimizer.lr=0", "above 0"),
+        ("optimizer.lr=0", "must be positive"),
         ("optimizer.lr=inf", "finite"),
         ("optimizer.eps=nan", "finite"),
         ("sample.temperature=1e999", "finite"),
         ("optimizer.b2=1", "below 1"),
-        ("name=a/b", "names a folder"),
-        ("name=..", "names a folder"),
+        ("name=a/b", "a folder name has"),
+        ("name=..", "a folder name has"),
         ("model.num_kv_heads=3", "not a multiple of 3"),
         ("data.seq_len=0", "1"),
         ("sample.temperature=-1", "at least 0"),
         ("mesh.fsdp=0", "positive integer"),
-        ("optimizer=Muon", "another class is written in the recipe file"),
+        ("optimizer=Muon", "to use another class, write"),
     ],
 )
 def test_values_are_checked_by_their_owners(assignment, says):
@@ -206,14 +206,14 @@ def test_values_are_checked_by_their_owners(assignment, says):
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("field", ["lr", "final_lr", "weight_decay", "clip_norm", "eps", "b1"])
 def test_an_optimizers_numbers_are_finite(field, value):
-    with pytest.raises(mp.MeshparError, match=rf"AdamW.{field}: cannot use (inf|nan): it is a finite number"):
+    with pytest.raises(mp.MeshparError, match=rf"AdamW.{field}: cannot use (inf|nan): it must be finite"):
         mp.AdamW(**{field: value})
 
 
 @pytest.mark.parametrize(("make", "field"), [(mp.AdamW, "lr"), (mp.AdamW, "warmup_steps"), (mp.Muon, "rms")])
 def test_an_optimizers_numbers_are_numbers(make, field):
     for wrong in ("x", None, True):
-        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.{field}: .*: it is a number"):
+        with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.{field}: .*: it must be a number"):
             make(**{field: wrong})
 
 
@@ -221,7 +221,7 @@ def test_an_optimizers_numbers_are_numbers(make, field):
 def test_an_optimizer_averages_what_it_makes(make):
     tx = make(ema=0.5, offload=True, moments="int8").build(steps=10, names={})
     assert jax.eval_shape(tx.init, {"w": jnp.ones((2, 2))}).average["w"].shape == (2, 2)
-    for wrong, says in ((1.0, "from 0 up to 1"), (True, "it is a number"), (float("nan"), "finite")):
+    for wrong, says in ((1.0, "at least 0 and below 1"), (True, "it must be a number"), (float("nan"), "finite")):
         with pytest.raises(mp.MeshparError, match=rf"{make.__name__}.ema: .*{says}"):
             make(ema=wrong)
 
@@ -275,7 +275,7 @@ def test_a_foreign_dataclass_with_its_own_checks():
         ("loss", 3, "a function"),
         ("steps", True, "positive integer"),
         ("checkpoint_every", 0, "positive integer"),
-        ("seed", 1.5, "an integer"),
+        ("seed", 1.5, "64-bit integer"),
     ],
 )
 def test_a_recipe_checks_its_fields(field, value, says):
@@ -394,7 +394,7 @@ def test_a_schedule_of_its_own_length_does_not_change_with_the_run():
 
 
 def test_a_warm_up_must_fit_into_the_schedule():
-    with pytest.raises(mp.MeshparError, match="warm up within a schedule of 5 steps"):
+    with pytest.raises(mp.MeshparError, match="warm up in a schedule of 5 steps"):
         AdamW(warmup_steps=5, schedule_steps=5)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshpar.cli.run_lock import lock_run_folder
+from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
 
 HOLDER = """
@@ -69,16 +70,18 @@ def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
 def test_lock_file_that_is_a_link_is_not_followed(tmp_path: Path, target: str) -> None:
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".run.lock").symlink_to(tmp_path / target)
-    with raises("{link}"), lock(tmp_path / "run"):
+    with pytest.raises(MeshparError) as error, lock(tmp_path / "run"):
         pass
+    assert error.value.where == str(tmp_path / ".run.lock")
     assert (tmp_path / "victim").read_text() == "mine"
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_lock_file_that_is_a_pipe_is_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".run.lock")
-    with raises("{link}"), lock(tmp_path / "run"):
+    with pytest.raises(MeshparError) as error, lock(tmp_path / "run"):
         pass
+    assert error.value.where == str(tmp_path / ".run.lock")
 
 
 def test_run_folder_linked_by_another_user_is_an_error(tmp_path: Path, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""ArrayData: arrays as a source."""
+"""Tests of `ArrayData`."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshpar.data import ArrayData, DataSource, Source
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 
 def digits(count=50, first=0):
-    """Images that say their label, in the dtypes that libraries hand out."""
+    """Return images filled with their label, in float64 and int64 as most libraries return them."""
     label = np.arange(first, first + count)
     return {"image": np.ones((count, 4, 4)) * label[:, None, None], "label": label}
 
 
-def test_it_satisfies_the_protocols():
+def test_array_data_satisfies_the_protocols():
     data = ArrayData(arrays=digits())
     assert isinstance(data, DataSource)
     assert isinstance(data.open(batch_size=5, seed=0), Source)
 
 
-def test_examples_stay_together_and_are_split_once():
+def test_array_data_splits_examples_consistently():
     source = ArrayData(arrays=digits(), valid_fraction=0.2).open(batch_size=5, seed=0)
     with source.train() as batches:
         assert {name: (x.shape, str(x.dtype)) for name, x in batches.spec.items()} == {
@@ -42,14 +42,14 @@ def test_examples_stay_together_and_are_split_once():
     assert train | valid == set(range(50))
 
 
-def test_held_out_examples_may_be_given():
+def test_array_data_uses_the_given_validation_examples():
     source = ArrayData(arrays=digits(), valid=digits(7, first=1000), valid_batches=None).open(batch_size=3, seed=0)
     assert [batch["label"].tolist() for batch in source.valid()] == [[1000, 1001, 1002], [1003, 1004, 1005]]
     assert len(source.train_rows) == 50
     assert source.describe()["held_out"] == "7 examples given as `valid`"
 
 
-def test_a_function_is_called_only_when_the_data_is_opened():
+def test_array_data_calls_a_loader_once_at_open():
     calls = []
 
     def load():
@@ -64,7 +64,7 @@ def test_a_function_is_called_only_when_the_data_is_opened():
     assert calls == [1]
 
 
-def test_one_sharding_serves_images_and_labels(mesh8):
+def test_array_batches_share_a_sharding(mesh8):
     source = ArrayData(arrays=digits(), valid_fraction=0.2).open(batch_size=8, seed=0)
     with source.train(NamedSharding(mesh8, P(("fsdp",)))) as on_mesh, source.train() as on_host:
         batch, expected = next(on_mesh), next(on_host)
@@ -73,29 +73,29 @@ def test_one_sharding_serves_images_and_labels(mesh8):
     assert {shard.data.shape for shard in batch["image"].addressable_shards} == {(2, 4, 4)}
 
 
-def test_resuming_and_describing():
+def test_array_source_resumes_and_describes_itself():
     source = ArrayData(arrays=digits(), valid_fraction=0.2, valid_batches=1).open(batch_size=5, seed=0)
     with source.train() as first, source.train() as second:
         expected = [next(first)["label"].tolist() for _ in range(12)]
         second.set_state(json.loads(json.dumps({**first.get_state(), "step": 7})))
         assert [next(second)["label"].tolist() for _ in range(5)] == expected[7:]
-    told = source.describe()
-    assert told == json.loads(json.dumps(told))
-    assert told["arrays"] == {
+    description = source.describe()
+    assert description == json.loads(json.dumps(description))
+    assert description["arrays"] == {
         "image": {"shape": [4, 4], "dtype": "float32"},
         "label": {"shape": [], "dtype": "int32"},
     }
-    assert told["train"] == {"examples": 40}
-    assert told["valid"] == {"examples": 10, "batches": 1}
+    assert description["train"] == {"examples": 40}
+    assert description["valid"] == {"examples": 10, "batches": 1}
 
 
-def test_other_arrays_have_another_fingerprint():
+def test_fingerprint_depends_on_data_and_split():
     def fingerprint(arrays, **options):
         return ArrayData(arrays=arrays, **options).open(batch_size=2, seed=0).fingerprint
 
     changed = digits()
     changed["label"][3] = 99
-    prints = [
+    fingerprints = [
         fingerprint(digits()),
         fingerprint(changed),
         fingerprint({"image": digits()["image"]}),
@@ -103,27 +103,27 @@ def test_other_arrays_have_another_fingerprint():
         fingerprint(digits(), valid_fraction=0.3),
         fingerprint(digits(49)),
     ]
-    assert len(set(prints)) == len(prints)
-    assert fingerprint(dict(reversed(digits().items()))) == prints[0]
+    assert len(set(fingerprints)) == len(fingerprints)
+    assert fingerprint(dict(reversed(digits().items()))) == fingerprints[0]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code", "where"),
     [
-        ({"arrays": {}}, "holds no arrays"),
-        ({"arrays": {"x": np.zeros((0, 3))}}, "holds no examples"),
-        ({"arrays": {"x": np.zeros(5), "y": np.zeros(6)}}, r"'x': \(5,\), 'y': \(6,\)"),
-        ({"arrays": {"x": np.zeros(5), "y": np.float32(1)}}, "first dim"),
-        ({"arrays": {"x": np.zeros(1)}}, "at least two rows"),
-        ({"arrays": digits(), "valid": {"image": digits()["image"]}}, "same names, shapes and dtypes"),
-        ({"arrays": {"x": np.zeros((9, 2))}, "valid": {"x": np.zeros((9, 3))}}, "same names, shapes and dtypes"),
-        ({"arrays": digits(), "valid": {}}, "`ArrayData.valid`.*holds no arrays"),
-        ({"arrays": digits(5)}, "held-out set has 1 rows"),
-        ({"arrays": digits(), "valid_fraction": 1.5}, "`ArrayData.valid_fraction`"),
-        ({"arrays": digits(), "valid_batches": 0}, "`ArrayData.valid_batches`"),
-        ({"arrays": digits(), "prefetch": -1}, "`ArrayData.prefetch`"),
+        ({"arrays": {}}, "not-found", "arrays"),
+        ({"arrays": {"x": np.zeros((0, 3))}}, "not-found", "arrays"),
+        ({"arrays": {"x": np.zeros(5), "y": np.zeros(6)}}, "wrong-shape", "arrays"),
+        ({"arrays": {"x": np.zeros(5), "y": np.float32(1)}}, "wrong-shape", "arrays"),
+        ({"arrays": {"x": np.zeros(1)}}, "out-of-range", "the data"),
+        ({"arrays": digits(), "valid": {"image": digits()["image"]}}, "wrong-shape", "valid"),
+        ({"arrays": {"x": np.zeros((9, 2))}, "valid": {"x": np.zeros((9, 3))}}, "wrong-shape", "valid"),
+        ({"arrays": digits(), "valid": {}}, "not-found", "valid"),
+        ({"arrays": digits(5)}, "out-of-range", "batch_size"),
+        ({"arrays": digits(), "valid_fraction": 1.5}, "out-of-range", "ArrayData"),
+        ({"arrays": digits(), "valid_batches": 0}, "not-an-int", "ArrayData"),
+        ({"arrays": digits(), "prefetch": -1}, "not-an-int", "ArrayData"),
     ],
 )
-def test_arrays_that_do_not_fit(options, said):
-    with pytest.raises(MeshparError, match=said):
+def test_array_data_rejects_mismatched_arrays_and_options(options, code, where):
+    with raises(code, where):
         ArrayData(**options).open(batch_size=2, seed=0)

@@ -1,4 +1,4 @@
-"""Batches: the order, resuming, and global arrays of which each process reads its own part."""
+"""Tests of the order of batches, of resuming, and of global arrays."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
-from meshpar.sharding.types import MeshparError
+from meshpar.sharding.errors import MeshparError
+from tests.errors import raises
 
 PATIENCE_S = 600
-"""With a machine that is busy: what hangs ends a test, not what is slow."""
+"""Timeout for hanging tests, long enough for a busy machine."""
 PREFETCHES = pytest.mark.parametrize("prefetch", [0, 1, 3])
 
 
 class Numbered:
-    """Rows that say their own number, and remember which were read."""
+    """Rows that contain their index. Records the indices that are read."""
 
     def __init__(self, num_rows: int, width: int = 4) -> None:
         self.num_rows, self.width, self.reads = num_rows, width, []
@@ -41,8 +42,8 @@ class Numbered:
 
     def read(self, indices):
         self.reads.append(indices.tolist())
-        wide = np.broadcast_to(indices[:, None] * self.width, (len(indices), self.width)) + np.arange(self.width)
-        return {"number": indices.astype(np.int32), "wide": wide.astype(np.int32)}
+        data = np.broadcast_to(indices[:, None] * self.width, (len(indices), self.width)) + np.arange(self.width)
+        return {"number": indices.astype(np.int32), "data": data.astype(np.int32)}
 
 
 def batches(rows=20, *, batch_size=4, seed=0, fingerprint="f", **options) -> Batches:
@@ -54,22 +55,22 @@ def flat(lists) -> list[int]:
     return list(itertools.chain(*lists))
 
 
-def numbers(of: Batches, count: int) -> list[list[int]]:
-    return [next(of)["number"].tolist() for _ in range(count)]
+def numbers(it: Batches, count: int) -> list[list[int]]:
+    return [next(it)["number"].tolist() for _ in range(count)]
 
 
 @settings(max_examples=8)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 2**40))
-def test_an_epoch_has_every_row_once(num_rows, batch_size, seed):
+def test_epoch_has_each_row_once(num_rows, batch_size, seed):
     batch_size = min(batch_size, num_rows)
-    with batches(num_rows, batch_size=batch_size, seed=seed, prefetch=0) as of:
+    with batches(num_rows, batch_size=batch_size, seed=seed, prefetch=0) as it:
         epochs = 3
-        served = np.concatenate([of.row_numbers(step) for step in range(-(-epochs * num_rows // batch_size))])
+        served = np.concatenate([it.row_numbers(step) for step in range(-(-epochs * num_rows // batch_size))])
     for epoch in served[: epochs * num_rows].reshape(epochs, num_rows):
         assert sorted(epoch.tolist()) == list(range(num_rows))
 
 
-def test_every_epoch_and_every_seed_has_its_own_order():
+def test_order_depends_on_epoch_and_seed():
     orders = [
         tuple(batches(50, batch_size=50, seed=seed, prefetch=0).row_numbers(epoch).tolist())
         for seed in (0, 1, 2, -1, 2**70)
@@ -80,40 +81,40 @@ def test_every_epoch_and_every_seed_has_its_own_order():
 
 
 @PREFETCHES
-def test_iterating_and_picking_a_step_agree(prefetch):
-    with batches(prefetch=prefetch) as of:
+def test_batch_at_matches_iteration(prefetch):
+    with batches(prefetch=prefetch) as it:
         for step in range(12):
-            assert of.step == step
-            expected = of.row_numbers(step).tolist()
-            assert of.batch_at(step)["number"].tolist() == expected
-            batch = next(of)
+            assert it.step == step
+            expected = it.row_numbers(step).tolist()
+            assert it.batch_at(step)["number"].tolist() == expected
+            batch = next(it)
             assert batch["number"].tolist() == expected
-            assert batch["wide"].tolist() == [[4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3] for n in expected]
+            assert batch["data"].tolist() == [[4 * n, 4 * n + 1, 4 * n + 2, 4 * n + 3] for n in expected]
 
 
 @settings(max_examples=5)
 @given(st.integers(0, 15), st.integers(0, 15), st.sampled_from([0, 2, 5]))
 def test_resuming_at_any_step_is_exact(stop_at, elsewhere, prefetch):
-    with batches(seed=3, prefetch=0) as whole:
-        expected = numbers(whole, stop_at + 6)
+    with batches(seed=3, prefetch=0) as uninterrupted:
+        expected = numbers(uninterrupted, stop_at + 6)
     with batches(seed=3, prefetch=prefetch) as first:
         assert numbers(first, stop_at) == expected[:stop_at]
         state = json.loads(json.dumps(first.get_state()))
     with batches(seed=3, prefetch=prefetch) as second:
-        numbers(second, elsewhere)  # wherever it was before
+        numbers(second, elsewhere)  # moves the position
         second.set_state(state)
         assert second.step == stop_at
         assert numbers(second, 6) == expected[stop_at:]
 
 
-def test_what_was_only_prefetched_does_not_count():
+def test_state_does_not_count_prefetched_batches():
     rows = Numbered(20)
-    with batches(rows, prefetch=4) as of:
-        expected = of.row_numbers(2).tolist()
-        numbers(of, 2)
-        _wait_until(lambda: of.row_numbers(5).tolist() in rows.reads)
-        assert of.get_state()["step"] == 2
-        assert numbers(of, 1) == [expected]
+    with batches(rows, prefetch=4) as it:
+        expected = it.row_numbers(2).tolist()
+        numbers(it, 2)
+        _wait_until(lambda: it.row_numbers(5).tolist() in rows.reads)
+        assert it.get_state()["step"] == 2
+        assert numbers(it, 1) == [expected]
 
 
 def _wait_until(condition) -> None:
@@ -123,67 +124,67 @@ def _wait_until(condition) -> None:
         time.sleep(0.01)
 
 
-def test_the_state_holds_what_makes_it_valid():
-    with batches(seed=7, fingerprint="abc", extra={"seq_len": 8}) as of:
-        numbers(of, 3)
-        assert of.get_state() == {"step": 3, "seed": 7, "batch_size": 4, "fingerprint": "abc", "seq_len": 8}
+def test_state_has_the_values_that_determine_the_order():
+    with batches(seed=7, fingerprint="abc", extra={"seq_len": 8}) as it:
+        numbers(it, 3)
+        assert it.get_state() == {"step": 3, "seed": 7, "batch_size": 4, "fingerprint": "abc", "seq_len": 8}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "change_text"),
     [
         ({"seed": 1}, "set seed to 0"),
         ({"batch_size": 5}, "set batch_size to 4"),
-        ({"fingerprint": "other"}, "bring back the data"),
+        ({"fingerprint": "other"}, "restore the data"),
         ({"extra": {"seq_len": 16}}, "set seq_len to 8"),
     ],
 )
-def test_a_state_of_another_run_is_refused(change, said):
+def test_set_state_rejects_another_run(change, change_text):
     state = batches(extra={"seq_len": 8}).get_state()
     with pytest.raises(MeshparError) as error:
         batches(**{"extra": {"seq_len": 8}, **change}).set_state(state)
-    assert said in error.value.fix
+    assert change_text in error.value.fix
 
 
 @pytest.mark.parametrize("broken", [{}, {"step": 3}, {"step": -1, "seed": 0, "batch_size": 4, "fingerprint": "f"}])
-def test_what_is_no_state_is_refused(broken):
-    of = batches()
+def test_set_state_rejects_damaged_states(broken):
+    it = batches()
     with pytest.raises(MeshparError, match="get_state"):
-        of.set_state(broken)
-    assert of.step == 0
+        it.set_state(broken)
+    assert it.step == 0
 
 
-def test_closing_ends_the_background_work():
+def test_close_stops_the_prefetch_thread():
     before = set(threading.enumerate())
     rows = Numbered(20)
-    of = batches(rows, prefetch=4)
-    numbers(of, 2)
+    it = batches(rows, prefetch=4)
+    numbers(it, 2)
     (worker,) = set(threading.enumerate()) - before
-    of.close()
+    it.close()
     reads = len(rows.reads)
     worker.join(timeout=PATIENCE_S)
     assert not worker.is_alive()
     assert len(rows.reads) == reads
-    of.close()
-    with pytest.raises(MeshparError, match="it was closed"):
-        next(of)
+    it.close()
+    with raises("conflict", "Batches"):
+        next(it)
 
 
-def test_closing_waits_for_the_batch_that_is_being_made():
+def test_close_waits_for_the_batch_in_progress():
     entered, leave = threading.Event(), threading.Event()
     rows = Numbered(20)
-    of, read = batches(rows, prefetch=1), rows.read
+    it, read = batches(rows, prefetch=1), rows.read
 
     def slow(indices):
         entered.set()
         assert leave.wait(PATIENCE_S)
         return read(indices)
 
-    numbers(of, 1)
+    numbers(it, 1)
     rows.read = slow
-    threading.Thread(target=numbers, args=(of, 1), daemon=True).start()
+    threading.Thread(target=numbers, args=(it, 1), daemon=True).start()
     assert entered.wait(PATIENCE_S)
-    closing = threading.Thread(target=of.close, daemon=True)
+    closing = threading.Thread(target=it.close, daemon=True)
     closing.start()
     closing.join(timeout=0.2)
     assert closing.is_alive()
@@ -192,47 +193,45 @@ def test_closing_waits_for_the_batch_that_is_being_made():
     assert not closing.is_alive()
 
 
-def test_an_error_while_making_a_batch_reaches_the_loop():
+def test_reading_error_reaches_the_loop():
     rows = Numbered(20)
-    with batches(rows, prefetch=2) as of:
+    with batches(rows, prefetch=2) as it:
         rows.read = lambda indices: {}["gone"]
         with pytest.raises(KeyError, match="gone"):
-            next(of)
+            next(it)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "said"), [(21, "20 rows in all"), (0, "at least one row"), (-3, "at least one row")]
-)
-def test_a_batch_that_cannot_be_filled_is_an_error(batch_size, said):
-    with pytest.raises(MeshparError, match=said):
+@pytest.mark.parametrize(("batch_size", "code"), [(21, "out-of-range"), (0, "not-an-int"), (-3, "not-an-int")])
+def test_batch_size_must_fit_the_data(batch_size, code):
+    with raises(code, "batch_size"):
         batches(20, batch_size=batch_size)
-    with pytest.raises(MeshparError, match=said):
+    with raises(code, "batch_size"):
         spread_evenly(20, batch_size, 3)
 
 
 # Global arrays
 
 
-def test_batches_on_a_mesh_hold_the_same_as_on_the_host(mesh8):
+def test_sharded_batches_match_host_batches(mesh8):
     sharding = NamedSharding(mesh8, P("fsdp"))
-    with batches(batch_size=8, prefetch=0) as host, batches(batch_size=8, sharding=sharding) as of:
-        for expected, batch in zip([next(host) for _ in range(5)], of, strict=False):
-            assert isinstance(batch["wide"], jax.Array)
-            for name in ("number", "wide"):
+    with batches(batch_size=8, prefetch=0) as host, batches(batch_size=8, sharding=sharding) as it:
+        for expected, batch in zip([next(host) for _ in range(5)], it, strict=False):
+            assert isinstance(batch["data"], jax.Array)
+            for name in ("number", "data"):
                 assert batch[name].sharding == sharding
                 np.testing.assert_array_equal(batch[name], expected[name])
-            assert {shard.data.shape for shard in batch["wide"].addressable_shards} == {(2, 4)}
-            assert len(batch["wide"].addressable_shards) == 8
+            assert {shard.data.shape for shard in batch["data"].addressable_shards} == {(2, 4)}
+            assert len(batch["data"].addressable_shards) == 8
 
 
-def test_devices_with_the_same_rows_share_one_read(mesh8):
+def test_devices_with_equal_rows_share_a_read(mesh8):
     rows = Numbered(20)
-    with batches(rows, batch_size=8, prefetch=0, sharding=NamedSharding(mesh8, P("fsdp"))) as of:
+    with batches(rows, batch_size=8, prefetch=0, sharding=NamedSharding(mesh8, P("fsdp"))) as it:
         rows.reads.clear()
-        next(of)
-        # Four row slices for eight devices and two arrays.
+        next(it)
+        # 4 slices of the batch serve 8 devices and 2 arrays.
         assert [len(read) for read in rows.reads] == [2, 2, 2, 2]
-        assert sorted(flat(rows.reads)) == sorted(of.row_numbers(0).tolist())
+        assert sorted(flat(rows.reads)) == sorted(it.row_numbers(0).tolist())
 
 
 AXES = ("data", "fsdp", "tensor")
@@ -243,79 +242,80 @@ ENTRIES = st.permutations(AXES).flatmap(
 
 @settings(max_examples=20)
 @given(st.sampled_from([(1, 1, 8), (2, 2, 2), (8, 1, 1), (1, 4, 2), (2, 1, 4)]), ENTRIES, st.integers(1, 3))
-def test_the_rows_that_are_read_partition_the_batch(shape, entry, per_device):
+def test_reads_partition_the_batch(shape, entry, per_device):
     mesh = jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3)
     batch_size = 8 * per_device
     rows = Numbered(50)
-    with batches(rows, batch_size=batch_size, prefetch=0, sharding=NamedSharding(mesh, P(entry))) as of:
+    with batches(rows, batch_size=batch_size, prefetch=0, sharding=NamedSharding(mesh, P(entry))) as it:
         rows.reads.clear()
-        batch = next(of)
-        assert sorted(flat(rows.reads)) == sorted(of.row_numbers(0).tolist())
-        np.testing.assert_array_equal(batch["number"], of.row_numbers(0))
+        batch = next(it)
+        assert sorted(flat(rows.reads)) == sorted(it.row_numbers(0).tolist())
+        np.testing.assert_array_equal(batch["number"], it.row_numbers(0))
 
 
-def test_the_sequence_may_be_split_too(mesh8):
-    shardings = {"number": NamedSharding(mesh8, P("fsdp")), "wide": NamedSharding(mesh8, P("fsdp", "tensor"))}
-    with batches(batch_size=8, prefetch=0) as host, batches(batch_size=8, sharding=shardings) as of:
-        batch, expected = next(of), next(host)
-        np.testing.assert_array_equal(batch["wide"], expected["wide"])
-        assert {shard.data.shape for shard in batch["wide"].addressable_shards} == {(2, 2)}
+def test_batches_can_be_sharded_over_the_sequence(mesh8):
+    shardings = {"number": NamedSharding(mesh8, P("fsdp")), "data": NamedSharding(mesh8, P("fsdp", "tensor"))}
+    with batches(batch_size=8, prefetch=0) as host, batches(batch_size=8, sharding=shardings) as it:
+        batch, expected = next(it), next(host)
+        np.testing.assert_array_equal(batch["data"], expected["data"])
+        assert {shard.data.shape for shard in batch["data"].addressable_shards} == {(2, 2)}
 
 
-def test_the_spec_tells_what_comes(mesh8):
+def test_spec_describes_the_batches(mesh8):
     sharding = NamedSharding(mesh8, P("fsdp"))
-    with batches(batch_size=8, sharding=sharding) as of:
-        assert {name: (x.shape, x.dtype) for name, x in of.spec.items()} == {
+    with batches(batch_size=8, sharding=sharding) as it:
+        assert {name: (x.shape, x.dtype) for name, x in it.spec.items()} == {
             "number": ((8,), np.dtype("int32")),
-            "wide": ((8, 4), np.dtype("int32")),
+            "data": ((8, 4), np.dtype("int32")),
         }
-        batch = next(of)
-        for name, spec in of.spec.items():
+        batch = next(it)
+        for name, spec in it.spec.items():
             assert (batch[name].shape, batch[name].dtype, batch[name].sharding) == (spec.shape, spec.dtype, sharding)
             assert spec.sharding == sharding
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("sharding", "code", "where"),
     [
+        (lambda m: NamedSharding(m, P(("fsdp", "tensor"))), "indivisible", "dim 0 (batch_size 12)"),
+        (lambda m: NamedSharding(m, P("fsdp", "tensor")), "wrong-shape", "number"),
+        (lambda m: {"number": NamedSharding(m, P())}, "unknown-name", "sharding"),
+        (lambda m: dict.fromkeys(("number", "data", "date"), NamedSharding(m, P())), "unknown-name", "sharding"),
         (
-            lambda m: NamedSharding(m, P(("fsdp", "tensor"))),
-            r"dim 0 \(batch_size 12\).*not a multiple of 8.*Make it 16",
+            lambda m: {"number": NamedSharding(m, P()), "data": NamedSharding(m, P(None, ("fsdp", "tensor")))},
+            "indivisible",
+            "dim 1",
         ),
-        (lambda m: NamedSharding(m, P("fsdp", "tensor")), "`number` of shape.*a dict with one sharding per name"),
-        (lambda m: {"number": NamedSharding(m, P())}, "Add one for `wide`"),
-        (lambda m: dict.fromkeys(("number", "wide", "wild"), NamedSharding(m, P())), "lay out `wild`.*`wide`"),
-        (lambda m: {"number": NamedSharding(m, P()), "wide": NamedSharding(m, P(None, ("fsdp", "tensor")))}, "dim 1"),
     ],
 )
-def test_a_sharding_that_does_not_fit_is_an_error(mesh8, make, said):
-    with pytest.raises(MeshparError, match=said):
-        batches(batch_size=12, sharding=make(mesh8))
+def test_batches_reject_shardings_that_do_not_fit(mesh8, sharding, code, where):
+    with raises(code, where):
+        batches(batch_size=12, sharding=sharding(mesh8))
 
 
-def test_wide_numbers_survive_the_background_thread(mesh8):
-    class Wide(Numbered):
+def test_prefetch_thread_keeps_float64(mesh8):
+    class Float64(Numbered):
         def read(self, indices):
             return {"x": indices / 3}
 
     with jax.enable_x64(True):
         sharding = NamedSharding(mesh8, P("fsdp"))
-        with batches(Wide(20), batch_size=8, sharding=sharding) as of:
-            batch = next(of)
-            assert batch["x"].dtype == of.spec["x"].dtype == np.float64
-            np.testing.assert_array_equal(batch["x"], of.row_numbers(0) / 3)
+        with batches(Float64(20), batch_size=8, sharding=sharding) as it:
+            batch = next(it)
+            assert batch["x"].dtype == it.spec["x"].dtype == np.float64
+            np.testing.assert_array_equal(batch["x"], it.row_numbers(0) / 3)
 
 
 # Held-out batches
 
 
 @given(st.integers(1, 200), st.integers(1, 20), st.one_of(st.none(), st.integers(1, 12)))
-def test_held_out_rows_are_spread_evenly(num_rows, batch_size, num_batches):
+def test_spread_evenly_has_nearly_equal_steps(num_rows, batch_size, num_batches):
     if batch_size > num_rows:
         return
     rows = spread_evenly(num_rows, batch_size, num_batches)
-    whole = num_rows // batch_size
-    assert len(rows) == batch_size * (whole if num_batches is None else min(num_batches, whole))
+    num_full = num_rows // batch_size
+    assert len(rows) == batch_size * (num_full if num_batches is None else min(num_batches, num_full))
     steps = np.diff([*rows.tolist(), num_rows])
     assert rows[0] == 0
     assert steps.min() >= 1
@@ -323,7 +323,7 @@ def test_held_out_rows_are_spread_evenly(num_rows, batch_size, num_batches):
 
 
 @PREFETCHES
-def test_held_out_batches_are_the_same_every_time(mesh8, prefetch):
+def test_valid_batches_repeat_exactly(mesh8, prefetch):
     rows = Numbered(30)
     valid = ValidBatches(
         rows, spread_evenly(30, 8, 2), batch_size=8, sharding=NamedSharding(mesh8, P("fsdp")), prefetch=prefetch
@@ -335,7 +335,7 @@ def test_held_out_batches_are_the_same_every_time(mesh8, prefetch):
     assert valid.spec["number"].shape == (8,)
 
 
-def test_held_out_batches_can_be_left_half_way():
+def test_valid_batches_stop_their_thread_early():
     before = set(threading.enumerate())
     valid = ValidBatches(Numbered(30), np.arange(20), batch_size=4)
     for _ in valid:
@@ -359,17 +359,17 @@ mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2
 source = ArrayData(arrays={"x": np.arange(40) * 10}, valid_fraction=0.5).open(batch_size=4, seed=1)
 read, seen = source.train_rows.read, []
 source.train_rows.read = lambda indices: (seen.extend(indices.tolist()), read(indices))[1]
-with source.train(NamedSharding(mesh, P("fsdp"))) as of:
-    seen.clear()  # the fingerprint looks at everything
-    batch = of.batch_at(2)["x"]
+with source.train(NamedSharding(mesh, P("fsdp"))) as it:
+    seen.clear()  # computing the fingerprint reads all examples
+    batch = it.batch_at(2)["x"]
     held = {str(shard.index[0].start or 0): shard.data.tolist() for shard in batch.addressable_shards}
     total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))(batch)
-print(json.dumps({"seen": seen, "rows": of.row_numbers(2).tolist(), "held": held, "total": int(total)}))
+print(json.dumps({"seen": seen, "rows": it.row_numbers(2).tolist(), "held": held, "total": int(total)}))
 """
 
 
 def run_processes(program, count, *args):
-    """What so many processes of one pod, which share 4 host devices, say at their end."""
+    """Run processes that share 4 host devices, and return the JSON that each one prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -393,14 +393,14 @@ def run_processes(program, count, *args):
 
 
 @pytest.mark.matrix
-def test_each_process_reads_only_what_its_devices_hold():
-    one, two = run_processes(PROCESS, 2)
-    # They agree on the batch, and each read its half of it and nothing else.
-    assert one["rows"] == two["rows"]
-    assert len(set(one["rows"])) == 4
-    assert [one["seen"], two["seen"]] == [one["rows"][:2], one["rows"][2:]]
-    assert [list(one["held"]), list(two["held"])] == [["0"], ["2"]]
-    assert one["total"] == two["total"] == sum(one["held"]["0"] + two["held"]["2"])
+def test_process_reads_only_local_examples():
+    first, second = run_processes(PROCESS, 2)
+    # Each process reads its half of the batch.
+    assert first["rows"] == second["rows"]
+    assert len(set(first["rows"])) == 4
+    assert [first["seen"], second["seen"]] == [first["rows"][:2], first["rows"][2:]]
+    assert [list(first["held"]), list(second["held"])] == [["0"], ["2"]]
+    assert first["total"] == second["total"] == sum(first["held"]["0"] + second["held"]["2"])
 
 
 LEG = """
@@ -414,14 +414,14 @@ from meshpar.data import ArrayData, ChatData, TextData
 
 mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
 source = DATA.open(batch_size=8, seed=1)
-given = []
-with source.train(NamedSharding(mesh, P("fsdp"))) as of:
+values = []
+with source.train(NamedSharding(mesh, P("fsdp"))) as it:
     if state:
-        of.set_state(state)
+        it.set_state(state)
     for _ in range(steps):
-        rows = next(iter(next(of).values()))
-        given += [str(row) for shard in rows.addressable_shards for row in shard.data.tolist()]
-    print(json.dumps({"given": given, "state": of.get_state(), "rows": len(source.train_rows)}))
+        rows = next(iter(next(it).values()))
+        values += [str(row) for shard in rows.addressable_shards for row in shard.data.tolist()]
+    print(json.dumps({"values": values, "state": it.get_state(), "rows": len(source.train_rows)}))
 """
 
 
@@ -435,23 +435,23 @@ DATA = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
-def test_processes_give_every_row_once_an_epoch_however_many_there_are_after_each_restart(tmp_path, data):
-    said = [f"{number:02} is said here, and {99 - number} is answered" for number in range(60)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in said))
-    chats = ([{"role": role, "content": words[at]} for at, role in ((slice(15), "user"), (slice(15, 99), "assistant"))]
-             for words in said)  # fmt: skip
+def test_restarts_on_other_process_counts_keep_the_order(tmp_path, data):
+    texts = [f"{number:02} is said here, and {99 - number} is answered" for number in range(60)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in texts))
+    chats = [[{"role": "user", "content": t[:15]}, {"role": "assistant", "content": t[15:]}] for t in texts]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (tmp_path / "template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     leg = LEG.replace("DATA", data.replace("FOLDER", str(tmp_path)))
-    state, given, num_rows = None, [], 0
+    state, values, num_rows = None, [], 0
     for count, steps in ((2, 3), (4, 2), (1, 4), (2, 11)):
-        told = run_processes(leg, count, count, steps, json.dumps(state))
-        assert all(one["state"] == told[0]["state"] for one in told)
-        shares = [len(one["given"]) for one in told]
+        results = run_processes(leg, count, count, steps, json.dumps(state))
+        assert all(result["state"] == results[0]["state"] for result in results)
+        shares = [len(result["values"]) for result in results]
         assert shares == [8 * steps // count] * count
-        by_step = [[one["given"][at * 8 // count : (at + 1) * 8 // count] for one in told] for at in range(steps)]
-        given += [x for parts in by_step for part in parts for x in part]
-        state, num_rows = told[0]["state"], told[0]["rows"]
-    assert len(given) == 160 >= 2 * num_rows
-    assert len(set(given[:num_rows])) == len(set(given[num_rows : 2 * num_rows])) == num_rows
-    assert set(given[:num_rows]) == set(given[num_rows : 2 * num_rows])
+        for step in range(steps):
+            local = slice(step * 8 // count, (step + 1) * 8 // count)
+            values += [x for result in results for x in result["values"][local]]
+        state, num_rows = results[0]["state"], results[0]["rows"]
+    assert len(values) == 160 >= 2 * num_rows
+    assert len(set(values[:num_rows])) == len(set(values[num_rows : 2 * num_rows])) == num_rows
+    assert set(values[:num_rows]) == set(values[num_rows : 2 * num_rows])

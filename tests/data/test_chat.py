@@ -1,4 +1,4 @@
-"""Conversations: rendered by the sandbox, packed, and learnt where the assistant speaks."""
+"""Tests of conversations: rendering, packing, and the weights of answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from meshpar.cli.train_command import _data_line, train
 from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss
-from tests.interop.test_untrusted import check_parts
+from tests.errors import raises
+from tests.interop.test_untrusted import check_message
 
 pytest.importorskip("jinja2", reason="renders templates: pip install meshpar[hf]")
 RECIPE = Path(__file__).parents[2] / "recipes" / "finetune_hf.py"
@@ -37,15 +38,15 @@ CHATS = [
 def chats(tmp_path, **changes):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    given = {
+    options = {
         "files": (str(tmp_path / "chats.jsonl"),),
         "tokenizer": "bytes",
         "template": str(tmp_path / "template.jinja"),
     }
-    return ChatData(**{**given, "seq_len": 128, "valid_fraction": 0.3, **changes})
+    return ChatData(**{**options, "seq_len": 128, "valid_fraction": 0.3, **changes})
 
 
-def test_rows_hold_conversations_of_which_the_assistants_words_are_learnt(tmp_path):
+def test_rows_have_weights_only_for_answers(tmp_path):
     source = chats(tmp_path).open(batch_size=2, seed=0)
     with source.train() as batches:
         batch = {name: np.asarray(x) for name, x in next(batches).items()}
@@ -53,76 +54,75 @@ def test_rows_hold_conversations_of_which_the_assistants_words_are_learnt(tmp_pa
         name: (x.shape, x.dtype.name) for name, x in chats(tmp_path).batch_shapes(2).items()
     }
     for row in range(2):
-        learnt = source.decode(batch["targets"][row][batch["weights"][row] == 1])
-        said = [part for part in learnt.split("$\n") if part]
-        assert all(part.startswith(("yes", "no")) for part in said), learnt
+        answers = source.decode(batch["targets"][row][batch["weights"][row] == 1])
+        assert all(part.startswith(("yes", "no")) for part in answers.split("$\n") if part), answers
         assert batch["segments"][row].max() > 1
         for segment in range(1, batch["segments"][row].max() + 1):
-            where = batch["segments"][row] == segment
-            np.testing.assert_array_equal(batch["positions"][row][where], np.arange(where.sum()))
-            assert source.decode(batch["inputs"][row][where]).startswith("<user>q")
-    facts = source.describe()
-    assert facts["train"]["conversations"] + facts["valid"]["conversations"] == 40
-    assert facts["train"]["learnt_tokens"] < facts["train"]["tokens"]
+            mask = batch["segments"][row] == segment
+            np.testing.assert_array_equal(batch["positions"][row][mask], np.arange(mask.sum()))
+            assert source.decode(batch["inputs"][row][mask]).startswith("<user>q")
+    info = source.describe()
+    assert info["train"]["conversations"] + info["valid"]["conversations"] == 40
+    assert info["train"]["learnt_tokens"] < info["train"]["tokens"]
 
 
-def test_what_lies_in_temporary_files_are_the_same_rows(tmp_path, monkeypatch):
+def test_temporary_files_have_the_same_rows(tmp_path, monkeypatch):
     expected = chats(tmp_path).open(batch_size=2, seed=0)
     monkeypatch.setattr(streams, "_IN_MEMORY_BYTES", 100)
     source = chats(tmp_path).open(batch_size=2, seed=0)
     assert source.describe() == expected.describe()
-    with source.train() as batches, expected.train() as wanted:
-        jax.tree.map(np.testing.assert_array_equal, next(batches), next(wanted))
-    # For good: a run that goes on reads the same rows.
+    with source.train() as batches, expected.train() as expected_batches:
+        jax.tree.map(np.testing.assert_array_equal, next(batches), next(expected_batches))
+    # A different fingerprint would prevent existing runs from resuming.
     assert source.describe()["fingerprint"] == "b3b0f8b301a64d49b4bdd4e60c84e291"
 
 
-def test_packing_keeps_every_token_and_cuts_what_is_too_long():
+def test_packed_keeps_all_tokens_up_to_seq_len():
     rng = np.random.default_rng(0)
-    found = [
+    conversations = [
         Conversation(rng.integers(1, 9, n), rng.integers(0, 2, n).astype(np.int32)) for n in rng.integers(2, 14, 50)
     ]
-    rows = packed(found, 9)
-    assert (rows["segments"] > 0).sum() == sum(min(len(one.ids), 10) - 1 for one in found)
-    assert rows["weights"].sum() == sum(one.is_learnt[1:10].sum() for one in found)
+    rows = packed(conversations, 9)
+    assert (rows["segments"] > 0).sum() == sum(min(len(x.ids), 10) - 1 for x in conversations)
+    assert rows["weights"].sum() == sum(x.is_answer[1:10].sum() for x in conversations)
     assert not rows["weights"][rows["segments"] == 0].any()
-    assert len(rows["inputs"]) < len(found)
+    assert len(rows["inputs"]) < len(conversations)
 
 
-def test_a_packed_row_is_learnt_as_its_conversations_alone(tmp_path):
+def test_packed_row_has_the_loss_of_its_conversations(tmp_path):
     config = TransformerConfig(
         vocab_size=256, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
     )
     mesh = mp.MeshSpec().build(jax.devices()[:1])
     state = mp.init_state(config.build(), optax.identity(), mesh=mesh, strategy=mp.ddp(), key=0)
-    found = [Conversation(np.arange(1, n), (np.arange(1, n) > 2).astype(np.int32)) for n in (5, 8, 4)]
+    conversations = [Conversation(np.arange(1, n), (np.arange(1, n) > 2).astype(np.int32)) for n in (5, 8, 4)]
 
     @jax.jit
     def losses(params, rows):
         with mp.use_rules(mesh, mp.ddp()):
             return next_token_loss(config.build().bind(params, {}), rows, None)[0]
 
-    together = losses(state.params, packed(found, 16))
-    alone = [losses(state.params, packed([one], 16)) for one in found]
-    assert int(together.weight) == sum(one.is_learnt[1:].sum() for one in found)
-    np.testing.assert_allclose(together.total, sum(one.total for one in alone), rtol=1e-5)
+    together = losses(state.params, packed(conversations, 16))
+    separate = [losses(state.params, packed([x], 16)) for x in conversations]
+    assert int(together.weight) == sum(x.is_answer[1:].sum() for x in conversations)
+    np.testing.assert_allclose(together.total, sum(loss.total for loss in separate), rtol=1e-5)
 
 
-def test_errors_of_conversations_and_settings_have_four_parts(tmp_path):
+def test_chat_data_rejects_bad_messages_and_options(tmp_path):
     template = Template(TEMPLATE, {}, where="template")
-    for wrong in (None, [], "text", ["x"], [{"content": "x"}], [{"role": "user", "contents": "x"}]):
-        with pytest.raises(mp.MeshparError, match="line 1"):
-            template.render("line 1", wrong)
-    for change, match in (
-        ({"field": "message"}, "did you mean `messages`"),
-        ({"template": None}, "find a chat template"),
-        ({"seq_len": float("nan")}, "a whole number"),
-        ({"tokenizer": None}, r"ChatData.tokenizer`: cannot use None"),
-        ({"files": (5,)}, "a tuple of one or more names"),
-        ({"date": "today"}, "it is no day"),
-        ({"seq_len": 3}, "have a word of the assistant's within seq_len"),
+    for messages in (None, [], "text", ["x"], [{"content": "x"}], [{"role": "user", "contents": "x"}]):
+        with raises("wrong-type", "line 1"):
+            template.render("line 1", messages)
+    for change, code, where in (
+        ({"field": "message"}, "unknown-name", "line 1"),
+        ({"template": None}, "missing-file", "folder"),
+        ({"seq_len": float("nan")}, "not-an-int", "ChatData"),
+        ({"tokenizer": None}, "wrong-type", "ChatData.tokenizer"),
+        ({"files": (5,)}, "wrong-type", "ChatData.files"),
+        ({"date": "today"}, "bad-syntax", "ChatData.date"),
+        ({"seq_len": 3}, "out-of-range", "ChatData.files"),
     ):
-        with pytest.raises(mp.MeshparError, match=match):
+        with raises(code, where):
             chats(tmp_path, **change).open(batch_size=2, seed=0)
 
 
@@ -132,18 +132,18 @@ FORGETS = """{%- set last = namespace(user=0) %}{%- for m in messages %}
 {%- if m.role == 'assistant' and loop.index0 > last.user %}
 {{- '<think>' + m.reasoning_content | default('') + '</think>' }}{%- endif %}
 {{- m.content + '.' }}{%- endfor %}{%- if add_generation_prompt %}{{- '[assistant]' }}{%- endif %}
-"""  # of earlier turns it leaves out the reasoning, and of the last one it writes a block even where there is none
+"""  # omits the reasoning of earlier turns, and always writes a reasoning block for the last turn
 
 
-def test_turns_that_are_written_otherwise_later_are_learnt_behind_what_is_written_before_them():
+def test_chat_rewritten_history_trains_each_answer_once():
     thinking = [
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "B"},
         {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
         {"role": "tool", "content": "e"}, {"role": "assistant", "content": "f", "reasoning_content": "F"},
         {"role": "user", "content": "thanks"},
     ]  # fmt: skip
-    found = Template(FORGETS, {}, where="template").render("line 1", thinking)
-    assert [(text, [text[slice(*span)] for span in spans]) for text, spans in found] == [
+    rendered = Template(FORGETS, {}, where="template").render("line 1", thinking)
+    assert [(text, [text[slice(*span)] for span in spans]) for text, spans in rendered] == [
         ("[user]a.[assistant]<think>B</think>b.", ["<think>B</think>b."]),
         (
             "[user]a.[assistant]b.[user]c.[assistant]<think></think>d.[tool]e.[assistant]<think>F</think>f.",
@@ -154,35 +154,36 @@ def test_turns_that_are_written_otherwise_later_are_learnt_behind_what_is_writte
     ((text, spans),) = Template(marking, {}, where="template").render("line 1", thinking[:4])
     assert text == "[user]a.[assistant]b.[user]c.[assistant]<think></think>d."
     assert [text[slice(*span)] for span in spans] == ["a.", "b.", "c.", "d."]
-    with pytest.raises(mp.MeshparError, match="has a surrogate"):
+    with raises("render-failed", "line 1"):
         Template(marking, {}, where="template").render("line 1", [{"role": "user", "content": "\ud800a\udfff"}])
 
 
-def test_parts_of_a_conversation_are_held_out_together_and_told(tmp_path):
+def test_texts_of_a_conversation_are_in_the_same_set(tmp_path):
     data = chats(tmp_path, seq_len=192)
     plain = data.open(batch_size=2, seed=0).describe()
     (tmp_path / "template.jinja").write_text(FORGETS)
     source = data.open(batch_size=2, seed=0)
-    facts = source.describe()
-    assert (plain["in_parts"], facts["in_parts"]) == (0, 40)
-    assert "40 conversations in parts" in _data_line(facts)
+    info = source.describe()
+    assert (plain["in_parts"], info["in_parts"]) == (0, 40)
+    assert "40 conversations in parts" in _data_line(info)
     assert "in parts" not in _data_line(plain)
-    assert [facts[side]["conversations"] for side in ("train", "valid")] == [28, 12]
-    asked = []
+    assert [info[side]["conversations"] for side in ("train", "valid")] == [28, 12]
+    questions = []
     for rows in source._packed:
         texts = [
             source.decode(rows["inputs"][row][rows["segments"][row] == segment])
             for row in range(len(rows["inputs"]))
             for segment in range(1, rows["segments"][row].max() + 1)
         ]
-        asked.append({text.partition("é")[0] for text in texts})
-        assert len(texts) == 2 * len(asked[-1])
-    assert not asked[0] & asked[1]
-    learnt = sum(facts[side]["learnt_tokens"] for side in ("train", "valid"))
-    assert learnt == sum(len(f"<think></think>{one['content']}.") for chat in CHATS for one in chat[1::2])
+        questions.append({text.partition("é")[0] for text in texts})
+        assert len(texts) == 2 * len(questions[-1])
+    assert not questions[0] & questions[1]
+    num_trained = sum(info[side]["learnt_tokens"] for side in ("train", "valid"))
+    answers = [message["content"] for chat in CHATS for message in chat[1::2]]
+    assert num_trained == sum(len(f"<think></think>{answer}.") for answer in answers)
 
 
-def test_templates_write_json_and_the_day_as_transformers_does():
+def test_tojson_and_strftime_match_transformers():
     source = "{{ messages | tojson(separators=(',', ':'), sort_keys=true) }}{{ strftime_now('%d %b %Y') }}"
     ((text, _),) = Template(source, {}, where="template").render("line 1", [{"role": "user", "content": "<é>"}])
     assert text == '[{"content":"<é>","role":"user"}]26 Jul 2024'
@@ -196,33 +197,33 @@ WITH_TOOLS = (
     "{% if not tools is defined %}{% set tools = none %}{% endif %}{% if tools is not none %}{{ tools | tojson }}\n"
     "{% endif %}{% for d in documents or [] %}[{{ d.title }}|{{ d['text'] }}]{% endfor %}" + TEMPLATE
 )
-SAID = "<user>q<assistant>y$\n"
+RENDERED = "<user>q<assistant>y$\n"
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "y"}]
 
 
-def test_tools_and_documents_are_rendered_as_transformers_does():
-    """The texts are those of `apply_chat_template(tools=..., documents=...)` of transformers 5.24."""
+def test_tools_and_documents_match_transformers():
+    """The expected texts are from `apply_chat_template(tools=..., documents=...)` of transformers 5.24."""
     template, documents = Template(WITH_TOOLS, {}, where="template"), [{"title": "T", "text": "x é"}]
     schema = (
         '[{"type": "function", "function": {"name": "add", "description": "Sum <a> & é", "parameters": {"type": '
         '"object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}}}]\n'
     )
-    for given, before in (
+    for extras, before in (
         ({}, ""), ({"tools": TOOLS}, schema), ({"tools": json.dumps(TOOLS)}, schema), ({"tools": []}, "[]\n"),
         ({"documents": documents}, "[T|x é]"), ({"tools": TOOLS, "documents": documents}, schema + "[T|x é]"),
     ):  # fmt: skip
-        ((text, spans),) = template.render("line 1", CHAT, **given)
-        assert text == before + SAID
+        ((text, spans),) = template.render("line 1", CHAT, **extras)
+        assert text == before + RENDERED
         assert [text[slice(*span)] for span in spans] == ["y$\n"]
-    for wrong in ("add", 3, [3], {"name": "add"}, '{"name": "add"}', "[" * 10_000):
-        with pytest.raises(mp.MeshparError, match="line 1: cannot render its `tools`"):
-            template.render("line 1", CHAT, tools=wrong)
+    for tools in ("add", 3, [3], {"name": "add"}, '{"name": "add"}', "[" * 10_000):
+        with raises("wrong-type", "line 1"):
+            template.render("line 1", CHAT, tools=tools)
 
 
 @pytest.mark.parametrize("kind", ["config", "files"])
-def test_a_release_may_have_a_template_of_its_own_for_tools(kind, tmp_path):
+def test_template_of_uses_the_tool_use_template(kind, tmp_path):
     named = {"default": TEMPLATE, "tool_use": "T{{ tools | length }}" + TEMPLATE}
-    config = {"chat_template": [{"name": name, "template": one} for name, one in named.items()]}
+    config = {"chat_template": [{"name": name, "template": source} for name, source in named.items()]}
     if kind == "config":
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     else:
@@ -230,15 +231,15 @@ def test_a_release_may_have_a_template_of_its_own_for_tools(kind, tmp_path):
         (tmp_path / "additional_chat_templates").mkdir()
         (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
     template = Template.of(str(tmp_path), None)
-    assert template.render("line 1", CHAT)[0].text == SAID
-    assert template.render("line 1", CHAT, tools=TOOLS)[0].text == "T1" + SAID
+    assert template.render("line 1", CHAT)[0].text == RENDERED
+    assert template.render("line 1", CHAT, tools=TOOLS)[0].text == "T1" + RENDERED
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_records_give_their_tools_and_other_fields_are_counted(kind, tmp_path, caplog):
+def test_records_render_tools_and_count_unused_fields(kind, tmp_path, caplog):
     records = [{"messages": chat, "tools": TOOLS, "id": number} for number, chat in enumerate(CHATS)]
     records[0]["source"], name = "web", f"records.{kind}"
-    if kind == "parquet":  # whose structs have all fields of all, null where a record has none
+    if kind == "parquet":  # structs have the fields of all records, with nulls
         pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
         other = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "strict": True}}}]
         records[1]["tools"] = other
@@ -248,36 +249,36 @@ def test_records_give_their_tools_and_other_fields_are_counted(kind, tmp_path, c
     data = chats(tmp_path, files=(str(tmp_path / name),), seq_len=512)
     (tmp_path / "template.jinja").write_text(WITH_TOOLS)
     with caplog.at_level("WARNING"):
-        facts = data.open(batch_size=1, seed=0)
-    # Columns of a table are fields of all its rows.
-    assert facts.describe()["unused_fields"] == {"id": 40, "source": 1 if kind == "jsonl" else 40}
+        source = data.open(batch_size=1, seed=0)
+    # All rows of a table have all columns.
+    assert source.describe()["unused_fields"] == {"id": 40, "source": 1 if kind == "jsonl" else 40}
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "nothing reads these fields of the records: `id` (40 records)" in line
-    assert "nothing reads the fields id (40 records)" in _data_line(facts.describe())
-    rows = facts._packed[0]
-    text = facts.decode(rows["inputs"][0][rows["segments"][0] == 1])
+    assert "these fields of the records are not used: `id` (40 records)" in line
+    assert "nothing reads the fields id (40 records)" in _data_line(source.describe())
+    rows = source._packed[0]
+    text = source.decode(rows["inputs"][0][rows["segments"][0] == 1])
     assert text.startswith(json.dumps(TOOLS, ensure_ascii=False) + "\n<user>q")
-    (tmp_path / "template.jinja").write_text(TEMPLATE)  # which reads no tools
+    (tmp_path / "template.jinja").write_text(TEMPLATE)  # does not read tools
     assert data.open(batch_size=1, seed=0).describe()["unused_fields"]["tools"] == 40
 
 
-def test_reasoning_is_found_under_each_of_its_names():
+def test_reasoning_is_available_under_all_names():
     fields = ("reasoning_content", "thinking", "reasoning")
-    for read in fields:
-        source = f"{{% for m in messages %}}{{{{ m.{read} }}}}{{{{ m.content }}}}{{% endfor %}}"
+    for name in fields:
+        source = f"{{% for m in messages %}}{{{{ m.{name} }}}}{{{{ m.content }}}}{{% endfor %}}"
         template = Template(source, {}, where="template")
-        for given in fields:
-            answer = {"role": "assistant", "content": "y", given: "why "}
+        for field in fields:
+            answer = {"role": "assistant", "content": "y", field: "why "}
             assert template.render("line 1", [CHAT[0], answer])[-1].text == "qwhy y"
-    # Of two that differ each template reads its own, but `reasoning_content` is always the first there is.
+    # Different fields remain available under their names. `reasoning_content` has the first non-empty field.
     answer = {"role": "assistant", "content": "y", "reasoning": "b", "thinking": "a", "reasoning_content": None}
     source = "{% for m in messages %}{{ m.thinking }}{{ m.reasoning }}{{ m.reasoning_content }}{% endfor %}"
     assert Template(source, {}, where="template").render("line 1", [answer])[-1].text == "aba"
 
 
-def test_broken_conversations_are_an_error_in_four_parts_or_fine():
-    rng, template, fine = random.Random(0), Template(TEMPLATE, {}, where="template"), 0
-    strange = [
+def test_random_conversations_render_or_raise_full_errors():
+    rng, template, num_rendered = random.Random(0), Template(TEMPLATE, {}, where="template"), 0
+    values = [
         None,
         -1,
         2**63,
@@ -295,24 +296,24 @@ def test_broken_conversations_are_an_error_in_four_parts_or_fine():
     for _ in range(300):
         chat = json.loads(json.dumps(rng.choice(CHATS)))
         message = rng.choice(chat)
-        message[rng.choice([*message, "more"])] = rng.choice(strange)
+        message[rng.choice([*message, "more"])] = rng.choice(values)
         try:
-            template.render("line 1", rng.choice([chat, chat, chat, message, rng.choice(strange)]))
-            fine += 1
+            template.render("line 1", rng.choice([chat, chat, chat, message, rng.choice(values)]))
+            num_rendered += 1
         except mp.MeshparError as error:
-            check_parts(error)
-    assert 0 < fine < 300
+            check_message(error)
+    assert 0 < num_rendered < 300
 
 
-def test_parquet_and_the_template_of_a_folder(tmp_path):
+def test_parquet_with_the_template_of_a_folder(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "[UNK]": 1, "x": 2}, unk_token="[UNK]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "[UNK]": 1, "x": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
     config = {"chat_template": TEMPLATE, "bos_token": {"content": "<s>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    table = pyarrow.table({"chat": [[{**one, "name": None} for one in chat] for chat in CHATS]})
+    table = pyarrow.table({"chat": [[{**message, "name": None} for message in chat] for chat in CHATS]})
     parquet.write_table(table, tmp_path / "chats.parquet")
     data = ChatData(
         files=(str(tmp_path / "chats.parquet"),), field="chat", tokenizer=str(tmp_path), seq_len=64, valid_fraction=0.3
@@ -328,45 +329,45 @@ MEASURED = """
 import sys, threading
 from meshpar.data import ChatData
 
-def held():
+def anonymous_bytes():
     with open("/proc/self/status") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 def data(name):
     return ChatData(files=(name,), tokenizer="bytes", template="template.jinja", seq_len=1024)
 
-data("few.jsonl").open(batch_size=1, seed=0)  # what is imported in any case
-before, peak, over = held(), 0, threading.Event()
+data("few.jsonl").open(batch_size=1, seed=0)  # import everything before measuring
+before, peak, done = anonymous_bytes(), 0, threading.Event()
 
 def watch():
     global peak
-    while not over.wait(0.01):
-        peak = max(peak, held() - before)
+    while not done.wait(0.01):
+        peak = max(peak, anonymous_bytes() - before)
 
 thread = threading.Thread(target=watch)
 thread.start()
 source = data("many.jsonl").open(batch_size=16, seed=0)
 with source.train() as batches:
     next(batches), source.fingerprint, source.describe()
-over.set()
+done.set()
 thread.join()
 print(peak)
 """
 
 
 @pytest.mark.matrix
-def test_many_conversations_take_little_memory(tmp_path):
-    line = json.dumps({"messages": [{**one, "content": one["content"] * 200} for one in CHATS[0]]}) + "\n"
+def test_many_conversations_need_little_memory(tmp_path):
+    line = json.dumps({"messages": [{**message, "content": message["content"] * 200} for message in CHATS[0]]}) + "\n"
     for name, num_bytes in (("few", 20_000), ("many", 60_000_000)):
         (tmp_path / f"{name}.jsonl").write_text(line * (num_bytes // len(line)))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    done = subprocess.run([sys.executable, "-c", MEASURED], cwd=tmp_path, capture_output=True, text=True, check=True)
-    print(f"{int(done.stdout) / 1e6:.0f} MB")
-    assert int(done.stdout) < 250_000_000  # rows alone are 1.2 GB
+    process = subprocess.run([sys.executable, "-c", MEASURED], cwd=tmp_path, capture_output=True, text=True, check=True)
+    print(f"{int(process.stdout) / 1e6:.0f} MB")
+    assert int(process.stdout) < 250_000_000  # the rows have 1.2 GB
 
 
 @pytest.mark.matrix
-def test_a_recipe_trains_on_conversations(tmp_path):
+def test_recipe_trains_on_conversations(tmp_path):
     recipe = load_recipe(RECIPE, devices=8).override("steps=2", "lora.rank=2", "accumulate=2", "batch_size=16")
     recipe = recipe.override("optimizer.warmup_steps=0", "sample.num_tokens=4")
     recipe = recipe.replace(data=chats(tmp_path, valid_batches=1, seq_len=24, valid_fraction=0.45))

@@ -1,4 +1,4 @@
-"""TextData from files to batches."""
+"""Tests of `TextData`, from files to batches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 from meshpar import data
 from meshpar.data import DataSource, Source, TextData
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 DOCUMENTS = 40
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """Forty files of their own letters, so that any token tells which file it is of."""
+    """Write 40 files, each with a different letter."""
     for i in range(DOCUMENTS):
         (tmp_path / f"{i:02}.txt").write_text(f"file {i}: " + chr(ord("A") + i) * (100 + i))
     return tmp_path
@@ -29,21 +29,21 @@ def opened(folder, *, batch_size=4, seed=0, **options):
     return TextData(files=(str(folder),), **options).open(batch_size=batch_size, seed=seed)
 
 
-def test_it_satisfies_the_protocols(folder):
+def test_text_data_satisfies_the_protocols(folder):
     assert isinstance(TextData(), DataSource)
     assert isinstance(opened(folder), Source)
 
 
-def test_training_and_held_out_text_do_not_meet(folder):
+def test_training_and_validation_text_are_disjoint(folder):
     source = opened(folder)
     train, valid = (source.decode(tokens).split("\0") for tokens in (source.train_tokens, source.valid_tokens))
-    assert train.pop() == valid.pop() == ""  # every document ends with a separator
+    assert train.pop() == valid.pop() == ""  # the separator after the last document
     assert len(train) + len(valid) == DOCUMENTS
     assert not set(train) & set(valid)
     assert sorted([*train, *valid]) == sorted(path.read_text() for path in folder.iterdir())
 
 
-def test_the_training_batches_are_the_training_stream(folder):
+def test_training_batches_cover_the_training_stream(folder):
     source = opened(folder)
     windows = len(source.train_rows)
     with source.train() as batches:
@@ -59,7 +59,7 @@ def test_the_training_batches_are_the_training_stream(folder):
     assert served == sorted(expected * 4)
 
 
-def test_held_out_batches_cover_the_held_out_stream_evenly(folder):
+def test_validation_batches_are_spread_over_the_stream(folder):
     source = opened(folder)
     valid = source.valid()
     first, second = list(valid), list(valid)
@@ -72,21 +72,21 @@ def test_held_out_batches_cover_the_held_out_stream_evenly(folder):
     assert len(opened(folder, valid_batches=1000).valid()) == len(source.valid_rows) // 4
 
 
-def test_the_baseline_scores_what_is_served(folder):
+def test_baseline_scores_the_served_tokens(folder):
     source = opened(folder)
     served = source.baseline()
     targets = np.concatenate([batch["targets"].ravel() for batch in source.valid()])
     assert served.num_tokens == len(targets) == 3 * 4 * 16
-    whole = source.baseline("all")
-    assert whole.num_tokens == len(source.valid_tokens) - 1
-    # Held-out letters never occur in training, so the fitted model must do badly and the oracle well.
-    for baseline in (served, whole):
+    full = source.baseline("all")
+    assert full.num_tokens == len(source.valid_tokens) - 1
+    # Validation letters do not occur in training, so the fitted model has a high loss and the oracle a low loss.
+    for baseline in (served, full):
         assert baseline.fitted.bits_per_byte > 3
         assert baseline.oracle.bits_per_byte < 1
-        assert baseline.fitted.bytes_per_token == 1  # a byte is a byte, separators included
+        assert baseline.fitted.bytes_per_token == 1  # includes separators
 
 
-def test_the_same_text_in_another_order_and_place_resumes(folder, tmp_path_factory):
+def test_text_in_another_folder_and_order_resumes(folder, tmp_path_factory):
     source = opened(folder)
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     for path in sorted(folder.iterdir(), reverse=True):
@@ -104,45 +104,45 @@ def test_the_same_text_in_another_order_and_place_resumes(folder, tmp_path_facto
 @pytest.mark.parametrize(
     "change", [{"seq_len": 8}, {"valid_fraction": 0.3}, {"max_bytes": 2000}, {"batch_size": 8}, {"seed": 1}]
 )
-def test_a_state_of_other_data_is_refused(folder, change):
+def test_set_state_rejects_other_data(folder, change):
     state = opened(folder).train().get_state()
-    with pytest.raises(MeshparError, match="resume a run with"):
+    with raises("conflict", "set_state"):
         opened(folder, **change).train().set_state(state)
 
 
-def test_changed_text_is_another_corpus(folder):
+def test_set_state_rejects_changed_text(folder):
     before = opened(folder)
     (folder / "00.txt").write_text("file 0 was changed")
     after = opened(folder)
     assert before.fingerprint != after.fingerprint
-    with pytest.raises(MeshparError, match="Bring back the data"):
+    with raises("conflict", "set_state"):
         after.train().set_state(before.train().get_state())
 
 
-def test_the_description_counts_everything(folder):
+def test_describe_counts_documents_tokens_and_windows(folder):
     (folder / "bad.txt").write_bytes(b"\xff")
     source = opened(folder)
-    told = source.describe()
-    assert told == json.loads(json.dumps(told))
-    train, valid = told["train"], told["valid"]
-    assert told["skipped"] == 1
+    description = source.describe()
+    assert description == json.loads(json.dumps(description))
+    train, valid = description["train"], description["valid"]
+    assert description["skipped"] == 1
     assert train["documents"] + valid["documents"] == DOCUMENTS
-    assert told["held_out"] == f"{valid['documents']} of {DOCUMENTS} documents, by the hash of their names"
+    assert description["held_out"] == f"{valid['documents']} of {DOCUMENTS} documents, by the hash of their names"
     for side in (train, valid):
         assert side["tokens"] == side["bytes"] + side["documents"]
         assert side["windows"] == (side["tokens"] - 1) // 16
     assert (valid["batches"], valid["served_tokens"]) == (3, 3 * 4 * 16)
-    assert told["fingerprint"] == source.fingerprint
+    assert description["fingerprint"] == source.fingerprint
 
 
-def test_one_document_gives_up_its_tail(tmp_path):
+def test_end_of_a_single_document_is_held_out(tmp_path):
     (tmp_path / "only.txt").write_text("0123456789" * 100)
     source = opened(tmp_path / "only.txt", valid_fraction=0.1, valid_batches=1)
     assert "the last 10.0% of `only.txt`" in source.describe()["held_out"]
     assert source.decode(source.valid_tokens) == "0123456789" * 10 + "\0"
 
 
-def test_jsonl_through_a_tokenizer_json_onto_a_mesh(tmp_path, mesh8):
+def test_jsonl_and_a_tokenizer_file_on_a_mesh(tmp_path, mesh8):
     import tokenizers
 
     words = [f"w{i}" for i in range(400)]
@@ -176,53 +176,54 @@ def test_jsonl_through_a_tokenizer_json_onto_a_mesh(tmp_path, mesh8):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code", "reason"),
     [
-        ({"seq_len": 2000}, "held-out set into windows of 2000"),
-        ({"seq_len": 100_000}, "training set into windows of 100000"),
-        ({"batch_size": 100}, "batches of 100 rows.*held-out set has"),
-        ({"batch_size": 400}, "batches of 400 rows.*training set has"),
-        ({"batch_size": 0}, "at least one row"),
-        ({"tokenizer": "no/such.json"}, "no such file"),
-        ({"separator": "x"}, "always uses byte 0"),
+        ({"seq_len": 2000}, "out-of-range", "tokens"),
+        ({"seq_len": 100_000}, "out-of-range", "tokens"),
+        ({"batch_size": 100}, "out-of-range", "validation set"),
+        ({"batch_size": 400}, "out-of-range", "training set"),
+        ({"batch_size": 0}, "not-an-int", ""),
+        ({"tokenizer": "no/such.json"}, "missing-file", ""),
+        ({"separator": "x"}, "conflict", ""),
     ],
 )
-def test_data_that_is_too_small_or_not_there(folder, options, said):
-    with pytest.raises(MeshparError, match=said):
+def test_open_rejects_small_data_and_missing_files(folder, options, code, reason):
+    with raises(code) as error:
         opened(folder, **options)
+    assert reason in error.value.reason
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code"),
     [
-        ({"files": "notes.txt"}, r'files=\("notes.txt",\)'),
-        ({"files": ()}, "one or more names"),
-        ({"seq_len": 0}, "`TextData.seq_len`"),
-        ({"valid_batches": 0}, "`TextData.valid_batches`"),
-        ({"max_bytes": 0}, "`TextData.max_bytes`"),
-        ({"prefetch": -1}, "`TextData.prefetch`"),
-        ({"valid_fraction": 0.0}, "`TextData.valid_fraction`"),
-        ({"valid_fraction": 1.0}, "both sides need data"),
+        ({"files": "notes.txt"}, "wrong-type"),
+        ({"files": ()}, "wrong-type"),
+        ({"seq_len": 0}, "not-an-int"),
+        ({"valid_batches": 0}, "not-an-int"),
+        ({"max_bytes": 0}, "not-an-int"),
+        ({"prefetch": -1}, "not-an-int"),
+        ({"valid_fraction": 0.0}, "out-of-range"),
+        ({"valid_fraction": 1.0}, "out-of-range"),
     ],
 )
-def test_settings_are_checked_when_they_are_made(options, said):
-    with pytest.raises(MeshparError, match=said):
+def test_text_data_checks_its_fields(options, code):
+    with raises(code, "TextData"):
         TextData(**options)
 
 
-def test_files_may_come_as_a_list():
+def test_files_accepts_a_list():
     assert TextData(files=["a", "b"]) == TextData(files=("a", "b"))
 
 
-def test_the_standard_library_trains_without_a_download():
+def test_stdlib_has_a_plausible_baseline():
     source = TextData(max_bytes=300_000, seq_len=64, valid_fraction=0.1).open(batch_size=8, seed=0)
     assert sum(source.describe()[side]["bytes"] for side in ("train", "valid")) <= 300_000
     baseline = source.baseline("all")
-    # Between what is left of source code's entropy and eight bits; the oracle bounds the fitted model from below.
+    # The oracle is a lower bound of the fitted model.
     assert 1.5 < baseline.oracle.bits_per_byte < baseline.fitted.bits_per_byte < 5
 
 
-def test_every_public_name_has_a_home():
+def test_public_names_can_be_imported():
     assert all(getattr(data, name) for name in data.__all__)
     with pytest.raises(AttributeError, match="TextData"):
         data.TextDatum  # noqa: B018

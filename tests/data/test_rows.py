@@ -1,44 +1,43 @@
-"""Rows: windows of a stream, examples of arrays."""
+"""Tests of windows of token streams and of array entries."""
 
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar.data.rows import ArrayRows, Windows
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 
 @given(st.integers(1, 20), st.integers(2, 200))
-def test_every_token_is_a_target_at_most_once(seq_len, num_tokens):
+def test_windows_cover_each_target_once(seq_len, num_tokens):
     if num_tokens <= seq_len:
         return
-    rows = Windows(np.arange(num_tokens, dtype=np.uint8), seq_len, what="training set")
+    rows = Windows(np.arange(num_tokens, dtype=np.uint8), seq_len, name="training set")
     read = rows.read(np.arange(len(rows)))
     assert read["inputs"].shape == read["targets"].shape == (len(rows), seq_len)
     assert read["inputs"].dtype == read["targets"].dtype == np.int32
-    # In order, without gap: all tokens but the first and less than a window at the end.
+    # All tokens in order, except the first token and an incomplete last window.
     assert read["targets"].ravel().tolist() == list(range(1, len(rows) * seq_len + 1))
     assert np.array_equal(read["inputs"], read["targets"] - 1)
     assert num_tokens - 1 - len(rows) * seq_len < seq_len
 
 
-def test_windows_are_read_in_the_order_asked():
-    rows = Windows(np.arange(9, dtype=np.uint16), 2, what="training set")
+def test_windows_are_read_in_the_requested_order():
+    rows = Windows(np.arange(9, dtype=np.uint16), 2, name="training set")
     assert rows.read(np.array([3, 0, 3]))["inputs"].tolist() == [[6, 7], [0, 1], [6, 7]]
     assert rows.read(np.array([], dtype=np.int64))["inputs"].shape == (0, 2)
 
 
-def test_a_stream_shorter_than_a_window_is_an_error():
-    with pytest.raises(MeshparError, match="cut the held-out set into windows of 8") as error:
-        Windows(np.zeros(8, dtype=np.uint8), 8, what="held-out set")
+def test_windows_reject_a_stream_shorter_than_a_window():
+    with raises("out-of-range", "seq_len") as error:
+        Windows(np.zeros(8, dtype=np.uint8), 8, name="validation set")
     assert "seq_len to 7 or less" in error.value.fix
-    assert len(Windows(np.zeros(9, dtype=np.uint8), 8, what="held-out set")) == 1
+    assert len(Windows(np.zeros(9, dtype=np.uint8), 8, name="validation set")) == 1
 
 
-def test_array_rows_pick_examples():
+def test_array_rows_select_examples():
     rows = ArrayRows({"x": np.arange(10) * 10, "y": np.arange(20).reshape(10, 2)}, np.array([7, 2, 5]))
     read = rows.read(np.array([2, 0]))
     assert len(rows) == 3

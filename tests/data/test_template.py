@@ -1,4 +1,4 @@
-"""Hostile chat templates: each ends in one clear error, within its limits of time, memory and output."""
+"""Tests of malicious chat templates: they raise an error within the limits of time, memory and output."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import meshpar as mp
 from meshpar.data import template
 from meshpar.data.template import Template
 from tests import grid
+from tests.errors import raises
 
 jinja2 = pytest.importorskip("jinja2", reason="renders templates: pip install meshpar[hf]")
 CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 SECONDS = 0.3
 DOUBLED = "{{% set n = namespace(x='xy') %}}{{% for a in range(60) %}}{{% set n.x = {} %}}{{% endfor %}}{{{{ n.x }}}}"
 LOOPED = "{{% set t = 'a b' * 33333 %}}{{% for a in range(99999) %}}{{% set x = {} %}}{{% endfor %}}"
-TIME, MEMORY, CHARS = "seconds of processor time", "needs too much memory", "are the most"
+TIME, MEMORY, CHARS = "seconds of processor time", "needs too much memory", "the limit is"
 ENDLESS = f"{TIME}|{MEMORY}|{CHARS}"
 
 
@@ -27,7 +28,7 @@ def limits(monkeypatch):
     monkeypatch.setattr(template, "MAX_BYTES", 1 << 28)
 
 
-def check_refused(source: str, match: str) -> None:
+def check_rejected(source: str, match: str) -> None:
     start = time.monotonic()
     with pytest.raises(mp.MeshparError, match=match):
         Template(source, {}, where="template").render("line 1", CHAT)
@@ -39,7 +40,7 @@ def check_refused(source: str, match: str) -> None:
     ("{{ messages.append(1) }}", "SecurityError"),
     ("{{ ''.__class__ }}{{ cycler.__init__.__globals__.os.system('true') }}", "SecurityError"),
     ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ("{% for m in messages %}{{ m.content }}{{ messages | length }}{% endfor %}", "another way once it is there"),
+    ("{% for m in messages %}{{ m.content }}{{ messages | length }}{% endfor %}", "differently if it follows"),
     ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ("{{ range(999999999) | list }}", "OverflowError|Range too big"),
     ("{{ lipsum(n=10 ** 9) }}", "UndefinedError"),
@@ -50,12 +51,12 @@ def check_refused(source: str, match: str) -> None:
     ("{{ 2 ** 999999999 }}", ENDLESS),
     (LOOPED.format("range(99999) | sum"), TIME),
     (DOUBLED.format("n.x ~ n.x"), ENDLESS),
-    ("{% if %}", "read it as a chat template.*TemplateSyntaxError"),
-    ("{% break %}", "read it as a chat template.*SyntaxError"),
-    ("{{ " + "(" * 99_999 + "1" + ")" * 99_999 + " }}", "read it as a chat template"),
+    ("{% if %}", "compile it as a chat template.*TemplateSyntaxError"),
+    ("{% break %}", "compile it as a chat template.*SyntaxError"),
+    ("{{ " + "(" * 99_999 + "1" + ")" * 99_999 + " }}", "compile it as a chat template"),
 ])  # fmt: skip
-def test_a_template_reaches_nothing_and_is_limited(source, match):
-    check_refused(source, match)
+def test_template_is_isolated_and_limited(source, match):
+    check_rejected(source, match)
 
 
 FILTERS = sorted(jinja2.defaults.DEFAULT_FILTERS)
@@ -63,12 +64,12 @@ FILTERS = sorted(jinja2.defaults.DEFAULT_FILTERS)
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", FILTERS)
-def test_a_filter_in_loops_is_limited(name):
-    """Some are refused for their arguments, and all that work are stopped."""
-    for of in ("range(99999)", "('x y-' * 33333)", "('<!---->' * 33333)", "([[1, 2]] * 33333)"):
-        loop = "{% for a in range(99999) %}"  # jinja2 computes constants once: `x` is none
+def test_filters_in_loops_are_limited(name):
+    """Filters that reject the arguments raise an error. All others exceed a limit."""
+    for values in ("range(99999)", "('x y-' * 33333)", "('<!---->' * 33333)", "([[1, 2]] * 33333)"):
+        loop = "{% for a in range(99999) %}"  # the variable `x` prevents constant folding in jinja2
         body = "{{ x | " + name + " | list | length }}{% endfor %}{% endfor %}"
-        check_refused("{% set x = " + of + " %}" + loop + loop + body, f"{ENDLESS}|Error")
+        check_rejected("{% set x = " + values + " %}" + loop + loop + body, f"{ENDLESS}|Error")
 
 
 @pytest.mark.matrix
@@ -78,7 +79,7 @@ def test_a_filter_in_loops_is_limited(name):
         "[n.x, n.x]", "(n.x, n.x)", "{1: n.x, 2: n.x}", "dict(a=n.x, b=n.x)", "[n.x] * 2",
         "([n.x] + [n.x]) | batch(2) | list", "n.x * 99", "[n.x] | map('upper') | list + [n.x]",
     )),
-    (DOUBLED.format("namespace(a=n.x, b=n.x)"), f"{ENDLESS}|another way"),  # it writes addresses
+    (DOUBLED.format("namespace(a=n.x, b=n.x)"), f"{ENDLESS}|differently"),  # renders memory addresses
     *((LOOPED.format(x), TIME) for x in (
         "range(99999) | list", "range(99999) | sort", "range(99999) | unique | list", "t | title",
         "range(99999) | groupby('real') | list", "range(99999) | map('abs') | list",
@@ -87,7 +88,7 @@ def test_a_filter_in_loops_is_limited(name):
     )),
     ("{% set n = namespace(x=9) %}{% for a in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}{{ n.x > 1 }}", ENDLESS),
     ("{% set x = 'x' * 9999 %}{% for a in range(9) %}{{ x.translate({120: x}) }}{% endfor %}", ENDLESS),
-    # Quadratic inside one call of C: copies of lists, equal hashes.
+    # Quadratic time in a single C function: list copies and hash collisions.
     ("{{ ([[1] * 999] * 99999) | sum(start=[]) | length }}", ENDLESS),
     ("{{ range(0, 2305843009213693951 * 99999, 2305843009213693951) | unique | list | length }}", ENDLESS),
     ("{% for a in range(999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", TIME),
@@ -99,7 +100,7 @@ def test_a_filter_in_loops_is_limited(name):
         "'%999999999d' % 1", "'{:>999999999}'.format(1)", "'x'.ljust(10 ** 9)", "'x' | center(10 ** 9)",
         "[1] | tojson(indent=10 ** 9)",
     )),
-    *((open_ * 5000 + "1" + close * 5000, "read it as a chat template") for open_, close in (
+    *((open_ * 5000 + "1" + close * 5000, "compile it as a chat template") for open_, close in (
         ("{% if 1 %}", "{% endif %}"), ("{% for a in [1] %}", "{% endfor %}"), ("{% set x %}", "{% endset %}"),
     )),
     ("{{ " + "-" * 99_999 + "1 }}", f"Error|ended with code|{TIME}"),
@@ -108,18 +109,18 @@ def test_a_filter_in_loops_is_limited(name):
     ("{{ [1]" + " | list" * 99_999 + " }}", f"Error|ended with code|{TIME}"),
 ])  # fmt: skip
 def test_growing_and_nested_templates_are_limited(source, match):
-    check_refused(source, match)
+    check_rejected(source, match)
 
 
-def test_a_template_renders_again_after_its_process_ended():
-    made = Template(
+def test_template_restarts_its_process():
+    looping = Template(
         "{% for a in range(messages[0].n) %}{% for b in range(9999) %}{% endfor %}{% endfor %}!", {}, where="t"
     )
     with pytest.raises(mp.MeshparError, match=TIME):
-        made.render("line 1", [{"role": "user", "content": "", "n": 99_999}])
-    assert made.render("line 2", [{"role": "user", "content": "", "n": 1}])[0].text == "!"
-    process = made._process._process
-    del made
+        looping.render("line 1", [{"role": "user", "content": "", "n": 99_999}])
+    assert looping.render("line 2", [{"role": "user", "content": "", "n": 1}])[0].text == "!"
+    process = looping._process._process
+    del looping
     assert process.poll() is not None
 
 
@@ -127,7 +128,7 @@ PIPES = ["template.jinja", "chat_template.jinja", "tokenizer_config.json"]
 
 
 @pytest.mark.parametrize("name", grid.cases(*PIPES[:1], grid=PIPES))
-def test_a_pipe_is_refused_as_a_template(tmp_path, name):
+def test_template_file_must_not_be_a_pipe(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(mp.MeshparError, match="it is a pipe"):
+    with raises("wrong-type"):
         Template.of(str(tmp_path), str(tmp_path / name) if name == "template.jinja" else None)

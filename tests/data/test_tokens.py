@@ -1,4 +1,4 @@
-"""Tokenizers and token streams."""
+"""Tests of tokenizers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer, token_dtype
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 TEXT = "the quick brown fox, the lazy dog: Füße über Straßen. " * 20
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
@@ -19,7 +19,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
 
 @pytest.fixture(scope="module")
 def tokenizer_json(tmp_path_factory):
-    """A byte-level BPE tokenizer of up to 300 tokens, with traps: it truncates, pads and adds a token to every text."""
+    """Write a byte-level BPE tokenizer with up to 300 tokens that truncates, pads and adds a special token."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -41,7 +41,7 @@ def tokenizer_json(tmp_path_factory):
 
 
 @given(TEXTS)
-def test_bytes_round_trip(text):
+def test_byte_tokenizer_round_trip(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert ids.dtype == np.uint8
@@ -50,15 +50,15 @@ def test_bytes_round_trip(text):
     assert tokenizer.decode(ids.astype(np.int32)) == text
 
 
-def test_bytes_that_are_not_utf8_can_be_shown():
+def test_byte_tokenizer_decodes_invalid_utf8():
     assert ByteTokenizer().decode(np.array([104, 105, 0xFF])) == "hi\ufffd"
 
 
-def test_hugging_face_round_trip(tokenizer_json):
+def test_hugging_face_tokenizer_round_trip(tokenizer_json):
     tokenizer = HuggingFaceTokenizer(tokenizer_json)
     ids = tokenizer.encode(TEXT)
     assert ids.dtype == np.uint16
-    # Neither cut to five tokens nor padded, and nothing added: the whole text and only it.
+    # The text is not truncated or padded, and no special tokens are added.
     assert 5 < len(ids) < len(TEXT)
     assert tokenizer.decode(ids) == TEXT
     assert [x.tolist() for x in tokenizer.encode_many([TEXT, "fox"])] == [
@@ -70,51 +70,52 @@ def test_hugging_face_round_trip(tokenizer_json):
     assert tokenizer.decode(np.array([tokenizer.separator_id])) == "<|endoftext|>"
 
 
-def test_both_satisfy_the_protocol(tokenizer_json):
+def test_tokenizers_satisfy_the_protocol(tokenizer_json):
     assert isinstance(load_tokenizer("bytes"), Tokenizer)
     assert isinstance(load_tokenizer(str(tokenizer_json)), Tokenizer)
     assert load_tokenizer(str(tokenizer_json.parent)).name == load_tokenizer(str(tokenizer_json)).name
 
 
-def test_the_separator_is_found_or_named(tokenizer_json, tmp_path):
+def test_separator_is_detected_or_given(tokenizer_json, tmp_path):
     assert HuggingFaceTokenizer(tokenizer_json, separator="[CLS]").separator_id == 0
     assert HuggingFaceTokenizer(tokenizer_json, separator="").separator_id is None
-    with pytest.raises(MeshparError, match=r"Did you mean `\[CLS\]`"):
+    with raises("unknown-name", "separator"):
         HuggingFaceTokenizer(tokenizer_json, separator="[CLZ]")
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 7}, unk_token="a"))
     plain.save(str(tmp_path / "plain.json"))
-    with pytest.raises(MeshparError, match="Name one of its tokens as `separator`"):
+    with raises("not-found", "separator"):
         HuggingFaceTokenizer(tmp_path / "plain.json")
     assert HuggingFaceTokenizer(tmp_path / "plain.json", separator="b").vocab_size == 8  # the ids have gaps
 
 
-def test_a_separator_for_bytes_is_refused():
-    with pytest.raises(MeshparError, match="always uses byte 0"):
+def test_byte_tokenizer_rejects_a_separator():
+    with raises("conflict", "separator"):
         load_tokenizer("bytes", separator="\n")
 
 
-def test_a_tokenizer_that_is_not_there_or_is_none(tmp_path):
-    with pytest.raises(MeshparError, match="no such file"):
+def test_load_tokenizer_rejects_missing_and_damaged_files(tmp_path):
+    with raises("missing-file", "tokenizer"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(MeshparError, match="no such file"):
+    with raises("missing-file", "tokenizer"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(MeshparError, match="not a tokenizer"):
+    with raises("damaged-file", "tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("vocab", "says"), [({}, "its vocabulary is empty"), ({"a": 0, "b": 0, "</s>": 1}, "have the same id 0")]
+    ("vocab", "reason"), [({}, "its vocabulary is empty"), ({"a": 0, "b": 0, "</s>": 1}, "have the same id 0")]
 )
-def test_a_vocabulary_that_loses_every_text_is_refused(vocab, says, tmp_path):
+def test_load_tokenizer_rejects_empty_and_duplicate_ids(vocab, reason, tmp_path):
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    with pytest.raises(MeshparError, match=says):
+    with raises("damaged-file", "tokenizer") as error:
         load_tokenizer(str(tmp_path))
+    assert reason in error.value.reason
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"), [(2, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")]
 )
-def test_ids_take_the_least_room(vocab_size, dtype):
+def test_token_dtype_is_the_smallest(vocab_size, dtype):
     assert token_dtype(vocab_size) == np.dtype(dtype)

@@ -30,7 +30,7 @@ STAGES = ("ddp", "zero1", "zero2", "zero3")
 @pytest.mark.parametrize(
     ("params", "gigabytes"), [(7e9, (112, 29.31, 15.53, 1.75)), (70e9, (1120, 293.1, 155.3, 17.5))]
 )
-def test_state_of_zero_stages_facts_3(params, gigabytes):
+def test_zero_calculator_matches_the_zero_paper(params, gigabytes):
     found = zero(params=params, ranks=64)
     assert [float(f"{found[stage] / 1e9:.4g}") for stage in STAGES] == pytest.approx(gigabytes)
     assert [found[f"{stage} per parameter"] for stage in STAGES] == [16, 4.1875, 2.21875, 0.25]
@@ -38,7 +38,7 @@ def test_state_of_zero_stages_facts_3(params, gigabytes):
     assert "sends 1.5 times" in str(found)
 
 
-def test_memory_by_parts_facts_3():
+def test_memory_calculator_matches_published_figures():
     found = memory(params=70e9)
     assert [found[part] / 1e9 for part in ("weights", "gradients", "Adam and master copy")] == [140, 140, 840]
     found = memory(params=530e9, tensor=8, stages=12, ranks=21)
@@ -50,7 +50,7 @@ def test_memory_by_parts_facts_3():
 
 
 @pytest.mark.parametrize(("p", "m", "percent"), [(4, 1, 75.0), (4, 8, 27.3), (4, 16, 15.8), (8, 32, 17.9)])
-def test_bubbles_facts_5(p, m, percent):
+def test_bubble_calculator_matches_closed_forms(p, m, percent):
     found = bubble(stages=p, microbatches=m)
     assert round(100 * found["gpipe, 1f1b"], 1) == percent
     if (p, m) == (4, 8):
@@ -61,13 +61,13 @@ def test_bubbles_facts_5(p, m, percent):
     assert found["minimum m without bubble, zb-h2, zb-v" if m < 2 * p - 1 else "zb-h2, zb-v"] == (7 if m == 1 else 0)
 
 
-def test_experts_facts_6():
+def test_moe_calculator_matches_published_figures():
     found = moe()
     assert round(found["elements per rank and direction"] / 1e6, 2) == 3.67
     assert round(found["dispatch and combine of all layers"] / 1e6, 1) == 425.7
 
 
-def test_recomputation_and_accumulation_facts_7():
+def test_remat_and_accumulate_calculators():
     assert round(remat()["compute"] - 1, 2) == 0.33
     assert remat(layers=64)["saved at the optimum"] == 16
     found = accumulate(params=7e9, ranks=64, steps=8)
@@ -75,13 +75,13 @@ def test_recomputation_and_accumulation_facts_7():
     assert found["once: stored"] == 64 * found["each micro-step: stored"] == 14e9
 
 
-def test_a_tensor_parallel_payload_facts_4():
+def test_tp_calculator_payload_and_matmul_time():
     found = tp(cluster=parse_cluster("a100:1x8"))
     assert found["payload"] == 32 * 2**20
     assert round(found["matmul at peak"] / 3 * 1e3, 3) == round(2 * 4096**3 / 312e12 / 3 * 1e3, 3)
 
 
-def test_a_message_over_more_ranks_than_a_node_has_goes_between_nodes():
+def test_tp_calculator_uses_network_links_across_nodes():
     inside, between = (tp(cluster=parse_cluster("h100:16x4"), ranks=ranks) for ranks in (4, 64))
     assert between["all-reduce"] > 4 * inside["all-reduce"]
     assert "between nodes" in str(between)
@@ -92,23 +92,23 @@ def test_a_message_over_more_ranks_than_a_node_has_goes_between_nodes():
 @pytest.mark.parametrize(
     ("text", "number"), [("64", 64), ("70B", 70e9), ("7.5b", 7.5e9), ("8M", 8e6), ("4k", 4e3), ("70e9", 70e9), (8.0, 8)]
 )
-def test_counts_are_read_as_people_write_them(text, number):
+def test_parse_count_accepts_suffixes(text, number):
     assert parse_count(text, "here") == number
 
 
 @pytest.mark.parametrize("text", ["0.5", "0", "-1", "1e300", "nan", "inf", "", "8x", "7.0000001", True])
-def test_what_is_no_count(text):
+def test_calculate_rejects_invalid_counts(text):
     with pytest.raises(mp.MeshparError, match="an integer from 1 to 1e18"):
         calculate("zero", {"ranks": text})
 
 
 @pytest.mark.parametrize("name", CALCULATORS)
-def test_the_largest_numbers_overflow_nothing(name):
+def test_calculate_does_not_overflow(name):
     known = [one for one in inspect.signature(CALCULATORS[name]).parameters if one != "cluster"]
     assert all(math.isfinite(row[1]) for row in calculate(name, dict.fromkeys(known, "1e18")).rows)
 
 
-def test_mistakes():
+def test_calculators_reject_invalid_arguments():
     with pytest.raises(mp.MeshparError, match="its numbers are params, ranks"):
         calculate("zero", {"parms": 1e9})
     with pytest.raises(mp.MeshparError, match="only tp computes the time of a message"):
@@ -128,7 +128,7 @@ def test_mistakes():
             zero_bytes_per_param(stage, ranks)
 
 
-def test_the_command(meshpar):
+def test_cost_command_runs_calculators(meshpar):
     code, out, _ = meshpar("cost", "zero", "params=70e9", "ranks=64", "--json")
     assert code == 0
     assert {row[0]: row[1] for row in json.loads(out)["rows"]}["zero3"] == 17.5e9
@@ -151,7 +151,7 @@ def test_the_command(meshpar):
         (("zero", "ranks=8", "ranks=9"), "each number once"),
     ],
 )
-def test_an_option_that_would_change_nothing_is_refused(meshpar, words, wanted):
+def test_cost_command_rejects_options_without_effect(meshpar, words, wanted):
     code, _, error = meshpar("cost", *words)
     assert code == 2
     assert wanted in error

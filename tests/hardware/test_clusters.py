@@ -19,7 +19,7 @@ FIGURES = [
 ]
 
 
-def test_a_cluster_is_named_by_gpu_nodes_and_gpus_per_node():
+def test_parse_cluster_reads_gpu_nodes_and_gpus_per_node():
     cluster = parse_cluster("h100:8x4")
     assert (cluster.nodes, cluster.gpus_per_node, cluster.num_devices) == (8, 4, 32)
     assert cluster.name == "h100:8x4"
@@ -29,7 +29,7 @@ def test_a_cluster_is_named_by_gpu_nodes_and_gpus_per_node():
     assert cluster.link(crosses_node=True) is cluster.across
 
 
-def test_short_names():
+def test_parse_cluster_accepts_short_names():
     assert parse_cluster("H200:8").name == "h200:1x8"
     assert parse_cluster("a100:2x8").gpu.name == "a100-80"
     same = parse_cluster("l40s:1x2")
@@ -37,23 +37,23 @@ def test_short_names():
 
 
 @pytest.mark.parametrize("text", ["h100", "h100:", "h100:0x8", "h100:8x", "8x8", "", "h100:8x8x8", "h100:-1x8"])
-def test_what_is_no_cluster_is_refused(text):
+def test_parse_cluster_rejects_bad_syntax(text):
     with pytest.raises(MeshparError, match="h100:8x8"):
         parse_cluster(text)
 
 
-def test_an_unknown_gpu_lists_near_names():
+def test_parse_cluster_suggests_similar_gpu_names():
     with pytest.raises(MeshparError, match="Did you mean `h100`"):
         parse_cluster("h1000:1x8")
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
 @pytest.mark.parametrize("figure", FIGURES)
-def test_every_figure_has_a_source_and_a_date(gpu, figure):
+def test_catalogue_figures_have_a_source_and_a_date(gpu, figure):
     assert any(figure in figures.split() for figures, _, _ in gpu.sources), f"{gpu.name}.{figure}"
 
 
-def test_figures_are_in_si_units_and_in_proportion():
+def test_catalogue_figures_are_consistent_si_units():
     for gpu in GPUS.values():
         assert 1e14 < gpu.bf16_flops_per_s < 1e16
         assert gpu.fp32_flops_per_s < gpu.bf16_flops_per_s
@@ -64,7 +64,7 @@ def test_figures_are_in_si_units_and_in_proportion():
         assert gpu.fp32_flops_per_s == pytest.approx(2 * chip.num_cores * chip.fpus_per_core * chip.clock_hz, rel=0.02)
 
 
-def test_peak_of_a_device_kind():
+def test_peak_flops_of_a_device_kind():
     assert peak_flops_per_s("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak_flops_per_s("NVIDIA H200", "float16") == 989.4e12
     assert peak_flops_per_s("NVIDIA A100-SXM4-40GB", "float32") == 19.5e12
@@ -73,7 +73,7 @@ def test_peak_of_a_device_kind():
     assert peak_flops_per_s("NVIDIA H200", "int8") is None
 
 
-def test_which_axes_leave_a_node():
+def test_crosses_node_for_mesh_axes():
     cluster = parse_cluster("h100:2x4")
     mesh = {"data": 2, "stage": 1, "fsdp": 2, "expert": 1, "tensor": 2}
     assert not cluster.crosses_node(["tensor"], mesh)
@@ -87,30 +87,30 @@ def test_which_axes_leave_a_node():
         cluster.crosses_node(["fsp"], mesh)
 
 
-def test_an_axis_that_half_fits_a_node_crosses():
+def test_crosses_node_if_an_axis_does_not_fit_evenly():
     assert parse_cluster("h100:3x2").crosses_node(["tensor"], {"data": 2, "tensor": 3})
 
 
-def test_groups_that_are_no_product_of_axes():
+def test_groups_cross_node_for_arbitrary_groups():
     cluster = parse_cluster("h100:2x4")
     assert not cluster.groups_cross_node([(0, 3), (4, 7)])
     assert cluster.groups_cross_node([(0, 1), (3, 4)])
 
 
-def test_a_profile_is_saved_and_read_back(tmp_path):
+def test_profile_round_trip(tmp_path):
     measured = dataclasses.replace(parse_cluster("h100:8x8"), across=Link(alpha_s=7e-6, bytes_per_s=4.1e10))
     measured.save(tmp_path / "mine.json")
     assert parse_cluster(str(tmp_path / "mine.json")) == measured
 
 
-def test_a_profile_may_hold_a_gpu_of_its_own(tmp_path):
+def test_profile_round_trip_with_a_custom_gpu(tmp_path):
     gpu = dataclasses.replace(GPUS["h100"], name="h800", link_bytes_per_s=200e9)
     cluster = hardware.cluster_of(gpu, nodes=2, gpus_per_node=8)
     cluster.save(tmp_path / "h800.json")
     assert parse_cluster(str(tmp_path / "h800.json")) == cluster
 
 
-def test_a_profile_may_be_short(tmp_path):
+def test_profile_defaults_come_from_the_catalogue(tmp_path):
     (tmp_path / "c.json").write_text('{"gpu": "h200", "nodes": 4, "gpus_per_node": 8, "across": {"bytes_per_s": 2e10}}')
     cluster = parse_cluster(str(tmp_path / "c.json"))
     assert cluster.across == Link(alpha_s=4e-6, bytes_per_s=2e10)
@@ -129,7 +129,7 @@ def test_a_profile_may_be_short(tmp_path):
         ([1], "no JSON object"),
     ],
 )
-def test_a_damaged_profile_is_refused(tmp_path, data, said):
+def test_profile_rejects_damaged_files(tmp_path, data, said):
     (tmp_path / "c.json").write_text(json.dumps(data))
     with pytest.raises(MeshparError, match=said):
         parse_cluster(str(tmp_path / "c.json"))
@@ -151,7 +151,7 @@ def test_a_damaged_profile_is_refused(tmp_path, data, said):
         {"across": {"alpha_s": "2e-6"}},
     ],
 )
-def test_figures_that_cannot_be_are_refused(wrong):
+def test_cluster_rejects_impossible_figures(wrong):
     with pytest.raises(MeshparError, match=next(iter(wrong)) if "across" not in wrong else "alpha_s"):
         Cluster.from_json({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong})
 
@@ -173,7 +173,7 @@ def test_figures_that_cannot_be_are_refused(wrong):
         ("compute_capability", "90"),
     ],
 )
-def test_a_gpu_of_ones_own_has_figures_that_can_be(field, value):
+def test_custom_gpu_rejects_impossible_figures(field, value):
     profile = parse_cluster("h100:1x8").to_json()
     gpu = dataclasses.asdict(GPUS["h100"])
     (gpu["chip"] if field in gpu["chip"] else gpu)[field] = value
@@ -182,12 +182,12 @@ def test_a_gpu_of_ones_own_has_figures_that_can_be(field, value):
 
 
 @pytest.mark.parametrize("wrong", [8, None, ("h100", 8)])
-def test_what_is_no_text_is_refused(wrong):
+def test_parse_cluster_rejects_other_types(wrong):
     with raises("wrong-type"):
         parse_cluster(wrong)
 
 
-def test_a_missing_profile_is_refused():
+def test_profile_rejects_missing_and_empty_files():
     with pytest.raises(MeshparError, match="nowhere.json"):
         parse_cluster("nowhere.json")
     with raises("damaged-file"):
@@ -206,7 +206,7 @@ MEASURED = dataclasses.replace(
 )
 
 
-def test_a_profile_keeps_its_links_by_axis(tmp_path):
+def test_profile_round_trip_with_links_by_axis(tmp_path):
     MEASURED.save(tmp_path / "mine.json")
     assert parse_cluster(str(tmp_path / "mine.json")) == MEASURED
     assert hardware.parse_profile(str(tmp_path / "mine.json")) == MEASURED
@@ -214,7 +214,7 @@ def test_a_profile_keeps_its_links_by_axis(tmp_path):
     assert json.loads((tmp_path / "mine.json").read_text())["axes"]["data"] == {"alpha_s": 9e-6, "bytes_per_s": 1e9}
 
 
-def test_the_link_of_an_axis_is_the_measured_one():
+def test_measured_returns_the_link_of_an_axis():
     assert MEASURED.measured(["tensor"]) == FAST
     assert MEASURED.measured(["tensor"], permute=True) == MESSAGE
     assert MEASURED.measured(["data"], permute=True) == SLOW  # what XLA's collectives saw is better than nothing
@@ -222,14 +222,14 @@ def test_the_link_of_an_axis_is_the_measured_one():
     assert MEASURED.measured([]) is None
 
 
-def test_several_axes_have_the_worse_of_their_links_unless_measured_together():
+def test_measured_combines_the_slowest_links_of_axes():
     assert MEASURED.measured(["data", "tensor"]) == Link(alpha_s=9e-6, bytes_per_s=1e9)
     assert MEASURED.measured(["data", "fsdp"]) is None
     both = dataclasses.replace(MEASURED, axes={**MEASURED.axes, "data*tensor": MESSAGE})
     assert both.measured(["data", "tensor"]) == MESSAGE
 
 
-def test_a_profile_of_other_devices_holds_links_only(tmp_path):
+def test_links_profile_is_not_a_cluster(tmp_path):
     path = str(tmp_path / "cpu.json")
     links = hardware.Links(devices="cpu", axes={"data": SLOW}, permutes={"data": MESSAGE})
     links.save(path)
@@ -241,7 +241,7 @@ def test_a_profile_of_other_devices_holds_links_only(tmp_path):
             parse_cluster(asked)
 
 
-def test_the_default_of_host_devices_holds_for_any_axis_and_says_where_it_is_from():
+def test_host_device_links_apply_to_any_axis():
     default = hardware.HOST_DEVICES
     assert default.measured(["data"], permute=True) == default.measured(["a", "b"], permute=True)
     assert hardware.Links.from_json(default.to_json()) == default
@@ -262,7 +262,7 @@ def test_the_default_of_host_devices_holds_for_any_axis_and_says_where_it_is_fro
         ({"axis": {}}, "Did you mean `axes`"),
     ],
 )
-def test_a_garbled_link_of_an_axis_is_told(tmp_path, wrong, said):
+def test_profile_rejects_malformed_axis_links(tmp_path, wrong, said):
     for data in ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong}, {"devices": "cpu", **wrong}):
         (tmp_path / "c.json").write_text(json.dumps(data))
         with pytest.raises(MeshparError, match=said):
@@ -270,22 +270,22 @@ def test_a_garbled_link_of_an_axis_is_told(tmp_path, wrong, said):
 
 
 @pytest.mark.parametrize("data", [{"devices": "cpu"}, {"devices": "cpu", "axes": {}}])
-def test_links_of_no_axis_are_refused(data):
+def test_links_require_an_axis(data):
     with raises("damaged-file"):
         hardware.Links.from_json(data)
 
 
-def test_devices_of_a_profile_go_by_a_name():
+def test_links_require_a_device_name():
     with pytest.raises(MeshparError, match="set `devices` to 3"):
         hardware.Links.from_json({"devices": 3, "axes": {"data": {"alpha_s": 0, "bytes_per_s": 1}}})
 
 
-def test_a_profile_that_cannot_be_written_is_told(tmp_path):
+def test_profile_save_requires_an_existing_folder(tmp_path):
     with pytest.raises(MeshparError, match="folder that exists"):
         MEASURED.save(tmp_path / "no" / "where.json")
 
 
-def test_how_a_group_lies_on_the_nodes():
+def test_cluster_layout_counts_nodes_and_ranks_per_node():
     cluster = parse_cluster("h100:2x4")
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     assert cluster.layout(["tensor"], mesh) == (1, 2)

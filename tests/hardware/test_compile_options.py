@@ -1,5 +1,4 @@
-"""XLA's compile options: one set for every command, checked before anything is traced, and what `train` runs is what
-`explain` compiled."""
+"""XLA compile options: defaults, checks before tracing, and program fingerprints."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def step_and_state(mesh, **options):
 BATCH = {"x": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
 
 
-def test_gpus_have_a_set_that_the_user_overrides_and_cpus_have_none(mesh8):
+def test_options_for_gpus_have_defaults_that_users_override(mesh8):
     no_devices = AbstractMesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     assert options_for(mesh8, {}) == {}
     assert options_for(mesh8, {THRESHOLD: 7}) == {THRESHOLD: 7}
@@ -59,8 +58,8 @@ def test_gpus_have_a_set_that_the_user_overrides_and_cpus_have_none(mesh8):
     assert options_for(no_devices, {SCHEDULER: False, THRESHOLD: 7})[SCHEDULER] is False
 
 
-def test_a_strategy_that_prefetches_brings_what_it_needs():
-    """Three scatters of a layer by their shards' bytes; with an axis that splits layers one, and more in flight."""
+def test_prefetch_sets_compile_options():
+    """A layer has three reduce-scatters, or one and more overlap with tensor parallelism."""
     cfg = TransformerConfig(
         vocab_size=64, num_layers=4, embed_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=128
     )
@@ -91,7 +90,7 @@ def test_a_strategy_that_prefetches_brings_what_it_needs():
         ({THRESHOLD: None}, "not of type NoneType"),
     ],
 )
-def test_an_option_that_xla_has_not_is_told_before_the_step_is_traced(mesh8, options, wanted):
+def test_invalid_xla_options_fail_before_tracing(mesh8, options, wanted):
     def trace():
         step, state = step_and_state(mesh8, xla=options)
         step.loss_fn = None  # tracing would call it
@@ -101,7 +100,7 @@ def test_an_option_that_xla_has_not_is_told_before_the_step_is_traced(mesh8, opt
         trace()
 
 
-def test_a_program_is_known_by_what_it_computes_and_how_it_is_compiled(mesh8):
+def test_fingerprint_depends_on_program_and_options(mesh8):
     def found(**options):
         step, state = step_and_state(mesh8, **options)
         return fingerprint(step.lower(state, BATCH), step.compile_options(state.setup))
@@ -110,7 +109,7 @@ def test_a_program_is_known_by_what_it_computes_and_how_it_is_compiled(mesh8):
     assert len({found(), found(xla={THRESHOLD: 7}), found(nonfinite="skip"), found(nonfinite="ignore")}) == 3
 
 
-def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
+def test_command_line_options_reach_the_compiler(meshpar, monkeypatch):
     seen = {}
 
     def explained(step, state, batch, cluster, **_):
@@ -124,7 +123,7 @@ def test_options_of_the_command_line_reach_the_compiler(meshpar, monkeypatch):
     assert type(seen[ALL]) is int
 
 
-def test_latencies_of_a_profiler_are_a_text_that_xla_reads_by_its_name(mesh8, tmp_path):
+def test_profiler_latency_file_is_checked_and_fingerprinted(mesh8, tmp_path):
     step, state = step_and_state(mesh8)
     lowered, file = step.lower(state, BATCH), tmp_path / "of.pbtxt"
     found = []
@@ -143,30 +142,30 @@ def test_latencies_of_a_profiler_are_a_text_that_xla_reads_by_its_name(mesh8, tm
 
 
 @pytest.mark.parametrize("given", ["text", ["a"], 5])
-def test_options_are_a_dict(given):
+def test_xla_options_must_be_a_dict(given):
     for make in (mp.train_step, mp.eval_step):
         with pytest.raises(mp.MeshparError, match="a dict of XLA's options"):
             make(loss, xla=given)
 
 
-def test_a_number_is_no_bool_after_a_bool():
+def test_check_options_rejects_an_int_for_a_bool():
     assert check_options({SCHEDULER: True})
     with pytest.raises(mp.MeshparError, match="not a valid bool.*True or False"):
         check_options({SCHEDULER: 1})
 
 
-def test_an_option_has_no_fields(meshpar):
+def test_xla_option_names_have_no_fields(meshpar):
     code, _, error = meshpar("explain", "recipes/gpt_stdlib.py", "--xla", "xla_no.such=1")
     assert code == 2
     assert "`xla.xla_no.such`" in error
-    assert "has no fields" in error
+    assert "a value without fields" in error
 
 
 @pytest.mark.parametrize(
     ("option", "wanted"),
-    [("nope=3", "begin with xla_"), ("xla_no_such=1", "No such compile option"), ("xla_foo", "=, and its value")],
+    [("nope=3", "begin with xla_"), ("xla_no_such=1", "No such compile option"), ("xla_foo", "it must be NAME=VALUE")],
 )
-def test_shard_takes_no_option_that_xla_has_not(meshpar, option, wanted):
+def test_shard_command_rejects_unknown_xla_options(meshpar, option, wanted):
     code, _, error = meshpar("shard", "recipes/gpt_stdlib.py", "--devices", "8", "--xla", option)
     assert code == 2
     assert wanted in error
@@ -183,14 +182,14 @@ class Lowering:
 
 @pytest.mark.pod
 @pytest.mark.parametrize("name", PODS)
-def test_what_train_runs_is_what_explain_compiles(name):
+def test_train_and_explain_compile_the_same_program(name):
     if missing_aot() or importlib.util.find_spec("nvidia.cudnn") is None:
         pytest.skip("lowers cuDNN's attention for GPUs, which needs `pip install meshpar[cudnn]`")
     path, cluster = f"recipes/{name}.py", parse_cluster(PODS[name])
     subject = Subject.of(path, cluster, layout=(), assignments=(), shapes=None)
     with pytest.raises(Compiled) as stopped:
         subject.explained(Lowering())
-    # As `train` does it, on the pod's devices.
+    # Same steps as `train`, on the devices of the pod.
     recipe = load_recipe(path, devices=cluster.num_devices)
     mesh = recipe.mesh.build(topology(cluster))
     model = build_model(recipe)

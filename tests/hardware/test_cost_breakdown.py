@@ -17,7 +17,7 @@ POD = parse_cluster("h100:8x8")
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
-def test_gradients_of_seven_billion_parameters(ranks, sent):
+def test_breakdown_of_7b_gradients(ranks, sent):
     """14 GB of bfloat16 gradients, and what each rank of a ring sends of them."""
     found = account("ring", 14e9, ranks, POD)
     assert found.bytes_sent == found.lower_bound_bytes == sent
@@ -26,7 +26,7 @@ def test_gradients_of_seven_billion_parameters(ranks, sent):
 
 
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "hierarchical"])
-def test_every_account_is_its_closed_form(name):
+def test_breakdowns_match_closed_forms(name):
     found, expected = account(name, 8e6, 8, LINK), ALGORITHMS[name].cost(8e6, 8)
     assert (found.steps, found.bytes_sent) == (expected.steps, expected.bytes_sent)
     assert found.time_s == pytest.approx(expected.time_s(LINK))
@@ -59,7 +59,7 @@ def test_ranks_that_fit_a_node_use_its_links():
     assert (inside.link, across.link) == (POD.inside, POD.across)
 
 
-def test_a_measured_axis_has_its_own_link():
+def test_breakdown_uses_measured_axis_links():
     mine = Links(devices="cpu", axes={"data": LINK})
     found = account("all-gather", 1e6, 8, mine, axes=("data",), mesh={"data": 8})
     assert found.legs[0].link == LINK
@@ -88,7 +88,7 @@ def test_side_by_side_the_quickest_comes_first():
     assert "27.56 GB" in shown
 
 
-def test_what_a_formula_leaves_out_is_said():
+def test_breakdown_prints_what_the_formula_omits():
     assert "not a power of two" in str(account("recursive-doubling", 1e6, 6, LINK))
     assert not account("recursive-doubling", 1e6, 8, LINK).notes
     assert not account("ring", 1e6, 6, LINK).notes
@@ -100,7 +100,7 @@ def test_bus_factors_are_those_of_nccl_tests():
     assert bus_factor("collective-broadcast", 8) == 1
 
 
-def test_other_names():
+def test_breakdown_accepts_aliases():
     assert all(account(alias, 1.0, 4, LINK).name == name for alias, name in ALIASES.items())
     assert account("Halving_Doubling", 1.0, 4, LINK).name == "halving-doubling"
 
@@ -128,11 +128,11 @@ def test_other_names():
         (("ring", 1, 2, Links(devices="cpu", axes={"data": LINK})), {}, "measured along `data`"),
     ],
 )
-def test_what_cannot_be_priced(arguments, options, said):
+def test_breakdown_rejects_invalid_arguments(arguments, options, said):
     with pytest.raises(MeshparError, match=said):
         account(*arguments, **options)
 
 
-def test_a_bus_needs_a_kind():
+def test_bus_factor_rejects_unknown_kinds():
     with pytest.raises(MeshparError, match="Did you mean `all-reduce`"):
         bus_factor("all-reduces", 2)

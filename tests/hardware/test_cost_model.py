@@ -21,7 +21,7 @@ SIZES = st.integers(min_value=1, max_value=4096)
 PAYLOADS = st.floats(min_value=0, max_value=1e13)
 
 
-def test_a_message_takes_alpha_and_its_bytes():
+def test_message_time_is_alpha_plus_bytes_over_bandwidth():
     assert cost.message(5e5) == Cost(steps=1, bytes_sent=5e5, bytes_in_turn=5e5)
     assert cost.message(5e5).time_s(LINK) == pytest.approx(ALPHA + 5e5 * BETA)
     assert cost.message(0).time_s(LINK) == ALPHA
@@ -54,12 +54,12 @@ def test_ring_times():
     assert cost.halving_doubling_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(6 * ALPHA + 14 / 8 * 8e6 * BETA)
 
 
-def test_a_root_handles_all_messages_in_turn_each_way():
+def test_root_algorithm_serializes_its_messages():
     assert cost.naive_root_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(2 * 7 * (ALPHA + 8e6 * BETA))
 
 
 @given(PAYLOADS, SIZES)
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(payload, ranks):
+def test_all_reduce_equals_reduce_scatter_plus_all_gather(payload, ranks):
     both = cost.ring_reduce_scatter(payload, ranks) + cost.ring_all_gather(payload, ranks)
     whole = cost.ring_all_reduce(payload, ranks)
     assert both.steps == whole.steps
@@ -68,7 +68,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(payload, ranks):
 
 
 @given(PAYLOADS, SIZES)
-def test_no_all_reduce_sends_less_than_the_bound(payload, ranks):
+def test_all_reduce_bytes_respect_the_lower_bound(payload, ranks):
     bound = cost.all_reduce_lower_bound_bytes(payload, ranks) * (1 - 1e-12)
     for algorithm in (
         cost.ring_all_reduce,
@@ -86,7 +86,7 @@ def test_halving_doubling_reaches_the_bound_for_powers_of_two(payload, doublings
     assert found.steps == 2 * doublings
 
 
-def test_ranks_beyond_a_power_of_two_take_two_whole_messages_more():
+def test_halving_doubling_adds_two_messages_for_other_counts():
     assert cost.tree_all_reduce(10, 6) == Cost(steps=4, bytes_sent=30, bytes_in_turn=40)
     assert cost.halving_doubling_all_reduce(10, 6).bytes_sent == 2 * 3 / 4 * 10 + 10
     assert cost.halving_doubling_all_reduce(10, 6).bytes_in_turn == 2 * 3 / 4 * 10 + 20
@@ -102,7 +102,7 @@ def test_one_rank_sends_nothing():
 # Hierarchical all-reduce and parameter servers
 
 
-def test_hierarchical_all_reduce_sends_an_inner_share_across():
+def test_hierarchical_all_reduce_sends_its_shard_across_nodes():
     found = cost.hierarchical_all_reduce(8e6, 64, inner=8)
     assert found.inside.steps == 14
     assert found.inside.bytes_sent == pytest.approx(2 * 7 / 8 * 8e6)
@@ -127,7 +127,7 @@ def test_groups_that_do_not_divide_the_ranks_are_refused():
         cost.hierarchical_all_reduce(1, 12, inner=5)
 
 
-def test_servers_on_every_rank_are_as_good_as_a_ring():
+def test_parameter_servers_on_every_rank_equal_a_ring():
     spread = cost.parameter_server_all_reduce(8e6, 8, num_servers=8)
     assert spread == cost.ring_all_reduce(8e6, 8)
     with raises("out-of-range"):
@@ -157,7 +157,7 @@ def test_ring_and_tree_take_equally_long_at_the_crossover(ranks):
     assert ring < tree
 
 
-def test_where_there_is_no_crossover():
+def test_crossover_may_not_exist():
     assert cost.ring_tree_crossover_bytes(1, LINK) is None
     assert cost.ring_tree_crossover_bytes(2, LINK) is None
     assert cost.ring_tree_crossover_bytes(8, Link(alpha_s=0, bytes_per_s=1e9)) == 0
@@ -167,7 +167,7 @@ def test_where_there_is_no_crossover():
 
 
 @pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
-def test_gradients_of_seven_billion_parameters(ranks, sent):
+def test_all_reduce_time_of_7b_gradients(ranks, sent):
     """FACTS 2: 24.5 GB of each of 8 ranks, 27.56 of each of 64."""
     assert cost.ring_all_reduce(2 * 7e9, ranks).bytes_sent == pytest.approx(sent)
     assert cost.bytes_sent("all-reduce", 2 * 7e9, ranks) == pytest.approx(sent)
@@ -179,7 +179,7 @@ def fully_sharded(payload, ranks):
     return gather + gather + cost.ring_reduce_scatter(payload, ranks)
 
 
-def test_fully_sharded_training_sends_half_as_much_again():
+def test_fsdp_sends_1_5_times_the_bytes_of_ddp():
     """FACTS 2: 14e9 elements and 21e9; 140 GB and 210."""
     assert cost.ring_all_reduce(8e9, 8).bytes_sent == pytest.approx(14e9)
     assert fully_sharded(8e9, 8).bytes_sent == pytest.approx(21e9)
@@ -193,7 +193,7 @@ def test_bytes_hardly_depend_on_the_number_of_ranks():
     assert more == pytest.approx(many, rel=0.02)
 
 
-def test_a_tensor_parallel_payload_against_the_matmul_that_makes_it():
+def test_tensor_parallel_message_time_against_matmul_time():
     """FACTS 4: 4096 tokens of width 4096 in bfloat16 over 600 GB/s, and their MLP matmul to four times the width."""
     payload = 2 * 4096 * 4096
     assert payload == 32 * 2**20
@@ -231,15 +231,15 @@ def test_time_of_each_kind(kind, steps, share):
     assert cost.collective_time_s(kind, 1e9, 8, LINK) == pytest.approx(steps * ALPHA + share * 1e9 * BETA)
 
 
-def test_a_small_all_reduce_goes_by_the_tree():
+def test_small_all_reduce_uses_the_tree():
     assert cost.collective_time_s("all-reduce", 4, 512, LINK) == pytest.approx(9 * (ALPHA + 4 * BETA))
 
 
-def test_what_is_received_is_not_sent():
+def test_sent_bytes_exclude_received_bytes():
     assert cost.bytes_sent("recv", 1e9, 2) == 0
 
 
-def test_rings_between_nodes_use_every_port_of_a_node():
+def test_rings_between_nodes_use_all_network_ports():
     cluster = parse_cluster("h100:8x8")
     assert cost.collective_link("all-gather", cluster, num_nodes=1, per_node=8) == cluster.inside
     ring = cost.collective_link("all-gather", cluster, num_nodes=8, per_node=8)
@@ -250,7 +250,7 @@ def test_rings_between_nodes_use_every_port_of_a_node():
         assert cost.collective_link(kind, cluster, num_nodes=8, per_node=8) == cluster.across
 
 
-def test_a_ring_is_no_faster_between_nodes_than_inside_one():
+def test_ring_is_not_faster_between_nodes_than_inside():
     cluster = parse_cluster("l40s:4x8")
     assert cost.collective_link("all-gather", cluster, num_nodes=4, per_node=8).bytes_per_s == 32e9
 
@@ -273,19 +273,19 @@ def test_a_ring_is_no_faster_between_nodes_than_inside_one():
         cost.all_reduce_lower_bound_bytes,
     ],
 )
-def test_groups_of_nobody_are_refused(algorithm, ranks):
+def test_algorithms_reject_empty_groups(algorithm, ranks):
     with raises("out-of-range"):
         algorithm(1e6, ranks)
 
 
 @pytest.mark.parametrize("payload", [-1, -1e9, math.nan])
 @pytest.mark.parametrize("kind", cost.KINDS)
-def test_negative_messages_are_refused(kind, payload):
+def test_collective_time_rejects_negative_bytes(kind, payload):
     with raises("out-of-range"):
         cost.collective_time_s(kind, payload, 8, LINK)
 
 
-def test_unknown_kinds_are_refused():
+def test_collective_time_rejects_unknown_kinds():
     with raises("unknown-choice"):
         cost.collective_time_s("all_gather", 1, 8, LINK)
 
@@ -295,7 +295,7 @@ def test_a_link_joins_at_least_one_device():
         cost.collective_link("all-reduce", parse_cluster("h100:8"), num_nodes=0, per_node=1)
 
 
-def test_a_measured_axis_comes_before_the_kind_of_link():
+def test_measured_axis_link_takes_precedence():
     ring, message = Link(alpha_s=3e-5, bytes_per_s=2e9), Link(alpha_s=1e-5, bytes_per_s=1e9)
     cluster = dataclasses.replace(parse_cluster("h100:8x8"), axes={"data": ring}, permutes={"data": message})
     where = {"num_nodes": 8, "per_node": 8}
@@ -322,7 +322,7 @@ def test_all_to_alls_of_deepseek_v3_over_64_ranks():
     assert cost.moe_all_to_all(7168, 64, 8, 64, padding=1.25).bytes_sent == 1.25 * one.bytes_sent
 
 
-def test_room_for_dropless_does_not_grow_with_the_experts():
+def test_dropless_buffer_is_independent_of_num_experts():
     """A rank with fewer experts than k is sent no more rows of a token than it has experts."""
     assert [cost.dropless_rows(64, 8, num_experts, 8) for num_experts in (8, 32, 64, 256)] == [512, 2048, 4096, 4096]
     assert cost.dropless_rows(64, 8, 8, 1) == cost.dropless_rows(64, 8, 256, 1) == 512
@@ -332,7 +332,7 @@ def test_room_for_dropless_does_not_grow_with_the_experts():
     assert cost.dropless_bytes(100, 64, 8, 256, 8) == (5 * 4096 + 2 * 512) * 116
 
 
-def test_two_levels_move_everything_twice_with_fewer_messages():
+def test_two_level_all_to_all_trades_bytes_for_messages():
     two = cost.hierarchical_all_to_all(64e6, 64, inner=8)
     assert (two.inside.steps, two.across.steps) == (7, 7)
     assert two.inside.bytes_sent == two.across.bytes_sent == 7 / 8 * 64e6
@@ -354,6 +354,6 @@ def test_blocks_of_a_grouped_matmul():
         lambda: cost.hierarchical_all_to_all(8, 8, inner=3),
     ],
 )
-def test_experts_have_to_be_spread_evenly(ask):
+def test_experts_must_divide_over_ranks(ask):
     with pytest.raises(MeshparError):
         ask()

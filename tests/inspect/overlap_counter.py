@@ -1,6 +1,6 @@
-"""Which collectives of a scheduled program have a matmul between start and done, counted from its text alone.
+"""Count the collectives of a scheduled program that overlap with a matmul, from its text only.
 
-Nothing here comes from `meshpar.inspect`: it is what the clock is held to.
+It does not import `meshpar.inspect`, so that tests can compare the simulated timeline with it.
 
     python -m tests.inspect.overlap_counter program.hlo
 """
@@ -23,13 +23,13 @@ _NAME = re.compile(r"%([\w.\-]+)")
 
 
 class Message(NamedTuple):
-    """One collective of one computation."""
+    """A collective of a computation."""
 
     computation: str
     name: str
     kind: str
     is_covered: bool
-    """Whether a matmul stands between its start and its done."""
+    """Whether there is a matmul between its start and done instructions."""
 
 
 class _Line(NamedTuple):
@@ -41,11 +41,11 @@ class _Line(NamedTuple):
 
 
 def messages(text: str) -> list[Message]:
-    """Every collective of the program, computation by computation."""
+    """Return all collectives of the program, ordered by computation."""
     lines = _computations(text)
 
     def kinds(line: _Line) -> list[tuple[str, str, str]]:
-        """(computation, name, kind) of what an instruction sends by itself or in what it wraps."""
+        """Return (computation, name, kind) of the collective in an instruction or in its wrapped computation."""
         kind = line.opcode.removesuffix("-start")
         if kind in KINDS:
             return [("", line.name, kind)]
@@ -58,7 +58,7 @@ def messages(text: str) -> list[Message]:
         return any(multiplies(one) for name in line.called for one in lines[name])
 
     def ends(line: _Line, start: str, inside: dict[str, _Line]) -> bool:
-        """Whether a done belongs to a start, through updates and tuples between them."""
+        """Return whether a done instruction belongs to a start, following updates and tuples."""
         while line.operands and line.operands[0] in inside:
             line = inside[line.operands[0]]
             if line.name == start:
@@ -87,7 +87,7 @@ def messages(text: str) -> list[Message]:
 
 
 def per_loop(text: str) -> dict[str, dict[str, tuple[int, int]]]:
-    """By computation, of each kind of collective: how many have a matmul between start and done, and how many are."""
+    """Return, for each computation and kind, the numbers of overlapped and of all collectives."""
     covered, every = Counter(), Counter()
     for one in messages(text):
         every[one.computation, one.kind] += 1

@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent / "data" / "pod"
 HERE = "{root}/"
 
 REFERENCE = ("ddp", "zero1", "hsdp", "fsdp_tensor", "fsdp_sequence", "context_fsdp", "overlapped", "int8")
-"""Kept beside every planted mistake."""
+"""Programs saved in addition to all planted mistakes."""
 
 
 def file_of(name: str) -> Path:
@@ -32,12 +32,12 @@ NAMES = tuple(sorted(file.name.removesuffix(".json.xz") for file in FOLDER.glob(
 
 
 def pods(names, *rest):
-    """(name, *rest) for `parametrize`: those that are not kept are compiled, and marked so."""
+    """Return (name, *rest) cases for `parametrize`. Cases without a saved program are marked as compiled."""
     return [pytest.param(name, *rest, marks=() if name in NAMES else pytest.mark.pod) for name in names]
 
 
 def load(name: str):
-    """The program, as if compiled in this tree."""
+    """Return the saved program with the source paths of this checkout."""
     from meshpar.inspect.program import Program
 
     found = json.loads(lzma.decompress(file_of(name).read_bytes()))

@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect import all_pairs as pairs
-from meshpar.inspect.expected import facts_of
+from meshpar.inspect.expected import step_spec_of
 from meshpar.models import TransformerConfig, next_token_loss
 
 ROWS, WIDTH = 128, 48
@@ -83,5 +83,5 @@ def test_attention_of_a_square_batch_compares_no_examples():
     state = abstract(mp.ddp(), model=config.build(), data=8)
     batch = {name: jax.ShapeDtypeStruct((16, 16), np.int32) for name in ("inputs", "targets")}
     step = mp.train_step(next_token_loss)
-    step_spec = facts_of(state.setup, step.options, batch)
+    step_spec = step_spec_of(state.setup, step.options, batch)
     assert not list(pairs.promised(step.trace(state, batch).jaxpr, 2, 16, step_spec))

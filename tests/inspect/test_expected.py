@@ -11,8 +11,8 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.census import census
-from meshpar.inspect.expected import promised
-from meshpar.inspect.explain import held_to
+from meshpar.inspect.expected import expected_collectives
+from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.matching import SMALL
 from meshpar.inspect.program import compile_here
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
@@ -134,7 +134,7 @@ def batch_of(rows=B):
 
 
 def verdict(setup, options, collectives, jaxpr, target, batch=None):
-    return held_to(setup, options, batch or batch_of(), collectives, jaxpr, on_cpu=target == "cpu")
+    return check_collectives(setup, options, batch or batch_of(), collectives, jaxpr, on_cpu=target == "cpu")
 
 
 def test_the_sizes_above_are_the_reference_decoders(planted):
@@ -342,7 +342,7 @@ def test_nothing_is_promised_on_one_device():
         mesh=mesh,
         strategy=mp.ddp(),
     )
-    assert promised(state.setup, mp.train_step(next_token_loss).options, batch_of()) == ()
+    assert expected_collectives(state.setup, mp.train_step(next_token_loss).options, batch_of()) == ()
 
 
 def mlp(num_blocks=2, width=64, hidden=128):

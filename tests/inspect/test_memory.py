@@ -1,4 +1,4 @@
-"""Memory is the closed form plus the compiler's own figures; every remedy is what compiling it gives."""
+"""Memory accounts agree with the compiler, and remedies report the peak of the compiled variant."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def account(compiled, name, target, **options):
         *pods(["zero1", "fsdp_tensor"], "pod"),
     ],
 )
-def test_state_is_the_closed_form_and_peak_the_compilers(compiled, name, target):
+def test_account_matches_shardings_and_the_compiler(compiled, name, target):
     plant, program, found = account(compiled, name, target)
     config = plant.state.setup.table
     params = sum(math.prod(d.leaf.shape) * 4 // d.shards for d in config.params)
@@ -59,7 +59,7 @@ def test_state_is_the_closed_form_and_peak_the_compilers(compiled, name, target)
     assert 0 < found.gradients_bytes <= found.temporaries_bytes == program.temporary_bytes
 
 
-def test_of_a_whole_model_with_adam_a_device_holds_three_copies(compiled, planted):
+def test_unsharded_adam_state_is_three_copies(compiled, planted):
     _, _, found = account(compiled, "ddp", "pod")
     assert found.params_bytes == 4 * planted.CONFIG.num_params
     assert found.optimizer_bytes == 2 * found.params_bytes + 4  # two moments and their count
@@ -67,7 +67,7 @@ def test_of_a_whole_model_with_adam_a_device_holds_three_copies(compiled, plante
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The figures of a program that was never compiled."""
+    """Sizes of a program that is not compiled."""
 
     argument_bytes: int = 0
     output_bytes: int = 0
@@ -92,7 +92,7 @@ def toy(strategy=None, *, rows=16, params=None, **axes):
     ("share", "fits", "note"),
     [(0.5, True, ""), (0.8, True, "XLA_PYTHON_CLIENT_MEM_FRACTION"), (0.95, True, "CUDA context"), (1.01, False, "")],
 )
-def test_the_verdict_is_about_the_whole_memory_and_says_when_it_is_tight(share, fits, note):
+def test_fits_and_note_depend_on_the_peak(share, fits, note):
     state, batch = toy()
     program = Sizes(temporary_bytes=int(share * 80e9)).program()
     found = memory(program, state.setup, batch, H100)
@@ -101,13 +101,13 @@ def test_the_verdict_is_about_the_whole_memory_and_says_when_it_is_tight(share, 
     assert bool(note) == bool(found.note)
 
 
-def test_without_a_gpu_there_is_no_verdict():
+def test_fits_is_none_without_a_gpu():
     state, batch = toy()
     found = memory(Sizes().program(), state.setup, batch, None)
     assert (found.limit_bytes, found.fits, found.note) == (None, None, "")
 
 
-def test_a_batch_counts_as_jax_takes_it():
+def test_batch_bytes_use_canonical_dtypes():
     state, batch = toy()
     assert memory(Sizes().program(), state.setup, batch, None).batch_bytes == 16 * 64 * 4 // 8
 
@@ -123,7 +123,7 @@ def test_a_batch_counts_as_jax_takes_it():
         (mp.zero3(min_bytes=0), {"precision": mp.Precision(compute="bfloat16", reduce="bfloat16")}, 64 * 32 * 2 // 8),
     ],
 )
-def test_gradients_are_counted_as_the_step_holds_them(strategy, options, expected):
+def test_gradient_bytes(strategy, options, expected):
     state, batch = toy(strategy, fsdp=8)
     step = mp.train_step(lambda model, batch, key: (model(batch["x"]).mean(), {}), **options)
     program = Sizes(temporary_bytes=MB).program()
@@ -134,7 +134,7 @@ def test_gradients_are_counted_as_the_step_holds_them(strategy, options, expecte
 
 
 @pytest.mark.parametrize("target", cases("pod", grid=["cpu", "pod"]))
-def test_the_largest_contributors_are_named_by_their_modules(compiled, target):
+def test_largest_contributors_have_their_modules(compiled, target):
     _, _, found = account(compiled, "fsdp_tensor", target)
     assert list(found.largest) == sorted(found.largest, key=lambda one: -one.nbytes)
     state = {(one.what, one.module): one for one in found.largest}
@@ -144,12 +144,12 @@ def test_the_largest_contributors_are_named_by_their_modules(compiled, target):
     assert (moments.nbytes, moments.count) == (2 * up.nbytes, 2)
     temporaries = [one for one in found.largest if one.what == "temporary"]
     assert all(one.nbytes > 0 and one.shape for one in temporaries)
-    # What the forward loop keeps for the backward one is named by the layers that fill it.
+    # Activations saved by the forward loop are attributed to their layers.
     assert any(one.module.startswith("gradients/layers") and ".py:" in one.source for one in temporaries)
     assert len({(one.module, one.shape, one.source) for one in temporaries}) == len(temporaries)
 
 
-def test_the_account_is_plain_data(compiled):
+def test_account_is_plain_data(compiled):
     import json
 
     _, _, found = account(compiled, "fsdp_tensor", "pod")
@@ -185,7 +185,7 @@ def squares(model, batch, key):
 
 
 class Compiler:
-    """Stands for a compiler: keeps what it was asked, and gives each program the next of some peaks."""
+    """A fake compiler that counts programs and returns the given peaks in order."""
 
     def __init__(self, *peaks: int) -> None:
         self.peaks, self.asked = list(peaks), 0
@@ -197,8 +197,8 @@ class Compiler:
 
 
 @pytest.mark.pod
-def test_a_model_too_big_under_ddp_fits_by_a_remedy_that_was_really_compiled(planted, pod):
-    """Parameters and moments of one Llama layer with tables are 4.2 GB: too much, whole, for a GPU of 3 GB."""
+def test_remedy_makes_a_large_model_fit(planted, pod):
+    """Parameters and moments of a Llama layer with tables need 4.2 GB, which a GPU of 3 GB can only hold sharded."""
     config = mp.models.llama3_8b(num_layers=1, vocab_size=16_384)
     gpu = dataclasses.replace(H100.gpu, memory_bytes=3e9)
     cluster = dataclasses.replace(H100, gpu=gpu, gpus_per_node=4)
@@ -213,12 +213,12 @@ def test_a_model_too_big_under_ddp_fits_by_a_remedy_that_was_really_compiled(pla
     tried = [one for one in found if one.peak_bytes is not None]
     assert [(one.change, one.fits) for one in tried] == [("zero1(axis='data')", True)]
     assert before.peak_bytes > 4.2e9 > 3e9 >= tried[0].peak_bytes
-    # What keeps the state whole is not compiled: it is beyond the limit without anything else.
+    # Variants with unsharded state are not compiled, because the state alone exceeds the limit.
     left_out = {one.change: one.reason for one in found if one.peak_bytes is None}
     assert "state and batch alone take" in left_out["remat=full"]
 
 
-def test_the_figures_of_a_remedy_are_those_of_the_changed_program():
+def test_remedy_has_the_peak_of_the_changed_program():
     state, batch = layers(mp.zero2(), real=True, fsdp=8)
     (found,) = remedies(mp.train_step(squares), state.setup, batch, compile_here, 10**12)
     changed = compile_here(mp.train_step(squares, accumulate=2).trace(state, batch))
@@ -242,7 +242,7 @@ def test_the_figures_of_a_remedy_are_those_of_the_changed_program():
         (mp.ddp() | mp.tensor_parallel(), {"tensor": 8}, []),
     ],
 )
-def test_the_next_stages_of_zero_keep_the_rest_of_the_strategy(strategy, axes, expected):
+def test_remedies_keep_other_parallelisms(strategy, axes, expected):
     model = mp.from_functions(
         lambda key: {"w": jnp.zeros((64, 32))}, lambda p, x: x @ p["w"], names={"w": ("embed", "mlp")}
     )
@@ -254,7 +254,7 @@ def test_the_next_stages_of_zero_keep_the_rest_of_the_strategy(strategy, axes, e
     assert [change for change in found if not any(word in change for word in others)] == expected
 
 
-def test_the_search_ends_with_the_first_that_fits():
+def test_remedies_stop_at_the_first_that_fits():
     state, batch = layers(mp.ddp(), data=8)
     compiler = Compiler(2 * 10**11, 10**10)
     found = remedies(mp.train_step(squares), state.setup, batch, compiler, 10**11)
@@ -263,7 +263,7 @@ def test_the_search_ends_with_the_first_that_fits():
 
 
 @pytest.mark.matrix
-def test_stages_are_given_more_microbatches():
+def test_remedies_of_pipelines_add_microbatches():
     cfg = TransformerConfig(
         vocab_size=32, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32
     )
@@ -278,7 +278,7 @@ def test_stages_are_given_more_microbatches():
 @pytest.mark.parametrize(
     ("strategy", "axes"), [(mp.ddp(), {"data": 4}), pytest.param(mp.zero3(), {"fsdp": 4}, marks=pytest.mark.matrix)]
 )
-def test_several_changes_are_joined_and_no_more_are_compiled_than_said(strategy, axes):
+def test_remedies_combine_changes_up_to_the_maximum(strategy, axes):
     state, batch = layers(strategy, rows=64, **axes)
     compiler = Compiler(10**12)
     found = remedies(mp.train_step(squares), state.setup, batch, compiler, 10**11)
@@ -290,8 +290,8 @@ def test_several_changes_are_joined_and_no_more_are_compiled_than_said(strategy,
 
 
 @pytest.mark.parametrize("kind", cases("nnx", grid=["nnx", "linen"]))
-def test_layers_that_are_numbered_are_made_again_by_a_rule(kind):
-    """`train_step(remat=...)` is for stacked ones. The rule is one that the step takes."""
+def test_remedies_for_numbered_layers_use_a_remat_rule(kind):
+    """`train_step(remat=...)` requires stacked layers. The suggested rule is valid for the step."""
     model, pattern = DEEP[kind](), {"linen": r"blocks_\\d+", "nnx": r"blocks/\\d+"}[kind]
     state = mp.abstract_state(
         model, optax.sgd(0.1), mesh=mp.MeshSpec(fsdp=8).abstract(), strategy=mp.zero3(min_bytes=0)
@@ -303,19 +303,19 @@ def test_layers_that_are_numbered_are_made_again_by_a_rule(kind):
     assert not any("remat=full" in one.change for one in found)
 
 
-def test_what_cannot_be_done_keeps_its_reason(planted):
+def test_invalid_remedies_have_a_reason(planted):
     model = mp.from_functions(lambda key: {"w": jnp.zeros((64, 32))}, lambda p, x: x @ p["w"])
     state = mp.abstract_state(model, optax.sgd(1e-3), mesh=mp.MeshSpec(data=8).abstract(), strategy=mp.ddp())
     batch = {"x": jax.ShapeDtypeStruct((8, 64), np.float32)}
     step = mp.train_step(lambda model, batch, key: (model(batch["x"]).mean(), {}))
     found = {one.change: one for one in remedies(step, state.setup, batch, Compiler(10**12), 10**11)}
-    assert "8 rows are not a positive multiple of 16" in found["accumulate=2"].reason
+    assert "8 is not a positive multiple of 16" in found["accumulate=2"].reason
     rows = {"x": jax.ShapeDtypeStruct((16, 64), np.float32)}
     of_scalar = {one.change: one for one in remedies(step, state.setup, rows, Compiler(10**12), 10**11)}
     assert "it returns a scalar" in of_scalar["accumulate=2"].reason
     assert "the model marks no layer" in found["remat=full"].reason
     assert not any(one.fits or one.peak_bytes for one in found.values() if one.reason)
-    assert not any(" + " in change for change in found)  # of parts that cannot be done
+    assert not any(" + " in change for change in found)  # no combinations of invalid changes
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_what_cannot_be_done_keeps_its_reason(planted):
     ],
     ids=str,
 )
-def test_a_stage_takes_the_place_of_what_splits_the_state_or_joins_the_rest(strategy, smaller):
+def test_remedies_for_custom_rules_add_zero(strategy, smaller):
     state, batch = layers(strategy, data=4, tensor=2)
     found = remedies(mp.train_step(squares), state.setup, batch, Compiler(1), 10**11)
     assert found[0].change == smaller

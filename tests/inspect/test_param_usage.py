@@ -82,8 +82,8 @@ def test_axes_named_by_paths_only_are_not_expected():
     assert report.is_as_promised, str(report)
     assert report.promise.unannotated_axes == ("tensor",)
     assert any("all-reduce" in line.kind and line.axes == ("tensor",) for line in report.promise.untold)
-    assert "over `tensor` nothing can be promised" in str(report)
-    assert "join mp.tensor_parallel()" in str(report)
+    assert "over `tensor` cannot be checked" in str(report)
+    assert "add mp.tensor_parallel()" in str(report)
 
 
 @pytest.mark.call_stacks

@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.inspect.census import census
-from meshpar.inspect.explain import held_to
+from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.program import compile_here
 from meshpar.models import context_attention as context
 from tests.grid import cases
@@ -110,7 +110,7 @@ BOTH = [*cases(grid=[(case, "cpu") for case in CASES]), *pods(CASES, "pod")]
 
 def verdict(setup, options, collectives, jaxpr, target):
     batch = {name: jax.ShapeDtypeStruct((B, T), np.int32) for name in ("inputs", "targets")}
-    return held_to(setup, options, batch, collectives, jaxpr, on_cpu=target == "cpu")
+    return check_collectives(setup, options, batch, collectives, jaxpr, on_cpu=target == "cpu")
 
 
 @pytest.mark.parametrize(("case", "target"), BOTH)

@@ -16,8 +16,8 @@ import pytest
 import meshpar as mp
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
-from meshpar.inspect.expected import promised
-from meshpar.inspect.explain import held_to
+from meshpar.inspect.expected import expected_collectives
+from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.traced_collectives import messages
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
@@ -104,11 +104,11 @@ class Case:
 
     def promises(self):
         state, step = self.state_and_step
-        return promised(state.setup, step.options, self.batch, on_cpu=self.on_cpu)
+        return expected_collectives(state.setup, step.options, self.batch, on_cpu=self.on_cpu)
 
     def held(self, collectives, jaxpr):
         state, step = self.state_and_step
-        return held_to(state.setup, step.options, self.batch, collectives, jaxpr, on_cpu=self.on_cpu)
+        return check_collectives(state.setup, step.options, self.batch, collectives, jaxpr, on_cpu=self.on_cpu)
 
 
 CASES = {

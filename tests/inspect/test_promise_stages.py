@@ -1,4 +1,4 @@
-"""What stages send, from schedule and strategy alone, against programs compiled for eight CPU devices and two nodes."""
+"""Expected collectives of pipeline stages, compared with programs for eight CPU devices and two nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax import lax
 import meshpar as mp
 from meshpar.inspect import explain as explain_module
 from meshpar.inspect.census import census, on_stage
-from meshpar.inspect.expected import promised_by_stage
+from meshpar.inspect.expected import expected_by_stage
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.matching import SMALL, match_collectives
@@ -42,7 +42,7 @@ L, D, F, V, T = 4, 16, 32, 64, 8
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of a small decoder (`deep`), or of a few matmuls."""
+    """Configuration of a step: a small decoder (`deep`) or a few matmuls."""
 
     mesh: mp.MeshSpec
     schedule: str
@@ -54,7 +54,7 @@ class Case:
     remat: str | None = None
     compute: str = "float32"
     curved: bool = False
-    """Whether the gradient of a weight depends on its own value."""
+    """Whether the gradient of a weight depends on the weight."""
     experts: bool = False
     interleave: int = 1
     matmul: str | None = None
@@ -65,7 +65,7 @@ class Case:
         return mp.pipeline_parallel(stages=self.mesh["stage"], **asked) | self.inside
 
     def step(self, mesh, size=1, rows=None):
-        """(step, state, batch): sizes times `size`."""
+        """Return step, state and batch with sizes multiplied by `size`."""
         model, loss, batch = (decoder if self.deep else matmuls)(self, size)
         rows = rows or self.microbatches * self.interleave * mesh.size
         batch = {k: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for k, x in batch.items()}
@@ -154,12 +154,12 @@ MORE = {
 }  # fmt: skip
 ALL = CASES | MORE
 SPARED = ("1f1b, tensor", "zero1", "tied, on one stage", "microbatch, decoder")
-"""What others hold together; they are there to be asked for by name."""
+"""Cases without a test of their own, available by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A compiled step and what was promised of it."""
+    """A compiled step with its expected collectives."""
 
     case: Case
     setup: object
@@ -188,7 +188,7 @@ def built_of(case, program, step, state, batch, *, on_cpu=True):
         setup=state.setup,
         parts=parts,
         collectives=census(program.module, state.setup.mesh, cells),
-        promises=promised_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
+        promises=expected_by_stage(state.setup, step.options, batch, parts, on_cpu=on_cpu),
         messages=messages(step.trace(state, batch).jaxpr, cells),
     )
 
@@ -231,7 +231,7 @@ def test_maxima_of_rows_in_8_bits_are_promised_by_stage(built):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
-    """Counted from who does what and when, not from the buffers' slots as the promise is."""
+    """The expected counts come from the schedule table, independent of buffer slots."""
     one = built(name)
     schedule, axis = one.parts.schedule, "stage"
     done, on = schedule.done_in, schedule.done_on
@@ -278,7 +278,7 @@ def test_a_stage_runs_what_the_table_gives_it(built):
 
 
 def test_parts_change_stages_as_shards():
-    """Before their weights are gathered and after their gradients are reduced: a quarter of each part on fsdp=4."""
+    """Copies are sent before gathering weights and after reducing gradients: a quarter of each chunk on fsdp=4."""
     case = Case(mp.MeshSpec(stage=2, fsdp=4), "zb-v", 2, mp.fsdp(), deep=False)
     step, state, batch = case.step(case.mesh.build())
     moved = messages(step.trace(state, batch).jaxpr, ScheduleCounts(make("zb-v", 2, 2)))
@@ -297,13 +297,13 @@ def test_weights_are_gathered_once_a_step_or_in_every_cell(built):
 
 
 def in_cells(verdict):
-    """(count, bytes) of weights that cells gather for themselves."""
+    """Return (count, bytes) of weights gathered per microbatch."""
     lines = [line for line in verdict.kernels if (line.kind, line.axes) == ("all-gather", ("fsdp",))]
     return sum(line.found_count for line in lines), sum(line.found_bytes for line in lines)
 
 
 def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
-    """A W does so where its gradient depends on its value; and not again in the cell of its own B."""
+    """W gathers a weight only if the gradient depends on it and the B of the same tick slot has not gathered it."""
     one = built("microbatch, read by W")
     schedule = one.parts.schedule
     assert one.parts.reads == {"layers/down": (True, True, True), "layers/up": (True, True, False)}
@@ -316,7 +316,7 @@ def test_a_weight_is_gathered_by_the_cells_that_read_it(built):
 
 @pytest.mark.matrix
 def test_parts_of_layers_that_give_an_aux():
-    """And a router is read whole by every rank, as experts are not."""
+    """Each rank reads the full router, but only its local experts."""
     case = MORE["experts"]
     parts = parts_of(*case.step(case.mesh.abstract(devices=8)))
     assert parts.reads["layers/mlp/router"] == parts.reads["layers/mlp/up"] == (True, True, False)
@@ -325,7 +325,7 @@ def test_parts_of_layers_that_give_an_aux():
 
 
 def test_a_collective_of_a_stage_names_the_models_own_line(built):
-    """As it would without stages, although a stage runs slices of the traced model."""
+    """A stage runs slices of the traced model, but sends the same collectives as without stages."""
     lines, first = inspect.getsourcelines(matmuls)
     (line,) = (first + at for at, text in enumerate(lines) if '@ one["up"]' in text)
     found = [c for c in built("microbatch").collectives if c.axes == ("tensor",) and c.count_by_stage]
@@ -373,7 +373,7 @@ FAULTS = ("gradients reduced in every tick", "weights of all stages gathered", "
 
 @pytest.fixture(scope="module")
 def faulty(program_of):
-    """(name of a fault) -> Built: the same promise, and a program with that fault."""
+    """Return a function from a fault name to a program with this fault and the original expected collectives."""
     case = Case(mp.MeshSpec(stage=2, data=2), "1f1b", 2, mp.ddp(), deep=False)
 
     def compile_with(fault):
@@ -426,7 +426,7 @@ def test_a_fault_is_told(faulty, fault):
 
 @dataclasses.dataclass
 class Compiled:
-    """Stands for the process that compiles: it gives what was compiled before."""
+    """A fake compiler process that returns a compiled program."""
 
     program: object
 
@@ -436,7 +436,7 @@ class Compiled:
 
 @pytest.fixture(scope="module")
 def reports(program_of):
-    """Name of a case -> Report, of the programs that other tests read."""
+    """Return a function from case names to reports, which reuses compiled programs."""
 
     def one(name):
         case = ALL[name]
@@ -540,7 +540,7 @@ def test_the_clock_has_the_bubble_and_no_flop_twice(across_nodes):
 @pytest.mark.pod
 @pytest.mark.parametrize("schedule", cases("1f1b", grid=["1f1b", "eager-1f1b", "zb-h1", "zb-h2"]))
 def test_no_tick_copies_its_buffers(pod, schedule):
-    """What the cells keep stays where it is: a buffer of several slots is written a slot at a time."""
+    """Saved activations are updated in place: a buffer is written one slot at a time."""
     if schedule != "1f1b" and jax.__version_info__ < (0, 12):
         pytest.skip(
             "the XLA of jax below 0.12 copies buffers that a cell reads and writes; Python 3.12 brings a newer jax"

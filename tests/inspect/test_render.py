@@ -1,4 +1,4 @@
-"""Reports to be read: what is said, and that nothing of a program is ever taken for markup."""
+"""Contents of rendered reports, and escaping of texts from the program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NASTY = "layers/[red]x[/red]<script>alert(1)</script>&amp;\x1b[31m[/"
 
 @pytest.fixture(scope="module")
 def reports(planted):
-    """A step as it should be, and one with unexpected collectives; compiled for the devices here."""
+    """Reports of a correct step and of a step with unexpected collectives, compiled for the local devices."""
     plants = {name: planted.PLANTS[name]().on_cpu for name in ("nothing", "wrong_name")}
     return {name: mp.explain(plant.step, plant.state, plant.batch) for name, plant in plants.items()}
 
@@ -33,7 +33,7 @@ def report(reports):
 
 @pytest.fixture(scope="module")
 def empty(report):
-    """Nothing is sent, nothing is known."""
+    """A report without collectives and estimates."""
     memory = dataclasses.replace(report.memory, largest=(), remedies=(), note="")
     compute = Compute(
         flops_per_device=0, model_flops_per_device=None, ratio=None, predicted_step_s=None, utilisation=None,
@@ -55,29 +55,29 @@ def empty(report):
 
 @pytest.fixture(scope="module")
 def nasty(reports):
-    """Every text that a program may bring along is made of markup and control codes."""
-    found = reports["wrong_name"]
+    """A report in which all texts from the program contain markup and control codes."""
+    base = reports["wrong_name"]
     sent = [
         dataclasses.replace(one, collective=dataclasses.replace(one.collective, module=NASTY, source=f"{NASTY}:3"))
-        for one in found.collectives
+        for one in base.collectives
     ]
     promise = dataclasses.replace(
-        found.promise,
-        kept=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in found.promise.kept),
-        unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in found.promise.unexpected),
+        base.promise,
+        kept=tuple(dataclasses.replace(one, tensors=(NASTY,)) for one in base.promise.kept),
+        unexpected=tuple(dataclasses.replace(one, tensor=NASTY, fix=NASTY) for one in base.promise.unexpected),
     )
     largest = Contributor(module=NASTY, nbytes=5, what=NASTY, shape=NASTY, source=NASTY, count=2)
     remedy = Remedy(change=NASTY, peak_bytes=None, fits=False, reason=NASTY)
-    memory = dataclasses.replace(found.memory, largest=(largest,), remedies=(remedy,), note=NASTY)
+    memory = dataclasses.replace(base.memory, largest=(largest,), remedies=(remedy,), note=NASTY)
     finding = Finding(rule=NASTY, module=NASTY, source=NASTY, what=NASTY, fix=NASTY, nbytes=3)
     return dataclasses.replace(
-        found, strategy=NASTY, target=NASTY, collectives=tuple(sent), promise=promise, memory=memory,
+        base, strategy=NASTY, target=NASTY, collectives=tuple(sent), promise=promise, memory=memory,
         findings=(finding,), notes=(NASTY,),
     )  # fmt: skip
 
 
 class _Reader(html.parser.HTMLParser):
-    """Collects text and tags, and sees that tags are closed in order."""
+    """Parser that collects text and tags and checks that tags are closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,26 +103,26 @@ def read(text: str) -> _Reader:
     return reader
 
 
-# What is said --------------------------------------------------------------------------------------------------------
+# Contents -----------------------------------------------------------------------------------------------------------
 
 
-def test_text_says_what_is_in_the_report(report):
+def test_text_contains_the_report(report):
     text = str(report)
     assert "fsdp() on fsdp=8 · cpu · 8 devices" in text.splitlines()[0]
-    assert "✔ sends what the strategy promised, and nothing else" in text
+    assert "✔ collectives match the strategy" in text
     assert render.human_bytes(report.memory.peak_bytes) in text
     for total in report.totals["fsdp"].values():
         assert render.human_bytes(total.bytes_sent_per_device) in text
     for note in report.notes:
         assert note in " ".join(text.split())
     assert repr(report) == "<Report: fsdp() on 8 devices, cpu, as promised>"
-    assert "OVERLAP" not in text  # there is no clock on a CPU; the notes say why
+    assert "OVERLAP" not in text  # there is no timeline for a CPU; the notes give the reason
     assert report.overlap.reason in " ".join(text.split())
 
 
 @pytest.mark.parametrize("columns", [60, 100, 160])
 @pytest.mark.parametrize("name", ["nothing", "wrong_name"])
-def test_lines_fit_the_width_and_numbers_stay_whole(reports, name, columns):
+def test_lines_fit_the_width_and_numbers_do_not_wrap(reports, name, columns):
     text = render.text_of(render.as_rich(reports[name]), columns)
     assert max(map(len, text.splitlines())) <= columns
     for total in reports[name].totals.values():
@@ -131,7 +131,7 @@ def test_lines_fit_the_width_and_numbers_stay_whole(reports, name, columns):
 
 
 def timed(report, step_s, low_s, high_s, **changes):
-    """The report with a predicted step, its range and other changes."""
+    """Return the report with a predicted step time, its range and other changes."""
     bracket = Bracket(low_s=low_s, high_s=high_s, sources=("data sheets",))
     compute = dataclasses.replace(
         report.compute, predicted_step_s=step_s, bracket=bracket, bound="compute", utilisation=0.87
@@ -151,14 +151,14 @@ def timed(report, step_s, low_s, high_s, **changes):
         (0.0600, 0.0382, "a step takes 38.2 ms to 57.8 ms, bound by compute"),
     ],
 )
-def test_the_headline_gives_one_range_and_no_time_outside_it(report, step_s, low_s, says):
+def test_headline_has_a_range_and_no_time_outside_it(report, step_s, low_s, says):
     speed = render.headline(timed(report, step_s, low_s, 0.0578))[-1]
     assert speed.text.startswith(says)
     assert "at best" not in speed.text
     assert speed.style == ""
 
 
-def test_a_finding_that_invalidates_the_headline_stands_in_it(report):
+def test_headline_repeats_findings_that_invalidate_it(report):
     wide = Finding(
         rule="wide-compute", module="", source="model.py:3", nbytes=0, fix="give the embedding a dtype",
         what="100% of the matmul FLOPs are in float32",
@@ -171,17 +171,17 @@ def test_a_finding_that_invalidates_the_headline_stands_in_it(report):
     assert "100% of the matmul FLOPs" not in " ".join(cell.text for cell in render.headline(report))
 
 
-def test_unexpected_collectives_come_first_with_their_line_and_fix(reports):
+def test_unexpected_collectives_come_first_with_line_and_fix(reports):
     text = str(reports["wrong_name"])
-    assert text.index("Unexpected") < text.index("Kept")
+    assert text.index("Unexpected") < text.index("Found")
     first = reports["wrong_name"].promise.unexpected[0]
     assert render.place(first.source) in text
     assert first.fix[:40] in text
-    assert text.count("as above") >= 1  # one mistake has one fix, told once
+    assert text.count("as above") >= 1  # a repeated fix is printed once
     assert render.unexpected_text(first).startswith(f"{first.kind} over {first.axes[0]} of {first.tensor}")
 
 
-def test_collectives_are_sorted_by_cost_and_the_rest_is_counted(report):
+def test_collectives_are_sorted_by_cost_and_truncated(report):
     one = report.collectives[0]
     many = tuple(
         dataclasses.replace(one, collective=dataclasses.replace(one.collective, module=f"m{i}", count_per_step=i + 1))
@@ -194,19 +194,19 @@ def test_collectives_are_sorted_by_cost_and_the_rest_is_counted(report):
     assert " m3 " not in text
     assert "and 100 more, smaller" in text
     page = render.as_html(many)
-    assert "m3 ·" in page  # folded away, not left out
+    assert "m3 ·" in page  # folded, not omitted
     assert page.count("<details>") == 1
 
 
-def test_a_report_of_nothing(empty):
+def test_empty_report(empty):
     text = str(empty)
-    assert "Nothing is sent." in text
-    assert "COLLECTIVES" not in text
+    assert "The program has no collectives." in text
+    assert "each device sends" not in text
     assert "one device" in text
     read(render.as_html(empty))
 
 
-def test_memory_that_does_not_fit_says_what_would(report):
+def test_memory_lists_remedies_if_it_does_not_fit(report):
     fixes = (
         Remedy(change="remat=full", peak_bytes=70 * 10**9, fits=True),
         Remedy(change="strategy=zero2()", peak_bytes=None, fits=False, reason="the batch does not divide"),
@@ -221,10 +221,10 @@ def test_memory_that_does_not_fit_says_what_would(report):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(11.13, "11.1 s"), (0.0381, "38.1 ms"), (2.5e-6, "2.5 µs"), (0.0, "0 s"), (250.0, "250 s")]
+    ("seconds", "text"), [(11.13, "11.1 s"), (0.0381, "38.1 ms"), (2.5e-6, "2.5 µs"), (0.0, "0 s"), (250.0, "250 s")]
 )
-def test_times_in_words(seconds, said):
-    assert render.human_time(seconds) == said
+def test_human_time(seconds, text):
+    assert render.human_time(seconds) == text
 
 
 def test_places_are_short(tmp_path, monkeypatch):
@@ -237,27 +237,27 @@ def test_places_are_short(tmp_path, monkeypatch):
 # Markup --------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_taken_for_markup_in_a_terminal(nasty):
-    text = render.text_of(render.as_rich(nasty), 4000)  # so wide that nothing is folded
+def test_terminal_output_escapes_markup(nasty):
+    text = render.text_of(render.as_rich(nasty), 4000)  # wide enough that no cell is folded
     assert "\x1b" not in text
     shown = NASTY.replace("\x1b", "�")
     assert text.count(shown) >= 15
 
 
-def test_nothing_is_taken_for_markup_in_a_browser(nasty):
+def test_html_escapes_markup(nasty):
     svg = "<svg></svg>"
     page = render.as_page(nasty, title=NASTY, pictures={NASTY: svg})
-    found = read(page)
-    assert "script" not in found.tags
+    parsed = read(page)
+    assert "script" not in parsed.tags
     assert "\x1b" not in page
-    assert "".join(found.text).count("<script>alert(1)</script>&amp;") >= 15
-    assert set(found.tags) <= {
+    assert "".join(parsed.text).count("<script>alert(1)</script>&amp;") >= 15
+    assert set(parsed.tags) <= {
         *("html", "head", "meta", "title", "style", "body", "div", "h2", "h3", "p", "span", "table", "thead", "tbody"),
         *("tr", "th", "td", "details", "summary", "img"),
     }
 
 
-def test_html_for_a_notebook_is_a_piece_and_a_file_is_int(report):
+def test_html_is_self_contained(report):
     piece = report._repr_html_()
     assert piece.startswith('<div class="meshpar">')
     read(piece)
@@ -265,5 +265,5 @@ def test_html_for_a_notebook_is_a_piece_and_a_file_is_int(report):
     read(page)
     assert page.startswith("<!doctype html>")
     assert "color-scheme:light dark" in page
-    for told in (piece, page):
-        assert not re.findall(r"https?://|url\(|@import", told)
+    for text in (piece, page):
+        assert not re.findall(r"https?://|url\(|@import", text)

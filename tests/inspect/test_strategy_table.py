@@ -1,4 +1,4 @@
-"""The table of strategies in the README is what compiled programs say."""
+"""The strategy table of the README matches compiled programs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from meshpar.sharding.types import axis_sizes
 pytestmark = pytest.mark.pod
 README = Path(__file__).parents[2] / "README.md"
 NAMES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "context", "heads", "quantized")
-"""The reference decoder's programs, compiled once for all tests, in the order of the table."""
+"""Compiled programs of the decoder in the order of the table, shared by all tests."""
 
 
 class Compiled:
-    """Stands for a compiling process: gives the programs in their order."""
+    """A fake compiler process that returns compiled programs in order."""
 
     def __init__(self, programs):
         self._programs = iter(programs)
@@ -37,11 +37,11 @@ def table(compiled):
     return reference.strategy_table(pod=Compiled(programs))
 
 
-def test_the_readme_has_the_table(table):
+def test_readme_contains_the_table(table):
     assert table.markdown in README.read_text(), "put the output of `meshpar explain --table` there"
 
 
-def test_a_layer_sends_what_the_literature_says(table):
+def test_collectives_per_layer_match_the_literature(table):
     layers = [row["layer"] for row in table.to_json()["rows"]]
     weights, leaves = 7, 9
     assert layers == [
@@ -53,14 +53,14 @@ def test_a_layer_sends_what_the_literature_says(table):
         {"tensor": {"all-reduce": 4}},
         {"tensor": {"all-gather": 4, "reduce-scatter": 4}},
         {"fsdp": {"all-gather": 2 * leaves, "reduce-scatter": leaves}, "tensor": {"all-reduce": 4}},
-        # Keys and values round a ring of 8, forward and backward, and backward their gradients.
+        # Keys and values travel around a ring of 8 in both passes, and their gradients in the backward pass.
         {"context": {"all-reduce": weights, "collective-permute": 3 * 7}},
-        # Queries, keys, values and the heads' output, forward and backward.
+        # Queries, keys, values and the attention output, in both passes.
         {"context": {"all-reduce": weights, "all-to-all": 2 * 4}},
-        # The gradients of the norms' scales, whose stacks are gathered whole, are scattered layer by layer.
+        # The stacked norm scales are gathered once, outside the loop over layers.
         {"fsdp": {"all-gather": 2 * weights, "all-to-all": weights}},
     ]
 
 
-def test_every_strategy_keeps_its_promise(table):
+def test_collectives_match_every_strategy(table):
     assert all(report.is_as_promised and not report.promise.missing for report in table.reports)

@@ -122,7 +122,7 @@ def test_sigterm_saves_and_sets_the_exit_code(runs, tmp_path):
     assert code == 128 + TERM, text
     assert saved(tmp_path) == [2]
     assert "interrupted at step 2 of " in text
-    assert "The same command goes on from there." in text
+    assert "Repeat the command to resume." in text
     assert json.loads((tmp_path / "runs/tiny/summary.json").read_text())["reason"] == "interrupted"
 
 

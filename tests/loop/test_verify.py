@@ -114,7 +114,7 @@ FAULTS = {
         "stage=2; ddp() | pipeline_parallel(stages=2, microbatches=2, schedule='gpipe')",
     ),
     "weights of a layer before": Fault(
-        "training.gradients.fsdp_prefetch", "self._weights_of(params, at + 1)", "self._weights_of(params, at)",
+        "training.gradients.fsdp_prefetch", "self._gathered(params, index + 1)", "self._gathered(params, index)",
         "fsdp=2; fsdp(min_bytes=0, prefetch=1)",
     ),
     "weights that stay as they were": Fault(

@@ -8,7 +8,7 @@ from meshpar.hardware.clusters import parse_cluster
 from tests.measure.ranks import SUBJECTS, kendall, ranked, told
 
 
-def test_orders_are_compared_pair_by_pair():
+def test_rank_correlation_compares_pairs():
     assert kendall([1, 2, 3, 4], [10, 20, 30, 40]) == 1
     assert kendall([1, 2, 3, 4], [4, 3, 2, 1]) == -1
     assert kendall([1, 2, 3], [1, 3, 2]) == pytest.approx(1 / 3)
@@ -16,13 +16,13 @@ def test_orders_are_compared_pair_by_pair():
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_every_layout_is_told(name):
+def test_ranks_report_includes_every_layout(name):
     times = told(parse_cluster("h100:1x8"), SUBJECTS[name])
     assert len({one.step_s for one in times}) == len(SUBJECTS[name].layouts) == 10
 
 
 @pytest.mark.matrix
-def test_a_row_for_each_layout():
+def test_ranks_table_has_a_row_for_each_layout():
     small = SUBJECTS["small"]
     found = ranked(small._replace(layouts=small.layouts[1:3]), parse_cluster("h100:1x8"), repeats=1)
     assert [one.name for one in found.measures] == ["fsdp=8 · zero1()", "fsdp=8 · fsdp()"]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_every_stage_sleeps_once_for_each_of_its_own_ops(name):
+def test_stages_sleep_once_for_each_local_op(name):
     schedule = make(name, P, M)
     run = program(schedule, sleeping(0.0))
     naps(P)
@@ -25,7 +25,7 @@ def test_every_stage_sleeps_once_for_each_of_its_own_ops(name):
 
 
 @pytest.mark.matrix
-def test_a_ratio_for_each_schedule():
+def test_report_has_a_ratio_for_each_schedule():
     found = measured(("zb-h1", "zb-v"), ((P, M),), op_s=0.001, repeats=2)
     assert [one.name for one in found.measures] == ["zb-h1, p=2 m=4", "zb-v, p=2 m=4"]
     for one in found.measures:

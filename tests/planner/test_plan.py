@@ -1,4 +1,4 @@
-"""Estimates are held to compiled programs, the search to enumeration, and plans are values that say why."""
+"""Planner estimates against compiled programs, the search against enumeration, and plans as values."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ STATES = (
 
 
 @pytest.mark.parametrize(("strategy", "mesh", "optimizer"), cases(grid=STATES))
-def test_state_is_the_compiled_programs_arguments_to_the_byte(strategy, mesh, optimizer):
+def test_memory_estimate_matches_compiled_argument_bytes(strategy, mesh, optimizer):
     config, tx = MOE if "expert" in strategy else CONFIG, OPTIMIZERS[optimizer]
     strategy, spec = mp.parallel.parse_strategy(strategy), mp.MeshSpec(**mesh)
     state = mp.abstract_state(config.build(), tx, mesh=spec.build(jax.devices()[:8]), strategy=strategy, precision=BF16)
@@ -111,7 +111,7 @@ def test_state_is_the_compiled_programs_arguments_to_the_byte(strategy, mesh, op
     ("hsdp(min_bytes=0)", {"data": 2, "fsdp": 4}, 4, 2),
     ("ddp()", {"data": 8}, 1, 8),
 ])  # fmt: skip
-def test_muon_is_told_by_what_it_exchanges_and_multiplies(strategy, mesh, ranks, replicas):
+def test_muon_estimate_counts_its_messages_and_matmuls(strategy, mesh, ranks, replicas):
     """Of 8 matrices of 64 x 128 each rank owns one: the closed form's bytes, and five iterations' products."""
     model = mp.from_functions(
         lambda key: {"w": jax.random.normal(key, (8, 64, 128))}, lambda params, x: x @ params["w"].sum(0),
@@ -187,9 +187,9 @@ def check(case):
     return held, time
 
 
-@pytest.mark.pod  # tracing them asks for cuDNN
+@pytest.mark.pod  # tracing requires cuDNN
 @pytest.mark.parametrize("at", cases(*QUICK, grid=range(len(COMPILED))))
-def test_memory_and_step_are_those_of_compiled_programs(at):
+def test_estimates_match_compiled_memory_and_step_time(at):
     check(COMPILED[at])
 
 
@@ -200,8 +200,8 @@ def off_axes(case):
     return {axes: time.sent_bytes.get(axes, 0) / sent - 1 for axes, sent in case["sent_bytes"].items() if sent >= least}
 
 
-@pytest.mark.pod  # tracing it asks for cuDNN
-def test_attention_and_operands_made_narrow_take_times_of_their_own():
+@pytest.mark.pod  # tracing requires cuDNN
+def test_attention_and_fp8_casts_are_timed_separately():
     """By hand, of one row on one GPU: attention at its rates, five products backward for two forward."""
     gpu = parse_cluster("h100:1x1").gpu
     config = dataclasses.replace(CONFIG, num_layers=2, head_dim=64, attention="cudnn")
@@ -223,9 +223,9 @@ def test_attention_and_operands_made_narrow_take_times_of_their_own():
     assert more == pytest.approx(6 * elements / gpu.memory_bytes_per_s)
 
 
-@pytest.mark.pod  # tracing them asks for cuDNN
+@pytest.mark.pod  # tracing requires cuDNN
 @pytest.mark.parametrize("at", [0, 5, 8, 14, 24])
-def test_axes_send_what_compiled_programs_send(at):
+def test_sent_bytes_per_axis_match_compiled_programs(at):
     """Weights over fsdp, activations over tensor, rows of tokens, with prefetch and without."""
     off = off_axes(COMPILED[at])
     assert off
@@ -233,8 +233,8 @@ def test_axes_send_what_compiled_programs_send(at):
     assert all(abs(error) <= 0.02 for axes, error in off.items() if axes != "stage"), off
 
 
-@pytest.mark.pod  # tracing them asks for cuDNN
-def test_the_order_of_exposed_communication_is_that_of_compiled_programs():
+@pytest.mark.pod  # tracing requires cuDNN
+def test_exposed_communication_ranks_like_compiled_programs():
     told, found = [], []
     for at in QUICK:
         _, time = estimated(COMPILED[at])
@@ -258,7 +258,7 @@ def test_most_peaks_are_within_10_percent():
 
 
 @pytest.mark.matrix
-def test_nearly_all_axes_send_what_compiled_programs_send():
+def test_sent_bytes_match_compiled_programs_for_90_percent():
     off = [error for one in COMPILED for error in off_axes(one).values()]
     assert sum(abs(error) <= 0.02 for error in off) >= 0.9 * len(off)
 
@@ -291,7 +291,7 @@ def summary(offs):
 
 
 @pytest.mark.matrix
-def test_the_table_of_cases_is_up_to_date():
+def test_table_of_compiled_cases_is_up_to_date():
     table = TABLE.read_text(encoding="utf-8")
     assert written() == table
     said = " ".join((ROOT / "docs" / "planning.md").read_text(encoding="utf-8").split()).replace(" %", "%")
@@ -301,7 +301,7 @@ def test_the_table_of_cases_is_up_to_date():
 
 
 @pytest.mark.matrix
-def test_chunks_of_the_vocabulary_make_logits_again_and_hold_those_of_one():
+def test_vocabulary_chunks_recompute_logits_and_keep_one_chunk():
     """By hand: vocab 80 in chunks of 20, a width of 256, 64 tokens a row, 2 rows on a device."""
     found, layout = {}, Layout(mesh=mp.MeshSpec(data=8), strategy=mp.ddp())
     for chunk in (None, 20):
@@ -317,7 +317,7 @@ def test_chunks_of_the_vocabulary_make_logits_again_and_hold_those_of_one():
 
 
 @pytest.mark.matrix
-def test_node_first_rows_go_once_to_each_node_and_choice_by_choice_inside():
+def test_node_first_sends_each_token_once_per_node():
     """By hand, of 64 rows of 64 tokens on two nodes of four: two choices on two of two nodes at the most."""
     moe = dataclasses.replace(MOE.moe, implementation="node-first")
     sent, layers = {}, CONFIG.num_layers
@@ -342,7 +342,7 @@ def test_node_first_rows_go_once_to_each_node_and_choice_by_choice_inside():
 
 
 @pytest.mark.matrix
-def test_coded_rows_take_a_byte_a_number_and_four_a_block():
+def test_quantized_tokens_take_one_byte_and_block_scales():
     """By hand: out in fp8, back and in the backward pass in bfloat16; of a layer that is computed again twice."""
     sent, width = {}, CONFIG.embed_dim
     for payload in (None, Payload(dispatch="fp8", block=64)):
@@ -356,7 +356,7 @@ def test_coded_rows_take_a_byte_a_number_and_four_a_block():
 
 
 @pytest.mark.matrix
-def test_slices_of_the_rows_send_as_much_but_for_their_gradients(small):
+def test_interleaved_slices_send_more_only_for_gradients(small):
     """Gradients of every slice are reduced by themselves, unless layers sum them first: with weights gathered ahead."""
     for strategy, times in (("fsdp(min_bytes=0)", 2), ("fsdp(min_bytes=0, prefetch=1)", 1)):
         strategy = mp.parallel.parse_strategy(f"{strategy} | tensor_parallel()")
@@ -374,7 +374,7 @@ def test_slices_of_the_rows_send_as_much_but_for_their_gradients(small):
 
 
 @pytest.mark.matrix
-def test_devices_that_share_cores_hide_nothing_and_fill_each_others_bubbles(small, tmp_path):
+def test_host_devices_overlap_nothing_and_have_no_bubble(small, tmp_path):
     cluster = dataclasses.replace(parse_cluster("h100:1x8"), is_shared=True)
     cluster.save(tmp_path / "host.json")
     assert parse_cluster(str(tmp_path / "host.json")) == cluster
@@ -397,7 +397,7 @@ def test_devices_that_share_cores_hide_nothing_and_fill_each_others_bubbles(smal
 
 
 @pytest.mark.matrix
-def test_host_devices_sum_each_products_share_of_an_inputs_gradient(small):
+def test_host_devices_reduce_input_gradients_per_matmul(small):
     """XLA for GPUs sums them first: five products of a layer and the head's, against two; and in bfloat16."""
     layout = Layout(mesh=mp.MeshSpec(tensor=4), strategy=mp.tensor_parallel())
     host = dataclasses.replace(parse_cluster("h100:1x4"), is_shared=True)
@@ -420,7 +420,7 @@ OF_STAGES = {
 
 @pytest.mark.parametrize("strategy", OF_STAGES)
 @pytest.mark.matrix
-def test_gradients_of_a_stages_experts_wait_for_their_w(strategy):
+def test_stage_memory_includes_deferred_expert_gradients(strategy):
     num_layers, mesh, remat, compiled = OF_STAGES[strategy]
     work = workload(dataclasses.replace(MOE, num_layers=num_layers), 64, 64)
     layout = Layout(mesh=mp.MeshSpec(**mesh), strategy=mp.parallel.parse_strategy(strategy), remat=remat)
@@ -428,7 +428,7 @@ def test_gradients_of_a_stages_experts_wait_for_their_w(strategy):
     assert found.memory.peak_bytes == pytest.approx(compiled, rel=0.1)
 
 
-def test_a_layers_backward_pass_holds_what_tensor_ranks_sum_and_parts_of_small_products(small, monkeypatch):
+def test_backward_memory_counts_tensor_sums_and_split_matmuls(small, monkeypatch):
     """By hand: 16 rows of 64 tokens of width 256 in bfloat16, weights of 256 x 512."""
     held = {}
     for parts, sums in ((0, 0), (0, 3), (196_608, 3)):
@@ -445,7 +445,7 @@ def test_a_layers_backward_pass_holds_what_tensor_ranks_sum_and_parts_of_small_p
 
 
 @pytest.mark.matrix
-def test_tensor_ranks_share_the_weights_of_an_expert():
+def test_tensor_parallelism_shards_expert_weights():
     placed = Placer(workload(MOE, 16, 64)).place(
         dict(mp.MeshSpec(fsdp=2, expert=2, tensor=2)), mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
     )
@@ -483,8 +483,8 @@ def exhaustive(search):
     return quickest
 
 
-def test_no_layout_beats_the_best(small):
-    """On four GPUs with little memory."""
+def test_search_matches_enumeration(small):
+    """The cluster has four GPUs with little memory."""
     search = Search(small, with_memory("h100:1x4", 35e6))
     best, quickest = search.best(3), exhaustive(search)
     assert len(best) == 3
@@ -494,7 +494,7 @@ def test_no_layout_beats_the_best(small):
     assert [one.time.step_s for one in best] == sorted(one.time.step_s for one in best)
 
 
-def test_slices_are_looked_for_where_they_pay(small):
+def test_search_interleaves_where_it_is_faster(small):
     """Messages of tensor ranks wait for each other's layers; those of weights and behind the layers do not."""
     search = Search(with_rows(small, 4096), parse_cluster("h100:1x8"))
     for strategy, mesh, slices in (
@@ -515,7 +515,7 @@ def test_slices_are_looked_for_where_they_pay(small):
         assert all(rows % (4 * one.layout.accumulate * one.layout.interleave) == 0 for one in search.of(placed))
 
 
-def test_slices_of_layers_hide_nothing_of_what_stands_outside_of_them():
+def test_interleave_overlaps_only_communication_in_layers():
     """Rows of a large table travel once a step to their tokens; gathers and scatters of weights are as before."""
     search = Search(workload(dataclasses.replace(CONFIG, vocab_size=65_536), 64, 64), parse_cluster("h100:1x8"))
     layout = Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp(prefetch=1))
@@ -528,13 +528,13 @@ def test_slices_of_layers_hide_nothing_of_what_stands_outside_of_them():
 
 
 @pytest.mark.matrix
-def test_a_plan_of_slices_is_traced_in_slices():
+def test_interleaved_plan_is_traced_with_interleave():
     config = dataclasses.replace(mp.models.llama3_8b(), attention="blockwise")
     found = mp.plan(config, tokens(512, 8192), "h100:8x8", top=24)
     assert {one.layout.interleave for one in found} == {1, 2}
 
 
-def test_a_model_without_scan_layers_is_told_in_whole_rows():
+def test_model_without_scan_layers_is_not_interleaved():
     """It neither recomputes nor slices, and may lay its activations out by bare specs."""
 
     def layer(x, params):
@@ -556,7 +556,7 @@ def test_a_model_without_scan_layers_is_told_in_whole_rows():
 
 
 @pytest.mark.matrix
-def test_small_products_of_slices_take_the_rate_of_their_size(small):
+def test_interleaved_matmuls_use_the_rate_of_their_size(small):
     """By a profile in which products of half the size run at half the rate; and blocks of experts are of a slice."""
     cluster = dataclasses.replace(parse_cluster("h100:1x8"), products={64: 1e13, 8192: 1e15})
     mesh, parts = mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel()
@@ -579,7 +579,7 @@ def test_small_products_of_slices_take_the_rate_of_their_size(small):
     nodes=st.sampled_from([1, 2, 4]), per_node=st.sampled_from([1, 2, 4, 8]), memory_bytes=st.floats(10e6, 200e6),
     rows=st.sampled_from([4, 8, 16, 24]),
 )  # fmt: skip
-def test_no_layout_beats_the_best_of_any_small_cluster(small, nodes, per_node, memory_bytes, rows):
+def test_search_matches_enumeration_on_small_clusters(small, nodes, per_node, memory_bytes, rows):
     search = Search(with_rows(small, rows), with_memory(f"h100:{nodes}x{per_node}", memory_bytes))
     best, quickest = search.best(1), exhaustive(search)
     assert bool(best) == bool(quickest)
@@ -593,7 +593,7 @@ def test_no_layout_beats_the_best_of_any_small_cluster(small, nodes, per_node, m
     strategy=st.sampled_from(["zero1()", "zero2()", "fsdp()", "fsdp(prefetch=1)", "fsdp() | tensor_parallel()"]),
     tensor=st.sampled_from([1, 2]), ranks=st.sampled_from([1, 2, 4, 8]), more=st.sampled_from([2, 4]),
 )  # fmt: skip
-def test_more_gpus_never_hold_more_state_and_sums_send_no_less_than_the_bound(small, strategy, tensor, ranks, more):
+def test_more_gpus_never_need_more_state_or_beat_the_bound(small, strategy, tensor, ranks, more):
     placer, strategy = Placer(small), mp.parallel.parse_strategy(strategy)
     states = [
         placer.place(dict(mp.MeshSpec(fsdp=count, tensor=tensor)), strategy).state_bytes
@@ -608,7 +608,7 @@ def test_more_gpus_never_hold_more_state_and_sums_send_no_less_than_the_bound(sm
 
 
 @pytest.mark.matrix
-def test_as_many_heads_of_a_group_as_groups_are_not_split_twice():
+def test_equal_head_and_group_counts_are_sharded_once():
     """Arrays of blockwise attention have a dim of groups and one of their heads: here both are of size 4."""
     config = dataclasses.replace(CONFIG, num_heads=16, num_kv_heads=4, head_dim=16, attention="blockwise")
     search = Search(workload(config, 8, 64), parse_cluster("h100:1x8"))
@@ -628,7 +628,7 @@ def forgotten():
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_a_part_takes_part_by_its_answers(small):
+def test_custom_parallelism_takes_part_in_the_search(small):
     """A new parallelism on an axis of its own, of which no line of the planner knows: it is the plan where it says that
     it sends nothing, is not where it says that it sends much, and is looked at wherever its rules let it be."""
 
@@ -681,7 +681,7 @@ def garbled(data):
     yield {**layout, "remat": "ful"}, "remat='ful'"
 
 
-def test_plans_are_values(plans, tmp_path):
+def test_plans_are_immutable_and_printable(plans, tmp_path):
     plans.save(tmp_path / "plan.json")
     again = load_plans(tmp_path / "plan.json")
     assert again == plans
@@ -734,7 +734,7 @@ def test_plans_are_values(plans, tmp_path):
             load_plans(tmp_path / "other.json")
 
 
-def test_what_cannot_be_planned_is_told_in_four_parts(plans):
+def test_plan_rejects_invalid_arguments(plans):
     for change, text in (
         ({"model": 3}, "plan\\(model=...\\): cannot trace a training step with it: it is a int"),
         ({"tx": mp.AdamW(lr=1e-3)}, "plan\\(tx=...\\): .* it is a AdamW without a method `update`"),
@@ -771,7 +771,7 @@ def test_what_cannot_be_planned_is_told_in_four_parts(plans):
 
 
 @pytest.mark.matrix
-def test_what_a_model_warns_of_under_a_plan_is_told_with_the_plans(recwarn):
+def test_plan_reports_model_warnings_as_advice(recwarn):
     """Node-first over one axis of experts, as plans split them, is one level."""
     experts = MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=2048, implementation="node-first")
     config = dataclasses.replace(CONFIG, num_layers=2, moe=experts, mlp_dim=2048)
@@ -793,14 +793,14 @@ def test_what_a_model_warns_of_under_a_plan_is_told_with_the_plans(recwarn):
         ({"mesh": "foo=8"}, "its 8 ranks would repeat the same work"),
     ],
 )
-def test_why_not(plans, asked, answer):
+def test_why_not_explains_a_layout(plans, asked, answer):
     told = plans.why_not(**asked)
     assert answer in told
     assert ("data-sheet links and NCCL's latencies" in told) == ("per step" in told)
 
 
 @pytest.mark.matrix
-def test_mistakes_say_what_is_short_and_what_would_fit():
+def test_plan_errors_suggest_a_cluster_that_fits():
     small = dataclasses.replace(parse_cluster("h100:1x2").gpu, memory_bytes=30e6)
     cluster = dataclasses.replace(parse_cluster("h100:1x2"), gpu=small)
     with pytest.raises(mp.MeshparError, match=r"the smallest layout found takes .* too much .* Take about \d+ nodes"):
@@ -815,7 +815,7 @@ def test_mistakes_say_what_is_short_and_what_would_fit():
     assert mp.plan(CONFIG, tokens(14, 64), "h100:1x7").plans  # as the error says
 
 
-def test_the_nearest_change_counts_all_that_more_gpus_share(small):
+def test_nearest_fix_counts_all_sharded_memory(small):
     """Of 10 GB, 1 GB is a layer's: 9 GB by 2 GB a GPU are so many times the node."""
     search, nothing = Search(small, with_memory("h100:1x8", 3e9), fill=1.0), {"head_bytes": 0, "batch_bytes": 0}
     one = search.estimate(Layout(mesh=mp.MeshSpec(fsdp=8), strategy=mp.fsdp()))
@@ -839,7 +839,7 @@ GUIDE = {
 
 
 @pytest.mark.parametrize("said", GUIDE)
-def test_the_decision_guide_tells_every_branch_and_no_other(small, said):
+def test_advice_has_exactly_the_matching_branch(small, said):
     """FACTS 7: what fits one device, one group of nodes, one layer, and which links keep up."""
 
     def lines(share, name, link):
@@ -852,18 +852,18 @@ def test_the_decision_guide_tells_every_branch_and_no_other(small, said):
     assert said not in lines(*(GUIDE["zero1()"] if said == "ddp()" else (1.0, "h100:1x8", {})))
 
 
-def test_stages_of_the_guide_come_with_four_times_as_many_microbatches(small):
+def test_advice_for_pipelines_asks_for_four_times_stages(small):
     cluster = parse_cluster("h100:2x8")
     slow = dataclasses.replace(cluster, across=dataclasses.replace(cluster.across, bytes_per_s=1e7))
     assert "pipeline_parallel(stages=p, microbatches=m), m at least 4 p" in advice(small, slow, 10**9)[-1]
 
 
-def test_how_a_step_is_cut_is_asked_of_a_strategy(plans):
+def test_why_not_with_remat_requires_a_strategy(plans):
     with pytest.raises(mp.MeshparError, match="Pass the strategy, too"):
         plans.why_not(mesh="fsdp=8", remat="full")
 
 
-def test_what_does_not_fit_as_compiled_is_left_out_and_the_next_compiled(plans, monkeypatch):
+def test_verify_skips_plans_that_do_not_fit_when_compiled(plans, monkeypatch):
     told = Compiled(peak_bytes=10**12, sent_bytes={}, exposed_s={}, hidden_fraction=None, step_s=1.0, fits=False)
     answers = iter([told, dataclasses.replace(told, fits=True), *[told] * 3])
     monkeypatch.setattr("meshpar.planner.plan.PodProcess", contextlib.nullcontext)
@@ -878,7 +878,7 @@ def test_what_does_not_fit_as_compiled_is_left_out_and_the_next_compiled(plans, 
 
 
 @pytest.mark.pod
-def test_a_plan_is_what_the_compiler_says(plans):
+def test_verified_plan_has_compiled_memory(plans):
     found = mp.plan(CONFIG, tokens(16, 64), "h100:1x8", top=2, verify=1)
     told = next(one.compiled for one in found.plans if one.compiled is not None)
     assert told.fits
@@ -900,15 +900,15 @@ are compiled."""
 
 @pytest.mark.pod
 @pytest.mark.parametrize(("config", "batch", "name", "memory_bytes", "verify"), cases(TIGHT[0], grid=TIGHT))
-def test_every_plan_resolves_compiles_and_fits(config, batch, name, memory_bytes, verify):
+def test_verified_plans_compile_and_fit(config, batch, name, memory_bytes, verify):
     found = mp.plan(config, tokens(*batch), with_memory(name, memory_bytes), top=3, verify=verify)
     assert sum(one.compiled is not None and one.compiled.fits for one in found.plans) == verify
     assert not found.left_out
 
 
 @pytest.mark.matrix
-def test_experts_in_stages_are_traced_for_a_cluster_without_devices():
-    """As `verify` does it: nothing there says on what a mesh stands."""
+def test_moe_pipeline_is_traced_without_devices():
+    """`verify` traces on an abstract mesh, which has no device kind."""
     work = workload(FEW_EXPERTS, 8, 64)
     parts = "ddp() | expert_parallel() | pipeline_parallel(stages=2, microbatches=4) | tensor_parallel(sequence=True)"
     strategy = mp.parallel.parse_strategy(parts)
@@ -918,7 +918,7 @@ def test_experts_in_stages_are_traced_for_a_cluster_without_devices():
         assert mp.train_step(next_token_loss, precision=BF16).trace(state, work.batch).jaxpr.eqns
 
 
-def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
+def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     recipe, file = str(ROOT / "recipes" / "gpt_stdlib.py"), tmp_path / "plan.json"
     fields = [f"--set=model.{name}" for name in ("num_layers=2", "embed_dim=64", "mlp_dim=128")]
     code, out, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--top", 1, "--save", file, "--json", *fields)
@@ -944,7 +944,7 @@ def test_the_command_and_what_train_takes_of_it(meshpar, tmp_path):
 
 
 @pytest.mark.matrix
-def test_the_command_says_why_a_layout_is_not_the_best(meshpar):
+def test_plan_command_prints_why_not(meshpar):
     recipe, told = str(ROOT / "recipes" / "gpt_stdlib.py"), ("--cluster", "h100:1x8", "--why-not", "fsdp=8")
     small = [f"--set=model.{name}" for name in ("num_layers=2", "embed_dim=64", "mlp_dim=128")]
     code, out, _ = meshpar("plan", recipe, *told, "--json", *small)
@@ -954,8 +954,8 @@ def test_the_command_says_why_a_layout_is_not_the_best(meshpar):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_looking_closely_at_more_finds_nothing_better(at, monkeypatch):
-    """The coarse order, by which most strategies are passed over, passes over none of the best."""
+def test_search_limit_does_not_change_the_best_layout(at, monkeypatch):
+    """The coarse ranking, which skips most strategies, must not skip the best one."""
     estimated(COMPILED[at])
     recipe = load_recipe(ROOT / "recipes" / f"{COMPILED[at]['recipe']}.py")
     work = _DESCRIBED[f"{recipe.model} None {recipe.data.seq_len}"]
@@ -979,8 +979,8 @@ assert int(status.partition("VmHWM:")[2].split()[0]) < 500_000, status
 
 @pytest.mark.matrix
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not say what a process holds")
-def test_planning_for_thousands_starts_no_device_and_holds_little(child_env):
-    """jax's plugins, CUDA's above all, are loaded with the first device: 300 MB."""
+def test_plan_for_4096_gpus_starts_no_backend(child_env):
+    """JAX loads its plugins (300 MB with CUDA) when the first device is used."""
     done = subprocess.run([sys.executable, "-c", PLANS], env=child_env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -996,9 +996,9 @@ RECIPES = (
 """Not DeepSeek-V3's: it needs memory that XLA gives it by an option, which the planner does not know."""
 
 
-@pytest.mark.pod  # tracing them asks for cuDNN
+@pytest.mark.pod  # tracing requires cuDNN
 @pytest.mark.parametrize(("name", "cluster"), cases(RECIPES[0], grid=RECIPES))
-def test_recipes_take_the_planners_best_layout_that_leaves_a_tenth_of_the_memory(name, cluster):
+def test_recipes_use_a_layout_close_to_the_best(name, cluster):
     cluster = parse_cluster(cluster)
     recipe = load_recipe(ROOT / "recipes" / f"{name}.py", devices=cluster.num_devices)
     model, moe = build_model(recipe), getattr(recipe.model, "moe", None)

@@ -228,20 +228,20 @@ def written() -> str:
 
 
 @pytest.mark.matrix
-def test_published_runs_in_16_bits_are_told_within_a_fifth_whichever_family_is_left_out():
+def test_planner_predicts_published_bf16_runs_within_20_percent():
     assert median() < 0.2
     for family in {run.family for run in RUNS.values()}:
         assert median(but=family) < 0.2, family
 
 
 @pytest.mark.matrix
-def test_no_published_run_is_told_quite_wrong():
+def test_planner_bounds_the_error_of_every_published_run():
     assert all(abs(off) < 0.5 for off, _ in errors().values()), errors()
     assert median(matmul="fp8") < 0.25
 
 
 @pytest.mark.matrix
-def test_the_table_of_published_runs_is_up_to_date():
+def test_table_of_published_runs_is_up_to_date():
     assert written() == TABLE.read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Growth of a model over more GPUs: kinds of layouts compared, and where each stops paying."""
+"""Throughput of each kind of layout on a growing number of GPUs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def grown(work):
 
 
 @pytest.mark.matrix
-def test_every_size_is_what_the_search_tells_of_its_layout(work, grown):
+def test_growth_sizes_match_the_search(work, grown):
     assert {(one.scaling, one.num_gpus) for one in grown.sizes} == {
         (scaling, num) for scaling in ("strong", "weak") for num in (8, 16, 32)
     }
@@ -55,7 +55,7 @@ def size(num, tokens_per_s, kind="fsdp", scaling="strong"):
     )
 
 
-def test_a_layout_pays_while_a_gpu_does_half_of_what_it_did():
+def test_growth_stops_at_half_the_throughput_per_gpu():
     sizes = (size(8, 100.0), size(16, 70.0), size(32, 49.0), size(8, 90.0, "ddp"), size(16, 80.0, "ddp"))
     found = Growth(
         gpu="h100", rates="", sizes=(*sizes, size(8, 9.0, "hsdp"), size(16, 4.0, "hsdp"), size(32, 4.0, "hsdp"))
@@ -67,7 +67,7 @@ def test_a_layout_pays_while_a_gpu_does_half_of_what_it_did():
         assert text in shown
 
 
-def test_times_of_stages_are_plain_numbers(work):
+def test_pipeline_times_are_python_floats(work):
     search = Search(work, CLUSTER)
     strategy = mp.pipeline_parallel(stages=2, microbatches=4) | mp.ddp()
     found = search.of(search.placer.place(mp.MeshSpec(data=4, stage=2), strategy))
@@ -76,14 +76,14 @@ def test_times_of_stages_are_plain_numbers(work):
     assert {type(time) for time in times} == {float}
 
 
-def test_sizes_with_numpy_numbers_are_printed():
+def test_growth_prints_numpy_numbers():
     found = Growth(gpu="h100", rates="", sizes=(size(8, np.float64(100.0)), size(8, np.float64(90.0), "ddp")))
     assert "100 *" in str(found)
     assert "90 *" not in str(found)
 
 
 @pytest.mark.matrix
-def test_a_picture_has_a_line_for_each_kind(grown):
+def test_growth_plot_has_a_line_for_each_kind(grown):
     assert "tokens/s a GPU" in str(grown)
     figure = plots.growth(grown)
     strong, weak = figure.axes
@@ -92,9 +92,9 @@ def test_a_picture_has_a_line_for_each_kind(grown):
     assert {text.get_text() for text in strong.get_legend().get_texts()} == kinds
 
 
-def test_mistakes(meshpar, tmp_path):
+def test_growth_rejects_invalid_arguments(meshpar, tmp_path):
     with pytest.raises(mp.MeshparError, match="a node has 8"):
-        grow(None, CLUSTER, max_gpus=4)  # before it looks at the work
+        grow(None, CLUSTER, max_gpus=4)  # checked before the workload
     recipe = Path(__file__).parents[2] / "recipes" / "gpt_stdlib.py"
     for words, text in (
         (("--plot", tmp_path / "a.png"), "it goes with --growth"),

@@ -66,5 +66,5 @@ def test_it_is_on_with_a_private_cache_and_off_afterwards(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("wrong", [1, "yes", None])
 def test_it_is_true_or_false(wrong):
-    with pytest.raises(mp.MeshparError, match=r"Recipe.pgle.*True or False"):
+    with pytest.raises(mp.MeshparError, match=r"pgle=.*True or False"):
         small(pgle=wrong)

@@ -1,4 +1,4 @@
-"""Replica groups of a collective as tuples of device numbers, parsed from the three forms that XLA prints."""
+"""Replica groups of a collective as tuples of device numbers, from the three forms of XLA."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Collectives for the scales of rowwise fp8 matmuls (`layers.fp8_dot.rowwise_fp8_dot_general`).
 
-    weights: what is contracted is split              sum of each column's largest number, over those axes
-             columns are split over batch axes        gather of their scales, for weights that are gathered in 8 bits
-    rows:    contracted forward over a split dim      sum of each token's largest number    (row-parallel)
-             contracted backward over a split dim     the same of the output's gradient     (column-parallel)
-             the sequence is split between blocks     gather of each token's scale, where rows are gathered in 8 bits
+    weights: contracted dim is sharded          max all-reduce of the amax of each column, over its axes
+             columns sharded over batch axes    all-gather of their scales, for weights that are gathered in fp8
+    tokens:  row-parallel                       max all-reduce of the amax of each token, forward
+             column-parallel                    max all-reduce of the amax of each output gradient, backward
+             sequence parallelism               all-gather of each token's scale, for activations gathered in fp8
 
-Sums are all-reduces whose operation is the maximum. With one scale a tensor each of them is of one number.
+The amax of a row or column is its largest absolute value. With a scale per tensor the arrays have a single element.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Iterator, Sequence
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, has_vocabulary, is_expert
 from meshpar.sharding.types import Decision, spec_axes
 
-SCALES = "scales of 8-bit rows"
+SCALES = "fp8 scales of rows"
 
 
 def promised(step: StepSpec) -> Iterator[ExpectedCollective]:
-    """Of every weight that is multiplied so. Experts' are not: a rank takes the scales of what it has."""
-    for decision in (one.decision for one in step.weights):
+    """Yield the collectives for scales of weights with rowwise fp8 matmuls. Scales of experts are local."""
+    for decision in (weight.decision for weight in step.weights):
         is_multiplied = decision.leaf.layer_ndim > 1 and not (is_expert(decision) or has_vocabulary(decision))
         if decision.path in step.by_row and is_multiplied:
             yield from _of_columns(step, decision)
@@ -30,12 +30,12 @@ def promised(step: StepSpec) -> Iterator[ExpectedCollective]:
 
 
 def _contracted(decision: Decision) -> tuple[range, range]:
-    """Dims that a matmul sums over, and the others: `embed` where it is first, those before it elsewhere."""
+    """Return the contracted and the remaining dims. Dims before `embed` are contracted, or `embed` if it is first."""
     leaf = decision.leaf
     dims = range(len(leaf.shape) - leaf.layer_ndim, len(leaf.shape))
     names = (leaf.names or ())[dims.start :]
-    at = dims.start + max(1, names.index("embed") if "embed" in names else 1)
-    return range(dims.start, at), range(at, dims.stop)
+    boundary = dims.start + max(1, names.index("embed") if "embed" in names else 1)
+    return range(dims.start, boundary), range(boundary, dims.stop)
 
 
 def _split(step: StepSpec, decision: Decision, dims: Sequence[int]) -> set[str]:
@@ -44,28 +44,29 @@ def _split(step: StepSpec, decision: Decision, dims: Sequence[int]) -> set[str]:
 
 
 def _of_columns(step: StepSpec, decision: Decision) -> Iterator[ExpectedCollective]:
-    """In the forward pass, and where that runs again; the backward pass is left the scales."""
+    """Yield the collectives for scales of columns. They run in the forward pass and in its recomputation."""
     leaf, (contracted, columns) = decision.leaf, _contracted(decision)
-    of_sum, of_columns = _split(step, decision, contracted), _split(step, decision, columns)
+    sum_axes, column_axes = _split(step, decision, contracted), _split(step, decision, columns)
     stack, tensor = leaf.num_layers, set(step.tensor_axes)
     if step.is_prefetched or step.is_once or step.by_stages or step.quantize is not None:
-        of_sum, of_columns = of_sum & tensor, of_columns & tensor  # it is replicated over the others
+        # The weight has been gathered over the other axes.
+        sum_axes, column_axes = sum_axes & tensor, column_axes & tensor
     runs, recomputed = stack * step.accumulate, step.recomputed(stack)
     slices = step.interleave if stack > 1 else 1
     width = math.prod(leaf.shape[dim] for dim in columns)
-    is_sure = stack > 1 and leaf.names is not None  # XLA gathers others first, or as it likes
-    for axes, kind, dtype, own, least, most in (
-        (of_sum, "sum", step.compute_dtype(decision), of_columns, 1, recomputed * slices),
-        (of_columns - tensor, "gather", "float32", of_columns & tensor, 1, (1 + recomputed) * slices),
+    required = stack > 1 and leaf.names is not None  # XLA may gather other weights before it computes scales
+    for axes, kind, dtype, sharding_axes, maximum in (
+        (sum_axes, "sum", step.compute_dtype(decision), column_axes, recomputed * slices),
+        (column_axes - tensor, "gather", "float32", column_axes & tensor, (1 + recomputed) * slices),
     ):
         if axes:
             yield ExpectedCollective(
                 role=SCALES,
                 kind=kind,  # type: ignore[arg-type]
                 axes=step.ordered(axes),
-                elements=width // step.num_shards(own),
+                elements=width // step.num_shards(sharding_axes),
                 dtype=step.wire(dtype),
-                count=(least * runs if is_sure else 0, most * runs),
+                count=(runs if required else 0, maximum * runs),
                 tensors=(decision.path,),
                 stack=stack,
             )
@@ -80,12 +81,12 @@ def _of_tokens(step: StepSpec, decision: Decision) -> Iterator[ExpectedCollectiv
         is_row, is_column = (axis in _split(step, decision, dims) for dims in (contracted, columns))
         gathered = axis in step.sequence_axes
         compute = step.wire(step.compute_dtype(decision))
-        for kind, dtype, least, most in (
+        for kind, dtype, minimum, maximum in (
             ("sum", compute, is_row, is_row * recomputed),
             ("sum", step.wire("float32"), is_column, is_column),
             ("gather", step.wire("float32"), 0, gathered * (is_row + is_column * (1 + recomputed))),
         ):
-            if most:
+            if maximum:
                 yield ExpectedCollective(
                     role=SCALES,
                     kind=kind,  # type: ignore[arg-type]
@@ -95,6 +96,6 @@ def _of_tokens(step: StepSpec, decision: Decision) -> Iterator[ExpectedCollectiv
                     elements=max(1, step.rows // slices) if step.tokens is None else step.tokens // slices,
                     multiple=step.tokens is None,
                     dtype=dtype,
-                    count=(least * runs, most * runs),
+                    count=(minimum * runs, maximum * runs),
                     tensors=(decision.path,),
                 )

@@ -1,4 +1,4 @@
-"""What matmuls send whose weights are split over an axis that splits activations: by `tensor_parallel`, or by hand."""
+"""Expected collectives of matmuls with sharded weights and activations, as with `tensor_parallel`."""
 
 from __future__ import annotations
 
@@ -9,72 +9,70 @@ from typing import Literal
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, has_vocabulary, is_expert, parent
 from meshpar.sharding.types import BESIDE, PAIR, Decision, axes_of_spec, spec_axes
 
-VOCABULARY = "loss over a split vocabulary"
-"""A role of what is promised."""
+VOCABULARY = "loss over a sharded vocabulary"
+"""Role of the collectives of a loss with a sharded vocabulary."""
 
 
 @dataclasses.dataclass
 class _SplitWeights:
-    """Weights under one parent that are split over one axis."""
+    """Weights of a module that are sharded over the same axis."""
 
     axis: str
     rows: list[Decision] = dataclasses.field(default_factory=list)
-    """Row-parallel: contracted over the split dim."""
+    """Row-parallel weights, contracted over the sharded dim."""
     columns: list[Decision] = dataclasses.field(default_factory=list)
-    """Column-parallel: the split dim is in the result."""
+    """Column-parallel weights, whose sharded dim is in the result."""
     narrow: list[Decision] = dataclasses.field(default_factory=list)
-    """Not split: what they make is whole, and other columns, or all heads, take it in."""
+    """Replicated projections to a latent vector that weights in `of_narrow` take as input."""
     of_narrow: list[Decision] = dataclasses.field(default_factory=list)
-    """Column-parallel, and what they take in is what a narrow one makes."""
+    """Column-parallel weights whose input is a latent vector."""
 
-    def part(self, leaves: Sequence[Decision], where: str) -> None:
-        """Tell the columns that take in narrow vectors from the others."""
+    def part(self, leaves: Sequence[Decision], module: str) -> None:
+        """Separate the column-parallel weights that take latent vectors."""
         if not self.rows or not self.columns:
             return
         stack = self.rows[0].leaf.num_layers
         self.narrow = [
-            one for one in leaves if parent(one) == where and one.leaf.num_layers == stack and _is_narrow(one)
+            leaf for leaf in leaves if parent(leaf) == module and leaf.leaf.num_layers == stack and _is_narrow(leaf)
         ]
-        widths = {one.leaf.shape[-1] for one in self.narrow}
-        residual = _width(self.rows[0])
-        self.of_narrow = [one for one in self.columns if _width(one) in widths and _width(one) != residual]
-        self.columns = [one for one in self.columns if one not in self.of_narrow]
+        widths = {leaf.leaf.shape[-1] for leaf in self.narrow} - {_width(self.rows[0])}
+        self.of_narrow = [column for column in self.columns if _width(column) in widths]
+        self.columns = [column for column in self.columns if column not in self.of_narrow]
         self.narrow = self.narrow if self.of_narrow else []
 
 
 def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
-    """What matmuls send whose weights are split over an axis that splits activations too.
+    """Yield the collectives of matmuls whose weights are sharded over an axis that also shards activations.
 
-        a weight contracted over a split dim    all-reduce of its result, forward       (row-parallel, Megatron's g)
-        weights that share a whole input        all-reduce of its gradient, backward    (column-parallel, Megatron's f)
-        ... with the sequence split between     reduce-scatter where the sum was, all-gather where the whole is needed
-        logits split over the vocabulary        all-reduce of max, sum and target, one number a token
+        row-parallel weight                     all-reduce of the result, forward (Megatron's g)
+        column-parallel weights, same input     all-reduce of the input's gradient, backward (Megatron's f)
+        ... with sequence parallelism           reduce-scatter instead, and an all-gather of the sequence
+        logits sharded over the vocabulary      all-reduce of max, sum and target, one element per token
 
-    A weight is row-parallel when its split dim stands before its `embed` dim, column-parallel when behind it (without
-    names: the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", section 3. Where a matrix that is not
-    split makes a narrow vector, out of which those that are make their heads (latent attention), it is the narrow
-    vector that is gathered, and its gradient that is summed.
+    A weight is row-parallel if its sharded dim is before its `embed` dim, and column-parallel if it is after (without
+    names: if it is the first or a later dim), as in Shoeybi et al. 2019, "Megatron-LM", section 3. In latent
+    attention a replicated matrix computes a narrow vector, from which sharded matrices compute the heads. There the
+    narrow vector is gathered and its gradient is reduced.
     """
-    leaves = [one.decision for one in step.weights]
+    leaves = [weight.decision for weight in step.weights]
     blocks: dict[tuple[str, str, int, bool], _SplitWeights] = {}
     for decision in leaves:
         for axis in step.tensor_axes:
             if decision.path.rpartition("/")[2] in PAIR:
-                if is_expert(decision):  # which are in the layer's own sums
-                    continue
-                yield from _of_pair(step, decision, axis)
+                if not is_expert(decision):  # the sums of the MoE layer include those of experts
+                    yield from _of_pair(step, decision, axis)
                 continue
             side = _side(decision, axis)
             if side is not None:
                 key = parent(decision), axis, decision.leaf.num_layers, is_expert(decision)
                 block = blocks.setdefault(key, _SplitWeights(axis))
                 (block.rows if side == "row" else block.columns).append(decision)
-    for (where, *_), block in blocks.items():
-        block.part(leaves, where)
+    for (module, *_), block in blocks.items():
+        block.part(leaves, module)
         yield from _of_block(step, block)
         yield from _of_narrow(step, block)
-    split = {axis for (_, axis, *_), block in blocks.items() if any(map(has_vocabulary, block.rows + block.columns))}
-    for axis in step.ordered(split) if step.tokens is not None else ():
+    axes = {axis for (_, axis, *_), block in blocks.items() if any(map(has_vocabulary, block.rows + block.columns))}
+    for axis in step.ordered(axes) if step.tokens is not None else ():
         yield ExpectedCollective(
             role=VOCABULARY,
             kind="sum",
@@ -88,18 +86,17 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
 
 
 def _side(decision: Decision, axis: str) -> str | None:
-    """`row` or `column`, or None for a leaf that no matmul contracts over this axis."""
+    """Return "row", "column", or None for a leaf that is not part of a matmul sharded over this axis."""
     names, spec = decision.leaf.names, decision.spec
-    at = next((dim for dim, entry in enumerate(spec) if axis in spec_axes(entry)), None)
+    sharded = next((dim for dim, entry in enumerate(spec) if axis in spec_axes(entry)), None)
     dims = [dim for dim in range(len(decision.leaf.shape)) if names is None or names[dim] not in ("layers", "expert")]
-    if at is None or at not in dims or len(dims) < 2:
+    if sharded is None or sharded not in dims or len(dims) < 2:
         return None
-    if names is None or all(name is None for dim, name in enumerate(names) if dim in dims and dim != at):
-        return "row" if at == dims[0] else "column"
-    if "embed" not in names:
+    if names is None or all(name is None for dim, name in enumerate(names) if dim in dims and dim != sharded):
+        return "row" if sharded == dims[0] else "column"
+    if "embed" not in names or names[sharded] == "embed":
         return None
-    embed = names.index("embed")
-    return None if at == embed else "row" if at < embed else "column"
+    return "row" if sharded < names.index("embed") else "column"
 
 
 def _of_block(step: StepSpec, block: _SplitWeights) -> Iterator[ExpectedCollective]:
@@ -111,76 +108,81 @@ def _of_block(step: StepSpec, block: _SplitWeights) -> Iterator[ExpectedCollecti
     is_tied = step.is_tied and any(map(has_vocabulary, block.rows))
     inputs = num_rows if num_rows and block.columns else 1 if block.columns or is_tied else 0
     recomputed = step.recomputed(stack)
-    # XLA:CPU sums every weight's share of the input's gradient over devices by itself; a MoE layer does not.
-    columns = [one for one in block.columns if not is_expert(one)]
-    shares = max(1, _num_shares(step, columns)) if step.on_cpu else 1
-    # Where the order of the sequence changes before the head, XLA sums the gradient whole and slices it after. So do
-    # experts, for the sum is taken inside of their layer.
+    # XLA:CPU all-reduces the input gradient of every weight separately, except in a MoE layer.
+    columns = [column for column in block.columns if not is_expert(column)]
+    num_sums = max(1, _num_partial_sums(step, columns)) if step.on_cpu else 1
+    # If the sequence is reordered before the head, XLA all-reduces the gradient and slices it afterwards. The same
+    # holds for experts, whose sum is inside their layer.
     is_reordered = bool(step.context_axes) and any(map(has_vocabulary, block.columns))
-    expected_collectives = _promise_of(step, block.axis, _width(some), stack, some, (*block.rows, *block.columns))
+    collective = _activation_collective(step, block.axis, _width(some), stack, some, (*block.rows, *block.columns))
     if num_rows > num_lookups:
-        least = num_rows - num_lookups
-        yield expected_collectives("partial sums, forward", "sum", least, least * recomputed)
-    if num_lookups:  # XLA sums the result of a lookup whole, and slices it then
-        yield expected_collectives("partial sums, forward", "sum", num_lookups, num_lookups, whole=True)
+        minimum = num_rows - num_lookups
+        yield collective("partial sums, forward", "sum", minimum, minimum * recomputed)
+    if num_lookups:  # XLA all-reduces the result of a lookup and then slices it
+        yield collective("partial sums, forward", "sum", num_lookups, num_lookups, whole=True)
     if inputs:
-        # The first block's input may be the batch itself, which needs no gradient.
+        # The input of the first block may be the batch, which needs no gradient.
         whole = step.on_cpu or is_reordered or len(columns) < len(block.columns)
-        least, most = inputs if stack > 1 else 0, inputs * shares
-        yield expected_collectives("partial sums, backward", "sum", least, most, whole="only" if shares > 1 else whole)
+        minimum, maximum = inputs if stack > 1 else 0, inputs * num_sums
+        yield collective("partial sums, backward", "sum", minimum, maximum, whole="only" if num_sums > 1 else whole)
     if by_sequence and inputs:
-        yield expected_collectives("sequence made whole, forward", "gather", inputs, inputs * (1 + recomputed))
-    if by_sequence and num_rows:  # for the gradient of a table, where that is trained
-        frozen = sum(has_vocabulary(one) and not one.leaf.is_trained for one in block.rows)
-        yield expected_collectives("sequence made whole, backward", "gather", max(0, num_rows - frozen), num_rows)
+        yield collective("gather sequence, forward", "gather", inputs, inputs * (1 + recomputed))
+    if by_sequence and num_rows:  # not for a frozen table
+        frozen = sum(has_vocabulary(row) and not row.leaf.is_trained for row in block.rows)
+        yield collective("gather sequence, backward", "gather", max(0, num_rows - frozen), num_rows)
 
 
-def _num_shares(step: StepSpec, columns: Sequence[Decision]) -> int:
-    """Products whose gradients of the input are partial sums: of columns, and of low-rank pairs beside them."""
-    paths = {one.decision.path for one in step.weights}
-    beside = [module for one in columns for module in (one.path.rpartition("/")[0], one.path + BESIDE)]
-    pairs = 0 if step.by_stages or step.is_by_device else len(paths & {f"{module}/{PAIR[0]}" for module in beside})
-    return len(columns) + pairs
+def _num_partial_sums(step: StepSpec, columns: Sequence[Decision]) -> int:
+    """Return the number of products whose input gradients are partial sums, including low-rank adapters."""
+    if step.by_stages or step.is_by_device:
+        return len(columns)
+    paths = {weight.decision.path for weight in step.weights}
+    adapters = [module for column in columns for module in (column.path.rpartition("/")[0], column.path + BESIDE)]
+    return len(columns) + len(paths & {f"{module}/{PAIR[0]}" for module in adapters})
 
 
 def _of_narrow(step: StepSpec, block: _SplitWeights) -> Iterator[ExpectedCollective]:
-    """What narrow vectors send: gathered where the sequence is split between blocks, and the sum of their gradient."""
-    for one in block.narrow:
-        stack, width = one.leaf.num_layers, one.leaf.shape[-1]
-        takers = [column for column in block.of_narrow if _width(column) == width]
-        shares = _num_shares(step, takers) if step.on_cpu else 1
-        expected_collectives = _promise_of(step, block.axis, width, stack, one, (one,))
-        yield expected_collectives("partial sums, backward", "sum", 1, max(1, shares), whole=True)
+    """Yield the reductions of latent vectors' gradients, and with sequence parallelism their all-gathers."""
+    for latent in block.narrow:
+        stack, width = latent.leaf.num_layers, latent.leaf.shape[-1]
+        columns = [column for column in block.of_narrow if _width(column) == width]
+        num_sums = _num_partial_sums(step, columns) if step.on_cpu else 1
+        collective = _activation_collective(step, block.axis, width, stack, latent, (latent,))
+        yield collective("partial sums, backward", "sum", 1, max(1, num_sums), whole=True)
         if block.axis in step.sequence_axes:
-            yield expected_collectives("sequence made whole, forward", "gather", 1, 1 + step.recomputed(stack))
+            yield collective("gather sequence, forward", "gather", 1, 1 + step.recomputed(stack))
 
 
 def _of_pair(step: StepSpec, decision: Decision, axis: str) -> Iterator[ExpectedCollective]:
-    """What the few numbers between a low-rank pair send: partial sums, of them where a split input makes them, and of
-    their gradient where they make a split output, unless ranks make them each for itself (`leaves.outputs_of_pair`).
-    Both are as narrow as the rank.
+    """Yield the reductions of the activations between the matrices of a low-rank pair.
+
+    With a sharded input the activations are partial sums. With a sharded output their gradients are, unless each rank
+    computes them separately (`params.outputs_of_pair`). Their width is the rank of the pair.
     """
     is_inward, stack = decision.path.endswith(PAIR[0]), decision.leaf.num_layers
     is_by_rank = not is_inward and not (step.by_stages or step.is_by_device)
     if axis not in axes_of_spec(decision.spec) or is_by_rank:
         return
     width = decision.leaf.shape[-1] if is_inward else decision.leaf.shape[stack > 1]
-    expected_collectives = _promise_of(step, axis, width, stack, decision, (decision,))
-    role, most = ("forward", step.recomputed(stack)) if is_inward else ("backward", 1)
-    yield expected_collectives(f"partial sums, {role}", "sum", 1, most, whole=True)
+    collective = _activation_collective(step, axis, width, stack, decision, (decision,))
+    role, maximum = ("forward", step.recomputed(stack)) if is_inward else ("backward", 1)
+    yield collective(f"partial sums, {role}", "sum", 1, maximum, whole=True)
     if is_inward and axis in step.sequence_axes:
-        yield expected_collectives("sequence made whole, backward", "gather", 1, 1)
+        yield collective("gather sequence, backward", "gather", 1, 1)
 
 
-def _promise_of(
+def _activation_collective(
     step: StepSpec, axis: str, width: int, stack: int, some: Decision, tensors: Sequence[Decision]
 ) -> Callable[..., ExpectedCollective]:
-    """A function of (role, kind, fewest, most), both a layer and micro-step, for activations of a width."""
+    """Return a constructor for collectives of activations of a width.
+
+    Its arguments are role, kind, and the minimum and maximum count per layer and micro-step.
+    """
     slices = step.interleave if stack > 1 else 1
     runs, by_sequence = stack * step.accumulate * slices, axis in step.sequence_axes
 
-    def expected_collectives(
-        role: str, kind: Literal["gather", "sum"], least: int, most: int, *, whole: bool | Literal["only"] = False
+    def collective(
+        role: str, kind: Literal["gather", "sum"], minimum: int, maximum: int, *, whole: bool | Literal["only"] = False
     ) -> ExpectedCollective:
         return ExpectedCollective(
             role=role,
@@ -191,23 +193,23 @@ def _promise_of(
             elements=width * (max(1, step.rows // slices) if step.tokens is None else step.tokens // slices),
             multiple=step.tokens is None,
             dtype=step.wire(step.compute_dtype(some)),
-            count=(least * runs, most * runs),
+            count=(minimum * runs, maximum * runs),
             tensors=tuple(decision.path for decision in tensors),
         )
 
-    return expected_collectives
+    return collective
 
 
 def _is_narrow(decision: Decision) -> bool:
-    """Whether a matrix takes in the residual stream, and what it makes has no name to be split by."""
+    """Return whether a matrix projects the residual stream to a dim without a name, which is not sharded."""
     names = decision.leaf.names or ()
     return tuple(name for name in names if name != "layers") == ("embed", None)
 
 
 def _width(decision: Decision) -> int:
-    """Size of the residual stream, as a weight tells it."""
+    """Return the width of the residual stream from the shape of a weight."""
     names, shape = decision.leaf.names, decision.leaf.shape
     if names is not None and "embed" in names:
         return shape[names.index("embed")]
-    split = next(dim for dim, entry in enumerate(decision.spec) if entry is not None)
-    return shape[-1] if split != len(shape) - 1 else shape[-2]
+    sharded = next(dim for dim, entry in enumerate(decision.spec) if entry is not None)
+    return shape[-1] if sharded != len(shape) - 1 else shape[-2]

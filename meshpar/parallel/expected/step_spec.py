@@ -1,15 +1,15 @@
-"""What a strategy promises to send: the terms, the facts of a step they follow from, and leaves as promises see them.
+"""Expected collectives and the description of a training step that they are derived from.
 
-A part yields `Promised`, one for arrays of one size, for the collectives that XLA puts in because of its rules. XLA may
-lower one in several forms; a promise names the cheapest and allows these:
+Each `Parallelism` yields an `ExpectedCollective` per array size for the collectives that XLA inserts because of its
+rules. It describes the cheapest form. XLA may also lower it as:
 
-    gather over several axes      one axis after the other
-    sum over several axes         one axis after the other, or all at once; scattered first or last
-    ... with `whole`              summed whole on every rank, and sliced: at most twice the bytes over each axis
-    stacked layers                layer by layer in their loop, or the whole stack at once
-    one axis, round a ring        N-1 permutes of the same bytes, as `meshpar.collectives.all_gather_matmul` sends
+    gather over several axes      axis by axis
+    sum over several axes         axis by axis, or over all axes; scattered first or last
+    ... with `whole`              all-reduced and then sliced: at most twice the bytes over each axis
+    stacked layers                per layer inside their loop, or the full stack at once
+    single axis, as a ring        N-1 permutes of the same bytes, like `meshpar.collectives.all_gather_matmul`
 
-What kernels send is not promised: the traced step says it.
+Collectives of kernels are not listed here: they are read from the traced step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import Decision, axes_of_spec, scores_experts, spec_axes, without_axes
+from meshpar.sharding.types import Decision, Leaf, axes_of_spec, scores_experts, spec_axes, without_axes
 
 if TYPE_CHECKING:
     from meshpar.parallel.quantization import Quantize
@@ -31,68 +31,68 @@ if TYPE_CHECKING:
 _HLO_DTYPE = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "float16": "f16", "float8_e4m3fn": "f8e4m3fn"}
 
 ITEMSIZE = {"f64": 8, "f32": 4, "bf16": 2, "f16": 2, "u8": 1, "f8e4m3fn": 1}
-"""Bytes of a number on the wire, by its name in HLO."""
+"""Bytes per element by HLO dtype."""
 
 WEIGHTS, GRADIENTS, RENEWED = "weights before use", "gradients", "new parameters"
-"""Roles of what is promised for parameters, one by one."""
+"""Roles of the collectives for parameters."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ExpectedCollective:
-    """What will be sent for some arrays of one size, and how often a step."""
+    """A collective that the program must contain, for arrays of the same size, with its count per step."""
 
     role: str
-    """Why: `weights before use`, `gradients`, `new parameters`, `partial sums, forward`, ..."""
+    """Purpose: `weights before use`, `gradients`, `new parameters`, `partial sums, forward`, ..."""
     kind: Literal["gather", "sum", "exchange"]
     """All-gather; all-reduce or reduce-scatter; all-to-all."""
     axes: tuple[str, ...]
-    """Over which, in the mesh's order."""
+    """Mesh axes in the mesh's order."""
     scattered: tuple[str, ...] = ()
-    """Of a sum: axes whose ranks keep their part of it only."""
+    """For a sum, the axes whose ranks keep only their shard of the result."""
     whole: bool | Literal["only"] = False
-    """Of a scattered sum: whether XLA may, or is sure to, sum all of it on every rank first."""
+    """For a scattered sum, True if XLA may all-reduce it and slice, `"only"` if it always does."""
     elements: int
-    """Numbers of one array replicated over its axes; with `multiple`, any multiple of it."""
+    """Elements of one array, replicated over the axes; with `multiple`, any multiple of this number."""
     multiple: bool = False
     dtype: str
-    """On the wire, as HLO names it."""
+    """HLO dtype on the wire."""
     count: tuple[int, int]
-    """Fewest and most arrays a step, all tensors together."""
+    """Minimum and maximum number of arrays per step, over all tensors."""
     counts: tuple[tuple[str, int, int], ...] = ()
-    """Axes over which it is sent in other numbers: axis, fewest, most."""
+    """Axes with a different count, as (axis, minimum, maximum)."""
     tensors: tuple[str, ...]
     stack: int = 1
-    """Layers stacked in one array: so many small collectives may come as one."""
+    """Layers stacked in one array; XLA may send them with one collective."""
     of_leaf: bool = False
-    """Whether it is about one parameter: one that is not stacked sends nothing in the loop over layers."""
+    """True if it belongs to a parameter. The loop over layers contains only those of stacked parameters."""
     forward: bool = False
-    """Whether only the forward pass sends it."""
+    """True if only the forward pass contains it."""
     outside: bool = False
-    """Whether it is sent outside of every loop."""
+    """True if it is outside all loops."""
     stacked: ExpectedCollective | None = None
-    """For a leaf without names: the promise if its first dim turns out to be layers that a loop runs over."""
+    """For a leaf without names, the alternative in case its first dim is a stack of layers that a loop runs over."""
 
     @property
     def rest(self) -> tuple[str, ...]:
-        """Axes over which what is left of a scattered sum is all-reduced."""
+        """Axes of a sum that are all-reduced instead of scattered."""
         return tuple(axis for axis in self.axes if axis not in self.scattered) if self.kind == "sum" else ()
 
     def count_over(self, axis: str) -> tuple[int, int]:
-        """Fewest and most arrays a step over one of its axes."""
-        return next(((least, most) for name, least, most in self.counts if name == axis), self.count)
+        """Return the minimum and maximum count per step over an axis."""
+        return next(((minimum, maximum) for name, minimum, maximum in self.counts if name == axis), self.count)
 
     def forms(self, sizes: dict[str, int]) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-        """The cheapest form: (HLO kind, axes, numbers in the payload) of each collective of it."""
+        """Return the collectives of the cheapest form as (HLO kind, axes, payload elements)."""
         if self.kind != "sum":
             return (({"gather": "all-gather", "exchange": "all-to-all"}[self.kind], self.axes, self.elements),)
-        part = self.elements // math.prod(sizes[axis] for axis in self.scattered)
+        shard = self.elements // math.prod(sizes[axis] for axis in self.scattered)
         scatter = (("reduce-scatter", self.scattered, self.elements),) if self.scattered else ()
-        return (*scatter, *((("all-reduce", self.rest, part),) if self.rest else ()))
+        return (*scatter, *((("all-reduce", self.rest, shard),) if self.rest else ()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A parameter, with how its gradient and its update lie."""
+    """A parameter with the shardings of its gradient and update."""
 
     decision: Decision
     grads: PartitionSpec
@@ -100,171 +100,169 @@ class Weight:
 
 
 class ParamUsage(NamedTuple):
-    """How a model that lays no activations out uses a parameter; see `meshpar.inspect.param_usage`."""
+    """Uses of a parameter in a model without activation constraints; see `meshpar.inspect.param_usage`."""
 
     whole: int
-    """Times."""
+    """Uses of the full parameter."""
     slices: tuple[tuple[int, int], ...] = ()
-    """(numbers in a slice, times)."""
+    """(elements of the slice, uses)."""
     rows: int = 0
-    """Looked up in it, in all."""
+    """Total number of rows looked up in it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """What a part has to know of a training step."""
+    """Description of a training step: mesh, batch, parameters and options."""
 
     sizes: dict[str, int]
-    """Of every mesh axis, in the mesh's order."""
+    """Size of every mesh axis, in the mesh's order."""
     accumulate: int = 1
-    """Micro-steps."""
+    """Number of micro-steps."""
     is_once: bool = False
-    """Whether weights are gathered before all micro-steps, and gradients reduced behind them."""
+    """True if weights are gathered before the first micro-step and gradients are reduced after the last."""
     is_remat: bool = False
     interleave: int = 1
-    """Slices of a device's rows that stacked layers run beside each other."""
+    """Number of slices of the local batch that stacked layers interleave."""
     weights: tuple[Weight, ...] = ()
     batch_axes: tuple[str, ...] = ()
     tensor_axes: tuple[str, ...] = ()
-    """Axes that split activations in other dims than the batch."""
+    """Axes that shard activation dims other than the batch."""
     sequence_axes: tuple[str, ...] = ()
-    """Axes that split the residual stream's sequence between blocks only."""
+    """Axes that shard the sequence of the residual stream between blocks (sequence parallelism)."""
     context_axes: tuple[str, ...] = ()
-    """Axes that split the sequence everywhere: weights are replicated there, as over axes that split the batch."""
+    """Axes that shard the sequence everywhere. Weights are replicated over them, as over batch axes."""
     rows: int = 0
-    """Of one device in one micro-step."""
+    """Examples per device and micro-step."""
     tokens: int | None = None
-    """Of one device in one micro-step; None when the batch holds no tokens."""
+    """Tokens per device and micro-step; None if the batch has no tokens."""
     uses: Mapping[str, ParamUsage] = dataclasses.field(default_factory=dict)
-    """Of parameters by path, of a model that lays no activations out."""
+    """Uses of parameters by path, in a model without activation constraints."""
     unannotated_axes: tuple[str, ...] = ()
-    """Axes that split such parameters and not the batch: nothing says what activations send over them."""
+    """Axes that shard such parameters but not the batch. Activation collectives over them are unknown."""
     choices: int = 0
-    """Experts that a token visits; told for estimates only."""
+    """Experts per token. Set for estimates only."""
     nodes_visited: Callable[[int], int] | None = None
-    """Of so many nodes, those that these lie on, where a token goes once to each; told for estimates only."""
+    """Maps the number of nodes to the expected number of nodes that a token is sent to, for dispatch that sends each
+    token once per node. Set for estimates only."""
     row_bytes: Callable[[str, int], int | None] | None = None
-    """Of a row of so many numbers to experts, back, or of gradients (`dispatch`, `combine`, `grad`), where it is coded;
-    None: none is. Told for estimates only."""
+    """Maps a direction (`dispatch`, `combine`, `grad`) and a width to the bytes of a quantized token sent to experts,
+    or None if that direction is not quantized. Set for estimates only."""
     compute: str | None = None
-    """The dtype that layers compute in; None: each parameter's own."""
+    """Compute dtype of the layers; None means the dtype of each parameter."""
     reduce: str | None = None
-    """The dtype that gradients are summed in; None: float32 at the least."""
+    """Dtype of gradient reductions; None means at least float32."""
     narrow: frozenset[str] = frozenset()
-    """Paths of parameters in modules whose matmuls are in 8 bits."""
+    """Paths of parameters in modules with fp8 or int8 matmuls."""
     by_row: frozenset[str] = frozenset()
-    """Of these those with a scale for each row."""
+    """The subset of `narrow` with one scale per row."""
     computes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Of parameters by path, in modules that compute in another dtype."""
+    """Compute dtypes by parameter path, for modules that override `compute`."""
     quantize: Quantize | None = None
-    """How kernels send weights and gradients of split parameters; None: as XLA sends them."""
+    """Quantization of gathered weights and reduced gradients by kernels; None if XLA sends them."""
     is_prefetched: bool = False
-    """Whether the weights of a layer are gathered while the one before it computes."""
+    """True if the weights of a layer are gathered while the previous layer computes."""
     by_stages: bool = False
-    """Whether stages run the step."""
+    """True if pipeline stages run the step."""
     is_tied: bool = False
-    """Whether one table of the vocabulary is both embedding and head."""
+    """True if the embedding and the head share a table."""
     exchanges_rows: bool = False
-    """Whether a kernel sends the rows that tokens look up, and all that the table's gradient needs."""
+    """True if a kernel sends the embedding rows of the tokens and reduces the gradient of the table."""
     vocab_chunks: int = 1
-    """In how many parts, one after the other, the output layer's matrix is used."""
+    """Number of vocabulary chunks in which the output layer is computed."""
     on_cpu: bool = False
-    """Whether XLA:CPU compiles it, which sends float32 for less, and sums before it adds and slices."""
+    """True if XLA:CPU compiles the step. It sends 16-bit floats as float32 and all-reduces before adding or slicing."""
 
     @property
     def micro_steps(self) -> int:
-        """How often weights are gathered and gradients reduced."""
+        """Number of times per step that weights are gathered and gradients are reduced."""
         return 1 if self.is_once else self.accumulate
 
     @property
     def is_by_device(self) -> bool:
-        """Whether every device computes its own rows with whole weights: nothing travels to the ranks of experts."""
+        """True if each device applies full weights to its local batch, so that tokens stay on their device."""
         return not self.by_stages and (self.is_once or self.quantize is not None)
 
     def wire(self, dtype: Any) -> str:
-        """A dtype as HLO names it; XLA:CPU sends float32 where less was asked, and float16 for 8 bits."""
+        """Return the HLO dtype on the wire. XLA:CPU sends 16-bit floats as float32, and fp8 as float16."""
         name = _HLO_DTYPE.get(np.dtype(dtype).name, np.dtype(dtype).name)
         if self.on_cpu and name.startswith("f8"):
             return "f16"
         return "f32" if self.on_cpu and name in ("bf16", "f16") else name
 
     def compute_dtype(self, decision: Decision) -> np.dtype:
-        """In which a parameter is used."""
+        """Return the dtype in which a parameter is used."""
         return np.dtype(jnp.dtype(self.computes.get(decision.path) or self.compute or decision.leaf.dtype))
 
     def gathered_dtype(self, decision: Decision) -> np.dtype:
-        """In which a parameter is gathered: rounded before, where that is the layer's own and not done ahead of it."""
+        """Return the dtype in which a parameter is gathered: fp8 if the layer that uses it also gathers it."""
         leaf, ahead = decision.leaf, self.is_prefetched or self.is_once or self.by_stages
-        by_kernel = is_expert(decision)  # which gathers them as they are, and rounds what it has
+        by_kernel = is_expert(decision)  # the kernel rounds expert weights after gathering them
         if decision.path not in self.narrow or by_kernel or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
             return self.compute_dtype(decision)
         return np.dtype(jnp.float8_e4m3fn)
 
     def reduce_dtype(self, decision: Decision) -> np.dtype:
-        """In which its gradient is summed."""
+        """Return the dtype in which the gradient of a parameter is reduced."""
         return np.dtype(jnp.dtype(self.reduce or jnp.promote_types(self.compute_dtype(decision), jnp.float32)))
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Those of more than one rank, in the mesh's order."""
+        """Return the axes whose size is greater than 1, in the mesh's order."""
         wanted = set(axes)
         return tuple([axis for axis, size in self.sizes.items() if axis in wanted and size > 1]) if wanted else ()
 
     def num_shards(self, axes: Iterable[str]) -> int:
-        """Ranks along some axes."""
+        """Return the product of the axis sizes."""
         return math.prod(self.sizes[axis] for axis in axes)
 
     def recomputed(self, stack: int) -> int:
-        """How often a layer's forward pass runs."""
+        """Return how often the forward pass of a layer runs."""
         return 2 if self.is_remat and stack > 1 else 1
 
 
-# ---- Leaves ----------------------------------------------------------------------------------------------------------
-
-
 def split_axes(step: StepSpec, spec: PartitionSpec) -> tuple[str, ...]:
-    """Axes of more than one rank that a spec names, in the mesh's order."""
+    """Return the axes of a spec whose size is greater than 1, in the mesh's order."""
     return step.ordered(axes_of_spec(spec))
 
 
 def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
-    """The parameters, with the first dim named `layers` where a stack leaves it unnamed, for stages do not share it.
+    """Return the parameters with the first dim of unnamed stacks named `layers`.
 
-    A stack is a part of the model, two leaves at the least, all of which begin with an unnamed dim of one size.
+    A stack is a top-level module with at least two leaves, whose first dims are all unnamed and have the same size.
     """
-    parts: dict[str, list[Decision]] = {}
+    modules: dict[str, list[Leaf]] = {}
     for decision in params:
-        parts.setdefault(decision.path.partition("/")[0], []).append(decision)
+        modules.setdefault(decision.path.partition("/")[0], []).append(decision.leaf)
 
-    def is_stack(part: Sequence[Decision]) -> bool:
-        sizes = {one.leaf.shape[:1] for one in part}
-        unnamed = all(len(one.leaf.shape) > 1 and (one.leaf.names or ("",))[0] is None for one in part)
-        return unnamed and len(part) > 1 and len(sizes) == 1 and max(len(one.leaf.shape) for one in part) > 2
+    def is_stack(leaves: Sequence[Leaf]) -> bool:
+        unnamed = all(len(leaf.shape) > 1 and (leaf.names or ("",))[0] is None for leaf in leaves)
+        sizes = {leaf.shape[:1] for leaf in leaves}
+        return unnamed and len(leaves) > 1 and len(sizes) == 1 and max(len(leaf.shape) for leaf in leaves) > 2
 
-    stacks = {name for name, part in parts.items() if is_stack(part)}
+    stacks = {name for name, leaves in modules.items() if is_stack(leaves)}
 
-    def named(one: Decision) -> Decision:
-        if one.path.partition("/")[0] not in stacks:
-            return one
-        names = ("layers", *(one.leaf.names or ())[1:])
-        return dataclasses.replace(one, leaf=dataclasses.replace(one.leaf, names=names))
+    def named(decision: Decision) -> Decision:
+        if decision.path.partition("/")[0] not in stacks:
+            return decision
+        names = ("layers", *(decision.leaf.names or ())[1:])
+        return dataclasses.replace(decision, leaf=dataclasses.replace(decision.leaf, names=names))
 
     return tuple(map(named, params))
 
 
 def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
-    """A parameter as one stage holds it."""
+    """Return the shard of a parameter on one pipeline stage."""
     decision, leaf = weight.decision, weight.decision.leaf
-    own, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
+    spec, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
     if leaf.is_stacked:
         shape, names = (leaf.shape[0] // stages, *leaf.shape[1:]), (None, *(leaf.names or ())[1:])
         leaf = dataclasses.replace(leaf, shape=shape, names=names)
-    return Weight(dataclasses.replace(decision, leaf=leaf, spec=own), grads, update)
+    return Weight(dataclasses.replace(decision, leaf=leaf, spec=spec), grads, update)
 
 
 def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
-    """Axes whose ranks own whole experts: their weights are neither gathered nor reduced there.
+    """Return the axes that shard the expert dim. Expert weights are not gathered or reduced over them.
 
-    A router, whose last dim is that of the experts, is no expert's: every rank scores all of them.
+    A router is not sharded this way, although its last dim is `expert`: every rank scores all experts.
     """
     names = decision.leaf.names or ()
     if "expert" not in names or is_router(decision) or step.is_by_device:
@@ -275,61 +273,56 @@ def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
 
 
 def is_router(decision: Decision) -> bool:
-    """Whether a leaf scores experts."""
+    """Return whether a leaf scores experts."""
     return scores_experts(decision.leaf.names or ())
 
 
 def is_expert(decision: Decision) -> bool:
-    """Whether a leaf has a dim of experts, a router's among them."""
+    """Return whether a leaf has an `expert` dim. Routers have one too."""
     return "expert" in (decision.leaf.names or ())
 
 
 def has_vocabulary(decision: Decision) -> bool:
-    """Whether a leaf has a dim of the vocabulary."""
+    """Return whether a leaf has a `vocab` dim."""
     return "vocab" in (decision.leaf.names or ())
 
 
 def is_looked_up(decision: Decision) -> bool:
-    """Whether tokens choose rows of a leaf: a table of the vocabulary."""
+    """Return whether a leaf is an embedding table, [vocab, embed]."""
     names = decision.leaf.names or ()
     return {"vocab", "embed"} <= set(names) and names.index("vocab") < names.index("embed")
 
 
 def layer_elements(step: StepSpec, decision: Decision, whole: Iterable[str]) -> int:
-    """Numbers of one layer of a leaf that a rank holds once the axes `whole` no longer split it."""
-    others = set(split_axes(step, decision.spec)) - set(whole)
-    return decision.leaf.size // decision.leaf.num_layers // step.num_shards(others)
+    """Return the local number of elements of a leaf, per layer, after gathering it over the axes `whole`."""
+    remaining = set(split_axes(step, decision.spec)) - set(whole)
+    return decision.leaf.size // decision.leaf.num_layers // step.num_shards(remaining)
 
 
 def parent(decision: Decision) -> str:
-    """Path of the module that a leaf's own module stands in."""
+    """Return the path of the module that contains the leaf's module."""
     return "/".join(decision.path.split("/")[:-2])
 
 
 def size_of(decision: Decision, name: str) -> int:
-    """Size of the dim with a name."""
+    """Return the size of the dim with a name."""
     return decision.leaf.shape[(decision.leaf.names or ()).index(name)]
 
 
-def merged(found: Iterable[ExpectedCollective]) -> tuple[ExpectedCollective, ...]:
-    """Promises that differ in their tensors only, as one."""
-    joined: dict[Any, ExpectedCollective] = {}
-    for one in found:
-        key = dataclasses.replace(one, tensors=(), count=(0, 0), counts=tuple((axis, 0, 0) for axis, *_ in one.counts))
-        if key in joined:
-            so_far = joined[key]
-            one = dataclasses.replace(
-                so_far,
-                tensors=so_far.tensors + one.tensors,
-                count=_added(so_far.count, one.count),
+def merged(collectives: Iterable[ExpectedCollective]) -> tuple[ExpectedCollective, ...]:
+    """Merge collectives that differ only in their tensors, and add their counts."""
+    result: dict[Any, ExpectedCollective] = {}
+    for new in collectives:
+        key = dataclasses.replace(new, tensors=(), count=(0, 0), counts=tuple((axis, 0, 0) for axis, *_ in new.counts))
+        if (old := result.get(key)) is not None:
+            new = dataclasses.replace(
+                old,
+                tensors=old.tensors + new.tensors,
+                count=(old.count[0] + new.count[0], old.count[1] + new.count[1]),
                 counts=tuple(
-                    (axis, *_added(mine, theirs))
-                    for (axis, *mine), (_, *theirs) in zip(so_far.counts, one.counts, strict=True)
+                    (axis, low + more_low, high + more_high)
+                    for (axis, low, high), (_, more_low, more_high) in zip(old.counts, new.counts, strict=True)
                 ),
             )
-        joined[key] = one
-    return tuple(joined.values())
-
-
-def _added(a: Sequence[int], b: Sequence[int]) -> tuple[int, int]:
-    return a[0] + b[0], a[1] + b[1]
+        result[key] = new
+    return tuple(result.values())

@@ -1,12 +1,11 @@
-"""FSDP that gathers the weights of the next layer while this one computes, forward and backward.
+"""FSDP that gathers the weights of the next layer while a layer computes, forward and backward.
 
     forward     carry (x, W_l)    iteration l: gather W_(l+1) ‖ y = layer(x, W_l)
-    backward    carry (g, W_l)    iteration l: gather W_(l-1) ‖ layer l recomputed and differentiated, dW_l scattered
+    backward    carry (g, W_l)    iteration l: gather W_(l-1) ‖ recompute and differentiate layer l, scatter dW_l
 
-A gather is a sharding constraint: XLA puts it in, and nothing in its iteration waits for it. Without this a layer's
-gathers stand in the iteration that needs them, and the first of them have nothing to hide behind. The last layer stands
-outside of the loops: it ends the forward pass and begins the backward pass, with the weights that it has. Otherwise
-gradients are XLA's, as in `xla.py`.
+Each gather is a sharding constraint. XLA inserts the all-gather, and no operation of the same iteration depends on it.
+In a plain scan a layer depends on gathers of its own iteration, so the first gather is exposed. The last layer runs
+outside the loops, with the same gathered weights in both passes. XLA partitions the rest of the step, as in `xla.py`.
 """
 
 from __future__ import annotations
@@ -37,249 +36,265 @@ from meshpar.training.state import Setup, TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Loss, metrics and gradients over a batch, summed over micro-steps; arguments as for `plain`.
+    """Return loss, metrics and gradients of a batch, summed over micro-steps; see `xla.gradients`.
 
     Raises:
-      ValueError: a model that never calls `scan_layers`.
+      MeshparError: the model never calls `scan_layers`.
     """
     context, strategy = current().numerics, state.setup.strategy
     assert context is not None
-    context.prefetch = functools.partial(_run, state.setup)
+    context.prefetch = functools.partial(_run_layers, state.setup)
     sums = xla.gradients(loss, options, state, batch, key)
     if not context.num_scans:
-        exists = "the model says nowhere what a layer is: it never calls meshpar.scan_layers"
-        fix = "run its stacked layers by mp.scan_layers(layer, x, params), or leave prefetch out"
-        raise problem(f"strategy {strategy.label}", "gather weights a layer ahead", exists, fix)
+        reason = "the model marks no layer: it never calls meshpar.scan_layers"
+        fix = "run its stacked layers with mp.scan_layers(layer, x, params), or remove prefetch"
+        raise problem(
+            f"strategy {strategy.label}", "gather weights one layer ahead", reason, fix, code="unsupported-feature"
+        )
     return sums
 
 
 def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
-    """What makes XLA hide the messages: a layer's gathers are one, and its scatters run into the next iteration.
+    """Return the XLA options that overlap gathers with the layer and scatters with the next iteration.
 
-    Apart, the first gather would have all that hides behind the layer, and the others wait. Scatters are combined by
-    the bytes they give: as one message a layer's would have no matmul of it left to hide behind, so there are three.
-    With axes that split layers, whose collectives stand between, several are let run at a time, and scatters are one.
-    Slices of the rows have messages of their own there, which combined would make one slice wait for the other: no more
-    is combined then than the layer's weights, and than its gradients as often as there are slices.
-    Slices keep kernels of their own there, too: see `APART`.
+    - The gathers of a layer are combined. Otherwise only the first gather overlaps with the layer.
+    - The scatters of a layer are combined into three messages, by the size of their results. A single message would
+      be sent after the last matmul of the layer, without overlap.
+    - Mesh axes that shard the layers add collectives between the matmuls. Four collectives may then run concurrently,
+      and the scatters need no limit.
+    - Slices of the batch have separate messages, and combining them would make the slices wait for each other. The
+      limits are the size of a layer's weights, and the size of its gradients times the number of slices. See `APART`.
     """
-    gathered, kept = bytes_of_a_layer(setup, options)
-    combined = gathered if options.interleave > 1 else max(gathered, 2**30)
-    thresholds: dict[str, Value] = {"xla_gpu_all_gather_combine_threshold_bytes": combined}
-    others = [size for axis, size in axis_sizes(setup.mesh).items() if axis not in setup.batch_axes and size > 1]
-    if others:
-        thresholds[OVERLAP_LIMIT] = 4
+    gathered_bytes, gradient_bytes = bytes_of_a_layer(setup, options)
+    combined_bytes = gathered_bytes if options.interleave > 1 else max(gathered_bytes, 2**30)
+    result: dict[str, Value] = {"xla_gpu_all_gather_combine_threshold_bytes": combined_bytes}
+    if any(size > 1 for axis, size in axis_sizes(setup.mesh).items() if axis not in setup.batch_axes):
+        result[OVERLAP_LIMIT] = 4
         if options.interleave > 1:
-            thresholds |= {"xla_gpu_reduce_scatter_combine_threshold_bytes": kept * options.interleave, **APART}
+            scattered_bytes = gradient_bytes * options.interleave
+            result |= {"xla_gpu_reduce_scatter_combine_threshold_bytes": scattered_bytes, **APART}
     else:
-        if _ranks_own_experts(setup):  # tokens go to experts while weights come
-            thresholds[OVERLAP_LIMIT] = 4
-        thresholds["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(kept // 3, 1)
-    return {**thresholds, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
+        if _has_local_experts(setup):  # tokens travel to the experts during the gathers
+            result[OVERLAP_LIMIT] = 4
+        result["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(gradient_bytes // 3, 1)
+    return {**result, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
 
 
-def _ranks_own_experts(setup: Setup) -> bool:
-    """Whether axes of the batch split experts that nobody gathers."""
-    stay = (axes_of_spec(_without(one, setup.batch_axes)) for one in setup.table.params if one.leaf.num_layers > 1)
-    return any(set(axes) & set(setup.batch_axes) for axes in stay)
+def _has_local_experts(setup: Setup) -> bool:
+    """Return whether batch axes shard experts, which are not gathered."""
+    stacks = [decision for decision in setup.table.params if decision.leaf.num_layers > 1]
+    return any(set(axes_of_spec(_gathered_spec(stack, setup.batch_axes))) & set(setup.batch_axes) for stack in stacks)
 
 
 def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:
-    """Of a layer's weights, as a device holds them when they are gathered, and of its gradients, as it keeps them."""
-    sizes, gathered, kept = axis_sizes(setup.mesh), 0, 0
-    for one in (one for one in setup.table.params if one.leaf.num_layers > 1):
-        axes = axes_of_spec(one.spec)
-        elements = one.leaf.size // one.leaf.num_layers
-        compute = jnp.dtype(options.precision.compute or one.leaf.dtype)
-        stays = set(axes_of_spec(_without(one, setup.batch_axes)))
-        others = math.prod(sizes[axis] for axis in axes if axis in stays)
-        gathered += elements // others * compute.itemsize
-        if not one.leaf.is_trained:
+    """Return the bytes per device of a layer's gathered weights and of its gradient shards."""
+    sizes, gathered_bytes, gradient_bytes = axis_sizes(setup.mesh), 0, 0
+    for decision in setup.table.params:
+        leaf, axes = decision.leaf, axes_of_spec(decision.spec)
+        if leaf.num_layers <= 1:
             continue
-        kept += elements // math.prod(sizes[axis] for axis in axes) * options.precision.reduce_dtype(compute).itemsize
-    return gathered, kept
+        num_elements = leaf.size // leaf.num_layers
+        compute = jnp.dtype(options.precision.compute or leaf.dtype)
+        remaining_axes = set(axes_of_spec(_gathered_spec(decision, setup.batch_axes)))
+        num_shards = math.prod(sizes[axis] for axis in axes if axis in remaining_axes)
+        gathered_bytes += num_elements // num_shards * compute.itemsize
+        if leaf.is_trained:
+            num_shards = math.prod(sizes[axis] for axis in axes)
+            gradient_bytes += num_elements // num_shards * options.precision.reduce_dtype(compute).itemsize
+    return gathered_bytes, gradient_bytes
 
 
 class LayerLayout(NamedTuple):
-    """How the weights of one layer lie."""
+    """Shardings of the weights of a layer."""
 
-    whole: Callable[[PyTree], PyTree]
-    """While the layer computes: over some axes replicated."""
-    shards: Callable[[PyTree], PyTree]
-    """As the parameters lie."""
+    gather: Callable[[PyTree], PyTree]
+    """Constrains weights to the sharding that the layer computes with, replicated over the prefetched axes."""
+    scatter: Callable[[PyTree], PyTree]
+    """Constrains gradients to the sharding of the parameters."""
     is_trained: PyTree = None
-    """A truth for each: whether it has a gradient. None: all have."""
+    """Boolean pytree, True for trainable weights. `None` means that all weights are trainable."""
     are_sliced: bool = False
-    """Whether a layer runs on several slices of the rows: it uses each weight as often, and sums the gradients."""
+    """True if a layer runs on slices of the batch, whose weight gradients are summed."""
     rows: SliceRows | None = None
-    """Of a slice, where matmuls can leave a gradient as each device has it; `shards` then takes `Own`s, too."""
+    """The batch of a slice, if matmuls may leave gradients unreduced. `scatter` then accepts `Own` leaves."""
 
     def trained(self, tree: PyTree) -> PyTree:
-        """Of a tree like the weights what has a gradient; None stands for the others."""
+        """Replace the leaves of frozen weights by None."""
         return tree if self.is_trained is None else jax.tree.map(lambda on, x: x if on else None, self.is_trained, tree)
 
 
-def _run(setup: Setup, at: str, layer: Layer, x: Any, rows: tuple[PyTree, PyTree]) -> Any:
-    """What `scan_layers` gives, its weights gathered a layer ahead."""
-    if len({len(leaf) for leaf in jax.tree.leaves(rows)}) != 1 or not jax.tree.leaves(rows[0]):
-        return scanned(layer, x, (*rows, None))  # nothing to gather; or rows of unequal length, which a scan refuses
-    decisions = {one.path: one for one in setup.table.params}
+def _run_layers(setup: Setup, at: str, layer: Layer, x: Any, inputs: tuple[PyTree, PyTree]) -> Any:
+    """Run the layers of `scan_layers` with prefetched weights."""
+    if len({len(leaf) for leaf in jax.tree.leaves(inputs)}) != 1 or not jax.tree.leaves(inputs[0]):
+        return scanned(layer, x, (*inputs, None))  # no weights, or inputs of unequal length, which the scan refuses
+    decisions = {decision.path: decision for decision in setup.table.params}
 
-    def laid(tree: PyTree, without: tuple[str, ...]) -> PyTree:
-        def one(path: Any, weight: jax.Array | Own) -> jax.Array | Ahead:
-            found = leaf_at(at, path_str(path), decisions, lambda held: (held.spec, held.leaf.names))
-            spec = _without(found, without)
+    def constrain(tree: PyTree, gathered_axes: tuple[str, ...]) -> PyTree:
+        def constrain_leaf(path: Any, weight: jax.Array | Own) -> jax.Array | Ahead:
+            decision = leaf_at(at, path_str(path), decisions, lambda match: (match.spec, match.leaf.names))
+            spec = _gathered_spec(decision, gathered_axes)
             if isinstance(weight, Own):
                 return weight.reduced(spec)
-            laid = with_layout(weight, NamedSharding(setup.mesh, spec))
-            # An MoE layer gathers its experts in a region by hand, and scatters their gradients there: given whole ones
-            # alone, it would reduce gradients whole.
-            of_expert = is_expert(found) and not is_router(found)
-            return Ahead(weight, laid) if of_expert and spec != _without(found, ()) else laid
+            constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
+            # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only the
+            # gathered weight, it would all-reduce the full gradient.
+            is_expert_shard = is_expert(decision) and not is_router(decision) and spec != _gathered_spec(decision, ())
+            return Ahead(weight, constrained) if is_expert_shard else constrained
 
-        return jax.tree_util.tree_map_with_path(one, tree, is_leaf=lambda one: isinstance(one, Own))
+        return jax.tree_util.tree_map_with_path(constrain_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Own))
 
     def is_trained(path: Any, weight: jax.Array) -> bool:
-        return leaf_at(at, path_str(path), decisions, lambda held: held.leaf.is_trained).leaf.is_trained
+        return leaf_at(at, path_str(path), decisions, lambda match: match.leaf.is_trained).leaf.is_trained
 
-    whole = functools.partial(laid, without=setup.strategy.prefetched_axes)
-    trained = jax.tree_util.tree_map_with_path(is_trained, rows[0])
     context = current().numerics
-    sliced = context is not None and context.interleave > 1
+    are_sliced = context is not None and context.interleave > 1
     layout = LayerLayout(
-        whole, functools.partial(laid, without=()), trained, sliced, _rows(setup, x) if sliced else None
+        gather=functools.partial(constrain, gathered_axes=setup.strategy.prefetched_axes),
+        scatter=functools.partial(constrain, gathered_axes=()),
+        is_trained=jax.tree_util.tree_map_with_path(is_trained, inputs[0]),
+        are_sliced=are_sliced,
+        rows=_slice_rows(setup, x) if are_sliced else None,
     )
-    return prefetched(layer, x, rows, layout)
+    return prefetched(layer, x, inputs, layout)
 
 
-def _rows(setup: Setup, x: PyTree) -> SliceRows | None:
-    """How a slice's rows lie; None: axes split the sequence, or types say how arrays lie."""
+def _slice_rows(setup: Setup, x: PyTree) -> SliceRows | None:
+    """Return the batch of a slice, or None if the sequence is sharded or the mesh has Explicit axes."""
     like = max(jax.tree.leaves(x), key=jnp.ndim)
     spec = spec_of(jax.ShapeDtypeStruct(like.shape[:2], like.dtype), *("batch", "seq")[: like.ndim])
-    axes, others = (axes_of_spec(PartitionSpec(*part)) for part in (spec[:1], spec[1:]))
-    if others or not axes or AxisType.Explicit in setup.mesh.axis_types:
+    batch_axes, sequence_axes = (axes_of_spec(PartitionSpec(*entries)) for entries in (spec[:1], spec[1:]))
+    if sequence_axes or not batch_axes or AxisType.Explicit in setup.mesh.axis_types:
         return None
-    return SliceRows(setup.mesh, tuple(axes), len(like))
+    return SliceRows(setup.mesh, tuple(batch_axes), len(like))
 
 
-def _without(one: Decision, axes: tuple[str, ...]) -> PartitionSpec:
-    """How one layer of a stacked leaf lies, no longer split over some axes, but for those whose ranks own experts."""
-    names = (one.leaf.names or ())[1:]
-    own = [entry if name == "expert" else None for entry, name in zip(one.spec[1:], names, strict=False)]
-    kept = set(axes_of_spec(PartitionSpec(*own))) if is_expert(one) and not is_router(one) else set()
-    return without_axes(PartitionSpec(*one.spec[1:]), [axis for axis in axes if axis not in kept])
+def _gathered_spec(decision: Decision, axes: tuple[str, ...]) -> PartitionSpec:
+    """Return the spec of a layer without some mesh axes. Axes that shard experts remain."""
+    expert_axes: set[str] = set()
+    if is_expert(decision) and not is_router(decision):
+        dims = zip(decision.spec[1:], (decision.leaf.names or ())[1:], strict=False)
+        expert_axes = set(axes_of_spec(PartitionSpec(*(entry if name == "expert" else None for entry, name in dims))))
+    return without_axes(PartitionSpec(*decision.spec[1:]), [axis for axis in axes if axis not in expert_axes])
 
 
-def prefetched(layer: Layer, x: Any, rows: tuple[PyTree, PyTree], layout: LayerLayout) -> Any:
-    """Stacked layers, one after the other, each layer's weights laid out `whole` while the one before it computes.
+def prefetched(layer: Layer, x: Any, inputs: tuple[PyTree, PyTree], layout: LayerLayout) -> Any:
+    """Run stacked layers in sequence, and gather the weights of each layer while the previous layer computes.
 
-    Values and gradients are those of `layers.scanned`.
+    The results equal `layers.scanned`.
 
     Args:
-      layer: (x, (weights, extra, None)) -> x, or -> (x, Aux); for `jax.checkpoint` to keep no weight for the backward
-        pass, which gathers it again.
-      x: what the first one takes.
-      rows: parameters and extra, stacked.
-      layout: of one layer's weights.
+      layer: (x, (weights, extra, None)) -> x, or -> (x, Aux). The `jax.checkpoint` policy saves no weight for the
+        backward pass, which gathers the weights again.
+      x: input of the first layer.
+      inputs: stacked parameters and extra inputs.
+      layout: shardings of the weights of a layer.
     """
-    params, extra = rows
+    params, extra = inputs
     leaves, structure = jax.tree.flatten(extra)
     is_smooth = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
     smooth, fixed = (
-        [leaf for leaf, one in zip(leaves, is_smooth, strict=True) if one is kind] for kind in (True, False)
+        [leaf for leaf, mark in zip(leaves, is_smooth, strict=True) if mark is kind] for kind in (True, False)
     )
 
     def body(x: Any, weights: PyTree, smooth: list[jax.Array], fixed: list[jax.Array]) -> Any:
-        rows = {True: iter(smooth), False: iter(fixed)}
-        extra = jax.tree.unflatten(structure, [next(rows[one]) for one in is_smooth])
+        remaining = {True: iter(smooth), False: iter(fixed)}
+        extra = jax.tree.unflatten(structure, [next(remaining[mark]) for mark in is_smooth])
         y, aux = with_aux(layer(x, (weights, extra, None)))
         check_alike("a layer", x, y)
         return (y, None if aux is None else aux.loss), None if aux is None else aux.metrics
 
     weights, *first = jax.tree.map(lambda leaf: leaf[0], (params, smooth, fixed))
-    pure, consts = jax.closure_convert(body, x, layout.whole(weights), *first)
-    stack = _Ahead(pure, layout)
-    run = jax.custom_vjp(lambda *given: stack.forward(*given)[0])
+    pure, consts = jax.closure_convert(body, x, layout.gather(weights), *first)
+    stack = _PrefetchedStack(pure, layout)
+    run = jax.custom_vjp(lambda *args: stack.forward(*args)[0])
     run.defvjp(stack.forward, stack.backward)
     y, losses, metrics = run(x, params, smooth, consts, fixed)
     return y if losses is None else (y, Aux(losses.sum(0), metrics))
 
 
 @dataclasses.dataclass(eq=False)
-class _Ahead:
-    """A stack of layers, forward and backward; the last stands outside of the loops, which all others run in.
+class _PrefetchedStack:
+    """Forward and backward pass of stacked layers, with all layers but the last in a loop.
 
-    So what comes behind the layers, the head's gather and its gradient's reduction, has that layer to hide behind.
+    The gather of the head and the reduction of its gradient overlap with the last layer.
     """
 
     body: Callable[..., Any]
     """(x, weights, smooth, fixed, *consts) -> ((y, loss), metrics)."""
     layout: LayerLayout
     vjps: dict[str, tuple[Any, list[int | None]]] = dataclasses.field(default_factory=dict)
-    """Of the layers in the loop and of the last: the tree of the backward function, and which of its residuals are at
-    hand again in the backward pass, a layer's weights before all: they are not stacked."""
+    """For "loop" and "last": the structure of the backward function, and the index of each residual among the arguments
+    of `_layer`, or None. Residuals with an index, such as the weights, are not saved."""
 
-    def _weights_of(self, params: PyTree, at: jax.Array | int) -> PyTree:
-        return self.layout.whole(jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), params))
+    def _gathered(self, params: PyTree, index: jax.Array | int) -> PyTree:
+        layer = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), params)
+        return self.layout.gather(layer)
 
-    def _layer(self, where: str, x: Any, weights: PyTree, smooth: PyTree, fixed: PyTree, consts: PyTree) -> Any:
+    def _layer(self, name: str, x: Any, weights: PyTree, smooth: PyTree, fixed: PyTree, consts: PyTree) -> Any:
         def layer(x: Any, shards: PyTree, smooth: PyTree, consts: PyTree) -> Any:
-            given = jax.tree.map(_in_place_of, weights, shards, is_leaf=_is_ahead)
-            return self.body(x, given, smooth, fixed, *consts)
+            merged = jax.tree.map(_with_shard, weights, shards, is_leaf=_is_ahead)
+            return self.body(x, merged, smooth, fixed, *consts)
 
         shards = jax.tree.map(_shard_of, weights, is_leaf=_is_ahead)
         (y, loss), vjp, metrics = jax.vjp(layer, x, self.layout.trained(shards), smooth, consts, has_aux=True)
         residuals, tree = jax.tree.flatten(vjp)
-        at_hand = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
-        places = [at_hand.get(id(leaf)) for leaf in residuals]
-        self.vjps[where] = tree, places
-        return y, (loss, metrics, [leaf for leaf, place in zip(residuals, places, strict=True) if place is None])
+        index_of = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves((weights, smooth, fixed, consts)))}
+        indices = [index_of.get(id(leaf)) for leaf in residuals]
+        self.vjps[name] = tree, indices
+        return y, (loss, metrics, [leaf for leaf, index in zip(residuals, indices, strict=True) if index is None])
 
     def _gradients(
-        self, where: str, given: Any, kept: list[Any], weights: PyTree, smooth: PyTree, fixed: PyTree, consts: PyTree
-    ) -> Any:
-        tree, places = self.vjps[where]
-        at_hand, left = jax.tree.leaves((weights, smooth, fixed, consts)), iter(kept)
-        residuals = [next(left) if place is None else at_hand[place] for place in places]
+        self, name: str, cotangents: Any, saved: list[Any], weights: PyTree, smooth: PyTree, fixed: PyTree,
+        consts: PyTree,
+    ) -> Any:  # fmt: skip
+        tree, indices = self.vjps[name]
+        args, remaining = jax.tree.leaves((weights, smooth, fixed, consts)), iter(saved)
+        residuals = [next(remaining) if index is None else args[index] for index in indices]
 
-        def back(residuals: list[Any], given: Any) -> Any:
-            return jax.tree.unflatten(tree, residuals)(given)
+        def back(residuals: list[Any], cotangents: Any) -> Any:
+            return jax.tree.unflatten(tree, residuals)(cotangents)
 
         if self.layout.are_sliced:
             back = summed_first(back, (False, True, False, False), self.layout.rows)
-        dx, dweights, dsmooth, dconsts = back(residuals, given)
-        shards = self.layout.shards(dweights)
+        dx, dweights, dsmooth, dconsts = back(residuals, cotangents)
+        scattered = self.layout.scatter(dweights)
         like = self.layout.trained(jax.tree.map(_shard_of, weights, is_leaf=_is_ahead))
-        return dx, jax.tree.map(lambda g, w: g.astype(w.dtype), shards, like), dsmooth, dconsts
+        return dx, jax.tree.map(lambda g, w: g.astype(w.dtype), scattered, like), dsmooth, dconsts
 
     def forward(self, x: Any, params: PyTree, smooth: PyTree, consts: PyTree, fixed: PyTree) -> Any:
-        def step(carry: Any, row: Any) -> Any:
-            (x, weights), (at, smooth, fixed) = carry, row
-            ahead = self._weights_of(params, at + 1)
+        """Run the layers; also return the residuals for `backward`."""
+
+        def step(carry: Any, layer_inputs: Any) -> Any:
+            (x, weights), (index, smooth, fixed) = carry, layer_inputs
+            next_weights = self._gathered(params, index + 1)
             y, out = self._layer("loop", x, weights, smooth, fixed, consts)
-            return (y, ahead), out
+            return (y, next_weights), out
 
-        rows, (_, *of_last) = _but_last((jnp.arange(len(jax.tree.leaves(params)[0])), smooth, fixed))
-        (x, last), (losses, metrics, kept) = lax.scan(step, (x, self._weights_of(params, 0)), rows)
-        y, (loss, metric, kept_last) = self._layer("last", x, last, of_last[0], of_last[1], consts)
+        num_layers = len(jax.tree.leaves(params)[0])
+        stacked, (_, last_smooth, last_fixed) = _split_last((jnp.arange(num_layers), smooth, fixed))
+        (x, last_weights), (losses, metrics, saved) = lax.scan(step, (x, self._gathered(params, 0)), stacked)
+        y, (loss, metric, last_saved) = self._layer("last", x, last_weights, last_smooth, last_fixed, consts)
         losses, metrics = jax.tree.map(_appended, (losses, metrics), (loss, metric))
-        return (y, losses, metrics), (params, smooth, consts, fixed, kept, kept_last, last)
+        return (y, losses, metrics), (params, smooth, consts, fixed, saved, last_saved, last_weights)
 
-    def backward(self, saved: Any, given: Any) -> Any:
-        (params, smooth, consts, fixed, kept, kept_last, last), (dy, dlosses, _) = saved, given
-        count = len(jax.tree.leaves(params)[0])
+    def backward(self, residuals: Any, cotangents: Any) -> Any:
+        """Return the gradients of the arguments of `forward`."""
+        (params, smooth, consts, fixed, saved, last_saved, last_weights), (dy, dlosses, _) = residuals, cotangents
+        num_layers = len(jax.tree.leaves(params)[0])
 
-        def step(carry: Any, row: Any) -> Any:
-            (dy, weights, dconsts), (at, dloss, smooth, fixed, kept) = carry, row
-            ahead = self._weights_of(params, jnp.maximum(at - 1, 0))
-            dx, *out, more = self._gradients("loop", (dy, dloss), kept, weights, smooth, fixed, consts)
-            return (dx, ahead, jax.tree.map(jnp.add, dconsts, more)), tuple(out)
+        def step(carry: Any, layer_inputs: Any) -> Any:
+            (dy, weights, dconsts), (index, dloss, smooth, fixed, saved) = carry, layer_inputs
+            next_weights = self._gathered(params, jnp.maximum(index - 1, 0))
+            dx, *grads, more = self._gradients("loop", (dy, dloss), saved, weights, smooth, fixed, consts)
+            return (dx, next_weights, jax.tree.map(jnp.add, dconsts, more)), tuple(grads)
 
-        rows, (_, dloss, *rest) = _but_last((jnp.arange(count), dlosses, smooth, fixed))
-        ahead = self._weights_of(params, max(count - 2, 0))
-        dy, *of_last, dconsts = self._gradients("last", (dy, dloss), kept_last, last, rest[0], rest[1], consts)
-        (dx, _, dconsts), of_rest = lax.scan(step, (dy, ahead, dconsts), (*rows, kept), reverse=True)
-        dparams, dsmooth = jax.tree.map(_appended, of_rest, tuple(of_last))
+        stacked, (_, dloss, last_smooth, last_fixed) = _split_last((jnp.arange(num_layers), dlosses, smooth, fixed))
+        next_weights = self._gathered(params, max(num_layers - 2, 0))
+        dy, *last_grads, dconsts = self._gradients(
+            "last", (dy, dloss), last_saved, last_weights, last_smooth, last_fixed, consts
+        )
+        (dx, _, dconsts), grads = lax.scan(step, (dy, next_weights, dconsts), (*stacked, saved), reverse=True)
+        dparams, dsmooth = jax.tree.map(_appended, grads, tuple(last_grads))
         return dx, dparams, dsmooth, dconsts, None
 
 
@@ -291,14 +306,14 @@ def _shard_of(weight: jax.Array | Ahead) -> jax.Array:
     return weight.shard if isinstance(weight, Ahead) else weight
 
 
-def _in_place_of(weight: jax.Array | Ahead, shard: jax.Array | None) -> jax.Array | Ahead:
-    if shard is None:  # it has no gradient
+def _with_shard(weight: jax.Array | Ahead, shard: jax.Array | None) -> jax.Array | Ahead:
+    if shard is None:  # a frozen weight
         return weight
     return Ahead(shard, weight.whole) if isinstance(weight, Ahead) else shard
 
 
-def _but_last(rows: PyTree) -> tuple[PyTree, PyTree]:
-    return jax.tree.map(lambda x: x[:-1], rows), jax.tree.map(lambda x: x[-1], rows)
+def _split_last(stacked: PyTree) -> tuple[PyTree, PyTree]:
+    return jax.tree.map(lambda x: x[:-1], stacked), jax.tree.map(lambda x: x[-1], stacked)
 
 
 def _appended(stacked: jax.Array, last: jax.Array) -> jax.Array:

@@ -1,10 +1,11 @@
-"""Every device makes the gradients of its own rows: XLA sees no sum over devices inside the loop of micro-steps.
+"""Gradients computed per device in a `shard_map` over the batch axes, without reductions inside the micro-steps.
 
-The step is manual over the axes that split the batch. Two ways, by what enters:
+There are two modes:
 
-    whole weights                  gradients summed whole on every device, one reduction behind the last micro-step
-                                   (`reduce_gradients="once"`)
-    shards, strategy with quantize weights gathered and gradients scattered in few bits, by hand (`unshard.py`)
+    reduce_gradients="once"     Parameters are gathered before the micro-steps. Each device accumulates full gradients
+                                of its local batch, which are reduced once, after the last micro-step.
+    strategy with `quantize`    Parameters are sharded. Weights are gathered and gradients scattered in low precision,
+                                by the kernels of `zeropp.py`.
 """
 
 from __future__ import annotations
@@ -35,173 +36,170 @@ from meshpar.training.accumulation import (
     wide,
 )
 from meshpar.training.gradients.engine import Feature, GradientEngine
-from meshpar.training.gradients.zeropp import QuantizedGather, make_unshard
+from meshpar.training.gradients.zeropp import QuantizedGather, make_quantized_gather
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Loss, metrics and gradients over a batch, summed over micro-steps and devices; arguments as for `plain`.
+    """Return loss, metrics and gradients of a batch, summed over micro-steps and devices; see `xla.gradients`.
 
     Raises:
-      ValueError: a strategy that quantizes, and no parameter that is split over an axis of the batch; a model that
-        does not say where its layers begin.
+      MeshparError: the strategy quantizes, and no parameter is sharded over a batch axis or the model never calls
+        `scan_layers`.
     """
-    unshard = make_unshard(state.setup, options.precision, state.setup.batch_axes)
-    if unshard is None:
+    quantized = make_quantized_gather(state.setup, options.precision, state.setup.batch_axes)
+    if quantized is None:
         return _reduced_once(loss, options, state, batch, key)
-    return _quantized(loss, options, state, batch, key, unshard)
+    return _quantized(loss, options, state, batch, key, quantized)
 
 
 def _reduced_once(
     loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array
 ) -> MicrobatchTotals:
-    """Every device sums the gradients of its own rows; one reduction follows.
+    """Accumulate the gradients of the local batch on each device and reduce them once.
 
-    Manual over the axes that split the batch, so that XLA sees no sum over devices inside the loop; other axes stay
-    XLA's. Parameters enter replicated over those axes: gathered once.
+    The parameters are replicated over the batch axes. XLA partitions the computation over the other mesh axes.
 
-    On Explicit axes types could say it: of weights that are `reduced` over the batch's axes, gradients are `unreduced`
-    till they are laid out behind the loop. That sends the same bytes there, and each micro-step's loss besides, and jax
-    up to 0.12 refuses such a weight beside rows where it is added or multiplied, as a bias or a norm's scale is.
+    Explicit mesh axes could express the same: weights of type `reduced` over the batch axes have `unreduced` gradients.
+    That sends the same bytes for gradients, and in addition the loss of each micro-step. JAX up to version 0.12 refuses
+    such weights where they are added to or multiplied with activations, as biases and norm scales are.
     """
     setup = state.setup
     axes = setup.batch_axes
     params = in_compute(setup, state.params, options.precision.compute)
-    whole = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
-    params = constrained(params, setup.named(whole))
+    specs = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
+    params = constrained(params, setup.named(specs))
 
-    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> MicrobatchTotals:
-        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
-            return terms(params, extra, rows, key)
+    def local(params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> MicrobatchTotals:
+        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> Any:
+            return terms(params, extra, examples, key)
 
         def step(loss: Loss) -> MicroStep:
             return functools.partial(micro_step, loss, options, setup, params)
 
-        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, rows, key)
+        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, examples, key)
         if not axes:
             return sums
-        # Every device's own gradients behind a dim that the axes split.
+        # Gradients have a new first dim, which is sharded over the batch axes.
         sums = _reduce_all_but_gradients(sums, axes)
         return sums.replace(grads=jax.tree.map(lambda g: g[None], sums.grads))
 
     if not axes:
         return local(params, state.extra, batch, key).replace(count=options.accumulate)
     sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
-    # Left to XLA, for a scatter written by hand would first gather what other axes split.
-    # lax.reduce, for jnp.sum would widen a narrow reduction to float32.
+    # XLA chooses the reduce-scatter. A psum_scatter would first gather the dims that other mesh axes shard.
+    # jnp.sum would reduce low-precision dtypes in float32.
     summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
     grads = constrained(summed, setup.named(setup.trained(setup.layout.grads)))
-    return sums.replace(grads=grads, count=_num_parts(setup, options, axes))
+    return sums.replace(grads=grads, count=_num_local_batches(setup, options, axes))
 
 
 def _quantized(
-    loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, unshard: QuantizedGather
+    loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, quantized: QuantizedGather
 ) -> MicrobatchTotals:
-    """Weights gathered and gradients scattered in few bits, by hand: `meshpar.training.gradients.zeropp` says how.
+    """Gather weights and scatter gradients in low precision.
 
-    Manual over the axes that split the batch, as when gradients are reduced once; parameters enter as shards. In mode
-    "each_microbatch" every micro-step gathers and scatters, stacked layers inside the loops over them; in mode "once"
-    all weights are gathered before the micro-steps and all gradients scattered behind them.
+    With reduce_gradients="each_microbatch", each micro-step gathers and scatters, layer by layer for stacked layers.
+    With "once", all weights are gathered before the micro-steps, and all gradients are scattered after them.
     """
-    setup, axes = state.setup, unshard.batch_axes
-    noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in the numbers below
+    setup, axes = state.setup, quantized.batch_axes
+    noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in smaller integers
 
-    def local(params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array, noise: jax.Array) -> MicrobatchTotals:
+    def local(params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array, noise: jax.Array) -> MicrobatchTotals:
         if options.is_once:
-            params = unshard.whole(params, noise)
+            params = quantized.gather_all(params, noise)
 
-        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, rows: PyTree, key: jax.Array) -> Any:
+        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> Any:
             if options.is_once:
-                return terms(params, extra, rows, key)
-            return _gathering(setup, unshard, noise, terms, params, extra, rows, key)
+                return terms(params, extra, examples, key)
+            return _with_gathered_weights(setup, quantized, noise, terms, params, extra, examples, key)
 
         def step(loss: Loss) -> MicroStep:
             if options.is_once:
                 return functools.partial(micro_step, loss, options, setup, params)
             return _sharded_step(functools.partial(call, loss), setup, params)
 
-        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, rows, key)
+        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, examples, key)
         if options.is_once:
-            sums = sums.replace(grads=unshard.scattered(sums.grads, noise))
+            sums = sums.replace(grads=quantized.scatter_all(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
 
-    run = _by_device(local, setup, axes, unshard.specs, setup.trained(unshard.specs))
+    run = _by_device(local, setup, axes, quantized.specs, setup.trained(quantized.specs))
     sums = run(state.params, state.extra, batch, key, noise)
     grads = constrained(sums.grads, setup.named(setup.trained(grad_specs(setup, options))))
-    return sums.replace(grads=grads, count=_num_parts(setup, options, axes))
+    return sums.replace(grads=grads, count=_num_local_batches(setup, options, axes))
 
 
-def _num_parts(setup: Setup, options: StepOptions, axes: tuple[str, ...]) -> int:
-    """Count the parts of the global batch: micro-steps times devices."""
+def _num_local_batches(setup: Setup, options: StepOptions, axes: tuple[str, ...]) -> int:
+    """Return the number of micro-steps times the number of shards of the batch."""
     return options.accumulate * math.prod(setup.sizes[axis] for axis in axes)
 
 
 def _by_device(
-    local: Callable[..., MicrobatchTotals], setup: Setup, axes: tuple[str, ...], params: PyTree, grads: PyTree
+    local: Callable[..., MicrobatchTotals], setup: Setup, axes: tuple[str, ...], param_specs: PyTree, grad_specs: PyTree
 ) -> Callable[..., MicrobatchTotals]:
-    """A function of (params, extra, rows, keys...) run by every device along the axes that split the batch."""
-    whole = PartitionSpec()
+    """Return `local`, a function of (params, extra, examples, *keys), in a `shard_map` over the batch axes."""
+    replicated = PartitionSpec()
 
-    def run(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> MicrobatchTotals:
-        def inside(held: PyTree, extra: PyTree, rows: PyTree, *keys: jax.Array) -> MicrobatchTotals:
-            return local(held, extra, rows, *map(jax.random.wrap_key_data, keys))
+    def run(params: PyTree, extra: PyTree, examples: PyTree, *keys: jax.Array) -> MicrobatchTotals:
+        def inside(params: PyTree, extra: PyTree, examples: PyTree, *keys: jax.Array) -> MicrobatchTotals:
+            return local(params, extra, examples, *map(jax.random.wrap_key_data, keys))
 
         return jax.shard_map(
             inside,
             mesh=setup.mesh,
-            in_specs=(params, whole, PartitionSpec(axes), *[whole] * len(keys)),
-            out_specs=MicrobatchTotals(whole, whole, grads, whole),  # type: ignore[arg-type]
+            in_specs=(param_specs, replicated, PartitionSpec(axes), *[replicated] * len(keys)),
+            out_specs=MicrobatchTotals(replicated, replicated, grad_specs, replicated),  # type: ignore[arg-type]
             axis_names=set(axes),
-            # The loss is differentiated inside, and its collectives have derivatives of their own: there is nothing for
-            # the check to protect, and it would refuse ordinary models whose scan carries start as constants.
+            # The check is not needed, because the loss is differentiated inside and its collectives define their own
+            # derivatives. It would refuse ordinary models, whose scan carries start as constants.
             check_vma=False,
-        )(held, extra, rows, *map(jax.random.key_data, keys))
+        )(params, extra, examples, *map(jax.random.key_data, keys))
 
     return run
 
 
-def _gathering(
-    setup: Setup, unshard: QuantizedGather, noise: jax.Array, terms: Any, params: PyTree, extra: PyTree, rows: PyTree,
-    key: jax.Array,
+def _with_gathered_weights(
+    setup: Setup, quantized: QuantizedGather, noise: jax.Array, terms: Any, params: PyTree, extra: PyTree,
+    examples: PyTree, key: jax.Array,
 ) -> Any:  # fmt: skip
-    """Evaluate a loss of whole weights on shards: stacked layers are gathered one by one, everything else before."""
-
-    def gather(at: str, layer: PyTree) -> PyTree:
-        return unshard.layer(noise, at, layer)
-
-    with gathering(gather) as context:
+    """Evaluate a loss on sharded parameters. Stacked layers are gathered layer by layer, other weights in advance."""
+    with gathering(functools.partial(quantized.gather_layer, noise)) as context:
         context.num_scans = 0
         try:
-            out = terms(unshard.entered(params, noise), extra, rows, key)
+            out = terms(quantized.gather_unstacked(params, noise), extra, examples, key)
         except (TypeError, ValueError) as error:
-            _check_layers_gathered(setup, unshard, context, error)
+            _check_layers_gathered(setup, quantized, context, error)
             raise
-        _check_layers_gathered(setup, unshard, context, None)
+        _check_layers_gathered(setup, quantized, context, None)
     return out
 
 
 def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> MicroStep:
-    """Return a micro-step whose gradients are shards of the sums over all devices."""
+    """Return a micro-step whose gradients are summed over devices and sharded."""
 
     def micro_step(extra: PyTree, micro: PyTree, key: jax.Array) -> MicrobatchTotals:
-        def of_trained(trained: PyTree) -> Any:
+        def loss_of_trained(trained: PyTree) -> Any:
             return loss(setup.with_frozen(trained, params), extra, micro, key)
 
         masters = jax.tree.map(wide, setup.trained(params))
-        (value, (metrics, after)), grads = jax.value_and_grad(of_trained, has_aux=True)(masters)
+        (value, (metrics, after)), grads = jax.value_and_grad(loss_of_trained, has_aux=True)(masters)
         return MicrobatchTotals(value, metrics, grads, after)
 
     return micro_step
 
 
-def _check_layers_gathered(setup: Setup, unshard: QuantizedGather, context: Numerics, cause: Exception | None) -> None:
-    """A model that computes with a layer's shards fails by their shapes: this is why."""
-    if unshard.per_layer and not context.num_scans:
-        where = f"`{unshard.per_layer[0]}` under the strategy {setup.strategy.label}"
-        exists = "the model scans its stacked layers and never calls meshpar.scan_layers"
-        fix = "run them by mp.scan_layers(layer, x, params) in place of the scan"
-        raise problem(where, "gather one layer at a time", exists, fix) from cause
+def _check_layers_gathered(
+    setup: Setup, quantized: QuantizedGather, context: Numerics, cause: Exception | None
+) -> None:
+    """Check that the model calls `scan_layers`. Otherwise its layers fail because their weights are shards."""
+    if quantized.per_layer and not context.num_scans:
+        where = f"`{quantized.per_layer[0]}` under the strategy {setup.strategy.label}"
+        reason = "the model marks no layer: it never calls meshpar.scan_layers"
+        fix = "run its stacked layers with mp.scan_layers(layer, x, params)"
+        requested, code = "gather the weights of each layer", "unsupported-feature"
+        raise problem(where, requested, reason, fix, code=code) from cause
 
 
 def _local_sums(
@@ -213,61 +211,71 @@ def _local_sums(
     axes: tuple[str, ...],
     params: PyTree,
     extra: PyTree,
-    rows: PyTree,
+    examples: PyTree,
     key: jax.Array,
 ) -> MicrobatchTotals:
-    """Sum the micro-steps of this device's examples, with random keys that no other device has.
+    """Sum the micro-steps of the local batch, with random keys that differ between devices.
 
-    `call(terms, params, extra, rows, key)` evaluates a loss on a part of the batch; `step` makes its gradients.
+    Args:
+      loss, options, setup: as for `gradients`.
+      call: function (terms, params, extra, examples, key) that evaluates the loss on a part of the batch.
+      step: function that returns the micro-step of a loss.
+      axes: batch axes.
+      params, extra, examples, key: local arguments of the loss.
     """
     random_keys = setup.model.random_keys()
-    here = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
-    own = _own_keys(extra, random_keys, axes)
+    local_key = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+    local_extra = _local_keys(extra, random_keys, axes)
     count = options.accumulate
-    micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
-    keys = here[None] if count == 1 else micro_keys(here, count)
+    micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), examples)
+    keys = local_key[None] if count == 1 else micro_keys(local_key, count)
     where = f"{setup.strategy.label}, train_step(accumulate={count}, reduce_gradients={options.reduce_gradients!r})"
-    over = {axis: setup.sizes[axis] for axis in axes}
-    loss = loss.over_parts(
-        where, lambda terms, args, *of: call(terms, *args, *of), (params, own), micro_batches, keys, axes=over
-    )
-    sums = step(loss)(own, rows, here) if count == 1 else accumulated(step(loss), own, micro_batches, keys)
-    extra = _common_keys(extra, own, sums.extra, random_keys, axes)
-    return sums.replace(extra=extra)
+    sizes = {axis: setup.sizes[axis] for axis in axes}
+
+    def evaluate(terms: Callable[..., Any], args: tuple[PyTree, PyTree], *inputs: Any) -> Any:
+        return call(terms, *args, *inputs)
+
+    loss = loss.over_parts(where, evaluate, (params, local_extra), micro_batches, keys, axes=sizes)
+    if count == 1:
+        sums = step(loss)(local_extra, examples, local_key)
+    else:
+        sums = accumulated(step(loss), local_extra, micro_batches, keys)
+    return sums.replace(extra=_common_keys(extra, local_extra, sums.extra, random_keys, axes))
 
 
-def _own_keys(extra: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]) -> PyTree:
-    """The model's own random keys, another on every device: with the same, all would drop the same units."""
+def _local_keys(extra: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]) -> PyTree:
+    """Fold the rank into the PRNG keys of the model. With equal keys, all devices would drop the same units."""
 
-    def own(path: Any, x: jax.Array) -> jax.Array:
+    def fold(path: Any, x: jax.Array) -> jax.Array:
         if not axes or path_str(path) not in random_keys:
             return x
         keys = jax.random.wrap_key_data(x, impl=random_keys[path_str(path)]).reshape(-1)
         folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, lax.axis_index(axes))
         return jax.random.key_data(folded).reshape(x.shape)
 
-    return jax.tree_util.tree_map_with_path(own, extra)
+    return jax.tree_util.tree_map_with_path(fold, extra)
 
 
 def _common_keys(
-    before: PyTree, own: PyTree, after: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]
+    before: PyTree, local: PyTree, after: PyTree, random_keys: Mapping[str, str], axes: tuple[str, ...]
 ) -> PyTree:
-    """The model's extras with the keys that all devices keep: as they were, or the first device's where they moved.
+    """Replace the PRNG keys of the model by keys that are equal on all devices.
 
-    A stream of NNX counts and leaves its key; a module may also replace a key of its own.
+    An NNX stream only counts, so its key stays as it was before the step. If a module has replaced its key, all devices
+    receive the new key of the first device.
     """
 
-    def kept(path: Any, old: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
+    def common(path: Any, old: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
         if not axes or path_str(path) not in random_keys:
             return end
-        mine = jnp.where(jnp.all(end == start), old, end)
-        return lax.psum(jnp.where(lax.axis_index(axes) == 0, mine, jnp.zeros_like(mine)), axes)
+        new = jnp.where(jnp.all(end == start), old, end)
+        return lax.psum(jnp.where(lax.axis_index(axes) == 0, new, jnp.zeros_like(new)), axes)
 
-    return jax.tree_util.tree_map_with_path(kept, before, own, after)
+    return jax.tree_util.tree_map_with_path(common, before, local, after)
 
 
 def _reduce_all_but_gradients(sums: MicrobatchTotals, axes: tuple[str, ...]) -> MicrobatchTotals:
-    """Sum over devices, model extras averaged; gradients as they are."""
+    """Sum loss and metrics over devices, and average the model's variables (maximum for integers)."""
 
     def reduce_extra(x: jax.Array) -> jax.Array:
         return lax.pmean(x, axes) if jnp.issubdtype(x.dtype, jnp.floating) else lax.pmax(x, axes)

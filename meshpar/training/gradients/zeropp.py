@@ -1,11 +1,12 @@
-"""Parameters that enter a step as shards: gathered in few bits where they are used, their gradients scattered likewise.
+"""ZeRO++: quantized all-gathers of parameters and quantized reduce-scatters of gradients.
 
-    shard ─cast─► message (int8 or fp8, and scales) ─gather─► whole weight ─► layer
-                                                                                │
-    shard's gradient ◄─sum in float32◄─ exchange ◄─ message ◄── whole gradient ◄┘
+    shard ─cast─► message (int8 or fp8, and scales) ─all-gather─► full weight ─► layer
+                                                                                   │
+    gradient shard ◄─sum in float32◄─ all-to-all ◄─ message ◄── full gradient ◄────┘
 
-For a strategy with `quantize`. The step is manual over the axes that split the batch, so XLA never sees gradients
-to reduce; what other axes split stays split, each of their ranks quantizing what it holds.
+For strategies with `quantize`. The step runs in a `shard_map` over the batch axes, so XLA inserts no reductions of
+gradients. Other mesh axes still shard the parameters, and each of their ranks quantizes its local values. Wang et al.
+2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training".
 """
 
 from __future__ import annotations
@@ -34,135 +35,130 @@ from meshpar.training.state import Setup
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """How one parameter lies, and what becomes of it."""
+    """Sharding and dtypes of a parameter."""
 
     path: str
     index: int
     batch: tuple[tuple[str, ...], ...]
-    """Of each dim, the axes that split it and the batch too."""
+    """For each dim, the batch axes that shard it."""
     others: tuple[tuple[str, ...], ...]
-    """Of each dim, the axes that split it and not the batch."""
+    """For each dim, the other mesh axes that shard it."""
     per_layer: bool
-    """Whether it is a stack that is gathered one layer at a time."""
+    """True for a stack that is gathered one layer at a time."""
     exact: bool
-    """Vectors are sent as they are: a thousandth of the bytes, and a norm's error is in every element it scales."""
+    """True for vectors, which are not quantized: they have about 0.1 % of the bytes, and an error in a norm's scale
+    affects all elements that it scales."""
     compute: Any
+    """Dtype of the gathered weight."""
     reduce: Any
-    """Dtypes."""
+    """Dtype in which unquantized gradients are summed."""
 
     @property
-    def split(self) -> tuple[str, ...]:
+    def gathered_axes(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.batch for axis in dim)
 
-    def of_layer(self) -> _Leaf:
+    def without_layers_dim(self) -> _Leaf:
         return dataclasses.replace(self, batch=self.batch[1:], others=self.others[1:])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedGather:
-    """Makes whole weights of shards, and shards of whole gradients, inside a `shard_map` over `batch_axes`."""
+    """Gathers weights and scatters gradients inside a `shard_map` over `batch_axes`."""
 
     quantize: Quantize
     batch_axes: tuple[str, ...]
     other_axes: tuple[str, ...]
-    """Those the `shard_map` leaves to XLA."""
+    """Mesh axes that the `shard_map` leaves to XLA."""
     sizes: Mapping[str, int]
     leaves: Mapping[str, _Leaf]
-    """By path."""
+    """Parameters by path."""
     specs: PyTree
-    """How parameters enter the `shard_map`, and how gradients leave it."""
+    """Specs of the parameters and gradients over the batch axes."""
 
-    def whole(self, params: PyTree, key: jax.Array) -> PyTree:
-        """All weights, whole, in the compute dtype."""
-        return self._map(lambda leaf, x: self._arrived(leaf, self._message(leaf, x, key), x.shape), params)
+    def gather_all(self, params: PyTree, key: jax.Array) -> PyTree:
+        """Return the full weights in the compute dtype, without a gradient rule."""
+        return self._map(lambda leaf, x: self._decode(leaf, self._encode(leaf, x, key), x.shape), params)
 
-    def scattered(self, grads: PyTree, key: jax.Array) -> PyTree:
-        """Of the whole gradients of every rank, this one's shards of the sums."""
-        return self._map(lambda leaf, g: self._scattered(leaf, g, key), grads)
+    def scatter_all(self, grads: PyTree, key: jax.Array) -> PyTree:
+        """Sum full gradients over ranks and return the local shards."""
+        return self._map(lambda leaf, g: self._scatter(leaf, g, key), grads)
 
-    def entered(self, params: PyTree, key: jax.Array) -> PyTree:
-        """Weights, whole but for the stacks that `layer` gathers; gradients by `params` are shards of the sums.
+    def gather_unstacked(self, params: PyTree, key: jax.Array) -> PyTree:
+        """Gather all weights except for the stacks that `gather_layer` gathers. Gradients are scattered.
 
         Args:
-          params: in float32 at the least, so that their gradients are.
-          key: for stochastic rounding; the same on all ranks.
+          params: shards, in float32 or a larger dtype. Gradients have the same dtype.
+          key: PRNG key for stochastic rounding, equal on all ranks.
         """
+        return self._map(lambda leaf, x: x if leaf.per_layer else self._gather(leaf, x, key), params)
 
-        def enter(leaf: _Leaf, x: jax.Array) -> jax.Array:
-            return x if leaf.per_layer else self._unsharded(leaf, x, key)
-
-        return self._map(enter, params)
-
-    def layer(self, key: jax.Array, at: str, params: PyTree) -> PyTree:
-        """The weights of one layer, whole.
+    def gather_layer(self, key: jax.Array, at: str, params: PyTree) -> PyTree:
+        """Gather the weights of a layer. Gradients are scattered.
 
         Args:
-          key: as for `entered`.
-          at: how the paths of the model's stacked layers end, before the paths inside a layer.
-          params: the layer's shards.
+          key: PRNG key, as for `gather_unstacked`.
+          at: path, or end of the path, of the stacked layers in the model.
+          params: shards of the layer's weights.
 
         Raises:
-          ValueError: a path that no parameter has, or several that are split in different ways.
+          MeshparError: a path matches no parameter, or parameters with different shardings.
         """
 
         def gather(path: Any, x: jax.Array) -> jax.Array:
-            leaf = self._found(at, path_str(path))
-            return self._unsharded(leaf.of_layer(), x, key) if leaf.per_layer else x
+            leaf = leaf_at(at, path_str(path), self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
+            return self._gather(leaf.without_layers_dim(), x, key) if leaf.per_layer else x
 
         return jax.tree_util.tree_map_with_path(gather, params)
 
     @property
     def per_layer(self) -> list[str]:
-        """Paths of the parameters that wait for `layer`."""
+        """Paths of the parameters that `gather_layer` gathers."""
         return [leaf.path for leaf in self.leaves.values() if leaf.per_layer]
 
     def _map(self, f: Callable[[_Leaf, jax.Array], jax.Array], tree: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, x: f(self.leaves[path_str(path)], x), tree)
 
-    def _found(self, at: str, path: str) -> _Leaf:
-        return leaf_at(at, path, self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
+    # -- A parameter --------------------------------------------------------------------------------------------------
 
-    # -- One leaf -----------------------------------------------------------------------------------------------------
-
-    def _unsharded(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
-        """The whole weight, by way of a message; its gradient comes back as the shard of the sum."""
+    def _gather(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
+        """Return the full weight, whose gradient is summed and scattered."""
 
         @jax.custom_vjp
-        def arrived(x: jax.Array, message: jax.Array, key: jax.Array) -> jax.Array:
-            return self._arrived(leaf, message, x.shape)
+        def gathered(x: jax.Array, message: jax.Array, key: jax.Array) -> jax.Array:
+            return self._decode(leaf, message, x.shape)
 
         def forward(x: jax.Array, message: jax.Array, key: jax.Array) -> Any:
-            return arrived(x, message, key), key
+            return gathered(x, message, key), key
 
         def backward(key: jax.Array, g: jax.Array) -> Any:
-            return self._scattered(leaf, g, key).astype(x.dtype), None, None
+            return self._scatter(leaf, g, key).astype(x.dtype), None, None
 
-        arrived.defvjp(forward, backward)
-        message = self._message(leaf, lax.stop_gradient(x), key)
+        gathered.defvjp(forward, backward)
+        message = self._encode(leaf, lax.stop_gradient(x), key)
         if self._levels(leaf)[1]:
             message = checkpoint_name(message, SECOND_SHARD)
-        return arrived(x, message, key)
+        return gathered(x, message, key)
 
-    def _message(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
-        """`[ranks of other axes, nodes, bytes]`: what is sent inside a node; gathered across nodes, where there are."""
-        if not leaf.split:
+    def _encode(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
+        """Return the message of a shard, `[ranks of other axes, nodes, bytes]`, gathered over the axes across nodes."""
+        if not leaf.gathered_axes:
             return x.astype(leaf.compute)
         dtype, outer = self._dtypes(leaf)[0], self._levels(leaf)[1]
 
         def local(x: jax.Array, key: jax.Array) -> jax.Array:
             flat = x.astype(leaf.compute).reshape(-1)
-            own = self._noise(leaf, key, flat, leaf.split)
+            local_key = self._local_key(leaf, key, flat, leaf.gathered_axes)
             if dtype is None:
                 message = lax.bitcast_convert_type(flat, jnp.uint8).reshape(-1)
             else:
-                message = encoded(flat, dtype, self.quantize.block, own)
+                message = encoded(flat, dtype, self.quantize.block, local_key)
             return (gathered_bytes(message, outer) if outer else message[None])[None]
 
         return self._manual(local, self._other_spec(leaf), PartitionSpec(self.other_axes or None), "quantize")(x, key)
 
-    def _arrived(self, leaf: _Leaf, message: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The whole weight from the messages of a node; `shape` is the shard's."""
-        if not leaf.split:
+    def _decode(self, leaf: _Leaf, message: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Gather messages within a node and return the full weight. `shape` is the shape of the shard."""
+        if not leaf.gathered_axes:
             return message
         dtype, (inner, outer) = self._dtypes(leaf)[0], self._levels(leaf)
         counts = [math.prod(self.sizes[axis] for axis in dim) for dim in leaf.others]
@@ -172,70 +168,76 @@ class QuantizedGather:
         def local(message: jax.Array, key: None) -> jax.Array:
             messages = gathered_bytes(message[0], inner) if inner else message
             if dtype is None:
-                each = messages.reshape(*messages.shape[:-1], -1, leaf.compute.itemsize)
-                parts = lax.bitcast_convert_type(each, leaf.compute)
+                elements = messages.reshape(*messages.shape[:-1], -1, leaf.compute.itemsize)
+                shards = lax.bitcast_convert_type(elements, leaf.compute)
             else:
-                parts = decoded(messages, num_elements, dtype, self.quantize.block, leaf.compute)
-            return _joined(parts.reshape(self._counts((*inner, *outer)) + local_shape), (*inner, *outer), leaf.batch)
+                shards = decoded(messages, num_elements, dtype, self.quantize.block, leaf.compute)
+            return _joined(shards.reshape(self._sizes((*inner, *outer)) + local_shape), (*inner, *outer), leaf.batch)
 
         return self._manual(local, PartitionSpec(self.other_axes or None), self._other_spec(leaf), "gather")(
             message, None
         )
 
-    def _scattered(self, leaf: _Leaf, g: jax.Array, key: jax.Array) -> jax.Array:
-        """This rank's shard of the sum of a whole gradient, in the reduction dtype or float32."""
+    def _scatter(self, leaf: _Leaf, g: jax.Array, key: jax.Array) -> jax.Array:
+        """Sum a full gradient over ranks and return the local shard, in the reduction dtype or float32."""
         dtype, (inner, outer) = self._dtypes(leaf)[1], self._levels(leaf)
-        rest = tuple(axis for axis in self.batch_axes if axis not in leaf.split)
+        replica_axes = tuple(axis for axis in self.batch_axes if axis not in leaf.gathered_axes)
         block = self.quantize.block
 
         def local(g: jax.Array, key: jax.Array) -> jax.Array:
             order = (*outer, *inner)
-            parts, shape = _parted(g, order, leaf.batch, self._counts(order))
+            shards, shape = _split(g, order, leaf.batch, self._sizes(order))
             if dtype is None:
-                parts = parts.astype(leaf.reduce)
-                mine = lax.psum_scatter(parts, order) if order else parts[0]
-                return (lax.psum(mine, rest) if rest else mine).reshape(shape)
-            own = self._noise(leaf, key, g, self.batch_axes)
-            keys = (None, None) if own is None else jax.random.split(own)
+                shards = shards.astype(leaf.reduce)
+                total = lax.psum_scatter(shards, order) if order else shards[0]
+                return (lax.psum(total, replica_axes) if replica_axes else total).reshape(shape)
+            local_key = self._local_key(leaf, key, g, self.batch_axes)
+            keys = (None, None) if local_key is None else jax.random.split(local_key)
             options: dict[str, Any] = {"dtype": dtype, "block": block}
-            mine = scattered_sum(parts, axis=inner, outer=outer or None, key=keys[0], **options)
-            if rest:  # replicas of the shard: their links are the slowest, so what goes over them is quantized too
-                mine = quantized_all_reduce(mine, axis=rest, key=keys[1], **options)
-            return mine.reshape(shape)
+            total = scattered_sum(shards, axis=inner, outer=outer or None, key=keys[0], **options)
+            if replica_axes:  # replicas have the slowest links, so their messages are quantized as well
+                total = quantized_all_reduce(total, axis=replica_axes, key=keys[1], **options)
+            return total.reshape(shape)
 
         return self._manual(local, self._other_spec(leaf), self._other_spec(leaf), "scatter")(g, key)
 
     def _dtypes(self, leaf: _Leaf) -> tuple[str | None, str | None]:
-        """Of the weight and of the gradient on the wire; None: their own."""
-        sent = leaf.split and not leaf.exact
-        return (self.quantize.weights, self.quantize.gradients) if sent else (None, None)
+        """Return the dtypes of messages of the weight and of the gradient. None: not quantized."""
+        if leaf.exact or not leaf.gathered_axes:
+            return None, None
+        return self.quantize.weights, self.quantize.gradients
 
     def _levels(self, leaf: _Leaf) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(axes inside a node, axes across nodes) that split a leaf; all are inside where there is no second shard."""
-        second = spec_axes(self.quantize.secondary)
-        inner = tuple(axis for axis in leaf.split if axis in second)
-        return (inner, tuple(axis for axis in leaf.split if axis not in second)) if inner else (leaf.split, ())
+        """Return the batch axes within a node and across nodes. Without secondary shards all axes are inner axes."""
+        secondary = spec_axes(self.quantize.secondary)
+        inner = tuple(axis for axis in leaf.gathered_axes if axis in secondary)
+        if not inner:
+            return leaf.gathered_axes, ()
+        return inner, tuple(axis for axis in leaf.gathered_axes if axis not in secondary)
 
-    def _counts(self, axes: tuple[str, ...]) -> list[int]:
+    def _sizes(self, axes: tuple[str, ...]) -> list[int]:
         return [self.sizes[axis] for axis in axes]
 
     def _other_spec(self, leaf: _Leaf) -> PartitionSpec:
         return PartitionSpec(*(dim or None for dim in leaf.others))
 
-    def _noise(self, leaf: _Leaf, key: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
-        """A key of this leaf's own; layers and micro-steps, which share a program, differ by the bits they hold."""
-        if not self.quantize.stochastic or leaf.exact or not leaf.split:
+    def _local_key(self, leaf: _Leaf, key: jax.Array, x: jax.Array, axes: tuple[str, ...]) -> jax.Array | None:
+        """Return a PRNG key for a parameter and rank, or None if rounding is deterministic.
+
+        The values are hashed into the key, because the layers of a scan and the micro-steps share `key`.
+        """
+        if not self.quantize.stochastic or leaf.exact or not leaf.gathered_axes:
             return None
         bits = lax.bitcast_convert_type(jnp.sum(x.astype(jnp.float32)), jnp.uint32)
-        # Odd constants (the golden ratio's, and MurmurHash3's) spread small numbers over all bits.
-        here = lax.axis_index(axes).astype(jnp.uint32) * np.uint32(0x85EBCA6B)
-        return jax.random.fold_in(key, bits ^ here ^ np.uint32(leaf.index * 0x9E3779B1 % 2**32))
+        # Odd constants (from the golden ratio and from MurmurHash3) spread small numbers over all bits.
+        rank = lax.axis_index(axes).astype(jnp.uint32) * np.uint32(0x85EBCA6B)
+        return jax.random.fold_in(key, bits ^ rank ^ np.uint32(leaf.index * 0x9E3779B1 % 2**32))
 
     def _manual(self, local: Callable[..., jax.Array], spec: PartitionSpec, out: PartitionSpec, scope: str) -> Any:
-        """A function of (array, key) per device of the other axes too.
+        """Return `local`, a function of (array, key), in a `shard_map` over the other mesh axes.
 
-        Blocks are made of what is here, and nothing else moves. The key is an argument: what a nested `shard_map`
-        closes over belongs to the mesh outside of it.
+        Quantization blocks then consist of local values. The key is an argument, because a nested `shard_map` cannot
+        close over arrays of the outer mesh.
         """
         local = jax.named_scope(f"unshard_{scope}")(local)
         if not self.other_axes:
@@ -245,20 +247,24 @@ class QuantizedGather:
             def inside(x: jax.Array, key: jax.Array | None) -> jax.Array:
                 return local(x, None if key is None else jax.random.wrap_key_data(key))
 
-            whole = PartitionSpec()
-            # It sends over the axes of the engine's region around it, and what varies over those is not known inside.
+            # The check is off: `local` communicates over the axes of the outer shard_map, and JAX does not know here
+            # which values vary over them.
             return jax.shard_map(
-                inside, in_specs=(spec, whole), out_specs=out, axis_names=set(self.other_axes), check_vma=False
+                inside,
+                in_specs=(spec, PartitionSpec()),
+                out_specs=out,
+                axis_names=set(self.other_axes),
+                check_vma=False,
             )(x, None if key is None else jax.random.key_data(key))
 
         return run
 
 
-def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]) -> QuantizedGather | None:
-    """For a setup whose strategy quantizes; None where it does not, or where one device holds the whole batch.
+def make_quantized_gather(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]) -> QuantizedGather | None:
+    """Return the gather of a strategy, or None if it does not quantize or no mesh axis shards the batch.
 
     Raises:
-      ValueError: no parameter is split over an axis that splits the batch.
+      MeshparError: no parameter is sharded over a batch axis.
     """
     quantize = setup.strategy.quantize
     if quantize is None or not batch_axes:
@@ -268,10 +274,11 @@ def make_unshard(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]
         decision.path: _leaf(index, decision, precision, batch_axes, sizes)
         for index, decision in enumerate(setup.table.params)
     }
-    if not any(leaf.split for leaf in leaves.values()):
-        exists = f"no parameter is split over an axis that splits the batch ({', '.join(f'`{a}`' for a in batch_axes)})"
-        fix = "give the axis that splits parameters a size above 1, or leave `quantize` out"
-        raise problem(f"strategy {setup.strategy.label}", "quantize what is gathered and scattered", exists, fix)
+    if not any(leaf.gathered_axes for leaf in leaves.values()):
+        reason = f"no parameter is sharded over a batch axis ({', '.join(f'`{axis}`' for axis in batch_axes)})"
+        fix = "use a size above 1 for the mesh axis that shards the parameters, or remove `quantize`"
+        where, requested = f"strategy {setup.strategy.label}", "quantize the communication of parameters"
+        raise problem(where, requested, reason, fix, code="unused-axis")
     specs = [PartitionSpec(*(dim or None for dim in leaf.batch)) for leaf in leaves.values()]
     return QuantizedGather(
         quantize=quantize,
@@ -307,26 +314,26 @@ def _leaf(
 # ---- Arrays ----------------------------------------------------------------------------------------------------------
 
 
-def _joined(parts: jax.Array, axes: tuple[str, ...], by_dim: tuple[tuple[str, ...], ...]) -> jax.Array:
-    """`[a rank of each axis..., shard...] -> whole`: the parts laid end to end along the dims that their axes split."""
+def _joined(shards: jax.Array, axes: tuple[str, ...], by_dim: tuple[tuple[str, ...], ...]) -> jax.Array:
+    """Concatenate shards, `[ranks of each axis..., shard...]`, along the dims that their axes shard."""
     order = [n for dim, names in enumerate(by_dim) for n in (*(axes.index(name) for name in names), len(axes) + dim)]
-    shape = parts.shape
+    shape = shards.shape
     sizes = [
         math.prod(shape[axes.index(name)] for name in names) * shape[len(axes) + dim]
         for dim, names in enumerate(by_dim)
     ]
-    return parts.transpose(order).reshape(sizes)
+    return shards.transpose(order).reshape(sizes)
 
 
-def _parted(
-    whole: jax.Array, axes: tuple[str, ...], by_dim: tuple[tuple[str, ...], ...], counts: list[int]
+def _split(
+    full: jax.Array, axes: tuple[str, ...], by_dim: tuple[tuple[str, ...], ...], sizes: list[int]
 ) -> tuple[jax.Array, list[int]]:
-    """`whole -> ([ranks of all axes, elements of a shard], shape of a shard)`: `_joined` undone."""
-    count_of = dict(zip(axes, counts, strict=True))
-    shard = [size // math.prod(count_of[n] for n in names) for size, names in zip(whole.shape, by_dim, strict=True)]
-    cut = whole.reshape(
-        [n for names, size in zip(by_dim, shard, strict=True) for n in (*map(count_of.get, names), size)]
+    """Return the shards of an array as `[ranks of all axes, elements]`, and their shape; the inverse of `_joined`."""
+    size_of = dict(zip(axes, sizes, strict=True))
+    shard = [dim // math.prod(size_of[n] for n in names) for dim, names in zip(full.shape, by_dim, strict=True)]
+    blocks = full.reshape(
+        [n for names, size in zip(by_dim, shard, strict=True) for n in (*map(size_of.get, names), size)]
     )
-    places = [name for dim, names in enumerate(by_dim) for name in (*names, dim)]
-    order = [places.index(name) for name in (*axes, *range(len(shard)))]
-    return cut.transpose(order).reshape(math.prod(counts), math.prod(shard)), shard
+    labels = [name for dim, names in enumerate(by_dim) for name in (*names, dim)]
+    order = [labels.index(name) for name in (*axes, *range(len(shard)))]
+    return blocks.transpose(order).reshape(math.prod(sizes), math.prod(shard)), shard

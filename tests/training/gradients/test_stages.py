@@ -296,7 +296,7 @@ def test_explain_tells_that_it_cannot_count_unequal_parts():
         config("float32", num_layers=10).build(), optax.adam(1e-2), strategy=strategy,
         mesh=mp.MeshSpec(stage=4).build(jax.devices()[:4]),
     )  # fmt: skip
-    with pytest.raises(mp.MeshparError, match=r"2\+3\+3\+2 layers .*chosen at run time.*with 8 or 12 layers"):
+    with pytest.raises(mp.MeshparError, match=r"2\+3\+3\+2 layers.*chosen at run time.*with 8 or 12 layers"):
         mp.explain(mp.train_step(next_token_loss), state, token_batches(16, SEQ, 1)[0])
 
 
