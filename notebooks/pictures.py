@@ -1,4 +1,4 @@
-"""Pictures of notebook 03: a ring step by step, what goes over which link, attention round a ring."""
+"""Figures of notebook 03: ring all-reduce steps, bytes sent over each link, and ring attention."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from meshpar.cli.plots import AXES, INK, MORE, figure_of, styled
 from meshpar.sharding.units import human_bytes
 
 TERMS, COMPLETE = ("#f1f4f7", "#5b93c7"), "#7cc08a"
-"""Colours of a partial sum, from one term to all but one, and of a complete one."""
+"""Colors of partial sums (from a single term to all but one) and of complete sums."""
 
 
 @styled
 def ring_steps(held: Any, *, title: str = "") -> Figure:
-    """A ring all-reduce, step by step: whose terms each slot of each rank's buffer holds.
+    """Draw the steps of a ring all-reduce.
 
-    One panel for the start and one after each step, a row for each rank, a column for each chunk; a cell names the
-    ranks whose terms are in it, its colour says how many they are, and a dark edge that it has just arrived. The upper
-    panels are the reduce-scatter, the lower ones the all-gather.
+    There is a panel for the initial state and for each step, with a row for each rank and a column for each chunk. A
+    cell lists the ranks whose terms its partial sum includes. Its color shows the number of terms, and a dark edge
+    marks chunks received in this step. The upper panels show the reduce-scatter, the lower panels the all-gather.
 
     Args:
-      held: numbers [2N-1, N, N, N]: how often, after a step, a rank's chunk holds the term of each rank.
-      title: above the picture.
+      held: counts [2N-1, N, N, N] of the terms of each rank in each chunk of each rank, after each step.
+      title: title of the figure.
     """
     states = np.asarray(held)
     num_ranks = states.shape[1]
@@ -73,11 +73,11 @@ def _terms_color(terms: int, num_ranks: int) -> Any:
 
 @styled
 def sent_by_link(sent_bytes: Mapping[str, Mapping[str, float]], *, title: str = "") -> Figure:
-    """What goes over each kind of link: a group of bars for each algorithm, a bar in it for each kind.
+    """Draw the bytes sent over each kind of link, as a group of bars for each algorithm.
 
     Args:
-      sent_bytes: algorithm to kind of link to bytes.
-      title: above the picture.
+      sent_bytes: for each algorithm, the bytes for each kind of link.
+      title: title of the figure.
     """
     links = list(dict.fromkeys(link for parts in sent_bytes.values() for link in parts))
     colors = dict(zip(links, itertools.cycle((AXES["fsdp"], AXES["tensor"], *MORE)), strict=False))
@@ -100,18 +100,16 @@ def sent_by_link(sent_bytes: Mapping[str, Mapping[str, float]], *, title: str = 
 
 
 @styled
-def attention_steps(
-    chunks: Mapping[str, Any], shares: Mapping[str, Any], *, title: str = "attention round a ring"
-) -> Figure:
-    """Which chunks of keys every rank attends to at every step, and how much of that work a causal mask leaves.
+def attention_steps(chunks: Mapping[str, Any], shares: Mapping[str, Any], *, title: str = "ring attention") -> Figure:
+    """Draw the key chunks and the causal work of each rank in each step of ring attention.
 
-    One panel for each order of the sequence, a row for each rank, a column for each step. Below a column stands the
-    share of the rank that has most to do, for which all others wait.
+    There is a panel for each order of the sequence, with a row for each rank and a column for each step. The label of a
+    column shows the work of the slowest rank, which determines the duration of the step.
 
     Args:
-      chunks: order to numbers [rank, step, chunk]: the chunks of keys that are at a rank.
-      shares: order to numbers [rank, step]: how much of the full product of queries and keys is left to compute.
-      title: above the picture.
+      chunks: for each order, an array [rank, step, chunk] with the indices of the key chunks.
+      shares: for each order, an array [rank, step] with the unmasked fraction of the attention scores.
+      title: title of the figure.
     """
     figure, panels = figure_of(1.4 + 4.6 * len(chunks), 4.4, columns=len(chunks))
     for panel, (order, at_rank) in zip(panels, chunks.items(), strict=True):

@@ -1,20 +1,20 @@
-"""DeepSeek-V3 on 2,048 GPUs: four of its 256 experts on each of 64 ranks, everything else over fsdp.
+"""DeepSeek-V3 on 2,048 GPUs with expert parallelism over 64 devices and fsdp over the others.
 
-    meshpar shard recipes/deepseek_v3.py                                # every leaf, its spec, bytes per device
+    meshpar shard recipes/deepseek_v3.py                                # the sharding of all parameters
     meshpar explain recipes/deepseek_v3.py --cluster h100:256x8
     meshpar train recipes/deepseek_v3.py --text /data/corpus --tokenizer /data/tokenizer.json           # on the pod
 
-Hardware: 2,048 GPUs of 80 GB, as in the paper, which has 16 pipeline stages where this has fsdp. 671e9 parameters, of
-which 37e9 are active; the module that predicts a second token is left out. State is 10.21 GB on each GPU: 12 bytes a
-parameter, experts over all GPUs, the rest over 32. One step is 67,108,864 tokens.
-Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
+Hardware: 2,048 GPUs with 80 GB, as in the paper, which uses 16 pipeline stages instead of fsdp. The model has 671e9
+parameters (37e9 active) without the multi-token prediction module. The state takes 10.21 GB on each GPU: 12 bytes per
+parameter, with experts sharded over all GPUs and other parameters over 32. A step has 67,108,864 tokens. The recipe is
+tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
-`explain` (jax 0.10) finds 74 GB of 80 in use. In a step of two micro-steps each GPU sends 0.38 TB of tokens between the
-nodes (data), and on inside them over NVLink (expert), and 0.40 TB of weights and gradients over fsdp; with --check it
-passes. Layers run on two slices of the examples, so that messages of one slice overlap with matmuls of the other, and
-sum their gradients before the reduction: 45 s a step, 34 % of the communication hidden. By default XLA's scheduler uses
-95 % of the memory that the state leaves of four fifths of a GPU. A program that needs that much saves memory instead of
-hiding messages, so this recipe allows 115 %.
+`explain --check` passes (jax 0.10) and estimates 74 of 80 GB in use. In a step of two micro-steps each GPU sends 0.38
+TB of tokens between nodes (data), the same over NVLink (expert), and 0.40 TB of weights and gradients (fsdp). Layers
+process two slices of the batch, so that communication of a slice overlaps with matmuls of the other. Their gradients
+are summed before the reduction. A step takes 45 s with 34 % of the communication hidden. By default, XLA's scheduler
+may use 95 % of the memory that the state leaves free in 80 % of the GPU memory. Close to this limit it reduces memory
+instead of hiding communication, so this recipe allows 115 %.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ from meshpar.models import deepseek_v3, next_token_loss
 
 
 def recipe(devices: int = 2048) -> mp.Recipe:
-    # Mesh: 64 ranks of experts as in the paper, eight nodes (data) of eight GPUs (expert); fsdp across these.
+    # Mesh: expert parallelism over 64 GPUs as in the paper, on eight nodes (data) with eight GPUs (expert).
     expert = min(8, devices)
     nodes = min(8, devices // expert)
     mesh = mp.MeshSpec(data=nodes, fsdp=devices // (nodes * expert), expert=expert)
 
-    # Model: the real sizes, with latent attention, a shared expert, and balance by a bias. Room for any routing would
-    # be a million rows a layer, 15 GB for each array of them; for twice an even load from each rank it is a sixteenth,
-    # and what is above that drops.
+    # Model: the published config. Receive buffers for any routing would need a million tokens per layer, 15 GB for each
+    # array. With bound_factor=2 they have space for twice the balanced load of each device, and drop further tokens.
     model = deepseek_v3(attention="cudnn")
-    # A token goes once to each of the four nodes it visits, and on from there over NVLink; out in fp8, as in the paper.
+    # A token is sent once to each of its four nodes, then over NVLink. The dispatch is in fp8, as in the paper.
     moe = dataclasses.replace(
         model.moe, bound_factor=2.0, implementation="node-first", payload=mp.moe.Payload(dispatch="fp8")
     )
     model = dataclasses.replace(model, moe=moe)
 
-    # Strategy: every rank of data × expert owns four experts of a layer, cut over fsdp; tokens are split over all axes.
+    # Strategy: each device of data × expert has four experts per layer, which are also sharded over fsdp. The batch is
+    # sharded over all axes.
     strategy = mp.fsdp(prefetch=1) | mp.expert_parallel(axis=("data", "expert"))
 
-    # Data: your own text and tokenizer, from the command line.
+    # Data: text and tokenizer from the command line.
     data = TextData(seq_len=4096, valid_batches=2, cache="runs/tokens")
 
-    # Optimizer: the published peak rate, warm-up, decay and clipping.
+    # Optimizer: the published learning rate, warm-up, weight decay and clipping.
     optimizer = mp.AdamW(lr=2.2e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: four rows of 4,096 tokens for each GPU and micro-step, two in a slice. XLA may fill more of the memory: near
-    # its limit it saves memory instead of hiding messages.
+    # Run: four sequences of 4,096 tokens for each GPU and micro-step, in two slices.
     return mp.Recipe(
         name="deepseek_v3",
         mesh=mesh,

@@ -1,10 +1,10 @@
-"""A Linen network on scikit-learn's handwritten digits, 8×8 pixels each.
+"""Linen classifier of scikit-learn's handwritten digits (8×8 pixels).
 
     meshpar train recipes/digits_linen.py
-    meshpar explain recipes/digits_linen.py --check     # each device sends 0.9 MB a step, all of it promised
+    meshpar explain recipes/digits_linen.py --check     # each device sends 0.9 MB per step, as expected
 
-Hardware: two CPU cores, as 8 host devices (mesh fsdp=4, tensor=2). Under a minute, compilation included; 98.7 % of the
-held-out digits are read right. Needs scikit-learn, which brings the digits: pip install 'meshpar[recipes]'.
+Hardware: two CPU cores with 8 host devices (mesh fsdp=4, tensor=2). Training takes less than a minute, including
+compilation, and reaches a validation accuracy of 98.7 %. Requires scikit-learn: pip install 'meshpar[recipes]'.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUM_PIXELS, NUM_DIGITS = 64, 10
 
 
 def dense(features: int, *names: str | None) -> nn.Dense:
-    """A layer whose kernel says what its dims are; the strategy decides what that means."""
+    """Return a dense layer with logical names for the dims of its kernel."""
     kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
     bias = nn.with_logical_partitioning(nn.initializers.zeros_init(), names[-1:])
     return nn.Dense(features, kernel_init=kernel, bias_init=bias)
@@ -52,18 +52,18 @@ class ClassifierConfig:
     mlp_dim: int = 256
     """Width of the hidden layers."""
     num_layers: int = 2
-    """Hidden layers."""
+    """Number of hidden layers."""
 
     def build(self) -> mp.Model:
-        pixels = jax.ShapeDtypeStruct((48, NUM_PIXELS), jnp.float32)  # rows that the usual meshes divide
+        pixels = jax.ShapeDtypeStruct((48, NUM_PIXELS), jnp.float32)  # a batch size that common meshes divide
         return mp.from_linen(Classifier(**dataclasses.asdict(self)), pixels)
 
 
 def digits() -> dict[str, np.ndarray]:
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return {"pixels": (found.data / 16).astype(np.float32), "digit": found.target.astype(np.int32)}
+    dataset = load_digits()
+    return {"pixels": (dataset.data / 16).astype(np.float32), "digit": dataset.target.astype(np.int32)}
 
 
 def loss(model, batch, key):
@@ -73,19 +73,19 @@ def loss(model, batch, key):
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: pairs of devices split each layer's own work; the rest split the batch, and parameters as often as 2 goes.
+    # Mesh: tensor parallelism over pairs of devices, and fsdp over the largest power of two that divides the rest.
     tensor = 2 if devices % 2 == 0 else 1
-    rows = devices // tensor
-    fsdp = rows & -rows
-    mesh = mp.MeshSpec(data=rows // fsdp, fsdp=fsdp, tensor=tensor)
+    batch_shards = devices // tensor
+    fsdp = batch_shards & -batch_shards
+    mesh = mp.MeshSpec(data=batch_shards // fsdp, fsdp=fsdp, tensor=tensor)
 
     # Model.
     model = ClassifierConfig()
 
-    # Strategy: "embed" over fsdp, "mlp" over tensor.
+    # Strategy: shard "embed" over fsdp and "mlp" over tensor.
     strategy = mp.fsdp() | mp.tensor_parallel() if tensor > 1 else mp.fsdp()
 
-    # Data: a fifth of the digits is held out.
+    # Data: a fifth of the digits are for validation.
     data = ArrayData(arrays=digits, valid_fraction=0.2)
 
     # Optimizer.
@@ -101,7 +101,7 @@ def recipe(devices: int = 8) -> mp.Recipe:
         data=data,
         optimizer=optimizer,
         steps=300,
-        batch_size=-(-64 // rows) * rows,
+        batch_size=-(-64 // batch_shards) * batch_shards,
         validate_every=100,
     )
 

@@ -1,19 +1,19 @@
-"""Fine-tune a model of Hugging Face's on the Python standard library's own source, and take it home.
+"""Fine-tuning of a Hugging Face model on the source code of the Python standard library.
 
     meshpar train recipes/finetune_hf.py --from-hf Llama-3.2-1B --set batch_size=64
     meshpar convert to-hf runs/finetune_hf finetuned --dtype bfloat16
 
-or adapters alone, over matrices that stay as they are:
+Train LoRA adapters instead:
 
     meshpar train recipes/finetune_hf.py --from-hf Llama-3.1-8B --set lora.rank=16 --set optimizer.lr=1e-4 --name lora
     meshpar convert to-peft runs/lora adapter --base meta-llama/Llama-3.1-8B
 
-The folder gives the model's sizes, its weights and its tokenizer; the recipe says how the model is sharded, computed
-and trained. Without a folder, `meshpar train recipes/finetune_hf.py --name small` trains a small Llama over bytes from
-random weights.
+The folder determines the config of the model, its weights and the tokenizer. The recipe determines the sharding, the
+precision and the training. Without a folder, `meshpar train recipes/finetune_hf.py --name small` trains a small
+byte-level Llama from random weights.
 
-Hardware: any; eight GPUs hold a model of 8 billion parameters in float32 with its moments. The small one takes two CPU
-cores, as 8 host devices.
+Hardware: eight GPUs for the float32 parameters and optimizer state of a model with 8e9 parameters. The small model
+needs two CPU cores with 8 host devices.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshpar.models import RopeScaling, TransformerConfig, next_token_loss
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: every device has its own rows, and an equal part of parameters, gradients and moments as often as 2 goes.
+    # Mesh: shard the batch over all devices, and the training state over the largest power of two that divides them.
     fsdp = devices & -devices
     mesh = mp.MeshSpec(data=devices // fsdp, fsdp=fsdp)
 
-    # Model: that of `--from-hf`, computed as said here. Without it, a small Llama over bytes.
+    # Model: a small byte-level Llama. `--from-hf` replaces its sizes.
     model = TransformerConfig(
         vocab_size=256,
         num_layers=2,
@@ -41,13 +41,13 @@ def recipe(devices: int = 8) -> mp.Recipe:
         rope_scaling=RopeScaling(),
     )
 
-    # Data: the folder's tokenizer, where it has one.
+    # Data: `--from-hf` replaces the tokenizer.
     data = TextData(files=("stdlib",), tokenizer="bytes", seq_len=256, valid_batches=16)
 
-    # Optimizer: a small rate that falls to nothing, and no decay towards zero of what was learnt before.
+    # Optimizer: a small learning rate that decays to zero, without weight decay of the pretrained weights.
     optimizer = mp.AdamW(lr=1e-5, warmup_steps=20, weight_decay=0.0, final_lr=0.0, clip_norm=1.0)
 
-    # Run: parameters and moments in float32, as small steps need; matmuls in bfloat16.
+    # Run: float32 parameters and optimizer state, because updates are small. Matmuls are in bfloat16.
     return mp.Recipe(
         name="finetune_hf",
         mesh=mesh,

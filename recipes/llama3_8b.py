@@ -1,16 +1,17 @@
-"""Llama 3.1 8B on 64 GPUs: eight nodes of eight, fully sharded over the nodes, no tensor parallelism.
+"""Llama 3.1 8B on 64 GPUs (eight nodes) with fsdp.
 
-    meshpar shard recipes/llama3_8b.py                                   # every leaf, its spec, bytes per device
-    meshpar shard recipes/llama3_8b.py --mesh fsdp=16,tensor=4           # the same 64 GPUs, cut another way
+    meshpar shard recipes/llama3_8b.py                                   # the sharding of all parameters
+    meshpar shard recipes/llama3_8b.py --mesh fsdp=16,tensor=4           # with tensor parallelism
     meshpar explain recipes/llama3_8b.py --cluster h100:8x8
     meshpar train recipes/llama3_8b.py --text /data/corpus --tokenizer /data/tokenizer.json      # on the pod
 
-Hardware: 64 GPUs of 80 GB. State is 12 bytes a parameter over 64 devices: 1.51 GB each, so memory goes to activations.
-One step is 2,097,152 tokens. Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
+Hardware: 64 GPUs with 80 GB. The state is 12 bytes per parameter, sharded over all GPUs: 1.51 GB on each GPU. A step
+has 2,097,152 tokens. The recipe is tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
-`explain` takes two minutes and 0.9 GB on two busy CPU cores. It finds 59 GB of 80 in use, 117 GB sent by each GPU in a
-step (in each micro-step weights are gathered twice and gradients scattered once), and a step of 3.2 s, 89 % of the
-communication hidden. Four micro-steps with remat="dots" take half the memory and send twice as much.
+`explain` takes two minutes and 0.9 GB on two CPU cores. It estimates 59 of 80 GB in use. Each GPU sends 117 GB per
+step: in each micro-step it all-gathers the weights twice and reduce-scatters the gradients once. A step takes 3.2 s
+with 89 % of the communication hidden. Four micro-steps with remat="dots" need half the memory and twice the
+communication.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from meshpar.models import llama3_8b, next_token_loss
 
 
 def recipe(devices: int = 64) -> mp.Recipe:
-    # Mesh: one axis. An 8B layer fits a GPU many times over, so there is no reason to split its matmuls.
+    # Mesh: only fsdp. A layer easily fits in GPU memory, so tensor parallelism is not needed.
     mesh = mp.MeshSpec(fsdp=devices)
 
-    # Model: the real sizes. On GPUs attention is cuDNN's.
+    # Model: the published config, with cuDNN's flash attention.
     model = llama3_8b(attention="cudnn")
 
-    # Strategy: parameters, gradients, optimizer state split; each layer's weights are gathered during the one before.
+    # Strategy: shard parameters, gradients and optimizer state. All-gather the weights of a layer during the previous
+    # one.
     strategy = mp.fsdp(prefetch=1)
 
-    # Data: your own text and tokenizer, from the command line; windows of 8,192 tokens, tokens kept between runs.
+    # Data: text and tokenizer from the command line. The tokens are cached between runs.
     data = TextData(seq_len=8192, valid_batches=2, cache="runs/tokens")
 
-    # Optimizer: the published peak rate, warm-up and weight decay.
+    # Optimizer: the published learning rate, warm-up and weight decay.
     optimizer = mp.AdamW(lr=3e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: bfloat16 compute on float32 parameters, four rows a GPU in two micro-steps. Layers keep the results of
-    # matmuls and attention.
+    # Run: bfloat16 compute with float32 parameters, and two micro-steps of two sequences per GPU. Outputs of matmuls
+    # and attention are saved for the backward pass.
     return mp.Recipe(
         name="llama3_8b",
         mesh=mesh,

@@ -1,17 +1,17 @@
-"""Mixtral 8x7B on 64 GPUs: an expert on each GPU of a node, everything else over the eight nodes.
+"""Mixtral 8x7B on 64 GPUs with expert parallelism inside nodes and fsdp over eight nodes.
 
-    meshpar shard recipes/mixtral_8x7b.py                               # every leaf, its spec, bytes per device
+    meshpar shard recipes/mixtral_8x7b.py                               # the sharding of all parameters
     meshpar explain recipes/mixtral_8x7b.py --cluster h100:8x8
     meshpar train recipes/mixtral_8x7b.py --text /data/corpus --tokenizer /data/tokenizer.json          # on the pod
 
-Hardware: 64 GPUs of 80 GB. 46.7e9 parameters, of which 12.9e9 are active. State is 10.86 GB on each GPU: 12 bytes a
-parameter, experts over all 64 GPUs, the rest over eight. One step is 4,194,304 tokens.
-Tried with `meshpar shard` and `meshpar explain`; to be measured by whoever has the pod.
+Hardware: 64 GPUs with 80 GB. The model has 46.7e9 parameters (12.9e9 active). The state takes 10.86 GB on each GPU: 12
+bytes per parameter, with experts sharded over all GPUs and other parameters over eight. A step has 4,194,304 tokens.
+The recipe is tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
-`explain` finds 49 GB of 80 in use, and in a step of two micro-steps 183 GB of tokens sent by each GPU over expert,
-inside a node, and 100 GB of weights and gradients over fsdp; with --check it passes. A step takes 16.5 s, 53 % of the
-communication hidden. Where 49 GB are too much, accumulate=4 with strategy=fsdp()|expert_parallel() takes 33 GB, sends
-those weights twice as often and takes 18.6 s.
+`explain --check` passes and estimates 49 of 80 GB in use. In a step of two micro-steps each GPU sends 183 GB of tokens
+inside its node (expert) and 100 GB of weights and gradients (fsdp). A step takes 16.5 s with 53 % of the communication
+hidden. With accumulate=4 and strategy=fsdp()|expert_parallel(), the estimates are 33 GB and 18.6 s, with twice the
+communication of weights.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from meshpar.models import mixtral_8x7b, next_token_loss
 
 
 def recipe(devices: int = 64) -> mp.Recipe:
-    # Mesh: experts inside a node, whose links carry every token there and back in each layer; fsdp across nodes.
+    # Mesh: expert parallelism inside a node with its fast links for the all-to-alls, and fsdp over nodes.
     expert = 8
     mesh = mp.MeshSpec(fsdp=devices // expert, expert=expert)
 
-    # Model: the real sizes. Nothing is dropped, and Mixtral's own auxiliary loss keeps the load even.
+    # Model: the published config. No tokens are dropped, and Mixtral's auxiliary loss balances the load.
     model = mixtral_8x7b(attention="cudnn")
 
-    # Strategy: every rank of `expert` owns one expert, cut over fsdp; tokens are split over both axes. Each layer's
-    # weights are gathered between nodes during the layer before.
+    # Strategy: each device along `expert` has one expert per layer, sharded over fsdp. The batch is sharded over both
+    # axes. The weights of a layer are all-gathered during the previous layer.
     strategy = mp.fsdp(prefetch=1) | mp.expert_parallel()
 
-    # Data: your own text and tokenizer, from the command line.
+    # Data: text and tokenizer from the command line.
     data = TextData(seq_len=8192, valid_batches=2, cache="runs/tokens")
 
-    # Optimizer: a usual rate for this size; the paper gives none.
+    # Optimizer: a typical learning rate for this size, since the paper does not report it.
     optimizer = mp.AdamW(lr=2e-4, warmup_steps=2000, weight_decay=0.1, clip_norm=1.0)
 
-    # Run: four rows of 8,192 tokens for each GPU and micro-step: half as many gathers of weights as by two rows.
+    # Run: four sequences for each GPU and micro-step. With two, the weights would be gathered twice as often.
     return mp.Recipe(
         name="mixtral_8x7b",
         mesh=mesh,

@@ -1,16 +1,16 @@
-"""A small mixture of experts on the text of the main recipe (gpt_stdlib.py), its load shown while it trains.
+"""Byte-level mixture of experts on the data of gpt_stdlib.py, with metrics of the expert load.
 
-    meshpar train recipes/moe_stdlib.py                    # the busiest expert and rank stand beside the loss
+    meshpar train recipes/moe_stdlib.py                    # prints the load of the busiest expert and device
     meshpar train recipes/moe_stdlib.py --set model.moe.bias_rate=0.001 --name slowly_balanced
 
-Hardware: two CPU cores, as 8 host devices (mesh fsdp=2, expert=4); GPUs where there are any. It takes 530 s of CPU time
-with compilation and report. Held-out loss 1.397 nats after 1,000 steps (1.391 with --devices 1), and 1.412 of the dense
-recipe, gpt_stdlib.py, with the same FLOPs a token, rows and steps. Over the last steps the busiest expert of a layer
-had 1.15 times the mean, the busiest rank 1.03 times.
+Hardware: two CPU cores with 8 host devices (mesh fsdp=2, expert=4), or GPUs. Training takes 530 s of CPU time,
+including compilation and the report. The validation loss after 1,000 steps is 1.397 nats (1.391 with --devices 1). The
+dense model of gpt_stdlib.py has 1.412 with the same FLOPs per token, batch size and steps. In the last steps the load
+of the busiest expert is 1.15 times the mean, and that of the busiest device 1.03 times.
 
-It takes that many steps: a run of 300 ends at 1.828 nats and the dense one's at 1.778, for each expert has then seen an
-eighth of 614,400 tokens, and the first hundred steps went into evening out their load. At a tenth of the bias rate the
-busiest expert had 3.6 times the mean after 240 steps.
+In short runs the dense model is better: after 300 steps its loss is 1.778 nats, and 1.828 here. By then an expert has
+processed an eighth of 614,400 tokens, and the load was unbalanced in the first hundred steps. With a tenth of the bias
+rate, the busiest expert has 3.6 times the mean load after 240 steps.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from meshpar.moe.routing import Routing
 
 
 def recipe(devices: int = 8) -> mp.Recipe:
-    # Mesh: four ranks share the experts, or two, or one has all; the rest split parameters.
+    # Mesh: expert parallelism over up to four devices, and fsdp over the largest power of two that divides the rest.
     expert = next(size for size in (4, 2, 1) if devices % size == 0)
-    rows = devices // expert
-    fsdp = rows & -rows
-    mesh = mp.MeshSpec(data=rows // fsdp, fsdp=fsdp, expert=expert)
+    replicas = devices // expert
+    fsdp = replicas & -replicas
+    mesh = mp.MeshSpec(data=replicas // fsdp, fsdp=fsdp, expert=expert)
 
-    # Model: that of gpt_stdlib.py, its MLP of 384 cut into three active ones of 128, out of 16 and a shared one. So as
-    # many parameters are active as there, but for the router's.
+    # Model: as in gpt_stdlib.py, but the MLP of size 384 is replaced by a shared expert and 16 experts (two active)
+    # of size 128. Without the router, the number of active parameters is the same.
     model = TransformerConfig(
         vocab_size=256,
         num_layers=2,
@@ -43,18 +43,18 @@ def recipe(devices: int = 8) -> mp.Recipe:
             routing=Routing(num_experts=16, top_k=2, score="sigmoid"),
             mlp_dim=128,
             shared_experts=1,
-            bias_rate=0.01,  # ten times the published rate, for a run of a few hundred steps
+            bias_rate=0.01,  # ten times the published rate, because the run is short
         ),
     )
 
-    # Strategy: experts to their ranks, everything cut by fsdp as well; tokens are split over all axes. An odd number of
-    # devices has a copy each.
+    # Strategy: experts are sharded over expert, and all parameters over fsdp. The batch is sharded over all axes. With
+    # an odd number of devices, the parameters are replicated.
     strategy = mp.fsdp() | mp.expert_parallel() if expert > 1 else mp.ddp()
 
-    # Data: whole files are held out, by the hash of their names.
+    # Data: files are assigned to training or validation by a hash of their names.
     data = TextData(files=("stdlib",), tokenizer="bytes", seq_len=256, valid_batches=32)
 
-    # Optimizer: the rate rises for 50 steps and falls along a cosine to a tenth.
+    # Optimizer: linear warm-up for 50 steps, then cosine decay to a tenth.
     optimizer = mp.AdamW(lr=4e-3, warmup_steps=50, weight_decay=0.1, clip_norm=1.0)
 
     # Run.

@@ -332,8 +332,8 @@ FAULTS = (
         "training/test_lora.py -k rounded_once",
     ),
     Fault(
-        "a wide pair written with the alpha of a narrow one", "interop/peft.py",
-        "{name: lora.scale * rank for name, rank in wide.items()}", "{name: lora.alpha for name in wide}",
+        "a pair of several blocks written with the alpha of one block", "interop/peft.py",
+        "{name: lora.scale * rank for name, rank in ranks.items()}", "{name: lora.alpha for name in ranks}",
         "interop/test_peft.py -k wide_pair",
     ),
     Fault(
@@ -424,7 +424,7 @@ FAULTS = (
     ),
     Fault(
         "float32 tensors are read as bfloat16", "interop/hf.py",
-        "return jnp.dtype(jnp.result_type(*found)).name", "return min(one.name for one in found)",
+        "return jnp.dtype(jnp.result_type(*dtypes)).name", "return min(dtype.name for dtype in dtypes)",
         "interop/test_hf.py -k no_tensor_is_rounded",
     ),
     Fault(
@@ -440,7 +440,7 @@ FAULTS = (
     ),
     Fault(
         "a window of null is the default window", "interop/families/mistral.py",
-        "return None if WINDOW.name in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
+        "return None if WINDOW.theirs in document else DEFAULT_WINDOW", "return DEFAULT_WINDOW",
         "interop/test_hf.py -k window_of_null",
     ),
     Fault(
@@ -502,7 +502,7 @@ FAULTS = (
     ),
     Fault(
         "biases of experts are written in bfloat16", "interop/hf.py",
-        "if not one.is_extra else jnp.dtype(np.float32)", "if True else jnp.dtype(np.float32)",
+        "if not mapping.is_extra else jnp.dtype(np.float32)", "if True else jnp.dtype(np.float32)",
         "interop/test_hf.py -k biases_of",
     ),
     Fault(

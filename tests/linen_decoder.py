@@ -70,9 +70,9 @@ class Block(nn.Module):
     @nn.compact
     def __call__(self, x_BTE: jax.Array, angles: layers.Rope) -> tuple[jax.Array, None]:
         h_BTE = norm(self.cfg, "attention_norm")(x_BTE)
-        x_BTE = x_BTE + layers.added(Attention(self.cfg, name="attention")(h_BTE, angles), "attention_out")
+        x_BTE = x_BTE + layers.block_output(Attention(self.cfg, name="attention")(h_BTE, angles), "attention_out")
         h_BTE = norm(self.cfg, "mlp_norm")(x_BTE)
-        return layers.residual(x_BTE + layers.added(MLP(self.cfg, name="mlp")(h_BTE), "mlp_out")), None
+        return layers.residual(x_BTE + layers.block_output(MLP(self.cfg, name="mlp")(h_BTE), "mlp_out")), None
 
 
 class Decoder(nn.Module):

@@ -69,7 +69,7 @@ def from_folder(
     from meshpar.interop.files import whole_folder
     from meshpar.interop.hf import config_of, from_hf
     from meshpar.interop.peft import load_peft, lora_of_peft
-    from meshpar.interop.runs import CHECKPOINTS, RUN_MODE, keep_beside, merged
+    from meshpar.interop.runs import CHECKPOINTS, RUN_MODE, keep_source_files, merged
     from meshpar.loop.checkpoint import Checkpoints
 
     with whole_folder(out, mode=RUN_MODE) as folder:
@@ -77,7 +77,7 @@ def from_folder(
         config, state = from_hf(source, mesh=layout[0], strategy=layout[1], dtype=dtype, lora=lora)
         if adapter is not None:
             state = merged(load_peft(state, config, adapter, like=source), config)
-        keep_beside(source, folder)
+        keep_source_files(source, folder)
         with Checkpoints(folder / CHECKPOINTS) as checkpoints:
             checkpoints.save(state, wait=True)
     click.echo(f"{out}: {state.num_params:,} parameters in {config.param_dtype}, {config.num_layers} layers")

@@ -107,10 +107,10 @@ def _tokenizer(folder: Path, named: str | None) -> Tokenizer:
     """Load the tokenizer of the command line, of the folder or of the recipe, in this order."""
     from meshpar.data.tokens import load_tokenizer
     from meshpar.interop.files import read_json
-    from meshpar.interop.runs import BESIDE_RUN
+    from meshpar.interop.runs import SOURCE_FOLDER
 
     if named is None:
-        files = [folder / "tokenizer.json", folder / BESIDE_RUN / "tokenizer.json"]
+        files = [folder / "tokenizer.json", folder / SOURCE_FOLDER / "tokenizer.json"]
         named = next((str(file) for file in files if file.exists()), None)
     if named is None and (folder / "recipe.json").exists():
         data = read_json(folder / "recipe.json").get("data")
@@ -137,9 +137,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     """Read config.json of a folder, or of the folder that a run was converted from; {} if there is none."""
     from meshpar.interop.files import read_json
     from meshpar.interop.hf import CONFIG
-    from meshpar.interop.runs import BESIDE_RUN
+    from meshpar.interop.runs import SOURCE_FOLDER
 
-    files = [path / CONFIG for path in (folder, folder / BESIDE_RUN) if (path / CONFIG).exists()]
+    files = [path / CONFIG for path in (folder, folder / SOURCE_FOLDER) if (path / CONFIG).exists()]
     return read_json(files[0]) if files else {}
 
 

@@ -41,7 +41,7 @@ from meshpar.data.source import Source
 from meshpar.hardware.clusters import peak_flops_per_s
 from meshpar.hardware.compile_options import fingerprint
 from meshpar.interop.hf import check_weights, config_of, load_hf
-from meshpar.interop.runs import BESIDE_RUN, RUN_MODE, check_source, keep_beside
+from meshpar.interop.runs import RUN_MODE, SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.layers.precision import cast_floating
 from meshpar.loop import expert_load as experts
 from meshpar.loop import heartbeat as watchdog
@@ -206,7 +206,7 @@ def _state(
 ) -> TrainState:
     """Restore the newest checkpoint, or initialize the state."""
     if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
-        keep_beside(from_hf, folder)  # records the initial weights, for the check on resume
+        keep_source_files(from_hf, folder)  # records the initial weights, for the check on resume
     init = Setup.init if from_hf is None else lambda setup, key: load_hf(from_hf, setup, key=key)
     return restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
 
@@ -490,7 +490,7 @@ def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
         if jax.process_index() == 0 and not checkpoints.steps():
             for name in ("recipe.json", "sharding.json", "sharding.txt"):
                 (folder / name).unlink(missing_ok=True)
-            shutil.rmtree(folder / BESIDE_RUN, ignore_errors=True)
+            shutil.rmtree(folder / SOURCE_FOLDER, ignore_errors=True)
         raise
 
 

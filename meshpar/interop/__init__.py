@@ -1,4 +1,4 @@
-"""Other frameworks' checkpoints in and out: `from_hf`, `to_hf` for Hugging Face's folders, `to_peft` for adapters."""
+"""Checkpoint conversion for Hugging Face folders and PEFT adapters."""
 
 from typing import TYPE_CHECKING
 

@@ -37,6 +37,10 @@ Block = tuple[int, int]
 def read_block_shape(where: str, document: Mapping[str, Any]) -> Block | None:
     """Return the block shape in a `config.json`, or None if the weights are not quantized.
 
+    Args:
+      where: the file, for error messages.
+      document: the parsed config.json.
+
     Raises:
       ValueError: the weights are quantized in another format.
     """
@@ -72,13 +76,21 @@ class Float8Tensor:
     shape: tuple[int, ...]
 
     def read(self, slices: Sequence[slice]) -> np.ndarray:
-        """Return a slice of the tensor as float32, without its scale."""
+        """Return a slice of the tensor as float32, without its scale.
+
+        Args:
+          slices: the slice of each dim.
+        """
         mapped = np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
         return np.array(mapped[tuple(slices)]).view(jnp.float8_e4m3fn).astype(np.float32)
 
 
 def float8_tensors(path: Path) -> dict[str, Float8Tensor]:
-    """Return the float8 tensors of a file whose header safetensors has already validated."""
+    """Return the float8 tensors of a file by name.
+
+    Args:
+      path: a file whose header safetensors has already validated.
+    """
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
@@ -90,12 +102,22 @@ def float8_tensors(path: Path) -> dict[str, Float8Tensor]:
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Return the shape of the factors of a matrix."""
+    """Return the shape of the factors of a matrix.
+
+    Args:
+      shape: the shape of the matrix.
+      block: number of rows and columns of a block.
+    """
     return tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=True))
 
 
 def scale_slices(slices: Sequence[slice], block: Block) -> tuple[slice, ...]:
-    """Return the slices of the factors that a slice of the matrix needs."""
+    """Return the slices of the factors that a slice of the matrix needs.
+
+    Args:
+      slices: position of the slice in the matrix.
+      block: number of rows and columns of a block.
+    """
     return tuple(slice(s.start // size, -(-s.stop // size)) for s, size in zip(slices, block, strict=True))
 
 

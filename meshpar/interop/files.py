@@ -1,5 +1,6 @@
-"""Folders of safetensors files: validated slice-by-slice reading and atomic writing. No code in them is executed.
+"""Folders of safetensors files: validated reading of slices and atomic writing.
 
+No code in a folder is executed.
 The safetensors library parses and writes the files. This module also checks that an index refers only to files in its
 folder and matches their contents. A new folder gets its final name after all files are written.
 """
@@ -40,7 +41,7 @@ SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Supported dtypes of weights by their names in safetensors files."""
 _COMPARE_BYTES = 2**26
-_RELEASE = "use all files of one release"
+_RELEASE = "use the files of a single release"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,14 @@ def library() -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises `ValueError` if the file is missing, too large, or has no object."""
+    """Read a JSON object.
+
+    Args:
+      path: the file.
+
+    Raises:
+      ValueError: the file is missing, too large, or does not contain an object.
+    """
     fix = "use the file of the release"
     document = host.read_json(path, str(path), fix, requested="read it as JSON")
     if not isinstance(document, dict):
@@ -81,9 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The tensors of a folder with safetensors files.
-
-    This is a context manager. The files are memory-mapped and stay open until the context ends.
+    """Context manager for the tensors of a folder with safetensors files, which are memory-mapped.
 
     Args:
       path: the folder.
@@ -119,7 +125,12 @@ class Folder:
         return bool(self._float8)
 
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
-        """Copy a slice of a tensor out of the file. Float8 weights are dequantized to float32."""
+        """Read a slice of a tensor. Float8 weights are dequantized to float32.
+
+        Args:
+          name: the tensor.
+          slices: the slice of each dim.
+        """
         entry = self.entries[name]
         name = entry.stored_name or name
         try:
@@ -128,20 +139,34 @@ class Folder:
             assert self._block is not None
             scale = self._files[self._scales[name].file].get_slice(name + SCALE)[scale_slices(slices, self._block)]
             return dequantize(self._float8[name].read(slices), scale, slices, self._block)
-        except Exception as error:  # the library has no common base class of its errors
+        except Exception as error:  # the errors of the library have no common base class
             raise _damaged(self.path / entry.file, error) from error
 
     def read_full(self, name: str) -> np.ndarray:
-        """Return a full tensor."""
+        """Read a full tensor.
+
+        Args:
+          name: the tensor.
+        """
         entry = self.entries[name]
         return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Make a tensor available under another name."""
+        """Change the name of a tensor in `entries`.
+
+        Args:
+          name: the name in the file.
+          new_name: the name in `entries`.
+        """
         self.entries[new_name] = dataclasses.replace(self.entries.pop(name), stored_name=name)
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors have equal values. Reads a few rows of each at a time."""
+        """Return whether two tensors have equal values. The tensors are read in blocks of rows.
+
+        Args:
+          name: a tensor.
+          other: the tensor to compare with.
+        """
         shape = self.entries[name].shape
         if self.entries[other].shape != shape or not shape:
             return False
@@ -266,7 +291,11 @@ def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str
 
 
 def tensors_by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the tensors of each file, in the order in which `write` writes them."""
+    """Return the tensors of each file, in the order in which `write` writes them.
+
+    Args:
+      files: file name of each tensor.
+    """
     names: dict[str, list[str]] = {}
     for name, file in files.items():
         names.setdefault(file, []).append(name)
@@ -276,14 +305,16 @@ def tensors_by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
 def write(
     folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
 ) -> None:
-    """Write tensors to safetensors files, with one file in memory at a time, and the index if there are several.
+    """Write tensors to safetensors files, and an index if there are multiple files.
+
+    Only the tensors of the current file are in memory.
 
     Args:
       folder: an existing folder.
       files: file name of each tensor.
       make: returns the tensor with a name.
       total_bytes: size of all tensors, for the index.
-      index: False if no index should be written.
+      index: whether to write an index.
     """
     safetensors = library()
     for file, names in tensors_by_file(files).items():
@@ -294,16 +325,21 @@ def write(
         try:
             safetensors.numpy.save_file(tensors, str(path), metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
-            fix = "free some disk space, or use another folder"
+            fix = "free some disk space, or use a different folder"
             raise problem(file, "write it", f"safetensors failed ({error})", fix, code="not-writable") from None
-        path.chmod(mode)  # the library creates files with mode 0600, whatever the umask
+        path.chmod(mode)  # the library always creates files with mode 0600
     if index and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / INDEX, document)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON object in the format of transformers."""
+    """Write a JSON object in the format of transformers.
+
+    Args:
+      path: the file.
+      document: the object.
+    """
     with host.naming(path):
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -335,7 +371,10 @@ def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
 
 
 def new_folder(path: str | Path) -> Path:
-    """Return the resolved path of a folder that does not exist or is empty, and create its parents.
+    """Resolve the path of a new or empty folder, and create its parents.
+
+    Args:
+      path: the folder.
 
     Raises:
       ValueError: the folder exists already or cannot be created.

@@ -1,6 +1,7 @@
-"""The model of a training run or a Hugging Face folder, and the files that a run keeps of its source model.
+"""Models of training runs: load a run or a Hugging Face folder, and keep its config and tokenizer.
 
-runs/<name>/  checkpoints/ · hf/ (config.json, tokenizer, tensors that the decoder does not use)
+A run folder contains `checkpoints/` and, if training started from a Hugging Face folder, `hf/` with the config.json,
+the tokenizer and the tensors that meshpar's decoders do not use.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from meshpar.interop.files import SINGLE, read_json, write, write_json
-from meshpar.interop.hf import CONFIG, config_of, copy_beside, describe, from_hf, kept_names, open_files
+from meshpar.interop.hf import CONFIG, config_of, copy_tokenizer, describe, from_hf, open_files, unused_tensor_names
 from meshpar.loop.checkpoint import Checkpoints
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.layer_config import MoEConfig
@@ -28,63 +29,75 @@ from meshpar.sharding.types import problem
 from meshpar.training.lora import Lora, merged_params
 from meshpar.training.state import TrainState, make_setup
 
-BESIDE_RUN = "hf"
-"""Subfolder of a run that is passed to `to_hf(like=...)`."""
+SOURCE_FOLDER = "hf"
+"""Subfolder of a run with the config and tokenizer files that `to_hf` copies."""
 CHECKPOINTS = "checkpoints"
 RUN_MODE = 0o700
-"""Mode of a new run folder, before the umask. Other users cannot read it or create links in it."""
+"""Mode of a new run folder, before the umask: no other user can read it or create links in it."""
 SOURCE = "source.json"
-"""File in that subfolder with the path and fingerprint of the source folder."""
+"""File in `SOURCE_FOLDER` that records the path and the fingerprint of the original folder."""
 _SAMPLE_BYTES = 2**20
 _CONFIG_TYPES = {
-    config_type.__name__: config_type
-    for config_type in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
+    cls.__name__: cls
+    for cls in (LatentAttention, Lora, MoEConfig, RopeScaling, Routing, TransformerConfig, YarnScaling)
 }
 
 
-def keep_beside(source: str | Path, run: Path) -> Path:
-    """Copy the files that `to_hf` needs from the source folder of a model into a run, replacing earlier ones.
+def keep_source_files(source: str | Path, run: Path) -> Path:
+    """Copy into a run the files that `to_hf` needs from the original folder, and replace earlier copies.
+
+    Args:
+      source: the Hugging Face folder that the model was loaded from.
+      run: the folder of the run.
 
     Returns:
-      the subfolder of the run.
+      The subfolder of the run with the copies.
     """
-    to = run / BESIDE_RUN
+    target = run / SOURCE_FOLDER
     check_inside(Path(source) / CONFIG, Path(source))
-    shutil.rmtree(to, ignore_errors=True)
-    to.mkdir(parents=True)
-    shutil.copyfile(Path(source) / CONFIG, to / CONFIG)
-    copy_beside(source, to)
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir(parents=True)
+    shutil.copyfile(Path(source) / CONFIG, target / CONFIG)
+    copy_tokenizer(source, target)
     described = describe(Path(source))
     with open_files(source, described) as files:
-        names = [name for name in kept_names(described) if name in files.entries]
+        names = [name for name in unused_tensor_names(described) if name in files.entries]
         if names:
             total = sum(files.entries[name].nbytes for name in names)
-            write(to, dict.fromkeys(names, SINGLE), files.read_full, total)
-    write_json(to / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
-    return to
+            write(target, dict.fromkeys(names, SINGLE), files.read_full, total)
+    write_json(target / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
+    return target
 
 
 def check_source(source: str | Path, run: Path) -> None:
-    """Check that a folder is the source of a run's model.
+    """Check that a run's model was loaded from this folder.
+
+    Args:
+      source: a Hugging Face folder.
+      run: the folder of the run.
 
     Raises:
-      ValueError: the files differ, or the run's model did not come from a folder.
+      ValueError: the run started from other files, or with random weights.
     """
-    saved = run / BESIDE_RUN / SOURCE
-    if Path(source).resolve() == saved.parent.resolve():
+    record = run / SOURCE_FOLDER / SOURCE
+    if Path(source).resolve() == record.parent.resolve():
         return
-    where, requested = f"--from-hf {source}", f"continue {run}"
-    new_run = "use --name for a new run, or --fresh to start again"
-    if not saved.parent.exists():
-        reason = "the run began with randomly initialized weights"
-        raise problem(where, requested, reason, f"omit --from-hf, or {new_run}", code="conflict")
-    if saved.exists() and read_json(saved).get("fingerprint") != fingerprint_of(source):
-        reason = f"the run began with the weights of another folder ({str(read_json(saved).get('folder'))[:200]})"
-        raise problem(where, requested, reason, f"use that folder, or {new_run}", code="conflict")
+    if not record.parent.exists():
+        reason = "the run started with random weights"
+        fix = "omit --from-hf, start another run with --name, or replace this run with --fresh"
+        raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
+    if record.exists() and read_json(record).get("fingerprint") != fingerprint_of(source):
+        reason = f"the run started with the weights of another folder ({str(read_json(record).get('folder'))[:200]})"
+        fix = "pass that folder, start another run with --name, or replace this run with --fresh"
+        raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
 
 
 def fingerprint_of(source: str | Path) -> str:
-    """Hash the names, sizes and samples (start, middle, end) of the weight files in a folder."""
+    """Return a hash of the names and sizes of the safetensors files and of samples of their bytes.
+
+    Args:
+      source: a Hugging Face folder. The first, middle and last MiB of each file are hashed.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(source).glob("*.safetensors")):
         size = path.stat().st_size
@@ -97,41 +110,57 @@ def fingerprint_of(source: str | Path) -> str:
 
 
 def like_of(run: Path) -> Path | None:
-    """Return the folder for `to_hf(like=...)`, or None if the run began with random weights."""
-    return run / BESIDE_RUN if (run / BESIDE_RUN / CONFIG).exists() else None
+    """Return the `like` folder of a run for `to_hf`, or None if the run did not start from a Hugging Face folder.
+
+    Args:
+      run: the folder of the run.
+    """
+    return run / SOURCE_FOLDER if (run / SOURCE_FOLDER / CONFIG).exists() else None
 
 
 def opened(
     folder: str | Path, *, mesh: Mesh, strategy: Strategy | Rules, dtype: str | None = None, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """Load the model of a run or of a Hugging Face folder, without an optimizer. Adapters are merged.
+    """Load the model of a run or of a Hugging Face folder, without an optimizer. LoRA adapters of a run are merged.
 
-    If the run averages its parameters (`AdamW(ema=0.999)`), the averages are loaded.
+    If a run averages its parameters (`AdamW(ema=0.999)`), the averages are loaded.
 
     Args:
-      folder: a run (a folder with `checkpoints/`), or a Hugging Face folder.
-      mesh, strategy: how the model is sharded.
-      dtype: dtype of the parameters, for a Hugging Face folder only. None: the dtype of the files.
-      step: checkpoint of a run. None: the newest.
+      folder: a run (a folder with `checkpoints/`) or a Hugging Face folder.
+      mesh: the device mesh.
+      strategy: how the parameters are sharded.
+      dtype: parameter dtype, for a Hugging Face folder only. `None` means the dtype in the files.
+      step: checkpoint of a run. `None` means the latest.
+
+    Returns:
+      The config of the model and its state.
 
     Raises:
-      ValueError: another kind of folder; a dtype for a run; as `from_hf` and `Checkpoints.restore`.
+      ValueError: the folder is neither a run nor a Hugging Face folder, or `dtype` is set for a run. Also see
+        `from_hf` and `Checkpoints.restore`.
     """
     path = Path(folder)
     if not (path / CHECKPOINTS).is_dir():
         if path.is_dir() and not (path / CONFIG).exists():
-            reason, fix = f"it has neither {CHECKPOINTS}/ nor {CONFIG}", "use runs/<name>, or a Hugging Face folder"
-            raise problem(f"folder `{path}`", "open a model", reason, fix, code="missing-file")
+            reason = f"it has neither {CHECKPOINTS}/ nor {CONFIG}"
+            fix = "pass runs/<name> or a Hugging Face folder"
+            raise problem(f"folder `{path}`", "load a model", reason, fix, code="missing-file")
         return from_hf(path, mesh=mesh, strategy=strategy, dtype=dtype)
     if dtype is not None:
-        reason, fix = "a run is loaded in the dtype of its checkpoint", "omit --dtype, or convert to-hf first"
-        raise problem(f"run `{path}`", f"open its model in {dtype}", reason, fix, code="conflict")
+        reason = "a run is loaded in the dtype of its checkpoint"
+        fix = "omit --dtype, or convert the run with to-hf first"
+        raise problem(f"run `{path}`", f"load the model in {dtype}", reason, fix, code="conflict")
     config, state = restored_run(path, mesh=mesh, strategy=strategy, step=step)
     return config, merged(state, config)
 
 
 def merged(state: TrainState, config: TransformerConfig) -> TrainState:
-    """Merge the adapters of a state into its matrices, and drop the optimizer state."""
+    """Return the state with LoRA adapters merged into the matrices, without an optimizer.
+
+    Args:
+      state: the state of a decoder. Without adapters it is returned unchanged.
+      config: the config of the decoder.
+    """
     if state.setup.model.lora is None:
         return state
     setup = make_setup(config.build(), optax.identity(), mesh=state.setup.given_mesh, strategy=state.setup.strategy)
@@ -141,14 +170,28 @@ def merged(state: TrainState, config: TransformerConfig) -> TrainState:
 def restored_run(
     path: Path, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """Load the model of a run without merging its adapters. Arguments and errors are those of `opened`."""
+    """Load the model of a run, with LoRA adapters kept separate.
+
+    Args:
+      path: the folder of the run.
+      mesh: the device mesh.
+      strategy: how the parameters are sharded.
+      step: the checkpoint to load. `None` means the latest.
+
+    Returns:
+      The config of the model and its state.
+
+    Raises:
+      ValueError: the folder has no checkpoints, or the model is not a meshpar decoder.
+    """
     if not (path / CHECKPOINTS).is_dir():
-        raise problem(f"run `{path}`", "open its model", f"it has no {CHECKPOINTS}/", "use runs/<name>", "missing-file")
+        reason = f"it has no {CHECKPOINTS}/"
+        raise problem(f"run `{path}`", "load the model", reason, "pass runs/<name>", code="missing-file")
     with Checkpoints(path / CHECKPOINTS) as checkpoints:
         table = checkpoints.stored(step).get("params/embed/embedding")
         if table is None:
-            reason, fix = "its model is not a TransformerConfig's decoder", "use a run of a TransformerConfig"
-            raise problem(f"run `{path}`", "open its model", reason, fix, code="unsupported-feature")
+            reason, fix = "the model is not a meshpar decoder", "use a run whose model is a TransformerConfig"
+            raise problem(f"run `{path}`", "load the model", reason, fix, code="unsupported-feature")
         config, lora = config_of_run(path, param_dtype=table["dtype"]), lora_of_run(path)
         model = config.build() if lora is None else lora(config.build())
         setup = make_setup(model, optax.identity(), mesh=mesh, strategy=strategy)
@@ -158,31 +201,40 @@ def restored_run(
 
 
 def lora_of_run(run: Path) -> Lora | None:
-    """Return the adapters that a run trained, or None if it trained all parameters."""
+    """Return the LoRA config of a run, or None if it trained all parameters.
+
+    Args:
+      run: the folder of the run.
+    """
     path = run / "recipe.json"
     return _from_plain(read_json(path).get("lora")) if path.exists() else None
 
 
 def config_of_run(run: Path, **changes: Any) -> TransformerConfig:
-    """Return the config of a run's model, from its recipe or from its source folder.
+    """Return the model config of a run, from its recipe or from its copy of config.json.
+
+    Args:
+      run: the folder of the run.
+      **changes: fields of the config to replace.
 
     Raises:
-      ValueError: the recipe has another kind of model.
+      ValueError: the model of the recipe is not a `TransformerConfig`.
     """
     if not (run / "recipe.json").exists():
-        return config_of(run / BESIDE_RUN, **changes)
+        return config_of(run / SOURCE_FOLDER, **changes)
     plain = read_json(run / "recipe.json").get("model")
     config = _from_plain(plain)
     if not isinstance(config, TransformerConfig):
-        reason, fix = "its recipe has no TransformerConfig", "restore the model with Checkpoints"
-        raise problem(f"run `{run}`", "open its model", reason, fix, code="unsupported-feature")
+        reason = "the model in its recipe is not a TransformerConfig"
+        fix = "build the model and restore its state with Checkpoints"
+        raise problem(f"run `{run}`", "load the model", reason, fix, code="unsupported-feature")
     return dataclasses.replace(config, **changes)
 
 
 def _from_plain(plain: Any) -> Any:
-    """Convert the output of `Recipe.to_json` to a config. New fields get their defaults."""
+    """Invert `Recipe.to_json` for a config. Fields missing from older recipes have their defaults."""
     if not isinstance(plain, Mapping):
         return plain
-    config_type: Any = _CONFIG_TYPES.get(plain.get("type", ""))
+    kind: Any = _CONFIG_TYPES.get(plain.get("type", ""))
     fields = {name: _from_plain(value) for name, value in plain.items() if name != "type"}
-    return fields if config_type is None else config_type(**fields)
+    return fields if kind is None else kind(**fields)

@@ -1,9 +1,9 @@
-"""The mapping between the tensors of a checkpoint and the arrays of a model, for reading and writing.
+"""Mapping between checkpoint tensors and the arrays of a model, for reading and writing.
 
     WeightMapping("model.layers.{L}.self_attn.q_proj.weight", "layers/attention/query/kernel", "(H D) E -> L E H D")
 
-The file has one matrix per layer, of shape `[H * D, E]`. The model has one array of shape `[L, E, H, D]`. A model dim
-that is missing on the left side (L for layers, X for experts) is a number in the tensor's name.
+Each layer has a matrix of shape `[H * D, E]` in the file. The model stacks them in an array of shape `[L, E, H, D]`. A
+model dim without a file dim (L for layers, X for experts) appears as a number in the tensor names.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ReadTensor = Callable[[str, Slices], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class DimPart:
-    """The indices of a file dim that form a model dim. The others belong to other arrays."""
+    """Indices of a file dim that form a model dim. The remaining indices belong to other arrays."""
 
     indices: tuple[int, ...]
     """Index in the file for each index of the model dim."""
@@ -34,14 +34,14 @@ class DimPart:
 
 @dataclasses.dataclass(frozen=True)
 class WeightMapping:
-    """One array of the model and the checkpoint tensors that it is made of."""
+    """Mapping between an array of the model and its checkpoint tensors."""
 
     template: str
-    """Tensor name, where `{L}` and `{X}` stand for the index of the layer and of the expert."""
+    """Tensor name with placeholders: `{L}` for the layer index and `{X}` for the expert index."""
     path: str
     """Path of the parameter, or the end of the path of a variable in `TrainState.extra`."""
     dims: str
-    """`"file dims -> model dims"`. A file dim that combines several model dims is in parentheses."""
+    """`"file dims -> model dims"`. Model dims that are combined in a file dim are in parentheses."""
     sizes: Mapping[str, int]
     """Sizes of the model dims. L is the number of stacked layers."""
     parts: Mapping[str, DimPart] = dataclasses.field(default_factory=dict)
@@ -82,16 +82,24 @@ class WeightMapping:
 
     @property
     def _transpose(self) -> list[int]:
-        """Permutation from the order of the file dims to that of the model dims."""
+        """Permutation of the file dims that gives the order of the model dims."""
         in_file = "".join(self.file_dims)
         return [in_file.index(letter) for letter in self.model_dims if letter in in_file]
 
     def file_size(self, letter: str) -> int:
-        """Return the size that a model dim has in the file."""
+        """Return the size that a model dim has in the file.
+
+        Args:
+          letter: the letter of the dim.
+        """
         return self.parts[letter].size if letter in self.parts else self.sizes[letter]
 
     def tensors(self, within: Slices | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name of each tensor and its index in the leading dims of the array, optionally within a slice."""
+        """Yield the name of each tensor and its index in the leading dims of the array.
+
+        Args:
+          within: the slice of the array for which to yield tensors. `None` means the full array.
+        """
         dims = self._name_dims
         slices = within or (slice(None),) * len(dims)
         ranges = [range(*part.indices(self.sizes[letter])) for letter, part in zip(dims, slices, strict=False)]
@@ -100,7 +108,13 @@ class WeightMapping:
             yield self.template.format(**{**numbers, "L": numbers["L"] + self.first_layer}), index
 
     def read(self, index: Slices, dtype: Any, read: ReadTensor) -> np.ndarray:
-        """Return a slice of the array. Only the matching slice of each tensor is read."""
+        """Return a slice of the array. Only the matching slice of each tensor is read.
+
+        Args:
+          index: the slice for each dim of the array.
+          dtype: dtype of the result.
+          read: reads a slice of a tensor.
+        """
         bounds = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
         out = np.empty([len(bound) for bound in bounds], dtype)
         ranges = dict(zip(self.model_dims, bounds, strict=True))
@@ -111,7 +125,7 @@ class WeightMapping:
         return out
 
     def _read_one(self, name: str, ranges: Mapping[str, range], read: ReadTensor) -> np.ndarray:
-        """Read a slice of one tensor, and transpose it to the order of the model dims."""
+        """Read a slice of a tensor, and transpose it to the order of the model dims."""
         slices, shape, cuts = [], [], []
         for group in self.file_dims:
             for position, letter in enumerate(group):
@@ -135,7 +149,12 @@ class WeightMapping:
         return block.transpose(self._transpose)
 
     def write(self, block: np.ndarray, into: np.ndarray) -> None:
-        """Write the array of one layer and expert into its part of a file's tensor."""
+        """Write the array of a layer and expert to its part of a tensor of the file.
+
+        Args:
+          block: the array, with the model dims that are in the file.
+          into: the full tensor, which is modified in place.
+        """
         letters = "".join(self.file_dims)
         indices = [self.parts[a].indices if a in self.parts else range(self.sizes[a]) for a in letters]
         view = into.reshape([self.file_size(letter) for letter in letters])
@@ -143,5 +162,11 @@ class WeightMapping:
 
 
 def contiguous(start: int, stop: int, size: int) -> DimPart:
-    """Return the part `start:stop` of a file dim of this size."""
+    """Return the part `start:stop` of a file dim of this size.
+
+    Args:
+      start: first index.
+      stop: index after the last.
+      size: size of the file dim.
+    """
     return DimPart(tuple(range(start, stop)), size)

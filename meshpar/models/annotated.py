@@ -19,15 +19,24 @@ Initializer = nnx.initializers.Initializer
 
 
 def into_residual(cfg: TransformerConfig) -> Initializer:
-    """For matrices that add to the residual stream, which 2 L of them do: its variance must not grow with depth.
+    """Return the initializer of matrices that write to the residual stream.
 
-    Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+    There are 2 L of them, so their variance is divided by 2 L to keep the variance of the residual stream independent
+    of depth (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
+
+    Args:
+      cfg: the config of the decoder.
     """
     return nnx.initializers.variance_scaling(1 / (2 * cfg.num_layers), "fan_in", "normal")
 
 
 def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    """Makes matrices without bias, with logical names."""
+    """Return a function that creates linear layers with logical dim names and without bias.
+
+    Args:
+      cfg: the config of the decoder.
+      rngs: random keys for the initial parameters.
+    """
 
     def make(
         inputs: Any, outputs: Any, *, names: tuple[str | None, ...], axis: Any = -1, init: Initializer | None = None
@@ -47,53 +56,61 @@ def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
 
 
 def bare(layer: nnx.LinearGeneral) -> Array:
-    """A layer's matrix, to multiply by elsewhere.
+    """Return the kernel of a layer, for a matmul outside the layer.
+
+    Args:
+      layer: a linear layer.
 
     Raises:
-      ValueError: the layer has adapters, which would be left out.
+      ValueError: the layer has LoRA adapters, which the matmul would ignore.
     """
     if hasattr(layer, PAIR[0]):
-        exists = "here its matrix is used without the layer, as overlapped matmuls, heads and cached latents do"
-        fix = 'leave it out of lora(modules=...), use tensor_matmul="xla", or merge the adapters first'
-        raise problem("lora", "add what adapters make to what their layer makes", exists, fix)
+        reason = "overlapped matmuls, output layers and cached latents use the kernel without its adapters"
+        fix = 'exclude the layer from lora(modules=...), use tensor_matmul="xla", or merge the adapters first'
+        raise problem("lora", "add adapters to this layer", reason, fix, code="unsupported-feature")
     return layer.kernel[...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rms_norm(eps: float, x: Float[Array, "... E"], scale: Float[Array, " E"]) -> Float[Array, "... E"]:
-    """`x / rms(x) * scale`, in float32 at the least and given back in the wider dtype of the two.
+    """Return `x / rms(x) * scale`, computed in float32 or higher precision (Zhang and Sennrich 2019).
 
-    The backward pass is left x and the scale, and no arrays in float32; it uses the scale once, so that one that is
-    split is gathered once for it. Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+    Only x and the scale are saved for the backward pass, and no float32 arrays. The backward pass uses the scale once,
+    so that a sharded scale is all-gathered once. Reference: "Root Mean Square Layer Normalization".
+
+    Args:
+      eps: added to the mean square.
+      x: the array to normalize along its last dim.
+      scale: factors of the last dim. The result has the promoted dtype of x and scale.
     """
     unit, inverse = _unit(eps, x)
     return (unit * (inverse * scale.astype(unit.dtype))).astype(jnp.promote_types(x.dtype, scale.dtype))
 
 
 def _unit(eps: float, x: Array) -> tuple[Array, Array]:
-    """x in a wide dtype, and one over its root mean square."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return wide, jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + eps)
+    """Return x in float32 or higher precision, and its inverse root mean square."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x, jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + eps)
 
 
 def _rms_norm_backward(eps: float, saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, scale = saved
-    wide, inverse = _unit(eps, x)
-    unit, g = wide * inverse, g.astype(wide.dtype)
+    x_float32, inverse = _unit(eps, x)
+    unit, g = x_float32 * inverse, g.astype(x_float32.dtype)
     d_scale = jnp.sum(g * unit, axis=tuple(range(x.ndim - 1)))
-    g = g * scale.astype(wide.dtype)
+    g = g * scale.astype(x_float32.dtype)
     d_x = inverse * (g - unit * jnp.mean(g * unit, -1, keepdims=True))
     return d_x.astype(x.dtype), d_scale.astype(scale.dtype)
 
 
-rms_norm.defvjp(lambda eps, *given: (rms_norm(eps, *given), given), _rms_norm_backward)
+rms_norm.defvjp(lambda eps, *args: (rms_norm(eps, *args), args), _rms_norm_backward)
 
 
 class Norm(nnx.RMSNorm):
-    """Flax's, by `rms_norm`; but as it is where a layer keeps nothing by itself."""
+    """RMSNorm of Flax with the memory-saving `rms_norm`, unless a remat policy controls the saved activations."""
 
     def __call__(self, x: Array, mask: Array | None = None) -> Array:
-        """As x is."""
+        """Normalize x along its last dim."""
         assert self.scale is not None
         assert mask is None
         if keeps_are_others():
@@ -104,9 +121,14 @@ class Norm(nnx.RMSNorm):
 def nnx_norm(
     cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
 ) -> nnx.RMSNorm:
-    """RMSNorm of the residual stream, or of something as wide as `width`; `name` is the logical one of its dim.
+    """Return an RMSNorm layer.
 
-    Outside of layers it is Flax's: there is little to keep, and its scale is gathered once.
+    Args:
+      cfg: the config of the decoder.
+      rngs: random keys for the initial parameters.
+      width: size of the normalized dim, by default that of the residual stream.
+      name: logical name of the dim.
+      in_layers: whether the norm is in a scanned layer. Otherwise it is the RMSNorm of Flax, since it saves few arrays.
     """
     return (Norm if in_layers else nnx.RMSNorm)(
         width or cfg.embed_dim,

@@ -1,4 +1,4 @@
-"""The shape of a decoder: its sizes, checked, and what follows from them in closed form."""
+"""Configuration of the decoders, with parameter counts and FLOPs in closed form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from meshpar.collectives.kernel_checks import check_choice
 from meshpar.moe.argument_checks import check_positive, check_whole
 from meshpar.moe.layer_config import MoEConfig
+from meshpar.sharding.errors import check_bool
 from meshpar.sharding.types import problem
 
 if TYPE_CHECKING:
@@ -21,53 +22,55 @@ PARAM_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 stretches rotary frequencies to reach past the sequence length it was first trained on.
+    """Scaling of rotary frequencies in Llama 3.1, for sequences longer than in pretraining.
 
-    Wavelengths shorter than `original_seq_len / high_freq_factor` stay, those longer than
-    `original_seq_len / low_freq_factor` are stretched by `factor`, and those between go smoothly from one to the other
-    (the `llama3` rope type of Meta's Llama 3.1 release, 2024).
+    Wavelengths below `original_seq_len / high_freq_factor` are unchanged, and wavelengths above
+    `original_seq_len / low_freq_factor` are multiplied by `factor`, with a smooth transition (the `llama3` rope type of
+    Meta's Llama 3.1 release, 2024).
     """
 
     factor: float = 8.0
-    """By how much the longest wavelengths are stretched."""
+    """Factor of the longest wavelengths."""
     low_freq_factor: float = 1.0
-    """Wavelengths above `original_seq_len` over this are stretched in full."""
+    """Wavelengths above `original_seq_len / low_freq_factor` are multiplied by `factor`."""
     high_freq_factor: float = 4.0
-    """Wavelengths below `original_seq_len` over this are left alone."""
+    """Wavelengths below `original_seq_len / high_freq_factor` are unchanged."""
     original_seq_len: int = 8192
-    """Sequence length before the stretch, in tokens."""
+    """Sequence length of pretraining, in tokens."""
 
     def __post_init__(self) -> None:
         if self.factor < 1:
-            raise problem(
-                "RopeScaling(factor=...)", f"be {self.factor}", "it stretches, so it is at least 1", "use 8.0"
-            )
+            where, reason = "RopeScaling(factor=...)", "it must be at least 1"
+            raise problem(where, f"be {self.factor}", reason, "use 8.0", code="out-of-range")
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             where = "RopeScaling(low_freq_factor=..., high_freq_factor=...)"
-            asked = f"be {self.low_freq_factor} and {self.high_freq_factor}"
-            raise problem(where, asked, "both are positive and the first is the smaller", "use 1.0 and 4.0")
+            requested = f"be {self.low_freq_factor} and {self.high_freq_factor}"
+            reason = "both must be positive, and the first must be smaller"
+            raise problem(where, requested, reason, "use 1.0 and 4.0", code="out-of-range")
         check_whole("RopeScaling", "original_seq_len", self.original_seq_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnScaling:
-    """How YaRN stretches rotary frequencies: slow pairs by `factor`, fast ones not at all, a ramp between them.
+    """Scaling of rotary frequencies with YaRN: low frequencies are divided by `factor`, high frequencies unchanged.
 
-    Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models".
+    A linear ramp connects both ranges. Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language
+    Models".
     """
 
     factor: float
-    """By how much the slow pairs are stretched."""
+    """Factor of the longest wavelengths."""
     original_seq_len: int
-    """Sequence length before the stretch, in tokens."""
+    """Sequence length of pretraining, in tokens."""
     beta_fast: float = 32.0
-    """Pairs that turn more often than this over `original_seq_len` are left alone."""
+    """Frequencies with more rotations than this over `original_seq_len` are unchanged."""
     beta_slow: float = 1.0
-    """Pairs that turn less often than this are stretched in full."""
+    """Frequencies with fewer rotations than this over `original_seq_len` are divided by `factor`."""
     rotated_factor: float = 1.0
-    """Cosines and sines are multiplied by it (the paper's square root of 1/t)."""
+    """Factor of the cosines and sines (the square root of 1/t in the paper)."""
     score_factor: float = 1.0
-    """Scores are multiplied by it, those of the part that is not rotated too; with `latent` only (DeepSeek-V3)."""
+    """Factor of the attention scores, including the dimensions without rotary embedding. Only with `latent`
+    (DeepSeek-V3)."""
 
     def __post_init__(self) -> None:
         for field in ("rotated_factor", "score_factor", "beta_slow"):
@@ -75,38 +78,39 @@ class YarnScaling:
         check_whole("YarnScaling", "original_seq_len", self.original_seq_len)
         for field, least in (("factor", 1.0), ("beta_fast", self.beta_slow)):
             if not least <= getattr(self, field) < math.inf:
-                asked, exists = f"be {getattr(self, field)}", f"it is finite and at least {least}"
-                raise problem(f"YarnScaling({field}=...)", asked, exists, f"use {max(least, 32.0)}")
+                requested, reason = f"be {getattr(self, field)}", f"it must be finite and at least {least}"
+                fix = f"use {max(least, 32.0)}"
+                raise problem(f"YarnScaling({field}=...)", requested, reason, fix, code="out-of-range")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention: queries, keys and values out of narrow vectors that all heads share.
+    """Options of multi-head latent attention, with low-rank projections that all heads share.
 
     DeepSeek-AI 2024, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1.
     """
 
     q_rank: int | None
-    """Width of the vector that queries are made of; None: they are made of the residual stream."""
+    """Rank of the query projection. `None` means a full-rank projection of the residual stream."""
     kv_rank: int
-    """Width of the vector that keys and values are made of."""
+    """Rank of the key and value projections."""
     nope_dim: int
-    """Width of the part of a head's query and key that is not rotated."""
+    """Dimensions of a query and key head without rotary embedding."""
     rope_dim: int
-    """Width of the part that is rotated; even. All heads share one such key."""
+    """Dimensions of a query and key head with rotary embedding (even). All heads share these key dimensions."""
     v_dim: int
-    """Width of a head's value."""
+    """Dimensions of a value head."""
 
     def __post_init__(self) -> None:
         for field in ("kv_rank", "nope_dim", "rope_dim", "v_dim", *(() if self.q_rank is None else ("q_rank",))):
             check_whole("LatentAttention", field, getattr(self, field))
         if self.rope_dim % 2:
-            exists = "rotary embeddings turn pairs, so it is even"
-            raise problem("LatentAttention(rope_dim=...)", f"be {self.rope_dim}", exists, f"use {self.rope_dim + 1}")
+            where, reason = "LatentAttention(rope_dim=...)", "rotary embeddings need an even number of dimensions"
+            raise problem(where, f"be {self.rope_dim}", reason, f"use {self.rope_dim + 1}", code="indivisible")
 
     @property
     def head_dim(self) -> int:
-        """Width of a head's query and key."""
+        """Dimensions of a query and key head."""
         return self.nope_dim + self.rope_dim
 
 
@@ -115,65 +119,64 @@ class TransformerConfig:
     """A decoder with RMSNorm, rotary embeddings, grouped-query attention and SwiGLU, as in Llama."""
 
     vocab_size: int
-    """Tokens there are."""
+    """Size of the vocabulary."""
     num_layers: int
-    """Blocks of attention and MLP."""
+    """Number of layers."""
     embed_dim: int
-    """Width of the residual stream."""
+    """Dimension of the residual stream."""
     num_heads: int
-    """Query heads."""
+    """Number of query heads."""
     num_kv_heads: int
-    """Key and value heads; each serves `num_heads / num_kv_heads` query heads."""
+    """Number of key/value heads. Each serves `num_heads / num_kv_heads` query heads."""
     head_dim: int
-    """Width of one head; even, because rotary embeddings turn pairs."""
+    """Dimension of a head, an even number because of the rotary embeddings."""
     mlp_dim: int
-    """Width of the MLP's hidden layer; with experts, of that of the dense layers."""
+    """Hidden dimension of the MLP. In an MoE model: hidden dimension of the dense layers."""
     rope_theta: float = 10_000.0
-    """Base of the rotary wavelengths: they run from 2π to nearly 2π·theta tokens."""
+    """Base of the rotary wavelengths, which range from 2π to almost 2π·theta tokens."""
     rope_scaling: RopeScaling | None = None
-    """How the rotary frequencies are stretched; None: they are not."""
+    """Scaling of the rotary frequencies as in Llama 3.1."""
     rope_yarn: YarnScaling | None = None
-    """The other way to stretch them, in place of `rope_scaling`."""
+    """Scaling of the rotary frequencies with YaRN, as an alternative to `rope_scaling`."""
     norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Epsilon of RMSNorm, added to the mean square."""
     tied_embeddings: bool = False
-    """The output layer is the embedding table, not a matrix of its own."""
+    """Whether the output layer uses the embedding table."""
     param_dtype: str = "float32"
-    """Dtype in which parameters are made. Compute follows the dtype of the parameters the model is given."""
+    """Dtype of the initial parameters. Computation uses the dtype of the parameters that the model receives."""
     attention: Attention = "blockwise"
-    """Attention over whole sequences: "blockwise" runs anywhere, in memory that grows with the sequence
-    (`meshpar.collectives.blockwise_attention`); "xla" runs anywhere, too, and holds all scores; "cudnn" is cuDNN's
-    flash attention (GPUs, bfloat16 or float16 compute) and "tokamax" that package's (GPUs, Python 3.12), which takes
-    windows, caps and segments, too. None falls back to another. Under `context_parallel()` the sequence is attended to
-    round a ring of ranks in tiles, which are cuDNN's kernel with "cudnn" and plain matmuls with the first two;
-    "tokamax" is refused there."""
+    """Implementation of attention over full sequences. "blockwise" runs on all platforms with memory linear in the
+    sequence length (`meshpar.collectives.blockwise_attention`). "xla" runs on all platforms and stores all scores.
+    "cudnn" is cuDNN's flash attention (GPUs, bfloat16 or float16). "tokamax" is the flash attention of that package
+    (GPUs, Python 3.12), which supports windows, caps and segments. There is no fallback to another implementation.
+    Under `context_parallel()`, ring attention computes its tiles with cuDNN's kernel for "cudnn" and with matmuls for
+    "xla" and "blockwise"; "tokamax" is an error."""
     attention_window: int | None = None
-    """A position sees itself and so many less one before it, in every layer; None: all before it. Not round a ring of
-    ranks."""
+    """Sliding window of all layers: a position attends to itself and the `attention_window - 1` positions before it.
+    `None` means full causal attention. Not supported by ring attention with cuDNN."""
     qk_norm: bool = False
-    """Every head's query and key pass an RMSNorm of their own width before they are rotated (Qwen3); not with
-    `latent`."""
+    """Whether the query and key of each head have an RMSNorm before the rotary embedding (Qwen3). Not with `latent`."""
     attention_cap: float | None = None
-    """Scores s of attention become `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"); None: they stay. Not by cuDNN."""
+    """Soft cap of the attention scores s, `cap tanh(s / cap)` (Gemma Team 2024, "Gemma 2"). Not supported by cuDNN."""
     tensor_matmul: TensorMatmul = "xla"
-    """Matmuls of a block under `tensor_parallel(sequence=True)`: "xla" leaves what they need to the compiler, as an
-    all-gather before and a reduce-scatter behind; "overlapped" sends blocks of rows while it multiplies others
-    (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`). It is an error where the sequence is not split
-    between blocks; with one rank on the axis that splits it, and with a cache, matmuls are plain."""
+    """Matmuls of a layer under `tensor_parallel(sequence=True)`. With "xla", the compiler inserts an all-gather before
+    and a reduce-scatter after them. With "overlapped", communication overlaps with the matmul of other blocks
+    (`meshpar.collectives.all_gather_matmul`, `matmul_reduce_scatter`); without sequence parallelism this is an error.
+    If the axis has a single device, or with a cache, ordinary matmuls are used."""
     vocab_chunk: int | None = None
-    """Logits for the loss are made of so many tokens of the vocabulary at a time (on each rank that holds a part of
-    it), forward and again backward, so that no array holds those of all
-    (`meshpar.models.chunked_cross_entropy`). The model then gives an `Unembedding` where it gave logits; with a
-    cache they are plain. 8192 is a good size on GPUs. None: all at once."""
+    """Number of vocabulary tokens in a chunk of logits for the loss, on each device. The logits are computed in chunks
+    and recomputed in the backward pass, so that the full logits are never stored
+    (`meshpar.models.chunked_cross_entropy`). The model then returns an `Unembedding` instead of logits, except with a
+    cache. 8192 is a good size on GPUs. `None` disables chunking."""
     logits_cap: float | None = None
-    """Logits l become `cap tanh(l / cap)`, in float32 at the least; None: they stay."""
+    """Soft cap of the logits l, `cap tanh(l / cap)`, computed in float32 or higher precision."""
     latent: LatentAttention | None = None
-    """Multi-head latent attention in place of grouped-query attention; every head then has a key and a value of its
-    own, and `head_dim` is the width of its query and key."""
+    """Multi-head latent attention instead of grouped-query attention. `num_kv_heads` must then equal `num_heads`, and
+    `head_dim` the dimension of a query and key head."""
     moe: MoEConfig | None = None
-    """An MoE layer in place of the MLP, in all layers but the first `num_dense_layers`."""
+    """MoE layer that replaces the MLP in all but the first `num_dense_layers` layers."""
     num_dense_layers: int = 0
-    """How many of the layers, the first, have an MLP where the others have experts."""
+    """Number of initial layers of an MoE model that have an ordinary MLP."""
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
@@ -189,93 +192,98 @@ class TransformerConfig:
         self._check_latent()
         self._check_experts()
         for field in ("rope_theta", "norm_eps"):
-            check_positive("TransformerConfig", field, getattr(self, field), "1e-5, say")
+            check_positive("TransformerConfig", field, getattr(self, field), "1e-5")
         if self.norm_eps > 1:
-            exists = "it is added to a mean square, which is about 1"
-            raise problem("TransformerConfig(norm_eps=...)", f"be {self.norm_eps:g}", exists, "use 1e-5")
-        for field in ("tied_embeddings", "qk_norm"):
-            if not isinstance(value := getattr(self, field), bool):
-                where, fix = f"TransformerConfig({field}=...)", f"write {field}=True, or False"
-                raise problem(where, f"be {value!r}", "it is True or False", fix)
+            where, reason = "TransformerConfig(norm_eps=...)", "it is added to a mean square of about 1"
+            raise problem(where, f"be {self.norm_eps:g}", reason, "use 1e-5", code="out-of-range")
+        check_bool(
+            "TransformerConfig", "the output layer uses the embedding table", tied_embeddings=self.tied_embeddings
+        )
+        check_bool("TransformerConfig", "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
         check_choice("TransformerConfig", "param_dtype", self.param_dtype, PARAM_DTYPES)
         check_choice("TransformerConfig", "attention", self.attention, get_args(Attention))
         check_choice("TransformerConfig", "tensor_matmul", self.tensor_matmul, get_args(TensorMatmul))
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            asked = f"share {self.num_kv_heads} key/value heads among {self.num_heads} query heads"
-            exists = f"{self.num_heads} is not a multiple of {self.num_kv_heads}"
-            raise problem("TransformerConfig(num_kv_heads=...)", asked, exists, f"use a divisor of {self.num_heads}")
+            requested = f"share {self.num_kv_heads} key/value heads among {self.num_heads} query heads"
+            reason = f"{self.num_heads} is not a multiple of {self.num_kv_heads}"
+            where, fix = "TransformerConfig(num_kv_heads=...)", f"use a divisor of {self.num_heads}"
+            raise problem(where, requested, reason, fix, code="indivisible")
         if self.head_dim % 2:
-            exists = "rotary embeddings turn pairs, so it is even"
-            raise problem("TransformerConfig(head_dim=...)", f"be {self.head_dim}", exists, f"use {self.head_dim + 1}")
+            where, reason = "TransformerConfig(head_dim=...)", "rotary embeddings need an even number of dimensions"
+            raise problem(where, f"be {self.head_dim}", reason, f"use {self.head_dim + 1}", code="indivisible")
 
     def _check_rope(self) -> None:
         if self.rope_yarn is None:
             return
-        _record("rope_yarn", self.rope_yarn, YarnScaling)
+        _check_type("rope_yarn", self.rope_yarn, YarnScaling)
         if self.rope_scaling is not None:
-            exists, fix = "frequencies are stretched in one way", "leave one of them out"
-            raise problem("TransformerConfig(rope_scaling=..., rope_yarn=...)", "stretch by both", exists, fix)
+            where, reason = "TransformerConfig(rope_scaling=..., rope_yarn=...)", "they are alternatives"
+            raise problem(where, "use both", reason, "omit one of them", code="conflict")
         if self.rope_yarn.score_factor != 1 and self.latent is None:
             where = f"TransformerConfig(rope_yarn=YarnScaling(score_factor={self.rope_yarn.score_factor}))"
-            asked, fix = "multiply scores by it", "use rotated_factor, or give latent=LatentAttention(...)"
-            raise problem(where, asked, "that is for latent attention, where a part of the keys is not rotated", fix)
+            reason = "score_factor is supported only with latent attention"
+            fix = "use rotated_factor, or set latent=LatentAttention(...)"
+            raise problem(where, "scale the attention scores", reason, fix, code="conflict")
 
     def _check_latent(self) -> None:
         if self.latent is None:
             return
-        _record("latent", self.latent, LatentAttention)
+        _check_type("latent", self.latent, LatentAttention)
         if self.qk_norm:
-            exists = "latent attention has norms of its own, of the narrow vectors"
-            raise problem("TransformerConfig(qk_norm=True, latent=...)", "norm heads", exists, "leave qk_norm out")
-        follows = {"num_kv_heads": self.num_heads, "head_dim": self.latent.head_dim}
-        for field, value in follows.items():
+            where, reason = (
+                "TransformerConfig(qk_norm=True, latent=...)",
+                "latent attention normalizes the latents instead",
+            )
+            raise problem(where, "normalize queries and keys", reason, "omit qk_norm", code="conflict")
+        sizes = {
+            "num_kv_heads": (self.num_heads, "num_heads"),
+            "head_dim": (self.latent.head_dim, "nope_dim + rope_dim"),
+        }
+        for field, (value, formula) in sizes.items():
             if getattr(self, field) != value:
-                raise problem(
-                    f"TransformerConfig({field}={getattr(self, field)}, latent=...)",
-                    "be that",
-                    f"with latent attention it is {value}: every head has a key and a value of its own, of width "
-                    "nope_dim + rope_dim",
-                    f"use {field}={value}",
-                )
+                where = f"TransformerConfig({field}={getattr(self, field)}, latent=...)"
+                reason = f"with latent attention it must equal {formula}, {value}"
+                raise problem(where, "use this value", reason, f"use {field}={value}", code="conflict")
         if self.tensor_matmul != "xla":
             where = f"TransformerConfig(tensor_matmul={self.tensor_matmul!r}, latent=...)"
-            exists = "it gathers the residual stream; latent attention gathers vectors that are narrower"
-            raise problem(where, "hide the messages of attention's matmuls", exists, 'use tensor_matmul="xla"')
+            reason = "it gathers the residual stream, and latent attention gathers the latents"
+            fix = 'use tensor_matmul="xla"'
+            raise problem(where, "overlap the matmuls of attention", reason, fix, code="unsupported-feature")
 
     def _check_experts(self) -> None:
         count = self.num_dense_layers
         where = f"TransformerConfig(num_dense_layers={count!r})"
         check_whole("TransformerConfig", "num_dense_layers", count, least=0)
         if self.moe is None and count:
-            fix = "leave it out, or give moe=MoEConfig(...)"
-            raise problem(where, "have dense layers before those of experts", "without `moe` all layers are dense", fix)
+            reason, fix = "without `moe` all layers are dense", "omit it, or set moe=MoEConfig(...)"
+            raise problem(where, "add dense layers before the MoE layers", reason, fix, code="conflict")
         if self.moe is None:
             return
-        _record("moe", self.moe, MoEConfig)
+        _check_type("moe", self.moe, MoEConfig)
         if count >= self.num_layers:
-            exists = f"there are {self.num_layers} layers, and one of experts at least"
-            raise problem(where, "have so many dense layers", exists, "use fewer, or leave out `moe`")
+            reason = f"there are {self.num_layers} layers, and at least one must be an MoE layer"
+            raise problem(where, "use this value", reason, "use fewer, or omit `moe`", code="out-of-range")
         if not count and self.mlp_dim != self.moe.mlp_dim:
-            asked = "be the width of the dense layers"
-            exists = "there are none: every layer has experts, whose width is moe.mlp_dim"
-            fix = f"use mlp_dim={self.moe.mlp_dim}, or some num_dense_layers"
-            raise problem(f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)", asked, exists, fix)
+            where = f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)"
+            reason = "there are no dense layers, and the hidden dimension of the experts is moe.mlp_dim"
+            fix = f"use mlp_dim={self.moe.mlp_dim}, or set num_dense_layers"
+            raise problem(where, "set the size of the dense layers", reason, fix, code="conflict")
 
     @property
     def attention_limits(self) -> dict[str, Any]:
-        """What every form of attention is given beside its name."""
+        """Keyword arguments for all implementations of attention."""
         return {"window": self.attention_window, "cap": self.attention_cap}
 
     @property
     def num_moe_layers(self) -> int:
-        """Layers that have experts."""
+        """Number of MoE layers."""
         return 0 if self.moe is None else self.num_layers - self.num_dense_layers
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole model."""
+        """Number of parameters."""
         tables = self.vocab_size * self.embed_dim * (1 if self.tied_embeddings else 2)
         norms = self.embed_dim * (2 * self.num_layers + 1)
         norms += 2 * self.head_dim * self.num_layers * self.qk_norm
@@ -286,17 +294,17 @@ class TransformerConfig:
 
     @property
     def num_active_params(self) -> int:
-        """Active parameters: of the experts, those of the ones that a token visits."""
+        """Number of active parameters, with only the experts that process a token."""
         return self.num_params - self.num_moe_layers * self._idle_params
 
     @property
     def _idle_params(self) -> int:
-        """Of an MoE layer, those of the ones that a token does not visit."""
+        """Number of inactive expert parameters in an MoE layer."""
         return 0 if self.moe is None else self.moe.num_params(self.embed_dim) - self.moe.active_params(self.embed_dim)
 
     @property
     def _dense_matmul_params(self) -> int:
-        """Of all layers, without experts."""
+        """Number of matmul parameters in all layers, without experts."""
         mlp = 3 * self.embed_dim * self.mlp_dim
         return self.num_layers * self._attention_matmul_params + (self.num_layers - self.num_moe_layers) * mlp
 
@@ -312,17 +320,17 @@ class TransformerConfig:
         return query + key_value + heads * latent.v_dim * width
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Model FLOPs of one training token, forward and backward: `6 N + 12 L H D T`.
+        """Return the model FLOPs per training token, forward and backward: `6 N + 12 L H D T`.
 
-        N counts the parameters that a token is multiplied with: every matrix of every layer and the output layer, but
-        not the lookup in the embedding table and not the norms; of experts, those that it visits. Each costs a multiply
-        and an add forward, and twice that backward. The second term is attention, L layers of H heads of width D (where
-        keys and values differ, the mean of the two) over T positions, the causal half that a kernel may skip included.
-        Recomputation is not counted, whatever the remat policy. (Chowdhery et al. 2022, "PaLM: Scaling Language
-        Modeling with Pathways", appendix B.)
+        N is the number of matmul parameters per token: all matrices of the layers, with only the active experts, and
+        the output layer, but not the embedding lookup or the norms. Each parameter takes a multiply and an add in the
+        forward pass, and twice as many in the backward pass. The second term is attention with L layers and H heads of
+        dimension D (the mean of the key and value dimensions) over T positions. It includes the half that a causal
+        kernel can skip. Recomputation is not included. (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with
+        Pathways", appendix B.)
 
         Args:
-          seq_len: positions that attend to each other, T.
+          seq_len: sequence length T.
         """
         experts = 0 if self.moe is None else self.num_moe_layers * self.moe.active_params(self.embed_dim)
         matmul_params = self._dense_matmul_params + experts + self.vocab_size * self.embed_dim
@@ -331,14 +339,16 @@ class TransformerConfig:
         return 6 * matmul_params + 6 * attention
 
     def build(self) -> Model:
-        """The NNX `Transformer` of these sizes, as a `Model`."""
+        """Return the NNX `Transformer` with this config, as a `Model`."""
         from meshpar.models.transformer import Transformer
         from meshpar.sharding.adapters import from_nnx
 
         return from_nnx(lambda rngs: Transformer(self, rngs=rngs))
 
 
-def _record(field: str, value: object, kind: type) -> None:
+def _check_type(field: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        fix = f"write {field}={kind.__name__}(...), or leave it out"
-        raise problem(f"TransformerConfig({field}=...)", f"be {value!r}", f"it is a {kind.__name__}, or None", fix)
+        where, reason = f"TransformerConfig({field}=...)", f"it must be a {kind.__name__} or None"
+        raise problem(
+            where, f"be {value!r}", reason, f"use {field}={kind.__name__}(...), or omit it", code="wrong-type"
+        )

@@ -1,16 +1,18 @@
-"""The decoders with their sequence split over devices: its order on the way in and out, and attention round the ring.
+"""Context parallelism of the decoders: the order of the sequence, ring attention, and scattered heads.
 
-    tokens ─► zigzag order ─► layers, each position beside its own ─► final norm ─► natural order ─► logits, loss
-                                └─ attention: keys and values round the ring
+If the rules shard the sequence inside attention (`attn_seq`), the layers process it in zigzag order:
 
-Tokens are replicated over the axes that split the sequence, so they are put into zigzag order where they are; hidden
-states go back in two messages a step. In between only attention looks across positions, and knows which rank has which.
+    tokens ─► zigzag order ─► layers ─► final norm ─► natural order ─► logits, loss
+                                └─ attention: keys and values circulate in a ring
 
-All of this is for rules that split the sequence inside attention (`attn_seq`). Where they keep it whole there, it stays
-in its natural order everywhere, and heads are split over its axes instead:
+Tokens are replicated over the context axes, so reordering them needs no communication. Reordering the hidden states
+takes two messages per step. Only attention depends on the order of the positions.
 
-    tokens ─► layers, each position beside its own ─► final norm ─► logits, loss
-                └─ attention: heads scattered and the sequence gathered by XLA, and back
+If the rules shard the sequence only outside attention, it stays in natural order, and attention shards its heads over
+the same axes:
+
+    tokens ─► layers ─► final norm ─► logits, loss
+                └─ attention: XLA scatters the heads and gathers the sequence, and the reverse afterwards
 
 Shape suffixes as in `meshpar.models.layers`.
 """
@@ -35,26 +37,32 @@ from meshpar.sharding.types import axis_sizes, problem, spec_axes
 
 
 def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
-    """Mesh axes of more than one rank over which the rules in force split the sequence of x `[B, T, ...]`.
+    """Return the mesh axes with more than one device that shard the sequence of x under the current rules.
 
-    That is inside attention, where keys and values then go round a ring; for `name="seq"` around it.
+    Args:
+      x: an array `[B, T, ...]`.
+      name: logical name of the sequence dim: "attn_seq" inside attention, where the axes form the ring, or "seq"
+        outside.
     """
-    here = ambient()
-    if here is None or here.mesh.size == 1:
+    context = ambient()
+    if context is None or context.mesh.size == 1:
         return ()
     spec = spec_of(x, None, name, *[None] * (x.ndim - 2))
-    return tuple(axis for axis in spec_axes(spec[1]) if axis_sizes(here.mesh)[axis] > 1)
+    return tuple(axis for axis in spec_axes(spec[1]) if axis_sizes(context.mesh)[axis] > 1)
 
 
-def entered(
+def prepare(
     tokens_BT: Integer[Array, "B T"], positions_BT: Int[Array, "B T"] | None, segments_BT: Int[Array, "B T"] | None
 ) -> tuple[Integer[Array, "B T"], Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
-    """Tokens, their positions and segments in the order in which the layers take a whole sequence.
+    """Return tokens, positions and segment ids in the order in which the layers process a full sequence.
 
-    Positions that are not given begin anew in every segment.
+    Args:
+      tokens_BT: token ids.
+      positions_BT: positions of the tokens. By default they restart in each segment.
+      segments_BT: segment ids of packed sequences.
 
     Raises:
-      ValueError: T is not a multiple of two chunks for every rank of the axes that split it.
+      ValueError: T is not a multiple of twice the number of sequence shards.
     """
     if positions_BT is None and segments_BT is not None:
         positions_BT = positions_in(segments_BT)
@@ -73,14 +81,22 @@ def entered(
 
 
 def positions_in(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Positions that begin anew wherever the number of the segment changes along a row."""
-    at_T = jnp.arange(segments_BT.shape[1])
+    """Return positions that restart at each change of the segment id.
+
+    Args:
+      segments_BT: segment ids of packed sequences.
+    """
+    index_T = jnp.arange(segments_BT.shape[1])
     is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
-    return at_T - jax.lax.cummax(jnp.where(is_first_BT, at_T, 0), axis=1)
+    return index_T - jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
 
 
-def left(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Hidden states of a whole sequence, from the order of the layers back to the natural one."""
+def natural_order(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+    """Restore the natural order of the hidden states of a full sequence.
+
+    Args:
+      h_BTE: hidden states in the order of the layers.
+    """
     axes = sequence_axes(h_BTE)
     if not axes:
         return h_BTE
@@ -99,12 +115,22 @@ def ring(
     cap: float | None = None,
     kernel: TileKernel | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Causal attention over a sequence in zigzag order, split over `sequence_axes`; the rest as in `ring_attention`.
+    """Compute causal ring attention over a sequence in zigzag order, sharded over `sequence_axes`.
 
-    Per device where rows and heads are split too: both are apart from each other, so nothing is left to the compiler.
-    Where rules split query heads and not key heads, heads stay the compiler's, unless the tiles are a library's kernel.
+    The batch and head dims are manual axes of the region, too. If the rules shard query heads but not key heads, the
+    heads are left to the compiler, except with a library kernel.
+
+    Args:
+      q_BTHD: queries.
+      k_BTKD: keys.
+      v_BTKD: values.
+      segments_BT: segment ids of packed sequences.
+      scale: as in `ring_attention`.
+      window: as in `ring_attention`.
+      cap: as in `ring_attention`.
+      kernel: as in `ring_attention`.
     """
-    axes, more = sequence_axes(q_BTHD), () if segments_BT is None else (segments_BT,)
+    axes, extra = sequence_axes(q_BTHD), () if segments_BT is None else (segments_BT,)
 
     def attention(q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
         return ring_attention(q, k, v, axis=axes, scale=scale, window=window, cap=cap, segments=segments, kernel=kernel)
@@ -115,8 +141,8 @@ def ring(
     kv = spec_of(k_BTKD, "batch", "attn_seq", "attn_kv_heads", None)
     if q[2] != kv[2]:
         q = kv = PartitionSpec(*q[:2])
-    rows = [PartitionSpec(*q[:2])] * len(more)
-    return per_device(attention, (q, kv, kv, *rows), q)(q_BTHD, k_BTKD, v_BTKD, *more)
+    rows = [PartitionSpec(*q[:2])] * len(extra)
+    return per_device(attention, (q, kv, kv, *rows), q)(q_BTHD, k_BTKD, v_BTKD, *extra)
 
 
 def by_device(
@@ -127,15 +153,14 @@ def by_device(
     kv_heads: str,
     check_vma: bool = True,
 ) -> Callable[..., Array]:
-    """A kernel for attention, given each device's own rows, heads, and positions where they are split.
-
-    The compiler cannot split a library's kernel, so nothing is left to it: the region is manual over the whole mesh.
+    """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
     Args:
-      kernel: of queries, keys and values `[B, T, H or K, width]`, and of more arrays `[B, T]` where it is given some.
-      q_BTHD, k_BTKD: as they are laid out.
-      kv_heads: logical name of the heads of keys. Where the rules keep them in fewer parts than those of queries, every
-        device has all and takes those of its queries.
+      kernel: a function of queries, keys and values `[B, T, H or K, D]` and optional arrays `[B, T]`.
+      q_BTHD: queries. Only the shape is used.
+      k_BTKD: keys. Only the shape is used.
+      kv_heads: logical name of the key heads. If they have fewer shards than the query heads, each device receives all
+        key heads and selects the ones of its queries.
       check_vma: as in `jax.shard_map`.
     """
     if ambient() is None:
@@ -144,35 +169,42 @@ def by_device(
     kv = spec_of(k_BTKD, "batch", "attn_seq", kv_heads, None)
     rows = PartitionSpec(*q[:2])
 
-    def split(kernel: Callable[..., Array], kv: PartitionSpec) -> Callable[..., Array]:
-        how = {"all_axes": True, "check_vma": check_vma}
-        return lambda *given: per_device(kernel, (q, kv, kv, *[rows] * len(given[3:])), q, **how)(*given)
+    def sharded(kernel: Callable[..., Array], kv: PartitionSpec) -> Callable[..., Array]:
+        options = {"all_axes": True, "check_vma": check_vma}
+        return lambda *arrays: per_device(kernel, (q, kv, kv, *[rows] * len(arrays[3:])), q, **options)(*arrays)
 
     if q[2] == kv[2]:
-        return split(kernel, q)
+        return sharded(kernel, q)
     axes = tuple(axis for axis in spec_axes(q[2]) if _size_of(axis) > 1)
     shared = q_BTHD.shape[2] // k_BTKD.shape[2]
 
-    def with_own_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, *more: Array) -> Array:
+    def with_local_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, *extra: Array) -> Array:
         num_heads = q_BTHD.shape[2]
         heads = (jax.lax.axis_index(axes) * num_heads + jnp.arange(num_heads)) // shared
-        if num_heads % shared == 0 or shared % num_heads == 0:  # groups are not cut: one key/value head for each
+        if (
+            num_heads % shared == 0 or shared % num_heads == 0
+        ):  # each local key/value head serves equally many query heads
             heads = heads[:: min(shared, num_heads)]
-        return kernel(q_BTHD, *(jnp.take(x, heads, axis=2) for x in (k_BTKD, v_BTKW)), *more)
+        return kernel(q_BTHD, *(jnp.take(x, heads, axis=2) for x in (k_BTKD, v_BTKW)), *extra)
 
-    return split(with_own_heads, rows)
+    return sharded(with_local_heads, rows)
 
 
 def shared_heads(
     q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], v_BTKW: Float[Array, "B T K W"]
 ) -> tuple[Array, Array, str]:
-    """Keys and values for attention on whole sequences, and whose heads they go with: `heads` or `kv_heads`.
+    """Return keys and values for attention on gathered sequences, and the logical name of their heads.
 
-    Where attention gathers the sequence and the rules keep heads of keys in fewer parts than those of queries, each is
-    repeated until there is one for every rank.
+    If attention gathers the sequence and the key heads have fewer shards than the query heads, the key and value heads
+    are repeated so that each device has at least one. Their name is then `heads` instead of `kv_heads`.
+
+    Args:
+      q_BTHD: queries. Only the shape is used.
+      k_BTKD: keys.
+      v_BTKW: values.
 
     Raises:
-      ValueError: query heads that cannot be scattered.
+      ValueError: the number of query heads is not divisible.
     """
     axes = _scattered_axes(q_BTHD)
     if not axes or _heads_spec(k_BTKD, "attn_kv_heads") == axes:
@@ -182,20 +214,20 @@ def shared_heads(
 
 
 def _scattered_axes(q_BTHD: Array) -> tuple[str, ...]:
-    """Mesh axes over which attention splits query heads, where it gathers the sequence; none where it does not."""
-    here = ambient()
-    if here is None or not sequence_axes(q_BTHD, "seq"):
+    """Return the mesh axes that shard query heads inside attention, or () if the sequence is not gathered."""
+    context = ambient()
+    if context is None or not sequence_axes(q_BTHD, "seq"):
         return ()
     batch, seq, num_heads, width = q_BTHD.shape
-    like = jax.ShapeDtypeStruct((batch, seq, num_heads * here.mesh.size, width), q_BTHD.dtype)
+    like = jax.ShapeDtypeStruct((batch, seq, num_heads * context.mesh.size, width), q_BTHD.dtype)
     axes = _heads_spec(like, "attn_heads")
     num_ranks = math.prod(map(_size_of, axes))
     if num_heads % num_ranks:
-        fit = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]
-        where = f"attention of {num_heads} query heads"
-        asked = f"scatter them over {' × '.join(f'`{axis}` ({_size_of(axis)})' for axis in axes)}"
-        fix = f"let it be {', '.join(fit)} ranks, or use context_parallel(), whose ring takes any number"
-        raise problem(where, asked, f"{num_heads} is not a multiple of {num_ranks}", fix)
+        divisors = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]
+        where, reason = f"attention with {num_heads} query heads", f"{num_heads} is not a multiple of {num_ranks}"
+        requested = f"scatter them over {' × '.join(f'`{axis}` ({_size_of(axis)})' for axis in axes)}"
+        fix = f"use {', '.join(divisors)} devices, or context_parallel(), which supports any number of heads"
+        raise problem(where, requested, reason, fix, code="indivisible")
     return axes
 
 
@@ -205,7 +237,15 @@ def _heads_spec(x_BTHD: Array | jax.ShapeDtypeStruct, heads: str) -> tuple[str, 
 
 
 def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> None:
-    """Raises `ValueError` for the lookup that XLA of jax 0.12 aborts on: split rows at split positions, when nested."""
+    """Check for embedding lookups that crash XLA in jax 0.12: sharded vocabulary and positions in a nested `shard_map`.
+
+    Args:
+      table_VE: the embedding table.
+      tokens_BT: token ids.
+
+    Raises:
+      ValueError: the lookup would crash the compiler.
+    """
     outer, axes = outer_axes(), sequence_axes(tokens_BT, "seq")
     if not outer or not axes or jax.__version_info__ < (0, 12):
         return
@@ -213,29 +253,29 @@ def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]
     if rows:
         raise problem(
             f"the embedding of shape {table_VE.shape} inside a shard_map (reduce_gradients='once' or quantize=...)",
-            f"be split over {', '.join(rows)} and looked up at positions split over {', '.join(axes)}",
-            f"the compiler of jax {jax.__version__} aborts on it",
-            "use reduce_gradients='each_microbatch' and no quantize, keep it whole with "
+            f"shard it over {', '.join(rows)} and the positions over {', '.join(axes)}",
+            f"the compiler of jax {jax.__version__} crashes on this lookup",
+            "use reduce_gradients='each_microbatch' without quantize, replicate the table with "
             "mp.Rules(vocab=None, act_vocab=None), or use jax 0.10",
+            code="unsupported-feature",
         )
 
 
 def _size_of(axis: str) -> int:
-    here = ambient()
-    assert here is not None
-    return axis_sizes(here.mesh)[axis]
+    context = ambient()
+    assert context is not None
+    return axis_sizes(context.mesh)[axis]
 
 
 def _check_length(tokens_BT: Array, axes: tuple[str, ...]) -> int:
-    here = ambient()
-    assert here is not None
-    num_ranks = math.prod(axis_sizes(here.mesh)[axis] for axis in axes)
+    num_ranks = math.prod(map(_size_of, axes))
     length, unit = tokens_BT.shape[1], 2 * num_ranks
     if length % unit:
         raise problem(
-            f"tokens of shape {tokens_BT.shape} dim 1 (`seq`)",
-            f"split over {' × '.join(f'`{axis}`' for axis in axes)} ({num_ranks}) in zigzag order, two chunks a rank",
-            f"{length} positions are not a multiple of {unit}",
-            f"use sequences of {-(-length // unit) * unit}",
+            f"tokens of shape {tokens_BT.shape}, dim 1 (`seq`)",
+            f"shard it over {' × '.join(f'`{axis}`' for axis in axes)} ({num_ranks}) in zigzag order",
+            f"each device needs two chunks, and {length} is not a multiple of {unit}",
+            f"use sequences of length {-(-length // unit) * unit}",
+            code="indivisible",
         )
     return num_ranks

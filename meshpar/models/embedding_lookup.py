@@ -1,14 +1,14 @@
-"""Rows of an embedding table whose width is split over axes that split the batch too: the rows travel, not the table.
+"""Embedding lookup with an all-to-all of embeddings, for tables sharded over batch axes.
 
-    tokens of the group ─► its part of every row ─► all-to-all ─► whole rows of own tokens
+    tokens of the group ─► lookup in the local columns ─► all-to-all ─► full embeddings of the local tokens
 
-Gathering the table sends all of it to look up the few rows that a device's tokens name, and reduces a gradient of its
-size. Here every device looks up the tokens of its whole group in the part of the width that it holds, and gets its own
-tokens' rows in exchange. The gradient's rows go the other way and are added up where they belong, so nothing is left
-to reduce over the group.
+An all-gather of the table communicates all rows, although a device needs only the rows of its tokens, and the gradient
+reduction has the same size. Instead, each device looks up the tokens of its group in its columns of the table, and an
+all-to-all returns the full embeddings of the local tokens. The backward pass exchanges gradients in the opposite
+direction, so no reduction over the group is needed.
 
-Shape suffixes: B rows of this device, G those of the group, T positions, V vocabulary of this device, E embedding
-width, W the part of it that a device holds.
+Shape suffixes: B local batch, G batch of the group, T positions, V local vocabulary, E embedding dimension, W local
+columns of the table.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from meshpar.sharding.manual_regions import outer_axes, per_device
 from meshpar.sharding.types import axis_sizes, spec_axes
 
 SCOPE = "exchanged_rows"
-"""Name of the kernels' scope, by which a traced step tells that they are in it."""
+"""Name scope of this lookup, for the inspection of traced steps."""
 GATHERED = "gathered_table"
-"""Name of the scope of lookups that could have gone by it."""
+"""Name scope of lookups with an all-gather of the table."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """How a table and the tokens that choose its rows lie, each axis with more than one rank."""
+    """Shardings of a table and its tokens, without axes of size 1."""
 
     width: tuple[str, ...]
-    """Axes that split the table's width, all of which split the batch too."""
+    """Axes that shard both the width of the table and the batch."""
     vocab: tuple[str, ...]
-    """Axes that split its rows."""
+    """Axes that shard the vocabulary."""
     positions: tuple[str, ...]
-    """Of `vocab`, those that split positions between blocks: the sum of rows is scattered over them."""
+    """Subset of `vocab` that also shards `norm_seq`. The embeddings are reduce-scattered over these axes."""
     summed: tuple[str, ...]
-    """Axes whose ranks look up other tokens in the same rows: the gradient is summed over them."""
+    """Axes over which different tokens use the same rows. The gradient is all-reduced over these axes."""
     table: PartitionSpec
     tokens: PartitionSpec
     rows: PartitionSpec
@@ -52,11 +52,16 @@ class Lookup:
 
 
 def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> Lookup | None:
-    """How to exchange rows; None where the table had better be gathered, or is whole, or a region is manual already."""
-    here = ambient()
-    if here is None or here.mesh.size == 1 or outer_axes():
+    """Return the shardings for `exchanged_rows`, or None if it does not apply or all-gathering the table is cheaper.
+
+    Args:
+      table_VE: the embedding table.
+      tokens_BT: token ids.
+    """
+    context = ambient()
+    if context is None or context.mesh.size == 1 or outer_axes():
         return None
-    sizes = axis_sizes(here.mesh)
+    sizes = axis_sizes(context.mesh)
 
     def ranks(entry: object) -> tuple[str, ...]:
         return tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1)  # type: ignore[arg-type]
@@ -70,11 +75,11 @@ def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -
     if not width or not set(width) <= set(batch) or between != (*seq, *positions) or not set(positions) <= set(vocab):
         return None
 
-    def ways(axes: tuple[str, ...]) -> int:
+    def num_shards(axes: tuple[str, ...]) -> int:
         return math.prod(sizes[axis] for axis in axes)
 
-    tokens = math.prod(tokens_BT.shape) // ways((*batch, *between))
-    if not rows_travel(tokens, table_VE.shape[0] // ways(vocab), table_VE.dtype):
+    tokens = math.prod(tokens_BT.shape) // num_shards((*batch, *between))
+    if not exchange_is_cheaper(tokens, table_VE.shape[0] // num_shards(vocab), table_VE.dtype):
         return None
     return Lookup(
         width=width,
@@ -92,31 +97,32 @@ def _entry(spec: PartitionSpec, dim: int) -> object:
     return spec[dim] if dim < len(spec) else None
 
 
-def rows_travel(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> bool:
-    """Whether exchanging rows, and their gradients, sends less than gathering the table and reducing its gradient.
+def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> bool:
+    """Return whether exchanging embeddings and their gradients communicates less than all-gathering the table.
 
     Args:
-      tokens: that a device looks up.
-      rows: of the table, that a device holds part of.
-      dtype: of the rows on the wire. The table's gradient is reduced in float32 at the least.
+      tokens: the number of local tokens.
+      rows: the number of rows in the local vocabulary shard.
+      dtype: dtype of the table. The gradient of a gathered table is reduced in float32 or higher precision.
 
     Example:
-      >>> rows_travel(8192, 128256, "bfloat16"), rows_travel(65536, 32000, "bfloat16")
+      >>> exchange_is_cheaper(8192, 128256, "bfloat16"), exchange_is_cheaper(65536, 32000, "bfloat16")
       (True, False)
     """
-    narrow, wide = jnp.dtype(dtype).itemsize, jnp.promote_types(dtype, jnp.float32).itemsize
-    return 2 * tokens * narrow < rows * (narrow + wide)
+    dtype_bytes, grad_bytes = jnp.dtype(dtype).itemsize, jnp.promote_types(dtype, jnp.float32).itemsize
+    return 2 * tokens * dtype_bytes < rows * (dtype_bytes + grad_bytes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def exchanged_rows(
     how: Lookup, table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]
 ) -> Float[Array, "B T E"]:
-    """`table[tokens]`, laid out as the residual stream; NaN for tokens that the table does not have.
+    """Return `table[tokens]`, sharded as the residual stream. Embeddings of invalid tokens are NaN.
 
     Args:
-      how: from `lookup_of`.
-      table_VE, tokens_BT: whole arrays, as XLA sees them; tokens of 32 bits or more, with a sign.
+      how: shardings from `lookup_of`.
+      table_VE: the embedding table (a global array).
+      tokens_BT: token ids, signed integers with at least 32 bits.
     """
 
     def kernel(table_VW: Array, tokens_BT: Array) -> Array:
@@ -124,10 +130,10 @@ def exchanged_rows(
         rows_GTW = jnp.take(table_VW, ids_GT, axis=0, mode="clip")
         if how.vocab:
             rows_GTW = jnp.where(inside_GT[..., None], rows_GTW, 0)
-            rest = tuple(axis for axis in how.vocab if axis not in how.positions)
+            summed = tuple(axis for axis in how.vocab if axis not in how.positions)
             if how.positions:
                 rows_GTW = lax.psum_scatter(rows_GTW, how.positions, scatter_dimension=1, tiled=True)
-            rows_GTW = lax.psum(rows_GTW, rest) if rest else rows_GTW
+            rows_GTW = lax.psum(rows_GTW, summed) if summed else rows_GTW
         return lax.all_to_all(rows_GTW, how.width, split_axis=0, concat_axis=2, tiled=True)
 
     with jax.named_scope(SCOPE):
@@ -141,8 +147,8 @@ def _forward(how: Lookup, table_VE: Array, tokens_BT: Array) -> tuple[Array, Arr
 
 
 def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]:
-    # A frequent token adds thousands of rows into one: in float32 at the least, over tokens and then over devices.
-    wide = jnp.promote_types(g_BTE.dtype, jnp.float32)
+    # A frequent token accumulates thousands of gradients, so they are summed in float32 or higher precision.
+    dtype = jnp.promote_types(g_BTE.dtype, jnp.float32)
     sizes = axis_sizes(ambient().mesh)  # type: ignore[union-attr]
     num_rows = how.num_rows // math.prod(sizes[axis] for axis in how.vocab)
 
@@ -151,7 +157,7 @@ def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]
         if how.positions:
             g_GTW = lax.all_gather(g_GTW, how.positions, axis=1, tiled=True)
         ids_GT, _ = _own_ids(how, num_rows, tokens_BT)
-        d_table_VW = jnp.zeros((num_rows, g_GTW.shape[-1]), wide).at[ids_GT].add(g_GTW.astype(wide), mode="drop")
+        d_table_VW = jnp.zeros((num_rows, g_GTW.shape[-1]), dtype).at[ids_GT].add(g_GTW.astype(dtype), mode="drop")
         return lax.psum(d_table_VW, how.summed) if how.summed else d_table_VW
 
     with jax.named_scope(SCOPE):
@@ -163,7 +169,7 @@ exchanged_rows.defvjp(_forward, _backward)
 
 
 def _own_ids(how: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:
-    """The group's tokens as rows of this device's part of the table, `num_rows` where it lacks one; which it has."""
+    """Return local row indices of the tokens of the group (`num_rows` if not in this shard), and which are local."""
     tokens_GT = lax.all_gather(tokens_BT, how.width, axis=0, tiled=True)
     first = lax.axis_index(how.vocab) * num_rows if how.vocab else 0
     ids_GT = jnp.where(tokens_GT < 0, tokens_GT + how.num_rows, tokens_GT) - first

@@ -1,18 +1,18 @@
-"""Multi-head latent attention. Queries, keys and values are projections of latents, and only latents are cached.
+"""Multi-head latent attention with low-rank queries, keys and values and a cache of latent vectors.
 
     h ─► query_down ─► norm ─► query_up ─────────────────────► H heads of [nope | rope] ─┐
     h ─► latent_down ─► norm ─┬─► key_up ──► H heads of [nope] ─┐                        ├─► attention ─► out
-    h ─► key_rope ────────────│─► rotated, one for all heads ───┴─► H heads of keys ─────┤
+    h ─► key_rope ────────────│─► rotated, shared by all heads ─┴─► H heads of keys ─────┤
                               └─► value_up ──► H heads of values ────────────────────────┘
 
-Heads are sharded and latents are replicated. The input dim of a projection is named `embed`, also if it is a latent.
-With sequence parallelism the latents are all-gathered, not the residual stream.
+The latent vectors are replicated over the tensor axis, and the heads are sharded. The input dim of an up-projection has
+the logical name `embed`. With sequence parallelism the latent vectors are all-gathered instead of the residual stream.
 
 DeepSeek-AI 2024, "DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model", section 2.1 and
 appendix C.
 
-Shape suffixes as in `meshpar.models.layers`, and: Q query latent, C key-value latent, N part of a head without rope,
-R part with rope, D = N + R.
+Shape suffixes as in `meshpar.models.layers`, and: Q rank of the query latent, C rank of the key/value latent, N
+dimensions of a key without rotary embedding, R dimensions with it; D = N + R.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NAMES: dict[str, tuple[str | None, ...]] = {
     "value_up": ("embed", "kv_heads", "head_dim"),
     "out": ("heads", "head_dim", "embed"),
 }
-"""Logical names of the matrices' dims."""
+"""Logical dim names of each kernel."""
 
 
 class NNXLatentAttention(nnx.Module):
-    """Multi-head latent attention in NNX, with the signature of `meshpar.models.transformer.Attention`."""
+    """Multi-head latent attention in NNX, with the call signature of `meshpar.models.transformer.Attention`."""
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         latent, heads, width = cfg.latent, cfg.num_heads, cfg.embed_dim
@@ -66,8 +66,8 @@ class NNXLatentAttention(nnx.Module):
     def __call__(
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
-        """Return the output in the residual stream, and the updated cache."""
-        assert not overlapped, "the config refuses it"
+        """Return the output projection of the attention and the updated cache."""
+        assert not overlapped, "TransformerConfig rejects this combination"
         assert self.cfg.latent is not None
         if self.cfg.latent.q_rank is None:
             q_BTHD = self.query(layers.block_input(h_BTE))
@@ -92,13 +92,15 @@ def attend(
     v_BTHW: Float[Array, "B T H W"],
     angles: Rope,
 ) -> Float[Array, "B T H W"]:
-    """Compute attention over a full sequence, with a separate key and value per head.
+    """Return the attention over a full sequence, with per-head keys and values.
 
     Args:
-      q_BTHD: queries, before rope. The last R of D elements are rotated.
-      k_BTHN: part of the keys without rope.
-      r_BTR: shared part of the keys, before rope.
+      cfg: the config of the decoder.
+      q_BTHD: queries before the rotation. Their last R dimensions are rotated here.
+      k_BTHN: keys without rotary embedding.
+      r_BTR: the key dimensions with rotary embedding, shared by all heads, before the rotation.
       v_BTHW: values.
+      angles: rotary angles of the positions.
     """
     k_BTHN = layers.heads_layout(k_BTHN, "act_kv_heads")
     r_BT1R = layers.rotate(r_BTR[:, :, None], angles)
@@ -108,7 +110,7 @@ def attend(
     q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
     marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
     q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
-    o_BTHW = layers.whole_attention(
+    o_BTHW = layers.full_attention(
         q_BTHD, k_BTHD, v_BTHW, angles.segments_BT, implementation=cfg.attention, **cfg.attention_limits
     )
     return layers.heads_layout(o_BTHW, "act_heads")
@@ -125,9 +127,24 @@ def attend_to_latents(
     cache: LayerCache,
     length: Int[Array, ""] | None,
 ) -> tuple[Float[Array, "B T H W"], LayerCache]:
-    """The same attention behind what is cached, C + R numbers a position, of which no keys and values are made.
+    """Return the attention over cached latents (C + R numbers per position) without expanding keys and values.
 
-    Instead queries are brought to where the latents are, `(U c) · q = c · (Uᵀ q)`, and the heads' sums back from there.
+    The up-projections are absorbed: the queries are projected to the latent space, `(U c) · q = c · (Uᵀ q)`, and the
+    weighted sums of latents are projected to head outputs.
+
+    Args:
+      cfg: the config of the decoder.
+      q_BTHD: queries of the T new positions, before the rotation.
+      c_BTC: latents of the new positions.
+      r_BTR: rotary dimensions of their keys, before the rotation.
+      key_up_CHN: kernel that expands latents to keys.
+      value_up_CHW: kernel that expands latents to values.
+      angles: rotary angles of the new positions.
+      cache: rotary keys and latents of the earlier positions.
+      length: the number of positions in the cache.
+
+    Returns:
+      The attention output for each head, and the updated cache.
     """
     assert length is not None
     nope_dim = key_up_CHN.shape[-1]
@@ -147,7 +164,7 @@ def attend_to_latents(
 
 
 def _rotated_end(cfg: TransformerConfig, q_BTHD: Array, nope_dim: int, angles: Rope) -> Array:
-    """Queries with all but the first `nope_dim` numbers of a head rotated, and scaled as YaRN scales scores."""
+    """Apply rotary embeddings to all but the first `nope_dim` dimensions of each head, and YaRN's score factor."""
     if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor != 1:
         q_BTHD = q_BTHD * cfg.rope_yarn.score_factor
     turned_BTHR = layers.rotate(q_BTHD[..., nope_dim:], angles)

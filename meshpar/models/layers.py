@@ -1,8 +1,8 @@
-"""What Flax lacks for a decoder, as pure functions: rotary embeddings, causal attention, SwiGLU, a sharded lookup.
+"""Pure functions of a decoder: sharded embedding lookup, rotary embeddings, attention and SwiGLU.
 
-Shape suffixes: B batch, T query positions, S key positions, H query heads, K key/value heads, G = H/K query heads for
-each of them, D head width, F = D/2, W width of a head's value (D unless said otherwise), E embedding width, M hidden
-width of the MLP, V vocabulary.
+Shape suffixes: B batch, T query positions, S key positions, H query heads, K key/value heads, G = H/K query heads per
+key/value head, D head dimension, F = D/2, W dimension of a value head (D by default), E embedding dimension, M hidden
+dimension of the MLP, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -34,24 +34,35 @@ from meshpar.sharding.types import axes_of_spec, problem, spec_axes
 
 
 def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Lay x out as the residual stream lies between blocks.
+    """Constrain x to the sharding of the residual stream.
 
-    On what a row-parallel matmul has just made, this is where the partial sums are reduced: an all-reduce, or with the
-    sequence split between blocks a reduce-scatter.
+    After a row-parallel matmul, this constraint reduces the partial sums: with an all-reduce, or with a reduce-scatter
+    under sequence parallelism.
+
+    Args:
+      x_BTE: the residual stream, or an update of it.
     """
     return constrain(x_BTE, "batch", "norm_seq", "act_embed")
 
 
-def added(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
-    """What a block adds to the residual stream, in its layout, marked for remat policies."""
+def block_output(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
+    """Constrain the output of a block to the sharding of the residual stream, and name it for remat policies.
+
+    Args:
+      y_BTE: the output of an attention or MLP block.
+      name: the checkpoint name.
+    """
     return checkpoint_name(residual(y_BTE), name)
 
 
 def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Lay a norm's output out as a block's column-parallel matmuls take it.
+    """Constrain the output of a norm to the input sharding of column-parallel matmuls.
 
-    With the sequence split between blocks this is the all-gather, here and not before the norm. Its transpose
-    is the reduction of those matmuls' gradients.
+    Under sequence parallelism this constraint is the all-gather, which must follow the norm. In the backward pass it is
+    the reduce-scatter of the input gradients.
+
+    Args:
+      h_BTE: the output of a norm.
     """
     return constrain(residual(h_BTE), "batch", "seq", "act_embed")
 
@@ -62,30 +73,43 @@ def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
 def embed(
     table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"], *, is_tied: bool = False
 ) -> Float[Array, "B T E"]:
-    """Rows of the table, in the layout of the residual stream.
+    """Look up token embeddings, sharded as the residual stream.
 
-    Where a device has fewer tokens than rows of a table whose width is split over axes of the batch, the rows travel
-    (`meshpar.models.embedding_lookup`), unless the table `is_tied`: then logits gather it anyway. Else it is gathered
-    over the axes that split its width and stays split over the vocabulary: every device looks up the rows it has and an
-    all-reduce fills in the rest. A bare `take` leaves XLA to move indices and rows about with permutes and all-to-alls,
-    and a one-hot matmul costs as many FLOPs as the output layer. The constraint before `residual`'s is there because a
-    lookup whose positions are split over the same axis as the vocabulary would gather the whole table.
+    There are two algorithms:
+
+    * If the width of the table is sharded over batch axes and a device has fewer tokens than table rows, devices
+      exchange the embeddings of their tokens (`meshpar.models.embedding_lookup`).
+    * Otherwise, and for tied tables, which the output layer gathers anyway, the width of the table is all-gathered.
+      Each device looks up the tokens in its vocabulary shard, and an all-reduce combines the results.
+
+    With an unconstrained `take`, XLA would emit permutes and all-to-alls of indices and embeddings. A one-hot matmul
+    would cost as many FLOPs as the output layer.
+
+    Args:
+      table_VE: the embedding table.
+      tokens_BT: token ids.
+      is_tied: whether the output layer uses the same table.
     """
     context.check_lookup(table_VE, tokens_BT)
-    how = None if is_tied else lookup_of(table_VE, tokens_BT)
-    if how is not None:
-        signed = jax.dtypes.canonicalize_dtype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # numbers of rows below 0
-        return residual(exchanged_rows(how, table_VE, tokens_BT.astype(signed)))
+    lookup = None if is_tied else lookup_of(table_VE, tokens_BT)
+    if lookup is not None:
+        # Local row indices of tokens in other vocabulary shards can be negative.
+        signed = jax.dtypes.canonicalize_dtype(jnp.promote_types(tokens_BT.dtype, jnp.int32))
+        return residual(exchanged_rows(lookup, table_VE, tokens_BT.astype(signed)))
     with jax.named_scope(GATHERED):
         x_BTE = _take(table_VE.shape[0], table_VE, tokens_BT)
+    # Without this constraint XLA would gather the full table if `norm_seq` and `vocab` are sharded over the same axis.
     return residual(constrain(x_BTE, "batch", "seq", "act_embed"))
 
 
 @jax.custom_vjp
 def gathered_table(table_VE: Float[Array, "V E"]) -> Float[Array, "V E"]:
-    """The table as lookups and logits take it: split over the vocabulary only.
+    """Return the embedding table sharded over the vocabulary only, as lookups and logits need it.
 
-    Its gradient is not held to that layout, so that its reduction can scatter straight into shards.
+    The gradient is not constrained, so that its reduction can be a reduce-scatter to the sharding of the parameter.
+
+    Args:
+      table_VE: the embedding table.
     """
     return constrain(table_VE, "act_vocab", "act_embed")
 
@@ -103,10 +127,10 @@ def _take_forward(vocab_size: int, table_VE: Array, tokens_BT: Array) -> tuple[A
 
 
 def _take_backward(vocab_size: int, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]:
-    # A frequent token adds thousands of rows into one, so the sum is kept in float32 at the least, over tokens and then
-    # over devices. The constraint stands before the cast, which lets the reduction scatter straight into shards.
-    wide = _at_least_float32(g_BTE.dtype)
-    d_table_VE = jnp.zeros((vocab_size, g_BTE.shape[-1]), wide).at[tokens_BT].add(g_BTE.astype(wide))
+    # A frequent token accumulates thousands of gradients, so they are summed in float32 or higher precision, over
+    # tokens and devices. With the constraint before the cast, the reduction can be a reduce-scatter.
+    dtype = _at_least_float32(g_BTE.dtype)
+    d_table_VE = jnp.zeros((vocab_size, g_BTE.shape[-1]), dtype).at[tokens_BT].add(g_BTE.astype(dtype))
     return gathered_table(d_table_VE).astype(g_BTE.dtype), None
 
 
@@ -119,18 +143,23 @@ _take.defvjp(_take_forward, _take_backward)
 def reduced_first(
     x_BTE: Float[Array, "B T E"], kernel_EV: Float[Array, "E V"]
 ) -> tuple[Float[Array, "B T E"], Float[Array, "E V"]]:
-    """The last layer's output and the head's matrix, whose gradient is reduced before the layers' backward pass begins.
+    """Return both arguments unchanged, but reduce the kernel gradient before the backward pass of the layers.
 
-    It is the largest message of a step. Left to itself XLA sends it when the loop over layers is through, with nothing
-    to hide it behind; here it has the matmul that makes the other gradient, and the whole gradient is held no longer.
+    This gradient is the largest message of a step. By default XLA reduces it after the loop over layers, with no
+    computation to overlap. Here the reduction overlaps with the matmul of the other gradient, and the unreduced
+    gradient is freed before the loop.
+
+    Args:
+      x_BTE: the output of the last layer.
+      kernel_EV: the kernel of the output layer.
     """
-    here = ambient()
-    if here is None or outer_axes():
+    current = ambient()
+    if current is None or outer_axes():
         return x_BTE, kernel_EV
     spec = param_spec(kernel_EV, "embed", "vocab")
     if not set(axes_of_spec(spec)) & set(spec_axes(spec_of(x_BTE, "batch", "norm_seq", "act_embed")[0])):
         return x_BTE, kernel_EV
-    return _reduced_first(NamedSharding(here.mesh, spec), x_BTE, kernel_EV)
+    return _reduced_first(NamedSharding(current.mesh, spec), x_BTE, kernel_EV)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -143,11 +172,16 @@ def _barrier(shards: NamedSharding, _: None, gradients: tuple[Array, Array]) -> 
     return jax.lax.optimization_barrier((d_x_BTE, with_layout(d_kernel_EV, shards)))
 
 
-_reduced_first.defvjp(lambda _, *given: (given, None), _barrier)
+_reduced_first.defvjp(lambda _, *arrays: (arrays, None), _barrier)
 
 
 def logits(h_BTE: Float[Array, "B T E"], kernel_EV: Float[Array, "E V"]) -> Float[Array, "B T V"]:
-    """Of hidden states, by the head's matrix; in the wider of their dtypes, as Flax's layers."""
+    """Compute logits from hidden states, with dtype promotion as in Flax's layers.
+
+    Args:
+      h_BTE: hidden states after the final norm.
+      kernel_EV: the kernel of the output layer.
+    """
     dtype = jnp.promote_types(h_BTE.dtype, kernel_EV.dtype)
     return dot_general(h_BTE.astype(dtype), kernel_EV.astype(dtype), (((2,), (0,)), ((), ())), narrow=False)
 
@@ -160,20 +194,25 @@ def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 class Rope(NamedTuple):
-    """Cosines and sines of the angles by which positions turn the pairs of a head."""
+    """Cosines and sines of the rotary angles for each position and pair of dimensions."""
 
     cos_BTF: Float[Array, "B T F"]
     sin_BTF: Float[Array, "B T F"]
     segments_BT: Int[Array, "B T"] | None = None
-    """The sequence, of several in one row, that each position belongs to, which sees no other; None: one a row."""
+    """Segment ids of packed sequences. Positions attend only within their segment. `None` means no packing."""
 
 
 def rope_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None
 ) -> Float[np.ndarray, " F"]:
-    """Angle per token of each pair of a head, in radians: `theta ** (-2 i / head_dim)`, stretched as `scaling` says.
+    """Return the rotary frequency of each pair of dimensions, in radians per position: `theta ** (-2 i / head_dim)`.
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
+
+    Args:
+      head_dim: the number of rotated dimensions of a head.
+      theta: the base of the wavelengths.
+      scaling: how the frequencies are scaled for longer sequences.
     """
     frequencies_F = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
@@ -187,23 +226,34 @@ def rope_frequencies(
 
 
 def _by_yarn(frequencies_F: Float[np.ndarray, " F"], theta: float, scaling: YarnScaling) -> Float[np.ndarray, " F"]:
-    """Stretched by a ramp over the pairs, from the one that turns `beta_fast` times to the one of `beta_slow` times."""
+    """Scale frequencies with YaRN's linear ramp, from the pair with `beta_fast` rotations to that with `beta_slow`."""
     pairs, turns = len(frequencies_F), (scaling.beta_fast, scaling.beta_slow)
     at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
-    # Both ends as in the paper's own code, which cuts at twice the pairs.
+    # The bounds are those of the official code, which clips at twice the number of pairs.
     low, high = max(np.floor(at[0]), 0), min(np.ceil(at[1]), 2 * pairs - 1)
     stretched_F = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
     return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
 
 
 def rope(positions_BT: Int[Array, "B T"], frequencies_F: Float[np.ndarray, " F"], dtype: jax.typing.DTypeLike) -> Rope:
-    """Cosines and sines for these positions, in `dtype` and float32 at the least."""
+    """Return the rotary cosines and sines of positions, in float32 or higher precision.
+
+    Args:
+      positions_BT: positions of the tokens.
+      frequencies_F: from `rope_frequencies`.
+      dtype: dtype of the activations.
+    """
     angles_BTF = positions_BT[..., None] * jnp.asarray(frequencies_F, _at_least_float32(dtype))
     return Rope(jnp.cos(angles_BTF), jnp.sin(angles_BTF))
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H D"]:
-    """Turn the pairs (i, i + D/2) of every head by the angles of its position; the dtype stays."""
+    """Rotate the pairs of dimensions (i, i + D/2) of each head by the angles of its position.
+
+    Args:
+      x_BTHD: queries or keys. The result has the same dtype.
+      angles: rotary angles of the positions.
+    """
     cos_BT1F, sin_BT1F = angles.cos_BTF[:, :, None], angles.sin_BTF[:, :, None]
     a_BTHF, b_BTHF = jnp.split(x_BTHD.astype(cos_BT1F.dtype), 2, axis=-1)
     turned = (a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F)
@@ -223,19 +273,22 @@ def causal_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Softmax attention in which a position sees itself and those before it.
+    """Compute causal softmax attention.
 
     Args:
-      q_BTHD, k_BTKD, v_BTKW: H is a multiple of K; query heads `[i G, (i+1) G)` share key/value head i (Ainslie et al.
+      q_BTHD: queries. H is a multiple of K, and query heads `[i G, (i+1) G)` share key/value head i (Ainslie et al.
         2023, "GQA").
-      segments_BT: positions of one number see each other only.
-      implementation: "xla", "blockwise", or "cudnn" or "tokamax", which raise where the library is missing or does not
-        take these shapes and dtypes. All but the first take one width only: of keys and values the narrower is padded.
-      window: a position sees itself and the `window - 1` before it.
+      k_BTKD: keys.
+      v_BTKW: values.
+      segments_BT: segment ids of packed sequences. Positions attend only within their segment.
+      implementation: "xla", "blockwise", "cudnn" or "tokamax". The last two raise an error if the library is missing or
+        does not support these shapes and dtypes. All but "xla" need equal dimensions of keys and values, so the smaller
+        is padded.
+      window: a position attends to itself and the `window - 1` positions before it.
       cap: scores s become `cap tanh(s / cap)`.
 
     Raises:
-      ValueError: what the implementation does not do.
+      ValueError: the implementation does not support an option.
     """
     if implementation == "xla":
         return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, window=window, cap=cap)
@@ -245,17 +298,18 @@ def causal_attention(
     if implementation == "tokamax":
         kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, window=window, cap=cap)
         return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
-    _refuse('attention="cudnn"', "be cuDNN's", segments=segments_BT, cap=cap)
+    _refuse('attention="cudnn"', "cuDNN's attention does", segments=segments_BT, cap=cap)
     return _in_one_width(functools.partial(_by_cudnn, window=window), q_BTHD, k_BTKD, v_BTKW)
 
 
-def _refuse(where: str, wanted: str, **given: object) -> None:
-    """Raise for what is given of the things that a form of attention does not do."""
-    named = {"segments": "rows of several sequences", "cap": "attention_cap", "window": "attention_window"}
-    asked = [named[name] for name, value in given.items() if value is not None]
-    if asked:
-        exists, fix = f"no attention that can {wanted} does that here", 'use attention="blockwise"'
-        raise problem(f"TransformerConfig({where})", f"attend with {' and '.join(asked)}", exists, fix)
+def _refuse(where: str, subject: str, **options: object) -> None:
+    """Raise an error if any of these unsupported options is set. `subject` names the attention, with an auxiliary."""
+    names = {"segments": "packed sequences", "cap": "attention_cap", "window": "attention_window"}
+    requested = [names[name] for name, value in options.items() if value is not None]
+    if requested:
+        reason, fix = f"{subject} not support this", 'use attention="blockwise"'
+        where = f"TransformerConfig({where})"
+        raise problem(where, f"use {' and '.join(requested)}", reason, fix, code="unsupported-feature")
 
 
 def cached_attention(
@@ -269,24 +323,33 @@ def cached_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Causal attention of T queries, the first of which stands at `first_position`, over S keys from position 0 on.
+    """Compute causal attention of T queries over S keys.
 
-    Scores and softmax are kept in float32 at the least, and in float64 for float64 (`jax.nn.dot_product_attention`
-    takes its softmax in float32 whatever it is given). `scale` is that of the scores, `D ** -0.5` by default. `window`,
-    `cap` and, where S is T, `segments_BT` are as in `causal_attention`.
+    Scores and softmax are computed in float32, or in float64 for float64 inputs (`jax.nn.dot_product_attention` always
+    computes the softmax in float32).
+
+    Args:
+      q_BTHD: queries at consecutive positions.
+      k_BSKD: keys at positions 0 to S - 1.
+      v_BSKW: values.
+      segments_BT: as in `causal_attention`, if S equals T.
+      first_position: position of the first query.
+      scale: factor of the scores, `D ** -0.5` by default.
+      window: as in `causal_attention`.
+      cap: as in `causal_attention`.
     """
     batch, num_queries, num_heads, head_dim = q_BTHD.shape
     num_keys, num_kv_heads = k_BSKD.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     q_BTKGD = q_BTHD.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    wide = _at_least_float32(q_BTHD.dtype)
-    scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=wide) * scale
+    dtype = _at_least_float32(q_BTHD.dtype)
+    scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=dtype) * scale
     scores_BKGTS, _ = capped(scores_BKGTS, cap)
     ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
     seen_TS = ahead_TS >= 0 if window is None else (ahead_TS >= 0) & (ahead_TS < window)
     if segments_BT is not None:
         seen_TS = seen_TS & (segments_BT[:, None, None, :, None] == segments_BT[:, None, None, None])
-    scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(wide).min)
+    scores_BKGTS = jnp.where(seen_TS, scores_BKGTS, jnp.finfo(dtype).min)
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKW.dtype)
     o_BTKGW = jnp.einsum("BKGTS,BSKW->BTKGW", weights_BKGTS, v_BSKW)
     return o_BTKGW.reshape(batch, num_queries, num_heads, v_BSKW.shape[-1])
@@ -304,7 +367,7 @@ def _by_cudnn(
 
 
 def _in_one_width(attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
-    """Attention by a kernel for keys and values of one width: zeros add nothing to scores, and are cut off results."""
+    """Run an attention kernel that needs equal dimensions of keys and values, with zero padding of the smaller."""
     head_dim, v_dim = k_BTKD.shape[-1], v_BTKW.shape[-1]
     if head_dim == v_dim:
         return attention(q_BTHD, k_BTKD, v_BTKW)
@@ -317,19 +380,19 @@ def _in_one_width(attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array,
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the positions seen so far, for every layer (leading dim L).
+    """Keys and values of earlier positions for all layers (leading dim L).
 
-    Of latent attention the rotated key that all heads share, and the vector that the rest is made of: K is 1.
+    With latent attention K is 1: the cache contains the rotary keys, which all heads share, and the latents.
     """
 
     k_LBSKD: Float[Array, "L B S K D"]
     v_LBSKW: Float[Array, "L B S K W"]
     length: Int[Array, ""]
-    """Positions filled; the rest are not looked at."""
+    """The number of valid positions."""
 
 
 LayerCache = tuple[Float[Array, "B S K D"], Float[Array, "B S K W"]]
-"""One layer's keys and values."""
+"""Cached keys and values of a layer."""
 
 
 def extend(
@@ -340,7 +403,15 @@ def extend(
     *,
     heads: str | None = "act_kv_heads",
 ) -> LayerCache:
-    """Write the keys and values of T new positions behind the `length` that are there; `heads` is their heads' name."""
+    """Append the keys and values of T new positions to a cache.
+
+    Args:
+      cache: cached keys and values of the layer.
+      length: the number of valid positions in the cache.
+      k_BTKD: new keys.
+      v_BTKW: new values.
+      heads: logical name of the head dim.
+    """
     k_BSKD, v_BSKW = (
         jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), length, axis=1)
         for old, new in zip(cache, (k_BTKD, v_BTKW), strict=True)
@@ -349,7 +420,13 @@ def extend(
 
 
 def heads_layout(x_BTHD: Float[Array, "B T H D"], heads: str | None, seq: str = "seq") -> Float[Array, "B T H D"]:
-    """Lay queries, keys, values or attention's output out by heads, whose logical name is given."""
+    """Constrain the sharding of queries, keys, values or the attention output.
+
+    Args:
+      x_BTHD: the array.
+      heads: logical name of the head dim.
+      seq: logical name of the sequence dim.
+    """
     return constrain(x_BTHD, "batch", seq, heads, "act_head_dim")
 
 
@@ -365,28 +442,30 @@ def attend(
     cache: LayerCache | None = None,
     length: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T H D"], LayerCache | None]:
-    """Attention between its projections: layout, rotation, the cache where there is one, and the attention itself.
+    """Apply rotary embeddings, update the cache, and compute causal attention.
 
-    Where the rules in force split the sequence inside attention, a whole one is in the order of
-    `meshpar.models.context_attention` and keys and values go round a ring. With a cache the sequence is in its own
-    order and attention is the plain form's.
+    Under context parallelism, full sequences are in the order of `meshpar.models.context_attention`, and keys and
+    values circulate in a ring. With a cache the sequence is in natural order, and the implementation is always "xla".
 
     Args:
-      q_BTHD, k_BTKD, v_BTKD: as the projections make them.
-      angles: of the T positions.
-      implementation: for whole sequences; with a cache it is always the plain form, cuDNN's takes none.
-      window, cap: as for `causal_attention`.
-      cache: keys and values of this layer so far, or None for a whole sequence.
-      length: positions in the cache.
+      q_BTHD: outputs of the query projection.
+      k_BTKD: outputs of the key projection.
+      v_BTKD: outputs of the value projection.
+      angles: rotary angles of the T positions.
+      implementation: the attention for full sequences.
+      window: as in `causal_attention`.
+      cap: as in `causal_attention`.
+      cache: cached keys and values of this layer, or None for a full sequence.
+      length: the number of valid positions in the cache.
 
     Returns:
-      the heads' output, and the cache with the T new positions in it.
+      The attention output for each head, and the updated cache.
     """
     q_BTHD = checkpoint_name(rotate(heads_layout(q_BTHD, "act_heads"), angles), "query")
     k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
     v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
-        o_BTHD = whole_attention(
+        o_BTHD = full_attention(
             q_BTHD, k_BTKD, v_BTKD, angles.segments_BT, implementation=implementation, window=window, cap=cap
         )
     else:
@@ -396,7 +475,7 @@ def attend(
     return heads_layout(o_BTHD, "act_heads"), cache
 
 
-def whole_attention(
+def full_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
     v_BTKW: Float[Array, "B T K W"],
@@ -406,11 +485,20 @@ def whole_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Causal attention of a whole sequence: where the rules split it inside attention, round a ring, in its order.
+    """Compute causal attention over a full sequence, with the parallelism of the current rules.
 
-    Round the ring "xla" and "blockwise" are the same, plain tiles, and with "cudnn" the tiles are its kernel.
-    Where they split it around attention only, heads are scattered and the sequence is gathered here, and the other way
-    round behind it.
+    If the rules shard `attn_seq`, this is ring attention on a sequence in zigzag order. "xla" and "blockwise" then both
+    use plain matmuls for each tile, and "cudnn" uses cuDNN's kernel. If the rules shard the sequence only outside
+    attention, the heads are scattered and the sequence is gathered before attention, and the reverse after it.
+
+    Args:
+      q_BTHD: queries.
+      k_BTKD: keys.
+      v_BTKW: values.
+      segments_BT: as in `causal_attention`.
+      implementation: as in `causal_attention`.
+      window: as in `causal_attention`.
+      cap: as in `causal_attention`.
     """
     if not context.sequence_axes(q_BTHD):
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
@@ -419,18 +507,20 @@ def whole_attention(
             causal_attention, implementation=implementation, window=window, cap=cap
         )
         if implementation != "xla":
-            varies = implementation != "tokamax"  # whose kernels cannot be traced where jax follows that
+            varies = implementation != "tokamax"  # its kernels do not support JAX's check of varying mesh axes
             attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}", check_vma=varies)
         o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW, *(() if segments_BT is None else (segments_BT,)))
-        # Kernels mark what they give themselves, with what else their backward pass needs: marked twice, it is kept so.
+        # The kernels name their outputs and residuals themselves. Another name would save the output twice.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
     kernel = None
     if implementation == "tokamax":
-        exists, fix = "its log-sum-exps stay inside the package", 'use "cudnn", or "blockwise" for windows and segments'
-        raise problem('TransformerConfig(attention="tokamax")', "go round a ring of ranks", exists, fix)
+        reason = "tokamax does not return the log-sum-exp of the scores"
+        where, fix = 'TransformerConfig(attention="tokamax")', 'use "cudnn", or "blockwise" for windows and segments'
+        raise problem(where, "use ring attention", reason, fix, code="unsupported-feature")
     if implementation == "cudnn":
-        _refuse('attention="cudnn"', "go round a ring as cuDNN's tiles", segments=segments_BT, window=window, cap=cap)
+        subject = "ring attention with cuDNN does"
+        _refuse('attention="cudnn"', subject, segments=segments_BT, window=window, cap=cap)
         kernel = cudnn.TILES
 
     def ring(q: Array, k: Array, v: Array, **options: Any) -> Array:
@@ -440,7 +530,10 @@ def whole_attention(
 
 
 def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T H D"]:
-    """From the layout around attention to that inside, in one step: XLA would cut a rotation or repetition apart."""
+    """Reshard from the layout outside attention to the layout inside.
+
+    Both constraints are needed: XLA would otherwise reshard in the middle of the rotation or repetition of heads.
+    """
     return heads_layout(heads_layout(x_BTHD, f"act_{heads}"), f"attn_{heads}", "attn_seq")
 
 
@@ -448,20 +541,29 @@ def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T
 
 
 MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-"""Of the matmul behind `swiglu` nothing is needed backward; adapters beside it need what their first one gives."""
+"""Policy for `swiglu` and the next matmul: save no outputs except those of the first matmul of adapters."""
 
 
 def gated(
     gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
-    """Both as given, marked for remat policies."""
+    """Name both projections for remat policies.
+
+    Args:
+      gate_BTM: output of the gate projection.
+      up_BTM: output of the up projection.
+    """
     return checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
 
 
 def swiglu(gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """`silu(gate) * up`. Shazeer 2020, "GLU Variants Improve Transformer".
+    """Return `silu(gate) * up` (Shazeer 2020, "GLU Variants Improve Transformer").
 
-    Call it with the matmul behind it under `jax.checkpoint`, which keeps the two arrays given; else the backward pass
-    is left six of this width.
+    Call this function and the next matmul under `jax.checkpoint`, which saves only the two inputs. Without it, six
+    arrays of this size are saved for the backward pass.
+
+    Args:
+      gate_BTM: output of the gate projection.
+      up_BTM: output of the up projection.
     """
     return constrain(jax.nn.silu(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")

@@ -1,10 +1,10 @@
-"""A block's matmuls with their messages hidden behind them: `TransformerConfig(tensor_matmul="overlapped")`.
+"""Matmuls overlapped with sequence-parallel communication (`tensor_matmul="overlapped"`).
 
-    norm ─► [T split] ═► query, key, value ─► attention ─► out ═► [T split]       ═► rows travel while others multiply
-    norm ─► [T split] ═► gate, up ──────────► swiglu ────► down ═► [T split]
+    norm ─► [T sharded] ═► query, key, value ─► attention ─► out ═► [T sharded]     ═► matmul with communication
+    norm ─► [T sharded] ═► gate, up ──────────► swiglu ────► down ═► [T sharded]
 
-What sequence parallelism leaves to the compiler as an all-gather before a matmul and a reduce-scatter behind one is
-here one kernel each, per device over the axis that splits them. All other axes stay XLA's.
+With sequence parallelism, XLA emits an all-gather before and a reduce-scatter after these matmuls. Here each pair of
+collective and matmul is a kernel that is manual over the tensor axis. XLA partitions the other axes.
 
 Shape suffixes as in `meshpar.models.layers`.
 """
@@ -31,34 +31,50 @@ from meshpar.sharding.types import axis_sizes, problem, spec_axes
 
 
 def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache: bool) -> bool:
-    """Whether the matmuls of a block on x are this module's: where the config says so and there is anything to hide.
+    """Return whether a layer uses overlapped matmuls.
 
-    On one device, or with one rank on the axis that splits the sequence between blocks, there is not. With a cache they
-    are plain matmuls too: one new position cannot be split.
+    They are used if the config selects them and the sequence is sharded over more than one device. With a cache,
+    ordinary matmuls are used, because a single position cannot be sharded.
+
+    Args:
+      cfg: the config of the decoder.
+      x_BTE: the residual stream.
+      has_cache: whether the layer has a cache.
 
     Raises:
-      ValueError: the rules in force do not split the sequence between blocks, or split it inside them, too.
+      ValueError: the current rules do not shard the sequence between blocks, or also shard it inside them.
     """
     if cfg.tensor_matmul == "xla" or has_cache:
         return False
-    here = ambient()
-    if here is not None and here.mesh.size == 1:
+    context = ambient()
+    if context is not None and context.mesh.size == 1:
         return False
-    check_wide('TransformerConfig(tensor_matmul="overlapped")', "matmuls with messages", 'use tensor_matmul="xla"')
+    check_wide('TransformerConfig(tensor_matmul="overlapped")', "overlapped matmuls", 'use tensor_matmul="xla"')
     axis = _axis(x_BTE)
-    assert here is not None
-    return axis_sizes(here.mesh)[axis] > 1
+    assert context is not None
+    return axis_sizes(context.mesh)[axis] > 1
 
 
 def block_input(h_BTE: Float[Array, "B T E"], *, overlapped: bool) -> Float[Array, "B T E"]:
-    """A norm's output as the block's first matmuls take it: still split where they gather it."""
+    """Constrain the output of a norm for the next matmuls. Overlapped matmuls gather the sequence themselves.
+
+    Args:
+      h_BTE: the output of a norm.
+      overlapped: whether the matmuls are overlapped.
+    """
     return layers.residual(h_BTE) if overlapped else layers.block_input(h_BTE)
 
 
 def gathered_matmul(
     h_BTE: Float[Array, "B T E"], kernels: Sequence[Float[Array, "E ..."]], names: Sequence[str]
 ) -> list[Float[Array, "B T ..."]]:
-    """h times each of the weights, whose second dim the axis splits, under these names of activations."""
+    """Multiply h by each kernel, overlapped with the all-gather of h.
+
+    Args:
+      h_BTE: activations with a sharded sequence.
+      kernels: kernels whose second dim is sharded over the same axis.
+      names: logical activation names of these dims.
+    """
     axis = _axis(h_BTE)
     h_BTE, *kernels = _one_dtype(h_BTE, *kernels)
     for kernel, name in zip(kernels, names, strict=True):
@@ -73,7 +89,13 @@ def gathered_matmul(
 
 
 def matmul_scattered(h_BT: Float[Array, "B T ..."], kernel: Float[Array, "... E"], name: str) -> Float[Array, "B T E"]:
-    """h times a weight, both split along the dim of this name, in the layout of the residual stream."""
+    """Multiply h by a kernel, overlapped with the reduce-scatter of the result over the sequence.
+
+    Args:
+      h_BT: activations whose third dim is sharded.
+      kernel: kernel whose first dim is sharded over the same axis.
+      name: logical activation name of these dims.
+    """
     h_BT, kernel = _one_dtype(h_BT, kernel)
     axis = _axis(jax.ShapeDtypeStruct((*h_BT.shape[:2], kernel.shape[-1]), h_BT.dtype))
     _check_split(h_BT.shape, name, axis)
@@ -85,31 +107,34 @@ def matmul_scattered(h_BT: Float[Array, "B T ..."], kernel: Float[Array, "... E"
 
 
 def _axis(x_BTE: Array | jax.ShapeDtypeStruct) -> str:
-    """The one mesh axis that splits the sequence between blocks and not inside them."""
+    """Return the mesh axis that shards the sequence between blocks but not inside them."""
     between = spec_axes(spec_of(x_BTE, "batch", "norm_seq", "act_embed")[1])
     inside = spec_axes(spec_of(x_BTE, "batch", "seq", "act_embed")[1])
     if inside:
         raise problem(
             'TransformerConfig(tensor_matmul="overlapped")',
-            f"gather a sequence that is split over {' × '.join(f'`{axis}`' for axis in inside)} inside the blocks, too",
-            "it gathers whole sequences only",
-            'use tensor_matmul="xla", or leave out context_parallel()',
+            f"gather a sequence that is sharded over {' × '.join(f'`{axis}`' for axis in inside)} inside the blocks",
+            "overlapped matmuls need the full sequence inside the blocks",
+            'use tensor_matmul="xla", or omit context_parallel()',
+            code="conflict",
         )
     if len(between) != 1:
         where = 'TransformerConfig(tensor_matmul="overlapped")'
-        asked = "gather and scatter the sequence around the matmuls"
-        exists = f"the rules in force split `norm_seq` over {' × '.join(f'`{axis}`' for axis in between) or 'nothing'}"
-        raise problem(where, asked, exists, 'use mp.tensor_parallel(sequence=True), or tensor_matmul="xla"')
+        axes = " × ".join(f"`{axis}`" for axis in between) or "no axis"
+        reason = f"the current rules shard `norm_seq` over {axes}"
+        fix = 'use mp.tensor_parallel(sequence=True), or tensor_matmul="xla"'
+        raise problem(where, "gather and scatter the sequence", reason, fix, code="conflict")
     return between[0]
 
 
 def _check_split(shape: tuple[int, ...], name: str, axis: str) -> None:
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
-    found = spec_of(x, None, "seq", name, *[None] * (len(shape) - 3))[2]
-    if spec_axes(found) != (axis,):
-        exists = f"the rules in force split it over {' × '.join(f'`{one}`' for one in spec_axes(found)) or 'nothing'}"
-        fix = f'map it to "{axis}", with no more ranks than it divides by, or use tensor_matmul="xla"'
-        raise problem(f"`{name}` (size {shape[2]})", f"overlap its matmul with messages over `{axis}`", exists, fix)
+    axes = spec_axes(spec_of(x, None, "seq", name, *[None] * (len(shape) - 3))[2])
+    if axes != (axis,):
+        reason = f"the current rules shard it over {' × '.join(f'`{a}`' for a in axes) or 'no axis'}"
+        fix = f'map it to "{axis}" with a size that divides {shape[2]}, or use tensor_matmul="xla"'
+        where, requested = f"`{name}` (size {shape[2]})", f"overlap its matmul with communication over `{axis}`"
+        raise problem(where, requested, reason, fix, code="conflict")
 
 
 def _one_dtype(*arrays: Array) -> list[Array]:

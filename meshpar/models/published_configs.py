@@ -1,4 +1,4 @@
-"""Published shapes of decoders, to plan and train on pods.
+"""Configs of published decoders.
 
 Llama 3.1: model cards and `params.json` of Meta's release (Grattafiori et al. 2024, "The Llama 3 Herd of Models",
 table 3). Mixtral and DeepSeek-V3: the papers and each release's `config.json` (Jiang et al. 2024, "Mixtral of Experts",
@@ -17,17 +17,29 @@ from meshpar.moe.routing import Routing
 
 
 def llama3_8b(**changes: Any) -> TransformerConfig:
-    """Llama 3.1 8B: 8,030,261,248 parameters. Any field can be changed."""
+    """Return the config of Llama 3.1 8B, with 8,030,261,248 parameters.
+
+    Args:
+      **changes: fields to replace.
+    """
     return _llama3(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14_336, changes=changes)
 
 
 def llama3_70b(**changes: Any) -> TransformerConfig:
-    """Llama 3.1 70B: 70,553,706,496 parameters. Any field can be changed."""
+    """Return the config of Llama 3.1 70B, with 70,553,706,496 parameters.
+
+    Args:
+      **changes: fields to replace.
+    """
     return _llama3(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672, changes=changes)
 
 
 def llama3_405b(**changes: Any) -> TransformerConfig:
-    """Llama 3.1 405B: 405,853,388,800 parameters. Any field can be changed."""
+    """Return the config of Llama 3.1 405B, with 405,853,388,800 parameters.
+
+    Args:
+      **changes: fields to replace.
+    """
     return _llama3(num_layers=126, embed_dim=16_384, num_heads=128, mlp_dim=53_248, changes=changes)
 
 
@@ -43,10 +55,13 @@ def _llama3(*, changes: dict[str, Any], **sizes: int) -> TransformerConfig:
 
 
 def mixtral_8x7b(**changes: Any) -> TransformerConfig:
-    """Mixtral 8x7B: 46,702,792,704 parameters, 12,879,925,248 of them active. Any field can be changed.
+    """Return the config of Mixtral 8x7B, with 46,702,792,704 parameters (12,879,925,248 active).
 
-    The weight of the auxiliary loss is the release's `router_aux_loss_coef` of 0.02 for all layers together. The
-    release's `config.json` leaves the loss off (`output_router_logits`).
+    The weight of the auxiliary loss corresponds to `router_aux_loss_coef` 0.02 of the release, which is for the sum
+    over layers. The `config.json` of the release disables the loss (`output_router_logits`).
+
+    Args:
+      **changes: fields to replace.
     """
     sizes: dict[str, Any] = {
         "vocab_size": 32_000,
@@ -63,11 +78,14 @@ def mixtral_8x7b(**changes: Any) -> TransformerConfig:
 
 
 def deepseek_v3(**changes: Any) -> TransformerConfig:
-    """DeepSeek-V3: 671,026,404,352 parameters, 37,552,282,624 of them active. Any field can be changed.
+    """Return the config of DeepSeek-V3, with 671,026,404,352 parameters (37,552,282,624 active).
 
-    Without the module that predicts a second token, which the release counts besides (14e9), and without the balancing
-    bias, which is no parameter (14,848 numbers, that the release counts among them). Its balancing loss of every
-    sequence, with a weight of 0.0001, is taken over the batch here.
+    The multi-token prediction module (14e9 parameters) is not included. The expert biases (14,848 values) are not
+    counted, because they are not trainable parameters. The balance loss with a weight of 0.0001 is computed over the
+    batch, and in the paper over each sequence.
+
+    Args:
+      **changes: fields to replace.
     """
     routing = Routing(num_experts=256, top_k=8, score="sigmoid", scale=2.5, groups=8, top_groups=4)
     sizes: dict[str, Any] = {
@@ -87,16 +105,23 @@ def deepseek_v3(**changes: Any) -> TransformerConfig:
 
 
 def qwen3_8b(**changes: Any) -> TransformerConfig:
-    """Qwen3 8B: 8,190,735,360 parameters. Any field can be changed."""
+    """Return the config of Qwen3 8B, with 8,190,735,360 parameters.
+
+    Args:
+      **changes: fields to replace.
+    """
     sizes: dict[str, Any] = {"num_layers": 36, "num_heads": 32, "num_kv_heads": 8, "mlp_dim": 12_288}
     return TransformerConfig(**{**_QWEN3, **sizes, **changes})
 
 
 def qwen3_235b(**changes: Any) -> TransformerConfig:
-    """Qwen3 235B-A22B: 235,093,634,560 parameters, 22,190,763,520 of them active. Any field can be changed.
+    """Return the config of Qwen3 235B-A22B, with 235,093,634,560 parameters (22,190,763,520 active).
 
-    The weight of the auxiliary loss is the release's `router_aux_loss_coef` of 0.001 for all layers together. The
-    release's `config.json` leaves the loss off (`output_router_logits`).
+    The weight of the auxiliary loss corresponds to `router_aux_loss_coef` 0.001 of the release, which is for the sum
+    over layers. The `config.json` of the release disables the loss (`output_router_logits`).
+
+    Args:
+      **changes: fields to replace.
     """
     sizes: dict[str, Any] = {
         "num_layers": 94,
@@ -119,20 +144,23 @@ _QWEN3: dict[str, Any] = {
 
 
 def kimi_k2(**changes: Any) -> TransformerConfig:
-    """Kimi K2: DeepSeek-V3's layers with more experts and fewer heads. Any field can be changed.
+    """Return the config of Kimi K2, with 1,026,408,209,408 parameters (32,861,477,888 active).
 
-    1,026,408,209,408 parameters, 32,861,477,888 of them active. Rotary frequencies are those of the release for 131,072
-    tokens.
+    The architecture is that of DeepSeek-V3 with more experts and fewer heads. The rotary frequencies are scaled for
+    131,072 tokens, as in the release.
+
+    Args:
+      **changes: fields to replace.
     """
     routing = Routing(num_experts=384, top_k=8, score="sigmoid", scale=2.827)
-    stretched = 0.1 * math.log(32.0) + 1.0
+    mscale = 0.1 * math.log(32.0) + 1.0
     sizes: dict[str, Any] = {
         "vocab_size": 163_840,
         "num_dense_layers": 1,
         "num_heads": 64,
         "num_kv_heads": 64,
         "rope_theta": 50_000.0,
-        "rope_yarn": YarnScaling(factor=32.0, original_seq_len=4096, beta_fast=1.0, score_factor=stretched**2),
+        "rope_yarn": YarnScaling(factor=32.0, original_seq_len=4096, beta_fast=1.0, score_factor=mscale**2),
         "moe": MoEConfig(routing=routing, mlp_dim=2048, shared_experts=1, bias_rate=1e-3),
     }
     return deepseek_v3(**{**sizes, **changes})

@@ -1,4 +1,4 @@
-"""Sampling text from a decoder on the mesh it was trained on, with a cache of keys and values.
+"""Autoregressive sampling from a sharded decoder with a key/value cache.
 
 Shape suffixes: B batch, P positions of the prompt, N new tokens, V vocabulary.
 """
@@ -36,24 +36,24 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
 ) -> Int[Array, "B P+N"]:
-    """Continue prompts, one token after the other. To be called under `jax.jit`, inside `mp.use_rules(mesh, strategy)`.
+    """Continue prompts token by token. Call this function under `jax.jit`, inside `mp.use_rules(mesh, strategy)`.
 
     Args:
-      model: a bound decoder, as `state.bound()` gives it, NNX or Linen.
+      model: a bound NNX or Linen decoder, from `state.bound()`.
       prompt: token ids.
-      config: of that decoder.
-      num_tokens: how many tokens to add, N.
-      key: draws the samples.
-      temperature: logits are divided by it; 0 takes the likeliest token always.
-      top_k: draw among that many likeliest tokens only; None: among all.
-      top_p: of these, draw among the likeliest that have that probability together, one at least; None: among all.
+      config: the config of the decoder.
+      num_tokens: the number of tokens to add, N.
+      key: random key for the samples.
+      temperature: divisor of the logits. 0 means greedy decoding.
+      top_k: sample only from the k most likely tokens. `None` means all tokens.
+      top_p: sample only from the most likely of these tokens, up to this cumulative probability (nucleus sampling).
+        `None` means all of them.
 
     Returns:
-      the prompts with their continuations. The batch is split as the strategy says where the mesh divides it, else it
-      is whole on every device.
+      The prompts with their continuations. The batch is sharded as in the strategy if it is divisible, else replicated.
 
     Raises:
-      ValueError: an empty prompt, or an option out of its range.
+      ValueError: the prompt is empty, or an option is out of range.
 
     Example:
       >>> def sample(state, prompt, key):
@@ -66,7 +66,7 @@ def generate(
     draw = functools.partial(sample_token, temperature=temperature, top_k=top_k, top_p=top_p)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # What a Linen model keeps is changed on a copy: outside of the loop it would be a value from inside.
+        # Bound Linen models update their variables in place. Without a copy, tracers would leak from the scan.
         return copy.copy(model)(*args, **kwargs)
 
     with _decoding_layout():
@@ -87,7 +87,7 @@ def generate(
 
 
 def _logits_dtype(run: Callable[..., Any], prompt: Array, config: TransformerConfig) -> Any:
-    """The dtype that the parameters compute in. Asked of whole sequences, whose tokens experts may take in chunks."""
+    """Return the compute dtype. The traced sequence length is a multiple of the number of MoE chunks."""
     chunks = 1 if config.moe is None else config.moe.chunks
     like = jax.ShapeDtypeStruct((prompt.shape[0], chunks * prompt.shape[1]), prompt.dtype)
     return jax.eval_shape(run, like).dtype
@@ -96,9 +96,15 @@ def _logits_dtype(run: Callable[..., Any], prompt: Array, config: TransformerCon
 def sample_token(
     logits_BV: Float[Array, "B V"], key: jax.Array, *, temperature: float, top_k: int | None, top_p: float | None = None
 ) -> Int[Array, " B"]:
-    """One token for each row of logits.
+    """Sample a token for each example.
 
-    `top_p` is nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").
+    Args:
+      logits_BV: logits.
+      key: random key.
+      temperature: as in `generate`.
+      top_k: as in `generate`.
+      top_p: as in `generate`. This is nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text
+        Degeneration").
     """
     if temperature == 0:
         return logits_BV.argmax(-1).astype(jnp.int32)
@@ -109,7 +115,7 @@ def sample_token(
     if top_p is not None:
         sorted_BV = -jnp.sort(-logits_BV, axis=-1)
         shares_BV = jax.nn.softmax(sorted_BV, axis=-1)
-        # Those before which less than `top_p` is: the likeliest always is among them.
+        # Keep the tokens whose preceding probability mass is below `top_p`. The most likely token is always kept.
         before_BV = jnp.cumsum(shares_BV, axis=-1) - shares_BV
         least_B1 = jnp.where(before_BV < top_p, sorted_BV, jnp.inf).min(-1, keepdims=True)
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
@@ -117,11 +123,18 @@ def sample_token(
 
 
 def empty_cache(config: TransformerConfig, batch_size: int, num_positions: int, dtype: jax.typing.DTypeLike) -> KVCache:
-    """A cache with room for that many positions."""
+    """Return an empty key/value cache.
+
+    Args:
+      config: the config of the decoder.
+      batch_size: the number of sequences.
+      num_positions: capacity of the cache.
+      dtype: dtype of the keys and values.
+    """
     latent = config.latent
     if latent is None:
         heads, name, widths = config.num_kv_heads, "act_kv_heads", (config.head_dim, config.head_dim)
-    else:  # what all heads share
+    else:  # rotary keys and latents, which all heads share
         heads, name, widths = 1, None, (latent.rope_dim, latent.kv_rank)
     k_LBSKD, v_LBSKW = (
         constrain(
@@ -135,14 +148,14 @@ def empty_cache(config: TransformerConfig, batch_size: int, num_positions: int, 
 
 @contextlib.contextmanager
 def _decoding_layout() -> Iterator[None]:
-    """Rules for sequences of any length, down to one token: only batch, heads and vocabulary may be split."""
-    here = ambient()
-    if here is None:
+    """Use rules that do not shard the sequence, since it may have a single token."""
+    context = ambient()
+    if context is None:
         fix = "call it inside `with mp.use_rules(mesh, strategy):`"
-        raise problem("generate", "run the model on its mesh", "no mesh and rules are in force", fix)
-    whole = Leaf(path="batch", shape=(here.mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
-    axes = resolve(whole, here.rules, here.mesh).spec[0]
-    with use_rules(here.mesh, here.rules | Rules(batch=first(axes, None), seq=None, norm_seq=None)):
+        raise problem("generate", "run the model", "no mesh and rules are active", fix, code="not-found")
+    batch = Leaf(path="batch", shape=(context.mesh.size,), dtype=np.dtype(np.int32), names=("batch",))
+    axes = resolve(batch, context.rules, context.mesh).spec[0]
+    with use_rules(context.mesh, context.rules | Rules(batch=first(axes, None), seq=None, norm_seq=None)):
         yield
 
 
@@ -155,20 +168,18 @@ def _check(
     top_p: float | None,
 ) -> None:
     if prompt.ndim != 2 or not prompt.shape[1]:
-        raise problem(
-            f"generate(prompt of shape {prompt.shape})", "continue it", "it is [batch, positions], none empty",
-            "start with one token at least",
-        )  # fmt: skip
+        where, reason = f"generate(prompt of shape {prompt.shape})", "the shape must be [batch, positions]"
+        raise problem(where, "continue the prompt", reason, "use at least one token", code="wrong-shape")
     if num_tokens < 1:
-        raise problem(f"generate(num_tokens={num_tokens})", "add that many", "it is positive", "use 1 or more")
+        where = f"generate(num_tokens={num_tokens})"
+        raise problem(where, "add tokens", "the number must be positive", "use 1 or more", code="out-of-range")
     if not 0 <= temperature < float("inf"):
-        where = f"generate(temperature={temperature})"
-        raise problem(where, "divide logits by it", "it is not negative, and finite", "use 0 for the likeliest")
+        where, reason = f"generate(temperature={temperature})", "the temperature must be finite and at least 0"
+        raise problem(where, "divide the logits", reason, "use 0 for greedy decoding", code="out-of-range")
     if top_k is not None and not 1 <= top_k <= config.vocab_size:
-        fix = f"use 1 to {config.vocab_size}, or None for all"
-        raise problem(f"generate(top_k={top_k})", "draw among that many tokens", f"there are {config.vocab_size}", fix)
+        where, reason = f"generate(top_k={top_k})", f"the vocabulary has {config.vocab_size} tokens"
+        fix = f"use 1 to {config.vocab_size}, or None for all tokens"
+        raise problem(where, "sample from the top tokens", reason, fix, code="out-of-range")
     if top_p is not None and not 0 < top_p <= 1:
-        raise problem(
-            f"generate(top_p={top_p})", "draw among tokens of that probability", "it is above 0 and at most 1",
-            "use 0.9, or None for all",
-        )  # fmt: skip
+        where, reason = f"generate(top_p={top_p})", "the probability must be above 0 and at most 1"
+        raise problem(where, "sample from the nucleus", reason, "use 0.9, or None for all tokens", code="out-of-range")

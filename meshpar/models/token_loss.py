@@ -1,4 +1,4 @@
-"""The loss of a language model, with logits that stay split over the vocabulary.
+"""Next-token cross entropy with logits sharded over the vocabulary.
 
 Shape suffixes: B batch, T positions, V vocabulary.
 """
@@ -37,10 +37,11 @@ def next_token_loss(
         zero; 1e-4 is common (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways").
 
     Returns:
-      a `MeanLoss` over all targets by their weights, float32 at the least, and metrics: `accuracy`, the share of
-      targets that have the largest logit; with `z_loss` also `nats`, the cross entropy alone.
+      The weighted `MeanLoss` over all targets, in float32 or higher precision, and metrics: `accuracy`, the fraction of
+      targets with the largest logit; with `z_loss` also `nats`, the cross entropy without the z-loss.
 
-    >>> step = mp.train_step(functools.partial(next_token_loss, z_loss=1e-4))
+    Example:
+      >>> step = mp.train_step(functools.partial(next_token_loss, z_loss=1e-4))
     """
     del key
     _check_batch(batch)
@@ -67,21 +68,25 @@ def next_token_loss(
 
 
 def _check_batch(batch: object) -> None:
-    """Raises `ValueError` for what holds no `inputs` and `targets`."""
-    exists = f"it is a {type(batch).__name__}"
+    """Check that a batch has `inputs` and `targets`."""
+    reason = f"it is a {type(batch).__name__}"
     if isinstance(batch, Mapping):
         if "inputs" in batch and "targets" in batch:
             return
-        exists = f"it has {', '.join(map(str, batch)) or 'nothing'}"
-    fix = "give both, int32 [rows, positions] each, or a loss of your own: (model, batch, key) -> (loss, metrics)"
-    raise problem("next_token_loss", "take `inputs` and `targets` of the batch", exists, fix)
+        reason = f"it has {', '.join(map(str, batch)) or 'no arrays'}"
+    fix = "add both, int32 [batch, positions] each, or write a custom loss: (model, batch, key) -> (loss, metrics)"
+    raise problem("next_token_loss", "read `inputs` and `targets` from the batch", reason, fix, code="not-found")
 
 
 def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> TokenLosses:
-    """Cross entropy with integer targets; nan for a target outside the vocabulary.
+    """Compute the cross entropy with integer targets.
 
-    Every step over the vocabulary is element-wise or a reduction, so split logits stay split and devices exchange three
-    numbers a token. Picking the target's logit by its index would gather the vocabulary first.
+    All operations over the vocabulary are element-wise or reductions, so logits stay sharded, and devices communicate
+    three values per token. Indexing the target logits would all-gather the vocabulary.
+
+    Args:
+      logits_BTV: logits.
+      targets_BT: target token ids. Targets outside the vocabulary give nan.
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     max_BT1 = jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))

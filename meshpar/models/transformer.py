@@ -1,7 +1,7 @@
-"""The decoder as a Flax NNX module: annotated parameters, constrained activations, layers under one scan.
+"""Flax NNX decoder with annotated parameters, constrained activations and scanned layers.
 
-Shape suffixes as in `meshpar.models.layers`. For a decoder in Linen, wrap it with `flax.nnx.bridge`; the logical names
-stay:
+Shape suffixes as in `meshpar.models.layers`. To use the decoder in Linen, wrap it with `flax.nnx.bridge`, which keeps
+the logical names:
 
     module = bridge.to_linen(Transformer, cfg)
     model = mp.from_linen(module, jax.ShapeDtypeStruct((batch_size, seq_len), jnp.int32))
@@ -58,14 +58,14 @@ class Attention(nnx.Module):
     def __call__(
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
-        """The heads' output, projected back to the residual stream, and the cache with these positions in it."""
+        """Return the output projection of the attention and the updated cache."""
         h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
-        inward = (self.query, self.key, self.value)
+        projections = (self.query, self.key, self.value)
         if overlapped:
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
-            q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, [bare(one) for one in inward], names)
+            q_BTHD, k_BTKD, v_BTKD = overlap.gathered_matmul(h_BTE, [bare(layer) for layer in projections], names)
         else:
-            q_BTHD, k_BTKD, v_BTKD = (one(h_BTE) for one in inward)
+            q_BTHD, k_BTKD, v_BTKD = (layer(h_BTE) for layer in projections)
         if self.cfg.qk_norm:
             q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
         o_BTHD, cache = layers.attend(
@@ -84,7 +84,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU."""
+    """SwiGLU feed-forward network (Shazeer 2020, "GLU Variants Improve Transformer")."""
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         linear = nnx_linear(cfg, rngs)
@@ -111,7 +111,7 @@ class MLP(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and an MLP or experts, each behind a norm and added to the residual stream."""
+    """Pre-norm transformer layer: attention, then a dense MLP or an MoE layer, each with a residual connection."""
 
     def __init__(self, cfg: TransformerConfig, *, has_experts: bool = False, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
@@ -128,12 +128,12 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None
     ) -> tuple[Array, LayerCache | None, Aux | None]:
-        """The residual stream behind this layer, the cache with these positions in it, and the router's statistics."""
+        """Return the residual stream after this layer, the updated cache, and the router statistics."""
         overlapped = overlap.overlaps(self.cfg, x_BTE, has_cache=cache is not None)
         with jax.named_scope("attention"):
             h_BTE = self.attention_norm(x_BTE)
             a_BTE, cache = self.attention(h_BTE, angles, cache, length, overlapped=overlapped)
-            x_BTE = x_BTE + layers.added(a_BTE, "attention_out")
+            x_BTE = x_BTE + layers.block_output(a_BTE, "attention_out")
         aux = None
         with jax.named_scope("mlp"):
             if isinstance(self.mlp, MoE):
@@ -142,21 +142,21 @@ class Block(nnx.Module):
             else:
                 h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
                 m_BTE = self.mlp(h_BTE, overlapped=overlapped)
-            x_BTE = x_BTE + layers.added(m_BTE, "mlp_out")
+            x_BTE = x_BTE + layers.block_output(m_BTE, "mlp_out")
         return layers.residual(x_BTE), cache, aux
 
 
 class Transformer(nnx.Module):
-    """A decoder.
+    """Decoder-only transformer.
 
     Args:
-      cfg: its sizes.
-      rngs: draws the parameters. Under `nnx.eval_shape` nothing is allocated.
+      cfg: sizes and options of the model.
+      rngs: random keys for the initial parameters. Under `nnx.eval_shape` no arrays are allocated.
     """
 
     def __init__(self, cfg: TransformerConfig, *, rngs: nnx.Rngs) -> None:
         self.cfg = cfg
-        # NNX would place annotated parameters on a mesh of its own; meshpar's rules place them when they are born.
+        # meshpar's rules shard the parameters when they are initialized, so NNX must not shard them eagerly.
         with nnx.use_eager_sharding(False):
             self.embed = nnx.Embed(
                 cfg.vocab_size,
@@ -166,8 +166,8 @@ class Transformer(nnx.Module):
                 rngs=rngs,
             )
             if cfg.num_dense_layers:
-                # Of another structure than those behind them, so a stack of their own. Under stages they are the first
-                # one's: what is named `layers` is what stages share.
+                # The dense layers have another structure than the MoE layers, so they are a separate stack. Without the
+                # name `layers` they are not distributed over pipeline stages: the first stage runs all of them.
                 self.dense_layers = _stacked_blocks(cfg, cfg.num_dense_layers, False, None, rngs)
             rest = cfg.num_layers - cfg.num_dense_layers
             self.layers = _stacked_blocks(cfg, rest, cfg.moe is not None, "layers", rngs)
@@ -183,24 +183,24 @@ class Transformer(nnx.Module):
         segments: Int[Array, "B T"] | None = None,
         cache: KVCache | None = None,
     ) -> Any:
-        """Logits of the token that follows each position.
+        """Return next-token logits for each position.
 
         Args:
-          tokens: ids.
-          positions: of the tokens, for rotary embeddings; None: one after the other, behind the cache when there is
-            one.
-          segments: numbers of the sequences in a row, where there are several: none sees another, and positions begin
-            anew in each. Not with a cache.
-          cache: keys and values of the positions before these, with room for them.
+          tokens: token ids.
+          positions: positions of the tokens, for rotary embeddings. `None` means consecutive positions, which start
+            at 0 or after the cached positions.
+          segments: segment ids of packed sequences. Tokens attend only within their segment, and positions must
+            restart in each segment. Not supported with a cache.
+          cache: keys and values of earlier positions, with free slots for the new ones.
 
         Returns:
-          logits `[B, T, V]`, split over the vocabulary where the strategy says so; with `vocab_chunk` an `Unembedding`,
-          which makes them in chunks; with a cache (logits, new cache).
+          Logits `[B, T, V]`, sharded over the vocabulary if the strategy does so. With `vocab_chunk`, an `Unembedding`
+          that computes them in chunks. With a cache, a tuple of the logits and the updated cache.
         """
         table_VE = self.embed.embedding[...]
         with jax.named_scope("embed"):
             if cache is None:
-                tokens, positions, segments = context.entered(tokens, positions, segments)
+                tokens, positions, segments = context.prepare(tokens, positions, segments)
             x_BTE = layers.embed(table_VE, tokens, is_tied=self.cfg.tied_embeddings)
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
@@ -208,15 +208,15 @@ class Transformer(nnx.Module):
             kernel_EV = None if self.cfg.tied_embeddings else bare(self.head)
             x_BTE, kernel_EV = (x_BTE, None) if kernel_EV is None else layers.reduced_first(x_BTE, kernel_EV)
             h_BTE = layers.block_input(self.final_norm(x_BTE))
-            h_BTE = context.left(h_BTE) if cache is None else h_BTE
+            h_BTE = context.natural_order(h_BTE) if cache is None else h_BTE
             if self.cfg.vocab_chunk is not None and cache is None:
                 return unembedding(self.cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
             logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
-            logits_BTV = laid_logits(self.cfg, logits_BTV)
+            logits_BTV = finalize_logits(self.cfg, logits_BTV)
         return logits_BTV if cache is None else (logits_BTV, cache)
 
     def _scanned(self, x_BTE: Array, angles: Rope, cache: KVCache | None) -> tuple[Array, KVCache | None]:
-        """The layers, one after the other under scans: trace and compile time do not grow with depth."""
+        """Run the layers under `scan`, so that trace and compile time do not grow with depth."""
         dense = self.cfg.num_dense_layers
         of_dense, of_rest = split_cache(cache, dense)
         kv_dense = None
@@ -228,13 +228,13 @@ class Transformer(nnx.Module):
             report_layers(aux, self.cfg.moe)
             if self.cfg.moe.is_biased:
                 self.layers.mlp.load[...] = self.layers.mlp.load[...] + aux.metrics["load"]
-        return x_BTE, advanced(cache, joined_caches(kv_dense, kv), angles)
+        return x_BTE, extended_cache(cache, join_caches(kv_dense, kv), angles)
 
 
 def _run(
     stacked: Block, at: str, x_BTE: Array, angles: Rope, caches: LayerCache | None, cache: KVCache | None
 ) -> tuple[Array, LayerCache | None, Aux | None]:
-    """A stack of layers; see `run_layers`."""
+    """Run a stack of NNX layers; see `run_layers`."""
     graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
     length = None if cache is None else cache.length
 
@@ -244,7 +244,7 @@ def _run(
     return run_layers(block, x_BTE, params, variables, angles, caches, at)
 
 
-# ---- What the NNX and the Linen module share -------------------------------------------------------------------------
+# ---- Functions shared with the Linen module --------------------------------------------------------------------------
 
 
 def run_layers(
@@ -256,10 +256,19 @@ def run_layers(
     caches: LayerCache | None,
     at: str,
 ) -> tuple[Array, LayerCache | None, Aux | None]:
-    """Stacked layers by the step's hook; those named `layers` are what stages share.
+    """Run stacked layers with `scan_layers`. Only the stack named `layers` is distributed over pipeline stages.
 
     Args:
-      block: (x, parameters, variables, angles, cache or None) -> (x, cache or None, Aux or None), of one layer.
+      block: one layer, (x, parameters, variables, angles, cache or None) -> (x, cache or None, Aux or None).
+      x_BTE: the residual stream before the first layer.
+      params: stacked parameters.
+      variables: other stacked variables, such as the expert load.
+      angles: rotary angles of the positions.
+      caches: stacked keys and values, or None.
+      at: the name of the stack.
+
+    Returns:
+      The residual stream, the updated caches, and the auxiliary outputs of the routers.
     """
 
     def layer(x_BTE: Array, params: PyTree, variables: PyTree, *cache_and_angles: Any) -> Any:
@@ -282,10 +291,23 @@ def rope_of(
     dtype: jax.typing.DTypeLike,
     segments_BT: Int[Array, "B T"] | None = None,
 ) -> Rope:
-    """Cosines and sines of the tokens' positions, made once for all layers."""
+    """Return the rotary cosines and sines of the tokens, which all layers share.
+
+    Args:
+      cfg: the config of the decoder.
+      tokens_BT: token ids. Only their shape is used.
+      positions_BT: positions of the tokens. `None` means consecutive positions after the cached ones.
+      cache: keys and values of earlier positions.
+      dtype: dtype of the activations.
+      segments_BT: segment ids of packed sequences.
+
+    Raises:
+      ValueError: both `segments_BT` and `cache` are set.
+    """
     if segments_BT is not None and cache is not None:
-        where, asked = "Transformer(segments=..., cache=...)", "go on with several sequences in a row"
-        raise problem(where, asked, "a cache holds one sequence a row", "give each a row of its own")
+        where, requested = "Transformer(segments=..., cache=...)", "continue packed sequences"
+        fix = "use a separate batch row for each sequence"
+        raise problem(where, requested, "a cache has a single sequence for each batch row", fix, code="conflict")
     if positions_BT is None:
         first = 0 if cache is None else cache.length
         positions_BT = first + jnp.arange(tokens_BT.shape[1])[None]
@@ -298,32 +320,58 @@ def rope_of(
 
 
 def split_cache(cache: KVCache | None, dense: int) -> tuple[LayerCache | None, LayerCache | None]:
-    """Keys and values of the first `dense` layers, and of the others."""
+    """Split a cache into the parts of the dense layers and of the MoE layers.
+
+    Args:
+      cache: keys and values of all layers, stacked.
+      dense: the number of dense layers.
+    """
     if cache is None:
         return None, None
     return (cache[0][:dense], cache[1][:dense]), (cache[0][dense:], cache[1][dense:])
 
 
-def joined_caches(dense: LayerCache | None, rest: LayerCache | None) -> LayerCache | None:
-    """`split_cache` undone; `dense` is None where there are no such layers."""
+def join_caches(dense: LayerCache | None, rest: LayerCache | None) -> LayerCache | None:
+    """Concatenate the results of `split_cache`.
+
+    Args:
+      dense: cache of the dense layers. `None` if there are none.
+      rest: cache of the other layers.
+    """
     if dense is None or rest is None:
         return rest
     return jnp.concatenate([dense[0], rest[0]]), jnp.concatenate([dense[1], rest[1]])
 
 
-def advanced(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:
-    """The cache with the layers' new keys and values, longer by the positions that were just seen."""
+def extended_cache(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:
+    """Return the cache with new keys and values, and its length increased by the number of new positions.
+
+    Args:
+      cache: the cache before this call.
+      kv: the updated keys and values.
+      angles: rotary angles of the new positions.
+    """
     return None if cache is None else KVCache(kv[0], kv[1], cache.length + angles.cos_BTF.shape[1])
 
 
 def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-    """Logits by the embedding table, gathered over its width as for the lookup."""
+    """Return logits computed with the embedding table, which is all-gathered over its width as for the lookup.
+
+    Args:
+      table_VE: the embedding table.
+      h_BTE: hidden states after the final norm.
+    """
     table_VE = layers.gathered_table(table_VE)
     return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())), narrow=False)
 
 
-def laid_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-    """Logits split over the vocabulary, and capped."""
+def finalize_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    """Constrain the sharding of the logits and apply the soft cap.
+
+    Args:
+      cfg: the config of the decoder.
+      logits_BTV: logits of the output layer.
+    """
     logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
     if cfg.logits_cap is None:
         return logits_BTV
@@ -331,21 +379,27 @@ def laid_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Fl
 
 
 def unembedding(cfg: TransformerConfig, h_BTE: Float[Array, "B T E"], matrix: Float[Array, ...]) -> Unembedding:
-    """Logits for a loss to make, by the embedding table or by the head's matrix."""
+    """Return an `Unembedding`, from which the loss computes the logits in chunks.
+
+    Args:
+      cfg: the config of the decoder.
+      h_BTE: hidden states after the final norm.
+      matrix: the embedding table if it is tied, else the kernel of the output layer.
+    """
     assert cfg.vocab_chunk is not None
     dim = 0 if cfg.tied_embeddings else 1
     return Unembedding(h_BTE, matrix, vocab_dim=dim, chunk_size=cfg.vocab_chunk, cap=cfg.logits_cap)
 
 
 def embedding_init() -> Initializer:
-    """Rows of length one, so that tied logits start with a variance of one."""
+    """Return an initializer with rows of unit norm, so that tied logits start with a variance of one."""
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
 def _stacked_blocks(
     cfg: TransformerConfig, num_layers: int, has_experts: bool, name: str | None, rngs: nnx.Rngs
 ) -> Block:
-    """One block whose every parameter has a leading dim of that name."""
+    """Return a block whose parameters have a leading layer dim with this logical name."""
 
     def make(rngs: nnx.Rngs) -> Block:
         return Block(cfg, has_experts=has_experts, rngs=rngs)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from meshpar.layers.precision import BY_ROW
-from meshpar.models.embedding_lookup import rows_travel
+from meshpar.models.embedding_lookup import exchange_is_cheaper
 from meshpar.parallel import Strategy, from_json
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
@@ -231,7 +231,7 @@ def looked_up(step: StepSpec) -> Weight | None:
             tokens = step.tokens // step.num_shards(step.sequence_axes)
             rows = size_of(weight.decision, "vocab") // step.num_shards(vocab)
             is_possible = width and set(width) <= set(step.batch_axes) and set(step.sequence_axes) <= set(vocab)
-            if is_possible and rows_travel(tokens, rows, step.compute_dtype(weight.decision)):
+            if is_possible and exchange_is_cheaper(tokens, rows, step.compute_dtype(weight.decision)):
                 return weight
     return None
 

@@ -378,7 +378,7 @@ def test_strategies_without_overlap():
         run(mp.MeshSpec(fsdp=8), mp.fsdp())
     with pytest.raises(mp.MeshparError, match=re.escape("`act_kv_heads` (size 4)")):
         run(SPLIT, BOTH | mp.Rules(act_kv_heads=None))
-    with pytest.raises(mp.MeshparError, match=re.escape("leave out context_parallel()")):
+    with pytest.raises(mp.MeshparError, match=re.escape("omit context_parallel()")):
         run(mp.MeshSpec(context=2, tensor=4), BOTH | mp.context_parallel())
     # With a single rank there is no communication to overlap.
     assert run(mp.MeshSpec(fsdp=2, tensor=1), BOTH).shape == (ROWS, SEQ, 16)

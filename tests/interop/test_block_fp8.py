@@ -15,7 +15,7 @@ from meshpar.interop import files as hf_files
 from meshpar.interop import from_hf, to_hf
 from meshpar.interop.block_fp8 import SCALE
 from meshpar.interop.hf import check_weights
-from meshpar.interop.runs import keep_beside
+from meshpar.interop.runs import keep_source_files
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import mesh_of
 from tests.errors import raises
@@ -123,7 +123,7 @@ def test_from_hf_dequantizes_blocks(kind, layout, dtype, tmp_path, monkeypatch):
 
 def test_run_keeps_dequantized_passthrough_tensors(tmp_path):
     small, plain = folders("deepseek_v3", tmp_path)
-    assert "model.layers.2.eh_proj.weight" in assert_same_weights(keep_beside(small, tmp_path / "run"), plain)
+    assert "model.layers.2.eh_proj.weight" in assert_same_weights(keep_source_files(small, tmp_path / "run"), plain)
 
 
 NAME, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"

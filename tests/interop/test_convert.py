@@ -20,7 +20,7 @@ from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
 from meshpar.interop import from_hf, load_hf, to_hf
 from meshpar.interop.files import whole_folder
-from meshpar.interop.runs import BESIDE_RUN, check_source, keep_beside
+from meshpar.interop.runs import SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.loop.signals import scratch
 from meshpar.models import TransformerConfig
 from meshpar.sharding.types import problem, tree_leaves_with_paths
@@ -80,19 +80,19 @@ def test_indivisible_sizes_suggest_fewer_devices(mesh):
     )
 
 
-def test_resume_checks_source_folder_before_writing(tmp_path):
+def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_written(tmp_path):
     source, other = small_folder(tmp_path / "source"), tmp_path / "other"
     shutil.copytree(source, other)
     run_folder = tmp_path / "run"
-    keep_beside(source, run_folder)
+    keep_source_files(source, run_folder)
     check_source(source, run_folder)
-    check_source(run_folder / BESIDE_RUN, run_folder)
-    with pytest.raises(mp.MeshparError, match="randomly initialized.*Omit --from-hf"):
+    check_source(run_folder / SOURCE_FOLDER, run_folder)
+    with pytest.raises(mp.MeshparError, match="started with random weights.*Omit --from-hf"):
         check_source(source, tmp_path / "another run")
     content = bytearray((other / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (other / "model.safetensors").write_bytes(content)
-    with pytest.raises(mp.MeshparError, match="began with the weights of another folder"):
+    with pytest.raises(mp.MeshparError, match="started with the weights of another folder"):
         check_source(other, run_folder)
     (other / "model.safetensors").write_bytes(content[:-8])
     recipe = load_recipe(RECIPE, devices=8).override("sample=none")
@@ -110,11 +110,11 @@ def test_64_bits_are_not_halved_without_a_word(tmp_path):
         from_hf(source, mesh=mesh, strategy=mp.ddp())
     config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32")
     assert config.param_dtype == "float32"
-    with pytest.warns(UserWarning, match="read float64.*it is rounded"):
+    with pytest.warns(UserWarning, match="keep float64.*are rounded"):
         load_hf(source, state.setup)
 
 
-def test_new_folder_follows_links_or_fails(tmp_path, monkeypatch):
+def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     (tmp_path / "dangling").symlink_to("there")
@@ -156,13 +156,13 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
     damaged = shutil.copytree(source, tmp_path / "damaged")
     weights = load_file(damaged / "model.safetensors")
     save_file({**weights, "model.norm.weight": np.full(16, 3.4e38, np.float32)}, damaged / "model.safetensors")
-    with pytest.raises(mp.MeshparError, match="which bfloat16 does not hold"):
+    with pytest.raises(mp.MeshparError, match="which overflows bfloat16"):
         train(recipe.override("model.param_dtype=bfloat16"), from_hf=damaged, **given)
     left = sorted(path.name for path in (tmp_path / recipe.name).iterdir())
     assert not {"recipe.json", "sharding.json", "hf"} & set(left), left
     outcome = train(recipe, from_hf=source, **given)
     assert json.loads((outcome.folder / "recipe.json").read_text())["model"]["qk_norm"] is True
-    kept = outcome.folder / BESIDE_RUN  # named again, it is not taken for another's and removed
+    kept = outcome.folder / SOURCE_FOLDER  # named again, it is not taken for another's and removed
     (kept / "config.json").write_text(json.dumps({**json.loads((kept / "config.json").read_text()), "bos_token_id": 7}))
     again = train(recipe, from_hf=kept, **given)
     assert again.summary["steps_taken"] == 0
@@ -199,15 +199,18 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
         (("convert", "to-hf", "nowhere", "out"), "there is no such folder"),
         (("convert", "to-hf", ".", "out"), "it has neither checkpoints/ nor config.json"),
         (("convert", "to-peft", "recipes", "out"), "it has no checkpoints/"),
-        (("convert", "from-hf", "recipes", "file/out"), "a folder that can be created"),
+        (("convert", "from-hf", "recipes", "file/out"), "Use a folder that can be created"),
         (("convert", "from-hf", "recipes", "o" * 300), "File name too long"),
         (("convert", "to-hf", "recipes", "file"), "it exists already"),
-        (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the recipe is a ClassifierConfig"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"), "the folder sets this"),
-        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder sets this"),
+        (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the model of the recipe is a ClassifierConfig"),
+        (
+            ("train", "recipes/finetune_hf.py", "--from-hf", "x", "--set", "model.num_layers=3"),
+            "the folder sets this field",
+        ),
+        (("train", "recipes/finetune_hf.py", "--from-hf", ".", "--tokenizer", "bytes"), "the folder sets this field"),
         (
             ("train", "recipes/finetune_hf.py", "--from-hf", ".", "--set", "data.tokenizer=bytes"),
-            "the folder sets this",
+            "the folder sets this field",
         ),
         (("train", "recipes/finetune_hf.py", "--stall-limit", "nan"), "'nan' is not a valid integer"),
     ],

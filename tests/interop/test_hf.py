@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import meshpar as mp
 from meshpar.interop import config_of, from_hf, load_hf, to_hf
 from meshpar.interop.files import Folder
-from meshpar.interop.hf import Made, copy_beside, described, family_of, written
+from meshpar.interop.hf import CheckpointTensors, copy_tokenizer, described, family_of, written
 from meshpar.models import next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import make_setup
@@ -209,7 +209,7 @@ def test_of_a_tensor_that_is_not_finished_the_other_pieces_are_sent_once(monkeyp
     config, family, *_ = described(golden("deepseek_v3")[0])
     tensors = [one for one in family.tensors(config) if not one.is_extra]
     params = traverse_util.unflatten_dict({tuple(x.path.split("/")): np.zeros(x.shape, np.float32) for x in tensors})
-    made, taken = Made(tensors, params, {}, None, None), []
+    made, taken = CheckpointTensors(tensors, params, {}, None, None), []
     name = next(name for name, pieces in made.pieces.items() if len(pieces) > 1)
     monkeypatch.setattr("meshpar.interop.hf._gathered", lambda array, at: taken.append(at) or array[at])
     monkeypatch.setattr("meshpar.interop.weight_mapping.WeightMapping.write", lambda *_: 1 / 0)
@@ -327,7 +327,7 @@ def test_tokenizers_and_all_templates_are_copied(tmp_path):
     for name in names:
         (source / name).write_text(name)
     (tmp_path / "back").mkdir()
-    copy_beside(source, tmp_path / "back")
+    copy_tokenizer(source, tmp_path / "back")
     assert [(tmp_path / "back" / name).read_text() for name in names] == list(names)
 
 

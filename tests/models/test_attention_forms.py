@@ -102,9 +102,9 @@ def test_packed_sequences_have_the_logits_they_have_alone():
             {"attention": "cudnn"},
             MESHES["ring"],
             packed(),
-            "several sequences and attention_window and attention_cap.*go round a ring as cuDNN's tiles does",
+            "packed sequences and attention_window and attention_cap.*ring attention with cuDNN does",
         ),
-        ({"attention": "cudnn"}, MESHES["one"], {}, "attend with attention_cap.*cuDNN.*blockwise"),
+        ({"attention": "cudnn"}, MESHES["one"], {}, "use attention_cap.*cuDNN.*blockwise"),
     ],
 )
 def test_what_a_form_does_not_do_is_told(changes, case, batch, told):
@@ -114,7 +114,7 @@ def test_what_a_form_does_not_do_is_told(changes, case, batch, told):
 
 def test_a_cache_holds_one_sequence():
     tokens, none = np.zeros((1, 2), np.int32), np.zeros((1, 1, 1, 1, 1), np.float32)
-    with pytest.raises(mp.MeshparError, match="a cache holds one sequence"):
+    with pytest.raises(mp.MeshparError, match="a cache has a single sequence"):
         rope_of(config(), tokens, None, KVCache(none, none, np.int32(0)), np.float32, tokens)
 
 

@@ -80,9 +80,9 @@ def test_flops_of_a_known_shape():
         ({"norm_eps": -1e-5}, ["norm_eps", "above 0"]),
         ({"param_dtype": "float23"}, ["param_dtype", "float32"]),
         ({"attention": "cuddn"}, ["attention", "Did you mean `cudnn`"]),
-        ({"moe": "mixtral"}, ["moe=", "it is a MoEConfig"]),
-        ({"moe": 0}, ["moe=", "it is a MoEConfig"]),
-        ({"latent": {"kv_rank": 4}}, ["latent=", "it is a LatentAttention"]),
+        ({"moe": "mixtral"}, ["moe=", "it must be a MoEConfig"]),
+        ({"moe": 0}, ["moe=", "it must be a MoEConfig"]),
+        ({"latent": {"kv_rank": 4}}, ["latent=", "it must be a LatentAttention"]),
     ],
 )
 def test_a_wrong_size_is_refused(change, words):

@@ -239,7 +239,7 @@ def test_flops_of_fine_experts():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_dense_layers": 3}, "one of experts at least"),
+        ({"num_dense_layers": 3}, "at least one must be an MoE layer"),
         ({"num_dense_layers": -1}, "integer of at least 0"),
         ({"num_dense_layers": 0}, "Use mlp_dim=8"),
         ({"moe": None}, "without `moe` all layers are dense"),

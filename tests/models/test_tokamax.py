@@ -97,7 +97,7 @@ def test_latent_heads_are_padded_to_one_width(fake):
 
 
 def test_a_ring_is_refused():
-    with pytest.raises(mp.MeshparError, match='attention="tokamax".*round a ring.*inside the package.*"blockwise"'):
+    with pytest.raises(mp.MeshparError, match='attention="tokamax".*use ring attention.*log-sum-exp.*"blockwise"'):
         after_a_step(config(attention="tokamax"), MESHES["ring"], packed())
 
 

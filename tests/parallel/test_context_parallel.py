@@ -211,13 +211,13 @@ def traced(cfg, seq=SEQ, spec=None, strategy=CP):
 
 
 def test_sequences_are_two_chunks_for_each_rank():
-    with pytest.raises(mp.MeshparError, match="split over `context` \\(4\\).*12 positions are not a multiple of 8.*16"):
+    with pytest.raises(mp.MeshparError, match="shard it over `context` \\(4\\).*12 is not a multiple of 8.*16"):
         traced(config(), seq=12)
 
 
 @pytest.mark.parametrize(("spec", "rules"), [({"context": 8}, HEADS), ({"context": 4, "tensor": 2}, HEADS | TP)])
 def test_heads_that_cannot_be_scattered_are_told_with_how_many_ranks_can(spec, rules):
-    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*Let it be 1, 2, 4 ranks.*context_parallel\\(\\)"
+    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*Use 1, 2, 4 devices.*context_parallel\\(\\)"
     with pytest.raises(mp.MeshparError, match=wanted):
         traced(config(), spec=mp.MeshSpec(**spec), strategy=rules)
 
@@ -291,7 +291,7 @@ def test_tokens_positions_and_segments_enter_in_one_order(given):
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3], [4, 4, 5, 5, 5, 5, 5, 5]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]], np.int32)
     with mp.use_rules(mesh_of(mp.MeshSpec(context=2)), mp.ddp() | CP):
-        found = jax.jit(context.entered)(tokens, 10 + positions if given == "positions" else None, segments)
+        found = jax.jit(context.prepare)(tokens, 10 + positions if given == "positions" else None, segments)
     order = [0, 1, 6, 7, 2, 3, 4, 5]  # of two ranks: the first and the last quarter, then the two in between
     expected = tokens, positions + 10 * (given == "positions"), segments
     for one, other in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""The supported model families, by the `model_type` in config.json."""
+"""Registry of checkpoint families by the `model_type` of their config.json."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ ALL: tuple[Family, ...] = (
 )  # fmt: skip
 BY_TYPE: dict[str, Family] = {name: family for family in ALL for name in (family.model_type, *family.aliases)}
 _GEMMA3 = "layer_types, rope_local_base_freq, query_pre_attn_scalar, gelu, norms after sublayers, scaled embeddings"
-MISSING_FIELDS: dict[str, str] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+LACKING: dict[str, str] = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 """Unsupported families, with the features that `TransformerConfig` lacks."""

@@ -1,4 +1,4 @@
-"""Llama 3.x: grouped-query attention, with the rope scaling of Llama 3.1 or YaRN."""
+"""Llama 3.x checkpoints: grouped-query attention, Llama 3.1 or YaRN scaling of rotary frequencies."""
 
 from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, embedding_and_head, fields, layers
 

@@ -1,4 +1,4 @@
-"""Mistral: the tensors of Llama, with sliding-window attention."""
+"""Mistral checkpoints: the tensors of Llama, with sliding-window attention."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshpar.interop.fields import Field
 
 WINDOW = Field("sliding_window", "attention_window", int, None)
 DEFAULT_WINDOW = 4096
-"""Default of transformers if config.json has no such field. Null means full attention."""
+"""Default window of transformers if config.json lacks the field. A null value means no window."""
 
 
 def _window(document: Mapping[str, Any]) -> int | None:
-    return None if WINDOW.name in document else DEFAULT_WINDOW
+    return None if WINDOW.theirs in document else DEFAULT_WINDOW
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral with MoE layers. The gates are a softmax over the top-k experts."""
+"""Mixtral checkpoints: Mistral with an MoE layer in every block and a softmax over the top-k experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from meshpar.interop.families.mistral import WINDOW
 from meshpar.interop.fields import Field
 
 
-def _read(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    values["mlp_dim"] = values["moe.mlp_dim"]  # not used: there are no dense layers
+def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    values["mlp_dim"] = values["moe.mlp_dim"]  # unused, because there are no dense layers
     read_router_loss(where, document, values)
 
 
@@ -34,7 +34,7 @@ FAMILY = Family(
         *GROUPED,
         WINDOW,
         Field("intermediate_size", "moe.mlp_dim"),
-        Field("num_local_experts", "moe.routing.num_experts", int, 8, alias="num_experts"),
+        Field("num_local_experts", "moe.routing.num_experts", int, 8, also="num_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k", int, 2),
         rope_theta=1e6,
         norm_eps=1e-5,
@@ -45,6 +45,6 @@ FAMILY = Family(
         *embedding_and_head(cfg),
         *layers(cfg, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
     ],
-    read_more=_read,
+    read_more=_more,
     write_more=write_router_loss,
 )

@@ -1,4 +1,4 @@
-"""Qwen3 with MoE layers only."""
+"""Qwen3 MoE checkpoints, with an MoE layer in every block."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from meshpar.interop.fields import Field
 from meshpar.models.config import TransformerConfig
 
 
-def _read(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    qwen3.read(where, document, values)
-    values["mlp_dim"] = values["moe.mlp_dim"]  # not used: there are no dense layers
+def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    qwen3.normed(where, document, values)
+    values["mlp_dim"] = values["moe.mlp_dim"]  # unused, because there are no dense layers
     read_router_loss(where, document, values)
 
 
-def _write(cfg: TransformerConfig) -> dict[str, Any]:
-    moe = {"decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": cfg.mlp_dim}
-    return {**qwen3.WRITTEN, **moe, **write_router_loss(cfg)}
+def _written(cfg: TransformerConfig) -> dict[str, Any]:
+    rest = {"decoder_sparse_step": 1, "mlp_only_layers": [], "intermediate_size": cfg.mlp_dim}
+    return {**qwen3.written(cfg), **rest, **write_router_loss(cfg)}
 
 
 FAMILY = Family(
@@ -41,13 +41,13 @@ FAMILY = Family(
     fields=fields(
         *GROUPED,
         Field("moe_intermediate_size", "moe.mlp_dim"),
-        Field("num_experts", "moe.routing.num_experts", alias="num_local_experts"),
+        Field("num_experts", "moe.routing.num_experts", also="num_local_experts"),
         Field("num_experts_per_tok", "moe.routing.top_k"),
         Field("norm_topk_prob", "moe.routing.normalize", bool, False),
     ),
     fixed={**qwen3.FIXED, "decoder_sparse_step": 1, "mlp_only_layers": []},
     ignored=qwen3.IGNORED | ROUTER_LOSS | {"intermediate_size", "layer_types"},
     tensors=lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *QK_NORMS, *experts("mlp"))],
-    read_more=_read,
-    write_more=_write,
+    read_more=_more,
+    write_more=_written,
 )
