@@ -403,7 +403,7 @@ def test_example_values_in_help_are_valid() -> None:
     read = set()
     for option in options_of(cli.cli):
         text = option.help or ""
-        for example in re.findall(r"(?:such as |, as|: ) ?('[^']+'|[\w.:=,]*\d[\w.:=,]*|my\.json)", text):
+        for example in re.findall(r"(?:such as |, as(?: in)?|: ) ?('[^']+'|[\w.:=,]*\d[\w.:=,]*|my\.json)", text):
             if (reader := READERS.get(option.opts[0])) is not None:
                 reader(example.rstrip(",."))
                 read.add(option.opts[0])

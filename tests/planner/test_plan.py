@@ -934,7 +934,7 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     assert (code, error) == (0, "")
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--set=accumulate=2")
     assert code == 2
-    assert "plan with your own `accumulate`" in error
+    assert "fix `accumulate`" in error
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", " ")
     assert code == 2
     assert "mesh axes are required" in error
