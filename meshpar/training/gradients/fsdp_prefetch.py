@@ -271,9 +271,9 @@ class _PrefetchedStack:
             return (y, next_weights), out
 
         num_layers = len(jax.tree.leaves(params)[0])
-        stacked, (_, *last_inputs) = _split_last((jnp.arange(num_layers), smooth, fixed))
+        stacked, (_, last_smooth, last_fixed) = _split_last((jnp.arange(num_layers), smooth, fixed))
         (x, last_weights), (losses, metrics, saved) = lax.scan(step, (x, self._gathered(params, 0)), stacked)
-        y, (loss, metric, last_saved) = self._layer("last", x, last_weights, *last_inputs, consts)
+        y, (loss, metric, last_saved) = self._layer("last", x, last_weights, last_smooth, last_fixed, consts)
         losses, metrics = jax.tree.map(_appended, (losses, metrics), (loss, metric))
         return (y, losses, metrics), (params, smooth, consts, fixed, saved, last_saved, last_weights)
 
@@ -288,9 +288,11 @@ class _PrefetchedStack:
             dx, *grads, more = self._gradients("loop", (dy, dloss), saved, weights, smooth, fixed, consts)
             return (dx, next_weights, jax.tree.map(jnp.add, dconsts, more)), tuple(grads)
 
-        stacked, (_, dloss, *last_inputs) = _split_last((jnp.arange(num_layers), dlosses, smooth, fixed))
+        stacked, (_, dloss, last_smooth, last_fixed) = _split_last((jnp.arange(num_layers), dlosses, smooth, fixed))
         next_weights = self._gathered(params, max(num_layers - 2, 0))
-        dy, *last_grads, dconsts = self._gradients("last", (dy, dloss), last_saved, last_weights, *last_inputs, consts)
+        dy, *last_grads, dconsts = self._gradients(
+            "last", (dy, dloss), last_saved, last_weights, last_smooth, last_fixed, consts
+        )
         (dx, _, dconsts), grads = lax.scan(step, (dy, next_weights, dconsts), (*stacked, saved), reverse=True)
         dparams, dsmooth = jax.tree.map(_appended, grads, tuple(last_grads))
         return dx, dparams, dsmooth, dconsts, None
