@@ -1,4 +1,4 @@
-"""Placement: the busiest rank's load as low as predicted, and a model that computes the same bits."""
+"""Expert placement: predicted loads of ranks, and bitwise equal outputs after rebalancing."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def zipf(num_experts, total=100_000, seed=0):
 
 
 def busiest(loads, order, num_ranks):
-    """The load of the busiest rank, counted expert by expert."""
+    """Return the load of the busiest rank."""
     each, totals = len(loads) // num_ranks, [0.0] * num_ranks
     for place, expert in enumerate(order):
         totals[place // each] += loads[expert]
     return max(totals)
 
 
-def every_sharing(experts, num_ranks):
-    """All ways to share experts out in equal numbers, ranks being alike."""
+def partitions(experts, num_ranks):
+    """Yield all partitions of the experts into groups of equal size."""
     if not experts:
         yield []
         return
     first, *rest = experts
     each = len(experts) // num_ranks
-    for others in itertools.combinations(rest, each - 1):
-        left = [expert for expert in rest if expert not in others]
-        for more in every_sharing(left, num_ranks - 1):
-            yield [(first, *others), *more]
+    for members in itertools.combinations(rest, each - 1):
+        remaining = [expert for expert in rest if expert not in members]
+        for groups in partitions(remaining, num_ranks - 1):
+            yield [(first, *members), *groups]
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 2), (6, 3), (8, 2), (8, 4), (9, 3), (10, 5)])
@@ -58,14 +58,14 @@ def test_place_is_close_to_the_optimum(num_experts, num_ranks):
     for loads in (rng.integers(0, 100, num_experts), zipf(num_experts), rng.random(num_experts)):
         best = min(
             max(sum(loads[e] for e in share) for share in shares)
-            for shares in every_sharing(list(range(num_experts)), num_ranks)
+            for shares in partitions(list(range(num_experts)), num_ranks)
         )
         placed = moe.place(loads, num_ranks)
         assert best * (1 - 1e-12) <= busiest(loads, placed.order, num_ranks) <= best * 1.02
 
 
 @pytest.mark.parametrize(("num_experts", "num_ranks"), [(4, 4), (8, 1), (16, 4), (64, 8), (256, 8)])
-def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ranks):
+def test_placement_is_a_permutation_with_predicted_loads(num_experts, num_ranks):
     loads = zipf(num_experts)
     placed = moe.place(loads, num_ranks)
     assert sorted(placed.order) == list(range(num_experts))
@@ -80,13 +80,13 @@ def test_a_placement_is_a_permutation_and_says_what_it_does(num_experts, num_ran
 
 
 @pytest.mark.parametrize("loads", [[5, 5, 5, 5], [3, 1, 1, 3], [0, 0, 0, 0]])
-def test_nothing_moves_for_no_gain(loads):
+def test_experts_do_not_move_without_gain(loads):
     placed = moe.place(loads, 2)
     assert placed.order == (0, 1, 2, 3)
     assert (placed.moved, placed.gain) == (0, 1.0)
 
 
-def test_where_one_swap_will_do_the_others_stay():
+def test_a_single_swap_keeps_the_other_experts():
     placed = moe.place([10, 9, 8, 1, 5, 6, 5, 6], 2)
     assert placed.order == (0, 5, 2, 3, 4, 1, 6, 7)
     assert (placed.before, placed.after, placed.moved) == ((28, 22), (25, 25), 2)
@@ -94,7 +94,7 @@ def test_where_one_swap_will_do_the_others_stay():
 
 
 @pytest.mark.parametrize(("groups", "num_ranks"), [(8, 4), (8, 2), (4, 8), (2, 8), (4, 4)])
-def test_groups_stay_whole_and_within_their_ranks(groups, num_ranks):
+def test_groups_stay_together(groups, num_ranks):
     loads, each = zipf(32, seed=3), 32 // groups
     placed = moe.place(loads, num_ranks, groups=groups)
     group_at = np.array(placed.order).reshape(groups, each) // each
@@ -155,11 +155,11 @@ def mlp(params, x):
 
 @functools.partial(jax.jit, static_argnames=("routing", "capacity"))
 def forward(params, x, routing, capacity=None):
-    """(y, experts)."""
+    """Return y and the experts of each token."""
     layer = params["moe"]
     routed = moe.route(x @ layer["router"]["kernel"], routing, bias=layer["bias"])
-    own = {"up": layer["up"], "down": layer["down"]}
-    y = moe.reference.moe(x, routed.experts, routed.weights, mlp, own, capacity=capacity)
+    weights = {"up": layer["up"], "down": layer["down"]}
+    y = moe.reference.moe(x, routed.experts, routed.weights, mlp, weights, capacity=capacity)
     return y * params["norm"]["scale"], routed.experts
 
 
@@ -172,9 +172,7 @@ def forward(params, x, routing, capacity=None):
               ("groups of sigmoid", 8, 1.1)],
     ),
 )  # fmt: skip
-def test_the_busiest_rank_gets_as_much_less_as_predicted_and_the_output_has_the_same_bits(
-    kind, num_ranks, gain, capacity
-):
+def test_rebalancing_has_predicted_gain_and_equal_outputs(kind, num_ranks, gain, capacity):
     routing = ROUTINGS[kind]
     params, x = model(), tokens()
     y, experts = forward(params, x, routing, capacity)
@@ -194,7 +192,7 @@ def test_the_busiest_rank_gets_as_much_less_as_predicted_and_the_output_has_the_
         assert not moe.kept(experts, capacity, NUM_EXPERTS)[1].all()
 
 
-def test_without_the_router_the_model_would_be_another():
+def test_rebalancing_requires_the_router():
     params, x = model(), tokens()
     routing = ROUTINGS["normalized softmax"]
     y, experts = forward(params, x, routing)
@@ -207,7 +205,7 @@ def test_without_the_router_the_model_would_be_another():
         mp.rebalance_experts(params, loads, names=without, num_ranks=4)
 
 
-def test_what_is_kept_elsewhere_is_permuted_by_itself():
+def test_permute_arrays_outside_the_parameters():
     placed = moe.place(zipf(NUM_EXPERTS), 4)
     extra = {"moe": {"bias": np.arange(16.0)}, "count": np.arange(16)}
     found = moe.permute(extra, placed.order, names=NAMES)
@@ -216,7 +214,7 @@ def test_what_is_kept_elsewhere_is_permuted_by_itself():
 
 
 @pytest.mark.parametrize("layers_first", [True, False])
-def test_stacked_layers_are_placed_each_by_itself(layers_first):
+def test_stacked_layers_are_placed_separately(layers_first):
     params = [model(seed) for seed in range(3)]
     at = 0 if layers_first else 1
     together = jax.tree.map(lambda *leaves: np.stack(leaves, axis=min(at, leaves[0].ndim)), *params)
@@ -233,7 +231,7 @@ def test_stacked_layers_are_placed_each_by_itself(layers_first):
         jax.tree.map(np.testing.assert_array_equal, found, alone.state)
 
 
-def test_layers_at_paths_of_their_own():
+def test_layers_with_separate_paths():
     tree = {"block_0": model(0), "block_1": model(1), "block_10": model(2)}
     names = {f"{block}/{path}": given for block in tree for path, given in NAMES.items()}
     loads = {"block_0/moe": zipf(16, seed=0), "block_1": zipf(16, seed=1)}
@@ -261,10 +259,10 @@ def test_arrays_keep_their_sharding_and_dtype(mesh8):
         np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
 
 
-# Mistakes ------------------------------------------------------------------------------------------------------------
+# Errors --------------------------------------------------------------------------------------------------------------
 
 
-def test_leaves_that_do_not_fit_the_loads():
+def test_rebalancing_refuses_loads_of_other_shapes():
     with raises("wrong-shape", "`moe/bias`"):
         mp.rebalance_experts(model(), zipf(8), names=NAMES, num_ranks=4)
     with raises("wrong-shape"):
@@ -273,11 +271,11 @@ def test_leaves_that_do_not_fit_the_loads():
         mp.rebalance_experts(model(), {"block": zipf(16)}, names=NAMES, num_ranks=4)
 
 
-# A whole state -------------------------------------------------------------------------------------------------------
+# Training states -----------------------------------------------------------------------------------------------------
 
 
 class Layer(nnx.Module):
-    """An MoE layer with a vector of their number beside it that is none of theirs."""
+    """An MoE layer, and a vector whose size equals the width, not the number of experts."""
 
     def __init__(self, *, rngs):
         routing = Routing(num_experts=NUM_EXPERTS, top_k=2)
@@ -285,28 +283,28 @@ class Layer(nnx.Module):
         self.scale = nnx.Param(nnx.with_partitioning(nnx.initializers.normal(), ("embed",))(rngs.params(), (WIDTH,)))
 
     def __call__(self, x):
-        y, told = self.moe(x)
-        return y * self.scale[...], told
+        y, aux = self.moe(x)
+        return y * self.scale[...], aux
 
 
 class LinenLayer(linen.Module):
-    """Likewise."""
+    """The same layer in Linen."""
 
     @linen.compact
     def __call__(self, x):
         routing = Routing(num_experts=NUM_EXPERTS, top_k=2)
-        y, told = bridge.to_linen(MoE, WIDTH, MoEConfig(routing=routing, mlp_dim=HIDDEN, bias_rate=0.05), name="moe")(x)
-        return y * self.param("scale", linen.with_partitioning(linen.initializers.ones, ("embed",)), (WIDTH,)), told
+        y, aux = bridge.to_linen(MoE, WIDTH, MoEConfig(routing=routing, mlp_dim=HIDDEN, bias_rate=0.05), name="moe")(x)
+        return y * self.param("scale", linen.with_partitioning(linen.initializers.ones, ("embed",)), (WIDTH,)), aux
 
 
 def square_loss(model, batch, key):
-    y, told = model(batch["x"])
-    return jnp.mean((y - batch["y"]) ** 2) + told.loss, {}
+    y, aux = model(batch["x"])
+    return jnp.mean((y - batch["y"]) ** 2) + aux.loss, {}
 
 
 @functools.cache
 def trained(kind):
-    """(a state after two steps with Adam, the router loaded as by Zipf's law; the step; a batch)."""
+    """Return a state after two Adam steps, with loads that follow Zipf's law, the step and a batch."""
     mesh = mp.MeshSpec(fsdp=2, expert=4).build()
     strategy = mp.fsdp(min_bytes=0) | mp.expert_parallel()
     x = tokens().reshape(8, -1, WIDTH)
@@ -321,12 +319,12 @@ def trained(kind):
 
 
 def copied(state):
-    """A step gives its arguments' memory away."""
+    """Copy a state, because a step donates its arguments."""
     return jax.device_put(jax.device_get(state), state.setup.shardings)
 
 
 def with_zipf(params):
-    """The parameters with a router that loads experts unevenly."""
+    """Return the parameters with a router whose loads follow Zipf's law."""
     router = params["moe"]["router"]
     skewed = np.random.default_rng(10).normal(size=router.shape)
     skewed[0] += 1.5 * np.random.default_rng(0).permutation(np.log(NUM_EXPERTS / np.arange(1, NUM_EXPERTS + 1)))
@@ -341,66 +339,65 @@ def output(state, batch):
 
 
 @pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
-def test_a_state_is_permuted_as_a_whole_and_goes_on_as_it_would_have(kind):
+def test_rebalanced_state_continues_training(kind):
     state, step, batch = trained(kind)
-    y, told = output(state, batch)
-    before = np.asarray(told.load)
+    y, aux = output(state, batch)
+    before = np.asarray(aux.load)
     done = mp.rebalance_experts(state, before)
     (placed,) = done.placements[""]
     order, new = np.array(placed.order), done.state
 
-    # The busiest of the four ranks that share the experts gets less, as much as predicted, of the very same tokens.
-    y_after, told_after = output(new, batch)
+    # The loads of the ranks are those that the placement predicts.
+    y_after, aux_after = output(new, batch)
     np.testing.assert_array_equal(y_after, y)
-    per_rank = np.asarray(told_after.load).reshape(4, -1).sum(1)
+    per_rank = np.asarray(aux_after.load).reshape(4, -1).sum(1)
     assert per_rank.tolist() == list(placed.after)
     assert placed.gain == before.reshape(4, -1).sum(1).max() / per_rank.max() > 1.2
 
-    # Everything that has a dim of experts is permuted along it, and nothing else is touched or laid anew.
+    # Arrays with a dim of experts are permuted along it. Other arrays and all shardings stay the same.
     moved = 0
-    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True):
-        assert other.sharding.is_equivalent_to(one.sharding, one.ndim), path
-        where, one = jax.tree_util.keystr(path), np.asarray(one)
-        if NUM_EXPERTS not in one.shape:
-            np.testing.assert_array_equal(other, one, err_msg=where)
-        else:
+    for (path, old), x in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(new), strict=True):
+        assert x.sharding.is_equivalent_to(old.sharding, old.ndim), path
+        expected = np.asarray(old)
+        if NUM_EXPERTS in expected.shape:
             moved += 1
-            np.testing.assert_array_equal(other, np.take(one, order, one.shape.index(NUM_EXPERTS)), err_msg=where)
+            expected = np.take(expected, order, expected.shape.index(NUM_EXPERTS))
+        np.testing.assert_array_equal(x, expected, err_msg=jax.tree_util.keystr(path))
     assert moved == 3 * 4 + 2  # router, gate, up and down, each with two moments; bias and counts
 
     for _ in range(2):
         (state, metrics), (new, metrics_after) = step(copied(state), batch), step(copied(new), batch)
         np.testing.assert_allclose(metrics_after["loss"], metrics["loss"], rtol=1e-6)
-    gate, gate_after = (np.asarray(one.params["moe"]["gate"]) for one in (state, new))
+    gate, gate_after = (np.asarray(result.params["moe"]["gate"]) for result in (state, new))
     np.testing.assert_allclose(gate_after, gate[order], atol=1e-6)
 
 
-def test_a_state_whose_experts_are_whole_and_parameters_without_names():
+def test_rebalancing_requires_ranks_and_names():
     state, _, _ = trained("nnx")
     mesh = mp.MeshSpec(fsdp=8).build()
-    whole = mp.init_state(state.setup.model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=0), key=0)
+    unsharded = mp.init_state(state.setup.model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=0), key=0)
     with raises("missing-argument", "state, loads"):
-        mp.rebalance_experts(whole, zipf(NUM_EXPERTS))
-    assert mp.rebalance_experts(whole, zipf(NUM_EXPERTS), num_ranks=4).gain > 1
+        mp.rebalance_experts(unsharded, zipf(NUM_EXPERTS))
+    assert mp.rebalance_experts(unsharded, zipf(NUM_EXPERTS), num_ranks=4).gain > 1
     with raises("missing-argument"):
         mp.rebalance_experts(state.params, zipf(NUM_EXPERTS))
     with raises("not-found", "`decoder`"):
         mp.rebalance_experts(state, {"decoder": zipf(NUM_EXPERTS)})
 
 
-def test_loads_that_are_not_there():
+def test_rebalancing_refuses_empty_or_traced_loads():
     with raises("missing-argument"):
         mp.rebalance_experts(model(), {}, names=NAMES, num_ranks=4)
     with raises("wrong-type"):
         jax.jit(lambda loads: mp.rebalance_experts(model(), loads, names=NAMES, num_ranks=4))(zipf(16))
 
 
-# What stays the same to the bit, and what does not -----------------------------------------------------------------
+# Bitwise equal outputs, and changes by rounding -------------------------------------------------------------------
 
 
 @functools.cache
 def decoder(tx=None, strategy=None, mesh=None, kind="nnx", rows=8, routing=None, **config):
-    """(a state of a decoder with two MoE layers, what computes its logits, loads by layer that make experts move)."""
+    """Return the state of a decoder with two MoE layers, a function that returns its logits, and uneven loads."""
     routing = routing or Routing(num_experts=NUM_EXPERTS, top_k=2)
     cfg = TransformerConfig(
         vocab_size=64, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=32,
@@ -424,13 +421,13 @@ def decoder(tx=None, strategy=None, mesh=None, kind="nnx", rows=8, routing=None,
 @pytest.mark.parametrize(
     "config",
     [
-        {"bound_factor": 4.0},  # two of a token's choices may both go to one of four ranks: no routing is over it
+        {"bound_factor": 4.0},  # the largest useful bound: both experts of a token may be on the same of four ranks
         {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, capacity_factor=0.5)},
         {"routing": Routing(num_experts=NUM_EXPERTS, top_k=3)},
     ],
-    ids=["a bound that none is over", "capacity", "three choices"],
+    ids=["large bound", "capacity", "top 3"],
 )
-def test_logits_have_the_same_bits_where_tokens_travel(config):
+def test_logits_are_bitwise_equal_if_tokens_travel(config):
     state, logits, loads = decoder(**config)
     done = mp.rebalance_experts(state, loads)
     assert all(placed.moved for placed in done.placements[""])
@@ -439,7 +436,7 @@ def test_logits_have_the_same_bits_where_tokens_travel(config):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
-def test_a_bound_between_ranks_drops_others_and_rebalance_says_so(kind):
+def test_rebalancing_warns_about_bound_factor(kind):
     state, logits, loads = decoder(bound_factor=1.0, kind=kind)
     with pytest.warns(UserWarning, match=r"bound_factor=1\.0.*with bound_factor=4"):
         done = mp.rebalance_experts(state, loads)
@@ -447,32 +444,32 @@ def test_a_bound_between_ranks_drops_others_and_rebalance_says_so(kind):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("what", ["tokens replicated", "experts choose", "node first"])
-def test_another_order_of_sums_is_told_and_changes_by_rounding(what):
-    if what == "tokens replicated":
-        own = {"strategy": mp.fsdp() | mp.expert_parallel() | mp.Rules(batch=("fsdp",))}
-        told = "replicated over `expert`.*by rounding"
-    elif what == "node first":
+@pytest.mark.parametrize("case", ["tokens replicated", "experts choose", "node first"])
+def test_rebalancing_warns_about_rounding(case):
+    if case == "tokens replicated":
+        options = {"strategy": mp.fsdp() | mp.expert_parallel() | mp.Rules(batch=("fsdp",))}
+        warning = "replicated over `expert`.*by rounding"
+    elif case == "node first":
         levels = mp.expert_parallel(axis=("data", "expert"))
-        own = {"mesh": mp.MeshSpec(data=2, expert=4), "strategy": mp.ddp() | levels, "implementation": "node-first"}
-        told = "between 2 nodes.*by rounding.*hierarchical"
+        options = {"mesh": mp.MeshSpec(data=2, expert=4), "strategy": mp.ddp() | levels, "implementation": "node-first"}
+        warning = "between 2 nodes.*by rounding.*hierarchical"
     else:
-        chosen = {"choice": "expert", "force": True, "normalize": False}
-        own, told = {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, **chosen)}, "that choose tokens"
-    state, logits, loads = decoder(**own)
-    with pytest.warns(UserWarning, match=told):
+        routing = Routing(num_experts=NUM_EXPERTS, top_k=2, choice="expert", force=True, normalize=False)
+        options, warning = {"routing": routing}, "that choose tokens"
+    state, logits, loads = decoder(**options)
+    with pytest.warns(UserWarning, match=warning):
         done = mp.rebalance_experts(state, loads)
-    np.testing.assert_allclose(logits(done.state), logits(state), atol=1e-5)  # logits of up to 3, sums of float32
+    np.testing.assert_allclose(logits(done.state), logits(state), atol=1e-5)  # float32 sums, logits up to 3
 
 
-def test_nothing_is_told_where_nothing_moves():
+def test_no_warning_if_no_expert_moves():
     state, _, _ = decoder(bound_factor=1.0, kind="nnx")
     even = np.full((2, NUM_EXPERTS), 7)
     assert not any(placed.moved for placed in mp.rebalance_experts(state, even).placements[""])
 
 
 @pytest.mark.matrix
-def test_groups_of_the_models_own_routers_are_asked_for():
+def test_rebalancing_requires_the_groups_of_the_routers():
     routing = Routing(num_experts=NUM_EXPERTS, top_k=2, groups=8, top_groups=2)
     state, _, loads = decoder(routing=routing)
     with raises("conflict", "groups=1"):
@@ -481,10 +478,10 @@ def test_groups_of_the_models_own_routers_are_asked_for():
 
 
 @pytest.mark.matrix
-def test_an_optimizer_that_keeps_one_number_for_all_layers():
+def test_optimizer_with_one_slot_for_all_layers():
     state, logits, loads = decoder(tx=optax.sm3(0.1))
     with raises("wrong-shape", "`opt_state/"):
         mp.rebalance_experts(state, loads)
-    done = mp.rebalance_experts(state, loads.sum(0))  # what the message says to do
+    done = mp.rebalance_experts(state, loads.sum(0))  # the fix of the error
     np.testing.assert_array_equal(logits(done.state), logits(state))
     assert done.gain > 1

@@ -93,7 +93,7 @@ def test_gradients_only_of_adapters(kind, mesh, strategy, options):
     check_gradients(kind, mesh, strategy, options)
 
 
-@pytest.mark.call_stacks  # whose scopes tell the choices of a tick apart
+@pytest.mark.call_stacks  # their scopes distinguish the branches of a tick
 @pytest.mark.parametrize(("kind", "mesh", "strategy", "options"), cases(grid=STAGES))
 def test_gradients_only_of_adapters_in_stages(kind, mesh, strategy, options):
     check_gradients(kind, mesh, strategy, options)
@@ -167,7 +167,7 @@ def test_frozen_experts_have_no_gradients_on_gpus():
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
     report = mp.explain(step, state, batch, "h100:1x8")
     assert report.is_as_promised, str(report)
-    assert not report.promise.missing, "kept, the whole of all layers' experts would have to fit"
+    assert not report.promise.missing, "the full experts of all layers would be saved for the backward pass"
     assert all(of_pair(path) for one in report.promise.kept if one.role == "gradients" for path in one.tensors)
 
 
@@ -233,7 +233,7 @@ def test_product_of_a_pair_is_rounded_once(kind):
     product = (10 / 3 * (np.asarray(x, np.float32) @ a @ b)).astype(jnp.bfloat16)
     actual = state.bound()(x)
     assert (actual.dtype, merged_params(state)["kernel"].dtype) == (jnp.bfloat16, jnp.bfloat16)
-    # Another order of sums changes the rounding of few values. A bfloat16 factor would change a third of them.
+    # Another order of sums changes the rounding of few values. A bfloat16 factor would change a third.
     assert (actual == y + product).mean() > 0.97
     merged = np.asarray(merged_params(state)["kernel"], np.float32)
     assert (merged == (kernel + 10 / 3 * a @ b).astype(jnp.bfloat16).astype(np.float32)).mean() > 0.97
