@@ -1,4 +1,4 @@
-"""Command `meshpar explain`: compile the training step of a recipe and report its memory and communication.
+"""`meshpar explain`: compile the training step of a recipe, and report memory and communication.
 
 The exit code is 0, 1 only if `--check` fails, or 2 for errors, including exceptions in the recipe.
 """

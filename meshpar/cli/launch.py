@@ -1,4 +1,4 @@
-"""Joining a pod: which process of how many this one is, read from what its launcher left in the environment.
+"""Joining a pod: this process's number and the coordinator, from the variables of the launcher.
 
 `jax.distributed.initialize` recognises SLURM, Open MPI, Kubernetes and Cloud TPU, and is used wherever it knows best.
 What it lacks is here: launchers that only set variables (torchrun and its kin, Kubeflow, PMI, indexed jobs without

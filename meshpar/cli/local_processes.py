@@ -1,4 +1,4 @@
-"""`--processes N`: the same command as N local processes, one pod; to try on one machine what many hosts will run."""
+"""`--processes N`: the command as N local processes of one pod, to try multi-host runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands of several processes, which compare their environments before they use devices, and end together."""
+"""Commands of several processes: comparison of their environments, and a common end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock on a run folder, so that only one run writes to it. The kernel releases it when the process ends."""
+"""A lock on a run folder, so that only one run writes to it; it ends with the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rebalancing of experts: experts of a training state move between ranks without a change of the model function.
+"""Rebalancing of experts: they move between ranks without a change of the model function.
 
 A placement permutes the experts and the outputs of the router, so it only renumbers the experts. If each rank sends its
 local tokens to the experts, with a capacity or dropless, outputs are bitwise equal: the weights of `route`, the dropped

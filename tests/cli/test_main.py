@@ -136,7 +136,9 @@ def recipe() -> mp.Recipe:
     ],
     ids=["optimizer", "loss", "comment"],
 )
-@pytest.mark.parametrize("fields", [(), ("--steps", 4)], ids=["same fields", "more steps"])
+@pytest.mark.parametrize(
+    "fields", [(), pytest.param(("--steps", 4), marks=pytest.mark.matrix)], ids=["same fields", "more steps"]
+)
 def test_a_run_whose_code_has_changed_needs_a_word_to_go_on(meshpar, tmp_path, old, new, is_other, fields):
     recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
     recipe.write_text(BODIES)
@@ -256,6 +258,7 @@ def test_a_run_folder_that_goes_away_is_made_again_at_the_next_step(tmp_path, ho
         hook.on_dispatched(None)
 
 
+@pytest.mark.matrix
 def test_saves_that_keep_failing_stop_the_run_in_one_line_each(child_env, tmp_path):
     recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "tiny"
     run.mkdir(parents=True)

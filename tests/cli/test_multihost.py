@@ -468,7 +468,7 @@ def start_locally(folder: Path, *args: str) -> subprocess.Popen:
         return subprocess.Popen([*base, *args], cwd=folder, env=env, stdout=log, stderr=log)
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["coordinator", "other"])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.matrix)], ids=["coordinator", "other"])
 def test_a_local_process_that_is_killed_is_named_first(tmp_path: Path, victim: int) -> None:
     with start_locally(tmp_path, "--set", "steps=1000000") as process:
         try:

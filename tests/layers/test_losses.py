@@ -212,7 +212,7 @@ def test_constant_weights_are_summed(name, kind):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nonfinite", ["raise", "ignore"])
+@pytest.mark.parametrize("nonfinite", cases("ignore", grid=["raise", "ignore"]))
 @pytest.mark.parametrize("name", cases(*QUICK, "sharded", grid={**ENGINES, **WHOLE}))
 def test_zero_weight_leaves_the_state_unchanged(name, nonfinite):
     engine, batch = {**ENGINES, **WHOLE}[name], batch_of(np.zeros(ROWS, np.int32))
@@ -303,7 +303,7 @@ def parts_of(name: str, key: jax.Array):
             yield rows.reshape(2, 4, -1)[device, i], fold(fold(fold(key, device), i), 1)
 
 
-@pytest.mark.parametrize("name", ["micro-steps", "reduced once", "1f1b"])
+@pytest.mark.parametrize("name", cases("reduced once", grid=["micro-steps", "reduced once", "1f1b"]))
 def test_weights_may_be_drawn_by_the_key(name):
     engine, batch = ENGINES[name], batch_of(WEIGHTS)
     key = jax.random.fold_in(jax.random.wrap_key_data(state_of(engine).key), 0)
@@ -398,7 +398,7 @@ CHUNKED = {"whole": CONFIG, "chunked": dataclasses.replace(CONFIG, vocab_chunk=1
 FSDP = Engine({"fsdp": 4}, mp.fsdp(min_bytes=0))
 
 
-@pytest.mark.parametrize("logits", CHUNKED)
+@pytest.mark.parametrize("logits", cases("chunked", grid=CHUNKED))
 @pytest.mark.parametrize("accumulate", cases(2, grid=[1, 2]))
 def test_ignored_targets_do_not_count(logits, accumulate):
     batch, built = tokens(75), CHUNKED[logits].build()
@@ -410,8 +410,10 @@ def test_ignored_targets_do_not_count(logits, accumulate):
     assert actual.metrics["finite"]
 
 
-@pytest.mark.parametrize("logits", CHUNKED)
-@pytest.mark.parametrize("target", [VOCAB, -1])
+@pytest.mark.parametrize(
+    ("logits", "target"),
+    cases(("chunked", VOCAB), ("whole", -1), grid=itertools.product(CHUNKED, [VOCAB, -1])),
+)
 def test_targets_outside_the_vocabulary_give_nan(logits, target):
     batch = tokens(75)
     batch["targets"][-1, -1] = target
@@ -452,7 +454,10 @@ def masked_by_weight(model, batch, key):
     return mp.MeanLoss((errors_of(model, batch) * drawn).sum(), drawn.sum()), {}
 
 
-@pytest.mark.parametrize(("name", "count"), [("micro-steps", 4), ("quantized", 1), ("quantized", 2), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    cases(("quantized", 2), ("1f1b", 1), grid=[("micro-steps", 4), ("quantized", 1), ("quantized", 2), ("1f1b", 1)]),
+)
 def test_weights_are_drawn_with_the_key_of_their_loss(name, count):
     """The weights are summed before the losses: with the key of another part, the sum would be of other examples."""
     engine, batch, fold = ENGINES[name], batch_of(WEIGHTS), jax.random.fold_in

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import meshpar as mp
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.errors import raises
+from tests.grid import cases
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Models without names
@@ -581,7 +582,7 @@ class KeyedNnx(nnx.Module):
         return self.linear(x * jax.random.bernoulli(mask_key, 0.5, x.shape))
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("impl", cases("rbg", grid=["threefry2x32", "rbg"]))
 @pytest.mark.parametrize("kind", ["functions", "linen", "nnx"])
 def test_typed_keys_in_the_state_are_trained_and_restored(kind, impl, mesh, tmp_path):
     model = {

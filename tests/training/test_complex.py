@@ -12,6 +12,7 @@ import meshpar as mp
 from meshpar.layers.precision import check_narrow
 from tests.equal import mesh_of
 from tests.errors import raises
+from tests.grid import cases
 
 DIM, LAYERS, STEPS = 8, 4, 3
 DRAW = np.random.default_rng(0)
@@ -94,7 +95,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases("zb-h1", *list(RUNS)[:3], grid=RUNS))
 def test_every_engine_trains_as_with_pairs_of_real_numbers(name, in_pairs):
     spec, strategy, options = RUNS[name]
     metrics, params = trained(PARAMS, spec=spec, strategy=strategy, **options)

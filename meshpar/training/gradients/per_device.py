@@ -1,4 +1,4 @@
-"""Gradients computed per device in a `shard_map` over the batch axes, without reductions inside the micro-steps.
+"""Gradients computed per device in a `shard_map`, without reductions inside the micro-steps.
 
 There are two modes:
 

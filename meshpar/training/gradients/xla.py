@@ -1,4 +1,4 @@
-"""Gradients partitioned by XLA, which reduces them in each micro-step. The micro-steps add the sharded gradients."""
+"""Gradients partitioned by XLA, which reduces them in each micro-step."""
 
 from __future__ import annotations
 
