@@ -1,9 +1,8 @@
 """Joining a pod: this process's number and the coordinator, from the variables of the launcher.
 
-`jax.distributed.initialize` recognises SLURM, Open MPI, Kubernetes and Cloud TPU, and is used wherever it knows best.
-What it lacks is here: launchers that only set variables (torchrun and its kin, Kubeflow, PMI, indexed jobs without
-access to the cluster's API), all of a node's GPUs for a process that has the node to itself, an error instead of a hang
-when the environment says half of what is needed, and one line about what was found before anything waits on a network.
+`jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and Cloud TPU. This module adds launchers that only set
+variables (torchrun, Kubeflow, PMI, indexed jobs without access to the API of the cluster), all GPUs of a node for its
+only process, an error instead of a hang if variables are missing, and a log line before the process waits for others.
 """
 
 from __future__ import annotations
@@ -30,59 +29,59 @@ logger = logging.getLogger(__name__)
 Env = Mapping[str, str]
 
 DEFAULT_PORT = 8476
-"""Where the coordinator listens when the environment names its host and no port."""
+"""Port of the coordinator if the environment has its host only."""
 
 JOIN_S = 300
-"""Seconds that processes on several hosts have to join: one may load its image for minutes."""
+"""Seconds for processes on several hosts to join. Loading a container image can take minutes."""
 LOCAL_JOIN_S = 90
-"""The same of processes that were started together on this machine."""
+"""Seconds for local processes to join."""
 
 _ALARM_FIRST_S = 60
-_LAST_PORTS = 4096  # a port worked out from a job's identity lies among the highest 4,096, as jax's own do
+_LAST_PORTS = 4096  # ports derived from a job id are among the highest 4,096, as in jax
 
 
 class LaunchError(MeshparError):
-    """The environment says half of what joining a pod needs, or contradicts itself."""
+    """The variables of a launcher are incomplete or contradict each other."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One process's place in a pod."""
+    """Number of a process in a pod, and how it reaches the others."""
 
     source: str
-    """The launcher that said so: jax, torchrun, kubeflow, open-mpi, pmi, kubernetes, slurm or cloud-tpu."""
+    """The detected launcher: jax, torchrun, kubeflow, open-mpi, pmi, kubernetes, slurm or cloud-tpu."""
     num_processes: int | None = None
-    """None is left to jax, which asks the cluster; so in the two fields below."""
+    """None if jax detects it. The same applies to the next two fields."""
     process_id: int | None = None
     coordinator: str | None = None
     """`host:port` of process 0."""
     local_device_ids: tuple[int, ...] | None = None
-    """The GPUs of this node that are this process's own; None for all that it sees."""
+    """GPUs of this process; None for all visible GPUs."""
 
     def __str__(self) -> str:
         who = "a process" if self.process_id is None else f"process {self.process_id} of {self.num_processes}"
-        where = self.coordinator or "to be found by jax"
-        devices = "all it sees" if self.local_device_ids is None else ", ".join(map(str, self.local_device_ids))
+        where = self.coordinator or "detected by jax"
+        devices = "all visible" if self.local_device_ids is None else ", ".join(map(str, self.local_device_ids))
         return f"{self.source}: {who}, coordinator {where}, local devices: {devices}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """The variables in which a launcher says who a process is. Of several names the first that is set counts."""
+    """The environment variables of a launcher. Of several names, the first that is set is used."""
 
     source: str
     signs: tuple[str, ...]
-    """The launcher was there when one of these is set: names that nothing else uses."""
+    """The launcher is detected if one of these variables is set."""
     process_id: str
     num_processes: tuple[str, ...]
     coordinator: tuple[str, ...] = ()
-    """For a launcher that has no other way to name process 0: one of these must be set."""
+    """One of these must be set if the address of process 0 cannot be found in another way."""
     local_rank: str = ""
     local_size: str = ""
     jax_knows_size: bool = False
 
 
-# In the order they are tried: what a person sets by hand, what runs inside something else, then the something else.
+# In order of precedence: variables set by hand, launchers that run inside others, and then the outer launchers.
 _LAUNCHERS = (
     _Launcher(
         source="jax",
@@ -132,7 +131,7 @@ _LAUNCHERS = (
     ),
     _Launcher(
         source="slurm",
-        signs=("SLURM_STEP_NODELIST",),  # only inside a step: a batch script's own shell has the others too
+        signs=("SLURM_STEP_NODELIST",),  # set only inside a step, unlike the others, which a batch script also has
         process_id="SLURM_PROCID",
         num_processes=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank="SLURM_LOCALID",
@@ -141,43 +140,45 @@ _LAUNCHERS = (
 
 
 def detect(env: Env) -> Launch | None:
-    """This process's place in a pod as `env` says; None when nothing says that there is one.
+    """Return the number of this process in a pod and how to join it, or None without a launcher.
 
     Raises:
-        LaunchError: the environment says half of what is needed, or contradicts itself.
+      LaunchError: variables are missing or contradict each other.
     """
     if "," in env.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in env:
         return Launch(source="cloud-tpu")
-    half = None
+    incomplete = None
     for launcher in _LAUNCHERS:
         if not _value(env, *launcher.signs):
             continue
         if missing := _missing(launcher, env):
-            half = half or (launcher, missing)
+            incomplete = incomplete or (launcher, missing)
         else:
             return _read(launcher, env)
-    # Half a launcher matters only when no other one is whole: RANK or MASTER_ADDR is often left over inside SLURM.
-    if half:
-        raise _half_set(*half, env)
+    # Incomplete variables are an error only without another launcher: inside SLURM, RANK or MASTER_ADDR is often stale.
+    if incomplete:
+        raise _incomplete(*incomplete, env)
     return None
 
 
 def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False) -> Launch | None:
-    """Join the pod that `env` (by default the process's own environment) describes; a no-op when it describes none.
+    """Join the pod that the environment describes. Do nothing if it describes none.
 
-    Must come before anything that asks jax for devices. Host devices talk to each other through gloo, jax's default.
+    Call it before anything asks jax for devices. Host devices communicate with gloo, the default of jax. If not all
+    processes join in time, this process ends.
 
     Args:
-        timeout_s: how long to wait for the other processes, in seconds.
-        alone: join a pod of one process, too: its host devices then talk through gloo, which adds up in the same order
-            for any number of processes.
+      env: environment variables, by default those of this process.
+      timeout_s: seconds to wait for the other processes.
+      alone: also join a pod of one process. Its host devices then use gloo, which sums in the same order for any number
+        of processes.
 
     Returns:
-        What was found, or None for a process on its own.
+      The pod, or None for a single process.
 
     Raises:
-        LaunchError: the environment says half of what is needed, or contradicts itself.
-        MeshparError: something else listens at the coordinator's port. A process whose pod is not whole in time ends.
+      LaunchError: variables are missing or contradict each other.
+      MeshparError: another program uses the port of the coordinator.
     """
     env = os.environ if env is None else env
     launch = detect(env)
@@ -185,7 +186,7 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
         logger.info("one process%s: no pod to join", _alone_in(env) if launch is None else f" under {launch.source}")
         return launch
     if jax.distributed.is_initialized():
-        logger.info("%s (joined before)", launch)
+        logger.info("%s (already joined)", launch)
         return launch
     method = _detection_method(launch, env)
     logger.info("joining: %s", launch)
@@ -197,9 +198,9 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
         except roll.RollError as error:
             _leave(error)
     _keep_stdout()
-    # Its handler would swallow a SIGTERM before the first step; `interrupts` and `StopAgreement` do its work.
+    # Its handler would ignore a SIGTERM before the first step. `loop.signals` and `StopAgreement` replace it.
     jax.config.update("jax_enable_preemption_service", False)
-    # What jax does when its time is over is an abort with the stack of a library.
+    # After its own timeout, jax aborts the process with a C++ stack trace.
     alarm = threading.Timer(timeout_s, _give_up, (launch, timeout_s))
     alarm.daemon = True
     alarm.start()
@@ -219,10 +220,10 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
 
 
 def _bind_address(launch: Launch, env: Env) -> str | None:
-    """Return the `host:port` where process 0 listens: the coordinator's address; None for the other processes.
+    """Return the `host:port` on which process 0 listens; None for other processes.
 
-    All interfaces are used, and reported, if the coordinator's name does not lead to an interface of this machine: a
-    port that is forwarded, say, or a name that is loopback on its own host only.
+    If the name of the coordinator is not an address of this machine, for example with a forwarded port, process 0
+    listens on all interfaces and reports it.
     """
     if launch.process_id != 0 or launch.coordinator is None:
         return None
@@ -238,21 +239,22 @@ def _bind_address(launch: Launch, env: Env) -> str | None:
                 with contextlib.suppress(OSError), socket.socket(family) as probe:
                     probe.bind(address)
                     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
-    text = f"{name} is no address of this machine: process 0 listens on all interfaces, at port {port}"
-    fix = "JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT chooses one"
-    fix += "" if _value(env, roll.TOKEN) else f", and {roll.TOKEN} in every process protects the join"
+    text = f"{name} is not an address of this machine, so process 0 listens on all interfaces, on port {port}"
+    fix = "set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to choose one"
+    fix += "" if _value(env, roll.TOKEN) else f", and {roll.TOKEN} in every process to protect the join"
     print(f"meshpar: {text}; {fix}", file=sys.stderr, flush=True)
     return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
 
 
 def _give_up(launch: Launch, timeout_s: int) -> None:
-    """End this process, which waits for others in a library: nothing can be raised there."""
+    """End this process, which waits inside jax, where no exception can be raised."""
     _leave(
         LaunchError(
             f"process {launch.process_id}",
-            f"join a pod at {launch.coordinator or 'the address that jax finds'}",
-            f"not all {launch.num_processes or 'its'} processes came within {timeout_s} s",
-            "look at the logs of the others, and start all of them again; --join-limit waits longer",
+            f"join a pod at {launch.coordinator or 'the address that jax detects'}",
+            f"not all {launch.num_processes or 'its'} processes joined within {timeout_s} s",
+            "read the logs of the other processes and start all of them again, or set a longer --join-limit",
+            "timeout",
         )
     )
 
@@ -263,25 +265,25 @@ def _leave(error: MeshparError) -> None:
 
 
 def _keep_stdout() -> None:
-    """Leave standard output to Python: gloo tells every connection there, amid a report or JSON, and now on stderr."""
+    """Redirect C++ output to standard error, because gloo prints each connection to standard output."""
     try:
         if sys.stdout.fileno() != 1:
             return
         sys.stdout.flush()
         own = os.dup(1)
         os.dup2(2, 1)
-    except (OSError, ValueError):  # closed, or no file: nothing of gloo's comes between
+    except (OSError, ValueError):  # closed or not a file
         return
     sys.stdout = open(own, "w", buffering=1, encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115
 
 
 def _value(env: Env, *names: str) -> str:
-    """The first of these variables that is set to something; empty when none is."""
+    """Return the value of the first of these variables that is not empty, or an empty string."""
     return next((env[name].strip() for name in names if env.get(name, "").strip()), "")
 
 
 def _missing(launcher: _Launcher, env: Env) -> list[str]:
-    """The variables that a launcher should have set and did not."""
+    """Return the required variables of a launcher that are not set."""
     needed = [(launcher.process_id,), launcher.num_processes, launcher.coordinator]
     if launcher.jax_knows_size:
         needed.remove(launcher.num_processes)
@@ -289,15 +291,15 @@ def _missing(launcher: _Launcher, env: Env) -> list[str]:
 
 
 def _read(launcher: _Launcher, env: Env) -> Launch:
-    """The place in the pod that a launcher's complete set of variables describes."""
+    """Return the pod that a complete set of variables describes."""
     process_id = _integer(env, launcher.process_id)
     size_name = next((name for name in launcher.num_processes if _value(env, name)), None)
     num_processes = None if size_name is None else _integer(env, size_name)
     if num_processes is not None and not 0 <= process_id < num_processes:
         where = f"the environment ({launcher.source})"
-        asked = f"be process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})"
-        fix = "set both from the same launcher, or unset what an outer one left behind"
-        raise LaunchError(where, asked, f"processes are numbered 0 to {num_processes - 1}", fix)
+        requested = f"use process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})"
+        reason, fix = f"processes are numbered 0 to {num_processes - 1}", "unset the variables of an outer launcher"
+        raise LaunchError(where, requested, reason, fix, "out-of-range")
     local_rank, local_size = _local_place(launcher, env)
     return Launch(
         source=launcher.source,
@@ -309,22 +311,22 @@ def _read(launcher: _Launcher, env: Env) -> Launch:
 
 
 def _local_place(launcher: _Launcher, env: Env) -> tuple[int | None, int | None]:
-    """This process's number on its node and how many the node has, each None when unknown."""
+    """Return the number of this process on its node, and the number of processes there; None if unknown."""
     rank = _integer(env, launcher.local_rank) if _value(env, launcher.local_rank) else None
     size = _integer(env, launcher.local_size) if _value(env, launcher.local_size) else None
     if launcher.source == "slurm":
         node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
         size = _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
     if rank is not None and (rank < 0 or (size is not None and rank >= size)):
-        asked = f"be process {rank} of this node ({launcher.local_rank})"
-        exists = "they are numbered from 0" + ("" if size is None else f", and this node has {size}")
+        requested = f"use process {rank} of this node ({launcher.local_rank})"
+        reason = "processes are numbered from 0" + ("" if size is None else f", and this node has {size}")
         fix = f"set it from the same launcher as the others, or unset {launcher.local_rank}"
-        raise LaunchError(f"the environment ({launcher.source})", asked, exists, fix)
+        raise LaunchError(f"the environment ({launcher.source})", requested, reason, fix, "out-of-range")
     return rank, size
 
 
 def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | None:
-    """`host:port` of process 0, or None where jax has its own way of finding it."""
+    """Return the `host:port` of process 0, or None if jax detects it."""
     if address := _value(env, "JAX_COORDINATOR_ADDRESS"):
         return _with_port(address, _value(env, "JAX_COORDINATOR_PORT"))
     if launcher.source == "kubeflow":
@@ -332,10 +334,10 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
     if address := _value(env, "MASTER_ADDR"):
         port = _value(env, "MASTER_PORT")
         if port and env.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-            port = str(_integer(env, "MASTER_PORT") + 1)  # torchrun's own store listens on the port it names
+            port = str(_integer(env, "MASTER_PORT") + 1)  # the store of torchrun uses the named port
         return _with_port(address, port)
     if launcher.source == "slurm":
-        # Not left to jax, which then takes the GPU numbered like the task even where one task has the node to itself.
+        # jax's own detection would use a single GPU, even for a task that has the node for itself.
         job = sum(_integer(env, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if _value(env, name))
         return _with_port(_first_host(env["SLURM_STEP_NODELIST"]), str(_port_of(job)))
     if on_one_node:
@@ -344,32 +346,32 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
 
 
 def _port_of(job: int) -> int:
-    """A port that every process of a job arrives at by itself, and another job on the host most likely does not."""
+    """Return a port derived from the job id, so that jobs on the same host rarely have the same one."""
     return 65536 - _LAST_PORTS + job % _LAST_PORTS
 
 
 def _with_port(address: str, port: str) -> str:
-    """`address` with a port, unless it carries one: a bare IPv6 address is all colons and carries none."""
+    """Return the address with this port, unless it already has one. A bare IPv6 address has none."""
     has_port = re.search(r"(^[^:]+|\]):[^:]*$", address)
     host = f"[{address}]" if address.count(":") > 1 and not address.startswith("[") else address
     full = address if has_port else f"{host}:{port or DEFAULT_PORT}"
     number = full.rpartition(":")[2]
     if not (number.isascii() and number.isdigit() and len(number) < 6 and 0 < int(number) < 65536):
-        fix = "give one from 1 to 65535, as HOST:8476"
-        raise LaunchError("the environment", f"reach process 0 at {full}", f"{number!r} is no port", fix)
+        reason, fix = f"{number!r} is not a port", "use 1 to 65535, as HOST:8476"
+        raise LaunchError("the environment", f"reach process 0 at {full}", reason, fix, "bad-syntax")
     if not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s/\[\]:]+", full.rpartition(":")[0]):
-        fix = "give its name or its number, as HOST:8476"
-        raise LaunchError("the environment", f"reach process 0 at {full}", "that names no host", fix)
+        reason, fix = "it has no valid host name", "use a name or an address, as HOST:8476"
+        raise LaunchError("the environment", f"reach process 0 at {full}", reason, fix, "bad-syntax")
     return full
 
 
 def _first_host(nodes: str) -> str:
-    """The first of SLURM's compressed list of hosts: `gpu[007-012,40],cpu1` gives `gpu007`."""
+    """Return the first host of a compressed list of SLURM: `gpu007` for `gpu[007-012,40],cpu1`."""
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
 def _tasks_on_node(tasks_per_node: str, node: int) -> int | None:
-    """How many tasks SLURM put on a node: the list `4(x2),1` says 4, 4, 1."""
+    """Return the number of SLURM tasks on a node. The list `4(x2),1` means 4, 4, 1."""
     before = 0
     for count, times in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", tasks_per_node):
         before += int(times or 1)
@@ -379,13 +381,14 @@ def _tasks_on_node(tasks_per_node: str, node: int) -> int | None:
 
 
 def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> tuple[int, ...] | None:
-    """The GPUs of the node that are this process's own, counted among those it sees; None for all of them."""
+    """Return the indices of this process's GPUs among the visible ones; None for all."""
     if chosen := _value(env, "JAX_LOCAL_DEVICE_IDS"):
         are_numbers = re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", chosen)
         ids = tuple(int(i) for i in chosen.split(",")) if are_numbers else ()
         if not ids or len(set(ids)) < len(ids):
             fix = "write it like JAX_LOCAL_DEVICE_IDS=0,1"
-            raise LaunchError("the environment", "read JAX_LOCAL_DEVICE_IDS as numbers", f"it is {chosen!r}", fix)
+            reason = f"it is {chosen!r}"
+            raise LaunchError("the environment", "read JAX_LOCAL_DEVICE_IDS as numbers", reason, fix, "bad-syntax")
         return ids
     if local_rank is None or local_size == 1:
         return None
@@ -393,17 +396,20 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
     if visible is None or local_size is None:
         return (local_rank,)
     if visible < local_size or _value(env, "SLURM_GPUS_PER_TASK") == str(visible):
-        return None  # the launcher hid the others' GPUs already
+        return None  # the launcher hides the other GPUs
     if visible % local_size:
-        asked = f"share {visible} GPUs among {local_size} processes"
-        fix = "start one process per GPU or one per node, or say JAX_LOCAL_DEVICE_IDS=0,1 (for each process its own)"
-        raise LaunchError("this node", asked, f"{visible} is not a multiple of {local_size}", fix)
+        requested, reason = (
+            f"share {visible} GPUs among {local_size} processes",
+            f"{visible} is not a multiple of {local_size}",
+        )
+        fix = "start a process per GPU or per node, or set JAX_LOCAL_DEVICE_IDS=0,1 in each process"
+        raise LaunchError("this node", requested, reason, fix, "indivisible")
     share = visible // local_size
     return tuple(range(local_rank * share, (local_rank + 1) * share))
 
 
 def _visible_gpus(env: Env) -> int | None:
-    """How many GPUs the environment lets this process see; None when it does not say."""
+    """Return the number of GPUs that are visible by the environment; None if unknown."""
     for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         if name in env:
             return len([i for i in env[name].split(",") if i.strip() not in ("", "-1")])
@@ -412,7 +418,7 @@ def _visible_gpus(env: Env) -> int | None:
 
 
 def _detection_method(launch: Launch, env: Env) -> str | None:
-    """Which of jax's own detections is to fill in what is None; `deactivate` when nothing is left to find."""
+    """Return the detection of jax that completes a launch, or `deactivate` if nothing is missing."""
     if launch.coordinator is not None:
         return "deactivate"
     if launch.source == "cloud-tpu":
@@ -422,16 +428,17 @@ def _detection_method(launch: Launch, env: Env) -> str | None:
     package = "kubernetes" if launch.source == "kubernetes" else "mpi4py"
     if importlib.util.find_spec(package) is None:
         size = "" if launch.num_processes else " and JAX_NUM_PROCESSES=N"
-        exists = f"it does not say where process 0 is, and jax needs the package `{package}` to find out"
+        reason = f"it does not have the address of process 0, and jax needs the package `{package}` to find it"
         fix = f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for every process, or `pip install {package}`"
-        raise LaunchError(f"the environment ({launch.source})", f"join as process {launch.process_id}", exists, fix)
+        where, requested = f"the environment ({launch.source})", f"join as process {launch.process_id}"
+        raise LaunchError(where, requested, reason, fix, "missing-package")
     return None if package == "kubernetes" else package
 
 
 def _alone_in(env: Env) -> str:
-    """What to add when a process is alone although something around it was meant for several."""
+    """Return a remark if this is a single process of a SLURM job with several tasks."""
     tasks = _value(env, "SLURM_NTASKS")
-    return f" (SLURM allotted {tasks} tasks, but `srun` did not start this one)" if tasks not in ("", "1") else ""
+    return f" (SLURM has {tasks} tasks, but `srun` did not start this process)" if tasks not in ("", "1") else ""
 
 
 def _integer(env: Env, name: str) -> int:
@@ -440,14 +447,14 @@ def _integer(env: Env, name: str) -> int:
             return number
         raise ValueError
     except ValueError:
-        raise LaunchError(
-            "the environment", f"read {name} as a number", f"it is {env[name]!r}", f"set {name}=0"
-        ) from None
+        requested, reason = f"read {name} as a number", f"it is {env[name]!r}"
+        raise LaunchError("the environment", requested, reason, f"set {name}=0", "bad-syntax") from None
 
 
-def _half_set(launcher: _Launcher, missing: list[str], env: Env) -> LaunchError:
+def _incomplete(launcher: _Launcher, missing: list[str], env: Env) -> LaunchError:
     names = (launcher.process_id, *launcher.num_processes, *launcher.coordinator)
-    there = ", ".join(f"{name}={env[name]}" for name in names if _value(env, name))
-    exists = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-    fix = f"set {' and '.join(missing)} for every process, or unset {there.split('=')[0]} to run alone"
-    return LaunchError(f"the environment ({launcher.source})", f"join a pod with {there}", exists, fix)
+    present = ", ".join(f"{name}={env[name]}" for name in names if _value(env, name))
+    reason = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
+    fix = f"set {' and '.join(missing)} for every process, or unset {present.split('=')[0]} to run a single process"
+    where = f"the environment ({launcher.source})"
+    return LaunchError(where, f"join a pod with {present}", reason, fix, "missing-argument")

@@ -24,38 +24,38 @@ if TYPE_CHECKING:
     from meshpar.sharding.mesh import MeshSpec
 
 PARENT = "MESHPAR_PARENT"
-"""Set for a process that was started here: the id of the one that started it."""
+"""Environment variable of a local process: the id of its parent."""
 NEWS = "MESHPAR_NEWS"
-"""Set for a local process: the descriptor of an empty file. If a process fails, the parent writes there which one."""
+"""Descriptor of a file in which the parent writes which local process has failed."""
 BEGAN_WITH = "MESHPAR_BEGAN_WITH"
-"""Set for it where a lost process takes its devices along: how many processes there were at first."""
+"""With `--shrink`: the number of processes at the start."""
 GRACE_S = 20.0
-"""Seconds the others have to end by themselves when one has failed; then they are killed, stopped ones too."""
+"""Seconds in which the other processes may end after a failure. Then they are killed."""
 RESTART_GRACE_S = 2.0
-"""The same, where they are to start again: without the one that is lost they can save nothing."""
+"""The same before a restart. Without the lost process the others cannot save."""
 COMMAND = (sys.executable, "-m", "meshpar.cli.main")
-_GIVEN_UP = 1  # what the watchdog of a process that lives exits with when another is lost; not when another has failed
+_GIVEN_UP = 1  # exit code of the watchdog if another process is lost
 _POLL_S = 0.1
 _FOLLOW_S = 0.25
 
 
 def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
-    """Start the command so often, wait for all, and kill what is left when one has failed.
+    """Run a command as several processes and wait for them. If one fails, the others are killed after some seconds.
 
-    A signal is handed on to all; where this process dies, they end.
+    Signals are passed on to all processes. They end if this process dies.
 
     Args:
-      args: of the command, without the program's name.
-      processes: how many. Host devices (`XLA_FLAGS`) are shared among them; each takes a GPU or its part of those seen.
-      restarts: how often the others start again when one is lost: killed, or given up by the watchdog. They share all
-        devices anew, so that the mesh is the same, and resume from the newest checkpoint.
-      shrink: a process that is lost takes its devices along, as a host does: see `shrunk`.
+      args: arguments of the command, without the name of the program.
+      processes: number of processes. They share the host devices of `XLA_FLAGS`, or the visible GPUs.
+      restarts: number of restarts after a process is lost, which means killed or ended by the watchdog. The remaining
+        processes share all devices, so that the mesh stays the same, and resume from the newest checkpoint.
+      shrink: whether the devices of a lost process are lost, too, as on a pod; see `shrunk`.
 
     Returns:
-      0, or the exit code of the first that failed; 128 and the signal's number after a signal.
+      0, the exit code of the first process that failed, or 128 plus the number of the signal.
 
     Raises:
-      ValueError: host devices that do not divide, or a pod around that this process belongs to.
+      ValueError: the processes cannot share the host devices equally, or this process already belongs to a pod.
     """
     watch = interrupts.current()
     if watch is not None:
@@ -68,31 +68,34 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
             for number in range(processes)
         ]
         code = _start(args, envs, watch, grace_s=RESTART_GRACE_S if restarts else GRACE_S)
-        is_lost = code < 0 or (code == _GIVEN_UP and processes > 1)  # one alone has no watchdog: an error of its own
+        is_lost = code < 0 or (
+            code == _GIVEN_UP and processes > 1
+        )  # a single process has no watchdog, so its exit code 1 is an error
         if not is_lost or not restarts or (watch is not None and watch.received is not None):
             return code if code >= 0 else 128 - code
         restarts, processes = restarts - 1, _survivors(processes, began_with)
-        text = f"{processes} of the processes start again, from the newest checkpoint; restarts left: {restarts}"
+        text = f"restarting with {processes} processes from the newest checkpoint; restarts left: {restarts}"
         print(f"meshpar: {text}", file=sys.stderr, flush=True)
 
 
 def shrunk(mesh: MeshSpec) -> MeshSpec:
-    """The mesh with as much less of `data` as there are fewer processes than at first; as it is without `--shrink`.
+    """With `--shrink`, reduce the `data` axis of a mesh in proportion to the remaining processes.
 
-    Each process holds as much as before. Batches stay as they are, and so does the order of the data. A mesh in which
-    an axis takes what is left (-1) is returned as it is.
+    Each process then has as many parameters as before. The global batch and the order of the data do not change. A mesh
+    with an axis of size -1 is returned as it is.
 
     Raises:
-      ValueError: a data axis that cannot be so much smaller; at the start, too, for the next that is lost.
+      ValueError: the data axis is not divisible by the change. At the start, this is checked for the first loss.
     """
     began_with, now = int(os.environ.get(BEGAN_WITH, "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if not began_with or -1 in mesh.values():
         return mesh
     for processes in (now, _survivors(now, began_with)):
         if mesh["data"] * processes % began_with:
-            exists = f"the mesh's axis `data` is {mesh['data']}, which {began_with // processes} does not divide"
-            fix = "give the mesh a larger data axis; or leave --shrink out: those that stay then share all devices"
-            raise problem("--shrink", f"go on with {processes} of {began_with} processes", exists, fix)
+            reason = f"the size {mesh['data']} of axis `data` is not divisible by {began_with // processes}"
+            fix = "use a larger data axis, or remove --shrink, so that the remaining processes share all devices"
+            requested = f"continue with {processes} of {began_with} processes"
+            raise problem("--shrink", requested, reason, fix, code="indivisible")
     return mesh.replace(data=mesh["data"] * now // began_with)
 
 
@@ -100,7 +103,7 @@ def _start(
     args: Sequence[str], envs: Sequence[Mapping[str, str]], watch: interrupts.Watch | None, *, grace_s: float
 ) -> int:
     with tempfile.TemporaryFile(buffering=0) as news:
-        # A session each: a terminal's Ctrl-C comes here alone, and is handed on once.
+        # In sessions of their own, so that only this process receives Ctrl-C, and passes it on once.
         options: dict[str, Any] = {"start_new_session": True, "pass_fds": [news.fileno()]}
         own = {NEWS: str(news.fileno())}
         started = [subprocess.Popen([*COMMAND, *args], env={**env, **own}, **options) for env in envs]
@@ -113,28 +116,28 @@ def _start(
 
 
 def _survivors(processes: int, began_with: int) -> int:
-    """As many fewer as can share out what those of the beginning had."""
+    """Return the largest smaller number of processes that can share the devices of the start equally."""
     return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
 
 
 def _host_devices(env: Mapping[str, str]) -> re.Match[str] | None:
-    """The flag of XLA's that says how many host devices there are, its number as the second group."""
+    """Match XLA's flag for the number of host devices; the second group is the number."""
     flags = env.get("XLA_FLAGS", "") if env.get("JAX_PLATFORMS") == "cpu" else ""
     return re.search(r"(--xla_force_host\w+_count=)(\d+)", flags)
 
 
 def follow_parent() -> None:
-    """End this process if its parent is gone or says that another local process is lost. Else do nothing."""
+    """Start a thread that ends this process if its parent is gone or another local process is lost."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
     news = int(os.environ[NEWS])
 
     def follow() -> None:
-        is_told = False
+        is_reported = False
         while os.getppid() == int(parent):
-            if not is_told and (text := os.pread(news, 100, 0)):
-                is_told = True
+            if not is_reported and (text := os.pread(news, 100, 0)):
+                is_reported = True
                 _end_without(**json.loads(text))
             time.sleep(_FOLLOW_S)
         os._exit(128 + signal.SIGHUP)
@@ -162,10 +165,10 @@ def _wait(
 ) -> int:
     failed: int | None = None
     kill_at = float("inf")
-    handed_on = False
+    is_passed_on = False
     while any(process.poll() is None for process in started):
-        if watch is not None and watch.received is not None and not handed_on:
-            handed_on = True
+        if watch is not None and watch.received is not None and not is_passed_on:
+            is_passed_on = True
             for process in started:
                 process.send_signal(watch.received)
         if failed is None and (failed := _first_failed(started, news)) is not None:
@@ -191,16 +194,18 @@ def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -
 
 
 def _environment(number: int, processes: int, *, port: int, began_with: int, shrink: bool = False) -> dict[str, str]:
-    """Of one process: a launcher's variables, and its part of the devices."""
+    """Return the environment of a process: the variables of a launcher, and its share of the devices."""
     env, parts = dict(os.environ), began_with if shrink else processes
     if around := [name for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST") if env.get(name)]:
-        asked, exists = "start local processes", f"a launcher started this one ({around[0]}={env[around[0]]})"
-        raise problem(f"--processes {processes}", asked, exists, f"leave --processes out, or unset {around[0]}")
+        reason = f"a launcher started this process ({around[0]}={env[around[0]]})"
+        fix = f"remove --processes, or unset {around[0]}"
+        raise problem(f"--processes {processes}", "start local processes", reason, fix, code="conflict")
     if (found := _host_devices(env)) is not None:
         count = int(found[2])
         if count % parts:
-            asked, fix = f"share {count} host devices", f"say --devices {-(-count // parts) * parts}"
-            raise problem(f"--processes {parts}", asked, f"{count} is not a multiple of {parts}", fix)
+            requested, fix = f"share {count} host devices", f"use --devices {-(-count // parts) * parts}"
+            reason = f"{count} is not a multiple of {parts}"
+            raise problem(f"--processes {parts}", requested, reason, fix, code="indivisible")
         env["XLA_FLAGS"] = env["XLA_FLAGS"].replace(found[0], f"{found[1]}{count // parts}")
     elif parts < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # each had one GPU
         share = began_with // parts

@@ -1,4 +1,4 @@
-"""matplotlib pictures of data that others have computed; every function returns a `Figure`."""
+"""Plots with matplotlib. Every function takes computed data and returns a `Figure`."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ STYLE: Any = {
     "legend.labelcolor": INK,
     "text.color": INK,
 }
-"""matplotlib's settings, of every picture."""
+"""Settings of matplotlib for all plots."""
 TRAIN, SMOOTH, VALID, BASELINE = "#c3d3e8", "#86a9d6", "#174f91", "#c2571a"
-# One colour for each shard, light enough for dark numbers on it; more shards than colours begin again.
+# Colors of shards, light enough for dark numbers. They repeat if there are more shards.
 SHARDS = (
     "#8ecae6", "#ffd166", "#a8d8a0", "#f4a6a0", "#c9b6e4", "#f7c59f", "#9ad9d2", "#e6b8d3",
     "#bcd4f0", "#e9e08a", "#c6e5b1", "#f2c4ce", "#b3b9ea", "#e8cfa6", "#b7e4dc", "#d8c4e0",
@@ -60,7 +60,7 @@ SHARDS = (
 
 MATMUL, KERNEL, WAITING = "#4a5c6d", "#aebac5", "#fdf3f0"
 AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a9e5c", "tensor": "#d1495b"}
-"""One colour for each mesh axis, the same in every picture; other axes and products of axes take the next of `MORE`."""
+"""Colors of mesh axes. Other axes and products of axes use the next color of `MORE`."""
 MORE = ("#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97")
 ALGORITHMS = {
     "XLA": INK,
@@ -73,7 +73,7 @@ ALGORITHMS = {
     "hierarchical": "#8f6bb3",
     "direct": "#2f7fc1",
 }
-"""One colour for each algorithm of a collective; others take the next of `MORE`."""
+"""Colors of algorithms of collectives. Others use the next color of `MORE`."""
 SCHEDULES = {
     "gpipe": "#7d8a97",
     "1f1b": "#22303c",
@@ -85,9 +85,9 @@ SCHEDULES = {
     "dualpipe": "#8f6bb3",
     "dualpipe-v": "#c77fb0",
 }
-"""One colour for each pipeline schedule; others take the next of `MORE`."""
+"""Colors of pipeline schedules. Others use the next color of `MORE`."""
 OPS = {"F": "#8ecae6", "B": "#a8d8a0", "W": "#ffd166"}
-"""Forward, gradient of the input, gradient of the weights; every other chunk is drawn darker."""
+"""Colors of forward pass, input gradient and weight gradient. Every second chunk is darker."""
 _OPS_DARK = {"F": "#5aa9d6", "B": "#6dbb6a", "W": "#e0a93b"}
 _OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
 MEMORY = {
@@ -97,18 +97,18 @@ MEMORY = {
     "other temporaries": "#b6dcae",
     "batch and the rest": "#8a8f98",
 }
-"""Parts of a device's memory, from the bottom up."""
+"""Colors of the parts of device memory, from bottom to top."""
 KINDS = {"all-reduce": "", "all-gather": "....", "reduce-scatter": "////", "all-to-all": "xxxx"}
-"""A hatch for each kind of collective; others take `OTHER_KIND`."""
+"""Hatches of collectives. Other kinds use `OTHER_KIND`."""
 OTHER_KIND = "||||"
 
 MOST_NUMBERED = 64
-"""Up to so many devices a picture names each."""
+"""Maximum number of devices that are labeled individually."""
 _DASHED = (0, (5, 3))
 
 
 def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
-    """The picture in `STYLE`, whatever settings the caller has."""
+    """Draw the plot with `STYLE`, independent of the settings of the caller."""
 
     @functools.wraps(draw)
     def drawn(*args: _Given.args, **kwargs: _Given.kwargs) -> Figure:
@@ -123,7 +123,7 @@ def styled(draw: Callable[_Given, Figure]) -> Callable[_Given, Figure]:
 def figure_of(
     width: float, height: float, *, columns: int = 1, rows: int = 1, **how: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """A figure that no window and no global list of figures knows of, and its panels, row by row."""
+    """Return a figure that is not registered with pyplot, and its panels, row by row."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height))
@@ -131,12 +131,12 @@ def figure_of(
     for panel in panels:
         panel.tick_params(
             colors=INK, length=3
-        )  # ticks are made when the picture is saved, in whatever style holds then
+        )  # ticks are created when the figure is saved, with the style of that time
     return figure, panels
 
 
 def axis_colors(labels: Iterable[str], known: Mapping[str, str] = AXES) -> dict[str, str]:
-    """A colour for each label, by default of mesh axes (`fsdp`, `data*fsdp`): its own, or the next of `MORE`."""
+    """Return a color for each label, by default for mesh axes (`fsdp`, `data*fsdp`), or the next of `MORE`."""
     others = itertools.cycle(MORE)
     return {label: known.get(label) or next(others) for label in labels}
 
@@ -153,7 +153,7 @@ def loss_curve(
     title: str = "",
     unit: str = "loss",
 ) -> Figure:
-    """How the loss fell: training and validation over steps, baselines as horizontal lines."""
+    """Plot training and validation loss over steps, with baselines as horizontal lines."""
     figure, (axes,) = figure_of(8.0, 4.5)
     steps, losses = _points(train)
     many = len(steps) >= 50
@@ -162,11 +162,11 @@ def loss_curve(
         axes.plot(steps, _smoothed(losses), color=SMOOTH, lw=2.2, label="training, smoothed")
     valid_steps, valid_losses = _points(valid)
     if len(valid_steps):
-        label = f"held out ({valid_losses[-1]:.3f} at the end)"
+        label = f"validation ({valid_losses[-1]:.3f} at the end)"
         axes.plot(valid_steps, valid_losses, color=VALID, lw=1.8, marker="o", ms=4.5, label=label)
     for name, value in (baselines or {}).items():
         axes.axhline(value, color=BASELINE, lw=1.4, ls=_DASHED, label=f"{name} ({value:.3f})")
-    # The first steep drop is left out: it would press everything else to the floor.
+    # The range excludes the steep drop at the start, which would flatten the rest.
     shown = np.array([*losses[len(losses) // 50 :], *valid_losses, *(baselines or {}).values()], float)
     shown = shown[np.isfinite(shown)]
     if len(shown) and np.ptp(shown) > 0:
@@ -193,18 +193,18 @@ def curves(
     marks: Mapping[str, float] | None = None,
     healthy: float | None = None,
 ) -> Figure:
-    """Numbers against something, a line for each way; dots where a dashed formula says what they should be.
+    """Plot measured lines, and dashed lines of formulas.
 
     Args:
-      x: where.
-      measured: way to the number at each of these.
-      expected: way to what it should be, for some of the ways or others.
-      x_label, y_label: what they are.
-      title: above the picture.
-      log: both scales are logarithmic.
-      x_unit, y_unit: SI units that ticks are written in; of x without one, each value has a tick when `log`.
-      marks: name to the x of a vertical line.
-      healthy: all is well up to here; a band is drawn.
+      x: x values.
+      measured: y values by name.
+      expected: y values of formulas by name.
+      x_label, y_label: labels of the axes.
+      title: title of the plot.
+      log: whether both scales are logarithmic.
+      x_unit, y_unit: SI units of the ticks. Without a unit of x, each x has a tick if `log`.
+      marks: x of vertical lines by name.
+      healthy: upper limit of a band of normal values.
     """
     figure, (axes,) = figure_of(8.0, 4.2)
     expected = expected or {}
@@ -238,7 +238,7 @@ def curves(
 
 
 def _mark(axes: Axes, text: str, at: float) -> None:
-    """A vertical line, and what it is beside its foot."""
+    """Draw a vertical line with a label at its lower end."""
     axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
     axes.annotate(
         text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
@@ -247,7 +247,7 @@ def _mark(axes: Axes, text: str, at: float) -> None:
 
 
 def _si_ticks(axis: Axis, unit: str, of_decade: tuple[float, ...]) -> None:
-    """Some figures of each decade, written as `10 kB`, and nothing between them."""
+    """Set a few ticks per decade, written as `10 kB`, without minor ticks."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=of_decade, numticks=12))
@@ -277,20 +277,19 @@ def sharding(
     names: Sequence[str | None] | None = None,
     title: str | None = None,
 ) -> Figure:
-    """Where each piece of an array lives: the array cut as the mesh cuts it, each piece with its devices' numbers.
+    """Plot the shards of an array, with the numbers of the devices that have each shard.
 
-    Pieces of one colour are copies of the same part, held by the devices named on it. An array of more than two dims is
-    drawn as a row of slices along the sharded ones among the others.
+    Arrays with more than two dims are drawn as a row of slices along the other sharded dims.
 
     Args:
-      spec: how the array is sharded.
-      shape: of the array.
-      mesh: over which; an abstract mesh numbers its devices in mesh order.
-      names: of the dims, for the labels.
-      title: default: the shape and the spec.
+      spec: the sharding of the array.
+      shape: the shape of the array.
+      mesh: the mesh. The devices of an abstract mesh are numbered in mesh order.
+      names: names of the dims for the labels.
+      title: by default the shape and the spec.
 
     Raises:
-      ValueError: a spec with more entries than dims, or a dim that does not divide.
+      ValueError: the spec has more entries than dims, or a dim is not divisible.
     """
     axes_of = _entries(spec, shape)
     cuts = _cuts(axes_of, shape, mesh)
@@ -301,7 +300,7 @@ def sharding(
         + (f" over {' × '.join(axes_of[dim])}" if cuts[dim] > 1 else "")
         for dim in range(len(shape))
     ]
-    # Near the array's own proportions, but never a thin line.
+    # Similar to the proportions of the array, but never a thin line.
     across, down = (1 if dim is None else shape[dim] for dim in (columns, rows))
     ratio = min(max(across / (down if rows is not None else max(across / 5, 1)), 0.6), 2.4)
     width, height = (3.4, 3.4 / ratio) if ratio > 1.2 else (2.7 * ratio, 2.7)
@@ -320,8 +319,9 @@ def sharding(
 
 def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]:
     if len(spec) > len(shape):
-        where, fix = f"plots.sharding of shape {tuple(shape)}", f"give at most {len(shape)} entries"
-        raise problem(where, f"draw it as {spec}", f"it has {len(shape)} dims and the spec {len(spec)} entries", fix)
+        where, fix = f"plots.sharding of shape {tuple(shape)}", f"use at most {len(shape)} entries"
+        reason = f"it has {len(shape)} dims and the spec {len(spec)} entries"
+        raise problem(where, f"draw it as {spec}", reason, fix, code="wrong-shape")
     return [*map(spec_axes, spec), *[()] * (len(shape) - len(spec))]
 
 
@@ -331,19 +331,22 @@ def _cuts(axes_of: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh |
     for dim, (size, count) in enumerate(zip(shape, cuts, strict=True)):
         if size % count:
             where = f"plots.sharding of shape {tuple(shape)}, dim {dim}"
-            asked = f"cut it into {count} parts over {' × '.join(axes_of[dim])}"
-            raise problem(where, asked, f"{size} is not a multiple of {count}", f"draw {-(-size // count) * count}")
+            requested = f"shard it {count} ways over {' × '.join(axes_of[dim])}"
+            reason, fix = f"{size} is not a multiple of {count}", f"use size {-(-size // count) * count}"
+            raise problem(where, requested, reason, fix, code="indivisible")
     return cuts
 
 
 def _holders(axes_of: Sequence[tuple[str, ...]], mesh: Mesh | AbstractMesh) -> dict[tuple[int, ...], list[int]]:
-    """Numbers of the devices that hold each part, by the part's place."""
+    """Return the numbers of the devices with each shard, by the index of the shard."""
     sizes = axis_sizes(mesh)
     shape = tuple(sizes.values())
     devices = mesh.devices.flat if isinstance(mesh, Mesh) else range(mesh.size)
     at = dict(zip(sizes, np.indices(shape).reshape(len(shape), -1), strict=True))
     places = [
-        np.ravel_multi_index([at[axis] for axis in axes], [sizes[axis] for axis in axes])  # the first is the slowest
+        np.ravel_multi_index(
+            [at[axis] for axis in axes], [sizes[axis] for axis in axes]
+        )  # the first axis varies slowest
         if axes
         else np.zeros(math.prod(shape), int)
         for axes in axes_of
@@ -355,7 +358,7 @@ def _holders(axes_of: Sequence[tuple[str, ...]], mesh: Mesh | AbstractMesh) -> d
 
 
 def _seen_flat(shape: Sequence[int], cuts: Sequence[int]) -> tuple[int | None, int | None, list[int]]:
-    """Which dim runs down, which one across, and along which others slices are drawn."""
+    """Return the vertical and the horizontal dim, and the dims along which slices are drawn."""
     if len(shape) < 2:
         return None, (0 if shape else None), []
     split_first = sorted(range(len(shape)), key=lambda dim: (cuts[dim] == 1, -dim))
@@ -405,21 +408,21 @@ def _device_text(devices: Sequence[int], num_devices: int) -> str:
 # ---- Compiled programs -----------------------------------------------------------------------------------------------
 
 _TIMELINE_INCHES = 8.6
-"""Width of a timeline's axes: what the labels leave of the figure's."""
+"""Width of the axes of a timeline, without the labels."""
 
 
 @styled
 def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None = None) -> Figure:
-    """One layer simulated: its kernels above, its collectives below, and where compute waits for them.
+    """Plot the simulated timeline of a layer: kernels, collectives, and where compute waits for them.
 
     Args:
-      timeline: of a program, as `meshpar.inspect.timeline.simulator.timeline` gives it.
-      loop: name of the loop of which one iteration is drawn; None: the one that takes most of the step, or the whole
-        program when it has no loop.
-      title: default: what is drawn, and how long it takes.
+      timeline: result of `meshpar.inspect.timeline.simulator.timeline`.
+      loop: name of the loop, of which one iteration is drawn. By default the loop with the largest share of the step,
+        or the program if it has no loop.
+      title: by default the loop and its duration.
 
     Raises:
-      ValueError: the program has no loop of this name.
+      ValueError: the program has no loop with this name.
     """
     segment = _drawn(timeline, loop)
     scale, unit = (1e3, "ms") if segment.duration_s >= 1e-3 else (1e6, "µs")
@@ -435,7 +438,7 @@ def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None =
         if op.stream == "communication":
             _bar(axes, 0, start, end, colors[op.label])
             inches = (end - start) / length * _TIMELINE_INCHES
-            if inches >= 0.12:  # upwards where there is no room across
+            if inches >= 0.12:  # vertical text if there is no space for horizontal text
                 style: dict[str, Any] = {
                     "rotation": 0 if _fits(op.kind, inches) else 90,
                     "color": "white",
@@ -462,7 +465,8 @@ def _drawn(timeline: Timeline, loop: str | None) -> Segment:
         return max(timeline.loops, key=lambda one: one.duration_s * (one.trip_count or 1), default=timeline.segments[0])
     named = {one.name: one for one in timeline.loops}
     if loop not in named:
-        raise problem("plots.timeline", f"draw loop `{loop}`", "the program has no such loop", near(loop, named))
+        reason, fix = "the program does not have this loop", near(loop, named)
+        raise problem("plots.timeline", f"draw loop `{loop}`", reason, fix, code="unknown-name")
     return named[loop]
 
 
@@ -485,12 +489,12 @@ def _idle(segment: Segment) -> list[tuple[float, float]]:
 
 
 def _parts_of_model(segment: Segment) -> list[tuple[float, float, str]]:
-    """(start, end, name) of the stretches in which kernels of one part of the model follow each other."""
+    """Return (start, end, name) of consecutive kernels of the same part of the model."""
     found: list[tuple[float, float, str]] = []
     for op in sorted((op for op in segment.ops if op.stream == "compute"), key=lambda op: op.start_s):
         name = op.module.removeprefix(segment.module).strip("/").split("/")[0]
         if not name or op.end_s - op.start_s < 0.01 * segment.duration_s:
-            continue  # a kernel between two of another part does not tear them apart
+            continue  # short kernels do not interrupt the part around them
         if found and found[-1][2] == name:
             found[-1] = (found[-1][0], op.end_s, name)
         else:
@@ -500,7 +504,7 @@ def _parts_of_model(segment: Segment) -> list[tuple[float, float, str]]:
 
 def _bar(axes: Axes, row: int, start: float, end: float, color: str, **style: Any) -> None:
     style = {"edgecolor": "white", **style}
-    # A line around a sliver would hide it.
+    # An outline would hide a very short bar.
     width = 0.4 if end - start > 0.003 * axes.get_xlim()[1] else 0
     axes.barh(row, end - start, left=start, height=0.62, color=color, linewidth=width, **style)
 
@@ -519,7 +523,7 @@ def _timeline_legend(figure: Figure, segment: Segment, colors: Mapping[str, str]
 
 
 def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]], *, most: int = 6) -> None:
-    """A patch for each name, in a style of its own."""
+    """Return a legend entry for each name and style."""
     from matplotlib.patches import Patch
 
     if parts:
@@ -529,9 +533,13 @@ def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]], *, mos
 
 @styled
 def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
-    """What a device sends in a step: a bar for each report, a colour for each mesh axis, a hatch for each kind.
+    """Plot the bytes that a device sends per step: a bar per report, colored by mesh axis and hatched by kind.
 
-    Parts that would not be seen, as a metric's few bytes, are left out.
+    Parts that are too small to see are left out.
+
+    Args:
+      reports: reports by label.
+      title: title of the plot.
     """
     sent = [
         {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
@@ -572,13 +580,18 @@ def _name_rows(axes: Axes, names: Iterable[str]) -> None:
 
 @styled
 def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device") -> Figure:
-    """What fills a device, stacked, against the GPU's limit; several programs side by side.
+    """Plot the memory of a device by contents and the limit of the GPU, for several programs.
+
+    Args:
+      reports: memory reports by label.
+      title: title of the plot.
 
     Raises:
-      ValueError: no report.
+      ValueError: there is no report.
     """
     if not reports:
-        raise problem("plots.memory", "draw reports", "there are none", "give a label and a report.memory for each bar")
+        fix = "pass a label and a report.memory for each bar"
+        raise problem("plots.memory", "draw reports", "there are none", fix, code="missing-argument")
     figure, (axes,) = figure_of(3.6 + 1.4 * len(reports), 4.8)
     top = np.zeros(len(reports))
     shares = np.array([_memory_shares(report) for report in reports.values()], dtype=float)
@@ -605,14 +618,14 @@ def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device"
 
 
 def _memory_shares(report: Memory) -> tuple[int, ...]:
-    """Bytes of each part of `MEMORY`; together they are the peak."""
+    """Return the bytes of each part of `MEMORY`. Their sum is the peak."""
     others = report.temporaries_bytes - report.gradients_bytes
     rest = report.batch_bytes + report.other_bytes + report.output_bytes
     return report.params_bytes, report.optimizer_bytes, report.gradients_bytes, others, rest
 
 
 def _draw_limits(axes: Axes, limits: Sequence[int | None]) -> None:
-    """The GPU's memory: one line where all bars share it, else one over each bar."""
+    """Draw the memory limit: a single line if it is the same for all bars."""
     known = [(place, limit) for place, limit in enumerate(limits) if limit is not None]
     style: dict[str, Any] = {"color": BASELINE, "lw": 1.4, "ls": _DASHED}
     if len(known) == len(limits) and len(set(limits)) == 1:
@@ -627,13 +640,13 @@ def _draw_limits(axes: Axes, limits: Sequence[int | None]) -> None:
 
 @styled
 def collectives(found: Collectives, *, title: str | None = None) -> Figure:
-    """Time of a collective against its size, measured (points, quartiles as bars) and by the fitted model (dashed).
+    """Plot the time of collectives over size: measured (points with quartiles) and by the fitted model (dashed).
 
-    One panel for each collective and mesh axis. Where ring and recursive doubling cross by the model, a vertical line.
+    Each collective and mesh axis has a panel. A vertical line is where the model's ring and recursive doubling cross.
 
     Args:
-      found: what `meshpar.bench.collectives` measured.
-      title: above the picture.
+      found: result of `meshpar.bench.collectives`.
+      title: title of the plot.
     """
     cases = list(dict.fromkeys((row.collective, row.axis) for row in found.rows))
     columns = min(2, len(cases))
@@ -648,7 +661,9 @@ def collectives(found: Collectives, *, title: str | None = None) -> Figure:
             _draw_times(panel, [row for row in rows if row.algorithm == name], colors[name])
         sizes = [row.size_bytes for row in rows]
         crossover = found.crossover_bytes(axis) if collective == "all_reduce" else None
-        if crossover is not None and min(sizes) / 10 <= crossover <= max(sizes) * 10:  # or it would be far out of sight
+        if (
+            crossover is not None and min(sizes) / 10 <= crossover <= max(sizes) * 10
+        ):  # otherwise it is far outside the plot
             _mark(panel, f"ring / recursive doubling\n{si(crossover, 'B', digits=3)}", crossover)
         panel.set(xscale="log", yscale="log", xlabel="size", ylabel="time")
         _si_ticks(panel.xaxis, "B", (1.0,))
@@ -660,9 +675,13 @@ def collectives(found: Collectives, *, title: str | None = None) -> Figure:
 
 
 def growth(found: Growth, *, title: str | None = None) -> Figure:
-    """Tokens a second of one GPU against the number of GPUs: the same batch on the left, a growing one on the right.
+    """Plot tokens per second and GPU over the number of GPUs, for a constant batch and for a growing one.
 
-    One line for each kind of layout; it is dashed from where the layout no longer pays.
+    Each kind of layout has a line, which is dashed where the layout is no longer efficient.
+
+    Args:
+      found: result of `meshpar.planner.grow`.
+      title: title of the plot.
     """
     scalings = list(dict.fromkeys(one.scaling for one in found.sizes))
     figure, panels = figure_of(6.2 * len(scalings), 4.2, columns=len(scalings), rows=1)
@@ -681,12 +700,12 @@ def growth(found: Growth, *, title: str | None = None) -> Figure:
         panel.set_xticks(ticks := sorted({one.num_gpus for one in found.sizes})[::2], [f"{num:,}" for num in ticks])
         panel.minorticks_off()
         panel.legend(fontsize=7)
-    figure.suptitle(f"{found.gpu}, dashed where a layout no longer pays" if title is None else title)
+    figure.suptitle(f"{found.gpu}, dashed where a layout is no longer efficient" if title is None else title)
     return figure
 
 
 def _draw_times(panel: Axes, rows: Sequence[CollectiveRow], color: str) -> None:
-    """One algorithm: medians with their quartiles, and what the model predicts."""
+    """Plot the medians and quartiles of an algorithm, and the prediction of the model."""
     sizes, times = [row.size_bytes for row in rows], [row.time_s for row in rows]
     bars = [[max(row.time_s - row.low_s, 0) for row in rows], [max(row.high_s - row.time_s, 0) for row in rows]]
     name = rows[0].algorithm
@@ -699,7 +718,7 @@ def _draw_times(panel: Axes, rows: Sequence[CollectiveRow], color: str) -> None:
 
 
 def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.0, comm: float = 0.0) -> Figure:
-    """Pipeline schedules simulated, one above the other on one time axis: a line for each stage."""
+    """Plot simulated pipeline schedules below each other, with a row per stage."""
     return schedule_times([(one, one.simulate(f=f, b=b, w=w, comm=comm).free) for one in schedules])
 
 
@@ -707,7 +726,7 @@ def schedule(*schedules: Schedule, f: float = 1.0, b: float = 1.0, w: float = 1.
 def schedule_times(
     lines: Sequence[tuple[Schedule, ScheduleTimeline]], *, titles: Sequence[str] | None = None, unit: str = ""
 ) -> Figure:
-    """Pipeline schedules as timelines, simulated or measured, one above the other on one time axis."""
+    """Plot simulated or measured timelines of pipeline schedules below each other."""
     heights = [one.stages for one, _ in lines]
     longest = max(line.makespan for _, line in lines)
     height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8
@@ -748,12 +767,12 @@ def _draw_schedule(panel: Axes, one: Schedule, line: ScheduleTimeline, *, inches
 def schedule_curves(
     microbatches: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], *, title: str = ""
 ) -> Figure:
-    """Numbers of pipeline schedules against the number of microbatches, a panel for each kind of number.
+    """Plot quantities of pipeline schedules over the number of microbatches, with a panel per quantity.
 
     Args:
-      microbatches: where.
-      panels: what is drawn -> schedule -> its numbers there. Lines that coincide share a label.
-      title: above all panels.
+      microbatches: numbers of microbatches.
+      panels: quantity -> schedule -> values. Lines that coincide share a label.
+      title: title of the plot.
     """
     figure, axes = figure_of(6.2 * len(panels), 3.9, columns=len(panels))
     for panel, (what, of_schedules) in zip(axes, panels.items(), strict=True):
@@ -777,40 +796,40 @@ def schedule_curves(
 # ---- Experts ---------------------------------------------------------------------------------------------------------
 
 _LOAD_COLORS = ((0.0, "#2f6ea5"), (0.35, "#9cc3de"), (0.5, "#f7f6f2"), (0.65, "#f3b48b"), (1.0, "#b2401f"))
-"""Below the mean blue, above it red: read from 1/4 to 4 times the mean, evenly in its logarithm."""
+"""Colors of loads from 1/4 to 4 times the mean, logarithmic: blue below the mean, red above it."""
 _NO_LOAD = "#2b2b33"
 _MOST_WRITTEN = 16
-"""Up to so many experts each cell says its number, and every expert has a tick."""
+"""Maximum number of experts with a number in each cell and a tick for each expert."""
 
 
 @styled
 def expert_load(
     load: Any, *, num_ranks: int = 1, rows: Sequence[str] | None = None, title: str = "load of experts"
 ) -> Figure:
-    """How many tokens each expert got, layer by layer, in multiples of its layer's mean: white is even.
+    """Plot the load of experts per layer, as a multiple of the mean of the layer. White is the mean.
 
-    With several ranks, lines stand between their experts, and bars beside the picture show the busiest rank of each
-    layer, which the others wait for.
+    With several ranks, lines separate their experts, and bars show the busiest rank of each layer, for which the others
+    wait.
 
     Args:
       load: tokens [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers.
-      num_ranks: of the mesh axis that the experts are sharded over.
-      rows: what the rows are, when they are not layers of one model.
-      title: above the picture.
+      num_ranks: size of the mesh axis that shards the experts.
+      rows: labels of the rows, by default the layers.
+      title: title of the plot.
 
     Raises:
-      ValueError: a load that is not [layers, experts], or experts that the ranks do not divide.
+      ValueError: the shape of the load is not [layers, experts], or the experts are not divisible by the ranks.
     """
     load = np.asarray(load, float)
     if load.ndim != 2 or not load.size:
-        exists = "a load is [layers, experts], with something in it"
-        raise problem("plots.expert_load", f"draw a load of shape {load.shape}", exists, "stack the loads of layers")
+        requested, reason = f"draw a load of shape {load.shape}", "it must be [layers, experts] and not empty"
+        raise problem("plots.expert_load", requested, reason, "stack the loads of layers", code="wrong-shape")
     layers, experts = load.shape
     if num_ranks < 1 or experts % num_ranks:
-        exists = f"there are {experts} experts, and every rank has the same number"
-        raise problem("plots.expert_load", f"shard experts over {num_ranks} ranks", exists, "give a divisor of them")
+        requested, reason = f"shard experts over {num_ranks} ranks", f"{experts} is not a multiple of {num_ranks}"
+        raise problem("plots.expert_load", requested, reason, "use a divisor of the experts", code="indivisible")
     over_mean = load / np.maximum(load.mean(1, keepdims=True), np.finfo(float).tiny)
-    # As large as the cells need, and a panel for the busiest rank where there are several.
+    # The size follows from the cells. With several ranks there is a panel for the busiest one.
     wide, high = max(min(0.42 * experts, 10.0), 3.2) + 1.6, max(min(0.32 * layers, 8.0), 1.2) + 1.2
     widths = [wide, 1.8] if num_ranks > 1 else [wide]
     figure, panels = figure_of(sum(widths), high, columns=len(widths), sharey=True, width_ratios=widths)

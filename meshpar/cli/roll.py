@@ -1,13 +1,13 @@
-"""The roll of a pod: who has come, called at the coordinator's port before jax's service opens it.
+"""Roll call of a pod at the coordinator's port, before the service of jax uses this port.
 
-    process 0   listens ── hears "meshpar 3 of 8" of each ── all are here: "go" ── closes ─► jax's service listens there
-    process 3   connects, says who it is, waits ───────────────────────────── "go" ────────► jax's client connects there
+    process 0   listens ── receives "meshpar 3 of 8" ── all have joined: sends "go", closes ─► jax's service listens
+    process 3   connects, sends its number, waits ──────────────────────────── "go" ─────────► jax's client connects
 
-Every line ends with an HMAC under the run's token, which itself is never sent. Lines without it are ignored.
-If no token is set, the key is empty: any program that can reach the port can then disturb the join.
+Every line ends with an HMAC with the token of the run as key. The token is never sent, and lines without the HMAC are
+ignored. Without a token the key is empty, and any program that can reach the port can disturb the join.
 
-jax's own service tells nobody who is missing: its barrier ends in an abort that names no task, and a process that asks
-its store before all have registered is aborted, too ("wrong service incarnation": jax 0.10 and 0.12).
+The service of jax does not report which process is missing: its barrier aborts without naming a task, and a process
+that reads its store before all have registered is aborted, too ("wrong service incarnation": jax 0.10 and 0.12).
 """
 
 from __future__ import annotations
@@ -24,39 +24,43 @@ from collections.abc import Callable
 from meshpar.sharding.errors import MeshparError
 
 TOKEN = "MESHPAR_TOKEN"
-"""Environment variable with the run's token. `--processes` draws one; other launchers pass on what the user sets."""
+"""Environment variable with the token of the run. `--processes` creates one; with other launchers the user sets it."""
 GARBLED_S = 20.0
-"""Seconds for which something else may answer at the port: the coordinator of a run that is about to end."""
-_GRACE_S = 10.0  # process 0's own time ends first, and it says who is missing
+"""Seconds for which another program may answer at the port, such as the coordinator of a run that is ending."""
+_GRACE_S = 10.0  # process 0 times out first, and reports who is missing
 _CONNECT_S = 10.0
-_TURN_S = 0.2
+_POLL_S = 0.2
 _GO, _NO = "go", "no"
-_MOST_BYTES = 65_536
-_MOST_UNHEARD = 256
-"""Connections that have not sent a line yet. The oldest is closed when there are more; a real process tries again."""
+_MAX_BYTES = 65_536
+_MAX_SILENT = 256
+"""Maximum number of connections without a line. The oldest is closed; a real process connects again."""
 
 
 class RollError(MeshparError):
-    """Processes that did not come, came twice, or belong to another pod."""
+    """A process is missing, joined twice, or belongs to another pod."""
 
 
 def call(
     coordinator: str, *, process_id: int, num_processes: int, timeout_s: float, token: str = "", bind: str | None = None
 ) -> None:
-    """Return when every process of the pod has called this, and nothing listens at the port any more.
+    """Return after every process of the pod has called this and the port is free again.
 
     Args:
       coordinator: `host:port` of process 0.
+      process_id: number of this process.
+      num_processes: number of processes of the pod.
+      timeout_s: seconds to wait for the other processes.
       token: the secret of this run, the same in every process.
-      bind: `host:port` where process 0 listens; by default `coordinator`. Without a host: all interfaces.
+      bind: `host:port` where process 0 listens, by default `coordinator`. An empty host means all interfaces.
 
     Raises:
-      ValueError: in every process that came: who did not, or who came twice; or something else has the port.
+      ValueError: a process is missing or joined twice, or another program uses the port. All processes that have
+        joined raise the same error.
     """
     key = token.encode()
     if process_id == 0:
         with _listen(coordinator, bind or coordinator) as server:
-            _Roll(server, coordinator, num_processes, key).hear(timeout_s)
+            _Roll(server, coordinator, num_processes, key).run(timeout_s)
         return
     host, _, port = coordinator.rpartition(":")
     me = f"process {process_id} of {num_processes}"
@@ -78,30 +82,30 @@ def _verified(line: bytes, key: bytes) -> str | None:
 
 
 class _Roll:
-    """Process 0's: the processes that are here, each with its connection and the host it comes from."""
+    """The side of process 0: the processes that have joined, with connection and host."""
 
     def __init__(self, server: socket.socket, coordinator: str, num_processes: int, key: bytes) -> None:
         self._server, self._coordinator, self._num_processes, self._key = server, coordinator, num_processes, key
-        self._here: dict[int, tuple[socket.socket, str]] = {}
-        self._unheard: dict[socket.socket, None] = {}
+        self._joined: dict[int, tuple[socket.socket, str]] = {}
+        self._silent: dict[socket.socket, None] = {}
         self._strangers: set[str] = set()
         self._ready = selectors.DefaultSelector()
 
-    def hear(self, timeout_s: float) -> None:
+    def run(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         self._ready.register(self._server, selectors.EVENT_READ)
         try:
-            while len(self._here) < self._num_processes - 1:
+            while len(self._joined) < self._num_processes - 1:
                 if time.monotonic() > deadline:
-                    raise self._absent(timeout_s)
-                for key, _ in self._ready.select(_TURN_S):
+                    raise self._missing(timeout_s)
+                for key, _ in self._ready.select(_POLL_S):
                     if key.fileobj is self._server:
                         self._accept()
                     else:
-                        self._hear_one(key.fileobj)  # type: ignore[arg-type]
-            self._tell([_GO])
+                        self._receive(key.fileobj)  # type: ignore[arg-type]
+            self._send_all([_GO])
         except RollError as error:
-            self._tell([_NO, error.where, error.requested, error.reason, error.fix, error.code])
+            self._send_all([_NO, error.where, error.requested, error.reason, error.fix, error.code])
             raise
         finally:
             for key in list(self._ready.get_map().values()):
@@ -114,21 +118,21 @@ class _Roll:
         with contextlib.suppress(OSError):  # the peer is gone, or too many files are open
             connection = self._server.accept()[0]
             self._ready.register(connection, selectors.EVENT_READ)
-            self._unheard[connection] = None
-        if self._unheard and (connection is None or len(self._unheard) > _MOST_UNHEARD):
-            self._close(next(iter(self._unheard)))
+            self._silent[connection] = None
+        if self._silent and (connection is None or len(self._silent) > _MAX_SILENT):
+            self._close(next(iter(self._silent)))
 
     def _close(self, connection: socket.socket) -> None:
-        self._here = {number: one for number, one in self._here.items() if one[0] is not connection}
-        self._unheard.pop(connection, None)
+        self._joined = {number: one for number, one in self._joined.items() if one[0] is not connection}
+        self._silent.pop(connection, None)
         self._ready.unregister(connection)
         connection.close()
 
-    def _hear_one(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         """Read the line of one connection. It is closed if its process has died, or if the line lacks the token."""
-        self._unheard.pop(connection, None)
+        self._silent.pop(connection, None)
         try:
-            host, line = connection.getpeername()[0].removeprefix("::ffff:"), connection.recv(_MOST_BYTES)
+            host, line = connection.getpeername()[0].removeprefix("::ffff:"), connection.recv(_MAX_BYTES)
         except OSError:
             host, line = "", b""
         found = re.fullmatch(r"meshpar ([0-9]{1,9}) of ([0-9]{1,9})", _verified(line, self._key) or "")
@@ -138,33 +142,37 @@ class _Roll:
             self._close(connection)
             return
         number, size = int(found[1]), int(found[2])
-        if number in self._here or not 0 < number < self._num_processes or size != self._num_processes:
-            again = f", and another from {self._here[number][1]} is that already" if number in self._here else ""
+        if number in self._joined or not 0 < number < self._num_processes or size != self._num_processes:
+            first = (
+                f", and process {number} has joined from {self._joined[number][1]}" if number in self._joined else ""
+            )
             raise RollError(
                 f"process {number} of {size} (from {host})",
                 f"join the pod of {self._num_processes} at {self._coordinator}",
-                f"its processes are 1 to {self._num_processes - 1} beside the coordinator{again}",
-                "give every process a number of its own and the same size; see that no other run has this address",
+                f"its processes are 0, the coordinator, to {self._num_processes - 1}{first}",
+                "start all processes with different numbers and the same size, and other runs with another address",
+                "conflict",
             )
-        self._here[number] = connection, host
+        self._joined[number] = connection, host
 
-    def _absent(self, timeout_s: float) -> RollError:
-        missing = [number for number in range(1, self._num_processes) if number not in self._here]
-        shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
-        here = ", ".join(f"{number} ({self._here[number][1]})" for number in sorted(self._here)[:16])
+    def _missing(self, timeout_s: float) -> RollError:
+        missing = [number for number in range(1, self._num_processes) if number not in self._joined]
+        numbers = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
+        joined = ", ".join(f"{number} ({self._joined[number][1]})" for number in sorted(self._joined)[:16])
         hosts = ", ".join(sorted(self._strangers))
-        ignored = f"; lines without this run's token ({TOKEN}) came from {hosts} and were ignored" * bool(hosts)
+        ignored = f"; messages from {hosts} without the token of this run ({TOKEN}) were ignored" if hosts else ""
         return RollError(
-            f"process{'es' * (len(missing) > 1)} {shown} of {self._num_processes}",
+            f"process{'es' * (len(missing) > 1)} {numbers} of {self._num_processes}",
             f"join the pod at {self._coordinator}",
-            f"{len(missing)} did not come within {timeout_s:g} s; beside process 0 here: {here or 'none'}{ignored}",
-            "look at the logs of those missing, and start all of them again; --join-limit waits longer",
+            f"{len(missing)} did not join within {timeout_s:g} s; joined except process 0: {joined or 'none'}{ignored}",
+            "read the logs of the missing processes and start all of them again, or set a longer --join-limit",
+            "timeout",
         )
 
-    def _tell(self, words: list[str]) -> None:
-        """To all that are connected, also one that may not come."""
+    def _send_all(self, words: list[str]) -> None:
+        """Send an answer to all connections."""
         for key in self._ready.get_map().values():
-            with contextlib.suppress(OSError):  # it died meanwhile: jax's own limit, or the watchdog, ends the others
+            with contextlib.suppress(OSError):  # it died: the timeout of jax or the watchdog ends the others
                 if key.fileobj is not self._server:
                     key.fileobj.sendall(_signed(json.dumps(words), self._key))  # type: ignore[union-attr]
 
@@ -177,49 +185,52 @@ def _listen(coordinator: str, bind: str) -> socket.socket:
         at = ("" if dual else host.strip("[]"), int(port))
         return socket.create_server(at, family=family, dualstack_ipv6=dual, backlog=4096)
     except OSError as error:
-        raise _taken(coordinator, "open it", f"the port cannot be opened ({error.strerror or error})") from None
+        raise _in_use(coordinator, "open it", f"the port cannot be opened ({error.strerror or error})") from None
 
 
-def _ask(address: tuple[str, int], said: bytes, key: bytes, me: str, coordinator: str, timeout_s: float) -> list[str]:
-    """What process 0 answers: it may start later, and start again while this one waits."""
+def _ask(
+    address: tuple[str, int], message: bytes, key: bytes, me: str, coordinator: str, timeout_s: float
+) -> list[str]:
+    """Return the answer of process 0, which may start later, and restart while this process waits."""
     deadline, why = time.monotonic() + timeout_s + _GRACE_S, ""
     garbled_since: float | None = None
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, timeout=min(left, _CONNECT_S)) as connection:
-                connection.sendall(said)
+                connection.sendall(message)
                 line = _line(connection, lambda: deadline - time.monotonic())
             if (answer := _read(_verified(line, key))) is not None:
                 return answer
-            why = "what listens there closes the connection"
+            why = "the program at this port closes the connection"
         except OSError as error:
             line, why = b"", error.strerror or str(error)
         garbled_since = (garbled_since or time.monotonic()) if line else None
         if garbled_since is not None and time.monotonic() - garbled_since >= GARBLED_S:
-            raise _taken(coordinator, "find process 0 there", "another program listens there")
-        time.sleep(min(_TURN_S, max(left, 0)))
+            raise _in_use(coordinator, "reach process 0", "another program listens there")
+        time.sleep(min(_POLL_S, max(left, 0)))
     raise RollError(
         me,
         f"reach process 0 at {coordinator}",
-        f"it gave no answer within {timeout_s:g} s ({why})",
-        "see that process 0 runs, and that this is its address (JAX_COORDINATOR_ADDRESS, or MASTER_ADDR and "
-        "MASTER_PORT); look at its log; --join-limit waits longer",
+        f"it did not answer within {timeout_s:g} s ({why})",
+        "check that process 0 runs and that this is its address (JAX_COORDINATOR_ADDRESS, or MASTER_ADDR and "
+        "MASTER_PORT), read its log, or set a longer --join-limit",
+        "timeout",
     )
 
 
 def _line(connection: socket.socket, left_s: Callable[[], float]) -> bytes:
-    said = b""
-    while not said.endswith(b"\n") and len(said) < _MOST_BYTES:
+    line = b""
+    while not line.endswith(b"\n") and len(line) < _MAX_BYTES:
         connection.settimeout(max(left_s(), 0.001))
-        more = connection.recv(_MOST_BYTES)
+        more = connection.recv(_MAX_BYTES)
         if not more:
             break
-        said += more
-    return said
+        line += more
+    return line
 
 
 def _read(text: str | None) -> list[str] | None:
-    """Return an answer of process 0 as its words, and None for anything else."""
+    """Return the words of an answer of process 0, or None for other text."""
     try:
         words = json.loads(text or "")
     except (ValueError, RecursionError):
@@ -228,10 +239,6 @@ def _read(text: str | None) -> list[str] | None:
     return words if is_text and (words == [_GO] or (len(words) == 6 and words[0] == _NO)) else None
 
 
-def _taken(coordinator: str, asked: str, exists: str) -> MeshparError:
-    return MeshparError(
-        f"the coordinator's address {coordinator}",
-        asked,
-        exists,
-        "name another port for every process (JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_PORT), or end that program",
-    )
+def _in_use(coordinator: str, requested: str, reason: str) -> MeshparError:
+    fix = "use another port in every process (JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_PORT), or end that program"
+    return MeshparError(f"the coordinator's address {coordinator}", requested, reason, fix, "address-in-use")

@@ -212,8 +212,8 @@ def test_no_pod(env: dict[str, str]) -> None:
         ({**EIGHT_A_NODE, "SLURM_LOCALID": "8"}, ["process 8 of this node (SLURM_LOCALID)", "this node has 8"]),
         ({**TORCHRUN, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, ["process 0 of this node", "this node has 0"]),
         ({**TORCHRUN, "LOCAL_RANK": "-1"}, ["process -1 of this node (LOCAL_RANK)", "numbered from 0"]),
-        ({**TORCHRUN, "MASTER_ADDR": "http://a:80/x"}, ["http://a:80/x", "names no host"]),
-        ({**SLURM, "SLURM_STEP_NODELIST": ",b"}, ["process 0 at :", "names no host"]),
+        ({**TORCHRUN, "MASTER_ADDR": "http://a:80/x"}, ["http://a:80/x", "no valid host name"]),
+        ({**SLURM, "SLURM_STEP_NODELIST": ",b"}, ["process 0 at :", "no valid host name"]),
         ({**TORCHRUN, "JAX_LOCAL_DEVICE_IDS": "0,0"}, ["JAX_LOCAL_DEVICE_IDS", "'0,0'"]),
     ],
 )
@@ -231,7 +231,7 @@ def test_joining_says_in_one_line_that_there_is_nothing_to_join(caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == [
         "one process: no pod to join",
         "one process under torchrun: no pod to join",
-        "one process (SLURM allotted 16 tasks, but `srun` did not start this one): no pod to join",
+        "one process (SLURM has 16 tasks, but `srun` did not start this process): no pod to join",
     ]
 
 
@@ -274,7 +274,7 @@ def test_others_that_do_not_come_are_told_in_words(monkeypatch: pytest.MonkeyPat
     launch.join({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:5"}, timeout_s=0)
     assert codes == [1]
     assert "process 1: cannot join a pod at" in (err := capfd.readouterr().err)
-    assert "not all 4 processes came within 0 s" in err
+    assert "not all 4 processes joined within 0 s" in err
 
 
 PROCESS = textwrap.dedent("""

@@ -359,10 +359,10 @@ def test_local_processes_share_the_host_devices(tmp_path: Path, monkeypatch: pyt
     assert launch.detect(env) == launch.Launch(
         source="torchrun", num_processes=4, process_id=1, coordinator="127.0.0.1:5", local_device_ids=(1,)
     )
-    with pytest.raises(MeshparError, match="share 8 host devices: 8 is not a multiple of 3.*Say --devices 9"):
+    with pytest.raises(MeshparError, match="share 8 host devices: 8 is not a multiple of 3.*Use --devices 9"):
         processes._environment(0, 3, port=5, began_with=3)
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(MeshparError, match=r"a launcher started this one \(RANK=0\)"):
+    with pytest.raises(MeshparError, match=r"a launcher started this process \(RANK=0\)"):
         processes._environment(0, 2, port=5, began_with=2)
 
 
@@ -416,7 +416,7 @@ def test_when_a_process_is_lost_the_others_start_again(monkeypatch: pytest.Monke
     assert processes.run(["is lost"], processes=2, restarts=1) == 0
     text = capfd.readouterr().err
     assert "process 1 of 2 ended with SIGKILL" in text
-    assert "1 of the processes start again, from the newest checkpoint; restarts left: 0" in text
+    assert "restarting with 1 processes from the newest checkpoint; restarts left: 0" in text
 
 
 def test_as_many_start_again_as_can_share_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,14 +441,16 @@ def test_a_mesh_shrinks_by_the_processes_that_are_lost(monkeypatch: pytest.Monke
         assert processes.shrunk(mesh) == mp.MeshSpec(data=data, fsdp=2)
         assert processes.shrunk(mp.MeshSpec(fsdp=-1)) == mp.MeshSpec(fsdp=-1)
     monkeypatch.setattr(os, "environ", {processes.BEGAN_WITH: "2", "WORLD_SIZE": "2"})
-    with pytest.raises(MeshparError, match="go on with 1 of 2 processes.*`data` is 1.*larger data axis"):
+    with pytest.raises(
+        MeshparError, match="continue with 1 of 2 processes.*axis `data` is not divisible by 2.*larger data axis"
+    ):
         processes.shrunk(mp.MeshSpec(fsdp=8))
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--restarts", "1", "--processes", "2", "--fresh"], "a restart would begin anew"),
+        (["--restarts", "1", "--processes", "2", "--fresh"], "a restart would discard the run"),
         (["--restarts", "1"], "Add --processes N"),
         (["--processes", "2", "--shrink"], "Add --restarts K"),
     ],

@@ -40,7 +40,7 @@ def test_loss_curve_draws_every_point_and_the_baseline():
     assert np.asarray(held_out.get_xydata()).tolist() == [[5, 1.5], [10, 0.75]]
     assert list(baseline.get_ydata()) == [2.25, 2.25]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert labels == ["training", "held out (0.750 at the end)", "bigram (2.250)"]
+    assert labels == ["training", "validation (0.750 at the end)", "bigram (2.250)"]
     assert axes.get_ylabel() == "bits"
 
 
@@ -363,7 +363,7 @@ def test_curves_are_the_values_given(log):
     assert band.get_y() + band.get_height() == 1.3
 
 
-@pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "Stack the loads"), ([[1, 2, 3]], 2, "3 experts")])
+@pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "Stack the loads"), ([[1, 2, 3]], 2, "3 is not a multiple of 2")])
 def test_loads_that_cannot_be_drawn(load, num_ranks, told):
     with pytest.raises(mp.MeshparError, match=told):
         plots.expert_load(load, num_ranks=num_ranks)

@@ -17,7 +17,7 @@ from meshpar.sharding.types import MeshparError
 @pytest.fixture
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(roll, "_GRACE_S", 0.2)
-    monkeypatch.setattr(roll, "_TURN_S", 0.01)
+    monkeypatch.setattr(roll, "_POLL_S", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as free:
         return f"127.0.0.1:{free.getsockname()[1]}"
 
@@ -52,15 +52,15 @@ def test_all_go_on_when_all_have_come_and_the_port_is_free(address: str) -> None
 
 def test_those_that_did_not_come_are_named_to_all_that_did(address: str) -> None:
     of_0, of_2 = called(address, (0, 4), (2, 4), timeout_s=0.3)
-    assert of_0.startswith(f"processes 1, 3 of 4: cannot join the pod at {address}: 2 did not come within 0.3 s")
-    assert "beside process 0 here: 2 (127.0.0.1)" in of_0
+    assert of_0.startswith(f"processes 1, 3 of 4: cannot join the pod at {address}: 2 did not join within 0.3 s")
+    assert "joined except process 0: 2 (127.0.0.1)" in of_0
     assert of_2 == of_0
 
 
 @pytest.mark.parametrize(
     ("places", "said"),
     [
-        (((1, 3), (1, 3), (0, 3)), "another from 127.0.0.1 is that already"),
+        (((1, 3), (1, 3), (0, 3)), "joined from 127.0.0.1"),
         (((1, 2), (0, 3)), "process 1 of 2 (from 127.0.0.1): cannot join the pod of 3"),
     ],
 )
@@ -101,10 +101,10 @@ def test_a_port_that_another_program_has_is_told(address: str, monkeypatch: pyte
             with connection:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
 
-        with pytest.raises(MeshparError, match=r"open it: the port cannot be opened.*Name another port"):
+        with pytest.raises(MeshparError, match=r"open it: the port cannot be opened.*Use another port"):
             roll.call(address, process_id=0, num_processes=2, timeout_s=60)
         threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(MeshparError, match=r"find process 0 there: another program listens there"):
+        with pytest.raises(MeshparError, match=r"reach process 0: another program listens there"):
             roll.call(address, process_id=1, num_processes=2, timeout_s=60)
 
 
@@ -126,7 +126,7 @@ STRANGERS = {
     "a signature of another line": [roll._signed("meshpar 1 of 2", b"token").replace(b"1 of", b"9 of")],
     "binary": [b"\xff\x00" * 100],
     "very long": [b"meshpar " * 20_000],
-    "silent, more than fit": [b""] * (roll._MOST_UNHEARD + 20),
+    "silent, more than fit": [b""] * (roll._MAX_SILENT + 20),
 }
 
 
@@ -192,6 +192,8 @@ def test_ignored_lines_are_reported_if_a_process_did_not_come(address: str) -> N
 
     knocks = threading.Thread(target=knock)
     knocks.start()
-    with pytest.raises(MeshparError, match=r"MESHPAR_TOKEN\) came from 127.0.0.1 and were ignored"):
+    with pytest.raises(
+        MeshparError, match=r"from 127.0.0.1 without the token of this run \(MESHPAR_TOKEN\) were ignored"
+    ):
         roll.call(address, process_id=0, num_processes=2, timeout_s=1, token="token")
     knocks.join()
