@@ -237,7 +237,7 @@ def test_explicit_model_rejects_unexpected_collectives():
 
 def test_explicit_model_is_rejected_inside_shard_map():
     state = mp.abstract_state(_typed(), optax.sgd(0.1), mesh=MESH, strategy=FSDP)
-    with pytest.raises(mp.MeshparError, match="no Explicit axis next to a Manual"):
+    with pytest.raises(mp.MeshparError, match="JAX does not support Explicit next to Manual"):
         mp.train_step(_loss, accumulate=2, reduce_gradients="once").trace(state, ROWS)
 
 

@@ -137,7 +137,7 @@ def test_text_and_html_compare_two_strategies(explain, recipe, tmp_path):
     args = (recipe, "--mesh", "fsdp=4", "--set", "batch_size=8", "--against", "zero1()", "--html", page)
     code, out, _ = explain(*args)
     assert code == 0
-    for text in ("fsdp() on fsdp=4 · cpu · 4 devices", "MEMORY", "PROMISE", "COLLECTIVES", "SIDE BY SIDE"):
+    for text in ("fsdp() on fsdp=4 · cpu · 4 devices", "MEMORY", "EXPECTED COLLECTIVES", "SIDE BY SIDE"):
         assert text in out
     (peak,) = re.findall(r"^ *peak memory +(\S+ \S+) +(\S+ \S+) +([+−]).*$", out, flags=re.MULTILINE)
     assert peak[2] == "+"  # ZeRO-1 stores unsharded parameters

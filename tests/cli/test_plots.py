@@ -363,7 +363,9 @@ def test_curves_are_the_values_given(log):
     assert band.get_y() + band.get_height() == 1.3
 
 
-@pytest.mark.parametrize(("load", "num_ranks", "told"), [([1, 2], 1, "Stack the loads"), ([[1, 2, 3]], 2, "3 is not a multiple of 2")])
+@pytest.mark.parametrize(
+    ("load", "num_ranks", "told"), [([1, 2], 1, "Stack the loads"), ([[1, 2, 3]], 2, "3 is not a multiple of 2")]
+)
 def test_loads_that_cannot_be_drawn(load, num_ranks, told):
     with pytest.raises(mp.MeshparError, match=told):
         plots.expert_load(load, num_ranks=num_ranks)

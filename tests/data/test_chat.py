@@ -21,7 +21,7 @@ from meshpar.data import ChatData, streams
 from meshpar.data.chat import Conversation, Template, packed
 from meshpar.models import TransformerConfig, next_token_loss
 from tests.errors import raises
-from tests.interop.test_untrusted import check_message
+from tests.interop.test_untrusted import check_parts
 
 pytest.importorskip("jinja2", reason="renders templates: pip install meshpar[hf]")
 RECIPE = Path(__file__).parents[2] / "recipes" / "finetune_hf.py"
@@ -301,7 +301,7 @@ def test_random_conversations_render_or_raise_full_errors():
             template.render("line 1", rng.choice([chat, chat, chat, message, rng.choice(values)]))
             num_rendered += 1
         except mp.MeshparError as error:
-            check_message(error)
+            check_parts(error)
     assert 0 < num_rendered < 300
 
 

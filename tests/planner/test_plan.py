@@ -709,7 +709,7 @@ def test_plans_are_immutable_and_printable(plans, tmp_path):
         ({"interleave": "2"}, "interleave='2'"),
     ):
         assert text in plans.why_not(mesh="fsdp=8", strategy="fsdp()", **cut)
-    assert "estimates are made for None, " in plans.why_not(mesh="fsdp=8", strategy="fsdp()", remat="save:x")
+    assert "must be one of None, " in plans.why_not(mesh="fsdp=8", strategy="fsdp()", remat="save:x")
     data = json.loads((tmp_path / "plan.json").read_text())
     for change, text in (
         ({"colour": 1}, "read `colour`: a Plans has no such field"),
@@ -739,7 +739,7 @@ def test_plan_rejects_invalid_arguments(plans):
         ({"model": 3}, "plan\\(model=...\\): cannot trace a training step with it: it is a int"),
         ({"tx": mp.AdamW(lr=1e-3)}, "plan\\(tx=...\\): .* it is a AdamW without a method `update`"),
         ({"model": type(CONFIG)}, "it is the class TransformerConfig and not an instance. Call it"),
-        ({"model": None}, "it is a NoneType, without `build`"),
+        ({"model": None}, "it is a NoneType without a method `build`"),
         ({"batch": tokens(0, 64)}, "batch: .* it has no rows: \\(0, 64\\)"),
         ({"batch": {}}, "it has no rows: no array"),
         ({"batch": [1, 2]}, "it has no rows: \\(\\), \\(\\)"),

@@ -196,5 +196,8 @@ def test_it_updates_as_on_one_device(name):
 
 def test_the_loss_at_other_parameters_is_refused_where_there_is_none():
     state = mp.abstract_state(MODEL, optax.lbfgs(), mesh=MESH.build(), strategy=STRATEGY)
-    with pytest.raises(mp.MeshparError, match="optimizer's update.*`value_fn`.*several micro-steps.*accumulate=1"):
+    with pytest.raises(
+        mp.MeshparError,
+        match="optimizer's update.*`value_fn`.*accumulate evaluate the loss only on parts.*accumulate=1",
+    ):
         mp.train_step(loss, accumulate=2).trace(state, BATCH)
