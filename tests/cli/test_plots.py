@@ -364,7 +364,7 @@ def test_curves_are_the_values_given(log):
 
 
 @pytest.mark.parametrize(
-    ("load", "num_ranks", "told"), [([1, 2], 1, "Stack the loads"), ([[1, 2, 3]], 2, "3 is not a multiple of 2")]
+    ("load", "num_ranks", "told"), [([1, 2], 1, "Stack the loads"), ([[1, 2, 3]], 2, "3 is not a multiple")]
 )
 def test_loads_that_cannot_be_drawn(load, num_ranks, told):
     with pytest.raises(mp.MeshparError, match=told):

@@ -673,7 +673,7 @@ def garbled(data):
     layout = data["plans"][0]["layout"]
     yield (
         "fsdp=8",
-        'a plan\'s `layout`: cannot read it: it is "fsdp=8", and no object with exactly mesh, strategy',
+        'a plan\'s `layout`: cannot read it: it is "fsdp=8", not an object with exactly mesh, strategy',
     )
     yield {**layout, "mesh": "fsdp=8"}, '`mesh`: cannot read "fsdp=8": it is sizes by axis'
     yield {**layout, "strategy": {"parts": [3]}}, "`strategy`: cannot read .*: its parts are objects"
@@ -740,9 +740,9 @@ def test_plan_rejects_invalid_arguments(plans):
         ({"tx": mp.AdamW(lr=1e-3)}, "plan\\(tx=...\\): .* it is a AdamW without a method `update`"),
         ({"model": type(CONFIG)}, "it is the class TransformerConfig and not an instance. Call it"),
         ({"model": None}, "it is a NoneType without a method `build`"),
-        ({"batch": tokens(0, 64)}, "batch: .* it has no rows: \\(0, 64\\)"),
-        ({"batch": {}}, "it has no rows: no array"),
-        ({"batch": [1, 2]}, "it has no rows: \\(\\), \\(\\)"),
+        ({"batch": tokens(0, 64)}, "batch: .* it has no examples: \\(0, 64\\)"),
+        ({"batch": {}}, "it has no examples: no array"),
+        ({"batch": [1, 2]}, "it has no examples: \\(\\), \\(\\)"),
         ({"batch": {"inputs": "text"}}, "batch leaf `inputs`: .* it is a str"),
         ({"batch": {**tokens(16, 64), "mask": np.ones(8)}}, "its leaves differ in rows: \\(16, 64\\), \\(8,\\)"),
         ({"batch": {"tokens": np.ones((16, 64), np.int32)}}, "next_token_loss: .* it has tokens"),
