@@ -675,9 +675,9 @@ def garbled(data):
         "fsdp=8",
         'a plan\'s `layout`: cannot read it: it is "fsdp=8", not an object with exactly mesh, strategy',
     )
-    yield {**layout, "mesh": "fsdp=8"}, '`mesh`: cannot read "fsdp=8": it is sizes by axis'
-    yield {**layout, "strategy": {"parts": [3]}}, "`strategy`: cannot read .*: its parts are objects"
-    yield {**layout, "accumulate": 0}, "`accumulate`: cannot read 0: it is a whole number of at least 1"
+    yield {**layout, "mesh": "fsdp=8"}, '`mesh`: cannot read "fsdp=8": it must be an object with sizes by axis'
+    yield {**layout, "strategy": {"parts": [3]}}, "`strategy`: cannot read .*: its parts must be objects"
+    yield {**layout, "accumulate": 0}, "`accumulate`: cannot read 0: it must be a positive integer"
     yield {**layout, "remat": "ful"}, "remat='ful'"
 
 
@@ -715,16 +715,16 @@ def test_plans_are_immutable_and_printable(plans, tmp_path):
         ({"colour": 1}, "read `colour`: a Plans has no such field"),
         ({"rates": None}, "lacks it"),
         *(({"plans": [{**data["plans"][0], "layout": layout}]}, text) for layout, text in garbled(data)),
-        ({"considered": "x"}, '`considered`: cannot read "x": of a Plans it is a whole number'),
-        ({"advice": "begin"}, "`advice`: .* it is a list of texts"),
+        ({"considered": "x"}, '`considered`: cannot read "x": this field of a Plans must be an integer'),
+        ({"advice": "begin"}, "`advice`: .* must be a list of texts"),
         *(
             ({"plans": [{**data["plans"][0], key: value}]}, text)
             for key, value, text in (
-                ("step_s", "fast", '`step_s`: cannot read "fast": of a Plan it is a number'),
-                ("step_s", float("nan"), "it is a number"),
-                ("peak_bytes", None, "it is a whole number"),
-                ("exposed_s", {"fsdp": None}, "it is an object of numbers"),
-                ("tokens_per_s", [], "it is a number or null"),
+                ("step_s", "fast", '`step_s`: cannot read "fast": this field of a Plan must be a number'),
+                ("step_s", float("nan"), "must be a number"),
+                ("peak_bytes", None, "must be an integer"),
+                ("exposed_s", {"fsdp": None}, "must be an object of numbers"),
+                ("tokens_per_s", [], "must be a number or null"),
             )
         ),
     ):
@@ -744,12 +744,18 @@ def test_plan_rejects_invalid_arguments(plans):
         ({"batch": {}}, "it has no examples: no array"),
         ({"batch": [1, 2]}, "it has no examples: \\(\\), \\(\\)"),
         ({"batch": {"inputs": "text"}}, "batch leaf `inputs`: .* it is a str"),
-        ({"batch": {**tokens(16, 64), "mask": np.ones(8)}}, "its leaves differ in rows: \\(16, 64\\), \\(8,\\)"),
+        (
+            {"batch": {**tokens(16, 64), "mask": np.ones(8)}},
+            "its leaves have different numbers of examples: \\(16, 64\\), \\(8,\\)",
+        ),
         ({"batch": {"tokens": np.ones((16, 64), np.int32)}}, "next_token_loss: .* it has tokens"),
-        ({"precision": "bfloat16"}, 'plan\\(precision=.bfloat16.\\): .* Write mp.Precision\\(compute="bfloat16"\\)'),
-        ({"xla": 3}, "xla=3: cannot compile by it"),
-        ({"xla": {"--xla_gpu_x": 1}}, "the names of XLA's options begin with xla_"),
-        ({"verify": 6}, "plan\\(verify=6\\): .* top=5 gives fewer"),
+        (
+            {"precision": "bfloat16"},
+            'plan: cannot use precision=.bfloat16.: .* Write mp.Precision\\(compute="bfloat16"\\)',
+        ),
+        ({"xla": 3}, "xla=3: cannot compile with it"),
+        ({"xla": {"--xla_gpu_x": 1}}, "names of XLA's options begin with xla_"),
+        ({"verify": 6}, "plan\\(verify=6\\): .* there are only top=5 plans"),
         ({"loss": lambda model, batch: 0.0}, "plan: cannot call <lambda> with model, batch, key"),
         ({"loss": lambda model, batch, key: None}, "it returned NoneType"),
         ({"bound_factor": 0}, "plan: cannot set bound_factor=0"),
@@ -758,7 +764,7 @@ def test_plan_rejects_invalid_arguments(plans):
         given = {"model": CONFIG, "batch": tokens(16, 64), "cluster": "h100:1x8", **change}
         with pytest.raises(mp.MeshparError, match=text):
             mp.plan(**given)
-    with pytest.raises(mp.MeshparError, match="compare them with 3: it is a int"):
+    with pytest.raises(mp.MeshparError, match="compare with 3: it is a int"):
         plans.diff(3)
     with pytest.raises(mp.MeshparError, match="its folder does not exist"):
         plans.save("/no/such/folder/plan.json")
