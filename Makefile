@@ -1,11 +1,11 @@
-# What a clean checkout can do with Python 3.11 or newer and nothing else. `make` alone lists it.
-# `make test PYTHON=python3.12` works in an environment of its own, beside `.venv`.
+# Targets for a clean checkout with Python 3.11 or newer. `make` lists them.
+# `make test PYTHON=python3.12` uses a separate environment, `.venv-3.12`.
 
 RECIPE = recipes/gpt_stdlib.py
 WORKERS = 2
 ARGS =
 
-# Only a PYTHON given to make counts: the variable means other things in other people's shells.
+# Only a PYTHON that is passed to make is used, because shells may set this variable for other purposes.
 ifeq ($(origin PYTHON),command line)
   INTERPRETER := $(shell .ci/find-python $(PYTHON))
   ifeq ($(INTERPRETER),)
@@ -20,10 +20,10 @@ endif
 BIN := $(VENV)/bin
 # A file's tests stay on one worker, so that what a module's fixtures compile is compiled once.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
-# One case of each family: `make test`. What is left out (`REST`): grids, recipes, notebooks, compilations for GPUs.
+# `make test` runs one case of each family. `REST` has grids, recipes, notebooks and compilations for GPUs.
 QUICK := "not matrix and not pod and not foreign"
 REST := "(matrix or pod) and not foreign"
-# What the second interpreter runs: the spine.
+# Central tests, which the second interpreter runs.
 SUBSET := tests/test_packaging.py tests/test_layering.py tests/sharding tests/parallel/test_strategies.py \
     tests/cli/test_launch.py tests/cli/test_recipe.py \
     tests/training/test_state.py tests/training/test_step.py tests/layers/test_precision.py \
