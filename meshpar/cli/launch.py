@@ -2,7 +2,7 @@
 
 `jax.distributed.initialize` detects SLURM, Open MPI, Kubernetes and Cloud TPU. This module adds launchers that only set
 variables (torchrun, Kubeflow, PMI, indexed jobs without access to the API of the cluster), all GPUs of a node for its
-only process, an error instead of a hang if variables are missing, and a log line before the process waits for others.
+only process, an error instead of a hang if variables are missing, and a log line before the process blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LaunchError(MeshparError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Launch:
-    """Number of a process in a pod, and how it reaches the others."""
+    """Number of a process in a pod, and the address of the coordinator."""
 
     source: str
     """The detected launcher: jax, torchrun, kubeflow, open-mpi, pmi, kubernetes, slurm or cloud-tpu."""
@@ -67,7 +67,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Launcher:
-    """The environment variables of a launcher. Of several names, the first that is set is used."""
+    """The environment variables of a launcher. The first variable with a value is used."""
 
     source: str
     signs: tuple[str, ...]
@@ -75,7 +75,7 @@ class _Launcher:
     process_id: str
     num_processes: tuple[str, ...]
     coordinator: tuple[str, ...] = ()
-    """One of these must be set if the address of process 0 cannot be found in another way."""
+    """Required variables, for launchers without a different way to find process 0."""
     local_rank: str = ""
     local_size: str = ""
     jax_knows_size: bool = False
@@ -131,7 +131,7 @@ _LAUNCHERS = (
     ),
     _Launcher(
         source="slurm",
-        signs=("SLURM_STEP_NODELIST",),  # set only inside a step, unlike the others, which a batch script also has
+        signs=("SLURM_STEP_NODELIST",),  # set only inside a step; a batch script has the other variables, too
         process_id="SLURM_PROCID",
         num_processes=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
         local_rank="SLURM_LOCALID",
@@ -162,9 +162,9 @@ def detect(env: Env) -> Launch | None:
 
 
 def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False) -> Launch | None:
-    """Join the pod that the environment describes. Do nothing if it describes none.
+    """Join the pod that the environment describes, if there is a launcher.
 
-    Call it before anything asks jax for devices. Host devices communicate with gloo, the default of jax. If not all
+    Call it before jax creates devices. Host devices communicate with gloo, the default of jax. If not all
     processes join in time, this process ends.
 
     Args:
@@ -278,7 +278,7 @@ def _keep_stdout() -> None:
 
 
 def _value(env: Env, *names: str) -> str:
-    """Return the value of the first of these variables that is not empty, or an empty string."""
+    """Return the first value that is not empty, or an empty string."""
     return next((env[name].strip() for name in names if env.get(name, "").strip()), "")
 
 
@@ -346,12 +346,12 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
 
 
 def _port_of(job: int) -> int:
-    """Return a port derived from the job id, so that jobs on the same host rarely have the same one."""
+    """Return a port derived from the job id, so that jobs on a host rarely share it."""
     return 65536 - _LAST_PORTS + job % _LAST_PORTS
 
 
 def _with_port(address: str, port: str) -> str:
-    """Return the address with this port, unless it already has one. A bare IPv6 address has none."""
+    """Add the port to an address without a port, such as a bare IPv6 address."""
     has_port = re.search(r"(^[^:]+|\]):[^:]*$", address)
     host = f"[{address}]" if address.count(":") > 1 and not address.startswith("[") else address
     full = address if has_port else f"{host}:{port or DEFAULT_PORT}"
@@ -418,7 +418,7 @@ def _visible_gpus(env: Env) -> int | None:
 
 
 def _detection_method(launch: Launch, env: Env) -> str | None:
-    """Return the detection of jax that completes a launch, or `deactivate` if nothing is missing."""
+    """Return the detection method of jax that completes a launch, or `deactivate` for a complete one."""
     if launch.coordinator is not None:
         return "deactivate"
     if launch.source == "cloud-tpu":
@@ -436,7 +436,7 @@ def _detection_method(launch: Launch, env: Env) -> str | None:
 
 
 def _alone_in(env: Env) -> str:
-    """Return a remark if this is a single process of a SLURM job with several tasks."""
+    """Return a remark about a single process in a SLURM job with more tasks."""
     tasks = _value(env, "SLURM_NTASKS")
     return f" (SLURM has {tasks} tasks, but `srun` did not start this process)" if tasks not in ("", "1") else ""
 

@@ -32,15 +32,15 @@ BEGAN_WITH = "MESHPAR_BEGAN_WITH"
 GRACE_S = 20.0
 """Seconds in which the other processes may end after a failure. Then they are killed."""
 RESTART_GRACE_S = 2.0
-"""The same before a restart. Without the lost process the others cannot save."""
+"""The same before a restart. The remaining processes cannot save without the lost process."""
 COMMAND = (sys.executable, "-m", "meshpar.cli.main")
-_GIVEN_UP = 1  # exit code of the watchdog if another process is lost
+_GIVEN_UP = 1  # exit code of the watchdog after the loss of a process
 _POLL_S = 0.1
 _FOLLOW_S = 0.25
 
 
 def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
-    """Run a command as several processes and wait for them. If one fails, the others are killed after some seconds.
+    """Run a command as several processes and wait for them. After a failure, the remaining processes are killed.
 
     Signals are passed on to all processes. They end if this process dies.
 
@@ -127,7 +127,7 @@ def _host_devices(env: Mapping[str, str]) -> re.Match[str] | None:
 
 
 def follow_parent() -> None:
-    """Start a thread that ends this process if its parent is gone or another local process is lost."""
+    """Start a thread that ends this process after the loss of its parent or of a local process."""
     parent = os.environ.get(PARENT)
     if parent is None:
         return
@@ -146,10 +146,10 @@ def follow_parent() -> None:
 
 
 def _end_without(*, process: int, code: int) -> None:
-    """End this process, because another one has ended with a code.
+    """End this process after a failure of a different local process.
 
-    The parent has reported it. A process that waits for others to join can only end. After that the watchdog reports
-    errors of other processes, but notices a killed process late.
+    The parent has reported it. A process that is still joining can only end. After that the watchdog reports
+    errors of other processes, but detects a killed process late.
     """
     from meshpar.loop import heartbeat as watchdog
 
@@ -181,7 +181,7 @@ def _wait(
 
 
 def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -> int | None:
-    """Return the exit code of a process that has failed, after reporting it to the user and the others; else None."""
+    """Return the exit code of a failed process, after reporting it to the user and to all processes, or None."""
     for number, process in enumerate(started):
         if process.poll():
             how = f"exit code {process.returncode}"
@@ -207,7 +207,7 @@ def _environment(number: int, processes: int, *, port: int, began_with: int, shr
             reason = f"{count} is not a multiple of {parts}"
             raise problem(f"--processes {parts}", requested, reason, fix, code="indivisible")
         env["XLA_FLAGS"] = env["XLA_FLAGS"].replace(found[0], f"{found[1]}{count // parts}")
-    elif parts < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # each had one GPU
+    elif parts < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # a GPU per process at the start
         share = began_with // parts
         env["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(number * share, (number + 1) * share)))
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": parts}

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from meshpar.sharding.errors import MeshparError
 
 TOKEN = "MESHPAR_TOKEN"
-"""Environment variable with the token of the run. `--processes` creates one; with other launchers the user sets it."""
+"""Environment variable with the token of the run. `--processes` sets it; with launchers the user does."""
 GARBLED_S = 20.0
-"""Seconds for which another program may answer at the port, such as the coordinator of a run that is ending."""
+"""Seconds for which a different program, such as the coordinator of a previous run, may use the port."""
 _GRACE_S = 10.0  # process 0 times out first, and reports who is missing
 _CONNECT_S = 10.0
 _POLL_S = 0.2
@@ -37,13 +37,13 @@ _MAX_SILENT = 256
 
 
 class RollError(MeshparError):
-    """A process is missing, joined twice, or belongs to another pod."""
+    """A process is missing, joined twice, or belongs to a different pod."""
 
 
 def call(
     coordinator: str, *, process_id: int, num_processes: int, timeout_s: float, token: str = "", bind: str | None = None
 ) -> None:
-    """Return after every process of the pod has called this and the port is free again.
+    """Return after all processes of the pod have called this and the port is free again.
 
     Args:
       coordinator: `host:port` of process 0.
@@ -54,7 +54,7 @@ def call(
       bind: `host:port` where process 0 listens, by default `coordinator`. An empty host means all interfaces.
 
     Raises:
-      ValueError: a process is missing or joined twice, or another program uses the port. All processes that have
+      ValueError: a process is missing or joined twice, or a different program uses the port. All processes that have
         joined raise the same error.
     """
     key = token.encode()
@@ -76,7 +76,7 @@ def _signed(text: str, key: bytes) -> bytes:
 
 
 def _verified(line: bytes, key: bytes) -> str | None:
-    """Return the text of a line that was signed with the key, else None."""
+    """Return the text of a line that was signed with the key, or None."""
     text = line.rpartition(b" ")[0].decode(errors="replace")
     return text if hmac.compare_digest(line, _signed(text, key)) else None
 
@@ -129,7 +129,7 @@ class _Roll:
         connection.close()
 
     def _receive(self, connection: socket.socket) -> None:
-        """Read the line of one connection. It is closed if its process has died, or if the line lacks the token."""
+        """Read the line of a connection. It is closed if its process has died, or if the line lacks the token."""
         self._silent.pop(connection, None)
         try:
             host, line = connection.getpeername()[0].removeprefix("::ffff:"), connection.recv(_MAX_BYTES)
@@ -172,7 +172,9 @@ class _Roll:
     def _send_all(self, words: list[str]) -> None:
         """Send an answer to all connections."""
         for key in self._ready.get_map().values():
-            with contextlib.suppress(OSError):  # it died: the timeout of jax or the watchdog ends the others
+            with contextlib.suppress(
+                OSError
+            ):  # it died: the timeout of jax or the watchdog ends the remaining processes
                 if key.fileobj is not self._server:
                     key.fileobj.sendall(_signed(json.dumps(words), self._key))  # type: ignore[union-attr]
 
@@ -191,7 +193,7 @@ def _listen(coordinator: str, bind: str) -> socket.socket:
 def _ask(
     address: tuple[str, int], message: bytes, key: bytes, me: str, coordinator: str, timeout_s: float
 ) -> list[str]:
-    """Return the answer of process 0, which may start later, and restart while this process waits."""
+    """Return the answer of process 0, which may start later, and restart in the meantime."""
     deadline, why = time.monotonic() + timeout_s + _GRACE_S, ""
     garbled_since: float | None = None
     while (left := deadline - time.monotonic()) > 0:

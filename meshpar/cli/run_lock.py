@@ -1,4 +1,4 @@
-"""A lock on a run folder, so that only one run writes to it; it ends with the process."""
+"""A lock on a run folder, so that a single run writes to it; it ends with the process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from meshpar.sharding.host_resources import open_no_link
 from meshpar.sharding.types import problem
 
 WAIT_S = 5.0
-"""Seconds to wait for a run that is just ending."""
+"""Seconds to wait for the end of a previous run."""
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
-"""Errors of `flock` on a file system that does not support it."""
+"""Errors of `flock` on file systems without locks."""
 _POLL_S = 0.1
 
 
@@ -27,19 +27,19 @@ def lock_run_folder(
 ) -> Iterator[Callable[[], None]]:
     """Lock a run folder. Process 0 of a run calls this.
 
-    The lock is on the file `.NAME.lock` next to the folder. The file is never removed: if no process holds the lock,
+    The lock is on the file `.NAME.lock` next to the folder. The file is never removed: without a running process,
     the file has no effect. The folder itself is locked as well, so removing the file does not admit a second run.
 
     Args:
       folder: the run folder, which may not exist yet.
       warn: receives a message if the file system has no locks.
-      wait_s: seconds to wait for another process to release the lock.
+      wait_s: seconds to wait for the lock.
 
     Yields:
       A function that locks the folder itself, to be called after the folder was created.
 
     Raises:
-      ValueError: if another process holds the lock. The message names its host and process id.
+      ValueError: if a different process has the lock. The message names its host and process id.
     """
     if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
         reason, fix = "it is a link that another user created", "remove it, or name another folder with --out"

@@ -1,13 +1,13 @@
 """Cost breakdown of a collective: steps, bytes, latency, bandwidth and formulas per algorithm.
 
-The costs are those of `cost_model.py`. Here they have names, links and formulas.
+The costs come from `cost_model.py`. This module adds names, links and formulas.
 
     n payload in bytes · N ranks · K ranks in a group, M = N/K groups · S servers
     α latency of a message · β time per byte, the inverse of the bandwidth
 
 The algorithm bandwidth is n over the time. The bus bandwidth is the algorithm bandwidth times the fraction of n that a
 rank must send. It is comparable between collectives and numbers of ranks, and with the bandwidth of the link. The terms
-are those of nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 2024).
+follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 2024).
 """
 
 from __future__ import annotations
@@ -268,7 +268,7 @@ class Account(Printed):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accounts(Printed, Plain):
-    """Costs of a collective with several algorithms, ordered by time."""
+    """Costs of algorithms for a collective, ordered by time."""
 
     accounts: tuple[Account, ...]
 
@@ -354,7 +354,7 @@ def account(
 def compare(
     names: Sequence[str], payload_bytes: float, num_ranks: int, over: Link | Profile, **options: Any
 ) -> Accounts:
-    """Return the costs of a collective with several algorithms. Options and errors are those of `account`."""
+    """Compare the costs of algorithms for a collective. Options and errors are as in `account`."""
     accounts = [account(name, payload_bytes, num_ranks, over, **options) for name in names]
     return Accounts(accounts=tuple(sorted(accounts, key=lambda each: each.time_s)))
 

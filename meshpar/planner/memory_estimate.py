@@ -8,15 +8,16 @@ the buffers of compiled programs at their peak, which is in the backward pass of
 - Head: the gradient of the logits, the full gradient of the head in the dtype of its reduction, and the gathered head.
   With prefetch, also the saved activations of the last layer, which runs outside the loop.
 - Layer: recomputed activations, gathered weights of this layer and the next, and the largest full gradient. With
-  prefetch, XLA peels the last two layers off the loop: recomputed activations and full gradients of both exist at once.
-  If the head is not gathered, its gradient is computed after the layers, and the gradient of the logits waits for it.
-  With batch slices, activations of one slice exist at a time, but full gradients of all slices until they are summed.
+  prefetch, XLA peels the last two layers off the loop: recomputed activations and full gradients of both then coexist.
+  If the head is not gathered, its gradient is computed after the layers, and the gradient of the logits exists until
+  then.
+  With batch slices, activations of a single slice exist, but full gradients of all slices until they are summed.
   With tensor parallelism, the gradients of an input by several matmuls exist until they are all-reduced; with sequence
   sharding, also the gathered input and its gradient. XLA splits small matmuls into float32 partial sums.
 - Both: accumulated gradients with the sharding of the update; the stacked gradients of the layers in the compute dtype;
   the full gradient of an embedding table, unless rows are exchanged.
 
-With pipeline stages, a device also holds the inputs of deferred weight gradients.
+With pipeline stages, a device also stores the inputs of deferred weight gradients.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class MemoryEstimate(Plain):
     state_bytes: int
     batch_bytes: int
     kept_bytes: int
-    """Saved activations. With stages, those of all microbatches in flight."""
+    """Saved activations; with stages, of all microbatches in flight."""
     gradients_bytes: int
-    """Gradients accumulated over micro-steps or microbatches, and the layers' gradients of one micro-step."""
+    """Gradients accumulated over micro-steps or microbatches, and the layers' gradients of a micro-step."""
     copies_bytes: int
     """Parameters in the compute dtype. A stage gathers its parameters once per step."""
     head_bytes: int
@@ -81,7 +82,7 @@ class MemoryEstimate(Plain):
 
 
 def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
-    """Return the memory of one device under a layout."""
+    """Return the memory per device under a layout."""
     work, step = placed.workload, placed.step_spec(layout)
     rows = work.rows // (placed.batch_ways * layout.microbatches)
     saved = int(rows * sum(nbytes for nbytes, held in _held(placed, layout.remat) if held.layers))
@@ -236,7 +237,7 @@ class StageLoad:
     microbatches: float
     """Number of microbatches with saved activations, in multiples of a stage's layers."""
     deferred: float
-    """Number of deferred weight gradients, likewise."""
+    """Number of deferred weight gradients, in the same unit."""
     copies: float
     """Number of copies of each parameter, over all stages."""
     chunk: float
@@ -274,7 +275,7 @@ def _held(placed: Placed, remat: Remat | Literal["stages"]) -> Iterator[tuple[fl
 
 
 def _sums(placed: Placed, layout: Layout, step: StepSpec) -> int:
-    """Return the bytes of accumulated gradients, and of the layers' gradients of one micro-step."""
+    """Return the bytes of accumulated gradients, and of the layers' gradients of a micro-step."""
     pipeline, work = placed.strategy.pipeline, placed.workload
     copies = 1.0 if pipeline is None else stage_load(pipeline).copies
     unsharded_axes = set() if pipeline is None else set(placed.batch_axes)
@@ -349,7 +350,7 @@ def _routed_bytes(placed: Placed, step: StepSpec, rows: int) -> int:
         return 0
     expert_axes = {axis for weight in placed.weights for axis in owned_axes(step, weight.decision)}
     ranks = step.num_shards(step.ordered(expert_axes))
-    # The buffers have room for any routing. Expert activations need memory for the actual tokens only.
+    # The buffers fit any routing. Expert activations need memory for the actual tokens only.
     routed = [(nbytes, held) for nbytes, held in _held(placed, "stages") if held.layers and held.is_routed]
     activations = rows * sum(nbytes / held.layers for nbytes, held in routed)
     width = max(weight.decision.leaf.shape[-2] for weight in placed.weights if is_router(weight.decision))

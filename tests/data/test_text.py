@@ -232,7 +232,9 @@ def test_deleted_file_is_an_error(tmp_path):
             list(Reading(files=[file]))
 
 
-@pytest.mark.skipif(not Path("/proc/kmsg").exists(), reason="needs Linux")
+@pytest.mark.skipif(
+    not Path("/proc/kmsg").exists(), reason="reads /proc/kmsg, a blocking file of size 0 that only Linux has"
+)
 def test_kernel_files_without_a_size_are_not_opened():
     with raises("not-found", "files"):
         texts("/proc/kmsg")
