@@ -16,11 +16,11 @@ from meshpar.cli.plots import AXES, INK, MORE, figure_of, styled
 from meshpar.sharding.units import human_bytes
 
 TERMS, COMPLETE = ("#f1f4f7", "#5b93c7"), "#7cc08a"
-"""Colors of partial sums (from a single term to all but one) and of complete sums."""
+"""Colors of partial sums (from 1 to N − 1 terms) and of complete sums."""
 
 
 @styled
-def ring_steps(held: Any, *, title: str = "") -> Figure:
+def ring_steps(counts: Any, *, title: str = "") -> Figure:
     """Draw the steps of a ring all-reduce.
 
     There is a panel for the initial state and for each step, with a row for each rank and a column for each chunk. A
@@ -28,10 +28,10 @@ def ring_steps(held: Any, *, title: str = "") -> Figure:
     marks chunks received in this step. The upper panels show the reduce-scatter, the lower panels the all-gather.
 
     Args:
-      held: counts [2N-1, N, N, N] of the terms of each rank in each chunk of each rank, after each step.
+      counts: array [2N-1, N, N, N] of the terms of each rank in each chunk of each rank, after each step.
       title: title of the figure.
     """
-    states = np.asarray(held)
+    states = np.asarray(counts)
     num_ranks = states.shape[1]
     figure, panels = figure_of(0.5 + 2.2 * num_ranks, 5.6, columns=num_ranks, rows=2)
     above, (legend, *below) = panels[:num_ranks], panels[num_ranks:]

@@ -1,20 +1,20 @@
-"""DeepSeek-V3 on 2,048 GPUs with expert parallelism over 64 devices and fsdp over the others.
+"""DeepSeek-V3 on 2,048 GPUs with expert parallelism over 64 devices and fsdp over the remaining 32.
 
     meshpar shard recipes/deepseek_v3.py                                # the sharding of all parameters
     meshpar explain recipes/deepseek_v3.py --cluster h100:256x8
     meshpar train recipes/deepseek_v3.py --text /data/corpus --tokenizer /data/tokenizer.json           # on the pod
 
 Hardware: 2,048 GPUs with 80 GB, as in the paper, which uses 16 pipeline stages instead of fsdp. The model has 671e9
-parameters (37e9 active) without the multi-token prediction module. The state takes 10.21 GB on each GPU: 12 bytes per
+parameters (37e9 active) without the multi-token prediction module. The state needs 10.21 GB on each GPU: 12 bytes per
 parameter, with experts sharded over all GPUs and other parameters over 32. A step has 67,108,864 tokens. The recipe is
 tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
 `explain --check` passes (jax 0.10) and estimates 74 of 80 GB in use. In a step of two micro-steps each GPU sends 0.38
 TB of tokens between nodes (data), the same over NVLink (expert), and 0.40 TB of weights and gradients (fsdp). Layers
 process two slices of the batch, so that communication of a slice overlaps with matmuls of the other. Their gradients
-are summed before the reduction. A step takes 45 s with 34 % of the communication hidden. By default, XLA's scheduler
-may use 95 % of the memory that the state leaves free in 80 % of the GPU memory. Close to this limit it reduces memory
-instead of hiding communication, so this recipe allows 115 %.
+are summed before the reduction. The simulated step lasts 45 s, and 34 % of the communication is hidden. By default,
+XLA's scheduler may use 95 % of the memory that the state leaves free in 80 % of the GPU memory. Close to this limit it
+reduces memory instead of hiding communication, so this recipe allows 115 %.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def recipe(devices: int = 2048) -> mp.Recipe:
     # Model: the published config. Receive buffers for any routing would need a million tokens per layer, 15 GB for each
     # array. With bound_factor=2 they have space for twice the balanced load of each device, and drop further tokens.
     model = deepseek_v3(attention="cudnn")
-    # A token is sent once to each of its four nodes, then over NVLink. The dispatch is in fp8, as in the paper.
+    # A token is sent once to the four nodes of its experts, then over NVLink. The dispatch is in fp8, as in the paper.
     moe = dataclasses.replace(
         model.moe, bound_factor=2.0, implementation="node-first", payload=mp.moe.Payload(dispatch="fp8")
     )

@@ -8,8 +8,8 @@
 Hardware: 64 GPUs with 80 GB. The state is 12 bytes per parameter, sharded over all GPUs: 1.51 GB on each GPU. A step
 has 2,097,152 tokens. The recipe is tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
-`explain` takes two minutes and 0.9 GB on two CPU cores. It estimates 59 of 80 GB in use. Each GPU sends 117 GB per
-step: in each micro-step it all-gathers the weights twice and reduce-scatters the gradients once. A step takes 3.2 s
+`explain` needs two minutes and 0.9 GB on two CPU cores. It estimates 59 of 80 GB in use. Each GPU sends 117 GB per
+step: in each micro-step it all-gathers the weights twice and reduce-scatters the gradients once. The simulated step lasts 3.2 s
 with 89 % of the communication hidden. Four micro-steps with remat="dots" need half the memory and twice the
 communication.
 """
@@ -28,8 +28,8 @@ def recipe(devices: int = 64) -> mp.Recipe:
     # Model: the published config, with cuDNN's flash attention.
     model = llama3_8b(attention="cudnn")
 
-    # Strategy: shard parameters, gradients and optimizer state. All-gather the weights of a layer during the previous
-    # one.
+    # Strategy: shard parameters, gradients and optimizer state. All-gather the weights of a layer during the
+    # previous layer.
     strategy = mp.fsdp(prefetch=1)
 
     # Data: text and tokenizer from the command line. The tokens are cached between runs.

@@ -2,16 +2,16 @@
 
     meshpar train recipes/long_context.py
     meshpar train recipes/long_context.py --set data.seq_len=4096 --set batch_size=2 --name longer
-    meshpar explain recipes/long_context.py --check     # each device sends 12.6 MB per step, half of it in the ring
+    meshpar explain recipes/long_context.py --check     # each device sends 12.6 MB per step, half in the ring
 
-Llama 3.1 8B with sequences of 131,072 tokens on 64 GPUs and cuDNN's kernel in the ring takes 7.0 s per step (compute
+Llama 3.1 8B with sequences of 131,072 tokens on 64 GPUs and cuDNN's kernel in the ring needs 7.0 s per step (compute
 bound) and 13 GB on each device:
 
     meshpar explain recipes/llama3_8b.py --cluster h100:8x8 --mesh fsdp=8,context=8 \
         --strategy "fsdp(axis=('fsdp','context')) | context_parallel()" --set data.seq_len=131072 \
         --set batch_size=8 --set accumulate=1 --set remat=full
 
-Hardware: two CPU cores with 8 host devices (mesh fsdp=2, context=4), or GPUs. Training takes 275 s of CPU time,
+Hardware: two CPU cores with 8 host devices (mesh fsdp=2, context=4), or GPUs. Training needs 275 s of CPU time,
 including compilation and the report. The validation loss is 1.82 nats (2.63 bits per byte; a bigram model has 3.47).
 """
 

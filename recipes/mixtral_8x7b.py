@@ -4,14 +4,14 @@
     meshpar explain recipes/mixtral_8x7b.py --cluster h100:8x8
     meshpar train recipes/mixtral_8x7b.py --text /data/corpus --tokenizer /data/tokenizer.json          # on the pod
 
-Hardware: 64 GPUs with 80 GB. The model has 46.7e9 parameters (12.9e9 active). The state takes 10.86 GB on each GPU: 12
+Hardware: 64 GPUs with 80 GB. The model has 46.7e9 parameters (12.9e9 active). The state needs 10.86 GB on each GPU: 12
 bytes per parameter, with experts sharded over all GPUs and other parameters over eight. A step has 4,194,304 tokens.
 The recipe is tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
 `explain --check` passes and estimates 49 of 80 GB in use. In a step of two micro-steps each GPU sends 183 GB of tokens
-inside its node (expert) and 100 GB of weights and gradients (fsdp). A step takes 16.5 s with 53 % of the communication
-hidden. With accumulate=4 and strategy=fsdp()|expert_parallel(), the estimates are 33 GB and 18.6 s, with twice the
-communication of weights.
+inside its node (expert) and 100 GB of weights and gradients (fsdp). The simulated step lasts 16.5 s, and 53 % of the
+communication is hidden. With accumulate=4 and strategy=fsdp()|expert_parallel(), the estimates are 33 GB and 18.6 s,
+with twice the communication of weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def recipe(devices: int = 64) -> mp.Recipe:
     # Model: the published config. No tokens are dropped, and Mixtral's auxiliary loss balances the load.
     model = mixtral_8x7b(attention="cudnn")
 
-    # Strategy: each device along `expert` has one expert per layer, sharded over fsdp. The batch is sharded over both
+    # Strategy: each device along `expert` has a single expert per layer, sharded over fsdp. The batch is sharded over both
     # axes. The weights of a layer are all-gathered during the previous layer.
     strategy = mp.fsdp(prefetch=1) | mp.expert_parallel()
 
