@@ -9,9 +9,9 @@ Hardware: 64 GPUs with 80 GB. The state is 12 bytes per parameter, sharded over 
 has 2,097,152 tokens. The recipe is tested with `meshpar shard` and `meshpar explain`, but not measured on hardware.
 
 `explain` needs two minutes and 0.9 GB on two CPU cores. It estimates 59 of 80 GB in use. Each GPU sends 117 GB per
-step: in each micro-step it all-gathers the weights twice and reduce-scatters the gradients once. The simulated step lasts 3.2 s
-with 89 % of the communication hidden. Four micro-steps with remat="dots" need half the memory and twice the
-communication.
+step: in each micro-step it all-gathers the weights twice and reduce-scatters the gradients once. The simulated
+step lasts 3.2 s, and 89 % of the communication is hidden. Four micro-steps with remat="dots" need half the memory and
+twice the communication.
 """
 
 from __future__ import annotations

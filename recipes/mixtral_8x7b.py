@@ -29,8 +29,8 @@ def recipe(devices: int = 64) -> mp.Recipe:
     # Model: the published config. No tokens are dropped, and Mixtral's auxiliary loss balances the load.
     model = mixtral_8x7b(attention="cudnn")
 
-    # Strategy: each device along `expert` has a single expert per layer, sharded over fsdp. The batch is sharded over both
-    # axes. The weights of a layer are all-gathered during the previous layer.
+    # Strategy: each device along `expert` has a single expert per layer, sharded over fsdp. The batch is sharded over
+    # both axes. The weights of a layer are all-gathered during the previous layer.
     strategy = mp.fsdp(prefetch=1) | mp.expert_parallel()
 
     # Data: text and tokenizer from the command line.
