@@ -337,25 +337,6 @@ def test_globs_find_what_a_shell_does(tmp_path: Path, monkeypatch) -> None:
     assert found("[ab].*") == ["a.txt", "b.md"]
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "2", "JAX_COORDINATOR_ADDRESS": "a:b"},
-        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "two", "JAX_COORDINATOR_ADDRESS": "a:1"},
-        {"JAX_PROCESS_ID": "0", "JAX_NUM_PROCESSES": "9" * 30, "JAX_COORDINATOR_ADDRESS": "a:1"},
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "http"},
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"},
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "JAX_LOCAL_DEVICE_IDS": "0;1"},
-        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "LOCAL_RANK": "x"},
-        {"SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "x"},
-        {"SLURM_STEP_NODELIST": "a", "SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_NODEID": "x"},
-    ],
-)  # fmt: skip
-def test_launcher_variables_that_are_no_numbers_are_told(env: dict[str, str]) -> None:
-    with pytest.raises(launch.LaunchError, match=": cannot "):
-        launch.detect(env)
-
-
 def test_a_long_list_of_tasks_is_read_without_writing_it_out() -> None:
     assert launch._tasks_on_node("4(x999999999),2", 999999999) == 2
 

@@ -18,11 +18,12 @@ import sys
 import threading
 import zlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 
 from meshpar.cli import roll
-from meshpar.sharding.errors import MeshparError
+from meshpar.sharding.errors import MeshparError, check_divides
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,6 @@ LOCAL_JOIN_S = 90
 """Seconds for local processes to join."""
 
 _ALARM_FIRST_S = 60
-_LAST_PORTS = 4096  # ports derived from a job id are among the highest 4,096, as in jax
-
-
-class LaunchError(MeshparError):
-    """The variables of a launcher are incomplete or contradict each other."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +61,7 @@ class Launch:
         return f"{self.source}: {who}, coordinator {where}, local devices: {devices}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     """The environment variables of a launcher. The first variable with a value is used."""
 
     source: str
@@ -78,72 +73,40 @@ class _Launcher:
     """Required variables, for launchers without a different way to find process 0."""
     local_rank: str = ""
     local_size: str = ""
-    jax_knows_size: bool = False
 
 
 # In order of precedence: variables set by hand, launchers that run inside others, and then the outer launchers.
 _LAUNCHERS = (
     _Launcher(
-        source="jax",
-        signs=("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"),
-        process_id="JAX_PROCESS_ID",
-        num_processes=("JAX_NUM_PROCESSES",),
-        coordinator=("JAX_COORDINATOR_ADDRESS",),
+        "jax", ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"), "JAX_PROCESS_ID",
+        ("JAX_NUM_PROCESSES",), ("JAX_COORDINATOR_ADDRESS",),
     ),
     _Launcher(
-        source="torchrun",
-        signs=("RANK", "WORLD_SIZE"),
-        process_id="RANK",
-        num_processes=("WORLD_SIZE",),
-        coordinator=("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),
-        local_rank="LOCAL_RANK",
-        local_size="LOCAL_WORLD_SIZE",
+        "torchrun", ("RANK", "WORLD_SIZE"), "RANK", ("WORLD_SIZE",), ("JAX_COORDINATOR_ADDRESS", "MASTER_ADDR"),
+        "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     ),
+    _Launcher("kubeflow", ("COORDINATOR_ADDRESS",), "PROCESS_ID", ("NUM_PROCESSES",), ("COORDINATOR_ADDRESS",)),
     _Launcher(
-        source="kubeflow",
-        signs=("COORDINATOR_ADDRESS",),
-        process_id="PROCESS_ID",
-        num_processes=("NUM_PROCESSES",),
-        coordinator=("COORDINATOR_ADDRESS",),
+        "open-mpi", ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",), (), "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
+    # MPICH, Intel MPI and others started by Hydra
+    _Launcher("pmi", ("PMI_RANK", "PMI_SIZE"), "PMI_RANK", ("PMI_SIZE",), (), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     _Launcher(
-        source="open-mpi",
-        signs=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        process_id="OMPI_COMM_WORLD_RANK",
-        num_processes=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        "kubernetes", ("JOB_COMPLETION_INDEX",), "JOB_COMPLETION_INDEX", ("JAX_NUM_PROCESSES", "WORLD_SIZE"),
     ),
-    _Launcher(  # MPICH, Intel MPI and others started by Hydra
-        source="pmi",
-        signs=("PMI_RANK", "PMI_SIZE"),
-        process_id="PMI_RANK",
-        num_processes=("PMI_SIZE",),
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
+    _Launcher(  # the sign is set only inside a step; a batch script has the other variables, too
+        "slurm", ("SLURM_STEP_NODELIST",), "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), (),
+        "SLURM_LOCALID",
     ),
-    _Launcher(
-        source="kubernetes",
-        signs=("JOB_COMPLETION_INDEX",),
-        process_id="JOB_COMPLETION_INDEX",
-        num_processes=("JAX_NUM_PROCESSES", "WORLD_SIZE"),
-        jax_knows_size=True,
-    ),
-    _Launcher(
-        source="slurm",
-        signs=("SLURM_STEP_NODELIST",),  # set only inside a step; a batch script has the other variables, too
-        process_id="SLURM_PROCID",
-        num_processes=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        local_rank="SLURM_LOCALID",
-    ),
-)
+)  # fmt: skip
 
 
 def detect(env: Env) -> Launch | None:
     """Return the number of this process in a pod and how to join it, or None without a launcher.
 
     Raises:
-      LaunchError: variables are missing or contradict each other.
+      MeshparError: variables are missing or contradict each other.
     """
     if "," in env.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in env:
         return Launch(source="cloud-tpu")
@@ -151,13 +114,23 @@ def detect(env: Env) -> Launch | None:
     for launcher in _LAUNCHERS:
         if not _value(env, *launcher.signs):
             continue
-        if missing := _missing(launcher, env):
-            incomplete = incomplete or (launcher, missing)
-        else:
+        needed = [(launcher.process_id,), launcher.num_processes, launcher.coordinator]
+        if launcher.source == "kubernetes":  # jax detects the size
+            needed.remove(launcher.num_processes)
+        missing = " and ".join(" or ".join(names) for names in needed if names and not _value(env, *names))
+        if not missing:
             return _read(launcher, env)
+        if incomplete is None:
+            names = (launcher.process_id, *launcher.num_processes, *launcher.coordinator)
+            present = [f"{name}={env[name]}" for name in names if _value(env, name)]
+            fix = f"set {missing} for every process, or unset {present[0].split('=')[0]} to run a single process"
+            incomplete = MeshparError(
+                f"the environment ({launcher.source})", f"join a pod with {', '.join(present)}",
+                f"{missing} {'are' if ' and ' in missing else 'is'} not set", fix, "missing-argument",
+            )  # fmt: skip
     # Incomplete variables are an error only without another launcher: inside SLURM, RANK or MASTER_ADDR is often stale.
-    if incomplete:
-        raise _incomplete(*incomplete, env)
+    if incomplete is not None:
+        raise incomplete
     return None
 
 
@@ -177,13 +150,12 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
       The pod, or None for a single process.
 
     Raises:
-      LaunchError: variables are missing or contradict each other.
-      MeshparError: another program uses the port of the coordinator.
+      MeshparError: variables are missing or contradict each other, or another program uses the coordinator's port.
     """
     env = os.environ if env is None else env
     launch = detect(env)
     if launch is None or (launch.num_processes == 1 and not alone):
-        logger.info("one process%s: no pod to join", _alone_in(env) if launch is None else f" under {launch.source}")
+        logger.info("one process%s: no pod to join", "" if launch is None else f" under {launch.source}")
         return launch
     if jax.distributed.is_initialized():
         logger.info("%s (already joined)", launch)
@@ -200,8 +172,15 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
     _keep_stdout()
     # Its handler would ignore a SIGTERM before the first step. `loop.signals` and `StopAgreement` replace it.
     jax.config.update("jax_enable_preemption_service", False)
-    # After its own timeout, jax aborts the process with a C++ stack trace.
-    alarm = threading.Timer(timeout_s, _give_up, (launch, timeout_s))
+    # After its own timeout, jax aborts the process with a C++ stack trace. No exception can be raised in its C++ code.
+    late = MeshparError(
+        f"process {launch.process_id}",
+        f"join a pod at {launch.coordinator or 'the address that jax detects'}",
+        f"not all {launch.num_processes or 'its'} processes joined within {timeout_s} s",
+        "read the logs of the other processes and start all of them again, or set a longer --join-limit",
+        "timeout",
+    )
+    alarm = threading.Timer(timeout_s, _leave, (late,))
     alarm.daemon = True
     alarm.start()
     try:
@@ -227,11 +206,11 @@ def _bind_address(launch: Launch, env: Env) -> str | None:
     """
     if launch.process_id != 0 or launch.coordinator is None:
         return None
-    if chosen := _value(env, "JAX_COORDINATOR_BIND_ADDRESS"):
-        return _with_port(chosen, launch.coordinator.rpartition(":")[2])
     name, _, port = launch.coordinator.rpartition(":")
+    if chosen := _value(env, "JAX_COORDINATOR_BIND_ADDRESS"):
+        return _with_port(chosen, port)
     name = name.strip("[]")
-    is_loopback = name == "localhost" or name == "::1" or re.fullmatch(r"127(\.[0-9]+){3}", name) is not None
+    is_loopback = name in ("localhost", "::1") or name.startswith("127.")
     with contextlib.suppress(OSError):
         for family, *_, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
             host = str(address[0])
@@ -239,24 +218,11 @@ def _bind_address(launch: Launch, env: Env) -> str | None:
                 with contextlib.suppress(OSError), socket.socket(family) as probe:
                     probe.bind(address)
                     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
-    text = f"{name} is not an address of this machine, so process 0 listens on all interfaces, on port {port}"
     fix = "set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to choose one"
     fix += "" if _value(env, roll.TOKEN) else f", and {roll.TOKEN} in every process to protect the join"
-    print(f"meshpar: {text}; {fix}", file=sys.stderr, flush=True)
+    text = f"{name} is not an address of this machine, so process 0 listens on all interfaces, on port {port}; {fix}"
+    print(f"meshpar: {text}", file=sys.stderr, flush=True)
     return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
-
-
-def _give_up(launch: Launch, timeout_s: int) -> None:
-    """End this process, which waits inside jax, where no exception can be raised."""
-    _leave(
-        LaunchError(
-            f"process {launch.process_id}",
-            f"join a pod at {launch.coordinator or 'the address that jax detects'}",
-            f"not all {launch.num_processes or 'its'} processes joined within {timeout_s} s",
-            "read the logs of the other processes and start all of them again, or set a longer --join-limit",
-            "timeout",
-        )
-    )
 
 
 def _leave(error: MeshparError) -> None:
@@ -282,25 +248,35 @@ def _value(env: Env, *names: str) -> str:
     return next((env[name].strip() for name in names if env.get(name, "").strip()), "")
 
 
-def _missing(launcher: _Launcher, env: Env) -> list[str]:
-    """Return the required variables of a launcher that are not set."""
-    needed = [(launcher.process_id,), launcher.num_processes, launcher.coordinator]
-    if launcher.jax_knows_size:
-        needed.remove(launcher.num_processes)
-    return [" or ".join(names) for names in needed if names and not _value(env, *names)]
+def _integer(env: Env, name: str) -> int:
+    try:
+        if abs(number := int(_value(env, name))) < 2**31:
+            return number
+    except ValueError:
+        pass
+    where, requested = "the environment", f"read {name} as a number"
+    raise MeshparError(where, requested, f"it is {env[name]!r}", f"set {name}=0", "bad-syntax")
 
 
 def _read(launcher: _Launcher, env: Env) -> Launch:
     """Return the pod that a complete set of variables describes."""
-    process_id = _integer(env, launcher.process_id)
     size_name = next((name for name in launcher.num_processes if _value(env, name)), None)
     num_processes = None if size_name is None else _integer(env, size_name)
-    if num_processes is not None and not 0 <= process_id < num_processes:
-        where = f"the environment ({launcher.source})"
-        requested = f"use process {process_id} ({launcher.process_id}) of {num_processes} ({size_name})"
-        reason, fix = f"processes are numbered 0 to {num_processes - 1}", "unset the variables of an outer launcher"
-        raise LaunchError(where, requested, reason, fix, "out-of-range")
-    local_rank, local_size = _local_place(launcher, env)
+    process_id = _integer(env, launcher.process_id)
+    local_rank = _integer(env, launcher.local_rank) if _value(env, launcher.local_rank) else None
+    local_size = _integer(env, launcher.local_size) if _value(env, launcher.local_size) else None
+    if launcher.source == "slurm":
+        node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
+        local_size = _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
+    for name, number, size, whose in (
+        (launcher.process_id, process_id, num_processes, f"{num_processes} ({size_name})"),
+        (launcher.local_rank, local_rank, local_size, "this node"),
+    ):
+        if number is not None and not 0 <= number < (number + 1 if size is None else size):
+            requested = f"use process {number} ({name}) of {whose}"
+            reason = "processes are numbered from 0" + ("" if size is None else f" to {size - 1}")
+            fix = f"unset the variables of an outer launcher, such as {name}"
+            raise MeshparError(f"the environment ({launcher.source})", requested, reason, fix, "out-of-range")
     return Launch(
         source=launcher.source,
         num_processes=num_processes,
@@ -308,21 +284,6 @@ def _read(launcher: _Launcher, env: Env) -> Launch:
         coordinator=_coordinator(launcher, env, on_one_node=local_size is not None and local_size == num_processes),
         local_device_ids=_local_devices(env, local_rank, local_size),
     )
-
-
-def _local_place(launcher: _Launcher, env: Env) -> tuple[int | None, int | None]:
-    """Return the number of this process on its node, and the number of processes there; None if unknown."""
-    rank = _integer(env, launcher.local_rank) if _value(env, launcher.local_rank) else None
-    size = _integer(env, launcher.local_size) if _value(env, launcher.local_size) else None
-    if launcher.source == "slurm":
-        node = _integer(env, "SLURM_NODEID") if _value(env, "SLURM_NODEID") else 0
-        size = _tasks_on_node(_value(env, "SLURM_STEP_TASKS_PER_NODE"), node)
-    if rank is not None and (rank < 0 or (size is not None and rank >= size)):
-        requested = f"use process {rank} of this node ({launcher.local_rank})"
-        reason = "processes are numbered from 0" + ("" if size is None else f", and this node has {size}")
-        fix = f"set it from the same launcher as the others, or unset {launcher.local_rank}"
-        raise LaunchError(f"the environment ({launcher.source})", requested, reason, fix, "out-of-range")
-    return rank, size
 
 
 def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | None:
@@ -339,15 +300,17 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
     if launcher.source == "slurm":
         # jax's own detection would use a single GPU, even for a task that has the node for itself.
         job = sum(_integer(env, name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID") if _value(env, name))
-        return _with_port(_first_host(env["SLURM_STEP_NODELIST"]), str(_port_of(job)))
+        # The first host of a compressed list: gpu007 for gpu[007-012,40],cpu1
+        first = re.split(r",(?![^\[]*\])", env["SLURM_STEP_NODELIST"])[0]
+        return _with_port(re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first), str(_port_of(job)))
     if on_one_node:
         return f"127.0.0.1:{_port_of(zlib.crc32(_value(env, 'PMIX_NAMESPACE', 'OMPI_MCA_ess_base_jobid').encode()))}"
     return None
 
 
 def _port_of(job: int) -> int:
-    """Return a port derived from the job id, so that jobs on a host rarely share it."""
-    return 65536 - _LAST_PORTS + job % _LAST_PORTS
+    """Return a port derived from the job id, one of 4,096 as in jax, so that jobs on a host rarely share it."""
+    return 65536 - 4096 + job % 4096
 
 
 def _with_port(address: str, port: str) -> str:
@@ -355,19 +318,11 @@ def _with_port(address: str, port: str) -> str:
     has_port = re.search(r"(^[^:]+|\]):[^:]*$", address)
     host = f"[{address}]" if address.count(":") > 1 and not address.startswith("[") else address
     full = address if has_port else f"{host}:{port or DEFAULT_PORT}"
-    number = full.rpartition(":")[2]
-    if not (number.isascii() and number.isdigit() and len(number) < 6 and 0 < int(number) < 65536):
-        reason, fix = f"{number!r} is not a port", "use 1 to 65535, as HOST:8476"
-        raise LaunchError("the environment", f"reach process 0 at {full}", reason, fix, "bad-syntax")
-    if not re.fullmatch(r"\[[0-9A-Fa-f:.%\w]+\]|[^\s/\[\]:]+", full.rpartition(":")[0]):
-        reason, fix = "it has no valid host name", "use a name or an address, as HOST:8476"
-        raise LaunchError("the environment", f"reach process 0 at {full}", reason, fix, "bad-syntax")
+    match = re.fullmatch(r"(?:\[[0-9A-Fa-f:.%\w]+\]|[^\s/\[\]:]+):([0-9]{1,5})", full, re.ASCII)
+    if match is None or not 0 < int(match[1]) < 65536:
+        reason, fix = "it has no valid host name, or its port is not from 1 to 65535", "write it as HOST:8476"
+        raise MeshparError("the environment", f"reach process 0 at {full}", reason, fix, "bad-syntax")
     return full
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a compressed list of SLURM: `gpu007` for `gpu[007-012,40],cpu1`."""
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", nodes)[0])
 
 
 def _tasks_on_node(tasks_per_node: str, node: int) -> int | None:
@@ -386,9 +341,8 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
         are_numbers = re.fullmatch(r"\s*[0-9]{1,9}\s*(,\s*[0-9]{1,9}\s*)*", chosen)
         ids = tuple(int(i) for i in chosen.split(",")) if are_numbers else ()
         if not ids or len(set(ids)) < len(ids):
-            fix = "write it like JAX_LOCAL_DEVICE_IDS=0,1"
-            reason = f"it is {chosen!r}"
-            raise LaunchError("the environment", "read JAX_LOCAL_DEVICE_IDS as numbers", reason, fix, "bad-syntax")
+            requested, fix = "read JAX_LOCAL_DEVICE_IDS as numbers", "write it like JAX_LOCAL_DEVICE_IDS=0,1"
+            raise MeshparError("the environment", requested, f"it is {chosen!r}", fix, "bad-syntax")
         return ids
     if local_rank is None or local_size == 1:
         return None
@@ -397,13 +351,8 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
         return (local_rank,)
     if visible < local_size or _value(env, "SLURM_GPUS_PER_TASK") == str(visible):
         return None  # the launcher hides the other GPUs
-    if visible % local_size:
-        requested, reason = (
-            f"share {visible} GPUs among {local_size} processes",
-            f"{visible} is not a multiple of {local_size}",
-        )
-        fix = "start a process per GPU or per node, or set JAX_LOCAL_DEVICE_IDS=0,1 in each process"
-        raise LaunchError("this node", requested, reason, fix, "indivisible")
+    fix = "start a process per GPU or per node, or set JAX_LOCAL_DEVICE_IDS=0,1 in each process"
+    check_divides("this node", f"share {visible} GPUs among {local_size} processes", visible, local_size, fix)
     share = visible // local_size
     return tuple(range(local_rank * share, (local_rank + 1) * share))
 
@@ -431,30 +380,5 @@ def _detection_method(launch: Launch, env: Env) -> str | None:
         reason = f"it does not have the address of process 0, and jax needs the package `{package}` to find it"
         fix = f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for every process, or `pip install {package}`"
         where, requested = f"the environment ({launch.source})", f"join as process {launch.process_id}"
-        raise LaunchError(where, requested, reason, fix, "missing-package")
+        raise MeshparError(where, requested, reason, fix, "missing-package")
     return None if package == "kubernetes" else package
-
-
-def _alone_in(env: Env) -> str:
-    """Return a remark about a single process in a SLURM job with more tasks."""
-    tasks = _value(env, "SLURM_NTASKS")
-    return f" (SLURM has {tasks} tasks, but `srun` did not start this process)" if tasks not in ("", "1") else ""
-
-
-def _integer(env: Env, name: str) -> int:
-    try:
-        if abs(number := int(_value(env, name))) < 2**31:
-            return number
-        raise ValueError
-    except ValueError:
-        requested, reason = f"read {name} as a number", f"it is {env[name]!r}"
-        raise LaunchError("the environment", requested, reason, f"set {name}=0", "bad-syntax") from None
-
-
-def _incomplete(launcher: _Launcher, missing: list[str], env: Env) -> LaunchError:
-    names = (launcher.process_id, *launcher.num_processes, *launcher.coordinator)
-    present = ", ".join(f"{name}={env[name]}" for name in names if _value(env, name))
-    reason = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-    fix = f"set {' and '.join(missing)} for every process, or unset {present.split('=')[0]} to run a single process"
-    where = f"the environment ({launcher.source})"
-    return LaunchError(where, f"join a pod with {present}", reason, fix, "missing-argument")

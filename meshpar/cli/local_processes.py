@@ -13,12 +13,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 from meshpar.cli import roll
 from meshpar.loop import signals as interrupts
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import check_divides, problem
 
 if TYPE_CHECKING:
     from meshpar.sharding.mesh import MeshSpec
@@ -62,20 +62,37 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
         watch.hold(lambda: True)
     began_with = processes
     while True:
-        port, token = _free_port(), {roll.TOKEN: secrets.token_hex(16)}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        token = {roll.TOKEN: secrets.token_hex(16)}
         envs = [
             _environment(number, processes, port=port, began_with=began_with, shrink=shrink) | token
             for number in range(processes)
         ]
-        code = _start(args, envs, watch, grace_s=RESTART_GRACE_S if restarts else GRACE_S)
-        is_lost = code < 0 or (
-            code == _GIVEN_UP and processes > 1
-        )  # a single process has no watchdog, so its exit code 1 is an error
+        with tempfile.TemporaryFile(buffering=0) as news:
+            # In sessions of their own, so that only this process receives Ctrl-C, and passes it on once.
+            options: dict[str, Any] = {"start_new_session": True, "pass_fds": [news.fileno()]}
+            own = {NEWS: str(news.fileno())}
+            started = [subprocess.Popen([*COMMAND, *args], env={**env, **own}, **options) for env in envs]
+            try:
+                code = _wait(started, watch, RESTART_GRACE_S if restarts else GRACE_S, news)
+            finally:
+                for process in started:
+                    process.kill()
+                    process.wait()
+        # A single process has no watchdog, so its exit code 1 is an error.
+        is_lost = code < 0 or (code == _GIVEN_UP and processes > 1)
         if not is_lost or not restarts or (watch is not None and watch.received is not None):
             return code if code >= 0 else 128 - code
         restarts, processes = restarts - 1, _survivors(processes, began_with)
         text = f"restarting with {processes} processes from the newest checkpoint; restarts left: {restarts}"
         print(f"meshpar: {text}", file=sys.stderr, flush=True)
+
+
+def _survivors(processes: int, began_with: int) -> int:
+    """Return the largest smaller number of processes that can share the devices of the start equally."""
+    return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
 
 
 def shrunk(mesh: MeshSpec) -> MeshSpec:
@@ -91,78 +108,46 @@ def shrunk(mesh: MeshSpec) -> MeshSpec:
     if not began_with or -1 in mesh.values():
         return mesh
     for processes in (now, _survivors(now, began_with)):
-        if mesh["data"] * processes % began_with:
-            reason = f"the size {mesh['data']} of axis `data` is not divisible by {began_with // processes}"
-            fix = "use a larger data axis, or remove --shrink, so that the remaining processes share all devices"
-            requested = f"continue with {processes} of {began_with} processes"
-            raise problem("--shrink", requested, reason, fix, code="indivisible")
+        requested = f"continue with {processes} of {began_with} processes on a data axis of {mesh['data']}"
+        fix = "use a larger data axis, or remove --shrink, so that the remaining processes share all devices"
+        check_divides("--shrink", requested, mesh["data"] * processes, began_with, fix)
     return mesh.replace(data=mesh["data"] * now // began_with)
 
 
-def _start(
-    args: Sequence[str], envs: Sequence[Mapping[str, str]], watch: interrupts.Watch | None, *, grace_s: float
-) -> int:
-    with tempfile.TemporaryFile(buffering=0) as news:
-        # In sessions of their own, so that only this process receives Ctrl-C, and passes it on once.
-        options: dict[str, Any] = {"start_new_session": True, "pass_fds": [news.fileno()]}
-        own = {NEWS: str(news.fileno())}
-        started = [subprocess.Popen([*COMMAND, *args], env={**env, **own}, **options) for env in envs]
-        try:
-            return _wait(started, watch, grace_s, news)
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-
-
-def _survivors(processes: int, began_with: int) -> int:
-    """Return the largest smaller number of processes that can share the devices of the start equally."""
-    return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
-
-
-def _host_devices(env: Mapping[str, str]) -> re.Match[str] | None:
-    """Match XLA's flag for the number of host devices; the second group is the number."""
-    flags = env.get("XLA_FLAGS", "") if env.get("JAX_PLATFORMS") == "cpu" else ""
-    return re.search(r"(--xla_force_host\w+_count=)(\d+)", flags)
-
-
 def follow_parent() -> None:
-    """Start a thread that ends this process after the loss of its parent or of a local process."""
+    """Start a thread that ends this process after the loss of its parent or of a local process.
+
+    The parent has reported a lost process. A process that is still joining can only end. After that the watchdog
+    reports errors of other processes, but detects a killed process late.
+    """
     parent = os.environ.get(PARENT)
     if parent is None:
         return
     news = int(os.environ[NEWS])
 
     def follow() -> None:
+        from meshpar.loop import heartbeat as watchdog
+
         is_reported = False
         while os.getppid() == int(parent):
             if not is_reported and (text := os.pread(news, 100, 0)):
                 is_reported = True
-                _end_without(**json.loads(text))
+                process, code = json.loads(text)
+                watch = watchdog.current()
+                if watch is None:
+                    os._exit(watchdog.EXIT_CODE)
+                if code < 0:
+                    watch.without(process, how=f"was killed ({signal.Signals(-code).name})")
             time.sleep(_FOLLOW_S)
         os._exit(128 + signal.SIGHUP)
 
     threading.Thread(target=follow, name="meshpar-parent", daemon=True).start()
 
 
-def _end_without(*, process: int, code: int) -> None:
-    """End this process after a failure of a different local process.
-
-    The parent has reported it. A process that is still joining can only end. After that the watchdog reports
-    errors of other processes, but detects a killed process late.
-    """
-    from meshpar.loop import heartbeat as watchdog
-
-    watch = watchdog.current()
-    if watch is None:
-        os._exit(watchdog.EXIT_CODE)
-    if code < 0:
-        watch.without(process, how=f"was killed ({signal.Signals(-code).name})")
-
-
 def _wait(
     started: Sequence[subprocess.Popen[bytes]], watch: interrupts.Watch | None, grace_s: float, news: IO[bytes]
 ) -> int:
+    """Return the exit code of the first process that failed, or 0, after all have ended."""
     failed: int | None = None
     kill_at = float("inf")
     is_passed_on = False
@@ -183,13 +168,11 @@ def _wait(
 def _first_failed(started: Sequence[subprocess.Popen[bytes]], news: IO[bytes]) -> int | None:
     """Return the exit code of a failed process, after reporting it to the user and to all processes, or None."""
     for number, process in enumerate(started):
-        if process.poll():
-            how = f"exit code {process.returncode}"
-            if process.returncode < 0:
-                how = f"{signal.Signals(-process.returncode).name}"
+        if code := process.poll():
+            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
             print(f"meshpar: process {number} of {len(started)} ended with {how}", file=sys.stderr, flush=True)
-            news.write(json.dumps({"process": number, "code": process.returncode}).encode())
-            return process.returncode
+            news.write(json.dumps([number, code]).encode())
+            return code
     return None
 
 
@@ -197,31 +180,17 @@ def _environment(number: int, processes: int, *, port: int, began_with: int, shr
     """Return the environment of a process: the variables of a launcher, and its share of the devices."""
     env, parts = dict(os.environ), began_with if shrink else processes
     if around := [name for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST") if env.get(name)]:
-        reason = f"a launcher started this process ({around[0]}={env[around[0]]})"
-        fix = f"remove --processes, or unset {around[0]}"
+        reason, fix = f"a launcher started this process ({around[0]}={env[around[0]]})", f"unset {around[0]}"
         raise problem(f"--processes {processes}", "start local processes", reason, fix, code="conflict")
-    if (found := _host_devices(env)) is not None:
-        count = int(found[2])
-        if count % parts:
-            requested, fix = f"share {count} host devices", f"use --devices {-(-count // parts) * parts}"
-            reason = f"{count} is not a multiple of {parts}"
-            raise problem(f"--processes {parts}", requested, reason, fix, code="indivisible")
-        env["XLA_FLAGS"] = env["XLA_FLAGS"].replace(found[0], f"{found[1]}{count // parts}")
+    flags = env.get("XLA_FLAGS", "") if env.get("JAX_PLATFORMS") == "cpu" else ""
+    if match := re.search(r"(--xla_force_host\w+_count=)(\d+)", flags):
+        count = int(match[2])
+        fix = f"use --devices {-(-count // parts) * parts}"
+        check_divides(f"--processes {parts}", f"share {count} host devices", count, parts, fix)
+        env["XLA_FLAGS"] = flags.replace(match[0], f"{match[1]}{count // parts}")
     elif parts < began_with and "CUDA_VISIBLE_DEVICES" not in env:  # a GPU per process at the start
         share = began_with // parts
         env["JAX_LOCAL_DEVICE_IDS"] = ",".join(map(str, range(number * share, (number + 1) * share)))
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": parts}
-    return {
-        **env,
-        **({BEGAN_WITH: str(began_with)} if shrink else {}),
-        **{name: str(value) for name, value in place.items()},
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        PARENT: str(os.getpid()),
-    }
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    place |= {"MASTER_PORT": port, PARENT: os.getpid(), **({BEGAN_WITH: began_with} if shrink else {})}
+    return env | {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}

@@ -344,17 +344,13 @@ def train(
     """
     from meshpar.cli.local_processes import PARENT, follow_parent, run
 
-    if restarts and (processes is None or settings["fresh"]):
-        if settings["fresh"]:
-            reason, fix = "with --fresh a restart would discard the run", "rename the folder of the run instead"
-        else:
-            reason = "only processes that --processes started can be restarted"
-            fix = "add --processes N, or let the launcher restart the job"
-        raise problem(f"--restarts {restarts}", "restart lost processes", reason, fix, code="conflict")
-    if shrink and not restarts:
-        raise problem(
-            "--shrink", "continue with fewer devices", "no restart is allowed", "add --restarts K", code="conflict"
-        )
+    for option, is_conflict, reason, fix in (
+        (f"--restarts {restarts}", restarts and settings["fresh"], "it would discard the run", "remove --fresh"),
+        (f"--restarts {restarts}", restarts and processes is None, "--processes is not set", "add --processes N"),
+        ("--shrink", shrink and not restarts, "no restart is allowed", "add --restarts K"),
+    ):
+        if is_conflict:
+            raise problem(option, "restart after a process is lost", reason, fix, code="conflict")
     is_child = PARENT in os.environ
     if processes is not None and not is_child:
         prepare_devices(devices, start="nothing")

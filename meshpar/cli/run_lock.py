@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import socket
 import time
@@ -22,80 +21,45 @@ _POLL_S = 0.1
 
 
 @contextlib.contextmanager
-def lock_run_folder(
-    folder: Path, *, warn: Callable[[str], None], wait_s: float = WAIT_S
-) -> Iterator[Callable[[], None]]:
-    """Lock a run folder. Process 0 of a run calls this.
+def lock_run_folder(folder: Path, *, warn: Callable[[str], None], wait_s: float = WAIT_S) -> Iterator[None]:
+    """Lock a run folder, which may not exist yet. Process 0 of a run calls this.
 
     The lock is on the file `.NAME.lock` next to the folder. The file is never removed: without a running process,
-    the file has no effect. The folder itself is locked as well, so removing the file does not admit a second run.
+    the file has no effect.
 
     Args:
-      folder: the run folder, which may not exist yet.
+      folder: the run folder.
       warn: receives a message if the file system has no locks.
       wait_s: seconds to wait for the lock.
-
-    Yields:
-      A function that locks the folder itself, to be called after the folder was created.
 
     Raises:
       ValueError: if a different process has the lock. The message names its host and process id.
     """
-    if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
-        reason, fix = "it is a link that another user created", "remove it, or name another folder with --out"
-        raise problem(f"run {folder}", "write to it", reason, fix, code="conflict")
-    path = folder.with_name(f".{folder.name}.lock")
-    deadline, locked_inodes = time.monotonic() + wait_s, set[int]()
-    with contextlib.ExitStack() as stack:
-
-        def lock(path: Path, descriptor: int) -> int:
-            stack.callback(os.close, descriptor)
-            if not _flock(descriptor, deadline):
-                raise _already_locked(folder, path)
-            locked_inodes.add(os.fstat(descriptor).st_ino)
-            return descriptor
-
-        def lock_folder() -> None:
-            # Some file systems lock files only, and the folder may not exist yet.
-            with contextlib.suppress(OSError):
-                if folder.stat().st_ino not in locked_inodes:
-                    lock(folder, os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
-
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = lock(path, open_no_link(path, os.O_RDWR))
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                reason, fix = f"that failed ({error.strerror})", "name another folder with --out"
-                raise problem(f"run {folder}", "write to it", reason, fix, code="not-writable") from error
-            warn(f"the file system of {folder.parent} has no locks: a second run in the same folder is not detected")
-        else:
-            lock_folder()
-            with contextlib.suppress(OSError):  # a full disk: the lock works without its description
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
-        yield lock_folder
-
-
-def _flock(descriptor: int, deadline: float) -> bool:
-    """Lock an open file, and return whether that succeeded before the deadline."""
     import fcntl
 
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-
-
-def _already_locked(folder: Path, path: Path) -> Exception:
-    try:
-        holder = json.loads(path.read_bytes()[:1000])
-        process = f"process {holder['pid']} on {holder['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        process = "another process"
-    fix = "wait for it, stop it, or use --name to start another run"
-    return problem(f"run {folder}", "write to it", f"{process} is training in this folder", fix, code="conflict")
+    where, requested, fix = f"run {folder}", "write to it", "use --name for another run"
+    if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
+        raise problem(where, requested, "it is a link that another user created", fix, code="conflict")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    path, deadline = folder.with_name(f".{folder.name}.lock"), time.monotonic() + wait_s
+    with open(open_no_link(path, os.O_RDWR), encoding="utf-8", errors="replace") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    reason = f"{file.read(1000) or 'another process'} is training in this folder"
+                    raise problem(
+                        where, requested, reason, f"wait for it, stop it, or {fix}", code="conflict"
+                    ) from None
+                time.sleep(_POLL_S)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                warn(f"the file system of {folder.parent} has no locks: a second run is not detected")
+                break
+        with contextlib.suppress(OSError):  # a full disk: the lock works without its description
+            os.ftruncate(file.fileno(), 0)
+            os.pwrite(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield

@@ -454,7 +454,6 @@ def _prepared(
 
     def write() -> None:
         folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
-        lock_folder()
         _write_json(folder / "recipe.json", {**recipe.to_json(), "program": program.to_json()})
         _write_json(folder / "sharding.json", setup.table.to_json())
         replace_file(folder / "sharding.txt", f"{setup.table}\n")
@@ -464,7 +463,7 @@ def _prepared(
         if pod is not None:
             check_shared(pod, folder)
         if jax.process_index() == 0:
-            lock_folder = stack.enter_context(lock_run_folder(folder, warn=screen.print))
+            stack.enter_context(lock_run_folder(folder, warn=screen.print))
         if not fresh:
             _check_same_run(folder, program, accept=accept, screen=screen)
         barrier("meshpar: folder checked")  # no process writes before all have read the folder
