@@ -95,16 +95,16 @@ class _Roll:
                 await asyncio.wait_for(self._done.wait(), timeout_s)
         except TimeoutError:
             self._error = self._missing(timeout_s)
-        error = self._error
-        fields = [error.where, error.requested, error.reason, error.fix, error.code] if error else []
+        refusal = self._error
+        fields = [] if refusal is None else refusal.__reduce__()[1]
         server.close()
         for connection in list(self._connections):
             connection.write(_signed(json.dumps(fields), self._key))
             connection.close()
             with contextlib.suppress(OSError):  # it died: the timeout of jax or the watchdog ends the other processes
                 await connection.wait_closed()
-        if error is not None:
-            raise error
+        if refusal is not None:
+            raise refusal
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection until it is closed. A process that dies has not joined."""
