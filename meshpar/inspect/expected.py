@@ -30,7 +30,7 @@ import numpy as np
 
 from meshpar.inspect.stage_partition import StagePartition
 from meshpar.layers.precision import BY_ROW
-from meshpar.parallel.batch import without_whole
+from meshpar.parallel.batch import rows_of
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params
 from meshpar.parallel.expected.matmuls import VOCABULARY
@@ -137,7 +137,7 @@ def scopes_above(setup: Setup) -> int | None:
 
 def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
     """Return the examples and tokens per shard, for `split` shards of a batch; None if the batch has no tokens."""
-    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(without_whole(batch))]
+    shapes = [(np.shape(x), x.dtype) for x in jax.tree.leaves(rows_of(batch))]
     rows = max((shape[0] for shape, _ in shapes if shape), default=0) // split
     # Integer matrices are tokens if the batch has no floats or images. 8-bit integers are pixels.
     has_floats = any(len(shape) > 1 and dtype.kind not in "iub" for shape, dtype in shapes)

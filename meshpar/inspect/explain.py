@@ -39,7 +39,7 @@ from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab
 from meshpar.layers.precision import cast_back_fix, wide_work
 from meshpar.models import embedding_lookup as lookup
 from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_tokamax
-from meshpar.parallel.batch import as_rows, shape_of
+from meshpar.parallel.batch import StepBatch, shape_of
 from meshpar.parallel.expected.step_spec import ParamUsage
 from meshpar.sharding.context import apart
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
@@ -91,7 +91,7 @@ def explain(
     """
     _check_kinds(step, state)
     _check_equal_parts(state)
-    batch = as_rows(jax.tree.map(shape_of, batch), None, state.setup.strategy.activations)
+    batch = jax.tree.map(shape_of, batch)
     if cluster is None:
         state = _here(state)
         mesh = state.setup.mesh
@@ -114,6 +114,7 @@ def _explain(
 ) -> Report:
     setup, sizes = state.setup, axis_sizes(state.setup.mesh)
     traced = step.trace(state, batch)
+    batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations)
     lowered = traced.lower(lowering_platforms=None if compiler is compile_here else ("cuda",))
     options = step.compile_options(setup)
     parts = parts_of(step, state, batch) if setup.strategy.pipeline is not None else None

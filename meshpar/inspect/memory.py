@@ -25,7 +25,7 @@ from meshpar.hardware.clusters import Cluster, gpu_of_kind
 from meshpar.inspect.program import Program
 from meshpar.inspect.source_scopes import layerless
 from meshpar.inspect.timeline import program_work as work
-from meshpar.parallel.batch import shape_of, without_whole
+from meshpar.parallel.batch import rows_of, shape_of
 from meshpar.parallel.data import Data
 from meshpar.parallel.expected.step_spec import StepSpec
 from meshpar.parallel.strategy import Custom, Strategy
@@ -188,8 +188,7 @@ def _batch_bytes(setup: Setup, batch: PyTree) -> int:
     shards = num_shards(setup.batch_sharding.spec, setup.mesh)
     shapes = jax.tree.map(shape_of, batch)
     nbytes, sharded = (
-        sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(tree))
-        for tree in (shapes, without_whole(shapes))
+        sum(leaf_of(path, x).nbytes for path, x in tree_leaves_with_paths(tree)) for tree in (shapes, rows_of(shapes))
     )
     return nbytes - sharded + sharded // shards
 
@@ -412,7 +411,7 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
 
 
 def _batch_rows(setup: Setup, batch: PyTree) -> int:
-    rows = max((shape[0] for x in jax.tree.leaves(without_whole(batch)) if (shape := np.shape(x))), default=0)
+    rows = max((shape[0] for x in jax.tree.leaves(rows_of(batch)) if (shape := np.shape(x))), default=0)
     return rows // num_shards(setup.batch_sharding.spec, setup.mesh)
 
 

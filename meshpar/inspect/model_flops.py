@@ -22,7 +22,7 @@ from meshpar.inspect.traced_collectives import num_trips
 from meshpar.layers.losses import scalar
 from meshpar.layers.precision import cast_floating, numerics
 from meshpar.moe import tokamax_kernels as kernels
-from meshpar.parallel.batch import as_given, is_replicated
+from meshpar.parallel.batch import StepBatch, as_given
 from meshpar.sharding.constraints import with_auto_types
 from meshpar.sharding.context import tracing
 from meshpar.sharding.types import PyTree
@@ -185,12 +185,12 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
             model = setup.model.bind(cast_floating(params, options.precision.compute), extra)
             return scalar(step.loss_fn(model, as_given(micro), jax.random.wrap_key_data(key_data))[0])
 
-    micro = jax.tree.map(
-        lambda x: (
-            x if is_replicated(x) else jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype)
-        ),
+    batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations)
+    micro = dataclasses.replace(
         batch,
-        is_leaf=is_replicated,
+        rows=jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] // options.accumulate, *x.shape[1:]), x.dtype), batch.rows
+        ),
     )
     params, extra, key = jax.eval_shape(lambda *x: x, *with_auto_types((state.params, state.extra, state.key)))
     return jax.make_jaxpr(loss)(params, extra, micro, key).jaxpr

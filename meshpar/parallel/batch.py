@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.sharding.constraints import with_auto_types, with_layout
+from meshpar.sharding.constraints import is_typed, with_auto_types, with_layout
 from meshpar.sharding.context import apart
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules, fewer_devices, replicated, resolve
@@ -64,7 +64,7 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
       MeshparError: if the first dim of a leaf is not divisible by the number of batch shards.
     """
     sharding, rules = batch_sharding(mesh, strategy), as_strategy(strategy).activations
-    check_batch(as_rows(batch, None, rules), sharding, accumulate=1, rules=rules)
+    check_batch(batch, sharding, rules)
     sharded, full = NamedSharding(mesh, sharding.spec), NamedSharding(mesh, PartitionSpec())
     batch = with_auto_types(batch)
 
@@ -74,9 +74,14 @@ def shard_batch(batch: PyTree, mesh: jax.sharding.Mesh, strategy: Strategy | Rul
     return jax.device_put(batch, jax.tree_util.tree_map_with_path(sharding_of, batch))
 
 
+# ---- The batch of a step ---------------------------------------------------------------------------------------------
+#
+#   user's arrays ─ StepBatch.of ─► step ─ engine: `split_rows` into micro-steps ─► as_given ─► loss function
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ForAllRows:
+class Repeated:
     """A scalar or PRNG key of a batch, repeated for every example so that it is sharded like the other leaves."""
 
     each: Any
@@ -84,86 +89,70 @@ class ForAllRows:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """A leaf that all devices and micro-steps receive in full, because of `Rules(inputs={...: replicated})`."""
+class StepBatch:
+    """A batch as a step is traced with: two trees with the structure of the user's batch, and None for other leaves."""
 
-    each: Any
+    rows: PyTree
+    """Leaves that are sharded over devices and micro-steps. Scalars and keys are `Repeated`."""
+    full: PyTree
+    """Leaves that all devices and micro-steps receive, because of `Rules(inputs={...: replicated})`."""
 
+    @staticmethod
+    def of(
+        batch: PyTree, sharding: NamedSharding, rules: Rules, *, accumulate: int = 1, interleave: int = 1
+    ) -> StepBatch:
+        """Check a batch and return it in the layout that a step expects."""
+        batch = as_given(batch)
+        num_rows = check_batch(batch, sharding, rules, accumulate=accumulate, interleave=interleave)
+        full = NamedSharding(sharding.mesh, PartitionSpec())
 
-def is_replicated(x: Any) -> bool:
-    """Return whether a leaf of a batch from `as_rows` is replicated."""
-    return isinstance(x, Whole)
+        def row(x: Any) -> Any:
+            if np.ndim(x):
+                return _placed(x, sharding)
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return Repeated(jax.ShapeDtypeStruct((num_rows,), x.dtype))
+            return Repeated(_placed((jnp if isinstance(x, jax.Array) else np).broadcast_to(x, (num_rows,)), sharding))
 
-
-def without_whole(batch: PyTree) -> PyTree:
-    """Return the batch with None in place of replicated leaves."""
-    return jax.tree.map(lambda x: None if is_replicated(x) else x, batch, is_leaf=is_replicated)
-
-
-def with_whole(batch: PyTree, rows: PyTree) -> PyTree:
-    """Return `rows` with the replicated leaves of `batch`; the inverse of `without_whole`."""
-    return jax.tree.map(lambda x, row: x if is_replicated(x) else row, batch, rows, is_leaf=is_replicated)
-
-
-def lying(batch: PyTree, sharding: NamedSharding) -> PyTree:
-    """Return the sharding of each leaf of a batch from `as_rows`, or a single one if no leaf is replicated."""
-    if not any(map(is_replicated, jax.tree.leaves(batch, is_leaf=is_replicated))):
-        return sharding
-    full = Whole(NamedSharding(sharding.mesh, PartitionSpec()))
-    return jax.tree.map(lambda x: full if is_replicated(x) else sharding, batch, is_leaf=is_replicated)
-
-
-def resharded(batch: PyTree, sharding: NamedSharding) -> PyTree:
-    """Return the batch with committed arrays resharded to the layout that the step expects."""
-
-    def put(x: Any, target: NamedSharding) -> Any:
-        current = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
-        # jit moves an uncommitted array itself.
-        if current is None or not getattr(x, "committed", True) or current.is_equivalent_to(target, np.ndim(x)):
-            return x
-        if isinstance(x, jax.Array):
-            return jax.device_put(x, target)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
-
-    layout = lying(batch, sharding)
-    return jax.tree.map(lambda x: put(x, layout), batch) if layout is sharding else jax.tree.map(put, batch, layout)
-
-
-def as_rows(batch: PyTree, sharding: NamedSharding | None = None, rules: Rules = Rules()) -> PyTree:  # noqa: B008
-    """Return the batch as the step is traced with: scalars and keys as `ForAllRows`, replicated leaves as `Whole`."""
-    if rules.inputs:
-        batch = jax.tree_util.tree_map_with_path(
-            lambda path, x: Whole(x) if not is_replicated(x) and rules.input_rule(path_str(path)) is replicated else x,
-            batch,
-            is_leaf=is_replicated,
+        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+        chosen = [(x, rules.input_rule(path_str(path)) is replicated) for path, x in leaves]
+        return StepBatch(
+            jax.tree.unflatten(structure, [None if is_full else row(x) for x, is_full in chosen]),
+            jax.tree.unflatten(structure, [_placed(x, full) if is_full else None for x, is_full in chosen]),
         )
-    leaves = tree_leaves_with_paths(without_whole(batch))
-    if all(np.ndim(x) for _, x in leaves):
+
+
+def as_given(batch: PyTree) -> PyTree:
+    """Return the batch of a step, or a part of it, as the user's function expects it."""
+    if not isinstance(batch, StepBatch):
         return batch
-    counts = {path: np.shape(x)[0] for path, x in leaves if np.ndim(x)}
-    num_rows = max((n for path, n in counts.items() if rules.input_rule(path) is None), default=0)
-    num_rows = num_rows or max(counts.values(), default=0)
 
-    def repeated(x: Any) -> Any:
-        if is_replicated(x) or np.ndim(x):
+    def first(x: Any) -> Any:
+        if not isinstance(x, Repeated):
             return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return ForAllRows(jax.ShapeDtypeStruct((num_rows,), x.dtype))
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-            return ForAllRows((jnp if isinstance(x, jax.core.Tracer) else np).broadcast_to(x, (num_rows,)))
-        rows = jnp.broadcast_to(x, (num_rows,))  # on the devices of the scalar
-        return ForAllRows(rows if sharding is None else jax.device_put(rows, sharding))
+        return jax.ShapeDtypeStruct((), x.each.dtype) if isinstance(x.each, jax.ShapeDtypeStruct) else x.each[0]
 
-    return jax.tree.map(repeated, batch, is_leaf=is_replicated)
+    rows = jax.tree.map(first, batch.rows, is_leaf=lambda x: isinstance(x, Repeated))
+    return jax.tree.map(lambda x, y: y if x is None else x, rows, batch.full, is_leaf=lambda x: x is None)
 
 
-def as_given(rows: PyTree) -> PyTree:
-    """Return a batch from `as_rows` as the user's function expects it; the inverse of `as_rows`."""
-    return jax.tree.map(
-        lambda x: x.each[0] if isinstance(x, ForAllRows) else x.each if is_replicated(x) else x,
-        rows,
-        is_leaf=lambda x: isinstance(x, ForAllRows | Whole),
-    )
+def rows_of(batch: PyTree) -> PyTree:
+    """Return the leaves of a batch that are sharded over devices."""
+    return batch.rows if isinstance(batch, StepBatch) else batch
+
+
+def _placed(x: Any, layout: NamedSharding) -> Any:
+    """Return an array with a layout on Auto axes. jit moves host arrays and uncommitted arrays itself."""
+    if isinstance(x, jax.core.Tracer):
+        return with_auto_types(x)
+    current = getattr(x, "sharding", None)
+    if current is None or not getattr(x, "committed", True):
+        return x
+    has_types = isinstance(current, NamedSharding) and is_typed(current.mesh)
+    if not has_types and current.is_equivalent_to(layout, np.ndim(x)):
+        return x
+    if isinstance(x, jax.Array):
+        return jax.device_put(x, layout)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
 
 
 def split_by(sharding: NamedSharding) -> tuple[str, ...]:
@@ -178,39 +167,38 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def check_batch(
-    batch: PyTree,
-    sharding: NamedSharding,
-    accumulate: int,
-    interleave: int = 1,
-    rules: Rules = Rules(),  # noqa: B008
-) -> None:
-    """Check that a batch from `as_rows` is numeric and divisible by devices x micro-steps x interleaved slices.
+    batch: PyTree, sharding: NamedSharding, rules: Rules, *, accumulate: int = 1, interleave: int = 1
+) -> int:
+    """Check that a batch is numeric and divisible by devices x micro-steps x interleaved slices.
 
     Leaves with an `inputs` rule "batch" are checked by themselves. All others must have the same first dim.
+
+    Returns:
+      The number of examples.
     """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(batch, is_leaf=lambda x: isinstance(x, ForAllRows | Whole))
-    paths = [path_str(path) for path, _ in leaves]
+    leaves = dict(tree_leaves_with_paths(batch))
     for rule in rules.inputs:
-        if not any(map(rule.matches, paths)):
-            where, reason = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(paths)} leaves"
-            fix = near_or(rule.key, paths, "write the full path of a leaf")
+        if not any(map(rule.matches, leaves)):
+            where, reason = f"inputs rule `{rule.key}`", f"it matches none of the batch's {len(leaves)} leaves"
+            fix = near_or(rule.key, leaves, "write the full path of a leaf")
             raise problem(where, "select leaves of the batch", reason, fix, code="unknown-name")
-    for path, (_, x) in zip(paths, leaves, strict=True):
-        _check_number(path, x.each if is_replicated(x) else x)
-    if paths and not jax.tree.leaves(without_whole(batch)):
+    for path, x in leaves.items():
+        _check_number(path, x)
+    chosen = {path: rules.input_rule(path) for path in leaves}
+    if leaves and all(rule is replicated for rule in chosen.values()):
         reason, fix = "inputs rules replicate all leaves", "replicate only leaves without a batch dim, or set 'batch'"
         raise problem("batch", "shard it over devices", reason, fix, code="conflict")
     sizes = axis_sizes(sharding.mesh)
     axes = {axis: sizes[axis] for axis in split_by(sharding)}
     what = "micro-steps" if interleave == 1 else f"slices (accumulate={accumulate}, interleave={interleave})"
-    rows = tree_leaves_with_paths(without_whole(batch))
-    separate = {path: x for path, x in rows if rules.input_rule(path) == "batch"}
-    for path, x in separate.items():
-        check_rows({path: x}, axes, accumulate * interleave, what)
-    if separate and len(separate) == len(rows):
-        return
-    common = jax.tree_util.tree_map_with_path(lambda path, x: None if path_str(path) in separate else x, batch)
-    check_rows(common, axes, accumulate * interleave, what, takes_scalars=True)
+    separate = [path for path, rule in chosen.items() if rule == "batch"]
+    for path in separate:
+        check_rows({path: leaves[path]}, axes, accumulate * interleave, what)
+    common = {path: leaves[path] for path, rule in chosen.items() if rule is None}
+    if common or not separate:
+        check_rows(common, axes, accumulate * interleave, what, takes_scalars=True)
+    shapes = [np.shape(x) for x in (common or {path: leaves[path] for path in separate}).values()]
+    return max((shape[0] for shape in shapes if shape), default=0)
 
 
 def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *, takes_scalars: bool = False) -> None:
@@ -223,7 +211,7 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
       what: name of the pieces for the error, such as "micro-steps".
       takes_scalars: True to allow scalars.
     """
-    leaves = tree_leaves_with_paths(without_whole(batch))
+    leaves = tree_leaves_with_paths(batch)
     if not leaves:
         fix = "pass a pytree of arrays whose first dim is the batch"
         raise problem("batch", "train on it", "it has no arrays", fix, code="wrong-shape")

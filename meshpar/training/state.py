@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from meshpar.layers.precision import Precision, as_precision, cast_floating
 from meshpar.optim.orthogonalized import Updating
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.parallel.batch import batch_sharding, split_by
+from meshpar.parallel.batch import StepBatch, batch_sharding, split_by
 from meshpar.sharding.adapters import (
     OVERWRITTEN,
     Model,
@@ -50,7 +50,7 @@ class Setup:
     layout: TableLayout
     trainable: Trainable = None
     unconstrained_losses: list[Any] = dataclasses.field(default_factory=list, repr=False)
-    """Loss functions whose models constrain no activation. `TrainStep` adds them before its first trace."""
+    """Steps whose loss functions constrain no activation."""
 
     @property
     def table(self) -> ShardingTable:
@@ -82,6 +82,11 @@ class Setup:
     def batch_sharding(self) -> NamedSharding:
         """The sharding of the batch: its first dim, by the strategy's rule for `batch`."""
         return batch_sharding(self.mesh, self.strategy)
+
+    @property
+    def batch_shardings(self) -> StepBatch:
+        """The shardings of a batch as a step is traced with."""
+        return StepBatch(self.batch_sharding, NamedSharding(self.mesh, PartitionSpec()))
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -30,9 +30,8 @@ from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLo
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.layers.scan import is_part
-from meshpar.parallel.batch import as_given, as_rows, check_batch, lying, resharded, with_whole, without_whole
+from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
-from meshpar.sharding.constraints import with_auto_types, without_types
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
@@ -47,8 +46,8 @@ from meshpar.sharding.types import (
     without_axes,
 )
 from meshpar.training.accumulation import compute_params, constrained, wide
-from meshpar.training.gradients.engine import Feature, unsupported
-from meshpar.training.gradients.selection import check_setup, engine_of
+from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
+from meshpar.training.gradients.selection import check_batch_supported, check_setup, engine_of
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, check_state
 
@@ -59,61 +58,48 @@ Losses and metrics that the model reports (`meshpar.layers.auxiliary`) are added
 
 
 class _Program:
-    """A function of (state, batch) that is compiled once per setup and batch structure."""
+    """A function of (state, batch) that is compiled once per setup."""
 
     _num_micro_steps = _num_slices = 1
     _xla: Options = MappingProxyType({})
 
     def __init__(self) -> None:
-        self._programs: weakref.WeakKeyDictionary[Setup, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self._batch_shapes: weakref.WeakKeyDictionary[Setup, set[Any]] = weakref.WeakKeyDictionary()
-        self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
+        self._programs: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         """Return the XLA options for the devices of a setup, including the user's."""
         return options_for(setup.mesh, self._xla)
 
-    def _jit(self, setup: Setup, batch_shardings: PyTree) -> Any:
+    def _jit(self, setup: Setup, traced_losses: list[Boundaries]) -> Any:
+        """Return the jitted function. A trace adds the constraints of the loss function to `traced_losses`."""
         raise NotImplementedError
 
-    def _before_first_trace(self, state: TrainState, batch: PyTree) -> None:
-        """Collect what the trace of the program depends on."""
-
-    def _before_first_call(self, setup: Setup, traced: Any) -> None:
-        """Inspect the traced program, and warn if it does not do what the user requested."""
-
-    def jitted(self, state: TrainState, batch: PyTree) -> Any:
-        """Return the jitted function for the setup of a state, and check batches of new shapes or dtypes."""
-        setup, rules = state.setup, state.setup.strategy.activations
-        programs, batch_shapes = self._programs.setdefault(setup, {}), self._batch_shapes.setdefault(setup, set())
-        # Without rules for inputs, one sharding applies to all leaves, and jit accepts any structure.
-        structure = jax.tree.structure(batch) if rules.inputs else None
-        program = programs.get(structure)
-        if program is None:
-            check_options(self._xla)
-            program = self._jit(setup, lying(batch, setup.batch_sharding))
-        shapes = structure, tuple((np.shape(x), getattr(x, "dtype", None)) for x in jax.tree.leaves(batch))
-        if shapes not in batch_shapes:
-            check_batch(batch, setup.batch_sharding, self._num_micro_steps, self._num_slices, rules)
-            batch_shapes.add(shapes)
-        if structure not in programs:
-            self._before_first_trace(state, batch)
-            programs[structure] = program
-        return program
-
-    def _prepare(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
+    def _prepare(self, state: TrainState, batch: PyTree) -> tuple[Any, StepBatch]:
         """Return the jitted function and the batch as it takes it."""
         check_state("step(state, batch)", state)
-        sharding = state.setup.batch_sharding
-        batch = with_auto_types(as_rows(batch, sharding, state.setup.strategy.activations))
-        return self.jitted(state, batch), resharded(batch, sharding)
+        setup, rules = state.setup, state.setup.strategy.activations
+        batch = StepBatch.of(
+            batch, setup.batch_sharding, rules, accumulate=self._num_micro_steps, interleave=self._num_slices
+        )
+        if setup not in self._programs:
+            check_options(self._xla)
+            traced_losses: list[Boundaries] = []
+            program = self._jit(setup, traced_losses)
+            if not setup.has_free_activations and self._may_move_activations(setup):
+                program.trace(state, batch)  # jit reuses this trace for the call
+                if not any(boundaries.num_constrained for boundaries in traced_losses):
+                    setup.unconstrained_losses.append(self)
+                    program = self._jit(setup, [])
+            self._programs[setup] = program
+        return self._programs[setup], batch
+
+    def _may_move_activations(self, setup: Setup) -> bool:
+        """Return whether outputs of modules are constrained if the model constrains none of its activations."""
+        return setup.model.kind != "functions" and _may_move_activations(setup)
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         program, batch = self._prepare(state, batch)
-        if state.setup not in self._called:
-            self._called.add(state.setup)
-            self._before_first_call(state.setup, program.trace(state, batch))  # jit reuses this trace for the call
         return program(state, batch)
 
     @apart()
@@ -136,81 +122,72 @@ class TrainStep(_Program):
         super().__init__()
         self.loss_fn, self.options = loss_fn, options
         self._num_micro_steps, self._num_slices, self._xla = options.accumulate, options.interleave, options.xla
+        self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
+
+    def _engine(self, setup: Setup) -> GradientEngine:
+        return engine_of(setup.strategy, self.options, setup.batch_axes)
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
-        engine = engine_of(setup.strategy, self.options, setup.batch_axes)
-        return options_for(setup.mesh, self._xla, engine.compile_options(setup, self.options))
+        return options_for(setup.mesh, self._xla, self._engine(setup).compile_options(setup, self.options))
 
-    def loss_of(self, setup: Setup) -> Loss:
+    def loss_of(self, setup: Setup, traced: list[Boundaries] | None = None) -> Loss:
         """Return the loss as a function of parameters, including the losses that the model reports."""
-        return loss_of(self.loss_fn, setup, loss_is=self.options.loss_is)
+        return loss_of(self.loss_fn, setup, traced, loss_is=self.options.loss_is)
 
     def _numerics(self) -> contextlib.AbstractContextManager[Numerics]:
         options = self.options
         return numerics(options.precision, options.remat, options.interleave)
 
-    def _jit(self, setup: Setup, batch_shardings: PyTree) -> Any:
+    def _jit(self, setup: Setup, traced_losses: list[Boundaries]) -> Any:
         _check_parameters(setup, self.options.precision)
-        check_setup(setup, self.options, batch_shardings)
+        check_setup(setup, self.options)
         _check_precision_rules(setup, self.options.precision)
         for rule in setup.strategy.activations.remat:
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
-            self._step,
+            functools.partial(self._step, traced_losses),
             (setup.shardings, setup.whole),
             donate_argnums=0,  # the new state reuses the buffers of the old one
-            in_shardings=(setup.shardings, batch_shardings),
+            in_shardings=(setup.shardings, setup.batch_shardings),
             compiler_options=dict(self.compile_options(setup)) or None,
         )
 
-    def _before_first_trace(self, state: TrainState, batch: PyTree) -> None:
-        """Evaluate the loss abstractly, and record in the setup if the model constrains none of its activations.
+    def _may_move_activations(self, setup: Setup) -> bool:
+        return not self._engine(setup).uses_local_batch and super()._may_move_activations(setup)
 
-        The step's own trace then shards the outputs of the model's modules like the batch.
-        """
-        setup, options = state.setup, self.options
-        if setup.has_free_activations or setup.model.kind == "functions" or not _may_move_activations(setup):
-            return
-        if engine_of(setup.strategy, options, setup.batch_axes).uses_local_batch:
-            return
+    @apart()
+    def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        program, batch = self._prepare(state, batch)
+        if state.setup not in self._called:
+            self._called.add(state.setup)
+            jaxpr = program.trace(state, batch).jaxpr.jaxpr  # jit reuses this trace for the call
+            wide = wide_work(jaxpr, self.options.precision, state.setup.strategy.activations.dtypes)
+            if wide is not None:
+                warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=3)
+        return program(state, batch)
 
-        def evaluate(state: TrainState, batch: PyTree) -> None:
-            micro_batch = jax.tree.map(lambda x: x[: len(x) // options.accumulate], without_whole(batch))
-            examples, key = with_whole(batch, micro_batch), jax.random.wrap_key_data(state.key)
-            with tracing(setup.mesh, setup.strategy), self._numerics(), collecting():
-                params = compute_params(setup, state.params, options.precision.compute)
-                with _constraining_modules(setup, examples, trains=True) as boundaries:
-                    _call(self.loss_fn, setup.model.bind(params, state.extra), examples, key)
-            if not boundaries.num_constrained:
-                setup.unconstrained_losses.append(self.loss_fn)
-
-        jax.eval_shape(without_types(evaluate, setup.given_mesh), state, batch)
-
-    def _before_first_call(self, setup: Setup, traced: Any) -> None:
-        wide = wide_work(traced.jaxpr.jaxpr, self.options.precision, setup.strategy.activations.dtypes)
-        if wide is not None:
-            warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=4)
-
-    def _step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    def _step(
+        self, traced_losses: list[Boundaries], state: TrainState, batch: StepBatch
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Compute gradients and update the state."""
         setup, options = state.setup, self.options
         _check_state(state)
+        check_batch_supported(setup, options, batch)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        engine = engine_of(setup.strategy, options, setup.batch_axes)
         with tracing(setup.mesh, setup.strategy), self._numerics() as context, jax.named_scope("gradients"):
-            totals = engine.gradients(self.loss_of(setup), options, state, batch, key)
+            loss = self.loss_of(setup, traced_losses)
+            totals = self._engine(setup).gradients(loss, options, state, batch, key)
         _check_layers(setup, options, context)
         with jax.named_scope("update"):
             return _update(state, totals, options, self._loss_at(state, batch, key))
 
-    def _loss_at(self, state: TrainState, batch: PyTree, key: jax.Array) -> Callable[..., jax.Array]:
+    def _loss_at(self, state: TrainState, batch: StepBatch, key: jax.Array) -> Callable[..., jax.Array]:
         """Return the loss of this batch as a function of the trainable parameters, for line searches."""
         setup, options = state.setup, self.options
 
         # optax's line searches pass all extra arguments of the update, and reject functions that do not take them.
         def value_fn(trained: PyTree, *_: Any, obj_fn: Any = None) -> jax.Array:
-            engine = engine_of(setup.strategy, options, setup.batch_axes)
-            if Feature.LOSS_AT_OTHER_PARAMS not in engine.supports or options.accumulate > 1:
+            if Feature.LOSS_AT_OTHER_PARAMS not in self._engine(setup).supports or options.accumulate > 1:
                 raise unsupported(Feature.LOSS_AT_OTHER_PARAMS, setup.strategy.label)
             with tracing(setup.mesh, setup.strategy), self._numerics():
                 params = setup.with_frozen(trained, state.params)
@@ -299,21 +276,22 @@ class EvalStep(_Program):
         super().__init__()
         self.loss_fn, self.precision, self._xla = loss_fn, precision, xla
 
-    def _jit(self, setup: Setup, batch_shardings: PyTree) -> Any:
+    def _jit(self, setup: Setup, traced_losses: list[Boundaries]) -> Any:
         return setup.jit(
-            self._evaluate,
+            functools.partial(self._evaluate, traced_losses),
             setup.whole,
-            in_shardings=(setup.shardings, batch_shardings),
+            in_shardings=(setup.shardings, setup.batch_shardings),
             compiler_options=dict(self.compile_options(setup)) or None,
         )
 
-    def _evaluate(self, state: TrainState, batch: PyTree) -> dict[str, jax.Array]:
+    def _evaluate(self, traced_losses: list[Boundaries], state: TrainState, batch: StepBatch) -> dict[str, jax.Array]:
         setup = state.setup
         _check_state(state)
         key = jax.random.wrap_key_data(state.key)
         with tracing(setup.mesh, setup.strategy), numerics(self.precision, None):
             params = compute_params(setup, state.params, self.precision.compute)
-            loss, (metrics, _) = loss_of(self.loss_fn, setup, trains=False)(params, state.extra, batch, key)
+            evaluate = loss_of(self.loss_fn, setup, traced_losses, trains=False)
+            loss, (metrics, _) = evaluate(params, state.extra, batch, key)
         if LOSS_WEIGHT not in metrics:  # a scalar or a sum: the weight of a batch is its number of examples
             num_examples = max(_batch_sizes(batch), default=1)
             metrics = {**metrics, LOSS_WEIGHT: jnp.asarray(num_examples, jnp.int32)}
@@ -469,13 +447,21 @@ def _check_extra(before: PyTree, after: PyTree) -> None:
 # ---- The loss --------------------------------------------------------------------------------------------------------
 
 
-def loss_of(loss_fn: LossFn, setup: Setup, *, trains: bool = True, loss_is: str | None = None) -> Loss:
-    """Return the user's loss as a function of parameters. In training, losses that the model reports are added."""
+def loss_of(
+    loss_fn: LossFn, setup: Setup, traced: list[Boundaries] | None = None, *, trains: bool = True,
+    loss_is: str | None = None,
+) -> Loss:  # fmt: skip
+    """Return the user's loss as a function of parameters. In training, losses that the model reports are added.
+
+    Each trace of the loss function appends its `Boundaries` to `traced`.
+    """
 
     def terms(params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> tuple[LossTerms, PyTree]:
         with _constraining_modules(setup, examples, trains) as boundaries, collecting() as reports:
             model = setup.model.bind(params, extra)
             out = _call(loss_fn, model, examples, key)
+        if traced is not None:
+            traced.append(boundaries)
         if trains:
             _check_constraints(setup, boundaries)
         loss, metrics = checked(out, loss_fn, trains=trains)
@@ -541,7 +527,7 @@ def _refusing_other_axes(loss: Evaluate, setup: Setup) -> Evaluate:
 
 
 def _batch_sizes(batch: PyTree) -> set[int]:
-    return {np.shape(x)[0] for x in jax.tree.leaves(without_whole(batch)) if np.ndim(x)}
+    return {np.shape(x)[0] for x in jax.tree.leaves(rows_of(batch)) if np.ndim(x)}
 
 
 def _constraining_modules(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jax.sharding import NamedSharding
+import jax
 
 from meshpar.layers.remat import offloads
+from meshpar.parallel.batch import StepBatch
 from meshpar.parallel.strategy import Strategy
-from meshpar.sharding.types import PyTree
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
@@ -48,21 +48,23 @@ def check_options(strategy: Strategy, options: StepOptions, batch_axes: tuple[st
     _check(engine_of(strategy, options, batch_axes), _requested_by(strategy, options), strategy, options)
 
 
-def check_setup(setup: Setup, options: StepOptions, batch: PyTree) -> None:
-    """Check that the engine of a step supports its model, its batch and its options.
-
-    Args:
-      setup, options: setup and options of the step.
-      batch: sharding of the batch, or a pytree of shardings.
+def check_setup(setup: Setup, options: StepOptions) -> None:
+    """Check that the engine of a step supports its model and its options.
 
     Raises:
       MeshparError: the engine does not support a feature.
     """
-    engine = engine_of(setup.strategy, options, setup.batch_axes)
-    features = [*_requested_by(setup.strategy, options), *_needed_by(setup, batch)]
-    _check(engine, features, setup.strategy, options)
-    if setup.model.is_explicit and not isinstance(batch, NamedSharding):
-        raise unsupported(Feature.REPLICATED_INPUTS, "mp.explicit(model)")
+    features = [*_requested_by(setup.strategy, options), *_needed_by(setup)]
+    _check(engine_of(setup.strategy, options, setup.batch_axes), features, setup.strategy, options)
+
+
+def check_batch_supported(setup: Setup, options: StepOptions, batch: StepBatch) -> None:
+    """Check that the engine of a step supports the replicated leaves of a batch, if it has any."""
+    if jax.tree.leaves(batch.full):
+        engine = engine_of(setup.strategy, options, setup.batch_axes)
+        _check(engine, [Feature.REPLICATED_INPUTS], setup.strategy, options)
+        if setup.model.is_explicit:
+            raise unsupported(Feature.REPLICATED_INPUTS, "mp.explicit(model)")
 
 
 def _check(engine: GradientEngine, features: Iterable[Feature], strategy: Strategy, options: StepOptions) -> None:
@@ -83,7 +85,7 @@ def _requested_by(strategy: Strategy, options: StepOptions) -> Iterator[Feature]
         yield Feature.HOST_OFFLOAD
 
 
-def _needed_by(setup: Setup, batch: PyTree) -> Iterator[Feature]:
+def _needed_by(setup: Setup) -> Iterator[Feature]:
     variables = setup.layout.variables.extra
     if setup.model.is_explicit:
         yield Feature.EXPLICIT_AXES
@@ -91,5 +93,3 @@ def _needed_by(setup: Setup, batch: PyTree) -> Iterator[Feature]:
         yield Feature.DELAYED_SCALING
     if setup.model.batch_stats(variables):
         yield Feature.BATCH_STATISTICS
-    if not isinstance(batch, NamedSharding):
-        yield Feature.REPLICATED_INPUTS
