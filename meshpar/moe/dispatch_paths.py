@@ -25,11 +25,9 @@ from jax import lax
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.hardware import cost_model as cost
 from meshpar.moe import token_exchange
-from meshpar.moe import transport_choice as choice
 from meshpar.moe.assignment_order import (
     Order,
     Permutation,
-    Runs,
     by_expert,
     combine,
     expand,
@@ -128,7 +126,7 @@ class Arrived(NamedTuple):
     weights: jax.Array
     """[T, k]: gate weights of the local tokens."""
     counts: RowCounts | None
-    movement: Runs | Permutation | None
+    movement: Permutation | None
     """Movement of rows from the order of arrival to the order of experts."""
     stats: Dispatched
     across: Arrived | None = None
@@ -203,10 +201,7 @@ class Dropless(NamedTuple):
         received_by_rank = exchanged[:, :-1]
         counts = RowCounts(sums, begins, received_by_rank.sum(1, dtype=jnp.int32), exchanged[:, -1])
         stats = Dispatched(chosen, received_by_rank.sum(0, dtype=jnp.int32), jnp.sum(chosen - sent, dtype=jnp.int32))
-        # Runs save a CPU the work on missing rows. GPUs read all rows in either case, and a permutation leaves XLA more
-        # freedom to overlap chunks with experts: with runs it overlapped two of eight exchanges, with it four.
-        to_expert_order = _runs_by_expert if choice.platform_of_mesh() == "cpu" else _permutation_by_expert
-        movement = to_expert_order(received_by_rank, self.pair_rows)
+        movement = _to_expert_order(received_by_rank, self.pair_rows)
         arrived = Arrived(x, stats.received, order, weights, counts, movement, stats)
         return arrived._replace(rows=self.send_rows_of(x, arrived, self.payload.coding("dispatch")))
 
@@ -214,7 +209,7 @@ class Dropless(NamedTuple):
         """[T, d] -> [N P, d]: send values of the tokens to the positions of their rows."""
         assert arrived.counts is not None
         rows = token_exchange.send(self._link, coding, expand(x, arrived.order), arrived.counts)
-        return rows if arrived.movement is None else move(rows, arrived.movement, len(rows))
+        return rows if arrived.movement is None else move(rows, arrived.movement)
 
     def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
         return weighted_sum(self.send_back(outputs, arrived), arrived.weights, arrived.order)
@@ -222,7 +217,7 @@ class Dropless(NamedTuple):
     def send_back(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
         """[N P, d'] -> [A, d']: return rows to the order of the local tokens' assignments."""
         assert arrived.counts is not None
-        rows = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse, len(outputs))
+        rows = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse)
         return token_exchange.send_back(self._link, self.payload.coding("combine"), rows, arrived.counts)
 
     @property
@@ -315,33 +310,17 @@ class NodeFirst(NamedTuple):
 Path: TypeAlias = Capacity | Dropless | NodeFirst
 
 
-def _begins(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the first row [N, E/N] of each (rank, expert), in the order of ranks within a rank, and of experts."""
-    per_expert = counts.sum(0, dtype=jnp.int32)
-    expert_begins = (jnp.cumsum(per_expert) - per_expert) + (jnp.cumsum(counts, axis=0) - counts)
-    return jnp.cumsum(counts, axis=1) - counts, expert_begins
+def _to_expert_order(counts: jax.Array, pair_rows: int) -> Permutation | None:
+    """Return the movement of rows [N P], sorted by (rank, expert), to the order of experts.
 
-
-def _runs_by_expert(counts: jax.Array, pair_rows: int) -> Runs | None:
-    """Return the runs from rows [N P] sorted by (rank, expert) to the order of experts.
-
-    There is a run for each expert and rank. Rows from a single rank are already sorted (None).
+    Rows from a single rank are already sorted (None).
     """
     if len(counts) == 1:
         return None
-    rank_begins, expert_begins = _begins(counts)
-    sources = jnp.arange(len(counts), dtype=jnp.int32)[:, None] * pair_rows + rank_begins
-    return Runs(sources.T.reshape(-1), expert_begins.T.reshape(-1), counts.T.reshape(-1))
-
-
-def _permutation_by_expert(counts: jax.Array, pair_rows: int) -> Permutation:
-    """Return the movement of `_runs_by_expert` as a permutation of single rows."""
-    num_ranks = len(counts)
-    rank_begins, expert_begins = _begins(counts)
+    per_expert = counts.sum(0, dtype=jnp.int32)
+    expert_begins = (jnp.cumsum(per_expert) - per_expert) + (jnp.cumsum(counts, axis=0) - counts)
+    rank_begins = jnp.cumsum(counts, axis=1) - counts
     index = jnp.arange(pair_rows, dtype=jnp.int32)
     shift = jnp.take_along_axis(expert_begins - rank_begins, segment_of(rank_begins, pair_rows), axis=1)
-    size = num_ranks * pair_rows
-    targets = jnp.where(index < counts.sum(1, dtype=jnp.int32)[:, None], index + shift, -1).reshape(size)
-    sources = jnp.full_like(targets, -1)
-    sources = sources.at[jnp.where(targets < 0, size, targets)].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
-    return Permutation(sources, targets)
+    targets = jnp.where(index < counts.sum(1, dtype=jnp.int32)[:, None], index + shift, -1).reshape(-1)
+    return Permutation.of(targets, len(targets)).inverse

@@ -24,7 +24,6 @@ from meshpar.layers.precision import BY_ROW, check_narrow, check_wide, matmul_he
 from meshpar.layers.scan import Adapted
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.moe.argument_checks import check_array
-from meshpar.moe.assignment_order import blocks_of, late_zeros
 from meshpar.moe.transport_choice import GPUS, KernelChoice, target
 from meshpar.sharding.types import check_choice, check_positive_int, problem
 
@@ -316,10 +315,13 @@ def _loop(
 ) -> Any:  # fmt: skip
     """Run `step` on each block in order, and `unsaved_step` on blocks whose activations are not saved."""
     ends = jnp.cumsum(sizes)
-    num_blocks, block_at = blocks_of(sizes, plan.block)
+    num_blocks = -(-sizes // plan.block)
+    block_ends = jnp.cumsum(num_blocks)
 
     def run(step: _Step, index: jax.Array, carry: Any) -> Any:
-        group, offset = block_at(index)
+        # Blocks past the end belong to the last group and begin at or after its end.
+        group = jnp.minimum(jnp.sum(block_ends <= index, dtype=jnp.int32), len(sizes) - 1)
+        offset = (index - (block_ends[group] - num_blocks[group])) * plan.block
         begin = ends[group] - sizes[group] + offset
         # A block at the end starts earlier and masks the rows before `begin`.
         first = jnp.minimum(begin, num_rows - plan.block)
@@ -337,7 +339,17 @@ def _loop(
         return carry
     if unsaved_step is None or plan.static_blocks != plan.saved_blocks:
         unsaved_step = step
-    return repeat(plan.static_blocks, num_blocks, unsaved_step, carry)
+    return repeat(plan.static_blocks, block_ends[-1], unsaved_step, carry)
+
+
+def _late_zeros(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return zeros in the dtype of `like` that XLA allocates when `like` is available. `like` must not be empty.
+
+    XLA would create constant zeros once at the start of the program and copy them for each loop, which occupies memory
+    twice. The condition below is never true, but XLA does not know that sizes are not negative.
+    """
+    zero = jnp.where(jnp.sum(sizes) < 0, like[(0,) * like.ndim], jnp.zeros((), like.dtype))
+    return varying_alike((), jnp.broadcast_to(zero, shape), like)[0]
 
 
 def _read(x: jax.Array, block: _Block) -> jax.Array:
@@ -384,7 +396,7 @@ def _products(plan: _Plan, rows: jax.Array, weights: jax.Array, sizes: jax.Array
         (weight,) = _weights_of(quantized, block)
         return (_write(carry[0], block, _dot(_read(rows, block), weight, (1, contracted - 1))),)
 
-    out = late_zeros((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
+    out = _late_zeros((rows.shape[0], weights.shape[3 - contracted]), rows, sizes)
     return _loop(plan, sizes, rows.shape[0], step, (out,))[0]
 
 
@@ -426,12 +438,12 @@ def _swiglu(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array, *, sav
         saved = (_write(x, block, y) if saves else x for x, y in zip(carry[1:], hidden, strict=False))
         return _write(carry[0], block, _dot(_activation(*hidden), down, (1, 0))), *saved
 
-    out = late_zeros((rows.shape[0], weights[2].shape[2]), rows, sizes)
+    out = _late_zeros((rows.shape[0], weights[2].shape[2]), rows, sizes)
     saving_step, plain_step = (functools.partial(step, saves=saves) for saves in (True, False))
     if not saves:
         return _loop(plan, sizes, rows.shape[0], plain_step, (out,))
     shape = (min(plan.saved_blocks * plan.block, rows.shape[0]), weights[0].shape[2])
-    init = (out, *(late_zeros(shape, rows, sizes) for _ in range(2)))
+    init = (out, *(_late_zeros(shape, rows, sizes) for _ in range(2)))
     return _loop(plan, sizes, rows.shape[0], saving_step, init, unsaved_step=plain_step)
 
 
@@ -464,7 +476,7 @@ def _blocked_swiglu_backward(plan: _Plan, saved: tuple, grad: jax.Array) -> tupl
 
     with jax.named_scope(SWIGLU):
         init = (
-            late_zeros(rows.shape, rows, sizes),
+            _late_zeros(rows.shape, rows, sizes),
             *(jnp.zeros(weight.shape[1:], _sum_dtype(rows)) for weight in weights),
             *(jnp.zeros(weight.shape, rows.dtype) for weight in weights),
         )

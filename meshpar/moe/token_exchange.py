@@ -22,7 +22,7 @@ from jax import lax
 from meshpar.collectives.hierarchical import hierarchical_all_to_all
 from meshpar.collectives.quantized import BLOCK, decoded, encoded
 from meshpar.collectives.wire import varying_alike
-from meshpar.moe.assignment_order import Runs, move
+from meshpar.moe.assignment_order import Permutation, move
 
 
 class RowLink(NamedTuple):
@@ -130,18 +130,20 @@ def _send(link: RowLink, direction: str, rows: jax.Array, counts: RowCounts | No
 
 
 def _send_fixed(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    buffers = move(rows, _buffer_runs(link, counts), link.num_ranks * link.pair_rows)
+    buffers = move(rows, _to_buffers(link, counts))
     return all_to_all(link, buffers.reshape(link.num_ranks, link.pair_rows, rows.shape[1])).reshape(buffers.shape)
 
 
 def _send_back_fixed(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
     buffers = all_to_all(link, rows.reshape(link.num_ranks, link.pair_rows, rows.shape[1]))
-    return move(buffers.reshape(rows.shape), _buffer_runs(link, counts).inverse, link.send_rows)
+    return move(buffers.reshape(rows.shape), _to_buffers(link, counts).inverse)
 
 
-def _buffer_runs(link: RowLink, counts: RowCounts) -> Runs:
-    """Return the runs that move sorted rows into a buffer per rank."""
-    return Runs(counts.begins, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows, counts.sent)
+def _to_buffers(link: RowLink, counts: RowCounts) -> Permutation:
+    """Return the movement of sorted rows into a buffer per rank."""
+    index = jnp.arange(link.pair_rows, dtype=jnp.int32)
+    sources = jnp.where(index < counts.sent[:, None], counts.begins[:, None] + index, -1)
+    return Permutation.of(sources.reshape(-1), link.send_rows)
 
 
 def _send_ragged(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:

@@ -1,88 +1,36 @@
-"""Movements of rows between orders, their derivatives, and their memory."""
+"""Movements of rows between orders, and their derivatives."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from meshpar.inspect.hlo import parser as hlo
-from meshpar.inspect.timeline import program_work as work
-from meshpar.moe.assignment_order import Runs, by_expert, move, move_in_blocks, move_in_one_gather, weighted_sum
-from meshpar.moe.dispatch_paths import _permutation_by_expert, _runs_by_expert
-
-RUNS = {
-    "permuted, with an empty run": ([0, 5, 5, 140], [100, 3, 3, 0], [5, 70, 0, 3]),
-    "last rows": ([199, 0], [0, 147], [1, 3]),
-    "all": ([0], [0], [150]),
-    "none": ([0, 7], [0, 7], [0, 0]),
-}
+from meshpar.moe.assignment_order import by_expert, move, weighted_sum
+from meshpar.moe.dispatch_paths import _to_expert_order
 
 
-def by_hand(rows, runs, size):
-    out = np.zeros((size, rows.shape[1]))
-    for source, target, count in zip(*runs, strict=True):
-        out[target : target + count] = rows[source : source + count]
-    return out
-
-
-def runs_of(name):
-    return Runs(*(np.asarray(column, np.int32) for column in RUNS[name]))
-
-
-@pytest.mark.parametrize("implementation", [move_in_blocks, move_in_one_gather])
-@pytest.mark.parametrize("name", RUNS)
-def test_runs_are_moved_and_other_rows_are_zero(name, implementation):
-    rows = np.random.default_rng(0).standard_normal((200, 3)).astype("float32")
-    actual = jax.jit(implementation, static_argnums=0)(150, rows, runs_of(name))
-    np.testing.assert_array_equal(actual, by_hand(rows, RUNS[name], 150).astype("float32"))
-
-
-@jax.jit
-def move_and_vjp(rows, movement, grad):
-    actual, pull = jax.vjp(lambda rows: move(rows, movement, len(grad)), rows)
-    return actual, pull(grad)[0]
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_derivative_moves_runs_back(name):
-    draw = np.random.default_rng(0).standard_normal
-    rows, grad = draw((200, 3)).astype("float32"), draw((150, 3)).astype("float32")
-    actual, pulled = move_and_vjp(rows, runs_of(name), grad)
-    np.testing.assert_array_equal(actual, by_hand(rows, RUNS[name], 150).astype("float32"))
-    sources, targets, sizes = RUNS[name]
-    np.testing.assert_array_equal(pulled, by_hand(grad, (targets, sources, sizes), 200).astype("float32"))
-
-
-def test_zeros_are_allocated_late_and_not_copied():
-    """Four consecutive moves need two arrays at a time. Zeros created at the start would need more memory."""
-
-    def four_times(rows, runs):
-        for _ in range(4):
-            rows = jnp.sin(move(rows, runs, 4096))
-        return rows
-
-    like = jax.ShapeDtypeStruct((4096, 64), jnp.float32), Runs(*(jax.ShapeDtypeStruct((8,), jnp.int32),) * 3)
-    program = jax.jit(four_times).lower(*like).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 2.5 * 4 * 4096 * 64
-    assert all(array.nbytes <= 4 * 4096 * 64 for array in work.largest_temporaries(hlo.parse(program.as_text())))
-
-
-def test_permutation_matches_runs():
-    counts = np.asarray([[3, 0, 2], [0, 0, 1], [4, 1, 0]], np.int32)
-    pair_rows = 6
-    rows = np.random.default_rng(0).normal(size=(3 * pair_rows, 2)).astype(np.float32)
+def test_rows_are_moved_to_the_order_of_experts_and_back():
+    counts, pair_rows = np.asarray([[3, 0, 2], [0, 0, 1], [4, 1, 0]], np.int32), 6
+    rows = np.zeros((3 * pair_rows, 2), np.float32)
+    by_rank = []
     for rank, line in enumerate(counts):  # missing rows are zero
-        rows[rank * pair_rows + line.sum() : (rank + 1) * pair_rows] = 0
-    runs, permutation = (
-        jax.jit(function, static_argnums=1)(counts, pair_rows) for function in (_runs_by_expert, _permutation_by_expert)
-    )
-    (expected, expected_grad), (permuted, grad) = (move_and_vjp(rows, way, rows) for way in (runs, permutation))
-    np.testing.assert_array_equal(permuted, expected)
-    assert np.asarray(expected)[: counts.sum()].any(1).all()
-    np.testing.assert_array_equal(jax.jit(move, static_argnums=2)(permuted, permutation.inverse, len(rows)), rows)
-    np.testing.assert_array_equal(grad, expected_grad)
+        filled = rows[rank * pair_rows :][: line.sum()]
+        filled[:] = np.random.default_rng(rank).normal(size=filled.shape)
+        by_rank.append(np.split(filled, np.cumsum(line)[:-1]))
+    expected = np.zeros_like(rows)
+    expected[: counts.sum()] = np.concatenate([lines[expert] for expert in range(3) for lines in by_rank])
+
+    @jax.jit
+    def run(rows):
+        movement = _to_expert_order(jnp.asarray(counts), pair_rows)
+        moved, pull = jax.vjp(lambda rows: move(rows, movement), rows)
+        return moved, pull(moved)[0], move(moved, movement.inverse)
+
+    moved, *returned = run(rows)
+    np.testing.assert_array_equal(moved, expected)
+    for back in returned:
+        np.testing.assert_array_equal(back, rows)
 
 
 def test_gates_are_not_rounded():
