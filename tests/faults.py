@@ -394,8 +394,8 @@ FAULTS = (
     ),
     Fault(
         "capped scores without the slope of the cap", "collectives/attention.py",
-        "d_scores = (weights * (d_weights - do_o[..., None]) * slope * ring.scale)",
-        "d_scores = (weights * (d_weights - do_o[..., None]) * ring.scale)",
+        "d_scores = (weights * (d_weights - o[..., None]) * slope * ring.scale)",
+        "d_scores = (weights * (d_weights - o[..., None]) * ring.scale)",
         "collectives/test_attention.py -k capped_scores",
     ),
     Fault(

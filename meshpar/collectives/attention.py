@@ -26,10 +26,17 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, ranks_of
+from meshpar.collectives.kernel_checks import Axis, ranks_of
 from meshpar.collectives.wire import put, send_on_ring, take, varying, varying_alike
 from meshpar.collectives.zigzag_order import check_two_chunks
-from meshpar.sharding.errors import check_bool, check_divides, problem
+from meshpar.sharding.errors import (
+    check_bool,
+    check_cases,
+    check_choice,
+    check_divides,
+    check_number,
+    check_positive_int,
+)
 
 ORDERS = ("zigzag", "contiguous")
 
@@ -87,16 +94,12 @@ def ring_attention(
     supported.
 
     Args:
-      q: local queries. Query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
-      k: local keys.
-      v: local values.
+      q, k, v: local queries, keys and values. Query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
       axis: mesh axis, or a tuple of axes that act as a single axis.
       causal: whether a position attends only to itself and earlier positions.
       order: the positions of a rank. With "zigzag" rank i has chunks i and 2N-1-i of 2N (see `zigzag`). With
         "contiguous" it has part i of N, and under a causal mask early ranks wait for late ones.
-      scale: factor of the scores before the softmax, by default `D ** -0.5`.
-      window: see `blockwise_attention`; requires `causal`. Tiles outside the window are skipped.
-      cap: see `blockwise_attention`.
+      scale, window, cap: see `blockwise_attention`. A window requires `causal`, and tiles outside of it are skipped.
       segments: see `blockwise_attention`. Each rank receives the segments of all ranks, `4 (N-1) B t` bytes, and skips
         tiles without a common segment.
       tile: number of positions of a tile. The nearest divisor of t (of t/2 in zigzag order) is used. The default is 512
@@ -143,9 +146,7 @@ def blockwise_attention(
     times as many in the backward pass. Memory and derivatives are as in `ring_attention` with a single rank.
 
     Args:
-      q: queries. Query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
-      k: keys.
-      v: values.
+      q, k, v: queries, keys and values. Query heads `[i G, (i+1) G)`, G = H/K, share key/value head i.
       scale: factor of the scores before the softmax, by default `D ** -0.5`.
       window: number of positions, up to and including itself, that a position attends to. None: no limit.
       cap: scores s become `cap tanh(s / cap)` before the mask. None: no cap.
@@ -160,10 +161,10 @@ def blockwise_attention(
     """
     where = "blockwise_attention"
     _check_arrays(where, q, k, v, window, cap, segments)
-    size = min(checked_count(where, "tile", tile), q.shape[1])
+    check_positive_int(where, "a number of positions", tile=tile)
     ring = _Ring((), 1, True, "contiguous", q.shape[-1] ** -0.5 if scale is None else scale, window, cap)
     with jax.named_scope("blockwise_attention"):
-        return _attend(ring, q, k, v, segments, size)
+        return _attend(ring, q, k, v, segments, min(tile, q.shape[1]))
 
 
 def _attend(ring: _Ring, q: Array, k: Array, v: Array, segments: Array | None, size: int) -> Array:
@@ -372,10 +373,15 @@ def _remote_tiles(
     n, size = len(q), q.shape[-2]
 
     def tile(carry: Carry, index: Array) -> Carry:
-        compute = functools.partial(work, visible, False)
+        compute, may_see = functools.partial(work, visible, False), jnp.array(True)
         if visible == (None, None):
             return compute(carry, index)
-        return lax.cond(_may_see(ring, size, visible, index), compute, lambda carry, index: carry, carry, index)
+        if ring.window is not None:
+            may_see &= _tile_distance(visible, size, index) - (size - 1) < ring.window
+        if visible.segments is not None:  # compare the ranges of the segment numbers
+            queries_Bs, keys_Bs = (take(x, tile) for x, tile in zip(visible.segments, index, strict=True))
+            may_see &= ((queries_Bs.min(1) <= keys_Bs.max(1)) & (keys_Bs.min(1) <= queries_Bs.max(1))).any()
+        return lax.cond(may_see, compute, lambda carry, index: carry, carry, index)
 
     all_tiles = _take_half(_tile_list(itertools.product(range(n), range(n))), half)
     if not ring.causal:
@@ -441,27 +447,19 @@ def _tile_backward(
     i, j = index
     q, do, lse, o = (take(x, i) for x in of_queries)
     k, v = take(kv, j)
-    if ring.kernel is None:
-        dq, dk, dv = _plain_backward(ring, q, k, v, o, lse, do, _tile_mask(ring, q.shape[-2], visible, index, masked))
+    if ring.kernel is None:  # `o` is the sum of `do * o` over the head width
+        scores, slope = _scores(ring, q, k, _tile_mask(ring, q.shape[-2], visible, index, masked))
+        weights = jnp.exp(scores - lse[..., None])
+        d_weights = _einsum("bkgqd,bksd->bkgqs", do, v, lse.dtype)
+        d_scores = (weights * (d_weights - o[..., None]) * slope * ring.scale).astype(q.dtype)
+        dq = _einsum("bkgqs,bksd->bkgqd", d_scores, k, lse.dtype)
+        dk = _einsum("bkgqs,bkgqd->bksd", d_scores, q, lse.dtype)
+        dv = _einsum("bkgqs,bkgqd->bksd", weights.astype(do.dtype), do, lse.dtype)
     else:
         args = (_merge_heads(q), k, v, _merge_heads(o), _merge_heads(lse), _merge_heads(do))
         dq, dk, dv = ring.kernel.backward(*args, scale=ring.scale, causal=masked)
         dq = _group_heads(dq, k.shape[1])
     return _Gradients(_add(gradients.q_nBKGsD, dq, i), _add(gradients.kv_n2BKsD, jnp.stack([dk, dv]), j))
-
-
-def _plain_backward(
-    ring: _Ring, q: Array, k: Array, v: Array, do_o: Array, lse: Array, do: Array, mask: Array | None
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of a tile. `do_o` is the sum of `do * o` over the head width."""
-    scores, slope = _scores(ring, q, k, mask)
-    weights = jnp.exp(scores - lse[..., None])
-    d_weights = _einsum("bkgqd,bksd->bkgqs", do, v, lse.dtype)
-    d_scores = (weights * (d_weights - do_o[..., None]) * slope * ring.scale).astype(q.dtype)
-    dq = _einsum("bkgqs,bksd->bkgqd", d_scores, k, lse.dtype)
-    dk = _einsum("bkgqs,bkgqd->bksd", d_scores, q, lse.dtype)
-    dv = _einsum("bkgqs,bkgqd->bksd", weights.astype(do.dtype), do, lse.dtype)
-    return dq, dk, dv
 
 
 def _merge_heads(x_BKGs: Array) -> Array:
@@ -497,18 +495,6 @@ def _tile_mask(ring: _Ring, size: int, visible: _Visibility, index: Array, maske
     queries_Bs, keys_Bs = (take(x, tile) for x, tile in zip(visible.segments, index, strict=True))
     same_B11ss = (queries_Bs[:, :, None] == keys_Bs[:, None])[:, None, None]
     return same_B11ss if mask is None else mask & same_B11ss
-
-
-def _may_see(ring: _Ring, size: int, visible: _Visibility, index: Array) -> Array:
-    """Return whether any query of a tile can see a key, from the window and the ranges of the segment numbers."""
-    may = jnp.array(True)
-    if visible.starts is not None:
-        assert ring.window is not None
-        may &= _tile_distance(visible, size, index) - (size - 1) < ring.window
-    if visible.segments is not None:
-        queries_Bs, keys_Bs = (take(x, tile) for x, tile in zip(visible.segments, index, strict=True))
-        may &= ((queries_Bs.min(1) <= keys_Bs.max(1)) & (keys_Bs.min(1) <= queries_Bs.max(1))).any()
-    return may
 
 
 def _tile_distance(visible: _Visibility, size: int, index: Array) -> Array:
@@ -547,51 +533,41 @@ def _full_like(x: Array, shape: tuple[int, ...], value: float, dtype: jnp.dtype)
 def _check_ring_options(
     length: int, order: str, causal: Any, scale: Any, tile: Any, kernel: Any, **limits: Any
 ) -> None:
-    where = "ring_attention"
-    check_choice(where, "order", order, ORDERS)
+    where, used = "ring_attention", " and ".join(name for name, value in limits.items() if value is not None)
+    check_choice(where, "the order of positions", ORDERS, order=order)
     check_bool(where, "the causal mask is applied", causal=causal)
     if tile is not None:
-        checked_count(where, "tile", tile)
-    if scale is not None and not isinstance(scale, int | float):
-        reason, fix = "it must be a number that is known during tracing", "use a number, or scale the queries"
-        raise problem(where, f"use scale={scale!r}", reason, fix, "wrong-type")
+        check_positive_int(where, "a number of positions", tile=tile)
+    is_wrong, reason = scale is not None and not isinstance(scale, int | float), "it must be known during tracing"
+    check_cases(where, f"use scale={scale!r}", "wrong-type", (is_wrong, reason, "use a number, or scale the queries"))
     if order == "zigzag":
         check_two_chunks(where, length, 1)
-    used = [name for name, value in limits.items() if value is not None]
-    if kernel is not None and used:
-        reason, fix = f"tile kernels do not support {' or '.join(used)}", "leave out the kernel"
-        raise problem(where, f"use a kernel with {' and '.join(used)}", reason, fix, "unsupported-feature")
-    if "window" in used and not causal:
-        reason = "a window ends at the position of the query, like the causal mask"
-        raise problem(where, "use a window with causal=False", reason, "leave out one of them", "conflict")
+    case = kernel is not None and used, "tile kernels do not support them", "leave out the kernel"
+    check_cases(where, f"use a kernel with {used}", "unsupported-feature", case)
+    is_wrong, reason = "window" in used and not causal, "a window ends at the query's position, like the causal mask"
+    check_cases(where, "use a window with causal=False", "conflict", (is_wrong, reason, "leave out one of them"))
 
 
 def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: Any, segments: Any) -> None:
     shapes = f"attend with q {q.dtype}{list(q.shape)}, k {k.dtype}{list(k.shape)}, v {v.dtype}{list(v.shape)}"
-    for is_wrong, reason, fix in (
+    differ = (*q.shape[:2], *q.shape[3:]) != (*k.shape[:2], *k.shape[3:])
+    check_cases(
+        where, shapes, "wrong-shape",
         (not q.ndim == k.ndim == v.ndim == 4, "the dims are [batch, positions, heads, head width]", "reshape them"),
         (k.shape != v.shape, "keys and values must have the same shape", "pad the narrower heads with zeros"),
-        (
-            (*q.shape[:2], *q.shape[3:]) != (*k.shape[:2], *k.shape[3:]),
-            "queries and keys must have the same batch, positions and head width",
-            "shard them in the same way",
-        ),
+        (differ, "queries and keys must have equal batch, positions and head width", "shard them in the same way"),
         (0 in (*q.shape, *k.shape), "a dim is empty", "use sizes of at least 1"),
-    ):
-        if is_wrong:
-            raise problem(where, shapes, reason, fix, "wrong-shape")
+    )  # fmt: skip
     check_divides(where, shapes, q.shape[2], k.shape[2], "use a multiple of the key/value heads as query heads")
-    if not q.dtype == k.dtype == v.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
-        raise problem(where, shapes, "they must have the same floating dtype", "cast them", "wrong-dtype")
+    is_floating = q.dtype == k.dtype == v.dtype and jnp.issubdtype(q.dtype, jnp.floating)
+    check_cases(where, shapes, "wrong-dtype", (not is_floating, "they must have one floating dtype", "cast them"))
     if window is not None:
-        checked_count(where, "window", window)
-    if cap is not None and not cap > 0:
-        raise problem(where, f"use cap={cap!r}", "it must be positive", "use a number such as 50.0", "out-of-range")
-    if segments is None:
-        return
-    requested = f"use segments {jnp.result_type(segments)}{list(jnp.shape(segments))}"
-    if not jnp.issubdtype(jnp.result_type(segments), jnp.integer):
-        raise problem(where, requested, "they must be integers", "use one integer per position", "wrong-dtype")
-    if jnp.shape(segments) != q.shape[:2]:
-        reason = f"q has batch and positions {list(q.shape[:2])}"
-        raise problem(where, requested, reason, "use one integer per position", "wrong-shape")
+        check_positive_int(where, "a number of positions", window=window)
+    if cap is not None:
+        check_number(where, "50.0", cap=cap)
+    if segments is not None:
+        dtype, shape, fix = jnp.result_type(segments), jnp.shape(segments), "use one integer per position"
+        requested, reason = f"use segments {dtype}{list(shape)}", f"q has batch and positions {list(q.shape[:2])}"
+        case = not jnp.issubdtype(dtype, jnp.integer), "they must be integers", fix
+        check_cases(where, requested, "wrong-dtype", case)
+        check_cases(where, requested, "wrong-shape", (shape != q.shape[:2], reason, fix))

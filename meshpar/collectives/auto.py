@@ -22,11 +22,7 @@ AUTO = "auto"
 def resolve_algorithm(
     kernel: str, algorithm: str, payload_bytes: float, axis: Axis, num_ranks: int, cluster: str | Profile | None
 ) -> str:
-    """Return `algorithm`, or for "auto" the algorithm that `choose` returns.
-
-    Raises:
-      MeshparError: the interconnect is unknown, or a cluster is passed with an algorithm other than "auto".
-    """
+    """Return `algorithm`, or for "auto" the algorithm that `choose` returns."""
     if algorithm != AUTO:
         if cluster is not None:
             requested, fix = f"use cluster with algorithm={algorithm!r}", "leave out cluster, or use algorithm='auto'"
@@ -34,6 +30,5 @@ def resolve_algorithm(
         return algorithm
     if num_ranks == 1:
         return "ring"  # nothing is sent
-    axes = axis_names(axis)
     mesh = axis_sizes(jax.sharding.get_abstract_mesh())
-    return choose(kernel, payload_bytes, num_ranks, cluster=cluster, axes=axes, mesh=mesh).algorithm
+    return choose(kernel, payload_bytes, num_ranks, cluster=cluster, axes=axis_names(axis), mesh=mesh).algorithm

@@ -13,7 +13,8 @@ from meshpar.collectives.kernel_checks import Axis, ranks_of
 from meshpar.collectives.reduction import all_reduce
 from meshpar.collectives.wire import varying
 from meshpar.hardware.clusters import Profile
-from meshpar.sharding.types import PyTree, problem
+from meshpar.sharding.errors import check_number
+from meshpar.sharding.types import PyTree
 
 
 def bucketed_all_reduce(
@@ -32,8 +33,7 @@ def bucketed_all_reduce(
         steps and bytes of the algorithm for each bucket
 
     Backward passes compute the gradients of the last layers first. In reverse order the first bucket can be sent while
-    the remaining gradients are computed. The reference of each array is
-    `reference.all_reduce`.
+    the remaining gradients are computed. The reference of each array is `reference.all_reduce`.
 
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
 
@@ -45,9 +45,7 @@ def bucketed_all_reduce(
     Raises:
       MeshparError: `bucket_bytes` is not positive, or `all_reduce` raises an error.
     """
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int | float) or not bucket_bytes > 0:
-        requested, fix = f"use bucket_bytes={bucket_bytes!r}", "use a positive number such as 25e6"
-        raise problem("bucketed_all_reduce", requested, "the size must be positive", fix, "out-of-range")
+    check_number("bucketed_all_reduce", "25e6", bucket_bytes=bucket_bytes)
     ranks_of("bucketed_all_reduce", axis)
     leaves, structure = jax.tree.flatten(tree)
     leaves = [varying(leaf, axis) for leaf in leaves]

@@ -18,21 +18,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from meshpar.collectives.attention import TileKernel
-from meshpar.collectives.kernel_checks import unsupported_attention
+from meshpar.collectives.kernel_checks import attention_errors
 
 
 @contextlib.contextmanager
 def refusals_told(*arrays: Array) -> Iterator[None]:
     """Turn errors of cuDNN into a `MeshparError`: it is not installed, or does not support these arrays."""
+    install = "if cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one)"
     device = jax.sharding.get_abstract_mesh().abstract_device
-    try:
+    with attention_errors("cudnn", install, *arrays):
         if device is not None and device.platform == "cpu":
             raise RuntimeError("the mesh is of CPU devices")
         yield
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        install = "if cuDNN is missing, pip install 'meshpar[cuda12]' (or [cudnn], to compile for GPUs without one)"
-        raise unsupported_attention("cudnn", arrays, reason, install) from error
 
 
 def tile_forward(
@@ -46,9 +43,6 @@ def tile_forward(
     """Compute attention within a tile, and the float32 log-sum-exp of the scaled scores of each query.
 
     The reference is the plain tile in `attention.py`.
-
-    Raises:
-      MeshparError: cuDNN is missing, or does not support these arrays.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

@@ -23,7 +23,7 @@ def all_to_all(
     Source: Thakur, Rabenseifner, Gropp 2005 (the long-message algorithm).
 
     Args:
-      axis: mesh axis, or a tuple of axes that act as a single axis.
+      axis: see `shift`.
       split_dim: the dim that is divided among the ranks.
       concat_dim: the dim of the result along which the received parts are ordered by their rank.
       tiled: whether parts are slices of the dims. If not, `split_dim` has one entry per rank and is removed, and

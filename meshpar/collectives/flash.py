@@ -5,15 +5,13 @@ Shape suffixes: B batch, T positions, H query heads, K key/value heads, D head w
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
-from collections.abc import Iterator
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives.kernel_checks import unsupported_attention
+from meshpar.collectives.kernel_checks import attention_errors
 
 KERNELS = ("mosaic", "triton")
 """Implementations that tokamax may use. Its fallback to XLA is excluded."""
@@ -32,9 +30,7 @@ def flash_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T H D"]:
-    """Compute causal attention on a device with tokamax.
-
-    See `meshpar.models.layers.causal_attention` for the arguments.
+    """Compute causal attention on a device with tokamax, with arguments as in `meshpar.models.layers.causal_attention`.
 
     Segments become a mask of T² bytes per example, which is created in each call. The kernels do not support the
     check of varying axes, so in a `shard_map` they need `check_vma=False`. The reference is
@@ -48,7 +44,10 @@ def flash_attention(
     num_scores = window_size * (2 * num_keys - window_size) // 2  # as `causal_share`
     flops = 2 * q_BTHD.shape[0] * q_BTHD.shape[2] * q_BTHD.shape[3] * num_scores
     mask = None if segments_BT is None else segments_BT[:, None, :, None] == segments_BT[:, None, None]
-    with _explain_errors(q_BTHD, k_BTKD, v_BTKD):
+    install = "on Python 3.12 or newer, pip install 'meshpar[cuda12]' (or tokamax, to compile for GPUs without one)"
+    with attention_errors("tokamax", install, q_BTHD, k_BTKD, v_BTKD):
+        if importlib.util.find_spec("tokamax") is None:
+            raise ValueError("the package tokamax is not installed")
         import tokamax  # type: ignore[import-not-found,unused-ignore]
 
         with jax.named_scope(f"{SCOPE}{flops}"):
@@ -56,19 +55,6 @@ def flash_attention(
                 q_BTHD, k_BTKD, v_BTKD, mask=mask, scale=scale, is_causal=True, logits_soft_cap=cap,
                 local_window_size=None if window is None else (window - 1, 0), implementation=KERNELS,
             )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _explain_errors(*arrays: Array) -> Iterator[None]:
-    try:
-        if importlib.util.find_spec("tokamax") is None:
-            raise ValueError("the package tokamax is not installed")
-        yield
-    except (NotImplementedError, ExceptionGroup, ValueError) as error:
-        errors = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-        reason = "; ".join(str(e).partition("\n")[0].rstrip(".") for e in errors)
-        install = "on Python 3.12 or newer, pip install 'meshpar[cuda12]' (or tokamax, to compile for GPUs without one)"
-        raise unsupported_attention("tokamax", arrays, reason, install) from error
 
 
 def product_flops(scopes: str) -> int | None:

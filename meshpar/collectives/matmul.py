@@ -27,10 +27,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Num
 
-from meshpar.collectives.kernel_checks import Axis, check_parts, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_index, check_parts, ranks_of
 from meshpar.collectives.wire import send_on_ring, varying_alike
 from meshpar.sharding.constraints import with_layout
-from meshpar.sharding.errors import is_int, problem
+from meshpar.sharding.errors import check_cases
 
 Weight: TypeAlias = Num[Array, "E ..."]
 """The local part of a weight, whose first dim is contracted."""
@@ -59,7 +59,7 @@ def all_gather_matmul(
     Args:
       x: local rows. The last dim is contracted.
       weights: a weight, or a tuple of weights, with any number of output dims.
-      axis: mesh axis, or a tuple of axes that act as a single axis.
+      axis: see `shift`.
       dim: the dim of x that is gathered, not the last.
       weight_grad_dtype: dtype of the matmul of a weight gradient, before the cast to the dtype of the weight. The
         default is the dtype of the weight, but at least float32.
@@ -75,7 +75,8 @@ def all_gather_matmul(
     is_single = not isinstance(weights, tuple | list)
     x, *operands = varying_alike(axis, x, *([weights] if is_single else weights))
     _check_operands(kernel, x, operands, [(x.shape[-1:], w.shape[:1]) for w in operands])
-    plan = _MatmulPlan(axis, num_ranks, _checked_row_dim(kernel, dim, x.ndim), 1, weight_grad_dtype)
+    _check_row_dim(kernel, dim, x.ndim)
+    plan = _MatmulPlan(axis, num_ranks, dim % x.ndim, 1, weight_grad_dtype)
     with jax.named_scope(kernel):
         products = _gather_matmul(plan, x, tuple(operands))
     return products[0] if is_single else products
@@ -101,9 +102,8 @@ def matmul_reduce_scatter(
     Args:
       h: all rows. The last dims are contracted with all dims of the weight but the last.
       weight: local part of the weight, with any number of contracted dims.
-      axis: mesh axis, or a tuple of axes that act as a single axis.
+      axis, weight_grad_dtype: see `all_gather_matmul`.
       dim: the dim of the result that is scattered, not the last. Its size must be divisible by N.
-      weight_grad_dtype: see `all_gather_matmul`.
 
     Raises:
       MeshparError: the axis or dim is unknown, the dim is not divisible by N, or shapes or dtypes do not match.
@@ -113,7 +113,9 @@ def matmul_reduce_scatter(
     h, weight = varying_alike(axis, h, weight)
     num_inner = max(weight.ndim - 1, 0)
     _check_operands(kernel, h, [weight], [(h.shape[max(h.ndim - num_inner, 0) :], weight.shape[:-1])])
-    dim = _checked_row_dim(kernel, dim, h.ndim - num_inner + 1)
+    num_dims = h.ndim - num_inner + 1
+    _check_row_dim(kernel, dim, num_dims)
+    dim %= num_dims
     check_parts(kernel, h.shape[dim], dim, num_ranks, tiled=True)
     plan = _MatmulPlan(axis, num_ranks, dim, num_inner, weight_grad_dtype)
     with jax.named_scope(kernel):
@@ -356,26 +358,21 @@ def _accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if is_low else jnp.dtype(dtype)
 
 
-def _checked_row_dim(kernel: str, dim: int, num_dims: int) -> int:
-    if not is_int(dim, -num_dims) or dim >= num_dims - 1 or dim == -1:
-        reason = f"it has {num_dims} dims, and the last are columns" if num_dims else "it is a scalar"
-        fix = f"use 0 to {num_dims - 2}" if num_dims > 1 else "pass a matrix"
-        raise problem(kernel, f"shard the rows along dim {dim!r}", reason, fix, "out-of-range")
-    return dim % num_dims
+def _check_row_dim(kernel: str, dim: int, num_dims: int) -> None:
+    rows = [*range(-num_dims, -1), *range(num_dims - 1)]
+    reason = f"there are {num_dims} dims, and the last is not a dim of rows"
+    check_index(kernel, f"shard the rows along dim {dim!r}", dim, rows, reason)
 
 
 def _check_operands(
     kernel: str, rows: jax.Array, weights: Sequence[jax.Array], contracted: Sequence[tuple[tuple, tuple]]
 ) -> None:
-    if not weights:
-        raise problem(kernel, "multiply without weights", "the tuple is empty", "pass a weight", "wrong-shape")
+    check_cases(kernel, "multiply", "wrong-shape", (not weights, "the tuple of weights is empty", "pass a weight"))
     for weight, (dims, weight_dims) in zip(weights, contracted, strict=True):
-        if dims != weight_dims or not weight_dims or 0 in dims:
-            requested = f"multiply {rows.shape} with a weight of {weight.shape}"
-            reason = f"the contracted dims are {dims} and {weight_dims}"
-            fix = "use equal, nonempty dims: each rank needs the matching parts of both operands"
-            raise problem(kernel, requested, reason, fix, "wrong-shape")
-        if rows.dtype != weight.dtype:
-            requested = f"multiply {rows.dtype} with a weight of {weight.dtype}"
-            fix = f"cast the weight to {rows.dtype}, or the other operand to {weight.dtype}"
-            raise problem(kernel, requested, "both operands must have the same dtype", fix, "wrong-dtype")
+        requested = f"multiply {rows.dtype}{list(rows.shape)} with a weight {weight.dtype}{list(weight.shape)}"
+        is_wrong, reason = dims != weight_dims or not all(dims or [0]), f"{dims} and {weight_dims} are contracted"
+        fix = "use equal, nonempty dims: each rank needs the matching parts of both operands"
+        check_cases(kernel, requested, "wrong-shape", (is_wrong, reason, fix))
+        fix = f"cast the weight to {rows.dtype}, or the other operand to {weight.dtype}"
+        is_wrong, reason = rows.dtype != weight.dtype, "both operands must have the same dtype"
+        check_cases(kernel, requested, "wrong-dtype", (is_wrong, reason, fix))

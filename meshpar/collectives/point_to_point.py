@@ -40,13 +40,12 @@ def shift(x: Shaped[Array, "*dims"], *, axis: Axis, by: int = 1, wrap: bool = Tr
     """
     num_ranks = ranks_of("shift", axis)
     if not is_int(by):
-        fix = "use an integer such as 1, or -1 for backwards"
-        raise problem("shift", f"use by={by!r}", "it must be an integer", fix, "not-an-int")
+        raise problem("shift", f"use by={by!r}", "it must be an integer", "use 1, or -1 for backwards", "not-an-int")
     x = varying(x, axis)
-    if wrap:
-        return send_on_ring(x, axis, by, num_ranks) if by % num_ranks else x
-    if by == 0:
+    if by == 0 or (wrap and by % num_ranks == 0):
         return x
+    if wrap:
+        return send_on_ring(x, axis, by, num_ranks)
     with jax.named_scope("shift"):
         return send(x, axis, [(rank, rank + by) for rank in range(num_ranks) if 0 <= rank + by < num_ranks])
 
@@ -56,17 +55,12 @@ def broadcast(x: Shaped[Array, "*dims"], *, axis: Axis, root: int = 0) -> Shaped
 
         per device [A] -> [A], that of the root;  ceil(log2 N) steps, n bytes each
 
+    Source: Thakur, Rabenseifner, Gropp 2005.
+
     Args:
       x: the array of this rank. Only that of the root is used.
-      axis: the mesh axis, or a tuple of axes.
+      axis: see `shift`.
       root: the rank whose array is sent.
-
-    Args:
-      x: the array of this rank; only that of the root is used.
-      axis: the mesh axis, or a tuple of axes.
-      root: the rank whose array is sent.
-
-    Source: Thakur, Rabenseifner, Gropp 2005.
 
     Raises:
       MeshparError: the axis or the root is unknown.
@@ -85,7 +79,7 @@ def reduce(x: Num[Array, "*dims"], *, axis: Axis, op: str = "sum", root: int = 0
     Source: Thakur, Rabenseifner, Gropp 2005.
 
     Args:
-      axis: mesh axis, or a tuple of axes that act as a single axis.
+      axis: see `shift`.
       op: `sum`, `mean`, `max` or `min`.
       root: the rank that receives the result.
 
@@ -114,7 +108,7 @@ def scatter(
 
     Args:
       x: the local array, of which only the root's is used.
-      axis: mesh axis, or a tuple of axes that act as a single axis.
+      axis: see `shift`.
       root: the rank that sends.
       dim: the dim that is divided among the ranks.
       tiled: whether each rank receives a slice of the dim. If not, the dim has one entry per rank and is removed.
@@ -142,8 +136,7 @@ def gather(
         N-1 steps; n bytes from each rank except the root
 
     Args:
-      axis: mesh axis, or a tuple of axes that act as a single axis.
-      root: the rank that receives the result.
+      axis, root: see `reduce`.
       dim: the dim of the result along which the arrays are concatenated or stacked.
       tiled: whether arrays are concatenated. If not, they are stacked along a new dim.
 

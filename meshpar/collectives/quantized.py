@@ -24,9 +24,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num, UInt8
 
-from meshpar.collectives.kernel_checks import Axis, check_choice, checked_count, checked_dim, ranks_of, ranks_of_levels
+from meshpar.collectives.kernel_checks import Axis, checked_dim, ranks_of, ranks_of_levels
 from meshpar.collectives.wire import flat_parts, join_parts, split_parts, unflat, varying
-from meshpar.sharding.types import problem, spec_axes
+from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
+from meshpar.sharding.types import spec_axes
 
 _SMALLEST = 2.0**-126
 """The smallest normal float32. XLA flushes smaller numbers to zero."""
@@ -74,7 +75,7 @@ def error_bound(largest: Any, *, dtype: str = "int8", stochastic: bool = False) 
     of size a, or `largest` / 2^18 (/ 2^17) if that is larger. Float32 arithmetic adds `largest` / 2^21, and 2^-126, the
     smallest normal float32.
     """
-    check_choice("error_bound", "dtype", dtype, FORMATS)
+    check_choice("error_bound", "the number format", tuple(FORMATS), dtype=dtype)
     number = FORMATS[dtype]
     gap = number.largest_gap / number.limit
     return largest * ((gap if stochastic else gap / 2) + 2.0**-21) + _SMALLEST
@@ -115,10 +116,10 @@ def dequantize(quantized: Quantized, *, shape: tuple[int, ...], dtype: Any = "fl
       MeshparError: the shape does not have the number of elements that was quantized, up to the padding.
     """
     size, capacity = math.prod(shape), quantized.values.size
-    if not capacity - max(len(quantized.scales), 1) < size <= capacity:
-        requested = f"return shape {shape} with {size} elements"
-        reason = f"there are {len(quantized.scales)} blocks of {quantized.values.shape[-1]}"
-        raise problem("dequantize", requested, reason, "pass the shape of the quantized array", "wrong-shape")
+    is_wrong = not capacity - max(len(quantized.scales), 1) < size <= capacity
+    reason = f"there are {len(quantized.scales)} blocks of {quantized.values.shape[-1]}"
+    case = is_wrong, reason, "pass the shape of the quantized array"
+    check_cases("dequantize", f"return shape {shape} with {size} elements", "wrong-shape", case)
     return _restored(quantized.values, quantized.scales, dtype).reshape(-1)[:size].reshape(shape)
 
 
@@ -272,7 +273,13 @@ def quantized_all_gather(
         return join_parts(name, x[None], dim, tiled)
 
     def forward(x: jax.Array, key: jax.Array | None) -> jax.Array:
-        parts = _gathered(x.reshape(-1), axis, outer, dtype, block, _rank_key(key, _both(axis, outer)))
+        messages = encoded(x.reshape(-1), dtype, block, _rank_key(key, _both(axis, outer)))
+        if outer is not None:
+            messages = gathered_bytes(messages, outer)  # [M, q], the second shard
+        messages = gathered_bytes(messages, axis)
+        if outer is not None:
+            messages = jnp.swapaxes(messages, 0, 1)
+        parts = decoded(messages.reshape(num_ranks, messages.shape[-1]), x.size, dtype, block, x.dtype)
         return join_parts(name, parts.reshape(num_ranks, *x.shape), dim, tiled)
 
     def backward(g: jax.Array) -> jax.Array:
@@ -280,20 +287,6 @@ def quantized_all_gather(
         return _scatter(g, dtype=grad_dtype, block=block, **options).astype(x.dtype)
 
     return _straight_through(name, forward, backward, x, key)
-
-
-def _gathered(
-    x: Float[Array, " c"], axis: Axis, outer: Axis | None, dtype: str, block: int, key: jax.Array | None
-) -> Float[Array, "N c"]:
-    """Gather the flat arrays of all ranks, ordered by node."""
-    messages = encoded(x, dtype, block, key)
-    if outer is not None:
-        messages = gathered_bytes(messages, outer)  # [M, q], the second shard
-    messages = gathered_bytes(messages, axis)
-    if outer is not None:
-        messages = jnp.swapaxes(messages, 0, 1)
-    num_ranks = math.prod(messages.shape[:-1])
-    return decoded(messages.reshape(num_ranks, messages.shape[-1]), x.size, dtype, block, x.dtype)
 
 
 def quantized_reduce_scatter(
@@ -322,7 +315,7 @@ def quantized_reduce_scatter(
     is an all-gather of the cotangent, as in `reduce_scatter` (straight through).
 
     Args:
-      axis: mesh axis, or a tuple of axes that act as a single axis. With `outer`, the axis within nodes.
+      axis: see `quantized_all_gather`.
       outer: the axis across nodes. Sums are first computed within nodes, so 1/K of the bytes is sent across nodes. The
         parts are ordered by node, as over (outer, axis).
       dim, tiled: see `reduce_scatter`.
@@ -334,7 +327,7 @@ def quantized_reduce_scatter(
       MeshparError: an axis, the dim, the op or a dtype is unknown, an axis is used twice, or the dim is indivisible.
     """
     name = "quantized_reduce_scatter"
-    check_choice(name, "op", op, ("sum", "mean"))
+    check_choice(name, "the reduction", ("sum", "mean"), op=op)
     x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     split_parts(name, x, dim, num_ranks, tiled)  # checks the dim before tracing
     options: dict[str, Any] = {"axis": axis, "outer": outer, "dim": dim % x.ndim, "tiled": tiled}
@@ -378,7 +371,7 @@ def quantized_all_reduce(
       MeshparError: an axis, the op or a dtype is unknown, an axis is used twice, or `block` is not positive.
     """
     name = "quantized_all_reduce"
-    check_choice(name, "op", op, ("sum", "mean"))
+    check_choice(name, "the reduction", ("sum", "mean"), op=op)
     x, num_ranks = _prepared(name, x, axis, outer, dtype, block, grad_dtype)
     options: dict[str, Any] = {"axis": axis, "outer": outer, "tiled": False}
 
@@ -435,12 +428,11 @@ def _scatter(
 
 
 def _checked_format(kernel: str, x: jax.Array, dtype: str, block: int) -> _Format:
-    checked_count(kernel, "block", block)
-    x_dtype = jnp.asarray(x).dtype
-    if not jnp.issubdtype(x_dtype, jnp.floating):
-        fix = "use an unquantized collective, or cast it first"
-        raise problem(kernel, f"quantize {x_dtype}", "only floating dtypes can be quantized", fix, "wrong-dtype")
-    check_choice(kernel, "dtype", dtype, FORMATS)
+    check_positive_int(kernel, "the number of elements of a block", block=block)
+    x_dtype, fix = jnp.asarray(x).dtype, "use an unquantized collective, or cast it first"
+    case = not jnp.issubdtype(x_dtype, jnp.floating), "only floating dtypes can be quantized", fix
+    check_cases(kernel, f"quantize {x_dtype}", "wrong-dtype", case)
+    check_choice(kernel, "the number format", tuple(FORMATS), dtype=dtype)
     return FORMATS[dtype]
 
 
@@ -450,7 +442,7 @@ def _prepared(
     """Check the arguments. Return the array, marked as varying over the axes, and the number of ranks."""
     _checked_format(kernel, x, dtype, block)
     if grad_dtype is not None:
-        check_choice(kernel, "grad_dtype", grad_dtype, FORMATS)
+        check_choice(kernel, "the number format", tuple(FORMATS), grad_dtype=grad_dtype)
     num_ranks = ranks_of(kernel, axis) if outer is None else math.prod(ranks_of_levels(kernel, axis, outer))
     return varying(x, _both(axis, outer)), num_ranks
 

@@ -11,10 +11,11 @@ from jaxtyping import Array, Num
 from meshpar.collectives import tree
 from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
-from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_index, check_only, check_op, ranks_of
 from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
 from meshpar.collectives.wire import reduce_by_op, varying, xla_reduced
 from meshpar.hardware.clusters import Profile
+from meshpar.sharding.errors import check_choice, check_positive_int
 
 ALGORITHMS = (*RINGS, *tree.ALGORITHMS, XLA)
 """Algorithms of `all_reduce`, without "auto"."""
@@ -76,10 +77,12 @@ def all_reduce(
       True
     """
     num_ranks = ranks_of("all_reduce", axis)
-    check_choice("all_reduce", "algorithm", algorithm, (*ALGORITHMS, AUTO))
+    check_choice("all_reduce", "the algorithm", (*ALGORITHMS, AUTO), algorithm=algorithm)
     check_only("all_reduce", algorithm, "channels", channels, RINGS)
     check_only("all_reduce", algorithm, "num_servers", num_servers, ("parameter_server",))
-    checked_count("all_reduce", "num_servers", num_servers, most=num_ranks)
+    check_positive_int("all_reduce", "the number of servers", num_servers=num_servers)
+    requested, reason = f"use num_servers={num_servers}", f"there are {num_ranks} ranks"
+    check_index("all_reduce", requested, num_servers, range(1, num_ranks + 1), reason)
     x = varying(x, axis)
     check_op("all_reduce", op, x.dtype)
     algorithm = resolve_algorithm("all_reduce", algorithm, x.nbytes, axis, num_ranks, cluster)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives import tree
 from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
-from meshpar.collectives.kernel_checks import Axis, check_choice, check_only, check_op, checked_count, ranks_of
+from meshpar.collectives.kernel_checks import Axis, check_only, check_op, ranks_of
 from meshpar.collectives.wire import (
     Combine,
     flat_parts,
@@ -37,7 +37,7 @@ from meshpar.collectives.wire import (
     xla_reduced,
 )
 from meshpar.hardware.clusters import Profile
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import check_choice, check_positive_int, problem
 
 RINGS = ("ring", "bidirectional")
 GATHERS = (*RINGS, "recursive_doubling", XLA)
@@ -61,7 +61,7 @@ def all_gather(
         N-1 steps, (N-1)/N n bytes sent, n the gathered array; log2 N steps and the same bytes with recursive doubling
 
     Args:
-      axis: mesh axis, or a tuple of axes that act as a single axis.
+      axis: see `shift`.
       dim: the dim of the result along which the arrays are ordered by rank.
       tiled: whether arrays are concatenated. If not, they are stacked along a new dim.
       algorithm: `ring`; `bidirectional`, which sends half of the data each way round; `recursive_doubling`, if N is a
@@ -75,7 +75,7 @@ def all_gather(
     """
     num_ranks = ranks_of("all_gather", axis)
     x = varying(x, axis)
-    check_choice("all_gather", "algorithm", algorithm, (*GATHERS, AUTO))
+    check_choice("all_gather", "the algorithm", (*GATHERS, AUTO), algorithm=algorithm)
     check_only("all_gather", algorithm, "channels", channels, RINGS)
     algorithm = resolve_algorithm("all_gather", algorithm, num_ranks * x.nbytes, axis, num_ranks, cluster)
     parts = _gather_by(algorithm, axis, num_ranks, channels)(x.reshape(-1))
@@ -115,50 +115,41 @@ def reduce_scatter(
     """
     num_ranks = ranks_of("reduce_scatter", axis)
     x = varying(x, axis)
-    check_choice("reduce_scatter", "algorithm", algorithm, (*SCATTERS, AUTO))
+    check_choice("reduce_scatter", "the algorithm", (*SCATTERS, AUTO), algorithm=algorithm)
     check_only("reduce_scatter", algorithm, "channels", channels, RINGS)
     check_op("reduce_scatter", op, x.dtype)
     parts = split_parts("reduce_scatter", x, dim, num_ranks, tiled)
 
     algorithm = resolve_algorithm("reduce_scatter", algorithm, x.nbytes, axis, num_ranks, cluster)
-    kernel = _scatter_by(algorithm, axis, num_ranks, channels)
-    back = "recursive_doubling" if algorithm == "recursive_halving" else algorithm
+
+    def kernel(parts: jax.Array, combine: Combine) -> jax.Array:
+        if algorithm == "recursive_halving":
+            return tree.halving_reduce_scatter(parts, axis, combine)
+        if algorithm != XLA:
+            strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
+            return ring_reduce_scatter(parts, axis, combine, strides)
+        if combine is lax.add:
+            return lax.psum_scatter(parts, axis)
+        return take(xla_reduced(parts, axis, combine), lax.axis_index(axis))
+
+    gather = _gather_by(algorithm, axis, num_ranks, channels, kernel="reduce_scatter")
     flat = parts.reshape(num_ranks, math.prod(parts.shape[1:]))
-    part = reduce_by_op(kernel, flat, op, num_ranks, spread=_gather_by(back, axis, num_ranks, channels))
-    return part.reshape(parts.shape[1:])
+    return reduce_by_op(kernel, flat, op, num_ranks, spread=gather).reshape(parts.shape[1:])
 
 
-def _gather_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array], jax.Array]:
+def _gather_by(
+    algorithm: str, axis: Axis, num_ranks: int, channels: int, *, kernel: str = "all_gather"
+) -> Callable[[jax.Array], jax.Array]:
+    """Return the all-gather `[c] -> [N, c]` of an algorithm."""
     if algorithm == XLA:
         return functools.partial(lax.all_gather, axis_name=axis)
-    if algorithm == "recursive_doubling":
-        _check_power_of_two("all_gather", algorithm, num_ranks)
-        return functools.partial(tree.doubling_all_gather, axis=axis, num_ranks=num_ranks)
-    strides = ring_strides("all_gather", algorithm, channels, num_ranks)
-    return functools.partial(ring_all_gather, axis=axis, num_ranks=num_ranks, strides=strides)
-
-
-def _scatter_by(algorithm: str, axis: Axis, num_ranks: int, channels: int) -> Callable[[jax.Array, Combine], jax.Array]:
-    if algorithm == XLA:
-        return functools.partial(_xla_scattered, axis=axis)
-    if algorithm == "recursive_halving":
-        _check_power_of_two("reduce_scatter", algorithm, num_ranks)
-        return lambda parts, combine: tree.halving_reduce_scatter(parts, axis, combine)
-    strides = ring_strides("reduce_scatter", algorithm, channels, num_ranks)
-    return lambda parts, combine: ring_reduce_scatter(parts, axis, combine, strides)
-
-
-def _xla_scattered(parts: jax.Array, combine: Combine, *, axis: Axis) -> jax.Array:
-    """`[N, c] -> [c]`: XLA's reduce-scatter of a sum, or a slice of its all-reduce for max and min."""
-    if combine is lax.add:
-        return lax.psum_scatter(parts, axis)
-    return take(xla_reduced(parts, axis, combine), lax.axis_index(axis))
-
-
-def _check_power_of_two(kernel: str, algorithm: str, num_ranks: int) -> None:
+    if algorithm in RINGS:
+        strides = ring_strides(kernel, algorithm, channels, num_ranks)
+        return functools.partial(ring_all_gather, axis=axis, num_ranks=num_ranks, strides=strides)
     if num_ranks & (num_ranks - 1):
         requested, fix = f"use algorithm={algorithm!r} on {num_ranks} ranks", "use a ring, or algorithm='auto'"
         raise problem(kernel, requested, "the number of ranks must be a power of two", fix, "unsupported-feature")
+    return functools.partial(tree.doubling_all_gather, axis=axis, num_ranks=num_ranks)
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, strides: Sequence[int]) -> jax.Array:
@@ -167,9 +158,17 @@ def ring_all_reduce(x: jax.Array, axis: Axis, combine: Combine, num_ranks: int, 
         [A] {unreduced over X} -> [A];  per device [A] -> [A], any shape
         2(N-1) steps, 2(N-1)/N n bytes sent
 
-    The chunks are N equal slices of the flattened and padded array.
+    The chunks are N equal slices of the flattened and padded array. A received chunk replaces a chunk that was sent.
     """
-    return unflat(_in_place(flat_parts(x, num_ranks), axis, combine, strides), x)
+
+    def step(T: jax.Array | int, lanes: list[jax.Array], *, merge: Combine) -> list[jax.Array]:
+        return [_all_reduce_step(lane, axis, stride, T, merge) for lane, stride in zip(lanes, strides, strict=False)]
+
+    with jax.named_scope("ring_all_reduce"):
+        lanes = _lanes(flat_parts(x, num_ranks), strides)
+        lanes = lax.fori_loop(1, num_ranks, functools.partial(step, merge=combine), lanes)
+        lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=_received), lanes)
+        return unflat(jnp.concatenate(lanes, axis=-1), x)
 
 
 def ring_sum(x: jax.Array, axis: Axis, num_ranks: int, strides: Sequence[int]) -> jax.Array:
@@ -218,19 +217,6 @@ def ring_reduce_scatter(parts: jax.Array, axis: Axis, combine: Combine, strides:
         return jnp.concatenate(chunk, axis=-1)
 
 
-def _in_place(parts: jax.Array, axis: Axis, combine: Combine, strides: Sequence[int]) -> jax.Array:
-    """`[N, c] -> [N, c]`: all-reduce all chunks. A received chunk replaces a chunk that was already sent."""
-    num_ranks = len(parts)
-
-    def step(T: jax.Array | int, lanes: list[jax.Array], *, merge: Combine) -> list[jax.Array]:
-        return [_all_reduce_step(lane, axis, stride, T, merge) for lane, stride in zip(lanes, strides, strict=False)]
-
-    with jax.named_scope("ring_all_reduce"):
-        lanes = lax.fori_loop(1, num_ranks, functools.partial(step, merge=combine), _lanes(parts, strides))
-        lanes = lax.fori_loop(num_ranks, 2 * num_ranks - 1, functools.partial(step, merge=_received), lanes)
-        return jnp.concatenate(lanes, axis=-1)
-
-
 def _all_reduce_step(slots: jax.Array, axis: Axis, stride: int, T: jax.Array | int, merge: Combine) -> jax.Array:
     """`[N, c] -> [N, c]`: step T of an all-reduce."""
     num_ranks, rank = len(slots), lax.axis_index(axis)
@@ -261,13 +247,8 @@ def _lanes(x: jax.Array, strides: Sequence[int]) -> list[jax.Array]:
 
 
 def ring_strides(kernel: str, algorithm: str, channels: int, num_ranks: int) -> tuple[int, ...]:
-    """Return the strides of the rings of an algorithm. Rings of different strides share no link.
-
-    Raises:
-      MeshparError: the algorithm is unknown, or `channels` is not positive.
-    """
-    check_choice(kernel, "algorithm", algorithm, RINGS)
-    checked_count(kernel, "channels", channels)
+    """Return the strides of the rings of an algorithm. Rings of different strides share no link."""
+    check_positive_int(kernel, "the number of rings", channels=channels)
     one_way = [stride for stride in range(1, num_ranks // 2 + 1) if math.gcd(stride, num_ranks) == 1] or [1]
     chosen = [one_way[channel % len(one_way)] for channel in range(channels)]
     return tuple(chosen) if algorithm == "ring" else tuple(s for stride in chosen for s in (stride, -stride))

@@ -16,15 +16,17 @@ chunks from both ends.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from meshpar.collectives.kernel_checks import Axis, checked_count, checked_dim, ranks_of
+from meshpar.collectives.kernel_checks import Axis, checked_dim, ranks_of
 from meshpar.collectives.wire import send, varying
-from meshpar.sharding.errors import check_divides
+from meshpar.sharding.errors import check_divides, check_positive_int
 
 
 def zigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped[Array, "*dims"]:
@@ -38,13 +40,12 @@ def zigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped
     Raises:
       MeshparError: the dim is unknown, or its size is not divisible by 2N.
     """
-    return _with_chunks("zigzag", x, num_ranks, dim, chunk_order(checked_count("zigzag", "num_ranks", num_ranks)))
+    return _with_chunks("zigzag", x, num_ranks, dim, chunk_order)
 
 
 def unzigzag(x: Shaped[Array, "*dims"], num_ranks: int, *, dim: int = 1) -> Shaped[Array, "*dims"]:
     """Invert `zigzag`, with arguments as in `zigzag`."""
-    order = np.argsort(chunk_order(checked_count("unzigzag", "num_ranks", num_ranks)))
-    return _with_chunks("unzigzag", x, num_ranks, dim, order)
+    return _with_chunks("unzigzag", x, num_ranks, dim, lambda num_ranks: np.argsort(chunk_order(num_ranks)))
 
 
 def chunk_order(num_ranks: int) -> np.ndarray:
@@ -64,7 +65,7 @@ def to_zigzag(x: Shaped[Array, "*dims"], *, axis: Axis, dim: int = 1) -> Shaped[
 
     Args:
       x: the local part of the sequence.
-      axis: mesh axis, or a tuple of axes that act as a single axis.
+      axis: see `shift`.
       dim: the sequence dim, of even local size.
 
     Raises:
@@ -117,10 +118,11 @@ def check_two_chunks(kernel: str, size: int, dim: int) -> None:
     check_divides(kernel, requested, size, 2, f"pad the sequence to {size + 1} positions per rank")
 
 
-def _with_chunks(kernel: str, x: jax.Array, num_ranks: int, dim: int, order: np.ndarray) -> jax.Array:
+def _with_chunks(kernel: str, x: jax.Array, num_ranks: int, dim: int, order: Callable[[int], np.ndarray]) -> jax.Array:
+    check_positive_int(kernel, "the number of ranks", num_ranks=num_ranks)
     x = jnp.asarray(x)
     dim = checked_dim(kernel, dim, x.ndim)
     size, num_chunks = x.shape[dim], 2 * num_ranks
     check_divides(kernel, f"divide dim {dim} into {num_chunks} chunks, two for each rank", size, num_chunks)
     chunks = x.reshape(*x.shape[:dim], num_chunks, size // num_chunks, *x.shape[dim + 1 :])
-    return jnp.take(chunks, order, axis=dim, unique_indices=True).reshape(x.shape)
+    return jnp.take(chunks, order(num_ranks), axis=dim, unique_indices=True).reshape(x.shape)

@@ -6,10 +6,8 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from meshpar.collectives.kernel_checks import check_choice
-from meshpar.moe.argument_checks import check_positive, check_whole
 from meshpar.moe.layer_config import MoEConfig
-from meshpar.sharding.errors import check_bool
+from meshpar.sharding.errors import check_bool, check_choice, check_int, check_number, check_positive_int
 from meshpar.sharding.types import problem
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ class RopeScaling:
             requested = f"be {self.low_freq_factor} and {self.high_freq_factor}"
             reason = "both must be positive, and the first must be smaller"
             raise problem(where, requested, reason, "use 1.0 and 4.0", code="out-of-range")
-        check_whole("RopeScaling", "original_seq_len", self.original_seq_len)
+        check_positive_int("RopeScaling", "a number of positions", original_seq_len=self.original_seq_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +72,8 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         for field in ("rotated_factor", "score_factor", "beta_slow"):
-            check_positive("YarnScaling", field, getattr(self, field), "1.0")
-        check_whole("YarnScaling", "original_seq_len", self.original_seq_len)
+            check_number("YarnScaling", "1.0", **{field: getattr(self, field)})
+        check_positive_int("YarnScaling", "a number of positions", original_seq_len=self.original_seq_len)
         for field, least in (("factor", 1.0), ("beta_fast", self.beta_slow)):
             if not least <= getattr(self, field) < math.inf:
                 requested, reason = f"be {getattr(self, field)}", f"it must be finite and at least {least}"
@@ -103,7 +101,7 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         for field in ("kv_rank", "nope_dim", "rope_dim", "v_dim", *(() if self.q_rank is None else ("q_rank",))):
-            check_whole("LatentAttention", field, getattr(self, field))
+            check_positive_int("LatentAttention", "a size", **{field: getattr(self, field)})
         if self.rope_dim % 2:
             where, reason = "LatentAttention(rope_dim=...)", "rotary embeddings need an even number of dimensions"
             raise problem(where, f"be {self.rope_dim}", reason, f"use {self.rope_dim + 1}", code="indivisible")
@@ -180,19 +178,19 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            check_whole("TransformerConfig", field, getattr(self, field))
+            check_positive_int("TransformerConfig", "a size", **{field: getattr(self, field)})
         for field in ("vocab_chunk", "attention_window"):
             if getattr(self, field) is not None:
-                check_whole("TransformerConfig", field, getattr(self, field))
+                check_positive_int("TransformerConfig", "a size", **{field: getattr(self, field)})
         for field in ("attention_cap", "logits_cap"):
             if getattr(self, field) is not None:
-                check_positive("TransformerConfig", field, getattr(self, field), "50.0, or None")
+                check_number("TransformerConfig", "50.0, or None", **{field: getattr(self, field)})
         self._check_heads()
         self._check_rope()
         self._check_latent()
         self._check_experts()
         for field in ("rope_theta", "norm_eps"):
-            check_positive("TransformerConfig", field, getattr(self, field), "1e-5")
+            check_number("TransformerConfig", "1e-5", **{field: getattr(self, field)})
         if self.norm_eps > 1:
             where, reason = "TransformerConfig(norm_eps=...)", "it is added to a mean square of about 1"
             raise problem(where, f"be {self.norm_eps:g}", reason, "use 1e-5", code="out-of-range")
@@ -200,9 +198,9 @@ class TransformerConfig:
             "TransformerConfig", "the output layer uses the embedding table", tied_embeddings=self.tied_embeddings
         )
         check_bool("TransformerConfig", "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
-        check_choice("TransformerConfig", "param_dtype", self.param_dtype, PARAM_DTYPES)
-        check_choice("TransformerConfig", "attention", self.attention, get_args(Attention))
-        check_choice("TransformerConfig", "tensor_matmul", self.tensor_matmul, get_args(TensorMatmul))
+        check_choice("TransformerConfig", "the dtype of parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
+        check_choice("TransformerConfig", "the kind of attention", get_args(Attention), attention=self.attention)
+        check_choice("TransformerConfig", "the matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
 
     def _check_heads(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -255,7 +253,7 @@ class TransformerConfig:
     def _check_experts(self) -> None:
         count = self.num_dense_layers
         where = f"TransformerConfig(num_dense_layers={count!r})"
-        check_whole("TransformerConfig", "num_dense_layers", count, least=0)
+        check_int("TransformerConfig", "a number of layers", num_dense_layers=count)
         if self.moe is None and count:
             reason, fix = "without `moe` all layers are dense", "omit it, or set moe=MoEConfig(...)"
             raise problem(where, "add dense layers before the MoE layers", reason, fix, code="conflict")

@@ -96,6 +96,22 @@ def check_divides(where: str, requested: str, size: int, divisor: int, fix: str 
         )
 
 
+def check_cases(where: str, requested: str, code: str, *cases: tuple[object, str, str]) -> None:
+    """Raise an error for the first case that applies, given as (whether it applies, reason, fix)."""
+    for applies, reason, fix in cases:
+        if applies:
+            raise MeshparError(where, requested, reason, fix, code)
+
+
+def check_number(where: str, example: str, *, positive: bool = True, **values: Any) -> None:
+    """Check that keyword arguments are finite numbers above 0, or of at least 0 if not `positive`."""
+    for name, value in values.items():
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not 0 <= value < math.inf or (positive and value == 0):
+            reason = f"it must be a finite number {'above' if positive else 'of at least'} 0"
+            raise MeshparError(where, f"set {name}={value!r}", reason, f"use {name}={example}", "out-of-range")
+
+
 def near(word: str, options: Iterable[Any]) -> str:
     """Return a hint for a mistyped word: "did you mean `fsdp`?", or the list of the known words."""
     names = sorted({str(option) for option in options})
