@@ -512,7 +512,7 @@ FAULTS = (
     ),
     Fault(
         "the dtype to write in gives way to that of a folder", "interop/hf.py",
-        "(self.dtype is None and self.files is not None and", "(self.files is not None and",
+        "if self.dtype is None and self.files is not None and", "if self.files is not None and",
         "interop/test_hf.py -k biases_of",
     ),
 )  # fmt: skip

@@ -15,7 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.sharding.types import is_int, problem
+from meshpar.interop.fields import bad_value
+from meshpar.sharding.types import is_int
 
 CONFIG_FIELD = "quantization_config"
 FLOAT8 = "F8_E4M3"
@@ -35,32 +36,25 @@ Block = tuple[int, int]
 
 
 def read_block_shape(where: str, document: Mapping[str, Any]) -> Block | None:
-    """Return the block shape in a `config.json`, or None if the weights are not quantized.
-
-    Args:
-      where: the file, for error messages.
-      document: the parsed config.json.
-
-    Raises:
-      ValueError: the weights are quantized in another format.
-    """
-
-    def unsupported(suffix: str, requested: str) -> Exception:
-        reason = "only block-scaled FP8 as in DeepSeek-V3 (fp8, e4m3, weight_block_size, dynamic) is supported"
-        fix = "use the bfloat16 release, or dequantize the weights to bfloat16 first"
-        return problem(f"{where}, `{CONFIG_FIELD}`{suffix}", requested, reason, fix, code="unsupported-feature")
+    """Return the block shape in a `config.json`, or None if the weights are not quantized."""
 
     config = document.get(CONFIG_FIELD)
     if config is None:
         return None
-    if not isinstance(config, Mapping):
-        raise unsupported("", "read quantized weights")
-    for name in [*_SUPPORTED, *config]:
-        if config.get(name) not in _SUPPORTED.get(name, ()) and name not in _IGNORED:
-            raise unsupported(f", `{str(name)[:60]}`", f"use the value {config.get(name)!r:.60}")
-    block = config.get("weight_block_size")
+    fields = config if isinstance(config, dict) else {}
+    block: Any = fields.get("weight_block_size")
+    unsupported = {
+        name: fields.get(name)
+        for name in [*_SUPPORTED, *fields]
+        if fields.get(name) not in _SUPPORTED.get(name, ()) and name not in _IGNORED
+    }
     if not isinstance(block, list) or len(block) != 2 or not all(is_int(n, 1) and n < _MAX_BLOCK_SIZE for n in block):
-        raise unsupported(", `weight_block_size`", f"use the value {block!r:.60}")
+        unsupported["weight_block_size"] = block
+    if unsupported:
+        name, value = next(iter(unsupported.items()))
+        reason = "only block-scaled FP8 as in DeepSeek-V3 (fp8, e4m3, weight_block_size, dynamic) is supported"
+        fix = "use the bfloat16 release, or dequantize the weights to bfloat16 first"
+        raise bad_value(f"{where}, `{CONFIG_FIELD}`", name, value, reason, fix)
     return block[0], block[1]
 
 
@@ -76,21 +70,13 @@ class Float8Tensor:
     shape: tuple[int, ...]
 
     def read(self, slices: Sequence[slice]) -> np.ndarray:
-        """Return a slice of the tensor as float32, without its scale.
-
-        Args:
-          slices: the slice of each dim.
-        """
+        """Return a slice of the tensor as float32, without its scale."""
         mapped = np.memmap(self.path, np.uint8, "r", self.offset, self.shape)
         return np.array(mapped[tuple(slices)]).view(jnp.float8_e4m3fn).astype(np.float32)
 
 
 def float8_tensors(path: Path) -> dict[str, Float8Tensor]:
-    """Return the float8 tensors of a file by name.
-
-    Args:
-      path: a file whose header safetensors has already validated.
-    """
+    """Return the float8 tensors of a file by name."""
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(header_bytes))
@@ -102,34 +88,17 @@ def float8_tensors(path: Path) -> dict[str, Float8Tensor]:
 
 
 def scale_shape(shape: tuple[int, ...], block: Block) -> tuple[int, ...]:
-    """Return the shape of the factors of a matrix.
-
-    Args:
-      shape: the shape of the matrix.
-      block: number of rows and columns of a block.
-    """
+    """Return the shape of the factors of a matrix."""
     return tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=True))
 
 
 def scale_slices(slices: Sequence[slice], block: Block) -> tuple[slice, ...]:
-    """Return the slices of the factors that a slice of the matrix needs.
-
-    Args:
-      slices: position of the slice in the matrix.
-      block: number of rows and columns of a block.
-    """
+    """Return the slices of the factors that a slice of the matrix needs."""
     return tuple(slice(s.start // size, -(-s.stop // size)) for s, size in zip(slices, block, strict=True))
 
 
 def dequantize(part: np.ndarray, scale: np.ndarray, slices: Sequence[slice], block: Block) -> np.ndarray:
-    """Multiply a slice of a matrix by the factors of its blocks, in float32.
-
-    Args:
-      part: float32 slice of the matrix. It is modified in place.
-      scale: factors of the blocks that overlap the slice.
-      slices: position of the slice in the matrix.
-      block: number of rows and columns of a block.
-    """
+    """Multiply a slice of a matrix by the factors of its blocks, in float32."""
     rows, columns = (np.arange(s.start, s.stop) // n - s.start // n for s, n in zip(slices, block, strict=True))
     scale = scale.astype(np.float32)
     for row in range(len(scale)):  # a loop, because expanding all factors would take as much memory as the slice

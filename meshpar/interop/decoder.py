@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from meshpar.interop.block_fp8 import CONFIG_FIELD
-from meshpar.interop.fields import Field, typed
+from meshpar.interop.fields import Field, bad_value, same, typed
 from meshpar.interop.weight_mapping import WeightMapping
 from meshpar.models.config import TransformerConfig
-from meshpar.sharding.types import near_or, problem
+from meshpar.sharding.types import is_int, near_or
 
 HARMLESS = frozenset({
     "_name_or_path", "architectures", "auto_map", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
@@ -54,13 +54,7 @@ class Family:
 
 
 def fields(*more: Field, rope_theta: float = 10_000.0, norm_eps: float = 1e-6) -> tuple[Field, ...]:
-    """Return the common fields and the additional fields of a family.
-
-    Args:
-      *more: additional fields of the family.
-      rope_theta: default of transformers for this family.
-      norm_eps: default of transformers for this family.
-    """
+    """Return the common and additional fields of a family, with the defaults of transformers for this family."""
     return (
         Field("vocab_size", "vocab_size"),
         Field("num_hidden_layers", "num_layers"),
@@ -82,111 +76,70 @@ DENSE = (Field("intermediate_size", "mlp_dim"),)
 
 
 def _head_dim(document: Mapping[str, Any]) -> int:
-    width = typed("config.json, `hidden_size`", document.get("hidden_size"), int)
-    return width // max(typed("config.json, `num_attention_heads`", document.get("num_attention_heads"), int), 1)
+    width, heads = (
+        typed("config.json", name, document.get(name), int) for name in ("hidden_size", "num_attention_heads")
+    )
+    return width // max(heads, 1)
 
 
 ROUTER_LOSS = frozenset({"output_router_logits", "router_aux_loss_coef"})
-"""The fields that `read_router_loss` reads."""
+"""The fields that `read_moe` reads."""
 
 
-def read_router_loss(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    """Set the weight of the router auxiliary loss from the coefficient in transformers.
+def read_moe(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+    """Set the weight of the router auxiliary loss from the coefficient in transformers, for a model of MoE layers.
 
     Transformers pools the tokens of all layers, so its loss is `coefficient * top_k` for balanced experts. In meshpar
     the loss is `auxiliary_weight` per layer and summed over layers: `auxiliary_weight = coefficient * top_k / layers`.
     Both losses are equal if the expert load is the same in all layers. Otherwise imbalances of different layers cancel
     in the pooled loss, and ours is larger. Without `output_router_logits` transformers adds no auxiliary loss.
-
-    Args:
-      where: the file, for error messages.
-      document: the parsed config.json.
-      values: values by path, which this function updates.
     """
     coefficient = document.get("router_aux_loss_coef")
-    coefficient = typed(f"{where}, `router_aux_loss_coef`", 0.001 if coefficient is None else coefficient, float)
-    is_on = typed(f"{where}, `output_router_logits`", document.get("output_router_logits") or False, bool)
+    coefficient = typed(where, "router_aux_loss_coef", 0.001 if coefficient is None else coefficient, float)
+    is_on = typed(where, "output_router_logits", document.get("output_router_logits") or False, bool)
     in_layer = coefficient * values["moe.routing.top_k"] / max(values["num_layers"], 1)
     values["moe.auxiliary_weight"] = in_layer if is_on else 0.0
+    values["mlp_dim"] = values["moe.mlp_dim"]  # unused, because there are no dense layers
 
 
-def write_router_loss(cfg: TransformerConfig) -> dict[str, Any]:
-    """Return the fields for `read_router_loss`. The coefficient is omitted if there is no auxiliary loss.
-
-    Args:
-      cfg: the config of an MoE decoder.
-    """
+def write_moe(cfg: TransformerConfig) -> dict[str, Any]:
+    """Return the fields for `read_moe`. The coefficient is omitted if there is no auxiliary loss."""
     assert cfg.moe is not None
     weight = cfg.moe.auxiliary_weight
     coefficient = float(f"{weight * cfg.num_moe_layers / cfg.moe.routing.top_k:.12g}")
     return {"output_router_logits": weight > 0} | ({"router_aux_loss_coef": coefficient} if weight else {})
 
 
-def unsupported_value(where: str, field: str, value: object, reason: str, fix: str) -> Exception:
-    """Return the error for an unsupported value of a field.
-
-    Args:
-      where: the file.
-      field: the name of the field.
-      value: its value.
-      reason: why it is not supported.
-      fix: how to fix it.
-    """
-    shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-    return problem(f"{where}, `{field}`", f"be {shown}", reason, fix, code="unsupported-feature")
-
-
-def _ids(value: Any) -> Sequence[Any]:
-    return () if value is None else value if isinstance(value, list) else (value,)
-
-
 def check_known(where: str, document: Mapping[str, Any], family: Family) -> None:
-    """Check that all fields of a config.json are known and have supported values.
-
-    Args:
-      where: the file, for error messages.
-      document: the parsed config.json.
-      family: the tables of the family.
-
-    Raises:
-      ValueError: a field is unknown, or its value is not supported.
-    """
-    supported = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
-    supported |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
-    release_fix = "use the config.json of the release"
+    """Check that all fields of a config.json are known and have supported values."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = document.get(name)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in _ids(value)):
-            raise unsupported_value(
-                where, name, value, "it must be a token id, a list of token ids, or null", release_fix
-            )
+        ids = document.get(name)
+        if not all(is_int(token) for token in (ids if isinstance(ids, list) else (ids,) if ids is not None else ())):
+            raise bad_value(where, name, ids, "it must be a token id, a list of token ids, or null")
     for name in ("dtype", "torch_dtype"):
         if document.get(name) not in (None, *TORCH_DTYPES):
-            raise unsupported_value(
-                where, name, document[name], f"it must be one of {', '.join(TORCH_DTYPES)}", release_fix
-            )
+            raise bad_value(where, name, document[name], f"it must be one of {', '.join(TORCH_DTYPES)}")
+    supported = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
+    supported |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
     for name, value in document.items():
+        only = family.fixed.get(name, FIXED.get(name))
         if name not in supported | FIXED.keys():
             reason = f"the table of `{family.model_type}` has no such field, and it may change the forward pass"
             fix = "add it to the table in meshpar/interop/families; remove it only if the model's code does not read it"
-            fix = near_or(name, supported, fix)
-            raise problem(f"{where}, `{name[:60]}`", "read the field", reason, fix, code="unknown-name")
-        only = family.fixed.get(name, FIXED.get(name))
-        is_other = value != only or isinstance(value, bool) != isinstance(only, bool)
-        if only is not None and value is not None and is_other:
+            raise bad_value(where, name, value, reason, near_or(name, supported, fix), code="unknown-name")
+        if None not in (only, value) and not same(value, only):
             fix = "use a different checkpoint, or add a field to TransformerConfig"
-            raise unsupported_value(where, name, value, f"the decoders support {only!r} only", fix)
+            raise bad_value(where, name, value, f"the decoders support {only!r} only", fix)
 
 
 # ---- Tensors ---------------------------------------------------------------------------------------------------------
 
+Row = tuple[str, str, str]
+"""Tensor name relative to `model.layers.{L}.`, path relative to the stack, and dims."""
+
 
 def sizes_of(cfg: TransformerConfig) -> dict[str, int]:
-    """Return the size of each dim letter in the tables.
-
-    Args:
-      cfg: the config of the decoder.
-    """
+    """Return the size of each dim letter in the tables."""
     sizes = {
         "V": cfg.vocab_size, "E": cfg.embed_dim, "H": cfg.num_heads, "K": cfg.num_kv_heads, "D": cfg.head_dim,
         "M": cfg.mlp_dim, "L": cfg.num_layers - cfg.num_dense_layers,
@@ -200,11 +153,7 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def embedding_and_head(cfg: TransformerConfig) -> list[WeightMapping]:
-    """Return the mappings of the embedding table, the final norm, and the output layer if it is not tied.
-
-    Args:
-      cfg: the config of the decoder.
-    """
+    """Return the mappings of the embedding table, the final norm, and the output layer if it is not tied."""
     sizes = sizes_of(cfg)
     mappings = [
         WeightMapping(TABLE, "embed/embedding", "V E -> V E", sizes),
@@ -214,14 +163,8 @@ def embedding_and_head(cfg: TransformerConfig) -> list[WeightMapping]:
     return mappings if cfg.tied_embeddings else [*mappings, head]
 
 
-def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = False) -> list[WeightMapping]:
-    """Return the mappings of stacked layers.
-
-    Args:
-      cfg: the config of the decoder.
-      *rows: (tensor name, our path, dims). The tensor name is relative to `model.layers.{L}.`, the path to the stack.
-      dense: whether to map the first, dense layers of an MoE model.
-    """
+def layers(cfg: TransformerConfig, *rows: Row, dense: bool = False) -> list[WeightMapping]:
+    """Return the mappings of stacked layers: the MoE layers, or the dense layers before them."""
     count = cfg.num_dense_layers if dense else cfg.num_layers - cfg.num_dense_layers
     stack, first = ("dense_layers", 0) if dense else ("layers", cfg.num_dense_layers)
     sizes = {**sizes_of(cfg), "L": count}
@@ -231,7 +174,6 @@ def layers(cfg: TransformerConfig, *rows: tuple[str, str, str], dense: bool = Fa
     ]
 
 
-Row = tuple[str, str, str]
 NORMS: tuple[Row, ...] = (
     ("input_layernorm.weight", "attention_norm/scale", "E -> L E"),
     ("post_attention_layernorm.weight", "mlp_norm/scale", "E -> L E"),
@@ -254,17 +196,15 @@ MLP: tuple[Row, ...] = (
 
 
 def experts(at: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> tuple[Row, ...]:
-    """Return the table rows of the router and the experts.
-
-    Args:
-      at: the name of the MoE module.
-      gate: the name of the gate projection.
-      up: the name of the up projection.
-      down: the name of the down projection.
-    """
+    """Return the table rows of the router and the experts."""
     return (
         (f"{at}.gate.weight", "mlp/router", "X E -> L E X"),
         (f"{at}.experts.{{X}}.{gate}.weight", "mlp/gate", "F E -> L X E F"),
         (f"{at}.experts.{{X}}.{up}.weight", "mlp/up", "F E -> L X E F"),
         (f"{at}.experts.{{X}}.{down}.weight", "mlp/down", "E F -> L X F E"),
     )
+
+
+def tensors(*rows: Row) -> Callable[[TransformerConfig], list[WeightMapping]]:
+    """Return the function `Family.tensors` for layers with norms, grouped-query attention and these rows."""
+    return lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *rows)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
@@ -12,10 +12,19 @@ from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
 from meshpar.sharding.types import problem
 
+RELEASE = "use the config.json of the release"
 MOST = {int: 2**22, float: 2.0**60}
 """Upper limits of the numbers in a config, so that untrusted configs cannot cause large allocations."""
 _REQUIRED = object()
 _TYPES = {int: "an integer", float: "a finite number", bool: "true or false"}
+
+
+def bad_value(
+    where: str, name: str, value: object, reason: str, fix: str = RELEASE, code: str = "unsupported-feature"
+) -> Exception:
+    """Return the error for a value of a field that is invalid or not supported."""
+    shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
+    return problem(f"{where}, `{name[:60]}`", f"be {shown}", reason, fix, code)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,65 +43,41 @@ class Field:
     """Alternative name that transformers reads or writes."""
 
     def read(self, where: str, document: Mapping[str, Any]) -> Any:
-        """Return the value of the field in a config.json and check its type.
-
-        Args:
-          where: the file, for error messages.
-          document: the parsed config.json.
-
-        Raises:
-          ValueError: the field is missing, has the wrong type, or differs from its alternative name.
-        """
+        """Return the value of the field in a config.json and check its type."""
         value, other = document.get(self.theirs), document.get(self.also or self.theirs)
         if value is not None and other is not None and value != other:
-            reason, fix = f"`{self.also}` is {other!r}"[:80], "use the config.json of the release"
-            raise problem(f"{where}, `{self.theirs}`", f"be {value!r}"[:80], reason, fix, code="conflict")
+            raise bad_value(where, self.theirs, value, f"`{self.also}` is {other!r}"[:80], code="conflict")
         value = other if value is None else value
         if value is None:
             if self.default is _REQUIRED:
-                field, fix = f"{where}, `{self.theirs}`", "use the complete config.json"
-                raise problem(field, "read the field", "it is missing", fix, code="not-found")
+                raise bad_value(where, self.theirs, None, "the field is missing", code="not-found")
             return self.default(document) if callable(self.default) else self.default
-        return typed(f"{where}, `{self.theirs}`", value, self.kind)
+        return typed(where, self.theirs, value, self.kind)
 
     def write(self, cfg: TransformerConfig) -> Any:
-        """Return the value of the field in a `TransformerConfig`.
-
-        Args:
-          cfg: the config to read from.
-        """
+        """Return the value of the field in a `TransformerConfig`."""
         value: Any = cfg
         for part in self.ours.split("."):
             value = getattr(value, part, None)
         return value
 
 
-def typed(where: str, value: Any, kind: type) -> Any:
-    """Return the value if it has this type and is within `MOST`.
-
-    Args:
-      where: the file and the field, for error messages.
-      value: the parsed value.
-      kind: int, float or bool.
-
-    Raises:
-      ValueError: the value has the wrong type or is too large.
-    """
+def typed(where: str, name: str, value: Any, kind: type) -> Any:
+    """Return the value if it has this type and is within `MOST`."""
     kinds: Any = (int, float) if kind is float else kind
     is_kind = isinstance(value, kinds) and (kind is bool or not isinstance(value, bool))
     if not is_kind or (kind is not bool and not (math.isfinite(value) and abs(value) < MOST[kind])):
-        shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
-        fix = "use the config.json of the release"
-        raise problem(where, f"be {shown}", f"the value must be {_TYPES[kind]}", fix, code="wrong-type")
+        raise bad_value(where, name, value, f"the value must be {_TYPES[kind]}", code="wrong-type")
     return float(value) if kind is float else value
 
 
-def built(values: Mapping[str, Any]) -> TransformerConfig:
-    """Build a config from its values.
+def same(value: object, supported: object) -> bool:
+    """Return whether values are equal. In JSON, `true` differs from 1."""
+    return value == supported and isinstance(value, bool) == isinstance(supported, bool)
 
-    Args:
-      values: the value for each path, such as `moe.routing.top_k`.
-    """
+
+def built(values: Mapping[str, Any]) -> TransformerConfig:
+    """Build a config from its values."""
     routing = {name.rpartition(".")[2]: value for name, value in values.items() if name.startswith("moe.routing.")}
     moe = {name[4:]: value for name, value in values.items() if name.startswith("moe.") and name.count(".") == 1}
     latent = {name[7:]: value for name, value in values.items() if name.startswith("latent.")}
@@ -118,52 +103,34 @@ ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "truncate": True}
 
 
 def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) -> dict[str, Any]:
-    """Return the values of `rope_scaling` and `rope_yarn` for a config.json.
-
-    Args:
-      where: the file, for error messages.
-      document: the parsed config.json.
-      scores: whether `mscale_all_dim` also scales the attention scores.
-
-    Raises:
-      ValueError: a type or a field of `rope_scaling` is not supported.
-    """
+    """Return the values of `rope_scaling` and `rope_yarn` for a config.json."""
     given = document.get("rope_scaling")
     if given is None:
         return {}
     if not isinstance(given, Mapping):
-        requested, reason = f"be a {type(given).__name__}", "it must be an object or null"
-        raise problem(f"{where}, `rope_scaling`", requested, reason, "set it to null", code="wrong-type")
+        raise bad_value(where, "rope_scaling", given, "it must be an object or null", code="wrong-type")
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPES:
-        reason, fix = (
-            f"the supported types are {', '.join(ROPES)}",
-            "use a supported type, or add it to models/layers.py",
-        )
-        field = f"{where}, `rope_scaling.rope_type`"
-        raise problem(field, f"use {str(kind)[:60]!r}", reason, fix, code="unsupported-feature")
-    unknown = given.keys() - ROPES[kind] - {"rope_type", "type"}
-    for name in sorted(name for name in unknown if given[name] is not None):
+        reason, fix = f"the supported types are {', '.join(ROPES)}", "use one of them, or add it to models/layers.py"
+        raise bad_value(where, "rope_scaling.rope_type", kind, reason, fix)
+    for name in sorted(given.keys() - ROPES[kind] - {"rope_type", "type"}):
         value, only = given[name], ROPE_DEFAULTS.get(name)
-        if only is None or value != only or isinstance(value, bool) != isinstance(only, bool):
-            reason = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
-            reason = reason if only is None else f"the decoders support {only!r} only"
+        if value is not None and (only is None or not same(value, only)):
+            reason = f"the decoders support {only!r} only"
+            if only is None:
+                reason = f'for rope type "{kind}" the decoders read {", ".join(sorted(ROPES[kind])) or "no fields"}'
             fix = "use a different checkpoint, or implement it in models/layers.py; without it frequencies may change"
-            field = f"{where}, `rope_scaling.{name[:60]}`"
-            raise problem(field, f"be {value!r}"[:80], reason, fix, code="unsupported-feature")
+            raise bad_value(where, f"rope_scaling.{name}", value, reason, fix)
 
-    def number(name: str, default: Any = None) -> float:
+    def number(name: str, default: float | None = None) -> float:
         if given.get(name) is None and default is not None:
             return default
-        return typed(f"{where}, `rope_scaling.{name}`", given.get(name), float)
+        return typed(where, f"rope_scaling.{name}", given.get(name), float)
 
     if kind == "default":
         return {}
-    most = document.get("max_position_embeddings")
-    length = typed(
-        f"{where}, `rope_scaling.original_max_position_embeddings`",
-        given.get("original_max_position_embeddings", most), int,
-    )  # fmt: skip
+    name = "original_max_position_embeddings"
+    length = typed(where, f"rope_scaling.{name}", given.get(name, document.get("max_position_embeddings")), int)
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {"rope_scaling": RopeScaling(**{name: number(name) for name in names}, original_seq_len=length)}
@@ -186,11 +153,7 @@ def _mscale(factor: float, mscale: float) -> float:
 
 
 def write_rope(cfg: TransformerConfig) -> dict[str, Any] | None:
-    """Return the `rope_scaling` field of config.json for a `TransformerConfig`.
-
-    Args:
-      cfg: the config of the decoder.
-    """
+    """Return the `rope_scaling` field of config.json for a `TransformerConfig`."""
     if cfg.rope_scaling is not None:
         llama = cfg.rope_scaling
         return {
@@ -214,7 +177,3 @@ def write_rope(cfg: TransformerConfig) -> dict[str, Any] | None:
     if yarn.score_factor != 1:
         written["mscale_all_dim"] = round((math.sqrt(yarn.score_factor) - 1) / (0.1 * math.log(yarn.factor)), 12)
     return written
-
-
-Derive = Callable[[str, Mapping[str, Any], dict[str, Any]], None]
-"""Function of (where, document, values by path) that updates the values for a family."""

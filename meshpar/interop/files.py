@@ -41,7 +41,7 @@ SINGLE = "model.safetensors"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Supported dtypes of weights by their names in safetensors files."""
 _COMPARE_BYTES = 2**26
-_RELEASE = "use the files of a single release"
+RELEASE = "download all files of the release, and use them together"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,44 +66,29 @@ def library() -> Any:
         import safetensors.numpy
     except ImportError as error:
         requested, reason = "read and write safetensors files", "the safetensors package is not installed"
-        raise problem(
-            "meshpar.interop", requested, reason, "pip install 'meshpar[hf]'", code="missing-package"
-        ) from error
+        fix = "pip install 'meshpar[hf]'"
+        raise problem("meshpar.interop", requested, reason, fix, code="missing-package") from error
     return safetensors
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Args:
-      path: the file.
-
-    Raises:
-      ValueError: the file is missing, too large, or does not contain an object.
-    """
-    fix = "use the file of the release"
-    document = host.read_json(path, str(path), fix, requested="read it as JSON")
+    """Read a JSON object."""
+    document = host.read_json(path, str(path), RELEASE, requested="read it as JSON")
     if not isinstance(document, dict):
-        raise problem(str(path), "read an object", f"it has a {type(document).__name__}", fix, code="wrong-type")
+        raise problem(str(path), "read an object", f"it has a {type(document).__name__}", RELEASE, code="wrong-type")
     return document
 
 
 class Folder:
     """Context manager for the tensors of a folder with safetensors files, which are memory-mapped.
 
-    Args:
-      path: the folder.
-      single: name of the file if there is no index.
-      block: block shape of float8 weights. They are dequantized when they are read.
-
-    Raises:
-      ValueError: a missing, damaged or unsupported file, or an index that does not match the files.
+    `single` is the file to read if there is no index, and `block` the block shape of float8 weights.
     """
 
     def __init__(self, path: str | Path, *, single: str = SINGLE, block: Block | None = None) -> None:
         self.path, self._single, self._block = Path(path), single, block
         self._files: dict[str, Any] = {}
-        self._float8: dict[str, Float8Tensor] = {}
+        self.float8: dict[str, Float8Tensor] = {}
         self._scales: dict[str, Entry] = {}
         self._stack = contextlib.ExitStack()
         try:
@@ -120,53 +105,30 @@ class Folder:
         self._files.clear()
         self._stack.close()
 
-    @property
-    def has_float8(self) -> bool:
-        return bool(self._float8)
-
     def read(self, name: str, slices: Sequence[slice]) -> np.ndarray:
-        """Read a slice of a tensor. Float8 weights are dequantized to float32.
-
-        Args:
-          name: the tensor.
-          slices: the slice of each dim.
-        """
+        """Read a slice of a tensor. Float8 weights are dequantized to float32."""
         entry = self.entries[name]
         name = entry.stored_name or name
         try:
-            if name not in self._float8:
+            if name not in self.float8:
                 return self._files[entry.file].get_slice(name)[tuple(slices)]
             assert self._block is not None
             scale = self._files[self._scales[name].file].get_slice(name + SCALE)[scale_slices(slices, self._block)]
-            return dequantize(self._float8[name].read(slices), scale, slices, self._block)
+            return dequantize(self.float8[name].read(slices), scale, slices, self._block)
         except Exception as error:  # the errors of the library have no common base class
             raise _damaged(self.path / entry.file, error) from error
 
     def read_full(self, name: str) -> np.ndarray:
-        """Read a full tensor.
-
-        Args:
-          name: the tensor.
-        """
+        """Read a full tensor."""
         entry = self.entries[name]
         return self.read(name, [slice(0, size) for size in entry.shape]).astype(jnp.dtype(entry.dtype), copy=False)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Change the name of a tensor in `entries`.
-
-        Args:
-          name: the name in the file.
-          new_name: the name in `entries`.
-        """
+        """Change the name of a tensor in `entries`."""
         self.entries[new_name] = dataclasses.replace(self.entries.pop(name), stored_name=name)
 
     def are_equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors have equal values. The tensors are read in blocks of rows.
-
-        Args:
-          name: a tensor.
-          other: the tensor to compare with.
-        """
+        """Return whether two tensors have equal values. The tensors are read in blocks of rows."""
         shape = self.entries[name].shape
         if self.entries[other].shape != shape or not shape:
             return False
@@ -177,20 +139,21 @@ class Folder:
 
     def _separate_scales(self) -> None:
         """Move the factors of float8 weights from `entries` to `_scales`."""
-        for name in self._float8:
+        for name in self.float8:
             assert self._block is not None
             shape, scale = self.entries[name].shape, self.entries.pop(name + SCALE, None)
-            where, fix = f"{self.path}, `{name[:100]}{SCALE}`", "use all files of the release and its config.json"
             if scale is None:
-                raise problem(where, "read the factors", "there is no such tensor", fix, code="not-found")
-            if len(shape) != 2 or scale.shape != scale_shape(shape, self._block):
-                reason = f"the weight has shape {list(shape)} and the blocks {list(self._block)}"
-                raise problem(where, f"use factors of shape {list(scale.shape)}", reason, fix, code="wrong-shape")
-            dtype = FLOAT8 if name + SCALE in self._float8 else scale.dtype
-            if dtype not in ("float32", "bfloat16"):
-                reason = "the factors must be float32 or bfloat16"
-                raise problem(where, f"use factors of dtype {dtype}", reason, fix, code="wrong-dtype")
-            self._scales[name] = scale
+                code, found = "not-found", "none"
+            elif len(shape) != 2 or scale.shape != scale_shape(shape, self._block):
+                code, found = "wrong-shape", f"shape {list(scale.shape)}"
+            elif name + SCALE in self.float8 or scale.dtype not in ("float32", "bfloat16"):
+                code, found = "wrong-dtype", FLOAT8 if name + SCALE in self.float8 else scale.dtype
+            else:
+                self._scales[name] = scale
+                continue
+            requested = f"read float32 or bfloat16 factors for blocks {list(self._block)} of {list(shape)}"
+            where, reason = f"{self.path}, `{name[:100]}{SCALE}`", f"the file has {found}"
+            raise problem(where, requested, reason, RELEASE, code)
 
     def _read_headers(self) -> dict[str, Entry]:
         index = self._read_index()
@@ -198,24 +161,18 @@ class Folder:
         for file in sorted({*index.values()} or {self._single}):
             for name, entry in self._read_header(file):
                 if name in entries:
-                    where, reason = (
-                        f"{self.path / file}, `{name}`",
-                        f"{entries[name].file} has a tensor of that name too",
-                    )
-                    raise problem(where, "read the tensor", reason, _RELEASE, code="conflict")
+                    where, reason = f"{self.path / file}, `{name}`", f"{entries[name].file} has it too"
+                    raise problem(where, "read the tensor", reason, RELEASE, code="conflict")
                 entries[name] = entry
         for name, file in index.items():
             if name not in entries or entries[name].file != file:
                 reason = f"it is in {entries[name].file}" if name in entries else "no file has it"
                 where = f"{self.path / INDEX}, `{name[:100]}`"
-                raise problem(where, f"find the tensor in {file}", reason, _RELEASE, code="not-found")
+                raise problem(where, f"find the tensor in {file}", reason, RELEASE, code="not-found")
         return entries
 
     def _read_index(self) -> dict[str, str]:
         """Return the file of each tensor, or an empty dict if the folder has no index."""
-        where, requested = f"folder `{self.path}`", "read a model"
-        if not self.path.is_dir():
-            raise problem(where, requested, "there is no such folder", "check the path", code="missing-file")
         index = self.path / INDEX
         if self._single != SINGLE or not index.exists():
             if (self.path / self._single).is_file():
@@ -224,27 +181,20 @@ class Folder:
             if any(self.path.glob("*.bin")) or any(self.path.glob("*.pt*")):
                 reason += ", and pickled files are never read because they can run any code"
                 fix = "save the model with save_pretrained(..., safe_serialization=True)"
-            raise problem(where, requested, reason, fix, code="missing-file")
-        files = read_json(index).get("weight_map")
-        if not isinstance(files, dict) or not files:
-            reason = "it must be an object with tensor names"
-            raise problem(
-                f"{index}, `weight_map`", "read it", reason, "use the index of the release", code="damaged-file"
-            )
-        for name, file in files.items():
+            raise problem(f"folder `{self.path}`", "read a model", reason, fix, code="missing-file")
+        files: Any = read_json(index).get("weight_map")
+        names: list[Any] = [*files.values()] if isinstance(files, dict) and files else [None]
+        for file in names:
             is_local = isinstance(file, str) and file == os.path.basename(file) and not {"\\", "\0"} & {*file}
             if not is_local or not file.endswith(".safetensors"):
-                where, requested = f"{index}, `{name[:100]}`", f"read the tensor from {str(file)[:100]!r}"
-                reason = "an index may only refer to safetensors files in its folder"
-                raise problem(where, requested, reason, "use the index of the release", code="damaged-file")
+                requested, reason = f"read {str(file)[:100]!r}", "it must name safetensors files in this folder"
+                raise problem(f"{index}, `weight_map`", requested, reason, RELEASE, code="damaged-file")
         return files
 
     def _read_header(self, file: str) -> Iterator[tuple[str, Entry]]:
         """Yield the tensors of a file. The library checks that sizes and offsets match the file."""
         path, safetensors = self.path / file, library()
-        if not path.is_file():
-            fix = "download all files of the release"
-            raise problem(str(path), "read it", "there is no such file", fix, code="missing-file")
+        host.check_file(path, str(path), RELEASE, max_bytes=None)
         try:
             reader = self._files[file] = self._stack.enter_context(safetensors.safe_open(str(path), framework="np"))
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118  (it is not a dict)
@@ -252,13 +202,13 @@ class Folder:
         except Exception as error:
             raise _damaged(path, error) from error
         if self._block is not None and any(dtype == FLOAT8 for *_, dtype in headers):
-            self._float8 |= float8_tensors(path)
+            self.float8 |= float8_tensors(path)
         for name, shape, dtype in headers:
-            if name not in self._float8 and dtype not in DTYPES:
+            if name not in self.float8 and dtype not in DTYPES:
                 reason = f"weights must be {', '.join(DTYPES)}, or {FLOAT8} with a `quantization_config`"
                 fix = "use the bfloat16 release, or convert the weights to bfloat16 first"
                 raise problem(f"{path}, `{name[:100]}`", f"read {dtype}", reason, fix, code="wrong-dtype")
-            yield name, Entry(file, shape, DEQUANTIZED_DTYPE if name in self._float8 else DTYPES[dtype])
+            yield name, Entry(file, shape, DEQUANTIZED_DTYPE if name in self.float8 else DTYPES[dtype])
 
 
 def _damaged(path: Path, error: Exception) -> Exception:
@@ -267,12 +217,7 @@ def _damaged(path: Path, error: Exception) -> Exception:
 
 
 def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str]:
-    """Return the file name of each tensor. Files are filled in order, as in transformers.
-
-    Args:
-      sizes: name and size in bytes of each tensor.
-      most_bytes: maximum size of a file, unless it has only one tensor.
-    """
+    """Return the file name of each tensor. As in transformers, files of up to `most_bytes` are filled in order."""
     groups: list[list[str]] = [[]]
     group_bytes = 0
     for name, nbytes in sizes:
@@ -291,11 +236,7 @@ def assigned(sizes: Iterable[tuple[str, int]], most_bytes: int) -> dict[str, str
 
 
 def tensors_by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the tensors of each file, in the order in which `write` writes them.
-
-    Args:
-      files: file name of each tensor.
-    """
+    """Return the tensors of each file, in the order in which `write` writes them."""
     names: dict[str, list[str]] = {}
     for name, file in files.items():
         names.setdefault(file, []).append(name)
@@ -303,18 +244,12 @@ def tensors_by_file(files: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def write(
-    folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int, *, index: bool = True
+    folder: Path, files: Mapping[str, str], make: Callable[[str], np.ndarray], total_bytes: int | None = None
 ) -> None:
-    """Write tensors to safetensors files, and an index if there are multiple files.
+    """Write tensors to safetensors files. With `total_bytes`, write an index if there are multiple files.
 
-    Only the tensors of the current file are in memory.
-
-    Args:
-      folder: an existing folder.
-      files: file name of each tensor.
-      make: returns the tensor with a name.
-      total_bytes: size of all tensors, for the index.
-      index: whether to write an index.
+    `files` contains the file name of each tensor, and `make` returns a tensor by name. Only the tensors of the current
+    file are in memory.
     """
     safetensors = library()
     for file, names in tensors_by_file(files).items():
@@ -325,42 +260,28 @@ def write(
         try:
             safetensors.numpy.save_file(tensors, str(path), metadata={"format": "pt"})
         except safetensors.SafetensorError as error:
-            fix = "free some disk space, or use a different folder"
-            raise problem(file, "write it", f"safetensors failed ({error})", fix, code="not-writable") from None
+            raise _not_writable(file, f"safetensors failed ({error})") from None
         path.chmod(mode)  # the library always creates files with mode 0600
-    if index and set(files.values()) != {SINGLE}:
+    if total_bytes is not None and set(files.values()) != {SINGLE}:
         document = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
         write_json(folder / INDEX, document)
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON object in the format of transformers.
-
-    Args:
-      path: the file.
-      document: the object.
-    """
+    """Write a JSON object in the format of transformers."""
     with host.naming(path):
         path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `path` when the block ends without an error.
-
-    Args:
-      path: the new folder.
-      mode: its mode, before the umask.
-
-    Raises:
-      ValueError: the folder exists already or cannot be created.
-    """
+    """Yield a temporary folder that is renamed to `path` when the block ends without an error."""
     target = new_folder(path)
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
     try:
-        temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}"
         temporary.mkdir(mode)
     except OSError as error:
-        raise _not_writable(path, error) from error
+        raise _not_writable(path, error.strerror) from error
     scratch.add(temporary)  # on Ctrl-C the command exits without running the `finally` block
     try:
         yield temporary
@@ -371,26 +292,18 @@ def whole_folder(path: str | Path, *, mode: int = 0o777) -> Iterator[Path]:
 
 
 def new_folder(path: str | Path) -> Path:
-    """Resolve the path of a new or empty folder, and create its parents.
-
-    Args:
-      path: the folder.
-
-    Raises:
-      ValueError: the folder exists already or cannot be created.
-    """
+    """Resolve the path of a new or empty folder, and create its parents."""
     host.check_local(path, f"folder `{path}`", "use a local folder, and copy it to the bucket afterwards")
     target = Path(os.path.realpath(path))  # a rename can replace an empty folder, but not a link to it
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir()) or target.samefile(".")):
             reason = "it is the current folder" if target.samefile(".") else "it exists already"
-            raise problem(f"folder `{path}`", "write to it", reason, "use a new folder", code="already-exists")
+            raise _not_writable(path, reason, code="already-exists")
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _not_writable(path, error) from error
+        raise _not_writable(path, error.strerror) from error
     return target
 
 
-def _not_writable(path: str | Path, error: OSError) -> Exception:
-    fix = "use a folder that can be created"
-    return problem(f"folder `{path}`"[:200], "write to it", f"{error.strerror}", fix, code="not-writable")
+def _not_writable(path: str | Path, reason: str | None, code: str = "not-writable") -> Exception:
+    return problem(f"`{path}`"[:200], "write to it", f"{reason}", "use a new folder on a disk with free space", code)

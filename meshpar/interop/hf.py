@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
+import math
 import re
 import shutil
 import warnings
@@ -26,21 +26,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from meshpar.interop import files as hf_files
 from meshpar.interop.block_fp8 import CONFIG_FIELD, Block, read_block_shape
 from meshpar.interop.decoder import HEAD, TABLE, Family, check_known
 from meshpar.interop.families import BY_TYPE, LACKING
-from meshpar.interop.fields import built, read_rope, write_rope
-from meshpar.interop.files import (
-    INDEX,
-    SINGLE,
-    Folder,
-    assigned,
-    read_json,
-    tensors_by_file,
-    whole_folder,
-    write,
-    write_json,
-)
+from meshpar.interop.fields import RELEASE, bad_value, built, read_rope, write_rope
+from meshpar.interop.files import INDEX, SINGLE, Folder, read_json, whole_folder, write_json
 from meshpar.interop.weight_mapping import WeightMapping
 from meshpar.layers.precision import Precision, check_bits
 from meshpar.models.config import PARAM_DTYPES, TransformerConfig
@@ -48,7 +39,7 @@ from meshpar.parallel import Strategy
 from meshpar.sharding.context import apart
 from meshpar.sharding.host_resources import check_inside
 from meshpar.sharding.rules import Rules
-from meshpar.sharding.types import PyTree, near, problem, tree_leaves_with_paths
+from meshpar.sharding.types import PyTree, check_choice, near, path_str, problem, tree_leaves_with_paths
 from meshpar.training.lora import Lora, fresh_pairs, merged_params, of_pair
 from meshpar.training.state import Setup, TrainState, make_setup
 
@@ -117,7 +108,7 @@ def from_hf(
     with open_files(folder, described) as files:
         _check(files, described)
         param_dtype = dtype or widest(files, described)
-        check_dtype("from_hf(dtype=...)", param_dtype)
+        check_dtype("from_hf", param_dtype)
         config = dataclasses.replace(described.config, param_dtype=param_dtype, **changes)
         tx = optax.identity() if tx is None else tx
         model = config.build() if lora is None else lora(config.build())
@@ -147,12 +138,6 @@ def check_weights(folder: str | Path) -> None:
     """Check that the files of a folder contain the tensors that its `config.json` describes.
 
     Only headers are read, except to compare the head of a tied model with its embedding table.
-
-    Args:
-      folder: a Hugging Face folder.
-
-    Raises:
-      ValueError: as `from_hf`.
     """
     described = describe(Path(folder))
     with open_files(folder, described) as files:
@@ -176,78 +161,40 @@ def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
 
 
 def describe(folder: Path) -> Described:
-    """Read and check the config.json of a folder.
-
-    Args:
-      folder: a Hugging Face folder.
-
-    Raises:
-      ValueError: the folder does not exist, or as `config_of`.
-    """
-    if not os.path.isdir(folder):
-        fix = "pass a folder with config.json"
-        raise problem(f"folder `{folder}`", "read a model", "there is no such folder", fix, code="missing-file")
+    """Read and check the config.json of a folder."""
     return described(read_json(folder / CONFIG), where=str(folder / CONFIG))
 
 
 def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
-    """Translate a parsed config.json.
-
-    Args:
-      document: the parsed config.json.
-      where: the file, for error messages.
-
-    Raises:
-      ValueError: as `config_of`.
-    """
-    document = _older(where, document)
+    """Translate a parsed config.json."""
+    document = dict(document)
+    if "rope_parameters" in document:  # transformers 5; earlier versions have `rope_theta` and `rope_scaling`
+        rope = document.pop("rope_parameters")
+        if not isinstance(rope, Mapping):
+            raise bad_value(where, "rope_parameters", rope, "it must be an object", code="wrong-type")
+        theta = {"rope_theta": rope["rope_theta"]} if rope.get("rope_theta") is not None else {}
+        document |= theta | {"rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"} or None}
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
-        shown = repr(kind)[:60]
         fix = "use one of them, or add a table to meshpar/interop/families"
         reason = f"the families are {', '.join(BY_TYPE)}"
         if isinstance(kind, str) and kind in LACKING:
-            reason += f"; for {shown} TransformerConfig has no {LACKING[kind]}"
-        raise problem(f"{where}, `model_type`", f"read {shown}", reason, fix, code="unsupported-feature")
+            reason += f"; TransformerConfig has no {LACKING[kind]}"
+        raise bad_value(where, "model_type", kind, reason, fix)
     check_known(where, document, family)
     block = read_block_shape(where, document)
-    values: dict[str, Any] = {}
-    for field in family.fields:
-        values[field.ours] = field.read(where, document)
+    values: dict[str, Any] = {field.ours: field.read(where, document) for field in family.fields}
     values |= read_rope(where, document, scores="latent.kv_rank" in values)
     family.read_more(where, document, values)
     try:
-        return Described(built(values), family, dict(document), block)
+        return Described(built(values), family, document, block)
     except ValueError as error:
-        reason, fix = str(error).rstrip("."), "use the config.json of the release"
-        raise problem(where, "build a TransformerConfig", reason, fix, code="out-of-range") from error
-
-
-def _older(where: str, document: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the `rope_parameters` of transformers 5 to the `rope_theta` and `rope_scaling` of earlier versions."""
-    if "rope_parameters" not in document:
-        return dict(document)
-    document = dict(document)
-    rope = document.pop("rope_parameters")
-    if not isinstance(rope, Mapping):
-        fix = "use the config.json of the release"
-        raise problem(f"{where}, `rope_parameters`", "read the field", "it is not an object", fix, code="wrong-type")
-    rope = dict(rope)
-    theta = rope.pop("rope_theta", None)
-    return document | ({} if theta is None else {"rope_theta": theta}) | {"rope_scaling": rope or None}
+        raise problem(where, "build a TransformerConfig", str(error).rstrip("."), RELEASE, "out-of-range") from error
 
 
 def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """Return the config.json of a family for a `TransformerConfig`.
-
-    Args:
-      config: the config of the decoder.
-      family: the family to write.
-
-    Raises:
-      ValueError: the family has no field for an option of the config.
-    """
+    """Return the config.json of a family for a `TransformerConfig`."""
     document = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -285,11 +232,7 @@ def _architecture(config: TransformerConfig) -> dict[str, Any]:
 
 
 def family_of(config: TransformerConfig) -> Family:
-    """Return the family that a config is written as by default.
-
-    Args:
-      config: the config of the decoder.
-    """
+    """Return the family that a config is written as by default."""
     if config.latent is not None:
         return BY_TYPE["deepseek_v3"]
     if config.moe is not None:
@@ -304,20 +247,11 @@ INV_FREQ = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 
 
 def open_files(folder: str | Path, described: Described) -> Folder:
-    """Open the files of a folder, without rotary buffers and with one copy of a tied embedding table.
-
-    Args:
-      folder: a Hugging Face folder.
-      described: its config.json.
-
-    Raises:
-      ValueError: as `Folder`, or the head of a tied model differs from its embedding table.
-    """
+    """Open the files of a folder, without rotary buffers and with one copy of a tied embedding table."""
     files = Folder(folder, block=described.block)
     with contextlib.ExitStack() as until_checked:
         until_checked.enter_context(files)
-        for name in [name for name in files.entries if INV_FREQ.fullmatch(name)]:
-            del files.entries[name]
+        files.entries = {name: entry for name, entry in files.entries.items() if not INV_FREQ.fullmatch(name)}
         if described.config.tied_embeddings and HEAD in files.entries:
             if TABLE not in files.entries:
                 files.rename(HEAD, TABLE)
@@ -332,12 +266,7 @@ def open_files(folder: str | Path, described: Described) -> Folder:
 
 
 def widest(files: Folder, described: Described) -> str:
-    """Return the dtype to which all parameter dtypes in the files promote, so that no parameter is rounded.
-
-    Args:
-      files: the weight files.
-      described: the config.json of the folder.
-    """
+    """Return the dtype to which all parameter dtypes in the files promote, so that no parameter is rounded."""
     mappings = [mapping for mapping in described.family.tensors(described.config) if not mapping.is_extra]
     dtypes = {jnp.dtype(files.entries[name].dtype) for mapping in mappings for name, _ in mapping.tensors()}
     if jnp.dtype("float64") in dtypes:  # without jax_enable_x64, jnp.result_type would return float32
@@ -346,34 +275,20 @@ def widest(files: Folder, described: Described) -> str:
 
 
 def warn_rounded(where: str, files: Folder, like: PyTree) -> None:
-    """Warn if float64 tensors are read into arrays of lower precision.
-
-    Args:
-      where: the function and the folder, for the warning.
-      files: the weight files.
-      like: the arrays, or their abstract values.
-    """
+    """Warn if float64 tensors are read into arrays of lower precision."""
     has_float64 = any(entry.dtype == "float64" for entry in files.entries.values())
     if has_float64 and all(x.dtype.itemsize < 8 for x in jax.tree.leaves(like)):
-        reason = "the model has a lower precision, so the weights are rounded"
-        fix = "set jax_enable_x64 and the dtype to keep all bits"
-        warnings.warn(str(problem(where, "keep float64 weights", reason, fix, code="wrong-dtype")), stacklevel=3)
+        warnings.warn(
+            f"{where}: the float64 weights are rounded to the lower precision of the model. To keep all bits, set "
+            "jax_enable_x64 and the dtype.",
+            stacklevel=3,
+        )
 
 
 def check_dtype(where: str, dtype: str) -> None:
-    """Check that a dtype is valid for weights and available in JAX.
-
-    Args:
-      where: the argument, for error messages.
-      dtype: the name of the dtype.
-
-    Raises:
-      ValueError: the dtype is not among `PARAM_DTYPES`, or needs `jax_enable_x64`.
-    """
-    if dtype not in PARAM_DTYPES:
-        reason = f"weights must be {', '.join(PARAM_DTYPES)}"
-        raise problem(where, f"be {dtype!r}", reason, "choose one of these dtypes", code="unknown-choice")
-    check_bits(where, dtype)
+    """Check that a dtype is valid for weights and available in JAX."""
+    check_choice(where, "the dtype of the weights", sorted(PARAM_DTYPES), dtype=dtype)
+    check_bits(f"{where}(dtype=...)", dtype)
 
 
 def _check(files: Folder, described: Described) -> None:
@@ -382,21 +297,19 @@ def _check(files: Folder, described: Described) -> None:
     entries = files.entries
     expected = _shapes(family.tensors(config), len(entries), files.path)
     kept = _shapes(family.kept(config, document), len(entries), files.path)
-    kept = kept if kept.keys() & entries.keys() else {}  # transformers omits these tensors when it saves a model
-    expected |= kept
-    for name in expected:
-        if name not in entries:
-            reason = f"the {len(entries)} tensors of the files have no such name"
-            raise problem(f"{files.path}, `{name}`", "read the tensor", reason, near(name, entries), code="not-found")
-    fix = "use the config.json of these files"
-    for name, entry in entries.items():
-        if name not in expected:
-            reason = f"`{family.model_type}` with this config.json has no such tensor, and it may be needed"
-            fix = f"{fix}; remove the tensor only if the model's code does not read it"
-            raise problem(f"{files.path}, `{name[:100]}`", "read the tensor", reason, fix, code="unknown-name")
-        if entry.shape != expected[name]:
-            where, reason = f"{files.path}, `{name}`", f"by config.json the shape is {list(expected[name])}"
-            raise problem(where, f"use shape {list(entry.shape)}", reason, fix, code="wrong-shape")
+    expected |= kept if kept.keys() & entries.keys() else {}  # transformers omits these tensors when it saves a model
+    for name in (*expected, *entries):
+        shape, fix = entries[name].shape if name in entries else None, "use the config.json of these files"
+        if shape == expected.get(name):
+            continue
+        if shape is None:
+            code, reason, fix = "not-found", "the files have no such tensor", near(name, entries)
+        elif name not in expected:
+            code, reason = "unknown-name", f"`{family.model_type}` with this config.json has no such tensor"
+            fix += "; remove the tensor only if the model's code does not read it"
+        else:
+            code, reason = "wrong-shape", f"the shape is {list(shape)}, and by config.json {list(expected[name])}"
+        raise problem(f"{files.path}, `{name[:100]}`", "read the tensor", reason, fix, code)
 
 
 def _shapes(tensors: Iterable[WeightMapping], limit: int, path: Path) -> dict[str, tuple[int, ...]]:
@@ -418,14 +331,13 @@ def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | in
     param_mappings = {mapping.path: mapping for mapping in tensors if not mapping.is_extra}
     extra_mappings = {mapping.path: mapping for mapping in tensors if mapping.is_extra}
     shapes = {path: leaf.shape for path, leaf in tree_leaves_with_paths(like.params) if not of_pair(path)}
+    file_shapes = {path: mapping.shape for path, mapping in param_mappings.items()}
     pairs = fresh_pairs(setup, key)
-    if shapes != {path: mapping.shape for path, mapping in param_mappings.items()}:
-        wrong = next(path for path in sorted(shapes.keys() | param_mappings) if path not in param_mappings
-                     or shapes.get(path) != param_mappings[path].shape)  # fmt: skip
-        file_shape = getattr(param_mappings.get(wrong), "shape", "none")
-        reason = f"the shape is {shapes.get(wrong, 'none')} in the model and {file_shape} in the files"
-        fix = "build the model from config_of(folder, ...)"
-        raise problem(f"load_hf, `{wrong}`", "load the weights", reason, fix, code="wrong-shape")
+    for path in sorted(shapes.keys() | file_shapes.keys()):
+        if shapes.get(path) != file_shapes.get(path):
+            reason = f"the shape is {shapes.get(path)} in the model and {file_shapes.get(path)} in the files"
+            fix = "build the model from config_of(folder, ...)"
+            raise problem(f"load_hf, `{path}`", "load the weights", reason, fix, code="wrong-shape")
 
     def param(path: str, leaf: Any) -> jax.Array:
         return pairs[path] if path in pairs else read_sharded(files, param_mappings[path], leaf)
@@ -436,33 +348,24 @@ def _load(files: Folder, described: Described, setup: Setup, key: jax.Array | in
             return read_sharded(files, mapping, leaf)
         return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), leaf.sharding)  # counts since the last step
 
-    return setup.begin(_mapped(param, like.params), _mapped(extra, like.extra), key)
-
-
-def _mapped(f: Any, tree: PyTree) -> PyTree:
-    leaves = [f(path, leaf) for path, leaf in tree_leaves_with_paths(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    params, variables = (
+        jax.tree_util.tree_map_with_path(lambda path, leaf, read=read: read(path_str(path), leaf), tree)
+        for read, tree in ((param, like.params), (extra, like.extra))
+    )
+    return setup.begin(params, variables, key)
 
 
 def read_sharded(files: Folder, tensor: WeightMapping, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Read a sharded array from the files, one shard at a time.
-
-    Args:
-      files: the weight files.
-      tensor: the tensors of the array.
-      like: shape, dtype and sharding of the array.
-    """
+    """Read a sharded array from the files, one shard at a time."""
     owners: dict[Any, list[jax.Device]] = {}
-    indices: dict[Any, Any] = {}
     assert like.sharding is not None
     for device, index in like.sharding.addressable_devices_indices_map(like.shape).items():
         assert index is not None
         bounds = tuple(dim.indices(size)[:2] for dim, size in zip(index, like.shape, strict=True))
         owners.setdefault(bounds, []).append(device)
-        indices[bounds] = tuple(slice(*dim) for dim in bounds)
-    shards = []
+    shards, read = [], _reader(files, like.dtype)
     for bounds, devices in owners.items():
-        part = tensor.read(indices[bounds], like.dtype, _reader(files, like.dtype))
+        part = tensor.read(tuple(slice(*dim) for dim in bounds), like.dtype, read)
         shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
         del part
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
@@ -474,16 +377,13 @@ def _reader(files: Folder, dtype: Any) -> Any:
 
     def read(name: str, slices: tuple[slice, ...]) -> np.ndarray:
         part = files.read(name, slices)
+        where = f"{files.path}, `{name}`"
         if not np.isfinite(part).all():
-            reason = f"{np.count_nonzero(~np.isfinite(part)):,} of its values are nan or infinite"
-            fix = "download the files of the release again"
-            raise problem(f"{files.path}, `{name}`", "use it as weights", reason, fix, code="damaged-file")
-        if float(jnp.finfo(part.dtype).max) > limit and part.size and float(np.abs(part).max()) > limit:
-            reason = (
-                f"its largest magnitude is {float(np.abs(part).max()):.3g}, which overflows {jnp.dtype(dtype).name}"
-            )
-            fix = "choose a dtype with a larger range"
-            raise problem(f"{files.path}, `{name}`", f"convert it to {dtype}", reason, fix, code="wrong-dtype")
+            reason, fix = "some of its values are nan or infinite", "download the files of the release again"
+            raise problem(where, "use it as weights", reason, fix, code="damaged-file")
+        if float(jnp.finfo(part.dtype).max) > limit and float(np.abs(part).max(initial=0)) > limit:
+            reason, fix = f"some of its values exceed {limit:.3g}", "choose a dtype with a larger range"
+            raise problem(where, f"convert it to {jnp.dtype(dtype).name}", reason, fix, code="wrong-dtype")
         return part
 
     return read
@@ -526,47 +426,41 @@ def to_hf(
       ValueError: the folder already exists, no family supports the config, or the parameters do not match it.
     """
     params, extra = (merged_params(state), state.extra) if isinstance(state, TrainState) else (state, {})
-    for path, _ in tree_leaves_with_paths(params):
-        if of_pair(path):
-            reason, fix = "the parameters do not include the scale of the adapters", "pass the TrainState"
-            raise problem(f"to_hf, `{path}`", "merge adapters", reason, fix, code="wrong-type")
+    if any(of_pair(path) for path, _ in tree_leaves_with_paths(params)):
+        reason, fix = "the parameters do not include the scale of the adapters", "pass the TrainState"
+        raise problem("to_hf", "merge adapters", reason, fix, code="wrong-type")
     if dtype is not None:
-        check_dtype("to_hf(dtype=...)", dtype)
+        check_dtype("to_hf", dtype)
     with contextlib.ExitStack() as stack:
         source = None if like is None else describe(Path(like))
         family = family_of(config) if source is None else source.family
         document = _document(written(config, family), source, dtype)
         has_files = like is not None and any((Path(like) / name).exists() for name in (SINGLE, INDEX))
         files = stack.enter_context(open_files(like, source)) if like and source and has_files else None
-        checkpoint = CheckpointTensors(family.tensors(config), params, extra, files, dtype, together=True)
+        checkpoint = CheckpointTensors(family.tensors(config), params, extra, files, dtype)
         kept = [] if source is None else unused_tensor_names(source)
-        checkpoint.kept = tuple(name for name in kept if files is not None and name in files.entries)
-        sizes = {name: checkpoint.nbytes(name) for name in (*checkpoint.pieces, *checkpoint.kept)}
-        spread = _spread(sizes, files, file_bytes)
+        kept = [name for name in kept if files is not None and name in files.entries]
+        sizes = {name: checkpoint.nbytes(name) for name in (*checkpoint.pieces, *kept)}
+        spread = hf_files.assigned(sizes.items(), file_bytes)
+        if files and not files.float8 and {name: entry.nbytes for name, entry in files.entries.items()} == sizes:
+            spread = {name: files.entries[name].file for name in sizes}  # the files of the original folder
 
         def fill(fresh: Path) -> None:
-            write(fresh, spread, checkpoint, sum(sizes.values()))
+            hf_files.write(fresh, spread, checkpoint, sum(sizes.values()))
             write_json(fresh / CONFIG, document)
-            copy_tokenizer(like, fresh)
+            if like is not None:
+                copy_tokenizer(Path(like), fresh)
 
-        _filled(folder, fill, checkpoint, spread)
+        create_folder(folder, fill, checkpoint, spread)
     return Path(folder)
 
 
-def _spread(sizes: Mapping[str, int], files: Folder | None, file_bytes: int) -> dict[str, str]:
-    """Return the file of each tensor. Reuse the assignment of the original folder if it has the same tensors."""
-    if files is not None and not files.has_float8 and {n: entry.nbytes for n, entry in files.entries.items()} == sizes:
-        return {name: files.entries[name].file for name in sizes}
-    return assigned(sizes.items(), file_bytes)
-
-
-def _filled(
+def create_folder(
     folder: str | Path, fill: Callable[[Path], None], checkpoint: CheckpointTensors, files: Mapping[str, str]
 ) -> None:
     """Create a folder in process 0, while the other processes send their shards of each tensor.
 
-    Raises:
-      ValueError: process 0 failed to write the folder. All processes raise an error.
+    If process 0 fails to write the folder, all processes raise an error.
     """
     failure: BaseException | None = None
     if jax.process_index() == 0:
@@ -581,40 +475,30 @@ def _filled(
         return
     from jax.experimental import multihost_utils
 
-    for name in itertools.chain(*tensors_by_file(files).values()):
+    for name in itertools.chain(*hf_files.tensors_by_file(files).values()):
         checkpoint.take_part(name)
     has_failed = multihost_utils.process_allgather(np.array(failure is not None)).any()
     if failure is not None:
         raise failure
     if has_failed:
-        where, fix = f"to_hf, folder `{folder}`", "see the error of process 0"
-        raise problem(where, "write the model", "process 0 failed", fix, code="write-failed")
+        fix = "see the error of process 0"
+        raise problem(f"folder `{folder}`", "write the model", "process 0 failed", fix, code="write-failed")
 
 
 def unused_tensor_names(described: Described) -> list[str]:
-    """Return the names of tensors that a folder may have but the decoders do not use.
-
-    Args:
-      described: the config.json of the folder.
-    """
+    """Return the names of tensors that a folder may have but the decoders do not use."""
     config, family, document, _ = described
     return [name for mapping in family.kept(config, document) for name, _ in mapping.tensors()]
 
 
-def copy_tokenizer(like: str | Path | None, folder: Path) -> None:
-    """Copy the tokenizer and generation files.
-
-    Args:
-      like: the folder to copy from. `None` copies nothing.
-      folder: the folder to copy to.
-    """
-    for pattern in COPIED_FILES if like is not None else ():
-        for path in Path(like or "").glob(pattern):
-            if path.is_file():
-                check_inside(path, Path(like or ""))
-                to = folder / path.relative_to(like or "")
-                to.parent.mkdir(exist_ok=True)
-                shutil.copyfile(path, to)
+def copy_tokenizer(like: Path, folder: Path) -> None:
+    """Copy the tokenizer and generation files of a Hugging Face folder."""
+    for path in itertools.chain.from_iterable(map(like.glob, COPIED_FILES)):
+        if path.is_file():
+            check_inside(path, like)
+            to = folder / path.relative_to(like)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, to)
 
 
 def _document(ours: dict[str, Any], source: Described | None, dtype: str | None) -> dict[str, Any]:
@@ -639,12 +523,10 @@ class CheckpointTensors:
     """Callable that assembles each checkpoint tensor from the parameter arrays."""
 
     def __init__(
-        self, tensors: list[WeightMapping], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None,
-        *, together: bool = False,
-    ) -> None:  # fmt: skip
+        self, tensors: list[WeightMapping], params: PyTree, extra: PyTree, files: Folder | None, dtype: str | None
+    ) -> None:
         self.files, self.dtype = files, dtype
         self._taken: dict[str, int] = {}
-        self.kept: tuple[str, ...] = ()
         arrays = dict(tree_leaves_with_paths(params))
         extra_arrays = dict(tree_leaves_with_paths(extra))
         self.pieces: dict[str, list[tuple[WeightMapping, Any, tuple[int, ...]]]] = {}
@@ -657,41 +539,26 @@ class CheckpointTensors:
                 fix = "pass the TrainState of this config" + ", not only its parameters" * mapping.is_extra
                 requested = f"write an array of shape {mapping.shape}"
                 raise problem(f"to_hf, `{mapping.path}`", requested, reason, fix, code="wrong-shape")
-            if isinstance(array, jax.Array) and not (together or array.is_fully_addressable):
-                reason = "other processes have some of its shards"
-                fix = "save a checkpoint, and convert it in one process: meshpar convert to-peft RUN DIR"
-                where = f"to_peft, `{mapping.path}`"
-                raise problem(where, "write the array", reason, fix, code="unsupported-feature")
             for name, index in mapping.tensors():
                 self.pieces.setdefault(name, []).append((mapping, array, index))
 
     def dtype_of(self, name: str) -> Any:
-        """Return the dtype of a tensor in the file.
-
-        Args:
-          name: the tensor.
-        """
-        if name in self.kept or (self.dtype is None and self.files is not None and name in self.files.entries):
-            assert self.files is not None
+        """Return the dtype of a tensor in the file."""
+        if self.dtype is None and self.files is not None and name in self.files.entries:
             return jnp.dtype(self.files.entries[name].dtype)
         mapping, array, _ = self.pieces[name][0]
         return jnp.dtype(self.dtype or array.dtype) if not mapping.is_extra else jnp.dtype(np.float32)
 
     def nbytes(self, name: str) -> int:
-        """Return the size of a tensor in bytes.
-
-        Args:
-          name: the tensor.
-        """
-        if name in self.kept:
-            assert self.files is not None
-            return self.files.entries[name].nbytes
-        shape = self.pieces[name][0][0].file_shape
-        return int(np.prod(shape, dtype=np.int64)) * self.dtype_of(name).itemsize
+        """Return the size of a tensor in bytes."""
+        if name in self.pieces:
+            return math.prod(self.pieces[name][0][0].file_shape) * self.dtype_of(name).itemsize
+        assert self.files is not None
+        return self.files.entries[name].nbytes
 
     def __call__(self, name: str) -> np.ndarray:
         """Return a tensor as a numpy array."""
-        if name in self.kept:
+        if name not in self.pieces:
             assert self.files is not None
             return self.files.read_full(name)
         pieces = self.pieces[name]
@@ -702,11 +569,7 @@ class CheckpointTensors:
         return out
 
     def take_part(self, name: str) -> None:
-        """Take part in gathering a tensor for process 0. Skip collectives that this process has already started.
-
-        Args:
-          name: the tensor.
-        """
+        """Take part in gathering a tensor for process 0. Skip collectives that this process has already started."""
         for _, array, index in self.pieces.get(name, ())[self._taken.get(name, 0) :]:
             _gathered(array, index)
 

@@ -28,8 +28,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshpar.interop.files import Folder, read_json, whole_folder, write, write_json
-from meshpar.interop.hf import CheckpointTensors, check_dtype, describe, family_of, read_sharded, warn_rounded
+from meshpar.interop.fields import bad_value
+from meshpar.interop.files import Folder, read_json, write, write_json
+from meshpar.interop.hf import (
+    CheckpointTensors,
+    check_dtype,
+    create_folder,
+    describe,
+    family_of,
+    read_sharded,
+    warn_rounded,
+)
 from meshpar.interop.weight_mapping import WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import apart
@@ -67,8 +76,11 @@ STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 MERGE = "merge the adapter into its model with PEFT, and load the merged model"
 """Fix for unsupported adapters."""
-KEEP_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that do not modify the base weights. Other values subtract the initial product."""
+SUPPORTED = {
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
+    "peft_type": ("LORA",),
+}
+"""Values of `READ` fields. Other initializations subtract the initial product from the base weights."""
 
 
 def to_peft(
@@ -98,23 +110,26 @@ def to_peft(
     """
     lora = _lora_of(state, "to_peft")
     if dtype is not None:
-        check_dtype("to_peft(dtype=...)", dtype)
+        check_dtype("to_peft", dtype)
     rows = _rows(config, like, {})
     pairs = {path: x for path, x in tree_leaves_with_paths(state.params) if of_pair(path)}
     tensors = _tensors(rows, pairs, lora.rank)
     checkpoint = CheckpointTensors(tensors, pairs, {}, None, dtype)
-    sizes = {name: checkpoint.nbytes(name) for name in checkpoint.pieces}
-    with whole_folder(folder) as fresh:
-        write(fresh, dict.fromkeys(sizes, WEIGHTS), checkpoint, sum(sizes.values()), index=False)
-        ranks = {name: pair.file_size("Z") for pair in tensors for name, _ in pair.tensors() if "Z" in pair.parts}
-        ranks = {_module_of(name).removeprefix(ROOT): rank for name, rank in ranks.items()}
-        document = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-            "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "rank_pattern": ranks,
-            "alpha_pattern": {name: lora.scale * rank for name, rank in ranks.items()},
-            **_targets(sizes, rows), **PLAIN,
-        }  # fmt: skip
+    files = dict.fromkeys(checkpoint.pieces, WEIGHTS)
+    ranks = {name: pair.file_size("Z") for pair in tensors for name, _ in pair.tensors() if "Z" in pair.parts}
+    ranks = {_module_of(name).removeprefix(ROOT): rank for name, rank in ranks.items()}
+    document = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0, "rank_pattern": ranks,
+        "alpha_pattern": {name: lora.scale * rank for name, rank in ranks.items()},
+        **_targets(files, rows), **PLAIN,
+    }  # fmt: skip
+
+    def fill(fresh: Path) -> None:
+        write(fresh, files, checkpoint)
         write_json(fresh / CONFIG, document)
+
+    create_folder(folder, fill, checkpoint, files)
     return Path(folder)
 
 
@@ -138,43 +153,36 @@ def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | P
 
 
 def _plain_lora(document: Mapping[str, Any], path: Path) -> Lora:
-    """Return the rank and scale of an adapter_config.json. Raise `ValueError` if the scale differs among modules."""
+    """Return the rank and scale of an adapter_config.json, and check that the scale is the same for all modules."""
     rank, alpha = document.get("r"), document.get("lora_alpha")
     try:
         lora = Lora(rank=rank, alpha=alpha)  # type: ignore[arg-type]
     except ValueError as error:
         reason, fix = str(error).rstrip("."), "use a file written by PEFT"
         raise problem(str(path), "read the adapters", reason, fix, code="out-of-range") from error
-    _check_patterns(document, path)
+    patterns = [document.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
+    ranks, alphas = (pattern if isinstance(pattern, dict) else {"": None} for pattern in patterns)
+    for name in sorted({*ranks, *alphas}):
+        numbers: list[Any] = [ranks.get(name, rank), alpha, alphas.get(name, alpha), rank]
+        is_number = all(isinstance(x, int | float) and abs(x) < 1e9 for x in numbers)
+        if not is_number or not math.isclose(numbers[0] * numbers[1], numbers[2] * numbers[3]):
+            field, reason = ("rank" if name in ranks else "alpha"), "alpha / rank must be the same for all modules"
+            raise bad_value(str(path), f"{field}_pattern", ranks or alphas, reason, MERGE)
     return lora
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """Read an adapter_config.json and check that it describes plain LoRA.
-
-    Raises:
-      ValueError: a field is unknown, or its value selects another kind of adapter.
-    """
-    document, plain = read_json(path), {**PLAIN, **NEWER}
-    if document.get("peft_type") != "LORA":
-        shown = repr(document.get("peft_type"))[:60]
-        reason = "LORA is the only supported type"
-        raise problem(f"{path}, `peft_type`", f"read {shown}", reason, MERGE, code="unsupported-feature")
-    for field, value in document.items():
-        if field not in READ | HARMLESS | plain.keys():
-            reason = "this field is unknown, and it may affect the adapter"
-            raise problem(f"{path}, `{field[:60]}`", "read the field", reason, MERGE, code="unknown-name")
-        supported = plain.get(field)
-        if field in plain and value != supported and (value or supported):
-            reason, fix = f"{supported!r} is the only supported value", MERGE
-            if field == "alora_invocation_tokens":  # PEFT cannot merge such adapters
-                reason, fix = "adapters apply to all tokens, not only after an invocation", "use an adapter without it"
-            raise problem(f"{path}, `{field}`", f"be {value!r}"[:80], reason, fix, code="unsupported-feature")
-    init = document.get("init_lora_weights")
-    if init not in KEEP_THE_BASE:
-        reason = "this initialization changed the base weights, or the value is unknown"
-        where = f"{path}, `init_lora_weights`"
-        raise problem(where, f"be {init!r}"[:80], reason, MERGE, code="unsupported-feature")
+    """Read an adapter_config.json and check that it describes plain LoRA."""
+    document, plain = read_json(path), PLAIN | NEWER
+    for name, value in {"peft_type": None, **document}.items():
+        if name not in READ | HARMLESS | plain.keys():
+            reason = "the field is unknown, and it may affect the adapter"
+            raise bad_value(str(path), name, value, reason, MERGE, code="unknown-name")
+        supported = SUPPORTED.get(name, (plain.get(name),))
+        if name in SUPPORTED | plain and value not in supported and (value or any(supported)):
+            # PEFT cannot merge adapters that apply only after an invocation.
+            fix = "use an adapter without it" if name == "alora_invocation_tokens" else MERGE
+            raise bad_value(str(path), name, value, f"it must be one of {supported}", fix)
     return document
 
 
@@ -231,19 +239,14 @@ def _lora_of(state: TrainState, where: str) -> Lora:
 def _rows(
     config: TransformerConfig, like: str | Path | None, document: Mapping[str, Any], path: Path = Path(CONFIG)
 ) -> list[WeightMapping]:
-    """Return the matrices of the family that may have a pair. `target_parameters` selects the stacked experts.
-
-    Raises:
-      ValueError: `target_parameters` names a parameter that is not an expert matrix.
-    """
+    """Return the matrices of the family that may have a pair. `target_parameters` selects the stacked experts."""
     family = family_of(config) if like is None else describe(Path(like)).family
     targets = document.get("target_parameters") or []
     stacked = {str(name).rpartition(".")[2] for name in targets} if isinstance(targets, list) else {"?"}
     stacked -= {"weight"}  # the weight of a linear layer, which has an ordinary pair
     if stacked - {*STACKED.values()}:
         reason = f"only {' and '.join(dict.fromkeys(STACKED.values()))} of experts are supported"
-        where = f"{path}, `target_parameters`"
-        raise problem(where, f"be {targets!r}"[:80], reason, MERGE, code="unsupported-feature")
+        raise bad_value(str(path), "target_parameters", targets, reason, MERGE)
     rows = []
     for mapping in family.tensors(config):
         name = mapping.path.rpartition("/")[2]
@@ -301,21 +304,6 @@ def _pair_of(matrix: WeightMapping, path: str, *, is_inward: bool, rank: int) ->
     return dataclasses.replace(matrix, template=name, path=path, dims=f"{side} -> {' '.join(dims)}", sizes=sizes)
 
 
-def _check_patterns(document: Mapping[str, Any], path: Path) -> None:
-    """Check that alpha / rank is the same for all modules."""
-    patterns = [document.get(name) or {} for name in ("rank_pattern", "alpha_pattern")]
-    ranks, alphas = (pattern if isinstance(pattern, dict) else {"": None} for pattern in patterns)
-    rank, alpha = document.get("r"), document.get("lora_alpha")
-    for name in sorted({*ranks, *alphas}):
-        numbers: list[Any] = [ranks.get(name, rank), alpha, alphas.get(name, alpha), rank]
-        is_number = all(isinstance(x, int | float) and abs(x) < 1e9 for x in numbers)
-        if not is_number or not math.isclose(numbers[0] * numbers[1], numbers[2] * numbers[3]):
-            reason = "alpha / rank must be the same for all modules"
-            where = f"{path}, `{'rank' if name in ranks else 'alpha'}_pattern`"
-            requested = f"be {dict(ranks or alphas)!r}"[:80]
-            raise problem(where, requested, reason, MERGE, code="unsupported-feature")
-
-
 def _check_blocks(files: Folder, tensors: list[WeightMapping]) -> None:
     """Check that a pair shared by multiple matrices is block-diagonal, with a block for each matrix."""
     by_name: dict[str, list[WeightMapping]] = {}
@@ -365,11 +353,7 @@ def _suffixes(modules: set[str], all_modules: set[str]) -> list[str]:
 
 
 def _modules(files: Folder, rows: list[WeightMapping], rank: int, path: Path) -> list[str]:
-    """Return the paths of our layers that have a pair in a PEFT folder.
-
-    Raises:
-      ValueError: a tensor is not a pair of the family, a pair has another rank, or some layers lack a pair.
-    """
+    """Return the paths of our layers that have a pair in a PEFT folder."""
     by_module: dict[str, list[WeightMapping]] = {}
     for row in rows:
         for module in _modules_of(row):
@@ -386,9 +370,8 @@ def _modules(files: Folder, rows: list[WeightMapping], rank: int, path: Path) ->
         stacked = 1 if "{X}" in matrices[0].template else matrices[0].sizes["X"] if "X" in matrices[0].model_dims else 1
         width = dict(zip("AB", (entry.shape[:1], entry.shape[1:2]), strict=True))[side[1]]
         if width and width[0] not in (rank * stacked, rank * stacked * len(matrices)):
-            requested = f"give `{module[:100]}` rank {width[0] / stacked:g}"
-            reason = f"all pairs must have the same rank, and `r` is {rank}"
-            raise problem(f"{path}, `rank_pattern`", requested, reason, MERGE, code="unsupported-feature")
+            reason = f"`{module[:100]}` has rank {width[0] / stacked:g}, and all pairs must have rank `r`"
+            raise bad_value(str(path), "r", rank, reason, MERGE)
         targets |= {row.path: row for row in matrices}
     for row in targets.values():
         for module in _modules_of(row):

@@ -44,60 +44,35 @@ _CONFIG_TYPES = {
 
 
 def keep_source_files(source: str | Path, run: Path) -> Path:
-    """Copy into a run the files that `to_hf` needs from the original folder, and replace earlier copies.
-
-    Args:
-      source: the Hugging Face folder that the model was loaded from.
-      run: the folder of the run.
-
-    Returns:
-      The subfolder of the run with the copies.
-    """
+    """Copy into a run the files that `to_hf` needs from the original folder, and replace earlier copies."""
     target = run / SOURCE_FOLDER
     check_inside(Path(source) / CONFIG, Path(source))
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     shutil.copyfile(Path(source) / CONFIG, target / CONFIG)
-    copy_tokenizer(source, target)
+    copy_tokenizer(Path(source), target)
     described = describe(Path(source))
     with open_files(source, described) as files:
         names = [name for name in unused_tensor_names(described) if name in files.entries]
-        if names:
-            total = sum(files.entries[name].nbytes for name in names)
-            write(target, dict.fromkeys(names, SINGLE), files.read_full, total)
+        write(target, dict.fromkeys(names, SINGLE), files.read_full)
     write_json(target / SOURCE, {"folder": str(source), "fingerprint": fingerprint_of(source)})
     return target
 
 
 def check_source(source: str | Path, run: Path) -> None:
-    """Check that a run's model was loaded from this folder.
-
-    Args:
-      source: a Hugging Face folder.
-      run: the folder of the run.
-
-    Raises:
-      ValueError: the run started from other files, or with random weights.
-    """
+    """Check that a run's model was loaded from this folder."""
     record = run / SOURCE_FOLDER / SOURCE
     if Path(source).resolve() == record.parent.resolve():
         return
-    if not record.parent.exists():
-        reason = "the run started with random weights"
-        fix = "omit --from-hf, start another run with --name, or replace this run with --fresh"
-        raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
-    if record.exists() and read_json(record).get("fingerprint") != fingerprint_of(source):
-        reason = f"the run started with the weights of another folder ({str(read_json(record).get('folder'))[:200]})"
-        fix = "pass that folder, start another run with --name, or replace this run with --fresh"
-        raise problem(f"--from-hf {source}", f"resume {run}", reason, fix, code="conflict")
+    saved = read_json(record) if record.exists() else {}
+    if not record.parent.exists() or (saved and saved.get("fingerprint") != fingerprint_of(source)):
+        start = f"the weights of {saved.get('folder')}"[:200] if saved else "random weights"
+        fix = "resume it from the same weights, start another run with --name, or replace this run with --fresh"
+        raise problem(f"--from-hf {source}", f"resume {run}", f"the run started with {start}", fix, code="conflict")
 
 
 def fingerprint_of(source: str | Path) -> str:
-    """Return a hash of the names and sizes of the safetensors files and of samples of their bytes.
-
-    Args:
-      source: a Hugging Face folder. The first, middle and last MiB of each file are hashed.
-    """
+    """Return a hash of the names and sizes of the safetensors files and of samples of their bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(Path(source).glob("*.safetensors")):
         size = path.stat().st_size
@@ -110,11 +85,7 @@ def fingerprint_of(source: str | Path) -> str:
 
 
 def like_of(run: Path) -> Path | None:
-    """Return the `like` folder of a run for `to_hf`, or None if the run did not start from a Hugging Face folder.
-
-    Args:
-      run: the folder of the run.
-    """
+    """Return the `like` folder of a run for `to_hf`, or None if the run did not start from a Hugging Face folder."""
     return run / SOURCE_FOLDER if (run / SOURCE_FOLDER / CONFIG).exists() else None
 
 
@@ -124,29 +95,12 @@ def opened(
     """Load the model of a run or of a Hugging Face folder, without an optimizer. LoRA adapters of a run are merged.
 
     If a run averages its parameters (`AdamW(ema=0.999)`), the averages are loaded.
-
-    Args:
-      folder: a run (a folder with `checkpoints/`) or a Hugging Face folder.
-      mesh: the device mesh.
-      strategy: how the parameters are sharded.
-      dtype: parameter dtype, for a Hugging Face folder only. `None` means the dtype in the files.
-      step: checkpoint of a run. `None` means the latest.
-
-    Returns:
-      The config of the model and its state.
-
-    Raises:
-      ValueError: the folder is neither a run nor a Hugging Face folder, or `dtype` is set for a run. Also see
-        `from_hf` and `Checkpoints.restore`.
     """
     path = Path(folder)
-    if not (path / CHECKPOINTS).is_dir():
-        if path.is_dir() and not (path / CONFIG).exists():
-            reason = f"it has neither {CHECKPOINTS}/ nor {CONFIG}"
-            fix = "pass runs/<name> or a Hugging Face folder"
-            raise problem(f"folder `{path}`", "load a model", reason, fix, code="missing-file")
+    is_run = (path / CHECKPOINTS).is_dir()
+    if not is_run and (path / CONFIG).exists():
         return from_hf(path, mesh=mesh, strategy=strategy, dtype=dtype)
-    if dtype is not None:
+    if is_run and dtype is not None:
         reason = "a run is loaded in the dtype of its checkpoint"
         fix = "omit --dtype, or convert the run with to-hf first"
         raise problem(f"run `{path}`", f"load the model in {dtype}", reason, fix, code="conflict")
@@ -155,12 +109,7 @@ def opened(
 
 
 def merged(state: TrainState, config: TransformerConfig) -> TrainState:
-    """Return the state with LoRA adapters merged into the matrices, without an optimizer.
-
-    Args:
-      state: the state of a decoder. Without adapters it is returned unchanged.
-      config: the config of the decoder.
-    """
+    """Return the state with LoRA adapters merged into the matrices, without an optimizer."""
     if state.setup.model.lora is None:
         return state
     setup = make_setup(config.build(), optax.identity(), mesh=state.setup.given_mesh, strategy=state.setup.strategy)
@@ -170,65 +119,25 @@ def merged(state: TrainState, config: TransformerConfig) -> TrainState:
 def restored_run(
     path: Path, *, mesh: Mesh, strategy: Strategy | Rules, step: int | None = None
 ) -> tuple[TransformerConfig, TrainState]:
-    """Load the model of a run, with LoRA adapters kept separate.
-
-    Args:
-      path: the folder of the run.
-      mesh: the device mesh.
-      strategy: how the parameters are sharded.
-      step: the checkpoint to load. `None` means the latest.
-
-    Returns:
-      The config of the model and its state.
-
-    Raises:
-      ValueError: the folder has no checkpoints, or the model is not a meshpar decoder.
-    """
+    """Load the model of a run, with LoRA adapters kept separate."""
     if not (path / CHECKPOINTS).is_dir():
-        reason = f"it has no {CHECKPOINTS}/"
-        raise problem(f"run `{path}`", "load the model", reason, "pass runs/<name>", code="missing-file")
+        reason, fix = f"it has neither {CHECKPOINTS}/ nor {CONFIG}", "pass runs/<name> or a Hugging Face folder"
+        raise problem(f"folder `{path}`", "load a model", reason, fix, code="missing-file")
+    recipe = read_json(path / "recipe.json") if (path / "recipe.json").exists() else {}
+    is_converted = not recipe and like_of(path) is not None
+    config = config_of(path / SOURCE_FOLDER) if is_converted else _from_plain(recipe.get("model"))
+    if not isinstance(config, TransformerConfig):
+        reason = "the model of the run is not a TransformerConfig"
+        fix = "build the model and restore its state with Checkpoints"
+        raise problem(f"run `{path}`", "load the model", reason, fix, code="unsupported-feature")
     with Checkpoints(path / CHECKPOINTS) as checkpoints:
-        table = checkpoints.stored(step).get("params/embed/embedding")
-        if table is None:
-            reason, fix = "the model is not a meshpar decoder", "use a run whose model is a TransformerConfig"
-            raise problem(f"run `{path}`", "load the model", reason, fix, code="unsupported-feature")
-        config, lora = config_of_run(path, param_dtype=table["dtype"]), lora_of_run(path)
+        table, lora = checkpoints.stored(step)["params/embed/embedding"], _from_plain(recipe.get("lora"))
+        config = dataclasses.replace(config, param_dtype=table["dtype"])
         model = config.build() if lora is None else lora(config.build())
         setup = make_setup(model, optax.identity(), mesh=mesh, strategy=strategy)
         restored = checkpoints.restore(setup, step, weights_only="averaged")
         assert restored is not None
         return config, restored.state
-
-
-def lora_of_run(run: Path) -> Lora | None:
-    """Return the LoRA config of a run, or None if it trained all parameters.
-
-    Args:
-      run: the folder of the run.
-    """
-    path = run / "recipe.json"
-    return _from_plain(read_json(path).get("lora")) if path.exists() else None
-
-
-def config_of_run(run: Path, **changes: Any) -> TransformerConfig:
-    """Return the model config of a run, from its recipe or from its copy of config.json.
-
-    Args:
-      run: the folder of the run.
-      **changes: fields of the config to replace.
-
-    Raises:
-      ValueError: the model of the recipe is not a `TransformerConfig`.
-    """
-    if not (run / "recipe.json").exists():
-        return config_of(run / SOURCE_FOLDER, **changes)
-    plain = read_json(run / "recipe.json").get("model")
-    config = _from_plain(plain)
-    if not isinstance(config, TransformerConfig):
-        reason = "the model in its recipe is not a TransformerConfig"
-        fix = "build the model and restore its state with Checkpoints"
-        raise problem(f"run `{run}`", "load the model", reason, fix, code="unsupported-feature")
-    return dataclasses.replace(config, **changes)
 
 
 def _from_plain(plain: Any) -> Any:

@@ -87,19 +87,11 @@ class WeightMapping:
         return [in_file.index(letter) for letter in self.model_dims if letter in in_file]
 
     def file_size(self, letter: str) -> int:
-        """Return the size that a model dim has in the file.
-
-        Args:
-          letter: the letter of the dim.
-        """
+        """Return the size that a model dim has in the file."""
         return self.parts[letter].size if letter in self.parts else self.sizes[letter]
 
     def tensors(self, within: Slices | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name of each tensor and its index in the leading dims of the array.
-
-        Args:
-          within: the slice of the array for which to yield tensors. `None` means the full array.
-        """
+        """Yield the name of each tensor and its index in the leading dims of the array."""
         dims = self._name_dims
         slices = within or (slice(None),) * len(dims)
         ranges = [range(*part.indices(self.sizes[letter])) for letter, part in zip(dims, slices, strict=False)]
@@ -108,13 +100,7 @@ class WeightMapping:
             yield self.template.format(**{**numbers, "L": numbers["L"] + self.first_layer}), index
 
     def read(self, index: Slices, dtype: Any, read: ReadTensor) -> np.ndarray:
-        """Return a slice of the array. Only the matching slice of each tensor is read.
-
-        Args:
-          index: the slice for each dim of the array.
-          dtype: dtype of the result.
-          read: reads a slice of a tensor.
-        """
+        """Return a slice of the array. Only the matching slice of each tensor is read."""
         bounds = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
         out = np.empty([len(bound) for bound in bounds], dtype)
         ranges = dict(zip(self.model_dims, bounds, strict=True))
@@ -149,12 +135,7 @@ class WeightMapping:
         return block.transpose(self._transpose)
 
     def write(self, block: np.ndarray, into: np.ndarray) -> None:
-        """Write the array of a layer and expert to its part of a tensor of the file.
-
-        Args:
-          block: the array, with the model dims that are in the file.
-          into: the full tensor, which is modified in place.
-        """
+        """Write the array of a layer and expert to its part of a tensor of the file."""
         letters = "".join(self.file_dims)
         indices = [self.parts[a].indices if a in self.parts else range(self.sizes[a]) for a in letters]
         view = into.reshape([self.file_size(letter) for letter in letters])
@@ -162,11 +143,5 @@ class WeightMapping:
 
 
 def contiguous(start: int, stop: int, size: int) -> DimPart:
-    """Return the part `start:stop` of a file dim of this size.
-
-    Args:
-      start: first index.
-      stop: index after the last.
-      size: size of the file dim.
-    """
+    """Return the part `start:stop` of a file dim of this size."""
     return DimPart(tuple(range(start, stop)), size)

@@ -8,13 +8,39 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
+
+import meshpar as mp
+from meshpar.sharding.types import tree_leaves_with_paths
 
 pytest.importorskip("safetensors", reason="reads and writes its files: pip install meshpar[hf]")
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = sorted(path.stem for path in GOLDEN.glob("*.safetensors"))
 DTYPES = {"BF16": "bfloat16", "F32": "float32", "I64": "int64"}
+
+
+def read_single(folder: Path, **options: Any) -> Any:
+    """Return the config and the state of a folder on a single device."""
+    from meshpar.interop import from_hf
+
+    return from_hf(folder, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), **options)
+
+
+def assert_same_params(state: Any, expected: Any, atol: float = 0.0) -> None:
+    """Compare the parameters of two states."""
+    params = dict(tree_leaves_with_paths(expected.params))
+    for path, x in tree_leaves_with_paths(state.params):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(params.pop(path)), rtol=0, atol=atol, err_msg=path)
+    assert not params
+
+
+def edit_json(path: Path, change: Any) -> None:
+    """Update a JSON object with the items of a dict, or by a function of the object."""
+    document = json.loads(path.read_text())
+    change(document) if callable(change) else document.update(change)
+    path.write_text(json.dumps(document))
 
 
 def golden(kind: str) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray, np.ndarray]:

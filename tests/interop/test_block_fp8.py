@@ -16,11 +16,10 @@ from meshpar.interop import from_hf, to_hf
 from meshpar.interop.block_fp8 import SCALE
 from meshpar.interop.hf import check_weights
 from meshpar.interop.runs import keep_source_files
-from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases
-from tests.interop.folders import folder_of, golden
+from tests.interop.folders import assert_same_params, edit_json, folder_of, golden
 
 BLOCK = (6, 5)
 """Does not divide any dim of the golden models."""
@@ -61,13 +60,8 @@ def folders(kind: str, path: Path, change: Any = lambda tensors: None, files: in
     for file in set(index.values()):
         save_file({name: x for name, x in quantized.items() if index[name] == file}, str(small / file))
     (small / hf_files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    edit(small, quantization_config=QUANTIZATION)
+    edit_json(small / CONFIG, {"quantization_config": QUANTIZATION})
     return small, plain
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    document = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(document | changes))
 
 
 def assert_same_weights(folder: Path, plain: Path) -> set[str]:
@@ -110,9 +104,7 @@ def test_from_hf_dequantizes_blocks(kind, layout, dtype, tmp_path, monkeypatch):
         assert all(n <= -(-size // block) + 1 for n, size, block in zip(scale.shape, x.shape, BLOCK, strict=True))
     assert config.param_dtype == (dtype or "bfloat16")
     _, expected = from_hf(plain, mesh=mesh_of(spec), strategy=strategy, dtype=config.param_dtype)
-    params = dict(tree_leaves_with_paths(state.params))
-    for path, x in tree_leaves_with_paths(expected.params):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(params[path]), err_msg=path)
+    assert_same_params(state, expected)
 
     with pytest.warns(UserWarning, match="without `quantization_config`"):
         back = to_hf(state, config, tmp_path / "back", like=small)
@@ -150,6 +142,6 @@ NAME, NORM = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
 def test_damaged_or_unsupported_fp8_releases(change, code, where, tmp_path):
     small, _ = folders("qwen3", tmp_path, *([] if isinstance(change, dict) else [change]))
     if isinstance(change, dict):
-        edit(small, **change)
+        edit_json(small / CONFIG, change)
     with raises(code, where):
         check_weights(small)

@@ -18,15 +18,16 @@ from meshpar.cli import main as cli
 from meshpar.cli.convert_command import _suggest_layouts
 from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
-from meshpar.interop import from_hf, load_hf, to_hf
+from meshpar.interop import load_hf, to_hf
 from meshpar.interop.files import whole_folder
 from meshpar.interop.runs import SOURCE_FOLDER, check_source, keep_source_files
 from meshpar.loop.signals import scratch
 from meshpar.models import TransformerConfig
-from meshpar.sharding.types import problem, tree_leaves_with_paths
+from meshpar.sharding.types import problem
 from meshpar.training.state import init_state
+from tests.errors import raises
 from tests.grid import cases
-from tests.interop.folders import KINDS, folder_of
+from tests.interop.folders import KINDS, assert_same_params, folder_of, read_single
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "finetune_hf.py"
 
@@ -38,7 +39,7 @@ def run(*args: str) -> None:
 
 
 @pytest.mark.parametrize("kind", cases("qwen3", grid=KINDS))
-def test_a_folder_as_a_run_and_back(kind, tmp_path):
+def test_convert_roundtrips_a_folder(kind, tmp_path):
     source = folder_of(kind, tmp_path / "source")
     layout = ("--mesh", "fsdp=4,tensor=2", "--strategy", "fsdp() | tensor_parallel()", "--devices", "8")
     run("convert", "from-hf", str(source), str(tmp_path / "run"), *layout)
@@ -49,7 +50,7 @@ def test_a_folder_as_a_run_and_back(kind, tmp_path):
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-def test_shard_explain_and_plan_take_the_folders_model(tmp_path, capsys):
+def test_shard_and_explain_read_the_folder_config(tmp_path, capsys):
     source = folder_of("qwen3", tmp_path / "source")
     (source / "tokenizer.json").unlink()
     run("shard", str(RECIPE), "--from-hf", str(source), "--devices", "4", "--json")
@@ -80,41 +81,40 @@ def test_indivisible_sizes_suggest_fewer_devices(mesh):
     )
 
 
-def test_a_folder_that_is_not_the_runs_or_is_damaged_is_told_before_anything_is_written(tmp_path):
+def test_wrong_or_damaged_source_raises_before_writing(tmp_path):
     source, other = small_folder(tmp_path / "source"), tmp_path / "other"
     shutil.copytree(source, other)
     run_folder = tmp_path / "run"
     keep_source_files(source, run_folder)
     check_source(source, run_folder)
     check_source(run_folder / SOURCE_FOLDER, run_folder)
-    with pytest.raises(mp.MeshparError, match="started with random weights.*Omit --from-hf"):
+    with raises("conflict", "--from-hf"):
         check_source(source, tmp_path / "another run")
     content = bytearray((other / "model.safetensors").read_bytes())
     content[-1] ^= 1
     (other / "model.safetensors").write_bytes(content)
-    with pytest.raises(mp.MeshparError, match="started with the weights of another folder"):
+    with raises("conflict", "--from-hf"):
         check_source(other, run_folder)
     (other / "model.safetensors").write_bytes(content[:-8])
     recipe = load_recipe(RECIPE, devices=8).override("sample=none")
-    with pytest.raises(mp.MeshparError, match="not a valid safetensors file"):
+    with raises("damaged-file", "model.safetensors"):
         train(recipe, out=tmp_path / "runs", from_hf=other, stream=io.StringIO())
     assert not (tmp_path / "runs").exists()
 
 
-def test_64_bits_are_not_halved_without_a_word(tmp_path):
+def test_float64_weights_are_rounded_with_a_warning(tmp_path):
     source = folder_of("llama", tmp_path / "source")
     path = source / "model.safetensors"
     save_file({name: x.astype(np.float64) for name, x in load_file(path).items()}, path)
-    mesh = mp.MeshSpec().build(jax.devices()[:1])
     with pytest.raises(mp.MeshparError, match="float64.*jax_enable_x64"):
-        from_hf(source, mesh=mesh, strategy=mp.ddp())
-    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), dtype="float32")
+        read_single(source)
+    config, state = read_single(source, dtype="float32")
     assert config.param_dtype == "float32"
-    with pytest.warns(UserWarning, match="keep float64.*are rounded"):
+    with pytest.warns(UserWarning, match="float64 weights are rounded"):
         load_hf(source, state.setup)
 
 
-def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):
+def test_whole_folder_follows_links_or_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     (tmp_path / "dangling").symlink_to("there")
@@ -130,7 +130,7 @@ def test_a_folder_is_made_where_links_lead_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "link", "new", "there"]
     assert not scratch
     monkeypatch.chdir("empty")  # whoever is in it would be in a folder that is no more
-    with pytest.raises(mp.MeshparError, match="it is the current folder"), whole_folder("."):
+    with raises("already-exists", "."), whole_folder("."):
         pass
 
 
@@ -146,7 +146,7 @@ def small_folder(path: Path) -> Path:
 
 
 @pytest.mark.matrix
-def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
+def test_training_starts_from_a_folder_and_exports_one(tmp_path, capsys):
     source = small_folder(tmp_path / "source")
     recipe = load_recipe(RECIPE, devices=2).override(
         "steps=1", "data.seq_len=16", "data.max_bytes=60000", "data.valid_fraction=0.2", "data.valid_batches=1",
@@ -156,7 +156,7 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
     damaged = shutil.copytree(source, tmp_path / "damaged")
     weights = load_file(damaged / "model.safetensors")
     save_file({**weights, "model.norm.weight": np.full(16, 3.4e38, np.float32)}, damaged / "model.safetensors")
-    with pytest.raises(mp.MeshparError, match="which overflows bfloat16"):
+    with raises("wrong-dtype", "model.norm.weight"):
         train(recipe.override("model.param_dtype=bfloat16"), from_hf=damaged, **given)
     left = sorted(path.name for path in (tmp_path / recipe.name).iterdir())
     assert not {"recipe.json", "sharding.json", "hf"} & set(left), left
@@ -169,19 +169,13 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
     train(recipe, from_hf=source, **given)
     assert json.loads((kept / "config.json").read_text())["bos_token_id"] == 7
     run("convert", "to-hf", str(outcome.folder), str(tmp_path / "back"), "--devices", "2")
-    mesh = mp.MeshSpec().build(jax.devices()[:1])
-    (config, before), (again, after) = (
-        from_hf(folder, mesh=mesh, strategy=mp.ddp()) for folder in (source, tmp_path / "back")
-    )
+    (config, before), (again, after) = map(read_single, (source, tmp_path / "back"))
     assert config == again
-    for path, x in tree_leaves_with_paths(before.params):  # a rate of next to nothing moves none of them
-        np.testing.assert_array_equal(x, dict(tree_leaves_with_paths(after.params))[path], err_msg=path)
+    assert_same_params(after, before)  # the learning rate is too small to change them
     recipe = recipe.override("name=averages", "steps=2", "optimizer.lr=0.1", "optimizer.ema=0.9999999")
     averages = train(recipe, from_hf=source, **given)
     run("convert", "to-hf", str(averages.folder), str(tmp_path / "averages home"), "--devices", "2")
-    _, after = from_hf(tmp_path / "averages home", mesh=mesh, strategy=mp.ddp())
-    for path, x in tree_leaves_with_paths(before.params):  # averages that next to nothing moves
-        np.testing.assert_allclose(x, dict(tree_leaves_with_paths(after.params))[path], atol=1e-6, err_msg=path)
+    assert_same_params(read_single(tmp_path / "averages home")[1], before, atol=1e-6)  # almost constant averages
     assert averages.summary["validation"]["loss"] == pytest.approx(outcome.summary["validation"]["loss"], rel=1e-5)
     capsys.readouterr()
     texts = []
@@ -195,11 +189,11 @@ def test_training_begins_with_the_folder_and_goes_home(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("convert", "from-hf", "nowhere", "out"), "there is no such folder"),
-        (("convert", "to-hf", "nowhere", "out"), "there is no such folder"),
+        (("convert", "from-hf", "nowhere", "out"), "there is no such file"),
+        (("convert", "to-hf", "nowhere", "out"), "it has neither checkpoints/ nor config.json"),
         (("convert", "to-hf", ".", "out"), "it has neither checkpoints/ nor config.json"),
-        (("convert", "to-peft", "recipes", "out"), "it has no checkpoints/"),
-        (("convert", "from-hf", "recipes", "file/out"), "Use a folder that can be created"),
+        (("convert", "to-peft", "recipes", "out"), "it has neither checkpoints/ nor config.json"),
+        (("convert", "from-hf", "recipes", "file/out"), "cannot write to it"),
         (("convert", "from-hf", "recipes", "o" * 300), "File name too long"),
         (("convert", "to-hf", "recipes", "file"), "it exists already"),
         (("train", "recipes/digits_linen.py", "--from-hf", "x"), "the model of the recipe is a ClassifierConfig"),

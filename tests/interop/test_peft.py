@@ -6,6 +6,7 @@ import io
 import json
 import random
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -18,11 +19,21 @@ from meshpar.cli.recipe import load_recipe
 from meshpar.cli.train_command import train
 from meshpar.interop import config_of, from_hf, load_peft, lora_of_peft, to_hf, to_peft
 from meshpar.sharding.types import tree_leaves_with_paths
+from tests.errors import raises
 from tests.grid import cases
-from tests.interop.folders import KINDS, folder_of, golden, read_header, write_header
+from tests.interop.folders import (
+    KINDS,
+    assert_same_params,
+    edit_json,
+    folder_of,
+    golden,
+    read_header,
+    read_single,
+    write_header,
+)
 from tests.interop.test_convert import RECIPE, run, small_folder
 from tests.interop.test_hf import logits_of
-from tests.interop.test_untrusted import broken, check_parts, edited, mutated
+from tests.interop.test_untrusted import broken, check_parts, mutated
 
 EXPERTS = r"layers/(attention/(query|key|value|out)|mlp/(gate|up|down))"
 CHOSEN = {
@@ -30,13 +41,15 @@ CHOSEN = {
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS,
 }
-"""Beside attention, experts; of DeepSeek all that may have any."""
+"""Adapted matrices: attention and experts, and in DeepSeek-V3 all matrices that may have adapters."""
+ATTENTION = r".*/attention/(query|key|value|out)"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def moved(state):
-    """The state with adapters that do something."""
+    """Return the state with adapters that are not zero."""
     leaves = [
         0.1 * jax.random.normal(jax.random.key(i), x.shape, x.dtype) if path.endswith("lora_b") else x
         for i, (path, x) in enumerate(tree_leaves_with_paths(state.params))
@@ -45,15 +58,15 @@ def moved(state):
 
 
 @pytest.mark.parametrize("kind", cases("qwen3_moe", grid=KINDS))
-def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
+def test_to_peft_roundtrips_and_merges_as_peft(kind, tmp_path):
     source = folder_of(kind, tmp_path / "source")
     mesh, strategy = mp.MeshSpec(fsdp=4, tensor=2).build(), mp.fsdp() | mp.tensor_parallel()
-    lora = mp.lora(rank=2, alpha=8, modules=CHOSEN.get(kind, r".*/attention/(query|key|value|out)"))
+    lora = mp.lora(rank=2, alpha=8, modules=CHOSEN.get(kind, ATTENTION))
     config, state = from_hf(source, mesh=mesh, strategy=strategy, lora=lora)
     state = moved(state)
     to_peft(state, config, tmp_path / "adapter", like=source, base="some/model")
-    written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    written = load_file(tmp_path / "adapter" / WEIGHTS)
+    said = json.loads((tmp_path / "adapter" / CONFIG).read_text())
     assert (said["r"], said["lora_alpha"], said["base_model_name_or_path"]) == (2, 8, "some/model")
     named = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in written}
     targets = said["target_modules"] + [name.removesuffix(".weight") for name in said["target_parameters"] or ()]
@@ -71,21 +84,16 @@ def test_adapters_out_and_in_and_merged_as_peft_merges_them(kind, tmp_path):
 
     again = lora_of_peft(tmp_path / "adapter", config_of(source), like=source)
     _, fresh = from_hf(source, mesh=mp.MeshSpec(data=2).build(jax.devices()[:2]), strategy=mp.ddp(), lora=again)
-    fresh = load_peft(fresh, config, tmp_path / "adapter", like=source)
-    for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, fresh.params)), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=path)
+    assert_same_params(load_peft(fresh, config, tmp_path / "adapter", like=source), state)
 
 
-def test_a_wide_pair_is_written_with_the_alpha_of_its_rank(tmp_path):
-    """A matrix that is two of ours has a pair of twice the rank, which counts as often as the others."""
-    source, lora = (
-        folder_of("deepseek_v3", tmp_path / "source"),
-        mp.lora(rank=2, alpha=10, modules=CHOSEN["deepseek_v3"]),
-    )
-    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), lora=lora)
+def test_wide_pair_has_the_alpha_of_its_rank(tmp_path):
+    """A matrix of the release that is two of our matrices has a pair of twice the rank."""
+    source = folder_of("deepseek_v3", tmp_path / "source")
+    config, state = read_single(source, lora=mp.lora(rank=2, alpha=10, modules=CHOSEN["deepseek_v3"]))
     to_peft(state, config, tmp_path / "adapter", like=source)
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    said = json.loads((tmp_path / "adapter" / CONFIG).read_text())
+    tensors = load_file(tmp_path / "adapter" / WEIGHTS)
     ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): len(x)
              for name, x in tensors.items() if name.endswith("lora_A.weight")}  # fmt: skip
     wide = {name for name, rank in ranks.items() if rank == 4}
@@ -93,9 +101,7 @@ def test_a_wide_pair_is_written_with_the_alpha_of_its_rank(tmp_path):
     assert said["rank_pattern"] == dict.fromkeys(wide, 4)
     assert said["alpha_pattern"] == dict.fromkeys(wide, 20.0)
     assert (said["r"], said["lora_alpha"]) == (2, 10)
-    again = load_peft(state, config, tmp_path / "adapter", like=source)
-    for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, again.params)), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=path)
+    assert_same_params(load_peft(state, config, tmp_path / "adapter", like=source), state)
     read = lora_of_peft(tmp_path / "adapter", config, like=source)
     assert (read.rank, read.alpha) == (2, 10)
     pairs = {path.rpartition("/")[0] for path, _ in tree_leaves_with_paths(state.params) if path.endswith("lora_a")}
@@ -105,8 +111,8 @@ def test_a_wide_pair_is_written_with_the_alpha_of_its_rank(tmp_path):
 
 
 def stacked(adapter: Path) -> None:
-    """Make adapters of experts those of transformers 5, as PEFT stacks them."""
-    path, of = adapter / "adapter_model.safetensors", {}
+    """Stack the adapters of experts, as PEFT does with transformers 5."""
+    path, of = adapter / WEIGHTS, {}
     tensors = load_file(path)
     for name in sorted(tensors):
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.lora_([AB])\.weight", name):
@@ -127,7 +133,7 @@ def stacked(adapter: Path) -> None:
             second = np.stack(seconds, axis=-1)  # [outputs, rank, experts]
             tensors[f"{layer}{inside}.lora_B.weight"] = second.reshape(len(second), -1)
     save_file(tensors, path)
-    edited(adapter / "adapter_config.json", lambda said: said.update(target_parameters=PARAMETERS))
+    edit_json(adapter / CONFIG, {"target_parameters": PARAMETERS})
 
 
 @pytest.mark.parametrize("kind", cases("qwen3_moe", grid=["deepseek_v3", "mixtral", "qwen3_moe"]))
@@ -141,17 +147,16 @@ def test_stacked_pairs_of_experts_are_read(kind, tmp_path):
     stacked(adapter)
     lora = lora_of_peft(adapter, config, like=source)
     found = load_peft(from_hf(source, **given, lora=lora)[1], config, adapter, like=source)
-    for (path, x), (_, y) in zip(*map(tree_leaves_with_paths, (state.params, found.params)), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=path)
+    assert_same_params(found, state)
 
-    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors = load_file(adapter / WEIGHTS)
     name = next(name for name in tensors if name.endswith("experts.base_layer.lora_B.weight"))
-    save_file({**tensors, name: tensors[name] + 1}, adapter / "adapter_model.safetensors")
-    with pytest.raises(mp.MeshparError, match="base_layer.lora_B.*not block-diagonal"):
+    save_file({**tensors, name: tensors[name] + 1}, adapter / WEIGHTS)  # not block-diagonal
+    with raises("unsupported-feature", "base_layer.lora_B"):
         load_peft(found, config, adapter, like=source)
-    for named, match in ((["mlp.gate.up"], "only gate_up_proj and down_proj"), ("experts", "target_param")):
-        edited(adapter / "adapter_config.json", lambda said, to=named: said.update(target_parameters=to))
-        with pytest.raises(mp.MeshparError, match=match):
+    for targets in (["mlp.gate.up"], "experts"):
+        edit_json(adapter / CONFIG, {"target_parameters": targets})
+        with raises("unsupported-feature", "`target_parameters`"):
             lora_of_peft(adapter, config, like=source)
 
 
@@ -163,7 +168,7 @@ def test_live_against_peft(kind, tmp_path):
     torch, transformers, peft = (pytest.importorskip(one, reason=why) for one in ("torch", "transformers", "peft"))
     source = folder_of(kind, tmp_path / "source")
     mesh = mp.MeshSpec(fsdp=4, tensor=2).build()
-    lora = mp.lora(rank=2, alpha=8, modules=CHOSEN.get(kind, r".*/attention/(query|key|value|out)"))
+    lora = mp.lora(rank=2, alpha=8, modules=CHOSEN.get(kind, ATTENTION))
     config, state = from_hf(source, mesh=mesh, strategy=mp.fsdp() | mp.tensor_parallel(), dtype="float32", lora=lora)
     state = moved(state)
     to_peft(state, config, tmp_path / "adapter", like=source)
@@ -177,7 +182,7 @@ def test_live_against_peft(kind, tmp_path):
             theirs = model.eval()(torch.from_numpy(rows.astype(np.int64))).logits.numpy()
             np.testing.assert_allclose(ours, theirs, atol=1e-4)  # float32, sums in another order
 
-    # And what PEFT made; experts that transformers 5 stacks are parameters.
+    # Adapters made by PEFT. Experts that transformers 5 stacks are parameters.
     base, names, stacked = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), MODULES, None
     if kind in CHOSEN and transformers.__version__ >= "5":
         names, stacked = [one for one in MODULES if one.startswith(("q_", "kv_", "o_"))], PARAMETERS
@@ -203,55 +208,74 @@ def test_live_against_peft(kind, tmp_path):
         ("layers/(attention/out|mlp/shared_up)", (["1.self_attn.o_proj"], ["shared_experts.up_proj.weight"])),
     ],
 )
-def test_ends_of_names_stand_for_no_other_module(modules, named, tmp_path):
-    source = folder_of("deepseek_v3", tmp_path / "source")
-    adapters = mp.lora(rank=2, modules=modules)
-    config, state = from_hf(source, mesh=mp.MeshSpec().build(jax.devices()[:1]), strategy=mp.ddp(), lora=adapters)
+def test_target_suffixes_match_no_other_module(modules, named, tmp_path):
+    config, state = read_single(folder_of("deepseek_v3", tmp_path / "source"), lora=mp.lora(rank=2, modules=modules))
     to_peft(state, config, tmp_path / "adapter")
-    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    said = json.loads((tmp_path / "adapter" / CONFIG).read_text())
     assert (said["target_modules"], said["target_parameters"]) == named
 
 
-def test_what_is_no_adapter_of_ours_is_an_error(tmp_path):
-    source = folder_of("llama", tmp_path / "source")
-    mesh = mp.MeshSpec().build(jax.devices()[:1])
-    config, plain = from_hf(source, mesh=mesh, strategy=mp.ddp())
-    with pytest.raises(mp.MeshparError, match="the model has no adapters"):
-        to_peft(plain, config, tmp_path / "none")
-    _, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
-    with pytest.raises(mp.MeshparError, match="do not include the scale"):
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Return the source folder, config, state with adapters, and adapter folder of a Llama."""
+    folder = tmp_path_factory.mktemp("llama")
+    source = folder_of("llama", folder / "source")
+    config, state = read_single(source, lora=mp.lora(rank=2, alpha=8))
+    return source, config, state, to_peft(state, config, folder / "adapter")
+
+
+@pytest.fixture
+def adapter(llama, tmp_path):
+    return shutil.copytree(llama[3], tmp_path / "adapter")
+
+
+def test_models_that_cannot_be_written_raise(llama, tmp_path):
+    source, config, state, _ = llama
+    with raises("not-found", "to_peft"):
+        to_peft(read_single(source)[1], config, tmp_path / "none")
+    with raises("wrong-type", "to_hf"):
         to_hf(state.params, config, tmp_path / "none")
-    with pytest.raises(mp.MeshparError, match="be 'int8'"):
+    with raises("unknown-choice", "to_peft"):
         to_peft(state, config, tmp_path / "none", dtype="int8")
-    to_peft(state, config, tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter_config.json"
-    good = json.loads(path.read_text())
-    for change, match in (
-        ({"use_dora": True}, "use_dora.*be True"), ({"peft_type": "IA3"}, "read 'IA3'"), ({"r": 0}, "rank=0"),
-        ({"lora_alpha": "x"}, "alpha='x'"), ({"bias": "all"}, "bias.*be 'all'"), ({"rank_pattern": {"q": 3}}, "rank_"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
-        ({"init_lora_weights": "lora_ga"}, "changed the base weights"), ({"r": 3}, "k_proj` rank 2.*`r` is 3"),
-        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens.*Use an adapter without it"),
-        ({"use_qalora": True}, "`use_qalora`.*be True"), ({"kasa_config": {"beta": 1}}, "`kasa_config`"),
-        ({"next_years_variant": False}, "`next_years_variant`.*this field is unknown"),
-    ):  # fmt: skip
-        path.write_text(json.dumps(good | change))
-        with pytest.raises(mp.MeshparError, match=match):
-            lora_of_peft(tmp_path / "adapter", config)
-        with pytest.raises(mp.MeshparError):
-            load_peft(state, config, tmp_path / "adapter")
-    path.write_text(json.dumps(good | {"lora_alpha": 5}))
-    with pytest.raises(mp.MeshparError, match=r"lora_alpha / r 2\.5: the adapters of the model have alpha / rank 8"):
-        load_peft(state, config, tmp_path / "adapter")
     assert not (tmp_path / "none").exists()
 
 
-def test_all_fields_that_peft_writes_are_known(tmp_path):
-    """Those of PEFT 0.21.2 with their defaults, and two of its first versions."""
-    source = folder_of("llama", tmp_path / "source")
-    mesh = mp.MeshSpec().build(jax.devices()[:1])
-    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
-    to_peft(state, config, tmp_path / "adapter")
+@pytest.mark.parametrize(
+    ("change", "code", "where"),
+    [
+        ({"peft_type": "IA3"}, "unsupported-feature", "`peft_type`"),
+        ({"use_dora": True}, "unsupported-feature", "`use_dora`"),
+        ({"bias": "all"}, "unsupported-feature", "`bias`"),
+        ({"rank_pattern": {"q": 3}}, "unsupported-feature", "`rank_pattern`"),
+        ({"modules_to_save": ["lm_head"]}, "unsupported-feature", "`modules_to_save`"),
+        ({"init_lora_weights": "pissa_niter_4"}, "unsupported-feature", "`init_lora_weights`"),
+        ({"init_lora_weights": "lora_ga"}, "unsupported-feature", "`init_lora_weights`"),
+        ({"alora_invocation_tokens": [5]}, "unsupported-feature", "`alora_invocation_tokens`"),
+        ({"use_qalora": True}, "unsupported-feature", "`use_qalora`"),
+        ({"kasa_config": {"beta": 1}}, "unsupported-feature", "`kasa_config`"),
+        ({"next_years_variant": False}, "unknown-name", "`next_years_variant`"),
+        ({"r": 0}, "out-of-range", CONFIG),
+        ({"lora_alpha": "x"}, "out-of-range", CONFIG),
+        ({"r": 3}, "unsupported-feature", "`r`"),
+    ],
+)
+def test_unsupported_adapter_config(change, code, where, llama, adapter):
+    _, config, state, _ = llama
+    edit_json(adapter / CONFIG, change)
+    with raises(code, where):
+        lora_of_peft(adapter, config)
+    with pytest.raises(mp.MeshparError):
+        load_peft(state, config, adapter)
+
+
+def test_adapters_of_another_scale_are_not_loaded(llama, adapter):
+    edit_json(adapter / CONFIG, {"lora_alpha": 5})
+    with raises("conflict", "load_peft"):
+        load_peft(llama[2], llama[1], adapter)
+
+
+def test_all_fields_that_peft_writes_are_known(llama, adapter):
+    """The fields of PEFT 0.21.2 with their defaults, and two fields of its first versions."""
     plain = dict.fromkeys(
         ("alora_invocation_tokens", "arrow_config", "auto_mapping", "base_model_name_or_path", "corda_config",
          "enable_lora", "eva_config", "exclude_modules", "kasa_config", "layer_replication", "layers_pattern",
@@ -265,38 +289,31 @@ def test_all_fields_that_peft_writes_are_known(tmp_path):
         "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "task_type": "CAUSAL_LM", "use_dora": False,
         "use_qalora": False, "use_rslora": False,
     }  # fmt: skip
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(plain))
-    assert lora_of_peft(tmp_path / "adapter", config).scale == 4
+    edit_json(adapter / CONFIG, plain)
+    assert lora_of_peft(adapter, llama[1]).scale == 4
 
 
-def test_pairs_in_some_layers_or_of_several_ranks_are_refused_before_a_model_is_made(tmp_path):
-    source = folder_of("llama", tmp_path / "source")
-    mesh = mp.MeshSpec().build(jax.devices()[:1])
-    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2, alpha=4))
-    adapter = to_peft(state, config, tmp_path / "adapter")
-    tensors = load_file(adapter / "adapter_model.safetensors")
+def test_pairs_in_some_layers_or_of_several_ranks_raise(llama, adapter):
+    config, tensors = llama[1], load_file(adapter / WEIGHTS)
     module = "base_model.model.model.layers.0.self_attn.q_proj"
     pair = [f"{module}.lora_{side}.weight" for side in "AB"]
     wide = {name: np.concatenate([tensors[name]] * 2, axis) for axis, name in enumerate(pair)}
-    save_file(tensors | wide, adapter / "adapter_model.safetensors")
-    of_layer = {"rank_pattern": {"layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"layers.0.self_attn.q_proj": 8}}
-    edited(adapter / "adapter_config.json", lambda said: said.update(of_layer))
-    with pytest.raises(mp.MeshparError, match=r"rank_pattern.*layers.0.self_attn.q_proj` rank 4.*Merge the adapter"):
+    save_file(tensors | wide, adapter / WEIGHTS)
+    of_layer = {"rank_pattern": {"layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"layers.0.self_attn.q_proj": 16}}
+    edit_json(adapter / CONFIG, of_layer)
+    with raises("unsupported-feature", "`r`"):
         lora_of_peft(adapter, config)
-    save_file({name: x for name, x in tensors.items() if name not in pair}, adapter / "adapter_model.safetensors")
-    edited(adapter / "adapter_config.json", lambda said: said.update(rank_pattern={}, alpha_pattern={}))
-    with pytest.raises(mp.MeshparError, match=r"layers.0.self_attn.q_proj.lora_A.weight.*need a pair in every layer"):
+    save_file({name: x for name, x in tensors.items() if name not in pair}, adapter / WEIGHTS)
+    edit_json(adapter / CONFIG, {"rank_pattern": {}, "alpha_pattern": {}})
+    with raises("not-found", "layers.0.self_attn.q_proj.lora_A.weight"):
         lora_of_peft(adapter, config)
 
 
 @pytest.mark.parametrize("num", cases(20, grid=[20, 1000]))
-def test_broken_adapters_are_an_error_in_four_parts_or_fine(num, tmp_path):
-    source, rng, fine = folder_of("llama", tmp_path / "source"), random.Random(num), 0
-    mesh = mp.MeshSpec().build(jax.devices()[:1])
-    config, state = from_hf(source, mesh=mesh, strategy=mp.ddp(), lora=mp.lora(rank=2))
-    adapter = to_peft(state, config, tmp_path / "adapter")
+def test_mutated_adapters_raise_or_are_read(num, llama, adapter):
+    rng, fine, (_, config, state, _) = random.Random(num), 0, llama
     for _ in range(num):
-        target = adapter / rng.choice(["adapter_config.json", "adapter_model.safetensors"])
+        target = adapter / rng.choice([CONFIG, WEIGHTS])
         content = target.read_bytes()
         if target.suffix == ".json":
             new = json.dumps(mutated(rng, json.loads(content))).encode()
@@ -317,7 +334,7 @@ def test_broken_adapters_are_an_error_in_four_parts_or_fine(num, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_recipe_trains_adapters_resumes_and_takes_them_home(tmp_path):
+def test_recipe_trains_resumes_and_exports_adapters(tmp_path):
     source = small_folder(tmp_path / "source")
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox " * 400)

@@ -11,25 +11,14 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.interop.decoder import (
-    MLP,
-    NORMS,
-    Family,
-    Row,
-    embedding_and_head,
-    experts,
-    fields,
-    layers,
-    sizes_of,
-    unsupported_value,
-)
-from meshpar.interop.fields import Field, typed
+from meshpar.interop import decoder
+from meshpar.interop.fields import Field, bad_value, typed
 from meshpar.interop.weight_mapping import DimPart, WeightMapping, contiguous
 from meshpar.models.config import TransformerConfig
 
 BIAS_RATE = 1e-3
 """Update rate of the expert biases (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 4.2)."""
-_SHARED: tuple[Row, ...] = (
+_SHARED: tuple[decoder.Row, ...] = (
     ("mlp.shared_experts.gate_proj.weight", "mlp/shared_gate", "S E -> L E S"),
     ("mlp.shared_experts.up_proj.weight", "mlp/shared_up", "S E -> L E S"),
     ("mlp.shared_experts.down_proj.weight", "mlp/shared_down", "E S -> L S E"),
@@ -51,7 +40,7 @@ def _attention(cfg: TransformerConfig, *, dense: bool) -> list[WeightMapping]:
         "attention/value_up/kernel": {"W": contiguous(nope, nope + value, nope + value)},
     }
     into = "E" if latent.q_rank is None else "Q"
-    rows: list[Row] = [
+    rows: list[decoder.Row] = [
         (f"self_attn.{of_query}.weight", f"attention/{query}/kernel", f"(H D) {into} -> L {into} H D"),
         ("self_attn.kv_a_proj_with_mqa.weight", "attention/latent_down/kernel", "C E -> L E C"),
         ("self_attn.kv_a_proj_with_mqa.weight", "attention/key_rope/kernel", "R E -> L E R"),
@@ -70,19 +59,19 @@ def _attention(cfg: TransformerConfig, *, dense: bool) -> list[WeightMapping]:
         dataclasses.replace(
             mapping, sizes={**mapping.sizes, **widths}, parts=parts.get(mapping.path.partition("/")[2], {}),
         )
-        for mapping in layers(cfg, *rows, dense=dense)
+        for mapping in decoder.layers(cfg, *rows, dense=dense)
     ]  # fmt: skip
 
 
 def _tensors(cfg: TransformerConfig) -> list[WeightMapping]:
     assert cfg.moe is not None
-    mappings = [*embedding_and_head(cfg), *layers(cfg, *NORMS), *_attention(cfg, dense=False)]
-    mappings += layers(cfg, *experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
+    mappings = [*decoder.embedding_and_head(cfg), *decoder.layers(cfg, *decoder.NORMS), *_attention(cfg, dense=False)]
+    mappings += decoder.layers(cfg, *decoder.experts("mlp"), *(_SHARED if cfg.moe.shared_experts else ()))
     if cfg.moe.is_biased:
-        bias = layers(cfg, ("mlp.gate.e_score_correction_bias", "mlp/bias", "X -> L X"))
+        bias = decoder.layers(cfg, ("mlp.gate.e_score_correction_bias", "mlp/bias", "X -> L X"))
         mappings += [dataclasses.replace(mapping, is_extra=True) for mapping in bias]
     if cfg.num_dense_layers:
-        mappings += [*layers(cfg, *NORMS, *MLP, dense=True), *_attention(cfg, dense=True)]
+        mappings += [*decoder.layers(cfg, *decoder.NORMS, *decoder.MLP, dense=True), *_attention(cfg, dense=True)]
     return mappings
 
 
@@ -91,10 +80,10 @@ def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[WeightMap
 
     Each module has a transformer layer, norms, a projection, an embedding and a head.
     """
-    count = typed("config.json, `num_nextn_predict_layers`", document.get("num_nextn_predict_layers") or 0, int)
+    count = typed("config.json", "num_nextn_predict_layers", document.get("num_nextn_predict_layers") or 0, int)
     if not count:
         return []
-    sizes = {**sizes_of(cfg), "T": 2 * cfg.embed_dim}
+    sizes = {**decoder.sizes_of(cfg), "T": 2 * cfg.embed_dim}
     mappings = [mapping for mapping in _tensors(cfg) if mapping.path.startswith("layers/")]
     rows = (
         ("embed_tokens.weight", "V E -> L V E"), ("enorm.weight", "E -> L E"), ("hnorm.weight", "E -> L E"),
@@ -105,14 +94,14 @@ def _kept(cfg: TransformerConfig, document: Mapping[str, Any]) -> list[WeightMap
     return [dataclasses.replace(m, first_layer=cfg.num_layers, sizes={**m.sizes, "L": count}) for m in mappings]
 
 
-def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
+def _read_more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
     heads = document.get("num_key_value_heads")
     if heads not in (None, values["num_heads"]):
         reason = "latent attention has as many key/value heads as query heads"
-        raise unsupported_value(where, "num_key_value_heads", heads, reason, f"set it to {values['num_heads']}")
+        raise bad_value(where, "num_key_value_heads", heads, reason, f"set it to {values['num_heads']}")
     if values["norm_eps"] != 1e-6:
         reason = "its latent norms always use 1e-6, and the decoders use the same epsilon in all norms"
-        raise unsupported_value(where, "rms_norm_eps", values["norm_eps"], reason, "use a checkpoint with 1e-6")
+        raise bad_value(where, "rms_norm_eps", values["norm_eps"], reason, "use a checkpoint with 1e-6")
     values["num_kv_heads"] = values["num_heads"]
     values["head_dim"] = values["latent.nope_dim"] + values["latent.rope_dim"]
     values["moe.bias_rate"] = BIAS_RATE
@@ -121,7 +110,7 @@ def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> No
         values["mlp_dim"] = values["moe.mlp_dim"]
 
 
-def _written(cfg: TransformerConfig) -> dict[str, Any]:
+def _write_more(cfg: TransformerConfig) -> dict[str, Any]:
     assert cfg.latent is not None
     return {
         "num_key_value_heads": cfg.num_heads,
@@ -133,11 +122,11 @@ def _written(cfg: TransformerConfig) -> dict[str, Any]:
     }
 
 
-FAMILY = Family(
+FAMILY = decoder.Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     aliases=("kimi_k2",),
-    fields=fields(
+    fields=decoder.fields(
         Field("intermediate_size", "mlp_dim"),
         Field("q_lora_rank", "latent.q_rank", int, None),
         Field("kv_lora_rank", "latent.kv_rank"),
@@ -164,6 +153,6 @@ FAMILY = Family(
     }),
     tensors=_tensors,
     kept=_kept,
-    read_more=_more,
-    write_more=_written,
+    read_more=_read_more,
+    write_more=_write_more,
 )  # fmt: skip

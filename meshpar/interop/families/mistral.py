@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from meshpar.interop.decoder import ATTENTION, DENSE, GROUPED, MLP, NORMS, Family, embedding_and_head, fields, layers
+from meshpar.interop.decoder import DENSE, GROUPED, MLP, Family, fields, tensors
 from meshpar.interop.fields import Field
 
 WINDOW = Field("sliding_window", "attention_window", int, None)
@@ -23,5 +23,5 @@ FAMILY = Family(
     architecture="MistralForCausalLM",
     fields=fields(*GROUPED, *DENSE, dataclasses.replace(WINDOW, default=_window)),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0},
-    tensors=lambda cfg: [*embedding_and_head(cfg), *layers(cfg, *NORMS, *ATTENTION, *MLP)],
+    tensors=tensors(*MLP),
 )

@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from meshpar.interop.decoder import (
-    ATTENTION,
-    GROUPED,
-    NORMS,
-    ROUTER_LOSS,
-    Family,
-    embedding_and_head,
-    experts,
-    fields,
-    layers,
-    read_router_loss,
-    write_router_loss,
-)
+from meshpar.interop.decoder import GROUPED, ROUTER_LOSS, Family, experts, fields, read_moe, tensors, write_moe
 from meshpar.interop.families.mistral import WINDOW
 from meshpar.interop.fields import Field
-
-
-def _more(where: str, document: Mapping[str, Any], values: dict[str, Any]) -> None:
-    values["mlp_dim"] = values["moe.mlp_dim"]  # unused, because there are no dense layers
-    read_router_loss(where, document, values)
-
 
 FAMILY = Family(
     model_type="mixtral",
@@ -41,10 +20,7 @@ FAMILY = Family(
     ),
     fixed={"hidden_act": "silu", "attention_dropout": 0.0, "router_jitter_noise": 0.0},
     ignored=ROUTER_LOSS,
-    tensors=lambda cfg: [
-        *embedding_and_head(cfg),
-        *layers(cfg, *NORMS, *ATTENTION, *experts("block_sparse_moe", "w1", "w3", "w2")),
-    ],
-    read_more=_more,
-    write_more=write_router_loss,
+    tensors=tensors(*experts("block_sparse_moe", "w1", "w3", "w2")),
+    read_more=read_moe,
+    write_more=write_moe,
 )
