@@ -44,7 +44,7 @@ from meshpar.planner.layout import Layout
 from meshpar.planner.search import Search
 from meshpar.planner.time_estimate import TimeEstimate
 from meshpar.planner.workload import describe
-from tests.measure.report import Figures, Measure, load
+from meshpar.sharding.printing import table
 
 DEVICES = 8
 Cut = tuple[str, str, str | None, int]
@@ -193,32 +193,33 @@ class Took(NamedTuple):
 
 
 def measured(subject: Subject, *, repeats: int) -> list[list[Took]]:
-    """Steps, round by round, of every layout."""
+    """Return the times of all rounds for each layout. Layouts run in turn, because machines are shared and noisy."""
     tokens = np.random.default_rng(0).integers(0, subject.config.vocab_size, (subject.rows, subject.length))
-    tokens = tokens.astype(np.int32)
+    batch = dict.fromkeys(("inputs", "targets"), tokens.astype(np.int32))
     runs = []
     for layout in layouts(subject.layouts):
         mesh = layout.mesh.build(jax.devices()[:DEVICES])
-        how = {"mesh": mesh, "strategy": layout.strategy, "key": jax.random.key(0)}
-        state = mp.init_state(subject.config.build(), optax.adamw(1e-3), **how)
+        options = {"mesh": mesh, "strategy": layout.strategy, "key": jax.random.key(0)}
+        state = mp.init_state(subject.config.build(), optax.adamw(1e-3), **options)
         step = mp.train_step(next_token_loss, accumulate=layout.accumulate, remat=layout.remat, precision=FLOAT32)
-        runs.append(_Run(step, state, {"inputs": tokens, "targets": tokens}))
-    return [list(each) for each in zip(*([run() for run in runs] for _ in range(repeats)), strict=True)]
+        runs.append(_stepper(step, state, batch))
+    for run in runs:
+        run()
+    return [list(times) for times in zip(*([run() for run in runs] for _ in range(repeats)), strict=True)]
 
 
-class _Run:
-    def __init__(self, step: mp.TrainStep, state: mp.TrainState, batch: dict[str, np.ndarray]) -> None:
-        self.step, self.state, self.batch = step, state, batch
-        self()
+def _stepper(step: mp.TrainStep, state: mp.TrainState, batch: dict[str, np.ndarray]) -> Callable[[], Took]:
+    def run() -> None:
+        nonlocal state
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state.params, metrics))
 
-    def __call__(self) -> Took:
-        def run() -> None:
-            self.state, metrics = self.step(self.state, self.batch)
-            jax.block_until_ready((self.state.params, metrics))
-
+    def took() -> Took:
         before = time.process_time()
         wall_s = seconds_of(run)
         return Took(wall_s, time.process_time() - before)
+
+    return took
 
 
 def kendall(first: Sequence[float], second: Sequence[float]) -> float:
@@ -227,25 +228,21 @@ def kendall(first: Sequence[float], second: Sequence[float]) -> float:
     return float(sum(np.sign((first[a] - first[b]) * (second[a] - second[b])) for a, b in pairs)) / len(pairs)
 
 
-def ranked(subject: Subject, cluster: Cluster, *, repeats: int = 7) -> Figures:
-    """Told and measured step times of every layout, and how alike their orders are."""
-    times, found = measured(subject, repeats=repeats), told(cluster, subject)
-    rows, agree, estimates = [], [], [one.step_s for one in found]
-    for layout, estimate, each in zip(layouts(subject.layouts), found, times, strict=True):
-        low, middle, high = quartiles([one.processor_s for one in each])
-        wall_ms = 1e3 * float(np.median([one.wall_s for one in each]))
-        told_ms = (1e3 * estimate.step_s * CORES, 1e3 * estimate.compute_s * CORES, 1e3 * estimate.memory_s * CORES)
-        detail = "told {:.0f} ms: {:.0f} of products, {:.0f} of kernels, the rest of messages".format(*told_ms)
-        detail += f"; wall {wall_ms:.0f} ms"
-        ms = {"value": 1e3 * middle, "low": 1e3 * low, "high": 1e3 * high}
-        rows.append(Measure(name=layout.label, unit="processor ms", detail=detail, **ms))
-    cuts = CUTS if repeats > 1 else CUTS[:1]
-    for at, clock in enumerate(("wall", "processor")):
-        whole, *halves = ([float(np.median([one[at] for one in each[cut]])) for each in times] for cut in cuts)
-        agree.append(f"{clock} {kendall(estimates, whole):.2f}")
-        if repeats > 1:
-            agree[-1] += f" of at most {kendall(*halves):.2f}"
-    return Figures(title=f"step times of layouts, Kendall's τ: {', '.join(agree)}; {load()}", measures=tuple(rows))
+def ranked(subject: Subject, cluster: Cluster, *, repeats: int = 7) -> tuple[str, list[tuple[str, ...]]]:
+    """Return Kendall's τ of estimated and measured step times as a title, and a table row for each layout."""
+    times, estimates = measured(subject, repeats=repeats), told(cluster, subject)
+    rows, agree = [], []
+    for layout, estimate, steps in zip(layouts(subject.layouts), estimates, times, strict=True):
+        low, middle, high = (f"{1e3 * took_s:.4g}" for took_s in quartiles([step.processor_s for step in steps]))
+        parts_s = (estimate.step_s, estimate.compute_s, estimate.memory_s)
+        wall = f"{1e3 * np.median([step.wall_s for step in steps]):.0f}"
+        rows.append((layout.label, middle, f"{low} – {high}", wall, *(f"{1e3 * s * CORES:.0f}" for s in parts_s)))
+    for at, clock in enumerate(Took._fields):
+        cuts = CUTS if repeats > 1 else CUTS[:1]
+        full, *halves = ([float(np.median([step[at] for step in steps[cut]])) for steps in times] for cut in cuts)
+        agree.append(f"{clock} {kendall([estimate.step_s for estimate in estimates], full):.2f}")
+        agree[-1] += f" of at most {kendall(*halves):.2f}" if halves else ""
+    return f"step times in ms, Kendall's τ: {', '.join(agree)}", rows
 
 
 def main() -> None:
@@ -256,7 +253,9 @@ def main() -> None:
     keep_memory()
     cluster = profile()
     for name in asked.models:
-        rich.print(f"{name}:", ranked(SUBJECTS[name], cluster, repeats=asked.repeats))
+        title, rows = ranked(SUBJECTS[name], cluster, repeats=asked.repeats)
+        columns = (name, "processor", "quartiles", "wall", "estimate", "its matmuls", "its kernels")
+        rich.print(table(title, columns, rows, left=(name,)))
 
 
 if __name__ == "__main__":
