@@ -16,7 +16,7 @@ import jax
 
 from meshpar.hardware.clusters import HOST_DEVICES, Link, Profile, cluster_of, gpu_of_kind, parse_profile
 from meshpar.hardware.cost_breakdown import Account, Accounts, account
-from meshpar.sharding.errors import check_choice, check_int, problem
+from meshpar.sharding.errors import check_choice, check_positive_int, problem
 from meshpar.sharding.printing import Plain, Printed
 from meshpar.sharding.types import MeshLike
 from meshpar.sharding.units import si
@@ -96,18 +96,19 @@ def choose(
       'xla'
     """
     check_choice("choose", "a kernel with several algorithms", tuple(KERNELS), kernel=kernel)
-    check_int(f"kernel `{kernel}`", "the number of ranks", num_ranks=num_ranks, minimum=-(2**62))
+    check_positive_int(f"kernel `{kernel}`", "the number of ranks", num_ranks=num_ranks)
     over = links_here(kernel) if cluster is None else cluster if isinstance(cluster, Link) else parse_profile(cluster)
     names = dict(KERNELS[kernel])
     if num_ranks & (num_ranks - 1):
         names = {name: priced for name, priced in names.items() if priced not in POWERS_OF_TWO}
     if kernel == "all_reduce" and len(axes) > 1 and mesh is not None:
         names["hierarchical"] = "hierarchical"
-    options: dict[str, Any] = {"axes": axes, "mesh": mesh}
     accounts = {
-        name: _named(name, account(priced, payload_bytes, num_ranks, over, by_messages=name != XLA, **options))
+        name: account(priced, payload_bytes, num_ranks, over, by_messages=name != XLA, axes=axes, mesh=mesh)
         for name, priced in names.items()
     }
+    xla = accounts[XLA]  # the ring that stands for XLA's collective
+    accounts[XLA] = dataclasses.replace(xla, algorithm=dataclasses.replace(xla.algorithm, name=XLA))
     ranked = dict(sorted(accounts.items(), key=lambda item: item[1].time_s))
     is_measured = not isinstance(over, Link) and over.compares(axes or ("ranks",))
     first = next(iter(ranked)) if is_measured else XLA
@@ -148,13 +149,6 @@ def links_here(kernel: str) -> Profile:
         'meshpar bench collectives --save my.json, and set cluster="my.json"',
         code="unknown-links",
     )
-
-
-def _named(name: str, found: Account) -> Account:
-    """Rename the ring that stands for XLA's collective."""
-    if name != XLA:
-        return found
-    return dataclasses.replace(found, algorithm=dataclasses.replace(found.algorithm, name=XLA))
 
 
 def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]], *, is_measured: bool) -> str:

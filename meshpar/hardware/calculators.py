@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from meshpar.hardware import cost_model as cost
-from meshpar.hardware.clusters import Cluster
+from meshpar.hardware.clusters import Cluster, parse_cluster
 from meshpar.hardware.cost_breakdown import account
-from meshpar.sharding.errors import check_choice, check_positive_int
+from meshpar.sharding.errors import check_choice, check_positive_int, near, problem
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.types import near, problem
 from meshpar.sharding.units import parse_count, si
 
 Stage = Literal["ddp", "zero1", "zero2", "zero3"]
@@ -52,44 +51,27 @@ def zero_bytes_per_param(stage: Stage, num_ranks: int, *, master: bool = True) -
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
     """
     check_positive_int("zero_bytes_per_param", "the number of ranks that share the state", num_ranks=num_ranks)
-    _check_stage(stage)
+    check_choice("ZeRO calculator", "a ZeRO stage", get_args(Stage), stage=stage)
     sizes = (OPTIMIZER + MASTER * master, GRADIENT, WEIGHT)
     num_sharded = get_args(Stage).index(stage)
     return sum(size / num_ranks if i < num_sharded else size for i, size in enumerate(sizes))
-
-
-def zero_messages(stage: Stage) -> float:
-    """Return the communication of a stage relative to DDP. ZeRO-3 gathers twice and reduce-scatters once: 1.5."""
-    _check_stage(stage)
-    return 1.5 if stage == "zero3" else 1.0
-
-
-def _check_stage(stage: object) -> None:
-    check_choice("ZeRO calculator", "a ZeRO stage", get_args(Stage), stage=stage)
 
 
 def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
     """Parse and check the numbers of a calculator."""
 
     @functools.wraps(calculator)
-    def parse(*, cluster: Cluster | None = None, **numbers: str | float) -> Sheet:
-        where, signature = f"meshpar cost {calculator.__name__}", inspect.signature(calculator).parameters
-        names = [name for name in signature if name != "cluster"]
+    def parse(*, cluster: str | Cluster | None = None, **numbers: str | float) -> Sheet:
+        where, names = f"meshpar cost {calculator.__name__}", list(inspect.signature(calculator).parameters)
         for key in numbers:
             if key not in names:
                 reason = f"its numbers are {', '.join(names)}"
                 raise problem(where, f"use `{key}`", reason, near(key, names), code="unknown-name")
         parsed: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
-        if cluster is None:
-            return calculator(**parsed)
-        if not isinstance(cluster, Cluster):
-            reason = f"it is a {type(cluster).__name__}"
-            fix = 'use meshpar.hardware.clusters.parse_cluster("h100:8x8")'
-            raise problem(f"{where} cluster={cluster!r}", "use its links", reason, fix, code="wrong-type")
-        if "cluster" not in signature:
+        if cluster is not None and "cluster" not in names:
             reason = "only tp computes the time of a message"
-            raise problem(where, f"use cluster {cluster.name}", reason, "remove it", code="unsupported-feature")
-        return calculator(**parsed, cluster=cluster)
+            raise problem(where, f"use cluster {cluster}", reason, "remove it", code="unsupported-feature")
+        return calculator(**parsed, **({} if cluster is None else {"cluster": parse_cluster(cluster)}))
 
     return parse
 
@@ -98,16 +80,12 @@ def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
 def zero(*, params: int = 7 * 10**9, ranks: int = 64) -> Sheet:
     """Bytes of the state of each ZeRO stage on a rank, and the communication."""
     rows = []
-    forms = {
-        "ddp": "16 Ψ",
-        "zero1": "(4 + 12/N) Ψ",
-        "zero2": "(2 + 14/N) Ψ",
-        "zero3": "16/N Ψ; HSDP: N ranks of a group",
-    }
-    for stage in get_args(Stage):
+    forms = ("16 Ψ", "(4 + 12/N) Ψ", "(2 + 14/N) Ψ", "16/N Ψ; HSDP: N ranks of a group")
+    for stage, form in zip(get_args(Stage), forms, strict=True):
         per_param = zero_bytes_per_param(stage, ranks)
-        sent = f"sends {zero_messages(stage):g} times the bytes of DDP"
-        rows += [(stage, params * per_param, "B", forms[stage]), (f"{stage} per parameter", per_param, "", sent)]
+        # ZeRO-3 gathers twice and reduce-scatters once.
+        sent = f"sends {1.5 if stage == 'zero3' else 1:g} times the bytes of DDP"
+        rows += [(stage, params * per_param, "B", form), (f"{stage} per parameter", per_param, "", sent)]
     return Sheet(title=f"{params:.4g} parameters on {ranks} ranks", rows=tuple(rows))
 
 
@@ -216,7 +194,4 @@ def calculate(name: str, numbers: Mapping[str, str | float], cluster: Cluster | 
       MeshparError: a number is unknown or invalid, or the cluster is too small or not supported by the calculator.
     """
     check_choice("meshpar cost", "a calculator", tuple(CALCULATORS), name=name)
-    if not isinstance(numbers, Mapping):
-        reason, fix = f"it is a {type(numbers).__name__}", 'write {"params": "70B", "ranks": 64}'
-        raise problem(f"calculator `{name}`", f"use {numbers!r}", reason, fix, code="wrong-type")
-    return CALCULATORS[name](**numbers, **({} if cluster is None else {"cluster": cluster}))
+    return CALCULATORS[name](**numbers, cluster=cluster)

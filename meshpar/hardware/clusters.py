@@ -12,15 +12,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from meshpar.hardware.catalogue import GPUS, Gpu, gpu_from
+from meshpar.sharding.errors import MeshparError, is_int, near, problem
 from meshpar.sharding.host_resources import read_json, write_json
-from meshpar.sharding.types import AnyMesh, MeshparError, axis_sizes, near, problem
+from meshpar.sharding.types import MeshLike, axis_sizes
 
 MAX_SECONDS, MAX_VALUE, MAX_NODES = 1e9, 1e24, 999_999
 """Upper limits of latencies, of rates and sizes, and of numbers of GPUs, so that products do not overflow."""
@@ -35,10 +36,6 @@ class Link:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        for field in ("alpha_s", "bytes_per_s"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise problem("link", f"set {field}={value!r}", "it is not a number", "use 2e-6", code="wrong-type")
         if not 0 <= self.alpha_s <= MAX_SECONDS or not 1 / MAX_VALUE <= self.bytes_per_s <= MAX_VALUE:
             reason = f"latencies are from 0 to {MAX_SECONDS:g} s, bandwidths above 0 and at most {MAX_VALUE:g} B/s"
             fix = "use values such as alpha_s=2e-6, bytes_per_s=4.5e11"
@@ -92,13 +89,8 @@ class Rates:
         """Return the rate of a matmul with this number of FLOPs, whose larger operand dtype has `bits` bits."""
         return self.peak_flops_per_s(bits) * self.share_of_peak(flops)
 
-    @property
-    def attention_flops_per_s(self) -> tuple[float, float]:
-        """Rates of a fused attention kernel, forward and backward."""
-        return self.gpu.attention_flops_per_s
-
     def __str__(self) -> str:
-        forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.attention_flops_per_s)
+        forward, backward = (f"{rate / 1e12:,.0f}" for rate in self.gpu.attention_flops_per_s)
         measured = "" if self.gpu.attention_rates else " (assumed: the fraction of the peak of an H100)"
         return f"{self.of_products}, attention at {forward} TFLOP/s forward and {backward} backward{measured}"
 
@@ -125,10 +117,14 @@ class _Measured:
     """How and when the links were measured."""
 
     @property
+    def axis_names(self) -> str:
+        """The measured axes: `data, tensor`."""
+        return ", ".join("any axis" if axis == ANY else axis for axis in dict.fromkeys((*self.axes, *self.permutes)))
+
+    @property
     def links_from(self) -> str:
         """Description of the sources of the links."""
-        axes = ", ".join("any axis" if axis == ANY else axis for axis in dict.fromkeys((*self.axes, *self.permutes)))
-        return f"links measured along {axes}" + f" ({self.source})" * bool(self.source)
+        return f"links measured along {self.axis_names}" + f" ({self.source})" * bool(self.source)
 
     def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
         """Return the link measured along mesh axes, or None.
@@ -155,14 +151,8 @@ class _Measured:
         return all("*".join(axes) in by or all(axis in by or ANY in by for axis in axes) for by in both)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the profile as plain data for `from_json`."""
-        links = {"axes": self.axes, "permutes": self.permutes}
-        data: dict[str, Any] = {
-            field: {axis: dataclasses.asdict(link) for axis, link in by_axis.items()}
-            for field, by_axis in links.items()
-            if by_axis
-        }
-        return data | ({"source": self.source} if self.source else {})
+        """Return the profile as plain data for `from_json`, without empty fields."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value}
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON for `parse_profile`. Raises `MeshparError` if the file cannot be written."""
@@ -176,31 +166,22 @@ class Links(_Measured):
     devices: str
     """The name of the devices in jax: `cpu`."""
 
-    def __post_init__(self) -> None:
-        if not self.axes and not self.permutes:
-            fix = "measure links with meshpar bench collectives --mesh data=8 --save my.json"
-            raise problem("profile of links", "use it", "it has no mesh axis", fix, code="damaged-file")
-
     @property
     def name(self) -> str:
         """`cpu links of data, tensor`."""
-        named = dict.fromkeys((*self.axes, *self.permutes))
-        return f"{self.devices} links of {', '.join('any axis' if axis == ANY else axis for axis in named)}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the profile as plain data for `from_json`."""
-        return {"devices": self.devices, **super().to_json()}
+        return f"{self.devices} links of {self.axis_names}"
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Links:
-        """Return the profile from plain data.
-
-        Raises:
-          MeshparError: a field is missing, unknown or has the wrong type.
-        """
-        _check_fields(data, {"devices", *_MEASURED})
-        _check("devices", data.get("devices"), isinstance(data.get("devices"), str), "the name of the devices in jax")
-        return Links(devices=data["devices"], **_axes_from_json(data))
+        """Return the profile from plain data. Raises `MeshparError` if a field is missing, unknown or invalid."""
+        fields = _fields_from_json(Links, data)
+        _check(
+            "axes",
+            {},
+            bool(fields.get("axes") or fields.get("permutes")),
+            "links by mesh axis (meshpar bench collectives)",
+        )
+        return Links(**fields)
 
 
 ANY = "*"
@@ -277,11 +258,7 @@ class Cluster(_Measured):
         """The fastest rates that the catalogue or the profile supports."""
         return dataclasses.replace(self.rates, efficiency=1.0)
 
-    def link(self, *, crosses_node: bool) -> Link:
-        """Return the link within a node or between nodes."""
-        return self.across if crosses_node else self.inside
-
-    def layout(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> tuple[int, int]:
+    def layout(self, axes: Iterable[str], mesh: MeshLike) -> tuple[int, int]:
         """Return the number of nodes of a group of devices along mesh axes, and the number of devices per node.
 
         If groups differ, these are the maximum number of nodes and the minimum number of devices.
@@ -293,93 +270,53 @@ class Cluster(_Measured):
         Raises:
           MeshparError: the mesh lacks an axis, or has more devices than the cluster.
         """
-        nodes, along = self._nodes(axes, mesh)
-        if nodes.size > self.num_devices:
-            requested, reason = f"use a mesh of {nodes.size} devices", f"it has {self.num_devices} GPUs"
+        sizes, axes = axis_sizes(mesh), list(axes)
+        for axis in axes:
+            if axis not in sizes:
+                requested, fix = f"use mesh axis `{axis}`", near(axis, sizes)
+                raise problem(f"cluster `{self.name}`", requested, "the mesh lacks it", fix, code="unknown-axis")
+        if (num_devices := math.prod(sizes.values())) > self.num_devices:
+            requested, reason = f"use a mesh of {num_devices} devices", f"it has {self.num_devices} GPUs"
             raise problem(f"cluster `{self.name}`", requested, reason, "use a larger cluster", code="out-of-range")
+        nodes = np.arange(num_devices).reshape(tuple(sizes.values())) // self.gpus_per_node
+        along = [dim for dim, axis in enumerate(sizes) if axis in axes]
         group_size = math.prod(nodes.shape[dim] for dim in along)
         groups = np.moveaxis(nodes, along, range(-len(along), 0)).reshape(-1, group_size)
         counts = [np.unique(group, return_counts=True)[1] for group in groups]
         return max(map(len, counts)), int(min(count.min() for count in counts))
 
-    def _nodes(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return the node of each device of a mesh, and the dims of these axes."""
-        sizes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-        for axis in (axes := list(axes)):
-            if axis not in sizes:
-                requested, fix = f"use mesh axis `{axis}`", near(axis, sizes)
-                raise problem(f"cluster `{self.name}`", requested, "the mesh lacks it", fix, code="unknown-axis")
-        nodes = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values())) // self.gpus_per_node
-        return nodes, tuple(dim for dim, axis in enumerate(sizes) if axis in axes)
-
-    def crosses_node(self, axes: Iterable[str], mesh: AnyMesh | Mapping[str, int]) -> bool:
-        """Return whether a group of devices along mesh axes spans several nodes.
-
-        Args:
-          axes: names of mesh axes.
-          mesh: the mesh, or its axis sizes in order. Devices are numbered in the order of the mesh.
-
-        Raises:
-          MeshparError: the mesh lacks an axis.
-        """
-        nodes, along = self._nodes(axes, mesh)
-        return bool(along) and bool((nodes.min(axis=along) != nodes.max(axis=along)).any())
+    def crosses_node(self, axes: Iterable[str], mesh: MeshLike) -> bool:
+        """Return whether a group of devices along mesh axes spans several nodes; see `layout`."""
+        return self.layout(axes, mesh)[0] > 1
 
     def groups_cross_node(self, groups: Sequence[Sequence[int]]) -> bool:
         """Return whether a group of device numbers spans several nodes."""
         return any(len({device // self.gpus_per_node for device in group}) > 1 for group in groups)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the profile as plain data for `from_json`."""
-        return {
-            "gpu": self.gpu.name if GPUS.get(self.gpu.name) == self.gpu else dataclasses.asdict(self.gpu),
-            "nodes": self.nodes,
-            "gpus_per_node": self.gpus_per_node,
-            "inside": dataclasses.asdict(self.inside),
-            "across": dataclasses.asdict(self.across),
-            **({"products": {str(n): rate for n, rate in self.products.items()}} if self.products else {}),
-            **({"launch_s": self.launch_s} if self.launch_s else {}),
-            **({"is_shared": True} if self.is_shared else {}),
-            **super().to_json(),
-        }
+        """Return the profile as plain data for `from_json`, without empty fields."""
+        data = super().to_json()
+        return data | {"gpu": self.gpu.name} if GPUS.get(self.gpu.name) == self.gpu else data
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Cluster:
         """Return the profile from plain data. The catalogue supplies missing values of `inside` and `across`.
 
         Raises:
-          MeshparError: a field is missing, unknown or has the wrong type.
+          MeshparError: a field is missing, unknown or invalid.
         """
-        fields = {"gpu", "nodes", "gpus_per_node", "inside", "across", "products", "launch_s", "is_shared"}
-        _check_fields(data, {*fields, *_MEASURED})
-        is_shared, launch_s = data.get("is_shared", False), data.get("launch_s", 0.0)
-        is_number = isinstance(launch_s, int | float) and not isinstance(launch_s, bool)
-        _check(
-            "launch_s",
-            launch_s,
-            is_number and 0 <= launch_s < MAX_LAUNCH_S,
-            f"seconds below {MAX_LAUNCH_S:g}, as 2.5e-06",
-        )
-        _check("is_shared", is_shared, isinstance(is_shared, bool), "true or false")
+        fields = _fields_from_json(Cluster, data)
         try:
-            gpu = data["gpu"] if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
-            gpu = gpu if isinstance(gpu, Gpu) else _gpu_from_json(gpu)
-            for key in ("nodes", "gpus_per_node"):
-                _check(key, data[key], type(data[key]) is int, "an integer")
+            gpu = _gpu_from_json(data["gpu"]) if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
             default = cluster_of(gpu, nodes=data["nodes"], gpus_per_node=data["gpus_per_node"])
-            links: dict[str, Any] = _axes_from_json(data)
-            for key in ("inside", "across"):
-                links[key] = dataclasses.replace(getattr(default, key), **data.get(key, {}))
-            products = _products_from_json(data.get("products", {}))
-            return dataclasses.replace(
-                default, products=products, launch_s=float(launch_s), is_shared=is_shared, **links
-            )
-        except MeshparError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:
+            links = {
+                key: dataclasses.replace(getattr(default, key), **data.get(key, {})) for key in ("inside", "across")
+            }
+        except (KeyError, TypeError) as error:
             reason = f"a field is missing or invalid: {type(error).__name__}: {error}"
             fix = 'write {"gpu": "h100", "nodes": 8, "gpus_per_node": 8, "across": {"bytes_per_s": 5e10}}'
             raise problem("cluster profile", "read it", reason, fix, code="damaged-file") from None
+        return dataclasses.replace(default, **{**fields, **links, "gpu": gpu})
 
 
 Profile: TypeAlias = Cluster | Links
@@ -392,9 +329,19 @@ def parse_profile(text: str | Profile) -> Profile:
     Raises:
       MeshparError: the text is invalid, or the GPU or the file does not exist.
     """
-    if isinstance(text, Links):
+    if isinstance(text, Cluster | Links):
         return text
-    return _load(Path(text)) if isinstance(text, str) and text.endswith(".json") else parse_cluster(text)
+    if not isinstance(text, str):
+        reason, fix = f"it is a {type(text).__name__} and not a string", "write `h100:8x8`"
+        raise problem(f"cluster {text!r}", "read it", reason, fix, code="wrong-type")
+    if text.endswith(".json"):
+        data = read_json(text, f"cluster profile `{text}`", "use the path of a saved profile")
+        return Links.from_json(data) if isinstance(data, Mapping) and "devices" in data else Cluster.from_json(data)
+    match = re.fullmatch(r"([A-Za-z0-9_\-]+):(?:([0-9]{1,6})x)?([0-9]{1,6})", text.strip())
+    if match is None:
+        reason, fix = "it is neither GPU:NODESxGPUS nor a .json profile", "write `h100:8x8`"
+        raise problem(f"cluster `{text}`", "read it", reason, fix, code="bad-syntax")
+    return cluster_of(gpu_by_name(match.group(1)), nodes=int(match.group(2) or 1), gpus_per_node=int(match.group(3)))
 
 
 def parse_cluster(text: str | Cluster) -> Cluster:
@@ -407,23 +354,13 @@ def parse_cluster(text: str | Cluster) -> Cluster:
       >>> parse_cluster("h100:8x8").num_devices
       64
     """
-    if isinstance(text, Cluster):
-        return text
-    if isinstance(text, Links):
-        raise _no_gpu(text.name, text)
-    if not isinstance(text, str):
-        reason, fix = f"it is a {type(text).__name__} and not a string", "write `h100:8x8`"
-        raise problem(f"cluster {text!r}", "read it", reason, fix, code="wrong-type")
-    if text.endswith(".json"):
-        profile = _load(Path(text))
-        if isinstance(profile, Links):
-            raise _no_gpu(text, profile)
-        return profile
-    match = re.fullmatch(r"([A-Za-z0-9_\-]+):(?:([0-9]{1,6})x)?([0-9]{1,6})", text.strip())
-    if match is None:
-        reason, fix = "it is neither GPU:NODESxGPUS nor a .json profile", "write `h100:8x8`"
-        raise problem(f"cluster `{text}`", "read it", reason, fix, code="bad-syntax")
-    return cluster_of(gpu_by_name(match.group(1)), nodes=int(match.group(2) or 1), gpus_per_node=int(match.group(3)))
+    profile = parse_profile(text)
+    if isinstance(profile, Links):
+        where = f"cluster profile `{text if isinstance(text, str) else profile.name}`"
+        reason = f"it has links measured on `{profile.devices}` devices, and no GPU"
+        fix = 'name GPUs, such as h100:1x8; the profile can be used with algorithm="auto" and meshpar cost --axis'
+        raise problem(where, "use it as a cluster of GPUs", reason, fix, code="wrong-type")
+    return profile
 
 
 def cluster_of(gpu: Gpu, *, nodes: int, gpus_per_node: int) -> Cluster:
@@ -437,9 +374,8 @@ def gpu_by_name(name: str) -> Gpu:
     """Return a GPU of the catalogue. Raises `MeshparError` if the name is unknown."""
     gpu = GPUS.get(str(name).lower())
     if gpu is None:
-        raise problem(
-            f"GPU `{name}`", "use it", "it is not in the catalogue", near(str(name), GPUS), code="unknown-name"
-        )
+        fix = near(str(name), GPUS)
+        raise problem(f"GPU `{name}`", "use it", "it is not in the catalogue", fix, code="unknown-name")
     return gpu
 
 
@@ -470,40 +406,45 @@ def peak_flops_per_s(device_kind: str, dtype: str = "bfloat16") -> float | None:
     return gpu.fp32_flops_per_s if dtype == "float32" else gpu.bf16_flops_per_s
 
 
-def _no_gpu(name: str, links: Links) -> MeshparError:
-    reason = f"it has links measured on `{links.devices}` devices, and no GPU"
-    fix = 'name GPUs, such as h100:1x8; the profile can be used with algorithm="auto" and meshpar cost --axis'
-    return problem(f"cluster profile `{name}`", "use it as a cluster of GPUs", reason, fix, code="wrong-type")
+def _is_number(value: Any, minimum: float, maximum: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-def _load(path: Path) -> Profile:
-    data = read_json(path, f"cluster profile `{path}`", "use the path of a saved profile")
-    if not isinstance(data, Mapping):
-        reason, fix = "it has no JSON object", "save a profile with `Cluster.save`"
-        raise problem(f"cluster profile `{path}`", "read it", reason, fix, code="damaged-file")
-    return Links.from_json(data) if "devices" in data else Cluster.from_json(data)
+def _are_rates(value: Any) -> bool:
+    rates = value.items() if isinstance(value, Mapping) else [("", 0)]
+    return all(str(n).isdigit() and int(n) > 0 and _is_number(rate, 1 / MAX_VALUE, MAX_VALUE) for n, rate in rates)
 
 
-_MEASURED = ("axes", "permutes", "source")
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "devices": (lambda value: isinstance(value, str), "the name of the devices in jax"),
+    "source": (lambda value: isinstance(value, str), "a string"),
+    "axes": (lambda value: isinstance(value, Mapping), "an object with a link for each mesh axis"),
+    "permutes": (lambda value: isinstance(value, Mapping), "an object with a link for each mesh axis"),
+    "nodes": (is_int, "an integer"),
+    "gpus_per_node": (is_int, "an integer"),
+    "launch_s": (lambda value: _is_number(value, 0, MAX_LAUNCH_S), f"seconds below {MAX_LAUNCH_S:g}, as 2.5e-06"),
+    "is_shared": (lambda value: isinstance(value, bool), "true or false"),
+    "products": (_are_rates, 'FLOP/s by the size of the matrices, as {"4096": 6.2e14}'),
+}
+"""Checks of the fields of a profile by name, with a description of valid values."""
 
 
-def _axes_from_json(data: Mapping[str, Any]) -> dict[str, Any]:
-    _check("source", data.get("source", ""), isinstance(data.get("source", ""), str), "a string")
-    result: dict[str, Any] = {"source": data.get("source", "")}
-    for field in ("axes", "permutes"):
-        links = data.get(field, {})
-        _check(field, links, isinstance(links, Mapping), "an object with a link for each mesh axis")
-        result[field] = {axis: _link_from_json(f"{field}.{axis}", link) for axis, link in links.items()}
-    return result
-
-
-def _products_from_json(data: Any) -> dict[int, float]:
-    is_rates = isinstance(data, Mapping) and all(
-        str(n).isdigit() and int(n) > 0 and isinstance(rate, int | float) and 0 < rate < math.inf
-        for n, rate in data.items()
-    )
-    _check("products", data, is_rates, 'FLOP/s by the size of the matrices, as {"4096": 6.2e14}')
-    return {int(n): float(rate) for n, rate in sorted(data.items(), key=lambda item: int(item[0]))}
+def _fields_from_json(profile: type[Profile], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a profile from plain data. Those without a check are returned as they are."""
+    _check("profile", data, isinstance(data, Mapping), "a JSON object")
+    known = {field.name for field in dataclasses.fields(profile)}
+    for key, value in data.items():
+        if key not in known:
+            reason, fix = "a profile has no such field", near(key, known)
+            raise problem("cluster profile", f"set `{key}`", reason, fix, code="unknown-name")
+        is_valid, expected = _CHECKS.get(key, (lambda value: True, ""))
+        _check(key, value, is_valid(value), expected)
+    fields = dict(data)
+    for key in {"axes", "permutes"} & data.keys():
+        fields[key] = {axis: _link_from_json(f"{key}.{axis}", link) for axis, link in data[key].items()}
+    if "products" in data:
+        fields["products"] = dict(sorted((int(n), float(rate)) for n, rate in data["products"].items()))
+    return fields
 
 
 def _link_from_json(field: str, data: Any) -> Link:
@@ -511,40 +452,24 @@ def _link_from_json(field: str, data: Any) -> Link:
         return Link(**data)
     except (TypeError, MeshparError):
         expected = 'a latency of at least 0 and a bandwidth above 0, as {"alpha_s": 2e-6, "bytes_per_s": 4.5e11}'
-        raise _invalid_field(field, data, expected) from None
-
-
-def _check_fields(data: Mapping[str, Any], known: set[str]) -> None:
-    for key in data.keys() - known:
-        reason, fix = "a profile has no such field", near(key, known)
-        raise problem("cluster profile", f"set `{key}`", reason, fix, code="unknown-name")
+        _check(field, data, False, expected)
+        raise
 
 
 def _gpu_from_json(data: Mapping[str, Any]) -> Gpu:
-    capability, kinds = data["chip"]["compute_capability"], data["device_kinds"]
-    is_capability = isinstance(capability, list | tuple) and [type(part) for part in capability] == [int, int]
-    _check("compute_capability", capability, is_capability, "two integers, as [9, 0]")
+    gpu, kinds = gpu_from(data), data["device_kinds"]
     are_kinds = isinstance(kinds, list | tuple) and bool(kinds) and all(isinstance(kind, str) for kind in kinds)
     _check("device_kinds", kinds, are_kinds, "a list of at least one name")
-    gpu = gpu_from(data)
+    capability = gpu.chip.compute_capability
+    _check("compute_capability", capability, [*map(type, capability)] == [int, int], "two integers, as [9, 0]")
     for record in (gpu, gpu.chip):
-        for field in dataclasses.fields(record):
-            if field.type in ("int", "float"):
-                _check_number(field.name, getattr(record, field.name), is_int=field.type == "int")
+        for field in (field.name for field in dataclasses.fields(record) if field.type in ("int", "float")):
+            value = getattr(record, field)
+            _check(field, value, _is_number(value, 1 / MAX_VALUE, MAX_VALUE), f"above 0 and at most {MAX_VALUE:g}")
     return gpu
-
-
-def _check_number(field: str, value: Any, *, is_int: bool) -> None:
-    is_number = isinstance(value, int if is_int else int | float) and not isinstance(value, bool)
-    expected = f"{'an integer' if is_int else 'a number'} above 0 and at most {MAX_VALUE:g}"
-    _check(field, value, is_number and 0 < value <= MAX_VALUE, expected)
 
 
 def _check(field: str, value: Any, is_valid: bool, expected: str) -> None:
     if not is_valid:
-        raise _invalid_field(field, value, expected)
-
-
-def _invalid_field(field: str, value: Any, expected: str) -> MeshparError:
-    requested = f"set `{field}` to {value!r:.60}"
-    return problem("cluster profile", requested, f"it must be {expected}", "correct the file", code="damaged-file")
+        requested = f"set `{field}` to {value!r:.60}"
+        raise problem("cluster profile", requested, f"it must be {expected}", "correct the file", code="damaged-file")

@@ -8,12 +8,13 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from meshpar.sharding.types import AnyMesh, problem
+from meshpar.sharding.errors import problem
+from meshpar.sharding.host_resources import read_text
+from meshpar.sharding.types import AnyMesh
 
 Value = bool | int | float | str
 Options = Mapping[str, Value]
@@ -69,21 +70,11 @@ def options_for(mesh: AnyMesh, user: Options, strategy: Options = MappingProxyTy
 
 def check_kind(options: object) -> None:
     """Check that the options are a dict from names that begin with `xla_` to values of a valid type."""
-    if not isinstance(options, Mapping):
-        reason, fix = "it must be a dict of XLA's options by name", "write xla={'xla_...': value}"
-        raise problem(f"xla={options!r}", "compile with it", reason, fix, code="wrong-type")
-    for name, value in options.items():
-        has_name = isinstance(name, str) and name.startswith("xla_")
-        if not has_name or not isinstance(value, Value):
-            fix = "write it without dashes, as xla_gpu_all_gather_combine_threshold_bytes=1073741824"
-            reason = "names of XLA's options begin with xla_"
-            if has_name:
-                reason = f"values are numbers, bools or strings, and not of type {type(value).__name__}"
-            raise problem(_as_text(options), f"set {name!r} to {value!r}", reason, fix, code="wrong-type")
-
-
-def _as_text(options: Mapping[Any, Any]) -> str:
-    return "xla={" + ", ".join(f"{name!r}: {value!r}" for name, value in options.items()) + "}"
+    for name, value in options.items() if isinstance(options, Mapping) else [(None, options)]:
+        if not isinstance(name, str) or not name.startswith("xla_") or not isinstance(value, Value):
+            reason = "names of XLA's options begin with xla_, and values are numbers, bools or strings"
+            fix = "write xla={'xla_gpu_all_gather_combine_threshold_bytes': 1073741824}, a dict without dashes"
+            raise problem(f"xla={options!r}", "compile with it", reason, fix, code="wrong-type")
 
 
 def check_options(options: Options) -> Options:
@@ -93,10 +84,14 @@ def check_options(options: Options) -> Options:
       MeshparError: a name is unknown to XLA, or a value has the wrong type.
     """
     check_kind(options)
-    where = _as_text(options)
+    where = f"xla={dict(options)}"
     for name, value in options.items():
-        if name == LATENCIES:
-            _check_latencies(where, str(value))
+        if name == LATENCIES:  # XLA would silently ignore an invalid file
+            requested, fix = f"use the latencies of {value}", "use a file written by a profiler, with the suffix .pbtxt"
+            if not str(value).endswith(".pbtxt"):
+                raise problem(where, requested, "XLA reads only *.pbtxt files as text", fix, code="wrong-type")
+            if not read_text(str(value), where, fix, requested=requested).startswith("costs {"):
+                raise problem(where, requested, "it does not begin with `costs {`", fix, code="damaged-file")
         # A new function for each option, because jax's cache does not distinguish 1 from True.
         program = jax.jit(lambda: 0, compiler_options={name: value})
         try:  # XLA checks options before it compiles
@@ -121,16 +116,3 @@ def fingerprint(lowered: jax.stages.Lowered, options: Options) -> str:
         options = {**options, LATENCIES: hashlib.sha256(content).hexdigest()}
     text = json.dumps([jax.__version__, sorted(options.items()), lowered.as_text()])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _check_latencies(where: str, path: str) -> None:
-    """Check a latency file. XLA would silently ignore an invalid one."""
-    requested, fix = f"use the latencies of {path}", "use a file written by a profiler"
-    if not path.endswith(".pbtxt"):
-        raise problem(
-            where, requested, "XLA reads only *.pbtxt files as text", "rename it to *.pbtxt", code="wrong-type"
-        )
-    if not Path(path).is_file():
-        raise problem(where, requested, "there is no such file", fix, code="missing-file")
-    if not Path(path).read_text(encoding="utf-8", errors="replace").startswith("costs {"):
-        raise problem(where, requested, "it does not begin with `costs {`", fix, code="damaged-file")

@@ -13,17 +13,15 @@ follow nccl-tests (NVIDIA/nccl-tests, doc/PERFORMANCE.md, 2024).
 from __future__ import annotations
 
 import dataclasses
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshpar.hardware import cost_model as cost
-from meshpar.hardware.clusters import Cluster, Link, Links, Profile
+from meshpar.hardware.clusters import Cluster, Link, Links, Profile, parse_profile
 from meshpar.hardware.cost_model import Cost
-from meshpar.sharding.errors import check_choice
+from meshpar.sharding.errors import check_choice, check_positive_int, problem
 from meshpar.sharding.printing import Plain, Printed, table
-from meshpar.sharding.types import MeshLike, axis_sizes, is_int, near, problem
+from meshpar.sharding.types import MeshLike, axis_sizes
 from meshpar.sharding.units import si
 
 
@@ -42,7 +40,7 @@ class Algorithm:
     name: str
     kind: str
     """Name of the collective in XLA."""
-    cost: Callable[[float, int], Cost]
+    cost: Callable[..., Cost]
     forms: Forms
     lays_rings: bool = False
     """Whether NCCL uses all network ports of a node. Other algorithms use one port per rank."""
@@ -108,15 +106,6 @@ ALIASES: Mapping[str, str] = {
     "permute": "message",
 }
 
-_BOUND: Mapping[str, Callable[[int], float]] = {
-    "all-reduce": lambda num_ranks: 2 * (num_ranks - 1) / num_ranks,
-    "reduce-scatter": lambda num_ranks: (num_ranks - 1) / num_ranks,
-    "all-gather": lambda num_ranks: (num_ranks - 1) / num_ranks,
-    "all-to-all": lambda num_ranks: (num_ranks - 1) / num_ranks,
-    "collective-broadcast": lambda num_ranks: 1.0,
-    "collective-permute": lambda num_ranks: 1.0,
-}
-
 
 def bus_factor(kind: str, num_ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth: the fraction of the payload that a rank must send.
@@ -124,8 +113,7 @@ def bus_factor(kind: str, num_ranks: int) -> float:
     Raises:
       MeshparError: the kind of collective is unknown.
     """
-    check_choice("bus_factor", "a collective", tuple(_BOUND), kind=kind)
-    return _BOUND[kind](num_ranks)
+    return cost.bytes_sent(kind, 1.0, num_ranks)
 
 
 class LinkCost(NamedTuple):
@@ -234,21 +222,15 @@ class Account(Printed):
         rows = [
             ("steps", f"{self.steps:,}", forms.steps),
             ("bytes sent per rank", si(sent, "B"), forms.bytes_sent),
-            (
-                "lower bound",
-                si(self.lower_bound_bytes, "B"),
-                f"of any algorithm; this one sends {ratio:.3g} times as much",
-            ),
+            ("lower bound", si(self.lower_bound_bytes, "B"), f"of any algorithm; this one sends {ratio:.3g} times it"),
             ("latency", si(self.latency_s, "s"), "steps × α"),
             ("bandwidth", si(self.bandwidth_s, "s"), "consecutive bytes × β"),
             ("time", si(self.time_s, "s"), forms.time),
             ("algorithm bandwidth", si(self.algorithm_bytes_per_s, "B/s"), "n / time"),
             ("bus bandwidth", si(self.bus_bytes_per_s, "B/s"), "lower bound / time"),
         ]
-        rows += [
-            ("link", f"α {si(leg.link.alpha_s, 's')}, {si(leg.link.bytes_per_s, 'B/s')}", leg.where)
-            for leg in self.legs
-        ]
+        for leg in self.legs:
+            rows.append(("link", f"α {si(leg.link.alpha_s, 's')}, {si(leg.link.bytes_per_s, 'B/s')}", leg.where))
         if self.algorithm.kind == "all-reduce" and len(self.legs) == 1:
             rows.append(("crossover", *_crossover_text(self.crossover_bytes)))
         return rows
@@ -298,7 +280,7 @@ def account(
     algorithm: str,
     payload_bytes: float,
     num_ranks: int,
-    over: Link | Profile,
+    over: Link | Profile | str,
     *,
     inner: int | None = None,
     servers: int = 1,
@@ -313,8 +295,8 @@ def account(
       payload_bytes: n, the bytes of the gathered array for an all-gather, of the array before scattering for a
         reduce-scatter, and of the local array otherwise.
       num_ranks: N.
-      over: a link, measured links, or a cluster. In a cluster the ranks are consecutive, unless `axes` and `mesh`
-        determine their order.
+      over: a link, measured links, or a cluster, also as text for `parse_profile`. In a cluster the ranks are
+        consecutive, unless `axes` and `mesh` determine their order.
       inner: K of the hierarchical algorithm, by default the GPUs per node.
       servers: S, the number of parameter servers.
       axes: mesh axes of the group, for measured links. The last axis is the inner axis of the hierarchical algorithm.
@@ -323,31 +305,34 @@ def account(
         NCCL's rings.
 
     Raises:
-      ValueError: no such algorithm; sizes that cannot be; a cluster that is too small, links that were not measured.
+      MeshparError: the algorithm is unknown, a size is invalid, the cluster is too small, or a link was not measured.
     """
-    known = _named(algorithm)
-    _check_sizes(known.name, payload_bytes, ranks=num_ranks, servers=servers, inner=1 if inner is None else inner)
-    _check_links(known.name, over, axes, mesh)
-    kind = "collective-permute" if by_messages or not known.lays_rings else known.kind
-    cost.message(payload_bytes)  # refuses what is no payload
+    name = str(algorithm).lower().replace("_", "-")
+    check_choice("cost", "an algorithm", (*ALGORITHMS, *ALIASES), algorithm=name)
+    known = ALGORITHMS[ALIASES.get(name, name)]
+    check_positive_int(f"`{name}`", "a number of ranks", ranks=num_ranks, servers=servers, inner=inner or 1)
+    over = over if isinstance(over, Link) else parse_profile(over)
     mesh = mesh if mesh is not None else {"ranks": num_ranks}
+    all_axes = axes or tuple(axis_sizes(mesh))
     legs: tuple[LinkCost, ...]
     if known.name == "hierarchical":
         legs = _two_levels(payload_bytes, num_ranks, over, inner, axes, mesh, by_messages=by_messages)
     else:
-        found = (
-            cost.parameter_server_all_reduce(payload_bytes, num_ranks, num_servers=servers)
-            if known.name == "parameter-server"
-            else known.cost(payload_bytes, num_ranks)
-        )
-        legs = (_leg(found, kind, over, axes or _own(mesh), mesh),)
+        options = {"num_servers": servers} if known.name == "parameter-server" else {}
+        kind = "collective-permute" if by_messages or not known.lays_rings else known.kind
+        legs = (LinkCost(known.cost(payload_bytes, num_ranks, **options), *_link(kind, over, all_axes, mesh)),)
+    crossover_bytes = None
+    if known.kind == "all-reduce" and len(legs) == 1:
+        tree, _ = _link("collective-permute", over, all_axes, mesh)
+        ring, _ = (tree, "") if by_messages else _link("all-reduce", over, all_axes, mesh)
+        crossover_bytes = cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree)
     return Account(
         over="as given" if isinstance(over, Link) else f"{over.name}, {over.links_from}",
         algorithm=known,
         payload_bytes=float(payload_bytes),
         num_ranks=num_ranks,
         legs=legs,
-        crossover_bytes=_crossover_bytes(known, num_ranks, over, axes, mesh, by_messages=by_messages),
+        crossover_bytes=crossover_bytes,
     )
 
 
@@ -357,49 +342,6 @@ def compare(
     """Compare the costs of algorithms for a collective. Options and errors are as in `account`."""
     accounts = [account(name, payload_bytes, num_ranks, over, **options) for name in names]
     return Accounts(accounts=tuple(sorted(accounts, key=lambda each: each.time_s)))
-
-
-# ---- Helpers ---------------------------------------------------------------------------------------------------------
-
-
-MAX_RANKS = 1 << 24
-"""Maximum number of ranks of a collective."""
-
-
-def _check_sizes(name: str, payload_bytes: Any, **counts: Any) -> None:
-    is_number = isinstance(payload_bytes, numbers.Real) and not isinstance(payload_bytes, bool)
-    if not (is_number and 0 <= payload_bytes < math.inf):
-        reason, fix = "it must be a finite number of at least 0", "use 14e9"
-        raise problem(f"`{name}`", f"send {payload_bytes!r} bytes", reason, fix, code="out-of-range")
-    for field, count in counts.items():
-        if not is_int(count, 1) or count > MAX_RANKS:
-            reason, fix = f"it must be an integer from 1 to {MAX_RANKS:,}", f"use {field}=8"
-            raise problem(f"`{name}`", f"run with {field}={count!r}", reason, fix, code="not-an-int")
-
-
-def _check_links(name: str, over: Any, axes: Any, mesh: Any) -> None:
-    if not isinstance(over, Link | Cluster | Links):
-        reason = "links are a Link, a Cluster or Links"
-        fix = 'use meshpar.hardware.clusters.parse_cluster("h100:8x8")'
-        raise problem(f"`{name}`", f"use the links of {over!r}", reason, fix, code="wrong-type")
-    if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-        reason, fix = "it must be a sequence of mesh axes", 'write axes=("data",)'
-        raise problem(f"`{name}`", f"use axes={axes!r}", reason, fix, code="wrong-type")
-    if mesh is not None and not isinstance(mesh, Mapping) and not hasattr(mesh, "axis_names"):
-        reason, fix = f"it is a {type(mesh).__name__}", 'use a mesh, or sizes by axis: {"data": 8}'
-        raise problem(f"`{name}`", f"use mesh={mesh!r}", reason, fix, code="wrong-type")
-
-
-def _named(algorithm: str) -> Algorithm:
-    name = str(algorithm).lower().replace("_", "-")
-    if ALIASES.get(name, name) not in ALGORITHMS:
-        reason, fix = "there is no such algorithm", near(name, [*ALGORITHMS, *ALIASES])
-        raise problem(f"algorithm `{algorithm}`", "use it", reason, fix, code="unknown-choice")
-    return ALGORITHMS[ALIASES.get(name, name)]
-
-
-def _own(mesh: MeshLike) -> tuple[str, ...]:
-    return tuple(axis_sizes(mesh))
 
 
 def _two_levels(
@@ -422,17 +364,11 @@ def _two_levels(
         mesh = {"across": num_ranks // inner, "inside": inner}
         axes = ("across", "inside")
     kind = "collective-permute" if by_messages else "all-reduce"
-    return (
-        _leg(both.inside, kind, over, axes[-1:], mesh, prefix="inside: "),
-        _leg(both.across, kind, over, axes[:-1], mesh, prefix="across: "),
+    inside, inside_where = _link(kind, over, axes[-1:], mesh)
+    across, across_where = _link(kind, over, axes[:-1], mesh)
+    return LinkCost(both.inside, inside, f"inside: {inside_where}"), LinkCost(
+        both.across, across, f"across: {across_where}"
     )
-
-
-def _leg(
-    phase: Cost, kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, prefix: str = ""
-) -> LinkCost:
-    link, where = _link(kind, over, axes, mesh)
-    return LinkCost(cost=phase, link=link, where=prefix + where)
 
 
 def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) -> tuple[Link, str]:
@@ -445,28 +381,15 @@ def _link(kind: str, over: Link | Profile, axes: Sequence[str], mesh: MeshLike) 
         is_default = label not in keys and not keys.issuperset(axes)
         return measured, "measured, for all axes" if is_default else f"measured along `{label}`"
     if isinstance(over, Links):
-        names = ", ".join(f"`{axis}`" for axis in dict.fromkeys((*over.axes, *over.permutes)))
-        requested = f"use mesh axis `{label}`"
         fix = f"use one of these axes, or measure it: meshpar bench collectives --mesh {axes[0]}=8 --save my.json"
-        reason = f"its links were measured along {names}"
-        raise problem(f"profile `{over.name}`", requested, reason, fix, code="unknown-axis")
+        reason = f"its links were measured along {over.axis_names}"
+        raise problem(f"profile `{over.name}`", f"use mesh axis `{label}`", reason, fix, code="unknown-axis")
     nodes, per_node = over.layout(axes, mesh)
     link = cost.collective_link(kind, over, num_nodes=nodes, per_node=per_node)
     if nodes == 1:
         return link, "within a node"
     ports = f", {per_node} ports per node" if kind != "collective-permute" and per_node > 1 else ""
     return link, f"between {nodes} nodes{ports}"
-
-
-def _crossover_bytes(
-    known: Algorithm, num_ranks: int, over: Link | Profile, axes: Sequence[str], mesh: MeshLike, *, by_messages: bool
-) -> float | None:
-    """Return the payload below which recursive doubling is faster than a ring; None for other collectives."""
-    if known.kind != "all-reduce" or known.name == "hierarchical":
-        return None
-    tree, _ = _link("collective-permute", over, axes or _own(mesh), mesh)
-    ring, _ = (tree, "") if by_messages else _link("all-reduce", over, axes or _own(mesh), mesh)
-    return cost.ring_tree_crossover_bytes(num_ranks, ring, tree_link=tree)
 
 
 def _crossover_text(crossover_bytes: float | None) -> tuple[str, str]:

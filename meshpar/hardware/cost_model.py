@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from meshpar.hardware.clusters import Cluster, Link
 from meshpar.sharding.errors import check_choice, check_positive_int, problem
@@ -53,18 +54,13 @@ class Cost:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class HierarchicalCost:
+class HierarchicalCost(NamedTuple):
     """Cost of an algorithm with two consecutive phases on different links."""
 
     inside: Cost
     """Phase within groups of K ranks."""
     across: Cost
     """Phase between groups. The K ranks of a group communicate with their counterparts at the same time."""
-
-    def time_s(self, inside: Link, across: Link) -> float:
-        """Return the time over a link within the groups and a link between them."""
-        return self.inside.time_s(inside) + self.across.time_s(across)
 
 
 # ---- Point to point --------------------------------------------------------------------------------------------------
@@ -262,10 +258,6 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | N
 
 def quantized_bytes(num_elements: int, *, block: int = 256) -> int:
     """Return the bytes of a quantized array: one per element, and four per block of at most `block` elements."""
-    if num_elements < 0 or block < 1:
-        requested = f"send {num_elements} elements in blocks of {block}"
-        reason, fix = "a size is negative, or a block is empty", "use a positive block size"
-        raise problem("quantized array", requested, reason, fix, code="out-of-range")
     num_blocks = -(-num_elements // block)
     return num_blocks * (-(-num_elements // max(num_blocks, 1)) + 4)
 
@@ -344,7 +336,13 @@ def dropless_rows(num_tokens: int, k: int, num_experts: int, num_ranks: int, bou
     The experts of a token are different, so at most E/N of them belong to a rank. With a bound factor f the buffer has
     at most `f T k / N` rows per sending rank.
     """
-    _check_routed(num_tokens, k, num_experts, num_ranks)
+    if min(num_tokens, k, num_experts, num_ranks) < 1 or num_experts % num_ranks:
+        requested = f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks"
+        reason, fix = (
+            "a number is 0, or the experts are indivisible",
+            "use a multiple of the ranks as number of experts",
+        )
+        raise problem("mixture of experts", requested, reason, fix, code="indivisible")
     if num_ranks == 1:
         return num_tokens * k
     pair_rows = num_tokens * min(k, num_experts // num_ranks)
@@ -400,10 +398,6 @@ def grouped_rows(num_rows: int, num_groups: int, block: int) -> int:
 
     Gale et al. 2022, "MegaBlocks".
     """
-    if num_rows < 0 or num_groups < 1 or block < 1:
-        requested = f"divide {num_rows} rows of {num_groups} groups into blocks of {block}"
-        reason, fix = "a size is out of range", "use at least 0 rows and at least 1 group and block"
-        raise problem("grouped matmul", requested, reason, fix, code="out-of-range")
     return min((num_rows + num_groups * (block - 1)) // block, num_rows) * block
 
 
@@ -420,16 +414,6 @@ def grouped_block(num_rows: int, num_groups: int) -> int:
     """Return the default number of rows per block of a grouped matmul, a power of two."""
     rows = max(num_rows // (BLOCKS_A_GROUP * num_groups), 1)
     return min(max(1 << (rows.bit_length() - 1), 8), MAX_BLOCK_ROWS)
-
-
-def _check_routed(num_tokens: int, k: int, num_experts: int, num_ranks: int) -> None:
-    if min(num_tokens, k, num_experts, num_ranks) < 1 or num_experts % num_ranks:
-        requested = f"send {num_tokens} tokens to {k} of {num_experts} experts on {num_ranks} ranks"
-        reason, fix = (
-            "a number is 0, or the experts are indivisible",
-            "use a multiple of the ranks as number of experts",
-        )
-        raise problem("mixture of experts", requested, reason, fix, code="indivisible")
 
 
 # ---- Collectives as the compiler names them --------------------------------------------------------------------------
@@ -452,6 +436,12 @@ _RINGS = frozenset({"all-reduce", "all-gather", "reduce-scatter", "collective-br
 _MESSAGES = frozenset({"collective-permute", "send", "recv"})
 
 
+def as_sent(kind: str, payload_bytes: float, group_size: int) -> Cost:
+    """Return the cost of a collective with its ring algorithm. Arguments and errors are those of `bytes_sent`."""
+    check_choice("cost model", "a collective", KINDS, kind=kind)
+    return _AS_SENT[kind](payload_bytes, group_size)
+
+
 def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
     """Return the bytes that a device sends in a collective, with ring algorithms.
 
@@ -470,14 +460,7 @@ def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
 def collective_time_s(kind: str, payload_bytes: float, group_size: int, link: Link) -> float:
     """Return the time of a collective over a link, by rings; for an all-reduce, the faster of ring and tree.
 
-    Args:
-      kind: one of `KINDS`.
-      payload_bytes: as in `bytes_sent`.
-      group_size: number of devices.
-      link: the link between them.
-
-    Raises:
-      MeshparError: the kind is unknown, or a size is out of range.
+    Arguments and errors are those of `bytes_sent`.
     """
     time_s = as_sent(kind, payload_bytes, group_size).time_s(link)
     return time_s if kind != "all-reduce" else min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link))
@@ -496,7 +479,7 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
     if measured is not None:
         return measured
     if num_nodes == 1 or kind not in _RINGS:
-        return cluster.link(crosses_node=num_nodes > 1)
+        return cluster.across if num_nodes > 1 else cluster.inside
     steps, across_steps = num_nodes * per_node - 1, num_nodes - 1
     alpha_s = (across_steps * cluster.across.alpha_s + (steps - across_steps) * cluster.inside.alpha_s) / steps
     ports_bytes_per_s = per_node * cluster.across.bytes_per_s
@@ -505,21 +488,9 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
     return Link(alpha_s=alpha_s, bytes_per_s=ports_bytes_per_s)
 
 
-# ---- Kernels ---------------------------------------------------------------------------------------------------------
-
-
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
     """Return the FLOPs of `[rows, inner] @ [inner, columns]`; a multiply-add is two FLOPs."""
     return 2 * rows * inner * columns
-
-
-# ---- Helpers ---------------------------------------------------------------------------------------------------------
-
-
-def as_sent(kind: str, payload_bytes: float, group_size: int) -> Cost:
-    """Return the cost of a collective with its ring algorithm. Arguments and errors are those of `bytes_sent`."""
-    check_choice("cost model", "a collective", KINDS, kind=kind)
-    return _AS_SENT[kind](payload_bytes, group_size)
 
 
 def _all_but_own(payload_bytes: float, num_ranks: int) -> float:
@@ -534,9 +505,9 @@ def _doublings(num_ranks: int) -> tuple[int, int]:
 
 
 def _check(payload_bytes: float, num_ranks: int) -> None:
-    if num_ranks < 1:
-        reason, fix = "a group has at least one rank", "use at least 1"
-        raise problem("collective", f"run on {num_ranks} ranks", reason, fix, code="out-of-range")
-    if not payload_bytes >= 0:
-        reason, fix = "a payload is not negative", "use at least 0"
-        raise problem("collective", f"send {payload_bytes} bytes", reason, fix, code="out-of-range")
+    if num_ranks < 1 or not payload_bytes >= 0:
+        requested, reason = (
+            f"send {payload_bytes} bytes on {num_ranks} ranks",
+            "a group is empty, or a payload negative",
+        )
+        raise problem("collective", requested, reason, "use at least 1 rank and 0 bytes", code="out-of-range")

@@ -157,7 +157,7 @@ class Clock:
         flops -= work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
         # The backward pass of attention has five matmuls, the forward pass two.
         backward = STEP.attention_backward * work.attention[None]
-        forward_rate, backward_rate = self.rates.attention_flops_per_s
+        forward_rate, backward_rate = self.rates.gpu.attention_flops_per_s
         rate = efficiency * self.rates.peak_flops_per_s(8 * work.compute_itemsize)
         outside = (flops - forward - 2 * work.attention[None]) / rate
         time_s = outside + forward / forward_rate + backward / backward_rate

@@ -62,8 +62,8 @@ def test_links_from_options_and_from_a_profile(meshpar, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["ring", "--ranks", "0"], "run with ranks=0: it must be an integer from 1 to"),
-        (["ring", "--bytes", "-5"], "it must be a finite number of at least 0"),
+        (["ring", "--ranks", "0"], "set ranks=0: it is a number of ranks and must be an integer of at least 1"),
+        (["ring", "--bytes", "-5"], "a group is empty, or a payload negative"),
         (["ring", "--bytes", "many"], "Write 14e9, 14GB or 256kB"),
         (["rings"], "Did you mean `ring`"),
         (["hierarchical", "--ranks", "12", "--inner", "5"], "5 does not divide 12"),

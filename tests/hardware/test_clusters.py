@@ -11,7 +11,6 @@ import pytest
 from meshpar.hardware import clusters as hardware
 from meshpar.hardware.catalogue import GPUS, Gpu
 from meshpar.hardware.clusters import Cluster, Link, parse_cluster, peak_flops_per_s
-from meshpar.sharding.types import MeshparError
 from tests.errors import raises
 
 FIGURES = [
@@ -26,7 +25,6 @@ def test_parse_cluster_reads_gpu_nodes_and_gpus_per_node():
     assert cluster.inside == Link(alpha_s=1.9e-6, bytes_per_s=450e9)
     assert cluster.across == Link(alpha_s=4.0e-6, bytes_per_s=50e9)
     assert cluster.across.beta_s_per_byte == pytest.approx(2e-11)
-    assert cluster.link(crosses_node=True) is cluster.across
 
 
 def test_parse_cluster_accepts_short_names():
@@ -36,15 +34,19 @@ def test_parse_cluster_accepts_short_names():
     assert parse_cluster(same) is same
 
 
-@pytest.mark.parametrize("text", ["h100", "h100:", "h100:0x8", "h100:8x", "8x8", "", "h100:8x8x8", "h100:-1x8"])
-def test_parse_cluster_rejects_bad_syntax(text):
-    with pytest.raises(MeshparError, match="h100:8x8"):
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        *((text, "bad-syntax") for text in ("h100", "h100:", "h100:8x", "8x8", "", "h100:8x8x8", "h100:-1x8")),
+        ("h100:0x8", "out-of-range"),
+        ("h1000:1x8", "unknown-name"),
+        *((wrong, "wrong-type") for wrong in (8, None, ("h100", 8))),
+        ("nowhere.json", "missing-file"),
+    ],
+)
+def test_parse_cluster_rejects_invalid_clusters(text, code):
+    with raises(code):
         parse_cluster(text)
-
-
-def test_parse_cluster_suggests_similar_gpu_names():
-    with pytest.raises(MeshparError, match="Did you mean `h100`"):
-        parse_cluster("h1000:1x8")
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())
@@ -73,41 +75,26 @@ def test_peak_flops_of_a_device_kind():
     assert peak_flops_per_s("NVIDIA H200", "int8") is None
 
 
-def test_crosses_node_for_mesh_axes():
-    cluster = parse_cluster("h100:2x4")
-    mesh = {"data": 2, "stage": 1, "fsdp": 2, "expert": 1, "tensor": 2}
-    assert not cluster.crosses_node(["tensor"], mesh)
-    assert not cluster.crosses_node(["fsdp", "tensor"], mesh)
-    assert cluster.crosses_node(["data"], mesh)
-    assert cluster.crosses_node(["data", "tensor"], mesh)
-    assert not cluster.crosses_node(["stage"], mesh)
-    assert not cluster.crosses_node([], mesh)
-    assert parse_cluster("h100:4x2").crosses_node(["fsdp"], mesh)
-    with pytest.raises(MeshparError, match="Did you mean `fsdp`"):
-        cluster.crosses_node(["fsp"], mesh)
-
-
-def test_crosses_node_if_an_axis_does_not_fit_evenly():
-    assert parse_cluster("h100:3x2").crosses_node(["tensor"], {"data": 2, "tensor": 3})
-
-
 def test_groups_cross_node_for_arbitrary_groups():
     cluster = parse_cluster("h100:2x4")
     assert not cluster.groups_cross_node([(0, 3), (4, 7)])
     assert cluster.groups_cross_node([(0, 1), (3, 4)])
 
 
-def test_profile_round_trip(tmp_path):
-    measured = dataclasses.replace(parse_cluster("h100:8x8"), across=Link(alpha_s=7e-6, bytes_per_s=4.1e10))
-    measured.save(tmp_path / "mine.json")
-    assert parse_cluster(str(tmp_path / "mine.json")) == measured
-
-
-def test_profile_round_trip_with_a_custom_gpu(tmp_path):
-    gpu = dataclasses.replace(GPUS["h100"], name="h800", link_bytes_per_s=200e9)
-    cluster = hardware.cluster_of(gpu, nodes=2, gpus_per_node=8)
-    cluster.save(tmp_path / "h800.json")
-    assert parse_cluster(str(tmp_path / "h800.json")) == cluster
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        dataclasses.replace(parse_cluster("h100:8x8"), across=Link(alpha_s=7e-6, bytes_per_s=4.1e10)),
+        hardware.cluster_of(
+            dataclasses.replace(GPUS["h100"], name="h800", link_bytes_per_s=200e9), nodes=2, gpus_per_node=8
+        ),
+    ],
+)
+def test_profile_round_trip(tmp_path, cluster):
+    cluster.save(tmp_path / "mine.json")
+    assert parse_cluster(str(tmp_path / "mine.json")) == cluster
+    with raises("missing-file"):
+        cluster.save(tmp_path / "no" / "where.json")
 
 
 def test_profile_defaults_come_from_the_catalogue(tmp_path):
@@ -117,81 +104,56 @@ def test_profile_defaults_come_from_the_catalogue(tmp_path):
     assert cluster.inside == parse_cluster("h200:1x8").inside
 
 
+CLUSTER = {"gpu": "h100", "nodes": 1, "gpus_per_node": 8}
+
+
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("wrong", "code"),
     [
-        ({"gpu": "h100", "nodes": 1}, "gpus_per_node"),
-        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "acros": {}}, "Did you mean `across`"),
-        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "across": {"bandwidth": 1}}, "bandwidth"),
-        ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "across": {"bytes_per_s": 0}}, "above 0"),
-        ({"gpu": "h100", "nodes": "many", "gpus_per_node": 8}, "many"),
-        ({"gpu": {"name": "x"}, "nodes": 1, "gpus_per_node": 8}, "chip"),
-        ([1], "no JSON object"),
+        ({"acros": {}}, "unknown-name"),
+        *(({name: 1.9}, "damaged-file") for name in ("gpu", "nodes", "gpus_per_node")),
+        ({"gpu": {"name": "x"}}, "damaged-file"),
+        ({"nodes": True}, "damaged-file"),
+        ({"gpus_per_node": float("inf")}, "damaged-file"),
+        ({"nodes": 10**400}, "out-of-range"),
+        ({"gpus_per_node": 1_000_000}, "out-of-range"),
+        *(({"across": {"alpha_s": value}}, "out-of-range") for value in (1e308, float("nan"), float("inf"))),
+        *(({"across": {"bytes_per_s": value}}, "out-of-range") for value in (0, float("inf"))),
+        ({"across": {"bandwidth": 1}}, "damaged-file"),
+        ({"across": {"alpha_s": "2e-6"}}, "damaged-file"),
+        *(({"launch_s": value}, "damaged-file") for value in (2.5, -1e-6, "2e-6", True)),
+        ({"is_shared": 1}, "damaged-file"),
+        ({"products": {"4096": -1}}, "damaged-file"),
     ],
 )
-def test_profile_rejects_damaged_files(tmp_path, data, said):
-    (tmp_path / "c.json").write_text(json.dumps(data))
-    with pytest.raises(MeshparError, match=said):
+def test_cluster_profile_rejects_invalid_fields(wrong, code):
+    if wrong.get("gpu") == 1.9:
+        code = "unknown-name"
+    with raises(code):
+        Cluster.from_json({**CLUSTER, **wrong})
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"gpu": "h100", "nodes": 1}'])
+def test_cluster_profile_rejects_missing_fields(tmp_path, text):
+    (tmp_path / "c.json").write_text(text)
+    with raises("damaged-file"):
         parse_cluster(str(tmp_path / "c.json"))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"nodes": 1.9},
-        {"nodes": True},
-        {"gpus_per_node": float("inf")},
-        {"nodes": 10**400},
-        {"gpus_per_node": 1_000_000},
-        {"across": {"alpha_s": 1e308}},
-        {"across": {"alpha_s": float("nan")}},
-        {"across": {"alpha_s": float("inf")}},
-        {"across": {"bytes_per_s": float("inf")}},
-        {"across": {"alpha_s": True}},
-        {"across": {"alpha_s": "2e-6"}},
-    ],
-)
-def test_cluster_rejects_impossible_figures(wrong):
-    with pytest.raises(MeshparError, match=next(iter(wrong)) if "across" not in wrong else "alpha_s"):
-        Cluster.from_json({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong})
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("memory_bytes", -1),
-        ("memory_bytes", "80"),
-        ("memory_bytes", float("nan")),
-        ("bf16_flops_per_s", 0),
-        ("fp32_flops_per_s", None),
-        ("memory_bytes_per_s", 0),
-        ("device_kinds", []),
-        ("device_kinds", "NVIDIA H800"),
-        ("num_cores", 0),
-        ("clock_hz", -5),
-        ("compute_capability", [9]),
-        ("compute_capability", "90"),
+        *(("memory_bytes", value) for value in (-1, "80", float("nan"))),
+        *(("bf16_flops_per_s", 0), ("fp32_flops_per_s", None), ("memory_bytes_per_s", 0)),
+        *(("device_kinds", []), ("device_kinds", "NVIDIA H800"), ("num_cores", 0), ("clock_hz", -5)),
+        *(("compute_capability", [9]), ("compute_capability", "90")),
     ],
 )
 def test_custom_gpu_rejects_impossible_figures(field, value):
-    profile = parse_cluster("h100:1x8").to_json()
     gpu = dataclasses.asdict(GPUS["h100"])
     (gpu["chip"] if field in gpu["chip"] else gpu)[field] = value
-    with pytest.raises(MeshparError, match=f"set `{field}` to"):
-        Cluster.from_json({**profile, "gpu": gpu})
-
-
-@pytest.mark.parametrize("wrong", [8, None, ("h100", 8)])
-def test_parse_cluster_rejects_other_types(wrong):
-    with raises("wrong-type"):
-        parse_cluster(wrong)
-
-
-def test_profile_rejects_missing_and_empty_files():
-    with pytest.raises(MeshparError, match="nowhere.json"):
-        parse_cluster("nowhere.json")
     with raises("damaged-file"):
-        Cluster.from_json({})
+        Cluster.from_json({**CLUSTER, "gpu": gpu})
 
 
 # Measured links by mesh axis -----------------------------------------------------------------------------------------
@@ -252,49 +214,44 @@ def test_host_device_links_apply_to_any_axis():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "code"),
     [
-        ({"axes": [1]}, "a link for each mesh axis"),
-        ({"axes": {"data": {"alpha_s": 1e-6}}}, "bytes_per_s"),
-        ({"axes": {"data": 3}}, "axes.data"),
-        ({"permutes": {"data": {"alpha_s": "1", "bytes_per_s": 1e9}}}, "permutes.data"),
-        ({"axes": {"data": {"alpha_s": -1, "bytes_per_s": 1e9}}}, "at least 0"),
-        ({"axis": {}}, "Did you mean `axes`"),
+        ({"axes": [1]}, "damaged-file"),
+        ({"axes": {"data": {"alpha_s": 1e-6}}}, "damaged-file"),
+        ({"axes": {"data": 3}}, "damaged-file"),
+        ({"permutes": {"data": {"alpha_s": "1", "bytes_per_s": 1e9}}}, "damaged-file"),
+        ({"axes": {"data": {"alpha_s": -1, "bytes_per_s": 1e9}}}, "damaged-file"),
+        ({"source": 1}, "damaged-file"),
+        ({"axis": {}}, "unknown-name"),
     ],
 )
-def test_profile_rejects_malformed_axis_links(tmp_path, wrong, said):
-    for data in ({"gpu": "h100", "nodes": 1, "gpus_per_node": 8, **wrong}, {"devices": "cpu", **wrong}):
-        (tmp_path / "c.json").write_text(json.dumps(data))
-        with pytest.raises(MeshparError, match=said):
-            hardware.parse_profile(str(tmp_path / "c.json"))
+def test_profile_rejects_malformed_axis_links(wrong, code):
+    for kind, data in ((Cluster, CLUSTER), (hardware.Links, {"devices": "cpu"})):
+        with raises(code):
+            kind.from_json({**data, **wrong})
 
 
-@pytest.mark.parametrize("data", [{"devices": "cpu"}, {"devices": "cpu", "axes": {}}])
-def test_links_require_an_axis(data):
+LINK = {"data": {"alpha_s": 0, "bytes_per_s": 1}}
+
+
+@pytest.mark.parametrize("data", [{"devices": "cpu"}, {"devices": "cpu", "axes": {}}, {"devices": 3, "axes": LINK}])
+def test_links_profile_requires_devices_and_an_axis(data):
     with raises("damaged-file"):
         hardware.Links.from_json(data)
-
-
-def test_links_require_a_device_name():
-    with pytest.raises(MeshparError, match="set `devices` to 3"):
-        hardware.Links.from_json({"devices": 3, "axes": {"data": {"alpha_s": 0, "bytes_per_s": 1}}})
-
-
-def test_profile_save_requires_an_existing_folder(tmp_path):
-    with pytest.raises(MeshparError, match="folder that exists"):
-        MEASURED.save(tmp_path / "no" / "where.json")
 
 
 def test_cluster_layout_counts_nodes_and_ranks_per_node():
     cluster = parse_cluster("h100:2x4")
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
+    crossing = {axes: cluster.crosses_node(axes.split(), mesh) for axes in ("tensor", "fsdp tensor", "data", "")}
+    assert crossing == {"tensor": False, "fsdp tensor": False, "data": True, "": False}
     assert cluster.layout(["tensor"], mesh) == (1, 2)
     assert cluster.layout(["fsdp", "tensor"], mesh) == (1, 4)
     assert cluster.layout(["data"], mesh) == (2, 1)
     assert cluster.layout(["data", "tensor"], mesh) == (2, 2)
     assert parse_cluster("h100:3x2").layout(["tensor"], {"data": 2, "tensor": 3}) == (2, 1)
     assert cluster.layout([], mesh) == (1, 1)
-    with pytest.raises(MeshparError, match="Did you mean `tensor`"):
+    with raises("unknown-axis"):
         cluster.layout(["tensr"], mesh)
-    with pytest.raises(MeshparError, match="16 devices"):
+    with raises("out-of-range"):
         cluster.layout(["data"], {"data": 16})

@@ -21,6 +21,7 @@ from meshpar.hardware.compile_options import GPU_OPTIONS, LATENCIES, check_optio
 from meshpar.inspect.target import missing_aot, topology, traced_for
 from meshpar.models import TransformerConfig
 from meshpar.training.state import make_setup
+from tests.errors import raises
 
 PODS = {
     "llama3_8b": "h100:8x8", "llama3_70b": "h100:64x8", "llama3_405b": "h100:512x8", "mixtral_8x7b": "h100:8x8",
@@ -81,23 +82,22 @@ def test_prefetch_sets_compile_options():
 
 
 @pytest.mark.parametrize(
-    ("options", "wanted"),
+    ("options", "code"),
     [
-        ({"xla_gpu_no_such": 1}, "No such compile option.*flags"),
-        ({"xla_gpu_enable_latency_hiding_schedule": True}, f"Did you mean {SCHEDULER}"),
-        ({THRESHOLD: "many"}, "not a valid int64"),
-        ({"--" + THRESHOLD: 1}, "names of XLA's options begin with xla_"),
-        ({THRESHOLD: None}, "not of type NoneType"),
+        ({"xla_gpu_no_such": 1}, "unknown-name"),
+        ({"xla_gpu_enable_latency_hiding_schedule": True}, "unknown-name"),
+        ({SCHEDULER: 1}, "unknown-name"),
+        ({THRESHOLD: "many"}, "unknown-name"),
+        ({"--" + THRESHOLD: 1}, "wrong-type"),
+        ({THRESHOLD: None}, "wrong-type"),
+        *((value, "wrong-type") for value in ("text", ["a"], 5)),
     ],
 )
-def test_invalid_xla_options_fail_before_tracing(mesh8, options, wanted):
-    def trace():
+def test_invalid_xla_options_fail_before_tracing(mesh8, options, code):
+    with raises(code, "xla="):
         step, state = step_and_state(mesh8, xla=options)
         step.loss_fn = None  # tracing would call it
         step.trace(state, BATCH)
-
-    with pytest.raises(mp.MeshparError, match=wanted):
-        trace()
 
 
 def test_fingerprint_depends_on_program_and_options(mesh8):
@@ -132,26 +132,10 @@ def test_profiler_latency_file_is_checked_and_fingerprinted(mesh8, tmp_path):
         found.append(fingerprint(lowered, {LATENCIES: str(file)}))
     assert found[0] != found[1]
     assert dict(check_options({LATENCIES: str(file)})) == {LATENCIES: str(file)}
-    with pytest.raises(mp.MeshparError, match=r"there is no such file.*written by a profiler"):
-        check_options({LATENCIES: str(tmp_path / "none.pbtxt")})
-    with pytest.raises(mp.MeshparError, match=r"only \*.pbtxt files"):
-        check_options({LATENCIES: str(tmp_path / "of.txt")})
     file.write_text("nothing")
-    with pytest.raises(mp.MeshparError, match=r"begin with `costs {`"):
-        check_options({LATENCIES: str(file)})
-
-
-@pytest.mark.parametrize("given", ["text", ["a"], 5])
-def test_xla_options_must_be_a_dict(given):
-    for make in (mp.train_step, mp.eval_step):
-        with pytest.raises(mp.MeshparError, match="a dict of XLA's options"):
-            make(loss, xla=given)
-
-
-def test_check_options_rejects_an_int_for_a_bool():
-    assert check_options({SCHEDULER: True})
-    with pytest.raises(mp.MeshparError, match="not a valid bool.*True or False"):
-        check_options({SCHEDULER: 1})
+    for path, code in (("none.pbtxt", "missing-file"), ("of.txt", "wrong-type"), ("of.pbtxt", "damaged-file")):
+        with raises(code, "xla="):
+            check_options({LATENCIES: str(tmp_path / path)})
 
 
 def test_xla_option_names_have_no_fields(meshpar):

@@ -9,8 +9,8 @@ import pytest
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, account, bus_factor, compare
-from meshpar.sharding.types import MeshparError
 from meshpar.sharding.units import si
+from tests.errors import raises
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=100e9)
 POD = parse_cluster("h100:8x8")
@@ -43,7 +43,7 @@ def test_servers_and_two_levels():
     found = account("hierarchical", 8e6, 64, LINK, inner=8)
     expected = cost.hierarchical_all_reduce(8e6, 64, inner=8)
     assert [leg.cost for leg in found.legs] == [expected.inside, expected.across]
-    assert found.time_s == pytest.approx(expected.time_s(LINK, LINK))
+    assert found.time_s == pytest.approx((expected.inside + expected.across).time_s(LINK))
     assert "K = 8, M = 8" in str(found)
 
 
@@ -106,33 +106,29 @@ def test_breakdown_accepts_aliases():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "options", "said"),
+    ("arguments", "options", "code"),
     [
-        (("rings", 1, 2, LINK), {}, "Did you mean `ring`"),
-        (("ring", 1, 0, LINK), {}, "ranks=0"),
-        (("ring", -1, 2, LINK), {}, "-1 bytes: it must be a finite number of at least 0"),
-        (("ring", "x", 2, LINK), {}, "'x' bytes"),
-        (("ring", 1, 2.0, LINK), {}, "ranks=2.0"),
-        (("ring", 1, 10**30, LINK), {}, "an integer from 1 to 16,777,216"),
-        (("ring", 1, 2, "h100:1x8"), {}, "links are a Link, a Cluster or Links"),
-        (("ring", 1, 2, LINK), {"axes": 3}, "a sequence of mesh axes"),
-        (("ring", 1, 2, LINK), {"axes": ("data",), "mesh": 3}, "sizes by axis"),
-        ((3, 1, 2, LINK), {}, "algorithm `3`"),
-        (("ring", float("nan"), 2, LINK), {}, "nan bytes"),
-        (("ring", float("inf"), 2, LINK), {}, "inf bytes"),
-        (("hierarchical", 1, 12, LINK), {"inner": 5}, "divisor of 12"),
-        (("hierarchical", 1, 12, LINK), {}, "--inner 8"),
-        (("parameter-server", 1, 4, LINK), {"servers": 5}, "Use 1 to 4"),
-        (("doubling-all-gather", 1, 6, LINK), {}, "power of two"),
-        (("ring", 1, 65, POD), {}, "it has 64 GPUs"),
-        (("ring", 1, 2, Links(devices="cpu", axes={"data": LINK})), {}, "measured along `data`"),
+        (("rings", 1, 2, LINK), {}, "unknown-choice"),
+        ((3, 1, 2, LINK), {}, "unknown-choice"),
+        (("ring", 1, 0, LINK), {}, "not-an-int"),
+        (("ring", 1, 2.0, LINK), {}, "not-an-int"),
+        (("ring", 1, 10**30, LINK), {}, "not-an-int"),
+        (("ring", -1, 2, LINK), {}, "out-of-range"),
+        (("ring", float("nan"), 2, LINK), {}, "out-of-range"),
+        (("ring", 1, 2, 8), {}, "wrong-type"),
+        (("hierarchical", 1, 12, LINK), {"inner": 5}, "indivisible"),
+        (("hierarchical", 1, 12, LINK), {}, "missing-argument"),
+        (("parameter-server", 1, 4, LINK), {"servers": 5}, "out-of-range"),
+        (("doubling-all-gather", 1, 6, LINK), {}, "indivisible"),
+        (("ring", 1, 65, POD), {}, "out-of-range"),
+        (("ring", 1, 2, Links(devices="cpu", axes={"data": LINK})), {}, "unknown-axis"),
     ],
 )
-def test_breakdown_rejects_invalid_arguments(arguments, options, said):
-    with pytest.raises(MeshparError, match=said):
+def test_breakdown_rejects_invalid_arguments(arguments, options, code):
+    with raises(code):
         account(*arguments, **options)
 
 
 def test_bus_factor_rejects_unknown_kinds():
-    with pytest.raises(MeshparError, match="Did you mean `all-reduce`"):
+    with raises("unknown-choice"):
         bus_factor("all-reduces", 2)

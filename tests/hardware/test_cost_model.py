@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 
 import pytest
@@ -12,11 +14,11 @@ from hypothesis import strategies as st
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, parse_cluster
 from meshpar.hardware.cost_model import Cost
-from meshpar.sharding.types import MeshparError
 from tests.errors import raises
 
 LINK = Link(alpha_s=1e-6, bytes_per_s=100e9)
 ALPHA, BETA = 1e-6, 1e-11
+POD = parse_cluster("h100:8x8")
 SIZES = st.integers(min_value=1, max_value=4096)
 PAYLOADS = st.floats(min_value=0, max_value=1e13)
 
@@ -45,13 +47,6 @@ def test_steps_and_bytes_for_eight_ranks(algorithm, steps, sent):
     """FACTS 2."""
     found = algorithm(8e6, 8)
     assert (found.steps, found.bytes_sent) == (steps, pytest.approx(sent * 8e6))
-
-
-def test_ring_times():
-    assert cost.ring_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(14 * ALPHA + 14 / 8 * 8e6 * BETA)
-    assert cost.ring_all_gather(8e6, 8).time_s(LINK) == pytest.approx(7 * ALPHA + 7 / 8 * 8e6 * BETA)
-    assert cost.tree_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(3 * (ALPHA + 8e6 * BETA))
-    assert cost.halving_doubling_all_reduce(8e6, 8).time_s(LINK) == pytest.approx(6 * ALPHA + 14 / 8 * 8e6 * BETA)
 
 
 def test_root_algorithm_serializes_its_messages():
@@ -108,9 +103,6 @@ def test_hierarchical_all_reduce_sends_its_shard_across_nodes():
     assert found.inside.bytes_sent == pytest.approx(2 * 7 / 8 * 8e6)
     assert found.across.steps == 14
     assert found.across.bytes_sent == pytest.approx(2 * 7 / 8 * 1e6)
-    slow = Link(alpha_s=5e-6, bytes_per_s=10e9)
-    expected = 14 * (ALPHA + 5e-6) + 2 * 7 / 8 * (8e6 * BETA + 1e6 * 1e-10)
-    assert found.time_s(LINK, slow) == pytest.approx(expected)
 
 
 @given(st.integers(0, 5), st.integers(0, 5), PAYLOADS)
@@ -122,16 +114,9 @@ def test_a_hierarchy_sends_the_bytes_of_one_ring(inner, outer, payload):
     )
 
 
-def test_groups_that_do_not_divide_the_ranks_are_refused():
-    with raises("indivisible"):
-        cost.hierarchical_all_reduce(1, 12, inner=5)
-
-
 def test_parameter_servers_on_every_rank_equal_a_ring():
     spread = cost.parameter_server_all_reduce(8e6, 8, num_servers=8)
     assert spread == cost.ring_all_reduce(8e6, 8)
-    with raises("out-of-range"):
-        cost.parameter_server_all_reduce(8e6, 8, num_servers=9)
 
 
 # Crossover
@@ -164,13 +149,6 @@ def test_crossover_may_not_exist():
 
 
 # Numbers in print
-
-
-@pytest.mark.parametrize(("ranks", "sent"), [(8, 24.5e9), (64, 27.5625e9)])
-def test_all_reduce_time_of_7b_gradients(ranks, sent):
-    """FACTS 2: 24.5 GB of each of 8 ranks, 27.56 of each of 64."""
-    assert cost.ring_all_reduce(2 * 7e9, ranks).bytes_sent == pytest.approx(sent)
-    assert cost.bytes_sent("all-reduce", 2 * 7e9, ranks) == pytest.approx(sent)
 
 
 def fully_sharded(payload, ranks):
@@ -206,13 +184,6 @@ def test_tensor_parallel_message_time_against_matmul_time():
 # Collectives as the compiler names them
 
 
-@pytest.mark.parametrize("kind", cost.KINDS)
-def test_every_kind_has_a_time_and_bytes(kind):
-    time_s = cost.collective_time_s(kind, 1e9, 8, LINK)
-    assert time_s >= cost.bytes_sent(kind, 1e9, 8) * BETA
-    assert time_s <= 2.1 * 1e9 * BETA
-
-
 @pytest.mark.parametrize(
     ("kind", "steps", "share"),
     [
@@ -240,7 +211,7 @@ def test_sent_bytes_exclude_received_bytes():
 
 
 def test_rings_between_nodes_use_all_network_ports():
-    cluster = parse_cluster("h100:8x8")
+    cluster = POD
     assert cost.collective_link("all-gather", cluster, num_nodes=1, per_node=8) == cluster.inside
     ring = cost.collective_link("all-gather", cluster, num_nodes=8, per_node=8)
     assert ring.bytes_per_s == 8 * 50e9
@@ -255,44 +226,36 @@ def test_ring_is_not_faster_between_nodes_than_inside():
     assert cost.collective_link("all-gather", cluster, num_nodes=4, per_node=8).bytes_per_s == 32e9
 
 
-# Nonsense
+# Invalid arguments
 
 
-@pytest.mark.parametrize("ranks", [0, -1])
+def test_algorithms_reject_invalid_sizes():
+    algorithms = (
+        cost.ring_all_gather, cost.ring_broadcast, cost.ring_all_reduce, cost.tree_all_reduce,
+        cost.halving_doubling_all_reduce, cost.naive_root_all_reduce, cost.all_to_all,
+    )  # fmt: skip
+    sizes = ((1e6, 0), (1e6, -1), (-1, 8), (math.nan, 8))
+    for algorithm, size in itertools.product(algorithms, sizes):
+        with raises("out-of-range"):
+            algorithm(*size)
+
+
 @pytest.mark.parametrize(
-    "algorithm",
+    ("call", "code"),
     [
-        cost.ring_all_reduce,
-        cost.ring_all_gather,
-        cost.ring_reduce_scatter,
-        cost.ring_broadcast,
-        cost.tree_all_reduce,
-        cost.halving_doubling_all_reduce,
-        cost.naive_root_all_reduce,
-        cost.all_to_all,
-        cost.all_reduce_lower_bound_bytes,
+        *((functools.partial(cost.bytes_sent, kind, -1, 8), "out-of-range") for kind in cost.KINDS),
+        (lambda: cost.hierarchical_all_reduce(1, 12, inner=5), "indivisible"),
+        (lambda: cost.hierarchical_all_to_all(8, 8, inner=3), "indivisible"),
+        (lambda: cost.parameter_server_all_reduce(8e6, 8, num_servers=9), "out-of-range"),
+        (lambda: cost.collective_time_s("all_gather", 1, 8, LINK), "unknown-choice"),
+        (lambda: cost.collective_link("all-reduce", POD, num_nodes=0, per_node=1), "not-an-int"),
+        (lambda: cost.dropless_rows(64, 2, 6, 4), "indivisible"),
+        (lambda: cost.dropless_rows(0, 2, 8, 4), "indivisible"),
     ],
 )
-def test_algorithms_reject_empty_groups(algorithm, ranks):
-    with raises("out-of-range"):
-        algorithm(1e6, ranks)
-
-
-@pytest.mark.parametrize("payload", [-1, -1e9, math.nan])
-@pytest.mark.parametrize("kind", cost.KINDS)
-def test_collective_time_rejects_negative_bytes(kind, payload):
-    with raises("out-of-range"):
-        cost.collective_time_s(kind, payload, 8, LINK)
-
-
-def test_collective_time_rejects_unknown_kinds():
-    with raises("unknown-choice"):
-        cost.collective_time_s("all_gather", 1, 8, LINK)
-
-
-def test_a_link_joins_at_least_one_device():
-    with raises("not-an-int"):
-        cost.collective_link("all-reduce", parse_cluster("h100:8"), num_nodes=0, per_node=1)
+def test_costs_reject_invalid_arguments(call, code):
+    with raises(code):
+        call()
 
 
 def test_measured_axis_link_takes_precedence():
@@ -343,17 +306,3 @@ def test_blocks_of_a_grouped_matmul():
     assert cost.grouped_rows(8192, 16, 32) == 8192 + 15 * 32
     assert cost.grouped_rows(3, 16, 32) == 3 * 32  # no more blocks than rows
     assert cost.grouped_rows(8192, 16, 1) == 8192
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda: cost.dropless_rows(64, 2, 6, 4),
-        lambda: cost.dropless_rows(0, 2, 8, 4),
-        lambda: cost.grouped_rows(8, 2, 0),
-        lambda: cost.hierarchical_all_to_all(8, 8, inner=3),
-    ],
-)
-def test_experts_must_divide_over_ranks(ask):
-    with pytest.raises(MeshparError):
-        ask()

@@ -90,7 +90,7 @@ class Roofline:
 
     def _rate(self, computation: Computation, ins: Instruction, product: work.Matmul) -> float:
         if product.attention:
-            forward, backward = self._rates.attention_flops_per_s
+            forward, backward = self._rates.gpu.attention_flops_per_s
             return forward if product.attention == "forward" else backward
         return self._rates.product_flops_per_s(_widest(computation, ins), product.flops)
 
