@@ -31,10 +31,10 @@ from meshpar.bench.timing import quartiles, seconds_of
 from meshpar.collectives import reference
 from meshpar.collectives.kernel_checks import check_op
 from meshpar.hardware import cost_model as cost
-from meshpar.sharding.errors import check_choice
-from meshpar.sharding.host_resources import free_memory_bytes
+from meshpar.sharding.errors import check_choice, near, problem
+from meshpar.sharding.host_resources import check_memory
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.types import axis_sizes, near, problem
+from meshpar.sharding.types import axis_sizes, num_shards
 from meshpar.sharding.units import si
 
 Kernel = Callable[[jax.Array], jax.Array]
@@ -57,10 +57,6 @@ class CollectiveKernels:
     """Whether the output of a device is 1/N of the payload."""
 
 
-def _xla_reduce(x: jax.Array, ranks: Ranks, op: str) -> jax.Array:
-    return {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}[op](x, ranks)
-
-
 COLLECTIVES: Mapping[str, CollectiveKernels] = {
     "all_reduce": CollectiveKernels(
         algorithms={
@@ -72,7 +68,7 @@ COLLECTIVES: Mapping[str, CollectiveKernels] = {
             "root": cost.naive_root_all_reduce,
             "parameter_server": cost.parameter_server_all_reduce,
         },
-        xla=_xla_reduce,
+        xla=lambda x, ranks, op: {"sum": lax.psum, "mean": lax.pmean, "max": lax.pmax, "min": lax.pmin}[op](x, ranks),
         ops=("sum", "mean", "max", "min"),
     ),
     "all_gather": CollectiveKernels(
@@ -106,6 +102,9 @@ TWO_LEVELS = "hierarchical"
 """Name of the two-level algorithm over combined axes. The last axis is the inner axis."""
 UNFITTED = ("bidirectional", TWO_LEVELS)
 """Algorithms that are not fitted: they use both directions of a link, or two kinds of links."""
+CPU_COPIES = 16
+"""Maximum number of copies of the payload on a CPU device: input, output, loop carry and temporaries, and as many for
+the reference."""
 DEFAULT = tuple(name for name in ALGORITHMS if name not in ("root", "parameter_server"))
 """Algorithms that are measured by default."""
 
@@ -146,13 +145,24 @@ def collectives(
     Returns:
       The measured rows, the fitted links, and the profile that they form.
     """
-    _check_names(names, algorithms)
-    over = _mesh(mesh)
-    element_type = _dtype(dtype)
+    where = "bench collectives"
+    for name in names:
+        check_choice(where, "a collective", tuple(COLLECTIVES), collective=name)
+    for algorithm in algorithms:
+        check_choice(where, "an algorithm", ALGORITHMS, algorithm=algorithm)
+    check_choice(where, "the dtype", ("float32", "bfloat16", "float16", "int32"), dtype=dtype)
+    available = dict.fromkeys(algorithm for name in names for algorithm in COLLECTIVES[name].algorithms)
+    if "direct" not in available and not available.keys() & set(algorithms):  # "direct" is always measured
+        requested = f"measure {', '.join(names)} with {', '.join(algorithms)}"
+        reason, fix = "the collectives do not have these algorithms", f"use one of {', '.join(available)}"
+        raise problem(where, requested, reason, fix, code="unknown-choice")
+    over, element_type = _mesh(mesh), jnp.dtype(dtype)
     if any(COLLECTIVES[name].ops for name in names):
-        check_op("bench collectives", op, element_type)
+        check_op(where, op, element_type)
     sizes = _sizes(min_bytes, max_bytes, factor)
-    _check_memory(max(sizes), over)
+    if over.devices.flat[0].platform == "cpu":
+        requested = f"send {si(max(sizes), 'B')} from each of {over.size} devices"
+        check_memory(where, requested, CPU_COPIES * max(sizes) * over.size, "use a smaller --max-bytes")
     rows: list[CollectiveRow] = []
     fits: list[Fit] = []
     for ranks in _axes(over, axes):
@@ -160,7 +170,7 @@ def collectives(
         for name in names:
             for size in sizes:
                 progress(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
-                case = _Case(COLLECTIVES[name], name, over, ranks, size, element_type, op)
+                case = _Case(name, over, ranks, size, element_type, op)
                 measured += case.measured(algorithms, repeats=repeats, target_s=target_s)
         axis_fits = _fits("*".join(ranks), measured)
         rows += [_predict(row, form, axis_fits) for row, form in measured]
@@ -178,26 +188,10 @@ def collectives(
 # ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
-def _check_names(names: Sequence[str], algorithms: Sequence[str]) -> None:
-    for name in names:
-        check_choice("bench collectives", "a collective", tuple(COLLECTIVES), collective=name)
-    for name in algorithms:
-        check_choice("bench collectives", "an algorithm", ALGORITHMS, algorithm=name)
-    available = dict.fromkeys(algorithm for name in names for algorithm in COLLECTIVES[name].algorithms)
-    if "direct" not in available and not available.keys() & set(algorithms):  # "direct" is always measured
-        requested = f"measure {', '.join(names)} with {', '.join(algorithms)}"
-        fix = f"use {', '.join(f'`{algorithm}`' for algorithm in available)}"
-        reason = "the collectives do not have these algorithms"
-        raise problem("bench collectives", requested, reason, fix, code="unknown-choice")
-
-
 def _mesh(mesh: str | Mesh | None) -> Mesh:
     if jax.process_count() > 1:
-        requested, reason = (
-            f"measure with {jax.process_count()} processes",
-            "it compares all values in a single process",
-        )
-        fix = "run it in a single process, on the devices of a machine"
+        reason, fix = "it compares all values in a single process", "run it in a single process"
+        requested = f"measure with {jax.process_count()} processes"
         raise problem("bench collectives", requested, reason, fix, code="unsupported-feature")
     if isinstance(mesh, Mesh):
         return mesh
@@ -218,7 +212,7 @@ def _axes(mesh: Mesh, names: Sequence[str]) -> list[Ranks]:
             if axis not in sizes:
                 requested, reason = f"measure along mesh axis `{axis}`", "the mesh has no such axis"
                 raise problem(where, requested, reason, near(axis, sizes), code="unknown-axis")
-    if not selected or any(math.prod(sizes[axis] for axis in ranks) == 1 for ranks in selected):
+    if not selected or any(num_shards((ranks,), mesh) == 1 for ranks in selected):
         requested = "measure along " + (" and ".join(f"`{'*'.join(ranks)}`" for ranks in selected) or "a mesh")
         reason = "there is only one device along it"
         fix = "use several devices: --mesh data=8, with --devices 8 if there is no accelerator"
@@ -226,38 +220,13 @@ def _axes(mesh: Mesh, names: Sequence[str]) -> list[Ranks]:
     return selected
 
 
-def _dtype(name: str) -> np.dtype:
-    check_choice("bench collectives", "the dtype", ("float32", "bfloat16", "float16", "int32"), dtype=name)
-    return jnp.dtype(name)
-
-
 def _sizes(min_bytes: float, max_bytes: float, factor: float) -> list[int]:
     if not 0 < min_bytes <= max_bytes < math.inf or not 1 < factor < math.inf:
         requested = f"measure from {min_bytes:g} to {max_bytes:g} bytes with a factor of {factor:g}"
-        reason = "sizes must be positive and increasing, and the factor above 1"
-        fix = "use --min-bytes 1kB --max-bytes 1MB --factor 10"
+        reason, fix = "sizes must be positive and increasing, and the factor above 1", "use --min-bytes 1kB --factor 10"
         raise problem("bench collectives", requested, reason, fix, code="out-of-range")
     steps = math.floor(math.log(max_bytes / min_bytes, factor) + 1e-9)
     return [round(min_bytes * factor**step) for step in range(steps + 1)]
-
-
-_COPIES = 8
-"""Maximum number of copies of the payload on a device: input, output, loop carry and temporaries."""
-
-
-def _check_memory(size_bytes: int, mesh: Mesh) -> None:
-    device = mesh.devices.flat[0]
-    if device.platform == "cpu":
-        free, needed = free_memory_bytes(), 2 * _COPIES * size_bytes * mesh.size  # with the reference
-    else:
-        stats = device.memory_stats() or {}
-        free = stats["bytes_limit"] - stats.get("bytes_in_use", 0) if "bytes_limit" in stats else None
-        needed = _COPIES * size_bytes
-    if free is not None and needed > free:
-        reason = f"this needs about {si(needed, 'B')} of memory, and {si(free, 'B')} are free"
-        fix = f"use --max-bytes {si(0.5 * size_bytes * free / needed, 'B', digits=1).replace(' ', '')} or less"
-        requested = f"send {si(size_bytes, 'B')} from each of {mesh.size} devices"
-        raise problem("bench collectives", requested, reason, fix, code="out-of-memory")
 
 
 # ---- One collective at one size --------------------------------------------------------------------------------------
@@ -266,21 +235,10 @@ def _check_memory(size_bytes: int, mesh: Mesh) -> None:
 class _Case:
     """A collective of one size along mesh axes: its programs, times and values."""
 
-    def __init__(
-        self,
-        collective: CollectiveKernels,
-        name: str,
-        mesh: Mesh,
-        ranks: Ranks,
-        size_bytes: int,
-        dtype: np.dtype,
-        op: str,
-    ) -> None:
-        sizes = axis_sizes(mesh)
-        self._collective, self._name, self._mesh, self._ranks = collective, name, mesh, ranks
-        self._num_ranks = math.prod(sizes[axis] for axis in ranks)
-        self._op = op if collective.ops else ""
-        self._dtype = dtype
+    def __init__(self, name: str, mesh: Mesh, ranks: Ranks, size_bytes: int, dtype: np.dtype, op: str) -> None:
+        self._collective, self._name, self._mesh, self._ranks = COLLECTIVES[name], name, mesh, ranks
+        self._num_ranks = num_shards((ranks,), mesh)
+        self._op, self._dtype = op if self._collective.ops else "", dtype
         # A multiple of the number of ranks.
         self._count = max(round(size_bytes / dtype.itemsize / self._num_ranks), 1) * self._num_ranks
         self._part = self._count // self._num_ranks
@@ -292,12 +250,18 @@ class _Case:
         forms = dict(self._forms(algorithms))
         programs = {name: self._program(kernel) for name, (kernel, _) in forms.items()}
         x, expected, rounding = self._data()
-        checked = {name: self._checked(program(x, 1)[1], expected, rounding) for name, program in programs.items()}
+        errors = {
+            name: np.abs(np.asarray(program(x, 1)[1]).astype(np.float64) - expected.astype(np.float64))
+            for name, program in programs.items()
+        }
         x = jnp.zeros_like(x)  # repeated sums would overflow
-        times = _in_turn(
-            {name: functools.partial(_run, program, x) for name, program in programs.items()}, repeats, target_s
-        )
-        return [(self._row(name, times, *checked[name]), forms[name][1]) for name in programs]
+
+        def run(program: Callable[..., Any], times: int) -> float:
+            return seconds_of(lambda: jax.block_until_ready(program(x, times)))
+
+        runs = {name: functools.partial(run, program) for name, program in programs.items()}
+        times = _in_turn(runs, repeats, target_s)
+        return [(self._row(name, times, errors[name], rounding), forms[name][1]) for name in programs]
 
     def _forms(self, algorithms: Sequence[str]) -> Iterator[tuple[str, tuple[Kernel, cost.Cost]]]:
         collective, nbytes = self._collective, float(self._count * self._dtype.itemsize)
@@ -359,7 +323,11 @@ class _Case:
         along = [list(sizes).index(axis) for axis in self._ranks]
         by_axis = np.moveaxis(values.reshape(*sizes.values(), row), along, range(len(along)))
         groups = by_axis.reshape(self._num_ranks, -1, row)  # [rank, group, ...]
-        results = [self._reference(groups[:, group]) for group in range(groups.shape[1])]
+        options = {"op": self._op} if self._collective.ops else {}
+        exact = groups if self._dtype == np.int32 else groups.astype(np.float32)
+        compute = functools.partial(getattr(reference, self._name), **options)
+        with jax.default_device(_host()):
+            results = [np.asarray(compute(jnp.asarray(exact[:, group]))) for group in range(groups.shape[1])]
         stacked = np.stack(results, axis=1).reshape(*by_axis.shape[:-1], -1)
         expected = np.moveaxis(stacked, range(len(along)), along).reshape(self._mesh.size, -1)
         is_rounded = self._op in ("sum", "mean") and self._dtype != np.int32
@@ -367,18 +335,9 @@ class _Case:
         # A rounding error per rank, of partial sums that are at most the sum of the absolute values.
         return x, expected, self._num_ranks * float(jnp.finfo(self._dtype).eps) * largest if is_rounded else 0.0
 
-    def _reference(self, parts: np.ndarray) -> np.ndarray:
-        options = {"op": self._op} if self._collective.ops else {}
-        exact = parts if self._dtype == np.int32 else parts.astype(np.float32)
-        with jax.default_device(_host()):
-            return np.asarray(getattr(reference, self._name)(jnp.asarray(exact), **options))
-
-    def _checked(self, result: jax.Array, expected: np.ndarray, rounding: float) -> tuple[int, float]:
-        """Return the number of elements with more than the rounding error, and the largest error."""
-        off = np.abs(np.asarray(result).astype(np.float64) - expected.astype(np.float64))
-        return int((off > rounding).sum()), float(off.max(initial=0))
-
-    def _row(self, name: str, times: Mapping[str, Sequence[float]], wrong: int, max_error: float) -> CollectiveRow:
+    def _row(
+        self, name: str, times: Mapping[str, Sequence[float]], errors: np.ndarray, rounding: float
+    ) -> CollectiveRow:
         low, median, high = quartiles(times[name])
         ratio = None
         if name != XLA and XLA in times:
@@ -396,8 +355,8 @@ class _Case:
             low_s=low,
             high_s=high,
             ratio=ratio,
-            wrong=wrong,
-            max_error=max_error,
+            wrong=int((errors > rounding).sum()),
+            max_error=float(errors.max(initial=0)),
         )
 
 
@@ -415,14 +374,17 @@ def _host() -> jax.Device | None:
         return None
 
 
-def _run(program: Callable[..., Any], x: jax.Array, times: int) -> float:
-    return seconds_of(lambda: jax.block_until_ready(program(x, times)))
+MAX_REPEATS = 10_000
+"""Maximum number of collectives in a run."""
 
 
 def _in_turn(runs: Mapping[str, Callable[[int], float]], repeats: int, target_s: float) -> dict[str, list[float]]:
     """Return the seconds per collective for each program and round. The order of programs rotates."""
     idle_s = {name: statistics.median(run(0) for _ in range(3)) for name, run in runs.items()}
-    times = {name: _repeats(run, idle_s[name], target_s) for name, run in runs.items()}
+    times = {}
+    for name, run in runs.items():  # a run is long compared with an empty run
+        each_s = max(run(2) - idle_s[name], 1e-6) / 2
+        times[name] = min(max(math.ceil(max(target_s, 4 * idle_s[name]) / each_s), 1), MAX_REPEATS)
     measured: dict[str, list[float]] = {name: [] for name in runs}
     order = list(runs)
     for index in range(repeats):
@@ -432,12 +394,6 @@ def _in_turn(runs: Mapping[str, Callable[[int], float]], repeats: int, target_s:
             # On a busy machine an empty run may have taken longer. Then its time is not subtracted.
             measured[name].append((run_s - idle_s[name] if run_s > 2 * idle_s[name] else run_s) / times[name])
     return measured
-
-
-def _repeats(run: Callable[[int], float], idle_s: float, target_s: float, max_repeats: int = 10_000) -> int:
-    """Return how often a program repeats its collective, so that a run is long compared with an empty run."""
-    each_s = max(run(2) - idle_s, 1e-6) / 2
-    return min(max(math.ceil(max(target_s, 4 * idle_s) / each_s), 1), max_repeats)
 
 
 # ---- Links -----------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from meshpar.bench.link_fit import Fit
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Links, Profile, cluster_of, gpu_of_kind
 from meshpar.hardware.cost_breakdown import bus_factor
+from meshpar.sharding.errors import problem
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
-from meshpar.sharding.types import problem
 from meshpar.sharding.units import si
 
 XLA = "XLA"
@@ -76,7 +76,9 @@ class Collectives(Printed, Plain):
     @property
     def poor(self) -> str:
         """Description of the fits that are not good."""
-        return "; ".join(_fit_words(fit) for fit in self.fits if fit.verdict != "good")
+        errors = {fit: f"the typical error is {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "good"}
+        errors |= {fit: "times do not grow with the bytes" for fit in errors if fit.link is None}
+        return "; ".join(f"along `{fit.axis}` ({FITTED[fit.of]}), {error}" for fit, error in errors.items())
 
     @property
     def title(self) -> str:
@@ -101,21 +103,19 @@ class Collectives(Printed, Plain):
           MeshparError: no fit is usable.
         """
         usable = [(fit.of, fit.axis, fit.link) for fit in self.fits if fit.link is not None and fit.verdict != "none"]
-        links = {of: {axis: link for for_, axis, link in usable if for_ == of} for of in FITTED}
+        links: dict[str, Any] = {of: {axis: link for for_, axis, link in usable if for_ == of} for of in FITTED}
         if not any(links.values()):
             fix = "measure on an idle machine, with a wider range of sizes (--max-bytes) and more rounds (--repeats)"
             reason = f"no fit is usable: {self.poor}"
             raise problem("profile", "save the measured links", reason, fix, code="bad-fit")
         gpu = gpu_of_kind(self.devices)
-        if gpu is None:
-            return Links(devices=self.devices, source=self._source(), axes=links["axes"], permutes=links["permutes"])
-        cluster = cluster_of(gpu, nodes=1, gpus_per_node=math.prod(self.mesh.values()))
-        return dataclasses.replace(cluster, source=self._source(), axes=links["axes"], permutes=links["permutes"])
-
-    def _source(self) -> str:
         errors = ", ".join(f"{fit.axis} {fit.of} {fit.typical_error:.0%}" for fit in self.fits if fit.verdict != "none")
         today = datetime.date.today().isoformat()
-        return f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {errors}"
+        source = f"meshpar bench collectives, {self.title}, {today}; typical error of the fit: {errors}"
+        if gpu is None:
+            return Links(devices=self.devices, source=source, **links)
+        cluster = cluster_of(gpu, nodes=1, gpus_per_node=math.prod(self.mesh.values()))
+        return dataclasses.replace(cluster, source=source, **links)
 
     def to_json(self) -> dict[str, Any]:
         crossover = {axis: self.crossover_bytes(axis) for axis in dict.fromkeys(fit.axis for fit in self.fits)}
@@ -141,40 +141,37 @@ class Collectives(Printed, Plain):
 
     def _fits_table(self) -> Any:
         columns = ("axis", "as used by", "α", "bandwidth", "typical error", "worst", "points", "fit", "crossover")
+        colors = {"good": "green", "poor": "yellow", "none": "red"}
         rows = []
         for fit in self.fits:
             crossover = self.crossover_bytes(fit.axis) if fit.of == "permutes" else None
-            color = {"good": "green", "poor": "yellow", "none": "red"}[fit.verdict]
+            link = (None, None) if fit.link is None else (fit.link.alpha_s, fit.link.bytes_per_s)
             rows.append(
                 (
                     fit.axis,
                     FITTED[fit.of],
-                    "" if fit.link is None else si(fit.link.alpha_s, "s", digits=3),
-                    "" if fit.link is None else si(fit.link.bytes_per_s, "B/s", digits=3),
-                    f"{fit.typical_error:.0%}",
-                    f"{fit.worst_error:.0%}",
+                    *map(_figure, link, ("s", "B/s")),
+                    *(f"{error:.0%}" for error in (fit.typical_error, fit.worst_error)),
                     str(fit.num_points),
-                    f"[{color}]{fit.verdict}[/]",
-                    "" if crossover is None else si(crossover, "B", digits=3),
+                    f"[{colors[fit.verdict]}]{fit.verdict}[/]",
+                    _figure(crossover, "B"),
                 )
             )
         title = "links, fitted to the times: T = steps · α + bytes · β"
         return table(title, columns, rows, left=("axis", "as used by", "fit"))
 
 
+def _figure(value: float | None, unit: str) -> str:
+    return "" if value is None else si(value, unit, digits=3)
+
+
 def _cells(row: CollectiveRow) -> Iterator[str]:
     yield from (si(row.size_bytes, "B"), f"{row.count:,}", row.dtype, row.algorithm)
-    yield si(row.time_s, "s", digits=3)
-    yield f"{si(row.low_s, 's', digits=3)} – {si(row.high_s, 's', digits=3)}"
-    yield from (si(rate, "B/s", digits=3) for rate in (row.algorithm_bytes_per_s, row.bus_bytes_per_s))
+    yield _figure(row.time_s, "s")
+    yield f"{_figure(row.low_s, 's')} – {_figure(row.high_s, 's')}"
+    yield from (_figure(rate, "B/s") for rate in (row.algorithm_bytes_per_s, row.bus_bytes_per_s))
     yield "" if row.ratio is None else f"{row.ratio:.2f}"
     yield f"[red]{row.wrong:,}[/]" if row.wrong else "0"
     yield f"{row.max_error:.1e}"
-    yield "" if row.predicted_s is None else si(row.predicted_s, "s", digits=3)
+    yield _figure(row.predicted_s, "s")
     yield "" if row.predicted_s is None else f"{row.predicted_s / row.time_s - 1:+.0%}"
-
-
-def _fit_words(fit: Fit) -> str:
-    if fit.link is None:
-        return f"along `{fit.axis}` ({FITTED[fit.of]}), times do not grow with the bytes"
-    return f"along `{fit.axis}` ({FITTED[fit.of]}), the typical error is {fit.typical_error:.0%}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,11 @@ def profile_of(device: str, path: str | Path) -> Cluster:
     """
     gpu = gpu_of_kind(device)
     if gpu is None:
-        requested, reason = "save its rates", "it is not a GPU of the catalogue"
-        raise problem(
-            f"profile of `{device}`", requested, reason, "measure a GPU of the catalogue", code="unknown-name"
-        )
-    profile = parse_profile(str(path)) if Path(path).exists() else None
-    if profile is None:
-        profile = cluster_of(gpu, nodes=1, gpus_per_node=jax.local_device_count())
+        fix = "measure a GPU of the catalogue"
+        raise problem(f"profile of `{device}`", "save its rates", "it is not in the catalogue", fix, "unknown-name")
+    if not Path(path).exists():
+        return cluster_of(gpu, nodes=1, gpus_per_node=jax.local_device_count())
+    profile = parse_profile(str(path))
     if not isinstance(profile, Cluster) or profile.gpu.name != gpu.name:
         requested, reason = f"add rates of a {gpu.name}", f"it is for {profile.name}"
         raise problem(f"profile `{path}`", requested, reason, "use a different file", code="conflict")
@@ -108,7 +107,7 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
     check_choice("bench gpu", "the dtype", ("bfloat16", "float16", "float32"), dtype=dtype)
     rates = {n: cost.matmul_flops(n, n, n) / _product_s(n, dtype, repeats) for n in sorted(sizes)}
     x = jnp.ones((max(4 * max(sizes) ** 2, MIN_COPIED_BYTES // 4),), jnp.float32)
-    copied_s = _time_s(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: x + 1, x), x, repeats)
+    copied_s = _time_s(lambda x: x + 1, x, repeats)
     today = datetime.date.today().isoformat()
     return Products(
         device=device.device_kind, dtype=dtype, flops_per_s=rates, bytes_per_s=2 * x.nbytes / copied_s,
@@ -121,15 +120,13 @@ def _product_s(n: int, dtype: str, repeats: int) -> float:
     """Return the time of a matmul. Each depends on the previous, so that the compiler removes none."""
     numbers = np.random.default_rng(0)
     a, b = (jnp.asarray(numbers.normal(size=(n, n)) / n**0.5, dtype) for _ in range(2))
-    return _time_s(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: x @ b, x), a, repeats)
+    return _time_s(lambda x: x @ b, a, repeats)
 
 
 def _launch_s(repeats: int) -> float:
     """Return the additional time of a kernel in a chain of small dependent kernels."""
-    short, long = (
-        _time_s(lambda x, times, count=count: jax.lax.fori_loop(0, times, lambda _, x: _chain(x, count), x), x, repeats)
-        for x, count in ((jnp.ones(8), CHAINED), (jnp.ones(8), 2 * CHAINED))
-    )
+    counts = (CHAINED, 2 * CHAINED)
+    short, long = (_time_s(functools.partial(_chain, count=count), jnp.ones(8), repeats) for count in counts)
     return max(long - short, 0.0) / CHAINED
 
 
@@ -139,8 +136,9 @@ def _chain(x: jax.Array, count: int) -> jax.Array:
     return x
 
 
-def _time_s(run: Any, x: jax.Array, repeats: int) -> float:
-    program = jax.jit(run)
+def _time_s(run: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
+    """Return the median time of an operation that is repeated on its own result."""
+    program = jax.jit(lambda x, times: jax.lax.fori_loop(0, times, lambda _, x: run(x), x))
     jax.block_until_ready(program(x, 1))
     once_s = seconds_of(lambda: jax.block_until_ready(program(x, 2))) / 2
     times = max(1, round(TARGET_S / max(once_s, 1e-7)))

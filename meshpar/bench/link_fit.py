@@ -68,7 +68,9 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
         solution = optimize.nnls(features / scale * weights[:, None], times_s * weights)[0] / scale
         weights = np.sqrt(_weights(features @ solution, times_s))
     alpha_s, beta_s = map(float, solution)
-    errors = [_error(predicted_s, time_s) for predicted_s, time_s in zip(features @ solution, times_s, strict=True)]
+    with np.errstate(divide="ignore"):
+        ratios = features @ solution / times_s
+        errors = np.where(ratios > 0, np.maximum(ratios, 1 / ratios) - 1, math.inf).tolist()
     link = Link(alpha_s=alpha_s, bytes_per_s=1 / beta_s) if beta_s > 0 else None
     return Fit(
         axis=axis,
@@ -78,10 +80,6 @@ def fit_link(axis: str, of: str, points: Sequence[Point], *, rounds: int = 50) -
         worst_error=max(errors, default=math.inf),
         num_points=len(points),
     )
-
-
-def _error(predicted_s: float, time_s: float) -> float:
-    return float(max(predicted_s / time_s, time_s / predicted_s)) - 1 if predicted_s > 0 else math.inf
 
 
 def _weights(predicted_s: np.ndarray, times_s: np.ndarray) -> np.ndarray:

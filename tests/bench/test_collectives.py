@@ -16,7 +16,7 @@ from meshpar.bench.link_fit import Fit
 from meshpar.cli import plots
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Cluster, Link, Links, parse_cluster, parse_profile
-from meshpar.sharding.types import MeshparError
+from tests.errors import raises
 
 LINK = Link(alpha_s=2e-6, bytes_per_s=1e11)
 QUICK = {"repeats": 2, "target_s": 1e-4}
@@ -139,27 +139,25 @@ def test_bench_sizes_grow_geometrically():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code"),
     [
-        ({"mesh": "data=2", "axes": ["dat"]}, "Did you mean `data`"),
-        ({"mesh": "data=2", "axes": ["tensor"]}, "only one device along it"),
-        ({"mesh": "data=2", "axes": ["data*data"]}, "an axis appears twice"),
-        ({"mesh": "data=2", "names": ["all_gather"], "algorithms": ["tree"]}, "do not have these algorithms"),
-        ({"mesh": "data=1"}, "only one device along it"),
-        ({"mesh": "data=2", "names": ["all_reduced"]}, "Did you mean `all_reduce`"),
-        ({"mesh": "data=2", "algorithms": ["rings"]}, "Did you mean `ring`"),
-        ({"mesh": "data=2", "dtype": "float31"}, "Did you mean `float32`"),
-        ({"mesh": "data=2", "names": ["all_reduce"], "op": "median"}, "must be one of 'sum'"),
-        ({"mesh": "data=2", "op": "mean", "dtype": "int32"}, "the mean of int32"),
-        ({"mesh": "data=2", "min_bytes": 0}, "positive and increasing"),
-        ({"mesh": "data=2", "min_bytes": 10, "max_bytes": 5}, "from 10 to 5 bytes"),
-        ({"mesh": "data=2", "factor": 1}, "the factor above 1"),
-        ({"mesh": "data=2", "max_bytes": 1e15}, "of memory, and .* are free.*--max-bytes"),
+        ({"axes": ["dat"]}, "unknown-axis"),
+        ({"axes": ["tensor"]}, "out-of-range"),
+        ({"axes": ["data*data"]}, "axis-used-twice"),
+        ({"names": ["all_gather"], "algorithms": ["tree"]}, "unknown-choice"),
+        ({"mesh": "data=1"}, "out-of-range"),
+        ({"names": ["all_reduced"]}, "unknown-choice"),
+        ({"algorithms": ["rings"]}, "unknown-choice"),
+        ({"dtype": "float31"}, "unknown-choice"),
+        ({"names": ["all_reduce"], "op": "median"}, "unknown-choice"),
+        ({"op": "mean", "dtype": "int32"}, "wrong-dtype"),
+        *((sizes, "out-of-range") for sizes in ({"min_bytes": 0}, {"min_bytes": 10, "max_bytes": 5}, {"factor": 1})),
+        ({"max_bytes": 1e15}, "out-of-memory"),
     ],
 )
-def test_bench_rejects_invalid_arguments(options, said):
-    with pytest.raises(MeshparError, match=said):
-        bench.collectives(**{"repeats": 1, **options})
+def test_bench_rejects_invalid_arguments(options, code):
+    with raises(code):
+        bench.collectives(**{"mesh": "data=2", "repeats": 1, **options})
 
 
 # What was found ------------------------------------------------------------------------------------------------------
@@ -192,22 +190,15 @@ def test_profile_drops_links_without_a_fit():
     assert "along `data` (XLA's collectives), the typical error is 300%" in made(fits=(good, bad)).poor
     assert made().poor == ""
     for worse in (bad, dataclasses.replace(good, link=None)):
-        with pytest.raises(MeshparError, match="no fit is usable.*on an idle machine"):
+        with raises("bad-fit"):
             made(fits=(worse,)).profile()
 
 
 def test_bench_prints_tables_and_json():
     found = made()
     shown = str(found)
-    for word in (
-        "all_reduce sum over data=8",
-        "all_gather over data=8",
-        "2.50",
-        "100 GB/s",
-        "good",
-        "a note",
-        "1.76 MB",
-    ):
+    words = ("all_reduce sum over data=8", "all_gather over data=8", "2.50", "100 GB/s", "good", "a note", "1.76 MB")
+    for word in words:
         assert word in shown
     data = json.loads(json.dumps(found.to_json()))
     assert len(data["rows"]) == len(found.rows)
@@ -326,10 +317,3 @@ def test_bench_help_has_examples(command):
     code, out, _ = command("--help")
     assert code == 0
     assert "--mesh data=2,tensor=4 --save my.json --plot bench.png" in out
-
-
-def test_bench_package_lists_its_names():
-    assert set(bench.__all__) <= set(dir(bench))
-    assert bench.products.__module__ == "meshpar.bench.gpu"
-    with pytest.raises(AttributeError, match="it has collectives, products"):
-        bench.nothing  # noqa: B018

@@ -19,6 +19,7 @@ from meshpar.planner.layout import Layout, Placer
 from meshpar.planner.search import Search
 from meshpar.planner.time_estimate import matmul_size
 from meshpar.planner.workload import describe
+from tests.errors import raises
 from tests.inspect.planted import CONFIG
 
 MEASURED = Products(
@@ -40,7 +41,7 @@ def test_bench_gpu_checks_the_device_before_measuring(meshpar, tmp_path, monkeyp
     monkeypatch.setattr(gpu, "products", lambda **_: pytest.fail("measured"))
     code, _, error = meshpar("bench", "gpu", "--size", "8", "--save", tmp_path / "my.json")
     assert code != 0
-    assert "not a GPU of the catalogue" in error
+    assert "it is not in the catalogue" in error
 
 
 def test_profile_adds_matmul_rates_to_its_links(tmp_path):
@@ -53,20 +54,13 @@ def test_profile_adds_matmul_rates_to_its_links(tmp_path):
     dataclasses.replace(usual, axes={"fsdp": link}, source="links").save(file)
     both = MEASURED.profile(file)
     assert (both.nodes, both.axes, both.source) == (4, {"fsdp": link}, "links; meshpar bench gpu, here")
-    file.write_text(json.dumps({**both.to_json(), "products": {"4096": -1}}))
-    with pytest.raises(mp.MeshparError, match="FLOP/s by the size of the matrices"):
-        parse_cluster(str(file))
-    for launch_s in (2.5, -1e-6, "2e-6", True):
-        file.write_text(json.dumps({**both.to_json(), "launch_s": launch_s}))
-        with pytest.raises(mp.MeshparError, match="seconds below 0.001"):
-            parse_cluster(str(file))
 
 
 def test_launch_time_is_the_cost_of_one_more_kernel(monkeypatch):
     """With a fake clock: 2 µs for each kernel and 5 µs for each loop iteration."""
 
     def clock(run, x, repeats):
-        kernels = str(jax.make_jaxpr(run)(x, 1)).count("optimization_barrier")
+        kernels = str(jax.make_jaxpr(run)(x)).count("optimization_barrier")
         return 5e-6 + 2e-6 * kernels
 
     monkeypatch.setattr(gpu, "_time_s", clock)
@@ -94,20 +88,20 @@ def test_plans_use_the_measured_rate_of_their_matmul_sizes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("make", "code"),
     [
-        (lambda: products(sizes=(0,)), "must be an integer of at least 1"),
-        (lambda: products(dtype="int8"), "one of 'bfloat16'"),
-        (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "not a GPU of the catalogue"),
+        (lambda: products(sizes=(0,)), "not-an-int"),
+        (lambda: products(dtype="int8"), "unknown-choice"),
+        (lambda: products(sizes=(8,), repeats=1).profile("my.json"), "unknown-name"),
     ],
 )
-def test_products_rejects_invalid_arguments(make, text):
-    with pytest.raises(mp.MeshparError, match=text):
+def test_products_rejects_invalid_arguments(make, code):
+    with raises(code):
         make()
 
 
 def test_profile_rejects_products_of_another_gpu(tmp_path):
     file = tmp_path / "other.json"
     cluster_of(gpu_by_name("a100"), nodes=1, gpus_per_node=8).save(file)
-    with pytest.raises(mp.MeshparError, match="add rates of a h100"):
+    with raises("conflict"):
         MEASURED.profile(file)
