@@ -1,4 +1,4 @@
-"""Compilation of a training step, for local devices or a remote cluster, and analysis of the program.
+"""Compilation of a step for local devices or a remote cluster, and analysis of the program.
 
 step, state, batch ─► traced ─► compiled ─► census ─► expected · overlap · lint ─► Report
 """
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 from jax.sharding import Mesh
@@ -20,6 +20,7 @@ from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.inspect import all_pairs as pairs
 from meshpar.inspect.census import Collective, census, on_stage
 from meshpar.inspect.expected import expected_by_stage, expected_collectives, scopes_above, step_spec_of
+from meshpar.inspect.function import FunctionReport, explain_function
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, most_of
@@ -28,12 +29,12 @@ from meshpar.inspect.model_flops import model_flops, traced_alone
 from meshpar.inspect.param_usage import uses
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
-from meshpar.inspect.report import Report, Sent
+from meshpar.inspect.report import Report, program_notes, timed_collectives
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.stage_partition import StagePartition, parts_of
 from meshpar.inspect.stage_summary import stages
 from meshpar.inspect.target import mesh_on, require_aot, traced_for
-from meshpar.inspect.timeline.simulator import Timeline, timeline
+from meshpar.inspect.timeline.simulator import timeline
 from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed
 from meshpar.inspect.traced_collectives import by_stage, enters, messages, vocab_chunks
 from meshpar.layers.precision import cast_back_fix, wide_work
@@ -51,32 +52,59 @@ Compile = Callable[..., Program]
 """Compiler of a traced or lowered step. `options` replaces the compile options of the step."""
 
 
-@apart()
+@overload
 def explain(
     step: TrainStep,
     state: TrainState,
     batch: PyTree,
+    /,
     cluster: str | Cluster | None = None,
     *,
     pod: PodProcess | None = None,
     advise: bool = True,
-) -> Report:
-    """Compile a training step and report its memory, communication and compute.
+) -> Report: ...
 
-    The collectives of the program are compared with the collectives that the strategy is expected to cause. The step
-    is not executed, and the state is not modified.
+
+@overload
+def explain(
+    step: Callable[..., Any],
+    *args: PyTree,
+    cluster: str | Cluster | None = None,
+    in_shardings: PyTree = None,
+    pod: PodProcess | None = None,
+) -> FunctionReport: ...
+
+
+@apart()
+def explain(
+    step: TrainStep | Callable[..., Any],
+    *args: PyTree,
+    cluster: str | Cluster | None = None,
+    in_shardings: PyTree = None,
+    pod: PodProcess | None = None,
+    advise: bool = True,
+) -> Report | FunctionReport:
+    """Compile a training step, or any function, and report its memory, communication and compute.
+
+    The collectives of a training step are compared with the collectives that the strategy is expected to cause. For
+    other functions the report lists the collectives by mesh axis and source line. Nothing is executed, and the
+    arguments are not modified.
 
     Args:
-      step: from `train_step`.
-      state: from `init_state` or `abstract_state`. Its mesh must have one device per GPU of the cluster.
-      batch: the global batch, as arrays or as `jax.ShapeDtypeStruct`.
-      cluster: `h100:8x8`, the path of a profile, or a `Cluster`. The step is compiled for these GPUs on the local
+      step: from `train_step`; or a function, plain or jitted.
+      *args: `state, batch` of a training step, optionally followed by `cluster`: a state from `init_state` or
+        `abstract_state`, whose mesh has a device per GPU of the cluster, and the global batch, as arrays or as
+        `jax.ShapeDtypeStruct`. For a function, its positional arguments, also as arrays or shapes.
+      cluster: `h100:8x8`, the path of a profile, or a `Cluster`. The program is compiled for these GPUs on the local
         machine, which needs no GPU but the `aot` extra. None compiles for the local devices.
+      in_shardings: for functions, the sharding of each argument or of its leaves, as in `jax.jit`. None uses the
+        shardings of the arguments. For a cluster, the mesh may be abstract.
       pod: a running compiler process, to share between several reports.
-      advise: if the step does not fit in memory, compile variants until one fits.
+      advise: if a training step does not fit in memory, compile variants until one fits.
 
     Returns:
-      A `Report`. Print it, display it in a notebook, or convert it with `to_json`.
+      A `Report` of a training step, or a `FunctionReport`. Print it, display it in a notebook, or convert it with
+      `to_json`.
 
     Raises:
       MeshparError: the number of devices differs from the cluster's, the cluster is unknown, the `aot` extra is
@@ -88,8 +116,19 @@ def explain(
       >>> print(report)  # doctest: +SKIP
       >>> report.is_as_promised, report.memory.fits  # doctest: +SKIP
       (True, True)
+
+      >>> mesh = mp.MeshSpec(tensor=8).build()
+      >>> x, w = jax.ShapeDtypeStruct((64, 256), np.float32), jax.ShapeDtypeStruct((256, 512), np.float32)
+      >>> shardings = NamedSharding(mesh, P(None, "tensor")), NamedSharding(mesh, P("tensor", None))
+      >>> report = mp.explain(jnp.matmul, x, w, in_shardings=shardings)
+      >>> {(sent.collective.kind, *sent.collective.axes) for sent in report.collectives}
+      {('all-reduce', 'tensor')}
     """
-    _check_kinds(step, state)
+    if not isinstance(step, TrainStep):
+        _check_function(step, args)
+        return explain_function(step, args, cluster=cluster, in_shardings=in_shardings, pod=pod)
+    state, batch, *rest = _check_arguments(args, in_shardings)
+    cluster = rest[0] if rest else cluster
     _check_equal_parts(state)
     batch = jax.tree.map(shape_of, batch)
     if cluster is None:
@@ -141,7 +180,7 @@ def _explain(
         target=program.target,
         strategy=str(setup.strategy),
         memory=account,
-        collectives=_sent(collectives, times, cluster),
+        collectives=timed_collectives(collectives, times, cluster),
         promise=match,
         overlap=overlap(times, reason),
         compute=compute(
@@ -158,7 +197,7 @@ def _explain(
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
         notes=(
-            *_notes(program, collectives, account.host_bytes, is_for_pod=compiler is not compile_here),
+            *program_notes(program, collectives, account.host_bytes, is_for_pod=compiler is not compile_here),
             *_grouped_note(program, step.options),
             *_repeated_reductions_note(setup, step.options),
         ),
@@ -244,19 +283,6 @@ def _refusals_explained() -> Iterator[None]:
         raise problem("explain", requested, reason, fix, code="unsupported-feature") from error
 
 
-def _sent(collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None) -> tuple[Sent, ...]:
-    timed = times.collectives if times is not None else (None,) * len(collectives)
-    return tuple(
-        Sent(
-            collective=collective,
-            crosses_node=None if cluster is None else cluster.groups_cross_node(collective.groups),
-            time_s=None if timing is None else timing.time_s,
-            hidden_fraction=None if timing is None else timing.hidden_fraction,
-        )
-        for collective, timing in zip(collectives, timed, strict=True)
-    )
-
-
 def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Finding]:
     """Yield expected collectives in another dtype. 8-bit matmuls may round their operands before they are gathered."""
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
@@ -283,27 +309,6 @@ def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding
     found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if found is not None:
         yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
-
-
-def _notes(program: Program, collectives: tuple[Collective, ...], host_bytes: int, *, is_for_pod: bool) -> list[str]:
-    notes = []
-    if host_bytes:
-        notes.append("transfers of offloaded arrays to and from the host are not simulated")
-    if program.target == "cpu":
-        notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
-        notes.append("XLA:CPU sends bfloat16 as float32, and does not overlap collectives with compute")
-    elif is_for_pod:
-        notes.append(
-            "compiled without a GPU, so without autotuning: on the pod XLA may choose other kernels and other tile "
-            "sizes for matmuls"
-        )
-    if any(not collective.count_known for collective in collectives):
-        notes.append("a loop of unknown length counts once")
-    if any(collective.count_by_stage for collective in collectives):
-        notes.append("collectives that depend on the stage are counted for the stage that runs them most often")
-    if any(collective.in_branch for collective in collectives):
-        notes.append("both branches of a conditional are counted")
-    return notes
 
 
 def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
@@ -353,16 +358,27 @@ def _check_equal_parts(state: TrainState) -> None:
         )
 
 
-def _check_kinds(step: Any, state: Any) -> None:
-    if not isinstance(step, TrainStep):
-        requested = f"inspect a {type(step).__name__}"
-        fix = "make one with mp.train_step(loss_fn); for another function, compile it and use meshpar.inspect.census"
-        reason = "it inspects training steps from mp.train_step"
+def _check_function(function: Any, args: tuple[Any, ...]) -> None:
+    if not callable(function) or any(isinstance(arg, TrainState) for arg in args[:1]):
+        requested, reason = (
+            f"inspect a {type(function).__name__}",
+            "it is neither a training step nor a function of arrays",
+        )
+        raise problem("explain", requested, reason, "make a step with mp.train_step(loss_fn)", code="wrong-type")
+
+
+def _check_arguments(args: tuple[Any, ...], in_shardings: Any) -> tuple[Any, ...]:
+    if not 2 <= len(args) <= 3 or not isinstance(args[0], TrainState):
+        requested = f"use ({', '.join(type(arg).__name__ for arg in args)}) as the arguments of the step"
+        reason, fix = (
+            "a training step has a TrainState and a batch",
+            "make the state with mp.init_state or mp.abstract_state",
+        )
         raise problem("explain", requested, reason, fix, code="wrong-type")
-    if not isinstance(state, TrainState):
-        requested, reason = f"use a {type(state).__name__} as the state", "its second argument is a TrainState"
-        fix = "make one with mp.init_state or mp.abstract_state"
-        raise problem("explain", requested, reason, fix, code="wrong-type")
+    if in_shardings is not None:
+        reason = "the strategy of the state determines the shardings of a training step"
+        raise problem("explain", "use `in_shardings`", reason, "remove it", code="conflict")
+    return args
 
 
 def _here(state: TrainState) -> TrainState:

@@ -75,12 +75,20 @@ class Finding(Plain):
 
 
 def lint(
-    program: Program, collectives: Iterable[Collective], setup: Setup, options: StepOptions, cluster: Cluster | None
+    program: Program,
+    collectives: Iterable[Collective],
+    setup: Setup | None = None,
+    options: StepOptions | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[Finding, ...]:
-    """Return the findings in a compiled training step, the most expensive first, merged over layers."""
-    context = _Context(program, tuple(collectives), setup, options, cluster)
+    """Return the findings in a compiled program, the most expensive first, merged over layers.
+
+    Without a `setup`, the program is not a training step, and only the rules apply that need no strategy.
+    """
+    context = _Context(program, tuple(collectives), setup, options or StepOptions(), cluster)
+    rules = _RULES if setup is not None else _RULES_OF_PROGRAMS
     by_layer: dict[Any, list[Finding]] = {}
-    for finding in itertools.chain.from_iterable(rule(context) for rule in _RULES):
+    for finding in itertools.chain.from_iterable(rule(context) for rule in rules):
         module, what = scopes.layerless(finding.module), scopes.layerless(finding.what)
         by_layer.setdefault((finding.rule, module, finding.source, what, finding.fix), []).append(finding)
     merged = [
@@ -97,11 +105,12 @@ def lint(
 
 @dataclasses.dataclass(frozen=True)
 class _Context:
-    """The compiled step that the rules inspect."""
+    """The compiled program that the rules inspect."""
 
     program: Program
     collectives: tuple[Collective, ...]
-    setup: Setup
+    setup: Any
+    """The `Setup` of a training step. Rules of other programs do not use it."""
     options: StepOptions
     cluster: Cluster | None
 
@@ -527,13 +536,16 @@ def _communication(
         )
 
 
-_RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
+_RULES_OF_PROGRAMS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _rematerialization,
+    _sliced_all_reduce,
+    _loop_invariant,
+)
+_RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
+    *_RULES_OF_PROGRAMS,
     _replicated,
     _whole_batch,
     _rows_moved,
-    _sliced_all_reduce,
-    _loop_invariant,
     _float32_on_the_wire,
     _slow_axis,
     _idle_axis,

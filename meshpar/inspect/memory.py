@@ -151,7 +151,7 @@ def memory(
         limit_bytes=limit,
         fits=None if limit is None else peak <= limit,
         host_bytes=program.host_temporary_bytes + setup.table.totals.host_bytes,
-        note=_note(peak, limit),
+        note=memory_note(peak, limit),
         largest=_largest(program, setup),
     )
 
@@ -165,7 +165,8 @@ def limit_bytes(setup: Setup, cluster: Cluster | None) -> int | None:
     return None if gpu is None else int(gpu.memory_bytes)
 
 
-def _note(peak: int, limit: int | None) -> str:
+def memory_note(peak: int, limit: int | None) -> str:
+    """Return a warning for a program that fits but uses most of the memory; otherwise an empty string."""
     if limit is None or peak > limit or peak <= PREALLOCATED * limit:
         return ""
     share = f"{peak / limit:.0%} of the GPU's memory"
@@ -220,7 +221,7 @@ def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
     contributors = [
         *_grouped(setup, setup.table.params, "parameters"),
         *_grouped(setup, [state for state in setup.table.optimizer if not state.is_on_host], "optimizer state"),
-        *_temporaries(program),
+        *temporaries(program),
     ]
     return tuple(sorted(contributors, key=lambda c: (-c.nbytes, c.what, c.module, c.shape)))
 
@@ -245,7 +246,8 @@ def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Con
     return sorted(contributors, key=lambda c: -c.nbytes)[:MOST_CONTRIBUTORS]
 
 
-def _temporaries(program: Program) -> list[Contributor]:
+def temporaries(program: Program) -> list[Contributor]:
+    """Return the largest temporaries of a program, grouped by source line."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for array in work.largest_temporaries(program.module, most=8 * MOST_CONTRIBUTORS):
         groups.setdefault((array.module, array.shape, array.source), []).append(array.nbytes)

@@ -15,8 +15,9 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+from meshpar.inspect.function import FunctionMemory, FunctionReport
 from meshpar.inspect.matching import MatchEntry, MatchResult, Unexpected
 from meshpar.inspect.memory import Memory
 from meshpar.inspect.report import Report, Sent
@@ -24,6 +25,7 @@ from meshpar.sharding.printing import flat, human_mesh
 from meshpar.sharding.units import human_bytes, human_flops, human_time
 
 Style = Literal["", "good", "bad", "warn", "faint", "strong"]
+AnyReport: TypeAlias = Report | FunctionReport
 
 MOST_ROWS = 20
 """Maximum number of rows in a table. Text counts the others in one line, HTML folds them."""
@@ -112,37 +114,43 @@ def _where(module: str, source: str) -> str:
 # ---- Contents --------------------------------------------------------------------------------------------------------
 
 
-def sections(report: Report) -> tuple[Section, ...]:
+def sections(report: AnyReport) -> tuple[Section, ...]:
     """Return the report as titled tables of plain cells."""
-    makers = (_memory, _promise, _stages, _collectives, _overlap, _compute, _lint, _notes)
-    return tuple(section for make in makers if (section := make(report)) is not None)
+    first = (
+        (_memory(report), _promise(report), _stages(report))
+        if isinstance(report, Report)
+        else (_program_memory(report),)
+    )
+    others = (_collectives(report), _overlap(report), _compute(report), _lint(report), _notes(report))
+    return tuple(section for section in (*first, *others) if section is not None)
 
 
 INVALIDATING = ("wide-compute",)
 """Lint rules that the headline repeats, because its time and utilisation are wrong for the requested precision."""
 
 
-def headline(report: Report) -> tuple[Cell, ...]:
-    """Return one line about the strategy and target, and one per verdict."""
+def headline(report: AnyReport) -> tuple[Cell, ...]:
+    """Return one line about the strategy or function and the target, and one per verdict."""
     devices = f"{report.devices:,} device" + "s" * (report.devices != 1)
     speed = () if report.compute.predicted_step_s is None else _speed(report)
+    name = report.strategy if isinstance(report, Report) else f"`{report.name}`"
     return (
-        Cell(f"{report.strategy} on {human_mesh(report.mesh)} · {report.target} · {devices}", "strong"),
-        _promise_verdict(report.promise),
+        Cell(f"{name} on {human_mesh(report.mesh)} · {report.target} · {devices}", "strong"),
+        *((_promise_verdict(report.promise),) if isinstance(report, Report) else ()),
         *((_memory_verdict(report.memory),) if report.memory.fits is not None else ()),
         *speed,
     )
 
 
-def _speed(report: Report) -> tuple[Cell, ...]:
+def _speed(report: AnyReport) -> tuple[Cell, ...]:
     """Return the predicted step time in one line, followed by the findings that invalidate it."""
     compute, hidden = report.compute, report.overlap.hidden_fraction
     assert compute.predicted_step_s is not None
-    phrases = [f"a step takes {human_time(compute.predicted_step_s)}", f"bound by {compute.bound}"]
+    phrases = [f"a {report.unit} takes {human_time(compute.predicted_step_s)}", f"bound by {compute.bound}"]
     if compute.bracket is not None:
         # The lower end assumes that all communication is hidden, so the simulated schedule is not the best case.
         low_s, high_s = compute.bracket.low_s, compute.bracket.high_s
-        phrases[0] = f"a step takes {human_time(low_s)} to {human_time(high_s)}"
+        phrases[0] = f"a {report.unit} takes {human_time(low_s)} to {human_time(high_s)}"
         if low_s <= compute.predicted_step_s <= high_s:  # measured rates can move the range past it
             phrases.insert(1, f"{human_time(compute.predicted_step_s)} in the simulated schedule")
     if compute.utilisation is not None:
@@ -157,7 +165,7 @@ def _speed(report: Report) -> tuple[Cell, ...]:
     )
 
 
-def _memory_verdict(memory: Memory) -> Cell:
+def _memory_verdict(memory: Memory | FunctionMemory) -> Cell:
     peak = human_bytes(memory.peak_bytes)
     if memory.fits is None or memory.limit_bytes is None:
         return Cell(f"peak {peak} per device; the memory limit of this device is unknown")
@@ -169,7 +177,6 @@ def _memory_verdict(memory: Memory) -> Cell:
 
 def _memory(report: Report) -> Section:
     memory = report.memory
-    total = memory.limit_bytes or memory.peak_bytes or 1
     sizes: list[tuple[str, int, Style]] = [
         ("parameters", memory.params_bytes, ""),
         ("optimizer state", memory.optimizer_bytes, ""),
@@ -180,6 +187,25 @@ def _memory(report: Report) -> Section:
         ("outputs", memory.output_bytes, ""),
         ("peak", memory.peak_bytes, "strong"),
     ]
+    remedies = (_remedies(memory),) if memory.remedies else ()
+    return _memory_section(memory, sizes, remedies)
+
+
+def _program_memory(report: FunctionReport) -> Section:
+    memory = report.memory
+    sizes: list[tuple[str, int, Style]] = [
+        ("arguments", memory.argument_bytes, ""),
+        ("temporaries", memory.temporaries_bytes, ""),
+        ("outputs", memory.output_bytes, ""),
+        ("peak", memory.peak_bytes, "strong"),
+    ]
+    return _memory_section(memory, sizes)
+
+
+def _memory_section(
+    memory: Memory | FunctionMemory, sizes: Iterable[tuple[str, int, Style]], remedies: Sequence[Table] = ()
+) -> Section:
+    total = memory.limit_bytes or memory.peak_bytes or 1
     head = "of the limit>" if memory.limit_bytes else "of the peak>"
     rows = tuple(
         (Cell(name, style), Cell(human_bytes(size), style), Cell(_percent(size / total), style, share=size / total))
@@ -190,8 +216,7 @@ def _memory(report: Report) -> Section:
         parts.append(Cell(f"plus {human_bytes(memory.host_bytes)} in pinned host memory"))
     if memory.note:
         parts.append(Cell(memory.note, "warn"))
-    if memory.remedies:
-        parts.append(_remedies(memory))
+    parts.extend(remedies)
     if memory.largest:
         parts.append(_largest(memory))
     return Section(title="Memory", parts=tuple(parts))
@@ -210,7 +235,7 @@ def _remedies(memory: Memory) -> Table:
     return Table(title="Changes that save memory", columns=("", "change", "peak>", "why not compiled"), rows=rows)
 
 
-def _largest(memory: Memory) -> Table:
+def _largest(memory: Memory | FunctionMemory) -> Table:
     maximum = max(item.nbytes for item in memory.largest)
     rows = tuple(
         (
@@ -354,16 +379,18 @@ def _lines(title: str, lines: Sequence[MatchEntry], style: Style) -> Table:
     return Table(title=title, columns=columns, rows=rows)
 
 
-def _collectives(report: Report) -> Section | None:
+def _collectives(report: AnyReport) -> Section | None:
     if not report.collectives:
         return None
     sent = sum(item.collective.bytes_sent_per_step for item in report.collectives)
     runs = sum(item.collective.count_per_step for item in report.collectives)
-    verdict = Cell(f"each device sends {human_bytes(sent)} per step, in {runs:,} collectives")
+    verdict = Cell(
+        f"each device sends {human_bytes(sent)} per {report.unit}, in {runs:,} collective" + "s" * (runs != 1)
+    )
     return Section(title="Collectives", verdict=verdict, parts=(_totals(report), _groups(report)))
 
 
-def _totals(report: Report) -> Table:
+def _totals(report: AnyReport) -> Table:
     totals = flat(report.totals)
     maximum = max(total.bytes_sent_per_device for total in totals.values()) or 1
     crossing = {item.collective.axes_label for item in report.collectives if item.crosses_node}
@@ -378,11 +405,17 @@ def _totals(report: Report) -> Table:
         )
         for (axes, kind), total in sorted(totals.items(), key=lambda item: -item[1].bytes_sent_per_device)
     )
-    columns = ("axes", "kind", "runs per step>", "sent per step>", *(("where",) if has_nodes else ()))
+    columns = (
+        "axes",
+        "kind",
+        f"runs per {report.unit}>",
+        f"sent per {report.unit}>",
+        *(("where",) if has_nodes else ()),
+    )
     return Table(title="Totals", columns=columns, rows=rows)
 
 
-def _groups(report: Report) -> Table:
+def _groups(report: AnyReport) -> Table:
     """Return a row for all collectives of a kind from the same source line, the most expensive first."""
     groups: dict[tuple[Any, ...], list[Sent]] = {}
     for item in report.collectives:
@@ -419,7 +452,7 @@ def _groups(report: Report) -> Table:
     return Table(title="By source line", columns=columns, rows=tuple(rows), rest="more, smaller")
 
 
-def _overlap(report: Report) -> Section | None:
+def _overlap(report: AnyReport) -> Section | None:
     overlap = report.overlap
     if overlap.hidden_fraction is None:
         return None
@@ -455,16 +488,18 @@ def _overlap(report: Report) -> Section | None:
     return Section(title="Overlap", verdict=verdict, parts=((exposed,) if exposed.rows else ()) + (per_axis,))
 
 
-def _compute(report: Report) -> Section:
+def _compute(report: AnyReport) -> Section:
     compute = report.compute
     rows = [(Cell("in the program"), Cell(human_flops(compute.flops_per_device)), Cell(""))]
     if compute.model_flops_per_device is not None:
         ratio = "" if compute.ratio is None else f"the program has {compute.ratio:.2f}× as many"
         rows.append((Cell("in the model"), Cell(human_flops(compute.model_flops_per_device)), Cell(ratio, "faint")))
-    parts: list[Table | Cell] = [Table(columns=("FLOPs per device and step", "number>", ""), rows=tuple(rows))]
+    parts: list[Table | Cell] = [
+        Table(columns=(f"FLOPs per device and {report.unit}", "number>", ""), rows=tuple(rows))
+    ]
     if compute.library_calls:
         calls = tuple((Cell(target), Cell(f"{times:,}")) for target, times in compute.library_calls.items())
-        parts.append(Table(columns=("library kernels", "calls per step>"), rows=calls))
+        parts.append(Table(columns=("library kernels", f"calls per {report.unit}>"), rows=calls))
     if compute.predicted_step_s is not None:
         parts.append(_step_time(report))
     if compute.bracket is not None:
@@ -474,7 +509,7 @@ def _compute(report: Report) -> Section:
     return Section(title="Compute", parts=tuple(parts))
 
 
-def _step_time(report: Report) -> Table:
+def _step_time(report: AnyReport) -> Table:
     compute = report.compute
     step_s = compute.predicted_step_s or 1.0
     times = {"kernels bound by FLOPs": compute.compute_s or 0.0, "kernels bound by memory": compute.memory_s or 0.0}
@@ -485,10 +520,10 @@ def _step_time(report: Report) -> Table:
         (Cell(name), Cell(human_time(time_s)), Cell(_percent(time_s / step_s), share=time_s / step_s))
         for name, time_s in sorted(times.items(), key=lambda item: -item[1])
     )
-    return Table(columns=("step time by cause", "time>", "of the step>"), rows=rows)
+    return Table(columns=(f"{report.unit} time by cause", "time>", f"of the {report.unit}>"), rows=rows)
 
 
-def _lint(report: Report) -> Section | None:
+def _lint(report: AnyReport) -> Section | None:
     if not report.findings:
         return None
     rows = tuple(
@@ -508,7 +543,7 @@ def _lint(report: Report) -> Section | None:
     return Section(title="Lint", verdict=verdict, parts=(Table(columns=columns, rows=rows),))
 
 
-def _notes(report: Report) -> Section:
+def _notes(report: AnyReport) -> Section:
     notes = dict.fromkeys([*report.notes, *filter(None, [report.overlap.reason]), *report.compute.notes])
     options = ", ".join(f"{name}={json.dumps(value)}" for name, value in report.compile_options.items())
     compiled = f"program {report.fingerprint}, compiled in {human_time(report.compile_s)}"
@@ -523,14 +558,14 @@ _RICH: Mapping[Style, str] = {
 }  # fmt: skip
 
 
-def as_rich(report: Report) -> Any:
+def as_rich(report: AnyReport) -> Any:
     """Return the report as a renderable of rich."""
     from rich.console import Group
 
     return Group(*_rich_parts(headline(report), sections(report)))
 
 
-def as_text(report: Report) -> str:
+def as_text(report: AnyReport) -> str:
     """Return the report as plain text, 160 columns wide."""
     return text_of(as_rich(report))
 
@@ -657,7 +692,7 @@ background-position:left center;background-origin:content-box}
 _PAGE_CSS = ":root{color-scheme:light dark}body{margin:2em auto;padding:0 1.2em;max-width:1200px}"
 
 
-def as_html(report: Report) -> str:
+def as_html(report: AnyReport) -> str:
     """Return the report as a self-contained HTML fragment, for notebooks."""
     return html_of(headline(report), sections(report))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
+from meshpar.hardware.clusters import Cluster
 from meshpar.inspect import census
 from meshpar.inspect.census import Collective, Total
 from meshpar.inspect.lint import Finding
@@ -78,6 +79,8 @@ class Report(Plain):
     program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
     """The compiled program. Not part of the JSON."""
     derived = ("totals",)
+    unit: ClassVar[str] = "step"
+    """Unit of the counts and times."""
 
     @property
     def totals(self) -> dict[str, dict[str, Total]]:
@@ -115,3 +118,43 @@ class Report(Plain):
         from meshpar.inspect.render import as_text
 
         return as_text(self)
+
+
+def timed_collectives(
+    collectives: tuple[Collective, ...], times: Timeline | None, cluster: Cluster | None
+) -> tuple[Sent, ...]:
+    """Return the collectives of a program with their simulated times."""
+    timed = times.collectives if times is not None else (None,) * len(collectives)
+    return tuple(
+        Sent(
+            collective=collective,
+            crosses_node=None if cluster is None else cluster.groups_cross_node(collective.groups),
+            time_s=None if timing is None else timing.time_s,
+            hidden_fraction=None if timing is None else timing.hidden_fraction,
+        )
+        for collective, timing in zip(collectives, timed, strict=True)
+    )
+
+
+def program_notes(
+    program: Program, collectives: tuple[Collective, ...], host_bytes: int, *, is_for_pod: bool
+) -> tuple[str, ...]:
+    """Return the limitations of a program's numbers."""
+    notes = []
+    if host_bytes:
+        notes.append("transfers of offloaded arrays to and from the host are not simulated")
+    if program.target == "cpu":
+        notes.append("XLA:CPU lowers a reduce-scatter to an all-reduce and a slice, which sends twice the bytes")
+        notes.append("XLA:CPU sends bfloat16 as float32, and does not overlap collectives with compute")
+    elif is_for_pod:
+        notes.append(
+            "compiled without a GPU, so without autotuning: on the pod XLA may choose other kernels and other tile "
+            "sizes for matmuls"
+        )
+    if any(not collective.count_known for collective in collectives):
+        notes.append("a loop of unknown length counts once")
+    if any(collective.count_by_stage for collective in collectives):
+        notes.append("collectives that depend on the stage are counted for the stage that runs them most often")
+    if any(collective.in_branch for collective in collectives):
+        notes.append("both branches of a conditional are counted")
+    return tuple(notes)

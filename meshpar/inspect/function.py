@@ -1,0 +1,261 @@
+"""Reports on compiled functions that are not training steps: collectives, memory, lint and simulated time.
+
+function, arguments with shardings ─► traced ─► compiled ─► census · lint · timeline ─► FunctionReport
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+
+from meshpar.hardware.clusters import Cluster, cluster_here, gpu_of_kind, parse_cluster
+from meshpar.hardware.compile_options import fingerprint, overlap_limit
+from meshpar.inspect import census as collectives_of
+from meshpar.inspect.census import Total, census
+from meshpar.inspect.lint import Finding, lint
+from meshpar.inspect.memory import Contributor, memory_note, temporaries
+from meshpar.inspect.model_flops import ModelFlops, matmul_flops
+from meshpar.inspect.pod import PodProcess
+from meshpar.inspect.program import Program, compile_here
+from meshpar.inspect.report import Sent, program_notes, timed_collectives
+from meshpar.inspect.target import require_aot, traced_for
+from meshpar.inspect.timeline.simulator import Timeline, timeline
+from meshpar.inspect.timeline.step_prediction import Compute, Overlap, compute, overlap, why_not_timed
+from meshpar.sharding.jaxprs import equations
+from meshpar.sharding.printing import Plain
+from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem, tree_leaves_with_paths
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionMemory(Plain):
+    """Memory of a compiled function, in bytes per device, as reported by the compiler."""
+
+    argument_bytes: int
+    output_bytes: int
+    """Outputs that do not reuse a donated argument."""
+    temporaries_bytes: int
+    peak_bytes: int
+    """Sum of the three above."""
+    limit_bytes: int | None
+    """Full memory of the GPU; None if the GPU is unknown."""
+    fits: bool | None
+    """Whether the peak is within the limit; None without a limit."""
+    host_bytes: int
+    """Temporaries in host memory."""
+    note: str
+    """A warning for a program that fits but uses most of the memory."""
+    largest: tuple[Contributor, ...]
+    """The largest temporaries."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionReport(Plain):
+    """The result of `explain` for a function. It prints as tables, displays as HTML in notebooks, and has `to_json`."""
+
+    name: str
+    devices: int
+    mesh: Mapping[str, int]
+    """Sizes of the mesh axes, in mesh order."""
+    target: str
+    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
+    memory: FunctionMemory
+    collectives: tuple[Sent, ...]
+    overlap: Overlap
+    compute: Compute
+    """FLOPs and predicted time of a call. `model_flops_per_device` counts the matmuls of the traced function."""
+    findings: tuple[Finding, ...]
+    """Findings of the lint rules that need no strategy, the most expensive first."""
+    compile_s: float
+    fingerprint: str
+    """Hash of the lowered program."""
+    notes: tuple[str, ...] = ()
+    """Limitations of the numbers on this target."""
+    compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
+    """The simulated call, for plots. Not part of the JSON."""
+    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The compiled program. Not part of the JSON."""
+    derived = ("totals",)
+    unit: ClassVar[str] = "call"
+    """Unit of the counts and times."""
+
+    @property
+    def totals(self) -> dict[str, dict[str, Total]]:
+        """Collectives per call, by axes and kind."""
+        return collectives_of.totals(sent.collective for sent in self.collectives)
+
+    def __rich__(self) -> Any:
+        from meshpar.inspect.render import as_rich
+
+        return as_rich(self)
+
+    def _repr_html_(self) -> str:
+        from meshpar.inspect.render import as_html
+
+        return as_html(self)
+
+    def __repr__(self) -> str:
+        return f"<FunctionReport: {self.name} on {self.devices} devices, {self.target}>"
+
+    def __str__(self) -> str:
+        from meshpar.inspect.render import as_text
+
+        return as_text(self)
+
+
+def explain_function(
+    function: Callable[..., Any],
+    args: tuple[PyTree, ...],
+    *,
+    cluster: str | Cluster | None = None,
+    in_shardings: PyTree = None,
+    pod: PodProcess | None = None,
+) -> FunctionReport:
+    """Compile a function and report its collectives, memory and compute; see `meshpar.explain`."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    structs = _with_shardings(args, in_shardings)
+    jitted = function if hasattr(function, "trace") else jax.jit(function)
+    target = None if cluster is None else parse_cluster(cluster)
+    if target is not None:
+        require_aot(target.name)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(traced_for(target))
+        traced = jitted.trace(*structs)
+        mesh = _mesh_of(name, structs, traced, target)
+        if target is None:
+            lowered = traced.lower()
+            program = compile_here(lowered)
+            target = cluster_here(list(mesh.devices.flat)) if isinstance(mesh, Mesh) else None
+        else:
+            process = pod or stack.enter_context(PodProcess())
+            lowered = traced.lower(lowering_platforms=("cuda",))
+            program = process.compile(lowered, target)
+        is_for_pod = cluster is not None
+    sizes = {} if mesh is None else axis_sizes(mesh)
+    collectives, num_devices = census(program.module, sizes), 1 if mesh is None else mesh.size
+    reason, times = why_not_timed(program.target, target), None
+    if target is not None and not reason:
+        times = timeline(program.module, collectives, target, None, overlap_limit=overlap_limit({}))
+    notes: dict[str, None] = {}
+    flops = matmul_flops(traced.jaxpr.jaxpr, notes)
+    return FunctionReport(
+        name=name,
+        devices=num_devices,
+        mesh=sizes,
+        target=program.target,
+        memory=_memory(program, mesh, target),
+        collectives=timed_collectives(collectives, times, target),
+        overlap=overlap(times, reason),
+        compute=compute(
+            program.module,
+            num_devices=num_devices,
+            model_flops=ModelFlops(forward=flops, step=flops, notes=tuple(notes)),
+            timeline=times,
+            reason=reason,
+            cluster=target,
+        ),
+        findings=lint(program, collectives, cluster=target),
+        compile_s=program.compile_s,
+        fingerprint=fingerprint(lowered, {}),
+        notes=program_notes(program, collectives, program.host_temporary_bytes, is_for_pod=is_for_pod),
+        timeline=times,
+        program=program,
+    )
+
+
+def _with_shardings(args: tuple[PyTree, ...], in_shardings: PyTree) -> tuple[PyTree, ...]:
+    """Return the arguments as shapes with shardings. `in_shardings` is a prefix of the arguments, as in `jax.jit`."""
+
+    def is_sharding(x: Any) -> bool:
+        return x is None or isinstance(x, Sharding)
+
+    if in_shardings is None or isinstance(in_shardings, Sharding):
+        in_shardings = (in_shardings,) * len(args)
+    in_shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
+    for path, sharding in tree_leaves_with_paths(in_shardings):
+        if not is_sharding(sharding):
+            fix = "write jax.sharding.NamedSharding(mesh, spec); the mesh may be mesh.abstract_mesh of another machine"
+            reason = f"it is a {type(sharding).__name__}, not a sharding"
+            raise problem("explain", f"use `in_shardings` at `{path}`", reason, fix, code="wrong-type")
+    try:
+        return tuple(
+            jax.tree.map(
+                lambda sharding, subtree: jax.tree.map(lambda x: _struct(x, sharding), subtree),
+                in_shardings,
+                args,
+                is_leaf=is_sharding,
+            )
+        )
+    except ValueError as error:
+        fix = "pass a sharding for each argument, or for each leaf of it"
+        raise problem("explain", "use `in_shardings`", str(error), fix, code="wrong-shape") from None
+
+
+def _struct(x: Any, sharding: Sharding | None) -> Any:
+    """Return an array as its shape with a sharding, by default its own. Other values are passed to jax."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        x = np.asarray(x)
+    own = getattr(x, "sharding", None)
+    own = own if isinstance(own, NamedSharding) else None
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding if sharding is not None else own)
+
+
+def _mesh_of(name: str, structs: PyTree, traced: Any, cluster: Cluster | None) -> AnyMesh | None:
+    """Return the mesh of the arguments, or of the shardings inside the function; None without any.
+
+    Raises:
+      MeshparError: there are several meshes, the mesh does not fit the target, or there is none for several devices.
+    """
+    shardings = [x.sharding for x in jax.tree.leaves(structs) if isinstance(x.sharding, NamedSharding)]
+    meshes = [sharding.mesh for sharding in shardings] or list(_meshes_in(traced.jaxpr))
+    shapes = {tuple(axis_sizes(mesh).items()): mesh for mesh in meshes}
+    if len(shapes) > 1:
+        listed = " and ".join(", ".join(f"{axis}={size}" for axis, size in shape) for shape in shapes)
+        reason, fix = f"its shardings have the meshes {listed}", "use a single mesh for all arguments"
+        raise problem("explain", f"name the axes of `{name}`", reason, fix, code="conflict")
+    mesh = next(iter(shapes.values()), None)
+    num_devices = 1 if mesh is None else mesh.size
+    if cluster is not None and cluster.num_devices != num_devices:
+        reason = f"the function runs on {num_devices} device{'s' * (num_devices > 1)}"
+        fix = (
+            "pass in_shardings with NamedShardings on a mesh with a device per GPU, such as mp.MeshSpec(...).abstract()"
+        )
+        raise problem(f"cluster `{cluster.name}`", f"use its {cluster.num_devices} GPUs", reason, fix, code="conflict")
+    if cluster is None and isinstance(mesh, AbstractMesh):
+        fix = 'name a cluster, explain(..., cluster="h100:1x8"), or use a mesh of devices'
+        reason = f"the mesh of {mesh.size} devices is abstract"
+        raise problem("explain", "compile for the local devices", reason, fix, code="conflict")
+    return mesh
+
+
+def _meshes_in(jaxpr: Any) -> Iterable[AnyMesh]:
+    """Yield the meshes of shardings and `shard_map`s inside a function."""
+    for equation, _ in equations(jaxpr):
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: isinstance(x, Sharding)):
+            mesh = value.mesh if isinstance(value, NamedSharding) else value
+            if isinstance(mesh, Mesh | AbstractMesh) and not mesh.empty:
+                yield mesh
+
+
+def _memory(program: Program, mesh: AnyMesh | None, cluster: Cluster | None) -> FunctionMemory:
+    devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
+    gpu = cluster.gpu if cluster is not None else next((gpu_of_kind(device.device_kind) for device in devices), None)
+    limit, peak = None if gpu is None else int(gpu.memory_bytes), program.peak_bytes
+    return FunctionMemory(
+        argument_bytes=program.argument_bytes,
+        output_bytes=program.output_bytes - program.alias_bytes,
+        temporaries_bytes=program.temporary_bytes,
+        peak_bytes=peak,
+        limit_bytes=limit,
+        fits=None if limit is None else peak <= limit,
+        host_bytes=program.host_temporary_bytes,
+        note=memory_note(peak, limit),
+        largest=tuple(temporaries(program)),
+    )
