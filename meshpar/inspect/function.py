@@ -180,7 +180,7 @@ def _with_shardings(args: tuple[PyTree, ...], in_shardings: PyTree) -> tuple[PyT
     in_shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
     for path, sharding in tree_leaves_with_paths(in_shardings):
         if not is_sharding(sharding):
-            fix = "write jax.sharding.NamedSharding(mesh, spec); the mesh may be mesh.abstract_mesh of another machine"
+            fix = "write jax.sharding.NamedSharding(mesh, spec); the mesh may be abstract"
             reason = f"it is a {type(sharding).__name__}, not a sharding"
             raise problem("explain", f"use `in_shardings` at `{path}`", reason, fix, code="wrong-type")
     try:
@@ -193,7 +193,7 @@ def _with_shardings(args: tuple[PyTree, ...], in_shardings: PyTree) -> tuple[PyT
             )
         )
     except ValueError as error:
-        fix = "pass a sharding for each argument, or for each leaf of it"
+        fix = "pass a sharding for each argument, or for each of the argument's leaves"
         raise problem("explain", "use `in_shardings`", str(error), fix, code="wrong-shape") from None
 
 
@@ -211,7 +211,7 @@ def _mesh_of(name: str, structs: PyTree, traced: Any, cluster: Cluster | None) -
     """Return the mesh of the arguments, or of the shardings inside the function; None without any.
 
     Raises:
-      MeshparError: there are several meshes, the mesh does not fit the target, or there is none for several devices.
+      MeshparError: the arguments have different meshes, the mesh does not fit the target, or there is none for several devices.
     """
     shardings = [x.sharding for x in jax.tree.leaves(structs) if isinstance(x.sharding, NamedSharding)]
     meshes = [sharding.mesh for sharding in shardings] or list(_meshes_in(traced.jaxpr))

@@ -43,7 +43,7 @@ def test_explain_function_counts_gathers_of_weights():
     assert sent(mp.explain(matmul, x, w)) == {("all-gather", "data"): 7 / 8 * 256 * 512 * 4}
 
 
-@pytest.mark.parametrize("x_spec, w_spec, out_spec, expected", EINSUMS.values(), ids=EINSUMS)
+@pytest.mark.parametrize(("x_spec", "w_spec", "out_spec", "expected"), EINSUMS.values(), ids=EINSUMS)
 def test_explain_function_counts_bytes(x_spec, w_spec, out_spec, expected):
     matmul = jax.jit(lambda x, w: jnp.einsum("bd,df->bf", x, w), out_shardings=NamedSharding(MESH, out_spec))
     report = mp.explain(matmul, shaped(64, 256, spec=x_spec), shaped(256, 512, spec=w_spec))
@@ -113,7 +113,7 @@ INVALID = {
 }
 
 
-@pytest.mark.parametrize("args, options, code, where", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize(("args", "options", "code", "where"), INVALID.values(), ids=INVALID)
 def test_explain_function_refuses_invalid_arguments(args, options, code, where):
     with raises(code, where):
         mp.explain(lambda *xs: xs, *args, **options)
