@@ -211,7 +211,7 @@ def _mesh_of(name: str, structs: PyTree, traced: Any, cluster: Cluster | None) -
     """Return the mesh of the arguments, or of the shardings inside the function; None without any.
 
     Raises:
-      MeshparError: the arguments have different meshes, the mesh does not fit the target, or there is none for several devices.
+      MeshparError: the arguments have different meshes, or the mesh does not fit the target.
     """
     shardings = [x.sharding for x in jax.tree.leaves(structs) if isinstance(x.sharding, NamedSharding)]
     meshes = [sharding.mesh for sharding in shardings] or list(_meshes_in(traced.jaxpr))
