@@ -20,7 +20,7 @@ from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.inspect import all_pairs as pairs
 from meshpar.inspect.census import Collective, census, on_stage
 from meshpar.inspect.expected import expected_by_stage, expected_collectives, scopes_above, step_spec_of
-from meshpar.inspect.function import FunctionReport, explain_function
+from meshpar.inspect.function import explain_function
 from meshpar.inspect.hlo.shapes import dtype_bits
 from meshpar.inspect.lint import Finding, lint
 from meshpar.inspect.matching import SMALL_SHARE, MatchResult, match_collectives, most_of
@@ -29,7 +29,7 @@ from meshpar.inspect.model_flops import model_flops, traced_alone
 from meshpar.inspect.param_usage import uses
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
-from meshpar.inspect.report import Report, program_notes, timed_collectives
+from meshpar.inspect.report import FunctionReport, Report, program_notes, timed_collectives
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.stage_partition import StagePartition, parts_of
 from meshpar.inspect.stage_summary import stages

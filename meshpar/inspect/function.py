@@ -6,9 +6,8 @@ function, arguments with shardings ─► traced ─► compiled ─► census �
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,97 +15,18 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from meshpar.hardware.clusters import Cluster, cluster_here, gpu_of_kind, parse_cluster
 from meshpar.hardware.compile_options import fingerprint, overlap_limit
-from meshpar.inspect import census as collectives_of
-from meshpar.inspect.census import Total, census
-from meshpar.inspect.lint import Finding, lint
-from meshpar.inspect.memory import Contributor, memory_note, temporaries
+from meshpar.inspect.census import census
+from meshpar.inspect.lint import lint
+from meshpar.inspect.memory import memory_note, temporaries
 from meshpar.inspect.model_flops import ModelFlops, matmul_flops
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
-from meshpar.inspect.report import Sent, program_notes, timed_collectives
+from meshpar.inspect.report import FunctionMemory, FunctionReport, program_notes, timed_collectives
 from meshpar.inspect.target import require_aot, traced_for
-from meshpar.inspect.timeline.simulator import Timeline, timeline
-from meshpar.inspect.timeline.step_prediction import Compute, Overlap, compute, overlap, why_not_timed
+from meshpar.inspect.timeline.simulator import timeline
+from meshpar.inspect.timeline.step_prediction import compute, overlap, why_not_timed
 from meshpar.sharding.jaxprs import equations
-from meshpar.sharding.printing import Plain
 from meshpar.sharding.types import AnyMesh, PyTree, axis_sizes, problem, tree_leaves_with_paths
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FunctionMemory(Plain):
-    """Memory of a compiled function, in bytes per device, as reported by the compiler."""
-
-    argument_bytes: int
-    output_bytes: int
-    """Outputs that do not reuse a donated argument."""
-    temporaries_bytes: int
-    peak_bytes: int
-    """Sum of the three above."""
-    limit_bytes: int | None
-    """Full memory of the GPU; None if the GPU is unknown."""
-    fits: bool | None
-    """Whether the peak is within the limit; None without a limit."""
-    host_bytes: int
-    """Temporaries in host memory."""
-    note: str
-    """A warning for a program that fits but uses most of the memory."""
-    largest: tuple[Contributor, ...]
-    """The largest temporaries."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FunctionReport(Plain):
-    """The result of `explain` for a function. It prints as tables, displays as HTML in notebooks, and has `to_json`."""
-
-    name: str
-    devices: int
-    mesh: Mapping[str, int]
-    """Sizes of the mesh axes, in mesh order."""
-    target: str
-    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
-    memory: FunctionMemory
-    collectives: tuple[Sent, ...]
-    overlap: Overlap
-    compute: Compute
-    """FLOPs and predicted time of a call. `model_flops_per_device` counts the matmuls of the traced function."""
-    findings: tuple[Finding, ...]
-    """Findings of the lint rules that need no strategy, the most expensive first."""
-    compile_s: float
-    fingerprint: str
-    """Hash of the lowered program."""
-    notes: tuple[str, ...] = ()
-    """Limitations of the numbers on this target."""
-    compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
-    """The simulated call, for plots. Not part of the JSON."""
-    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The compiled program. Not part of the JSON."""
-    derived = ("totals",)
-    unit: ClassVar[str] = "call"
-    """Unit of the counts and times."""
-
-    @property
-    def totals(self) -> dict[str, dict[str, Total]]:
-        """Collectives per call, by axes and kind."""
-        return collectives_of.totals(sent.collective for sent in self.collectives)
-
-    def __rich__(self) -> Any:
-        from meshpar.inspect.render import as_rich
-
-        return as_rich(self)
-
-    def _repr_html_(self) -> str:
-        from meshpar.inspect.render import as_html
-
-        return as_html(self)
-
-    def __repr__(self) -> str:
-        return f"<FunctionReport: {self.name} on {self.devices} devices, {self.target}>"
-
-    def __str__(self) -> str:
-        from meshpar.inspect.render import as_text
-
-        return as_text(self)
 
 
 def explain_function(

@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
-from meshpar.inspect.function import FunctionMemory, FunctionReport
 from meshpar.inspect.matching import MatchEntry, MatchResult, Unexpected
 from meshpar.inspect.memory import Memory
-from meshpar.inspect.report import Report, Sent
+from meshpar.inspect.report import FunctionMemory, FunctionReport, Report, Sent
 from meshpar.sharding.printing import flat, human_mesh
 from meshpar.sharding.units import human_bytes, human_flops, human_time
 

@@ -1,4 +1,4 @@
-"""The report on a compiled training step: memory, collectives, compute and findings."""
+"""Reports on compiled training steps and functions: memory, collectives, compute and findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from meshpar.inspect import census
 from meshpar.inspect.census import Collective, Total
 from meshpar.inspect.lint import Finding
 from meshpar.inspect.matching import MatchResult
-from meshpar.inspect.memory import Memory
+from meshpar.inspect.memory import Contributor, Memory
 from meshpar.inspect.program import Program
 from meshpar.inspect.stage_summary import Stages
 from meshpar.inspect.timeline.simulator import Timeline
@@ -48,8 +48,35 @@ class Sent:
         }
 
 
+class _Rendered(Plain):
+    """Base class of reports, which print as tables and display as HTML in notebooks."""
+
+    collectives: tuple[Sent, ...]
+    derived = ("totals",)
+
+    @property
+    def totals(self) -> dict[str, dict[str, Total]]:
+        """Collectives per step or call, by axes and kind."""
+        return census.totals(sent.collective for sent in self.collectives)
+
+    def __rich__(self: Any) -> Any:
+        from meshpar.inspect.render import as_rich
+
+        return as_rich(self)
+
+    def _repr_html_(self: Any) -> str:
+        from meshpar.inspect.render import as_html
+
+        return as_html(self)
+
+    def __str__(self: Any) -> str:
+        from meshpar.inspect.render import as_text
+
+        return as_text(self)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report(Plain):
+class Report(_Rendered):
     """The result of `explain`. It prints as tables, displays as HTML in notebooks, and has `to_json`."""
 
     devices: int
@@ -78,14 +105,8 @@ class Report(Plain):
     """The simulated step, for plots. Not part of the JSON."""
     program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
     """The compiled program. Not part of the JSON."""
-    derived = ("totals",)
     unit: ClassVar[str] = "step"
     """Unit of the counts and times."""
-
-    @property
-    def totals(self) -> dict[str, dict[str, Total]]:
-        """Collectives per step, by axes and kind."""
-        return census.totals(sent.collective for sent in self.collectives)
 
     @property
     def is_as_promised(self) -> bool:
@@ -100,24 +121,65 @@ class Report(Plain):
         """Return the report as plain data, with sizes in bytes and times in seconds."""
         return {"lint" if name == "findings" else name: value for name, value in super().to_json().items()}
 
-    def __rich__(self) -> Any:
-        from meshpar.inspect.render import as_rich
-
-        return as_rich(self)
-
-    def _repr_html_(self) -> str:
-        from meshpar.inspect.render import as_html
-
-        return as_html(self)
-
     def __repr__(self) -> str:
         verdict = "as promised" if self.is_as_promised else f"{len(self.promise.unexpected)} unexpected collectives"
         return f"<Report: {self.strategy} on {self.devices} devices, {self.target}, {verdict}>"
 
-    def __str__(self) -> str:
-        from meshpar.inspect.render import as_text
 
-        return as_text(self)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionMemory(Plain):
+    """Memory of a compiled function, in bytes per device, as reported by the compiler."""
+
+    argument_bytes: int
+    output_bytes: int
+    """Outputs that do not reuse a donated argument."""
+    temporaries_bytes: int
+    peak_bytes: int
+    """Sum of the three above."""
+    limit_bytes: int | None
+    """Full memory of the GPU; None if the GPU is unknown."""
+    fits: bool | None
+    """Whether the peak is within the limit; None without a limit."""
+    host_bytes: int
+    """Temporaries in host memory."""
+    note: str
+    """A warning for a program that fits but uses most of the memory."""
+    largest: tuple[Contributor, ...]
+    """The largest temporaries."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FunctionReport(_Rendered):
+    """The result of `explain` for a function. It prints as tables, displays as HTML in notebooks, and has `to_json`."""
+
+    name: str
+    devices: int
+    mesh: Mapping[str, int]
+    """Sizes of the mesh axes, in mesh order."""
+    target: str
+    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
+    memory: FunctionMemory
+    collectives: tuple[Sent, ...]
+    overlap: Overlap
+    compute: Compute
+    """FLOPs and predicted time of a call. `model_flops_per_device` counts the matmuls of the traced function."""
+    findings: tuple[Finding, ...]
+    """Findings of the lint rules that need no strategy, the most expensive first."""
+    compile_s: float
+    fingerprint: str
+    """Hash of the lowered program."""
+    notes: tuple[str, ...] = ()
+    """Limitations of the numbers on this target."""
+    compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
+    """The simulated call, for plots. Not part of the JSON."""
+    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The compiled program. Not part of the JSON."""
+    unit: ClassVar[str] = "call"
+    """Unit of the counts and times."""
+
+    def __repr__(self) -> str:
+        return f"<FunctionReport: {self.name} on {self.devices} devices, {self.target}>"
 
 
 def timed_collectives(
