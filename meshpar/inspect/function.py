@@ -1,4 +1,5 @@
-"""Reports on compiled functions that are not training steps: collectives, memory, lint and simulated time.
+"""Reports on compiled functions other than training steps.
+
 
 function, arguments with shardings ─► traced ─► compiled ─► census · lint · timeline ─► FunctionReport
 """
