@@ -40,16 +40,7 @@ class Attention(nn.Module):
         q_BTHD = linear(cfg, "query", heads, ("embed", "heads", "head_dim"))(h_BTE)
         k_BTKD = linear(cfg, "key", kv_heads, ("embed", "kv_heads", "head_dim"))(h_BTE)
         v_BTKD = linear(cfg, "value", kv_heads, ("embed", "kv_heads", "head_dim"))(h_BTE)
-        o_BTHD, _ = layers.attend(
-            q_BTHD,
-            k_BTKD,
-            v_BTKD,
-            angles,
-            implementation=cfg.attention,
-            cache=None,
-            length=None,
-            **cfg.attention_limits,
-        )
+        o_BTHD, _ = layers.attend(cfg, q_BTHD, k_BTKD, v_BTKD, angles)
         return linear(cfg, "out", cfg.embed_dim, ("heads", "head_dim", "embed"), axis=(-2, -1))(o_BTHD)
 
 

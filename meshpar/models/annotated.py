@@ -23,20 +23,12 @@ def into_residual(cfg: TransformerConfig) -> Initializer:
 
     There are 2 L of them, so their variance is divided by 2 L to keep the variance of the residual stream independent
     of depth (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners").
-
-    Args:
-      cfg: the config of the decoder.
     """
     return nnx.initializers.variance_scaling(1 / (2 * cfg.num_layers), "fan_in", "normal")
 
 
 def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    """Return a function that creates linear layers with logical dim names and without bias.
-
-    Args:
-      cfg: the config of the decoder.
-      rngs: random keys for the initial parameters.
-    """
+    """Return a function that creates linear layers with logical dim names and without bias."""
 
     def make(
         inputs: Any, outputs: Any, *, names: tuple[str | None, ...], axis: Any = -1, init: Initializer | None = None
@@ -56,14 +48,7 @@ def nnx_linear(cfg: TransformerConfig, rngs: nnx.Rngs) -> Any:
 
 
 def bare(layer: nnx.LinearGeneral) -> Array:
-    """Return the kernel of a layer, for a matmul outside the layer.
-
-    Args:
-      layer: a linear layer.
-
-    Raises:
-      ValueError: the layer has LoRA adapters, which the matmul would ignore.
-    """
+    """Return the kernel of a layer for a matmul outside the layer, which would ignore LoRA adapters."""
     if hasattr(layer, PAIR[0]):
         reason = "overlapped matmuls, output layers and cached latents use the kernel without its adapters"
         fix = 'exclude the layer from lora(modules=...), use tensor_matmul="xla", or merge the adapters first'
@@ -77,11 +62,6 @@ def rms_norm(eps: float, x: Float[Array, "... E"], scale: Float[Array, " E"]) ->
 
     Only x and the scale are saved for the backward pass, and no float32 arrays. The backward pass uses the scale once,
     so that a sharded scale is all-gathered once. Reference: "Root Mean Square Layer Normalization".
-
-    Args:
-      eps: added to the mean square.
-      x: the array to normalize along its last dim.
-      scale: factors of the last dim. The result has the promoted dtype of x and scale.
     """
     unit, inverse = _unit(eps, x)
     return (unit * (inverse * scale.astype(unit.dtype))).astype(jnp.promote_types(x.dtype, scale.dtype))
@@ -121,15 +101,7 @@ class Norm(nnx.RMSNorm):
 def nnx_norm(
     cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
 ) -> nnx.RMSNorm:
-    """Return an RMSNorm layer.
-
-    Args:
-      cfg: the config of the decoder.
-      rngs: random keys for the initial parameters.
-      width: size of the normalized dim, by default that of the residual stream.
-      name: logical name of the dim.
-      in_layers: whether the norm is in a scanned layer. Otherwise it is the RMSNorm of Flax, since it saves few arrays.
-    """
+    """Return an RMSNorm layer. Outside scanned layers it is the RMSNorm of Flax, since it saves few arrays."""
     return (Norm if in_layers else nnx.RMSNorm)(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,

@@ -60,12 +60,7 @@ class TokenLosses(NamedTuple):
     """Logarithm of the sum of the exponentials of the logits."""
 
     def only_in_vocab(self, targets_BT: Integer[Array, "B T"], vocab_size: int) -> TokenLosses:
-        """Return the losses with nan, and `best_BT` False, for targets outside the vocabulary.
-
-        Args:
-          targets_BT: target token ids.
-          vocab_size: the size of the vocabulary.
-        """
+        """Return the losses with nan, and `best_BT` False, for targets outside the vocabulary."""
         in_vocab_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
         nats_BT = jnp.where(in_vocab_BT, self.nats_BT, jnp.nan)
         return TokenLosses(nats_BT, self.best_BT & in_vocab_BT, self.log_z_BT)
@@ -77,10 +72,6 @@ def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]
     The largest array has the logits of a chunk, `[B, T, C]` in float32 or higher precision. The backward pass
     recomputes them, which adds a third to the FLOPs of the output layer. The softmax over chunks is that of Milakov and
     Gimelshein 2018, "Online normalizer calculation for softmax". Call this function inside `mp.use_rules`.
-
-    Args:
-      logits: hidden states, and the matrix with the sharding of its parameter.
-      targets_BT: target token ids. Targets outside the vocabulary give nan.
     """
     dtype = jnp.result_type(logits.h_BTE, logits.matrix)
     h_BTE, matrix = logits.h_BTE.astype(dtype), logits.matrix.astype(dtype)

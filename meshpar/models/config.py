@@ -7,8 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshpar.moe.layer_config import MoEConfig
-from meshpar.sharding.errors import check_bool, check_choice, check_int, check_number, check_positive_int
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import check_bool, check_choice, check_int, check_number, check_positive_int, problem
 
 if TYPE_CHECKING:
     from meshpar.sharding.adapters import Model
@@ -37,15 +36,10 @@ class RopeScaling:
     """Sequence length of pretraining, in tokens."""
 
     def __post_init__(self) -> None:
-        if self.factor < 1:
-            where, reason = "RopeScaling(factor=...)", "it must be at least 1"
-            raise problem(where, f"be {self.factor}", reason, "use 8.0", code="out-of-range")
-        if not 0 < self.low_freq_factor < self.high_freq_factor:
-            where = "RopeScaling(low_freq_factor=..., high_freq_factor=...)"
-            requested = f"be {self.low_freq_factor} and {self.high_freq_factor}"
-            reason = "both must be positive, and the first must be smaller"
-            raise problem(where, requested, reason, "use 1.0 and 4.0", code="out-of-range")
-        check_positive_int("RopeScaling", "a number of positions", original_seq_len=self.original_seq_len)
+        check_positive_int("RopeScaling", "a sequence length", original_seq_len=self.original_seq_len)
+        if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
+            reason = "`factor` must be at least 1, and 0 < low_freq_factor < high_freq_factor"
+            raise problem("RopeScaling", f"use {self}", reason, "use 8.0, 1.0 and 4.0", code="out-of-range")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,14 +65,12 @@ class YarnScaling:
     (DeepSeek-V3)."""
 
     def __post_init__(self) -> None:
-        for field in ("rotated_factor", "score_factor", "beta_slow"):
-            check_number("YarnScaling", "1.0", **{field: getattr(self, field)})
-        check_positive_int("YarnScaling", "a number of positions", original_seq_len=self.original_seq_len)
-        for field, least in (("factor", 1.0), ("beta_fast", self.beta_slow)):
-            if not least <= getattr(self, field) < math.inf:
-                requested, reason = f"be {getattr(self, field)}", f"it must be finite and at least {least}"
-                fix = f"use {max(least, 32.0)}"
-                raise problem(f"YarnScaling({field}=...)", requested, reason, fix, code="out-of-range")
+        factors = {name: getattr(self, name) for name in ("rotated_factor", "score_factor", "beta_slow")}
+        check_number("YarnScaling", "1.0", **factors)
+        check_positive_int("YarnScaling", "a sequence length", original_seq_len=self.original_seq_len)
+        if not (1 <= self.factor < math.inf and self.beta_slow <= self.beta_fast < math.inf):
+            reason = "`factor` must be finite and at least 1, and `beta_fast` finite and at least `beta_slow`"
+            raise problem("YarnScaling", f"use {self}", reason, "use factor=32.0, beta_fast=32.0", code="out-of-range")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +92,8 @@ class LatentAttention:
     """Dimensions of a value head."""
 
     def __post_init__(self) -> None:
-        for field in ("kv_rank", "nope_dim", "rope_dim", "v_dim", *(() if self.q_rank is None else ("q_rank",))):
-            check_positive_int("LatentAttention", "a size", **{field: getattr(self, field)})
+        sizes = {name: size for name, size in vars(self).items() if name != "q_rank" or size is not None}
+        check_positive_int("LatentAttention", "a size", **sizes)
         if self.rope_dim % 2:
             where, reason = "LatentAttention(rope_dim=...)", "rotary embeddings need an even number of dimensions"
             raise problem(where, f"be {self.rope_dim}", reason, f"use {self.rope_dim + 1}", code="indivisible")
@@ -177,97 +169,61 @@ class TransformerConfig:
     """Number of initial layers of an MoE model that have an ordinary MLP."""
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"):
-            check_positive_int("TransformerConfig", "a size", **{field: getattr(self, field)})
-        for field in ("vocab_chunk", "attention_window"):
-            if getattr(self, field) is not None:
-                check_positive_int("TransformerConfig", "a size", **{field: getattr(self, field)})
-        for field in ("attention_cap", "logits_cap"):
-            if getattr(self, field) is not None:
-                check_number("TransformerConfig", "50.0, or None", **{field: getattr(self, field)})
-        self._check_heads()
-        self._check_rope()
-        self._check_latent()
-        self._check_experts()
-        for field in ("rope_theta", "norm_eps"):
-            check_number("TransformerConfig", "1e-5", **{field: getattr(self, field)})
-        if self.norm_eps > 1:
-            where, reason = "TransformerConfig(norm_eps=...)", "it is added to a mean square of about 1"
-            raise problem(where, f"be {self.norm_eps:g}", reason, "use 1e-5", code="out-of-range")
-        check_bool(
-            "TransformerConfig", "the output layer uses the embedding table", tied_embeddings=self.tied_embeddings
-        )
-        check_bool("TransformerConfig", "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
-        check_choice("TransformerConfig", "the dtype of parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
-        check_choice("TransformerConfig", "the kind of attention", get_args(Attention), attention=self.attention)
-        check_choice("TransformerConfig", "the matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
+        where, caps = "TransformerConfig", ("attention_cap", "logits_cap")
+        sizes = ["vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"]
+        sizes += [field for field in ("vocab_chunk", "attention_window") if getattr(self, field) is not None]
+        check_positive_int(where, "a size", **{field: getattr(self, field) for field in sizes})
+        check_int(where, "the number of initial dense layers", num_dense_layers=self.num_dense_layers)
+        for field in ("rope_theta", "norm_eps", *(cap for cap in caps if getattr(self, cap) is not None)):
+            check_number(where, "50.0, or None" if field in caps else "1e-5", **{field: getattr(self, field)})
+        check_bool(where, "the output layer uses the embedding table", tied_embeddings=self.tied_embeddings)
+        check_bool(where, "queries and keys have an RMSNorm", qk_norm=self.qk_norm)
+        check_choice(where, "the dtype of the initial parameters", PARAM_DTYPES, param_dtype=self.param_dtype)
+        check_choice(where, "the implementation of attention", get_args(Attention), attention=self.attention)
+        check_choice(where, "the kind of matmul", get_args(TensorMatmul), tensor_matmul=self.tensor_matmul)
+        for field, kind in (
+            ("rope_scaling", RopeScaling), ("rope_yarn", YarnScaling), ("latent", LatentAttention), ("moe", MoEConfig)
+        ):  # fmt: skip
+            if not isinstance(value := getattr(self, field), kind | None):
+                reason, fix = f"it must be a {kind.__name__} or None", f"use {field}={kind.__name__}(...), or omit it"
+                raise problem(f"{where}({field}=...)", f"be {value!r}", reason, fix, code="wrong-type")
+        for is_wrong, field, reason, fix, code in self._conflicts():
+            if is_wrong:
+                value = getattr(self, field)
+                raise problem(f"{where}({field}=...)", f"use {field}={value!r}", reason, fix, code=code)
 
-    def _check_heads(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            requested = f"share {self.num_kv_heads} key/value heads among {self.num_heads} query heads"
-            reason = f"{self.num_heads} is not a multiple of {self.num_kv_heads}"
-            where, fix = "TransformerConfig(num_kv_heads=...)", f"use a divisor of {self.num_heads}"
-            raise problem(where, requested, reason, fix, code="indivisible")
-        if self.head_dim % 2:
-            where, reason = "TransformerConfig(head_dim=...)", "rotary embeddings need an even number of dimensions"
-            raise problem(where, f"be {self.head_dim}", reason, f"use {self.head_dim + 1}", code="indivisible")
-
-    def _check_rope(self) -> None:
-        if self.rope_yarn is None:
-            return
-        _check_type("rope_yarn", self.rope_yarn, YarnScaling)
-        if self.rope_scaling is not None:
-            where, reason = "TransformerConfig(rope_scaling=..., rope_yarn=...)", "they are alternatives"
-            raise problem(where, "use both", reason, "omit one of them", code="conflict")
-        if self.rope_yarn.score_factor != 1 and self.latent is None:
-            where = f"TransformerConfig(rope_yarn=YarnScaling(score_factor={self.rope_yarn.score_factor}))"
-            reason = "score_factor is supported only with latent attention"
-            fix = "use rotated_factor, or set latent=LatentAttention(...)"
-            raise problem(where, "scale the attention scores", reason, fix, code="conflict")
-
-    def _check_latent(self) -> None:
-        if self.latent is None:
-            return
-        _check_type("latent", self.latent, LatentAttention)
-        if self.qk_norm:
-            where, reason = (
-                "TransformerConfig(qk_norm=True, latent=...)",
-                "latent attention normalizes the latents instead",
-            )
-            raise problem(where, "normalize queries and keys", reason, "omit qk_norm", code="conflict")
-        sizes = {
-            "num_kv_heads": (self.num_heads, "num_heads"),
-            "head_dim": (self.latent.head_dim, "nope_dim + rope_dim"),
-        }
-        for field, (value, formula) in sizes.items():
-            if getattr(self, field) != value:
-                where = f"TransformerConfig({field}={getattr(self, field)}, latent=...)"
-                reason = f"with latent attention it must equal {formula}, {value}"
-                raise problem(where, "use this value", reason, f"use {field}={value}", code="conflict")
-        if self.tensor_matmul != "xla":
-            where = f"TransformerConfig(tensor_matmul={self.tensor_matmul!r}, latent=...)"
-            reason = "it gathers the residual stream, and latent attention gathers the latents"
-            fix = 'use tensor_matmul="xla"'
-            raise problem(where, "overlap the matmuls of attention", reason, fix, code="unsupported-feature")
-
-    def _check_experts(self) -> None:
-        count = self.num_dense_layers
-        where = f"TransformerConfig(num_dense_layers={count!r})"
-        check_int("TransformerConfig", "a number of layers", num_dense_layers=count)
-        if self.moe is None and count:
-            reason, fix = "without `moe` all layers are dense", "omit it, or set moe=MoEConfig(...)"
-            raise problem(where, "add dense layers before the MoE layers", reason, fix, code="conflict")
-        if self.moe is None:
-            return
-        _check_type("moe", self.moe, MoEConfig)
-        if count >= self.num_layers:
-            reason = f"there are {self.num_layers} layers, and at least one must be an MoE layer"
-            raise problem(where, "use this value", reason, "use fewer, or omit `moe`", code="out-of-range")
-        if not count and self.mlp_dim != self.moe.mlp_dim:
-            where = f"TransformerConfig(mlp_dim={self.mlp_dim}, moe=...)"
-            reason = "there are no dense layers, and the hidden dimension of the experts is moe.mlp_dim"
-            fix = f"use mlp_dim={self.moe.mlp_dim}, or set num_dense_layers"
-            raise problem(where, "set the size of the dense layers", reason, fix, code="conflict")
+    def _conflicts(self) -> tuple[tuple[Any, str, str, str, str], ...]:
+        """Return (condition, field, reason, fix, code) of the fields that can contradict each other."""
+        heads, latent, yarn, moe, dense = self.num_heads, self.latent, self.rope_yarn, self.moe, self.num_dense_layers
+        return (
+            (heads % self.num_kv_heads, "num_kv_heads", f"{heads} is not a multiple of {self.num_kv_heads}",
+             f"use a divisor of num_heads={heads}", "indivisible"),
+            (self.head_dim % 2, "head_dim", "rotary embeddings need an even number of dimensions",
+             f"use {self.head_dim + 1}", "indivisible"),
+            (self.norm_eps > 1, "norm_eps", "it is added to a mean square of about 1", "use 1e-5", "out-of-range"),
+            (yarn and self.rope_scaling, "rope_yarn", "it is an alternative to rope_scaling", "omit one of them",
+             "conflict"),
+            (yarn and yarn.score_factor != 1 and not latent, "rope_yarn", "score_factor needs latent attention",
+             "use rotated_factor, or set latent=LatentAttention(...)", "conflict"),
+            (latent and self.qk_norm, "qk_norm", "latent attention normalizes the latents instead", "omit qk_norm",
+             "conflict"),
+            (latent and self.num_kv_heads != heads, "num_kv_heads", "with latent attention it must equal num_heads",
+             f"use num_kv_heads={heads}", "conflict"),
+            (latent and self.head_dim != latent.head_dim, "head_dim",
+             "with latent attention it must equal nope_dim + rope_dim", f"use head_dim={latent and latent.head_dim}",
+             "conflict"),
+            (latent and self.tensor_matmul != "xla", "tensor_matmul",
+             "overlapped matmuls gather the residual stream, and latent attention gathers the latents",
+             'use tensor_matmul="xla"', "unsupported-feature"),
+            (dense and not moe, "num_dense_layers", "without `moe` all layers are dense",
+             "omit it, or set moe=MoEConfig(...)", "conflict"),
+            (moe and dense >= self.num_layers, "num_dense_layers",
+             f"there are {self.num_layers} layers, and at least one must be an MoE layer", "use fewer, or omit `moe`",
+             "out-of-range"),
+            (moe and not dense and self.mlp_dim != moe.mlp_dim, "mlp_dim",
+             "there are no dense layers, and the hidden dimension of the experts is moe.mlp_dim",
+             f"use mlp_dim={moe and moe.mlp_dim}, or set num_dense_layers", "conflict"),
+        )  # fmt: skip
 
     @property
     def attention_limits(self) -> dict[str, Any]:
@@ -293,12 +249,9 @@ class TransformerConfig:
     @property
     def num_active_params(self) -> int:
         """Number of active parameters, with only the experts that process a token."""
-        return self.num_params - self.num_moe_layers * self._idle_params
-
-    @property
-    def _idle_params(self) -> int:
-        """Number of inactive expert parameters in an MoE layer."""
-        return 0 if self.moe is None else self.moe.num_params(self.embed_dim) - self.moe.active_params(self.embed_dim)
+        moe, width = self.moe, self.embed_dim
+        idle = 0 if moe is None else moe.num_params(width) - moe.active_params(width)
+        return self.num_params - self.num_moe_layers * idle
 
     @property
     def _dense_matmul_params(self) -> int:
@@ -323,12 +276,9 @@ class TransformerConfig:
         N is the number of matmul parameters per token: all matrices of the layers, with only the active experts, and
         the output layer, but not the embedding lookup or the norms. Each parameter takes a multiply and an add in the
         forward pass, and twice as many in the backward pass. The second term is attention with L layers and H heads of
-        dimension D (the mean of the key and value dimensions) over T positions. It includes the half that a causal
-        kernel can skip. Recomputation is not included. (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with
-        Pathways", appendix B.)
-
-        Args:
-          seq_len: sequence length T.
+        dimension D (the mean of the key and value dimensions) over `seq_len` positions T. It includes the half that a
+        causal kernel can skip. Recomputation is not included. (Chowdhery et al. 2022, "PaLM: Scaling Language Modeling
+        with Pathways", appendix B.)
         """
         experts = 0 if self.moe is None else self.num_moe_layers * self.moe.active_params(self.embed_dim)
         matmul_params = self._dense_matmul_params + experts + self.vocab_size * self.embed_dim
@@ -342,11 +292,3 @@ class TransformerConfig:
         from meshpar.sharding.adapters import from_nnx
 
         return from_nnx(lambda rngs: Transformer(self, rngs=rngs))
-
-
-def _check_type(field: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        where, reason = f"TransformerConfig({field}=...)", f"it must be a {kind.__name__} or None"
-        raise problem(
-            where, f"be {value!r}", reason, f"use {field}={kind.__name__}(...), or omit it", code="wrong-type"
-        )

@@ -33,16 +33,13 @@ from meshpar.collectives.attention import TileKernel
 from meshpar.parallel.context_parallelism import repeats
 from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.manual_regions import outer_axes, per_device
-from meshpar.sharding.types import axis_sizes, problem, spec_axes
+from meshpar.sharding.types import axis_sizes, check_divides, problem, spec_axes
 
 
 def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
     """Return the mesh axes with more than one device that shard the sequence of x under the current rules.
 
-    Args:
-      x: an array `[B, T, ...]`.
-      name: logical name of the sequence dim: "attn_seq" inside attention, where the axes form the ring, or "seq"
-        outside.
+    `name` is "attn_seq" for the sequence inside attention, where the axes form the ring, or "seq" outside.
     """
     context = ambient()
     if context is None or context.mesh.size == 1:
@@ -56,47 +53,29 @@ def prepare(
 ) -> tuple[Integer[Array, "B T"], Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
     """Return tokens, positions and segment ids in the order in which the layers process a full sequence.
 
-    Args:
-      tokens_BT: token ids.
-      positions_BT: positions of the tokens. By default they restart in each segment.
-      segments_BT: segment ids of packed sequences.
-
-    Raises:
-      ValueError: T is not a multiple of twice the number of sequence shards.
+    By default, positions restart at each change of the segment id.
     """
     if positions_BT is None and segments_BT is not None:
-        positions_BT = positions_in(segments_BT)
+        index_T = jnp.arange(segments_BT.shape[1])
+        is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
+        positions_BT = index_T - jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
     axes = sequence_axes(tokens_BT)
     if not axes:
         return tokens_BT, positions_BT, segments_BT
-    num_ranks = _check_length(tokens_BT, axes)
-    if positions_BT is None:
-        positions_1T = jnp.arange(tokens_BT.shape[1])[None]
-        positions_BT = constrain(zigzag(positions_1T, num_ranks), None, "seq")
-    else:
-        positions_BT = constrain(zigzag(positions_BT, num_ranks), "batch", "seq")
+    num_ranks = math.prod(map(_size_of, axes))
+    length, unit = tokens_BT.shape[1], 2 * num_ranks
+    requested = f"shard it over {axes} ({num_ranks} devices) in zigzag order, with two chunks on each device"
+    fix = f"use sequences of length {-(-length // unit) * unit}"
+    check_divides(f"tokens of shape {tokens_BT.shape}, dim 1 (`seq`)", requested, length, unit, fix)
+    batch, positions = ("batch", positions_BT) if positions_BT is not None else (None, jnp.arange(length)[None])
+    positions_BT = constrain(zigzag(positions, num_ranks), batch, "seq")
     if segments_BT is not None:
         segments_BT = constrain(zigzag(segments_BT, num_ranks), "batch", "seq")
     return constrain(zigzag(tokens_BT, num_ranks), "batch", "seq"), positions_BT, segments_BT
 
 
-def positions_in(segments_BT: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Return positions that restart at each change of the segment id.
-
-    Args:
-      segments_BT: segment ids of packed sequences.
-    """
-    index_T = jnp.arange(segments_BT.shape[1])
-    is_first_BT = jnp.diff(segments_BT, axis=1, prepend=segments_BT[:, :1] - 1) != 0
-    return index_T - jax.lax.cummax(jnp.where(is_first_BT, index_T, 0), axis=1)
-
-
 def natural_order(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Restore the natural order of the hidden states of a full sequence.
-
-    Args:
-      h_BTE: hidden states in the order of the layers.
-    """
+    """Restore the natural order of the hidden states of a full sequence."""
     axes = sequence_axes(h_BTE)
     if not axes:
         return h_BTE
@@ -119,16 +98,6 @@ def ring(
 
     The batch and head dims are manual axes of the region, too. If the rules shard query heads but not key heads, the
     heads are left to the compiler, except with a library kernel.
-
-    Args:
-      q_BTHD: queries.
-      k_BTKD: keys.
-      v_BTKD: values.
-      segments_BT: segment ids of packed sequences.
-      scale: as in `ring_attention`.
-      window: as in `ring_attention`.
-      cap: as in `ring_attention`.
-      kernel: as in `ring_attention`.
     """
     axes, extra = sequence_axes(q_BTHD), () if segments_BT is None else (segments_BT,)
 
@@ -155,13 +124,8 @@ def by_device(
 ) -> Callable[..., Array]:
     """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
-    Args:
-      kernel: a function of queries, keys and values `[B, T, H or K, D]` and optional arrays `[B, T]`.
-      q_BTHD: queries. Only the shape is used.
-      k_BTKD: keys. Only the shape is used.
-      kv_heads: logical name of the key heads. If they have fewer shards than the query heads, each device receives all
-        key heads and selects the ones of its queries.
-      check_vma: as in `jax.shard_map`.
+    The kernel takes queries, keys and values `[B, T, H or K, D]` and optional arrays `[B, T]`. If the key heads have
+    fewer shards than the query heads, each device receives all key heads and selects the ones of its queries.
     """
     if ambient() is None:
         return kernel
@@ -181,9 +145,7 @@ def by_device(
     def with_local_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, *extra: Array) -> Array:
         num_heads = q_BTHD.shape[2]
         heads = (jax.lax.axis_index(axes) * num_heads + jnp.arange(num_heads)) // shared
-        if (
-            num_heads % shared == 0 or shared % num_heads == 0
-        ):  # each local key/value head serves equally many query heads
+        if num_heads % shared == 0 or shared % num_heads == 0:  # each local key head serves equally many query heads
             heads = heads[:: min(shared, num_heads)]
         return kernel(q_BTHD, *(jnp.take(x, heads, axis=2) for x in (k_BTKD, v_BTKW)), *extra)
 
@@ -197,14 +159,6 @@ def shared_heads(
 
     If attention gathers the sequence and the key heads have fewer shards than the query heads, the key and value heads
     are repeated so that each device has at least one. Their name is then `heads` instead of `kv_heads`.
-
-    Args:
-      q_BTHD: queries. Only the shape is used.
-      k_BTKD: keys.
-      v_BTKW: values.
-
-    Raises:
-      ValueError: the number of query heads is not divisible.
     """
     axes = _scattered_axes(q_BTHD)
     if not axes or _heads_spec(k_BTKD, "attn_kv_heads") == axes:
@@ -237,15 +191,7 @@ def _heads_spec(x_BTHD: Array | jax.ShapeDtypeStruct, heads: str) -> tuple[str, 
 
 
 def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> None:
-    """Check for embedding lookups that crash XLA in jax 0.12: sharded vocabulary and positions in a nested `shard_map`.
-
-    Args:
-      table_VE: the embedding table.
-      tokens_BT: token ids.
-
-    Raises:
-      ValueError: the lookup would crash the compiler.
-    """
+    """Refuse embedding lookups that crash XLA in jax 0.12: sharded tables and positions in a nested `shard_map`."""
     outer, axes = outer_axes(), sequence_axes(tokens_BT, "seq")
     if not outer or not axes or jax.__version_info__ < (0, 12):
         return
@@ -265,17 +211,3 @@ def _size_of(axis: str) -> int:
     context = ambient()
     assert context is not None
     return axis_sizes(context.mesh)[axis]
-
-
-def _check_length(tokens_BT: Array, axes: tuple[str, ...]) -> int:
-    num_ranks = math.prod(map(_size_of, axes))
-    length, unit = tokens_BT.shape[1], 2 * num_ranks
-    if length % unit:
-        raise problem(
-            f"tokens of shape {tokens_BT.shape}, dim 1 (`seq`)",
-            f"shard it over {' × '.join(f'`{axis}`' for axis in axes)} ({num_ranks}) in zigzag order",
-            f"each device needs two chunks, and {length} is not a multiple of {unit}",
-            f"use sequences of length {-(-length // unit) * unit}",
-            code="indivisible",
-        )
-    return num_ranks

@@ -52,12 +52,7 @@ class Lookup:
 
 
 def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> Lookup | None:
-    """Return the shardings for `exchanged_rows`, or None if it does not apply or all-gathering the table is cheaper.
-
-    Args:
-      table_VE: the embedding table.
-      tokens_BT: token ids.
-    """
+    """Return the shardings for `exchanged_rows`, or None if it does not apply or all-gathering the table is cheaper."""
     context = ambient()
     if context is None or context.mesh.size == 1 or outer_axes():
         return None
@@ -67,7 +62,8 @@ def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -
         return tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1)  # type: ignore[arg-type]
 
     vocab = ranks(spec_of(table_VE, "act_vocab", "act_embed")[0])
-    width = tuple(axis for axis in ranks(_entry(param_spec(table_VE, "vocab", "embed"), 1)) if axis not in vocab)
+    table_spec = (*param_spec(table_VE, "vocab", "embed"), None, None)
+    width = tuple(axis for axis in ranks(table_spec[1]) if axis not in vocab)
     x_BTE = jax.ShapeDtypeStruct((*tokens_BT.shape, table_VE.shape[1]), table_VE.dtype)
     batch, seq, _ = (ranks(entry) for entry in spec_of(x_BTE, "batch", "seq", "act_embed"))
     between = ranks(spec_of(x_BTE, "batch", "norm_seq", "act_embed")[1])
@@ -93,17 +89,8 @@ def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -
     )
 
 
-def _entry(spec: PartitionSpec, dim: int) -> object:
-    return spec[dim] if dim < len(spec) else None
-
-
 def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> bool:
     """Return whether exchanging embeddings and their gradients communicates less than all-gathering the table.
-
-    Args:
-      tokens: the number of local tokens.
-      rows: the number of rows in the local vocabulary shard.
-      dtype: dtype of the table. The gradient of a gathered table is reduced in float32 or higher precision.
 
     Example:
       >>> exchange_is_cheaper(8192, 128256, "bfloat16"), exchange_is_cheaper(65536, 32000, "bfloat16")
@@ -117,13 +104,7 @@ def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> 
 def exchanged_rows(
     how: Lookup, table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]
 ) -> Float[Array, "B T E"]:
-    """Return `table[tokens]`, sharded as the residual stream. Embeddings of invalid tokens are NaN.
-
-    Args:
-      how: shardings from `lookup_of`.
-      table_VE: the embedding table (a global array).
-      tokens_BT: token ids, signed integers with at least 32 bits.
-    """
+    """Return `table[tokens]`, sharded as the residual stream. Embeddings of invalid tokens are NaN."""
 
     def kernel(table_VW: Array, tokens_BT: Array) -> Array:
         ids_GT, inside_GT = _own_ids(how, table_VW.shape[0], tokens_BT)
@@ -140,10 +121,6 @@ def exchanged_rows(
         x_BTE = per_device(kernel, (how.table, how.tokens), how.rows, all_axes=True)(table_VE, tokens_BT)
     unknown_BT = (tokens_BT < -how.num_rows) | (tokens_BT >= how.num_rows)
     return jnp.where(unknown_BT[..., None], jnp.nan, x_BTE)
-
-
-def _forward(how: Lookup, table_VE: Array, tokens_BT: Array) -> tuple[Array, Array]:
-    return exchanged_rows(how, table_VE, tokens_BT), tokens_BT
 
 
 def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]:
@@ -165,7 +142,7 @@ def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]
     return d_table_VE.astype(g_BTE.dtype), None
 
 
-exchanged_rows.defvjp(_forward, _backward)
+exchanged_rows.defvjp(lambda how, table, tokens: (exchanged_rows(how, table, tokens), tokens), _backward)
 
 
 def _own_ids(how: Lookup, num_rows: int, tokens_BT: Array) -> tuple[Array, Array]:

@@ -94,13 +94,8 @@ def attend(
 ) -> Float[Array, "B T H W"]:
     """Return the attention over a full sequence, with per-head keys and values.
 
-    Args:
-      cfg: the config of the decoder.
-      q_BTHD: queries before the rotation. Their last R dimensions are rotated here.
-      k_BTHN: keys without rotary embedding.
-      r_BTR: the key dimensions with rotary embedding, shared by all heads, before the rotation.
-      v_BTHW: values.
-      angles: rotary angles of the positions.
+    The rotary embedding is applied here: to the last R dimensions of the queries, and to the keys `r_BTR`, which all
+    heads share.
     """
     k_BTHN = layers.heads_layout(k_BTHN, "act_kv_heads")
     r_BT1R = layers.rotate(r_BTR[:, :, None], angles)
@@ -110,9 +105,7 @@ def attend(
     q_BTHD = _rotated_end(cfg, layers.heads_layout(q_BTHD, "act_heads"), k_BTHN.shape[-1], angles)
     marked = zip((q_BTHD, k_BTHD, v_BTHW), ("query", "key", "value"), strict=True)
     q_BTHD, k_BTHD, v_BTHW = (checkpoint_name(x, name) for x, name in marked)
-    o_BTHW = layers.full_attention(
-        q_BTHD, k_BTHD, v_BTHW, angles.segments_BT, implementation=cfg.attention, **cfg.attention_limits
-    )
+    o_BTHW = layers.full_attention(cfg, q_BTHD, k_BTHD, v_BTHW, angles.segments_BT)
     return layers.heads_layout(o_BTHW, "act_heads")
 
 
@@ -131,20 +124,6 @@ def attend_to_latents(
 
     The up-projections are absorbed: the queries are projected to the latent space, `(U c) · q = c · (Uᵀ q)`, and the
     weighted sums of latents are projected to head outputs.
-
-    Args:
-      cfg: the config of the decoder.
-      q_BTHD: queries of the T new positions, before the rotation.
-      c_BTC: latents of the new positions.
-      r_BTR: rotary dimensions of their keys, before the rotation.
-      key_up_CHN: kernel that expands latents to keys.
-      value_up_CHW: kernel that expands latents to values.
-      angles: rotary angles of the new positions.
-      cache: rotary keys and latents of the earlier positions.
-      length: the number of positions in the cache.
-
-    Returns:
-      The attention output for each head, and the updated cache.
     """
     assert length is not None
     nope_dim = key_up_CHN.shape[-1]

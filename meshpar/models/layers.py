@@ -23,7 +23,7 @@ from meshpar.collectives.attention import capped
 from meshpar.layers.precision import dot_general
 from meshpar.layers.remat import ATTENTION
 from meshpar.models import context_attention as context
-from meshpar.models.config import Attention, RopeScaling, YarnScaling
+from meshpar.models.config import Attention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.models.embedding_lookup import GATHERED, exchanged_rows, lookup_of
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, constrain, param_spec, spec_of
@@ -34,24 +34,16 @@ from meshpar.sharding.types import axes_of_spec, problem, spec_axes
 
 
 def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
-    """Constrain x to the sharding of the residual stream.
+    """Constrain the residual stream, or an update of it, to its sharding.
 
     After a row-parallel matmul, this constraint reduces the partial sums: with an all-reduce, or with a reduce-scatter
     under sequence parallelism.
-
-    Args:
-      x_BTE: the residual stream, or an update of it.
     """
     return constrain(x_BTE, "batch", "norm_seq", "act_embed")
 
 
 def block_output(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
-    """Constrain the output of a block to the sharding of the residual stream, and name it for remat policies.
-
-    Args:
-      y_BTE: the output of an attention or MLP block.
-      name: the checkpoint name.
-    """
+    """Constrain the output of a block to the sharding of the residual stream, and name it for remat policies."""
     return checkpoint_name(residual(y_BTE), name)
 
 
@@ -60,9 +52,6 @@ def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
 
     Under sequence parallelism this constraint is the all-gather, which must follow the norm. In the backward pass it is
     the reduce-scatter of the input gradients.
-
-    Args:
-      h_BTE: the output of a norm.
     """
     return constrain(residual(h_BTE), "batch", "seq", "act_embed")
 
@@ -84,11 +73,6 @@ def embed(
 
     With an unconstrained `take`, XLA would emit permutes and all-to-alls of indices and embeddings. A one-hot matmul
     would cost as many FLOPs as the output layer.
-
-    Args:
-      table_VE: the embedding table.
-      tokens_BT: token ids.
-      is_tied: whether the output layer uses the same table.
     """
     context.check_lookup(table_VE, tokens_BT)
     lookup = None if is_tied else lookup_of(table_VE, tokens_BT)
@@ -107,9 +91,6 @@ def gathered_table(table_VE: Float[Array, "V E"]) -> Float[Array, "V E"]:
     """Return the embedding table sharded over the vocabulary only, as lookups and logits need it.
 
     The gradient is not constrained, so that its reduction can be a reduce-scatter to the sharding of the parameter.
-
-    Args:
-      table_VE: the embedding table.
     """
     return constrain(table_VE, "act_vocab", "act_embed")
 
@@ -122,19 +103,15 @@ def _take(vocab_size: int, table_VE: Array, tokens_BT: Array) -> Array:
     return jnp.take(gathered_table(table_VE), tokens_BT, axis=0)
 
 
-def _take_forward(vocab_size: int, table_VE: Array, tokens_BT: Array) -> tuple[Array, Array]:
-    return _take(vocab_size, table_VE, tokens_BT), tokens_BT
-
-
 def _take_backward(vocab_size: int, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]:
     # A frequent token accumulates thousands of gradients, so they are summed in float32 or higher precision, over
     # tokens and devices. With the constraint before the cast, the reduction can be a reduce-scatter.
-    dtype = _at_least_float32(g_BTE.dtype)
+    dtype = jnp.promote_types(g_BTE.dtype, jnp.float32)
     d_table_VE = jnp.zeros((vocab_size, g_BTE.shape[-1]), dtype).at[tokens_BT].add(g_BTE.astype(dtype))
     return gathered_table(d_table_VE).astype(g_BTE.dtype), None
 
 
-_take.defvjp(_take_forward, _take_backward)
+_take.defvjp(lambda size, table_VE, tokens_BT: (_take(size, table_VE, tokens_BT), tokens_BT), _take_backward)
 
 
 # ---- Head ------------------------------------------------------------------------------------------------------------
@@ -148,10 +125,6 @@ def reduced_first(
     This gradient is the largest message of a step. By default XLA reduces it after the loop over layers, with no
     computation to overlap. Here the reduction overlaps with the matmul of the other gradient, and the unreduced
     gradient is freed before the loop.
-
-    Args:
-      x_BTE: the output of the last layer.
-      kernel_EV: the kernel of the output layer.
     """
     current = ambient()
     if current is None or outer_axes():
@@ -167,27 +140,23 @@ def _reduced_first(shards: NamedSharding, x_BTE: Array, kernel_EV: Array) -> tup
     return x_BTE, kernel_EV
 
 
-def _barrier(shards: NamedSharding, _: None, gradients: tuple[Array, Array]) -> tuple[Array, Array]:
-    d_x_BTE, d_kernel_EV = gradients
-    return jax.lax.optimization_barrier((d_x_BTE, with_layout(d_kernel_EV, shards)))
+_reduced_first.defvjp(
+    lambda _, *arrays: (arrays, None),
+    lambda shards, _, grads: jax.lax.optimization_barrier((grads[0], with_layout(grads[1], shards))),
+)
 
 
-_reduced_first.defvjp(lambda _, *arrays: (arrays, None), _barrier)
+def logits(h_BTE: Float[Array, "B T E"], matrix: Array, vocab_dim: int) -> Float[Array, "B T V"]:
+    """Return logits computed with the kernel of the output layer, or with the embedding table if `vocab_dim` is 0.
 
-
-def logits(h_BTE: Float[Array, "B T E"], kernel_EV: Float[Array, "E V"]) -> Float[Array, "B T V"]:
-    """Compute logits from hidden states, with dtype promotion as in Flax's layers.
-
-    Args:
-      h_BTE: hidden states after the final norm.
-      kernel_EV: the kernel of the output layer.
+    The table is all-gathered over its width, as for the lookup. A kernel promotes the dtype as in Flax's layers.
     """
-    dtype = jnp.promote_types(h_BTE.dtype, kernel_EV.dtype)
-    return dot_general(h_BTE.astype(dtype), kernel_EV.astype(dtype), (((2,), (0,)), ((), ())), narrow=False)
-
-
-def _at_least_float32(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
+    if vocab_dim == 0:
+        matrix, dtype = gathered_table(matrix), h_BTE.dtype
+    else:
+        dtype = jnp.promote_types(h_BTE.dtype, matrix.dtype)
+    dims = (((2,), (1 - vocab_dim,)), ((), ()))
+    return dot_general(h_BTE.astype(dtype), matrix.astype(dtype), dims, narrow=False)
 
 
 # ---- Rotary embeddings -----------------------------------------------------------------------------------------------
@@ -208,52 +177,31 @@ def rope_frequencies(
     """Return the rotary frequency of each pair of dimensions, in radians per position: `theta ** (-2 i / head_dim)`.
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
-
-    Args:
-      head_dim: the number of rotated dimensions of a head.
-      theta: the base of the wavelengths.
-      scaling: how the frequencies are scaled for longer sequences.
     """
     frequencies_F = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
         return frequencies_F
     if isinstance(scaling, YarnScaling):
-        return _by_yarn(frequencies_F, theta, scaling)
-    wavelengths_F = 2 * np.pi / frequencies_F
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        # The ramp goes from the pair with `beta_fast` rotations to the pair with `beta_slow`. Its bounds are those of
+        # the official code, which clips at twice the number of pairs.
+        pairs, turns = len(frequencies_F), (scaling.beta_fast, scaling.beta_slow)
+        at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
+        low, high = max(np.floor(at[0]), 0), min(np.ceil(at[1]), 2 * pairs - 1)
+        stretched_F = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
+        return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
+    wavelengths_F, low, high = 2 * np.pi / frequencies_F, scaling.low_freq_factor, scaling.high_freq_factor
     kept_F = np.clip((scaling.original_seq_len / wavelengths_F - low) / (high - low), 0, 1)
     return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
 
 
-def _by_yarn(frequencies_F: Float[np.ndarray, " F"], theta: float, scaling: YarnScaling) -> Float[np.ndarray, " F"]:
-    """Scale frequencies with YaRN's linear ramp, from the pair with `beta_fast` rotations to that with `beta_slow`."""
-    pairs, turns = len(frequencies_F), (scaling.beta_fast, scaling.beta_slow)
-    at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
-    # The bounds are those of the official code, which clips at twice the number of pairs.
-    low, high = max(np.floor(at[0]), 0), min(np.ceil(at[1]), 2 * pairs - 1)
-    stretched_F = np.clip((np.arange(pairs) - low) / (high - low or 0.001), 0, 1)
-    return frequencies_F * (1 - stretched_F) + frequencies_F / scaling.factor * stretched_F
-
-
 def rope(positions_BT: Int[Array, "B T"], frequencies_F: Float[np.ndarray, " F"], dtype: jax.typing.DTypeLike) -> Rope:
-    """Return the rotary cosines and sines of positions, in float32 or higher precision.
-
-    Args:
-      positions_BT: positions of the tokens.
-      frequencies_F: from `rope_frequencies`.
-      dtype: dtype of the activations.
-    """
-    angles_BTF = positions_BT[..., None] * jnp.asarray(frequencies_F, _at_least_float32(dtype))
+    """Return the rotary cosines and sines of positions, in float32 or higher precision."""
+    angles_BTF = positions_BT[..., None] * jnp.asarray(frequencies_F, jnp.promote_types(dtype, jnp.float32))
     return Rope(jnp.cos(angles_BTF), jnp.sin(angles_BTF))
 
 
 def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H D"]:
-    """Rotate the pairs of dimensions (i, i + D/2) of each head by the angles of its position.
-
-    Args:
-      x_BTHD: queries or keys. The result has the same dtype.
-      angles: rotary angles of the positions.
-    """
+    """Rotate the pairs of dimensions (i, i + D/2) of each head by the angles of its position."""
     cos_BT1F, sin_BT1F = angles.cos_BTF[:, :, None], angles.sin_BTF[:, :, None]
     a_BTHF, b_BTHF = jnp.split(x_BTHD.astype(cos_BT1F.dtype), 2, axis=-1)
     turned = (a_BTHF * cos_BT1F - b_BTHF * sin_BT1F, b_BTHF * cos_BT1F + a_BTHF * sin_BT1F)
@@ -294,21 +242,21 @@ def causal_attention(
         return cached_attention(q_BTHD, k_BTKD, v_BTKW, segments_BT, first_position=0, window=window, cap=cap)
     if implementation == "blockwise":
         kernel = functools.partial(blockwise_attention, window=window, cap=cap, segments=segments_BT)
-        return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
-    if implementation == "tokamax":
+    elif implementation == "tokamax":
         kernel = functools.partial(flash.flash_attention, segments_BT=segments_BT, window=window, cap=cap)
-        return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
-    _refuse('attention="cudnn"', "cuDNN's attention does", segments=segments_BT, cap=cap)
-    return _in_one_width(functools.partial(_by_cudnn, window=window), q_BTHD, k_BTKD, v_BTKW)
+    else:
+        _refuse("cuDNN's attention does", segments=segments_BT, cap=cap)
+        kernel = functools.partial(_by_cudnn, window=window)
+    return _in_one_width(kernel, q_BTHD, k_BTKD, v_BTKW)
 
 
-def _refuse(where: str, subject: str, **options: object) -> None:
-    """Raise an error if any of these unsupported options is set. `subject` names the attention, with an auxiliary."""
+def _refuse(subject: str, **options: object) -> None:
+    """Raise an error if any of these options, which cuDNN does not support, is set."""
     names = {"segments": "packed sequences", "cap": "attention_cap", "window": "attention_window"}
     requested = [names[name] for name, value in options.items() if value is not None]
     if requested:
-        reason, fix = f"{subject} not support this", 'use attention="blockwise"'
-        where = f"TransformerConfig({where})"
+        where, reason = 'TransformerConfig(attention="cudnn")', f"{subject} not support this"
+        fix = 'use attention="blockwise"'
         raise problem(where, f"use {' and '.join(requested)}", reason, fix, code="unsupported-feature")
 
 
@@ -323,26 +271,16 @@ def cached_attention(
     window: int | None = None,
     cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
-    """Compute causal attention of T queries over S keys.
+    """Compute causal attention of T queries at consecutive positions over the keys at positions 0 to S - 1.
 
     Scores and softmax are computed in float32, or in float64 for float64 inputs (`jax.nn.dot_product_attention` always
     computes the softmax in float32).
-
-    Args:
-      q_BTHD: queries at consecutive positions.
-      k_BSKD: keys at positions 0 to S - 1.
-      v_BSKW: values.
-      segments_BT: as in `causal_attention`, if S equals T.
-      first_position: position of the first query.
-      scale: factor of the scores, `D ** -0.5` by default.
-      window: as in `causal_attention`.
-      cap: as in `causal_attention`.
     """
     batch, num_queries, num_heads, head_dim = q_BTHD.shape
     num_keys, num_kv_heads = k_BSKD.shape[1:3]
     scale = head_dim**-0.5 if scale is None else scale
     q_BTKGD = q_BTHD.reshape(batch, num_queries, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    dtype = _at_least_float32(q_BTHD.dtype)
+    dtype = jnp.promote_types(q_BTHD.dtype, jnp.float32)
     scores_BKGTS = jnp.einsum("BTKGD,BSKD->BKGTS", q_BTKGD, k_BSKD, preferred_element_type=dtype) * scale
     scores_BKGTS, _ = capped(scores_BKGTS, cap)
     ahead_TS = first_position + jnp.arange(num_queries)[:, None] - jnp.arange(num_keys)
@@ -359,11 +297,9 @@ def _by_cudnn(
     q_BTHD: Array, k_BTKD: Array, v_BTKD: Array, *, scale: float | None = None, window: int | None = None
 ) -> Array:
     near = None if window is None else (window - 1, 0)
-    attention = functools.partial(
-        jax.nn.dot_product_attention, scale=scale, is_causal=True, local_window_size=near, implementation="cudnn"
-    )
+    options: dict[str, Any] = {"scale": scale, "is_causal": True, "local_window_size": near}
     with cudnn.refusals_told(q_BTHD, k_BTKD, v_BTKD):
-        return attention(q_BTHD, k_BTKD, v_BTKD)
+        return jax.nn.dot_product_attention(q_BTHD, k_BTKD, v_BTKD, **options, implementation="cudnn")
 
 
 def _in_one_width(attention: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> Array:
@@ -403,15 +339,7 @@ def extend(
     *,
     heads: str | None = "act_kv_heads",
 ) -> LayerCache:
-    """Append the keys and values of T new positions to a cache.
-
-    Args:
-      cache: cached keys and values of the layer.
-      length: the number of valid positions in the cache.
-      k_BTKD: new keys.
-      v_BTKW: new values.
-      heads: logical name of the head dim.
-    """
+    """Append the keys and values of T new positions to a cache."""
     k_BSKD, v_BSKW = (
         jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), length, axis=1)
         for old, new in zip(cache, (k_BTKD, v_BTKW), strict=True)
@@ -420,92 +348,60 @@ def extend(
 
 
 def heads_layout(x_BTHD: Float[Array, "B T H D"], heads: str | None, seq: str = "seq") -> Float[Array, "B T H D"]:
-    """Constrain the sharding of queries, keys, values or the attention output.
-
-    Args:
-      x_BTHD: the array.
-      heads: logical name of the head dim.
-      seq: logical name of the sequence dim.
-    """
+    """Constrain the sharding of queries, keys, values or the attention output."""
     return constrain(x_BTHD, "batch", seq, heads, "act_head_dim")
 
 
 def attend(
+    cfg: TransformerConfig,
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
     v_BTKD: Float[Array, "B T K D"],
     angles: Rope,
     *,
-    implementation: Attention,
-    window: int | None = None,
-    cap: float | None = None,
     cache: LayerCache | None = None,
     length: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B T H D"], LayerCache | None]:
-    """Apply rotary embeddings, update the cache, and compute causal attention.
+    """Apply rotary embeddings, update the cache, and compute causal attention. Return the output and the cache.
 
     Under context parallelism, full sequences are in the order of `meshpar.models.context_attention`, and keys and
     values circulate in a ring. With a cache the sequence is in natural order, and the implementation is always "xla".
-
-    Args:
-      q_BTHD: outputs of the query projection.
-      k_BTKD: outputs of the key projection.
-      v_BTKD: outputs of the value projection.
-      angles: rotary angles of the T positions.
-      implementation: the attention for full sequences.
-      window: as in `causal_attention`.
-      cap: as in `causal_attention`.
-      cache: cached keys and values of this layer, or None for a full sequence.
-      length: the number of valid positions in the cache.
-
-    Returns:
-      The attention output for each head, and the updated cache.
     """
     q_BTHD = checkpoint_name(rotate(heads_layout(q_BTHD, "act_heads"), angles), "query")
     k_BTKD = checkpoint_name(rotate(heads_layout(k_BTKD, "act_kv_heads"), angles), "key")
     v_BTKD = checkpoint_name(heads_layout(v_BTKD, "act_kv_heads"), "value")
     if cache is None:
-        o_BTHD = full_attention(
-            q_BTHD, k_BTKD, v_BTKD, angles.segments_BT, implementation=implementation, window=window, cap=cap
-        )
+        o_BTHD = full_attention(cfg, q_BTHD, k_BTKD, v_BTKD, angles.segments_BT)
     else:
         assert length is not None
         cache = extend(cache, length, k_BTKD, v_BTKD)
-        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, window=window, cap=cap)
+        o_BTHD = cached_attention(q_BTHD, *cache, first_position=length, **cfg.attention_limits)
     return heads_layout(o_BTHD, "act_heads"), cache
 
 
 def full_attention(
+    cfg: TransformerConfig,
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
     v_BTKW: Float[Array, "B T K W"],
     segments_BT: Int[Array, "B T"] | None = None,
-    *,
-    implementation: Attention,
-    window: int | None = None,
-    cap: float | None = None,
 ) -> Float[Array, "B T H W"]:
     """Compute causal attention over a full sequence, with the parallelism of the current rules.
 
     If the rules shard `attn_seq`, this is ring attention on a sequence in zigzag order. "xla" and "blockwise" then both
     use plain matmuls for each tile, and "cudnn" uses cuDNN's kernel. If the rules shard the sequence only outside
     attention, the heads are scattered and the sequence is gathered before attention, and the reverse after it.
-
-    Args:
-      q_BTHD: queries.
-      k_BTKD: keys.
-      v_BTKW: values.
-      segments_BT: as in `causal_attention`.
-      implementation: as in `causal_attention`.
-      window: as in `causal_attention`.
-      cap: as in `causal_attention`.
     """
+    implementation, limits = cfg.attention, cfg.attention_limits
     if not context.sequence_axes(q_BTHD):
         k_BTKD, v_BTKW, kv_heads = context.shared_heads(q_BTHD, k_BTKD, v_BTKW)
-        q_BTHD, k_BTKD, v_BTKW = _scattered(q_BTHD, "heads"), _scattered(k_BTKD, kv_heads), _scattered(v_BTKW, kv_heads)
-        attention: Callable[..., Array] = functools.partial(
-            causal_attention, implementation=implementation, window=window, cap=cap
+        # Reshard from the layout outside attention to the layout inside. Both constraints are needed: XLA would
+        # otherwise reshard in the middle of the rotation or repetition of heads.
+        q_BTHD, k_BTKD, v_BTKW = (
+            heads_layout(heads_layout(x, f"act_{heads}"), f"attn_{heads}", "attn_seq")
+            for x, heads in ((q_BTHD, "heads"), (k_BTKD, kv_heads), (v_BTKW, kv_heads))
         )
+        attention: Callable[..., Array] = functools.partial(causal_attention, implementation=implementation, **limits)
         if implementation != "xla":
             varies = implementation != "tokamax"  # its kernels do not support JAX's check of varying mesh axes
             attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}", check_vma=varies)
@@ -513,28 +409,15 @@ def full_attention(
         # The kernels name their outputs and residuals themselves. Another name would save the output twice.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
-    kernel = None
     if implementation == "tokamax":
         reason = "tokamax does not return the log-sum-exp of the scores"
         where, fix = 'TransformerConfig(attention="tokamax")', 'use "cudnn", or "blockwise" for windows and segments'
         raise problem(where, "use ring attention", reason, fix, code="unsupported-feature")
     if implementation == "cudnn":
-        subject = "ring attention with cuDNN does"
-        _refuse('attention="cudnn"', subject, segments=segments_BT, window=window, cap=cap)
-        kernel = cudnn.TILES
-
-    def ring(q: Array, k: Array, v: Array, **options: Any) -> Array:
-        return context.ring(q, k, v, segments_BT, window=window, cap=cap, kernel=kernel, **options)
-
+        _refuse("ring attention with cuDNN does", segments=segments_BT, **limits)
+    kernel = cudnn.TILES if implementation == "cudnn" else None
+    ring = functools.partial(context.ring, segments_BT=segments_BT, kernel=kernel, **limits)
     return _in_one_width(ring, q_BTHD, k_BTKD, v_BTKW)
-
-
-def _scattered(x_BTHD: Float[Array, "B T H D"], heads: str) -> Float[Array, "B T H D"]:
-    """Reshard from the layout outside attention to the layout inside.
-
-    Both constraints are needed: XLA would otherwise reshard in the middle of the rotation or repetition of heads.
-    """
-    return heads_layout(heads_layout(x_BTHD, f"act_{heads}"), f"attn_{heads}", "attn_seq")
 
 
 # ---- MLP -------------------------------------------------------------------------------------------------------------
@@ -547,12 +430,7 @@ MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 def gated(
     gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
-    """Name both projections for remat policies.
-
-    Args:
-      gate_BTM: output of the gate projection.
-      up_BTM: output of the up projection.
-    """
+    """Name both projections for remat policies."""
     return checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
 
 
@@ -561,9 +439,5 @@ def swiglu(gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]) -> Fl
 
     Call this function and the next matmul under `jax.checkpoint`, which saves only the two inputs. Without it, six
     arrays of this size are saved for the backward pass.
-
-    Args:
-      gate_BTM: output of the gate projection.
-      up_BTM: output of the up projection.
     """
     return constrain(jax.nn.silu(gate_BTM) * up_BTM, "batch", "seq", "act_mlp")

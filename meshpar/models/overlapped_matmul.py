@@ -23,7 +23,6 @@ from jaxtyping import Array, Float
 from meshpar.collectives import all_gather_matmul, matmul_reduce_scatter
 from meshpar.layers.precision import check_wide, weight_grad_dtype
 from meshpar.layers.remat import MATMUL
-from meshpar.models import layers
 from meshpar.models.config import TransformerConfig
 from meshpar.sharding.context import ambient, spec_of
 from meshpar.sharding.manual_regions import per_device
@@ -35,14 +34,6 @@ def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache:
 
     They are used if the config selects them and the sequence is sharded over more than one device. With a cache,
     ordinary matmuls are used, because a single position cannot be sharded.
-
-    Args:
-      cfg: the config of the decoder.
-      x_BTE: the residual stream.
-      has_cache: whether the layer has a cache.
-
-    Raises:
-      ValueError: the current rules do not shard the sequence between blocks, or also shard it inside them.
     """
     if cfg.tensor_matmul == "xla" or has_cache:
         return False
@@ -55,28 +46,13 @@ def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache:
     return axis_sizes(context.mesh)[axis] > 1
 
 
-def block_input(h_BTE: Float[Array, "B T E"], *, overlapped: bool) -> Float[Array, "B T E"]:
-    """Constrain the output of a norm for the next matmuls. Overlapped matmuls gather the sequence themselves.
-
-    Args:
-      h_BTE: the output of a norm.
-      overlapped: whether the matmuls are overlapped.
-    """
-    return layers.residual(h_BTE) if overlapped else layers.block_input(h_BTE)
-
-
 def gathered_matmul(
     h_BTE: Float[Array, "B T E"], kernels: Sequence[Float[Array, "E ..."]], names: Sequence[str]
 ) -> list[Float[Array, "B T ..."]]:
-    """Multiply h by each kernel, overlapped with the all-gather of h.
-
-    Args:
-      h_BTE: activations with a sharded sequence.
-      kernels: kernels whose second dim is sharded over the same axis.
-      names: logical activation names of these dims.
-    """
+    """Multiply h by each kernel, overlapped with the all-gather of h."""
     axis = _axis(h_BTE)
-    h_BTE, *kernels = _one_dtype(h_BTE, *kernels)
+    shared = jnp.result_type(h_BTE, *kernels)
+    h_BTE, *kernels = (x.astype(shared) for x in (h_BTE, *kernels))
     for kernel, name in zip(kernels, names, strict=True):
         _check_split((*h_BTE.shape[:2], *kernel.shape[1:]), name, axis)
 
@@ -89,14 +65,9 @@ def gathered_matmul(
 
 
 def matmul_scattered(h_BT: Float[Array, "B T ..."], kernel: Float[Array, "... E"], name: str) -> Float[Array, "B T E"]:
-    """Multiply h by a kernel, overlapped with the reduce-scatter of the result over the sequence.
-
-    Args:
-      h_BT: activations whose third dim is sharded.
-      kernel: kernel whose first dim is sharded over the same axis.
-      name: logical activation name of these dims.
-    """
-    h_BT, kernel = _one_dtype(h_BT, kernel)
+    """Multiply h by a kernel, overlapped with the reduce-scatter of the result over the sequence."""
+    shared = jnp.result_type(h_BT, kernel)
+    h_BT, kernel = h_BT.astype(shared), kernel.astype(shared)
     axis = _axis(jax.ShapeDtypeStruct((*h_BT.shape[:2], kernel.shape[-1]), h_BT.dtype))
     _check_split(h_BT.shape, name, axis)
     product = functools.partial(
@@ -110,19 +81,10 @@ def _axis(x_BTE: Array | jax.ShapeDtypeStruct) -> str:
     """Return the mesh axis that shards the sequence between blocks but not inside them."""
     between = spec_axes(spec_of(x_BTE, "batch", "norm_seq", "act_embed")[1])
     inside = spec_axes(spec_of(x_BTE, "batch", "seq", "act_embed")[1])
-    if inside:
-        raise problem(
-            'TransformerConfig(tensor_matmul="overlapped")',
-            f"gather a sequence that is sharded over {' × '.join(f'`{axis}`' for axis in inside)} inside the blocks",
-            "overlapped matmuls need the full sequence inside the blocks",
-            'use tensor_matmul="xla", or omit context_parallel()',
-            code="conflict",
-        )
-    if len(between) != 1:
+    if inside or len(between) != 1:
         where = 'TransformerConfig(tensor_matmul="overlapped")'
-        axes = " × ".join(f"`{axis}`" for axis in between) or "no axis"
-        reason = f"the current rules shard `norm_seq` over {axes}"
-        fix = 'use mp.tensor_parallel(sequence=True), or tensor_matmul="xla"'
+        reason = f"the rules shard `norm_seq` over {between or 'no axis'} and `seq` over {inside or 'no axis'}"
+        fix = 'use mp.tensor_parallel(sequence=True) without context_parallel(), or tensor_matmul="xla"'
         raise problem(where, "gather and scatter the sequence", reason, fix, code="conflict")
     return between[0]
 
@@ -135,8 +97,3 @@ def _check_split(shape: tuple[int, ...], name: str, axis: str) -> None:
         fix = f'map it to "{axis}" with a size that divides {shape[2]}, or use tensor_matmul="xla"'
         where, requested = f"`{name}` (size {shape[2]})", f"overlap its matmul with communication over `{axis}`"
         raise problem(where, requested, reason, fix, code="conflict")
-
-
-def _one_dtype(*arrays: Array) -> list[Array]:
-    dtype = jnp.result_type(*arrays)
-    return [x.astype(dtype) for x in arrays]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,7 +62,17 @@ def generate(
       ...         return generate(state.bound(), prompt, config=cfg, num_tokens=100, key=key)
       >>> tokens = jax.jit(sample)(state, prompt, key)
     """
-    _check(prompt, config, num_tokens, temperature, top_k, top_p)
+    vocab = config.vocab_size
+    for is_valid, argument, reason, code in (
+        (prompt.ndim == 2 and prompt.shape[-1], f"prompt of shape {prompt.shape}",
+         "the shape must be [batch, positions] with at least one position", "wrong-shape"),
+        (num_tokens >= 1, f"num_tokens={num_tokens}", "the number must be positive", "out-of-range"),
+        (0 <= temperature < math.inf, f"temperature={temperature}", "it must be finite and at least 0", "out-of-range"),
+        (top_k is None or 1 <= top_k <= vocab, f"top_k={top_k}", f"it must be 1 to {vocab}, or None", "out-of-range"),
+        (top_p is None or 0 < top_p <= 1, f"top_p={top_p}", "it must be in (0, 1], or None", "out-of-range"),
+    ):  # fmt: skip
+        if not is_valid:
+            raise problem(f"generate({argument})", "continue the prompt", reason, "correct this argument", code=code)
     prompt, key = with_auto_types((prompt, key))
     draw = functools.partial(sample_token, temperature=temperature, top_k=top_k, top_p=top_p)
 
@@ -70,7 +81,9 @@ def generate(
         return copy.copy(model)(*args, **kwargs)
 
     with _decoding_layout():
-        dtype = _logits_dtype(run, prompt, config)
+        # The length of a sequence must be a multiple of the number of MoE chunks.
+        length = prompt.shape[1] * (1 if config.moe is None else config.moe.chunks)
+        dtype = jax.eval_shape(run, jax.ShapeDtypeStruct((prompt.shape[0], length), prompt.dtype)).dtype
         cache = empty_cache(config, prompt.shape[0], prompt.shape[1] + num_tokens, dtype)
         logits_BPV, cache = run(prompt, cache=cache)
 
@@ -86,25 +99,12 @@ def generate(
     return jnp.concatenate([prompt.astype(jnp.int32), new_NB.T, last_B[:, None]], axis=1)
 
 
-def _logits_dtype(run: Callable[..., Any], prompt: Array, config: TransformerConfig) -> Any:
-    """Return the compute dtype. The traced sequence length is a multiple of the number of MoE chunks."""
-    chunks = 1 if config.moe is None else config.moe.chunks
-    like = jax.ShapeDtypeStruct((prompt.shape[0], chunks * prompt.shape[1]), prompt.dtype)
-    return jax.eval_shape(run, like).dtype
-
-
 def sample_token(
     logits_BV: Float[Array, "B V"], key: jax.Array, *, temperature: float, top_k: int | None, top_p: float | None = None
 ) -> Int[Array, " B"]:
-    """Sample a token for each example.
+    """Sample a token for each example, with the options of `generate`.
 
-    Args:
-      logits_BV: logits.
-      key: random key.
-      temperature: as in `generate`.
-      top_k: as in `generate`.
-      top_p: as in `generate`. This is nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text
-        Degeneration").
+    `top_p` is nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").
     """
     if temperature == 0:
         return logits_BV.argmax(-1).astype(jnp.int32)
@@ -123,14 +123,7 @@ def sample_token(
 
 
 def empty_cache(config: TransformerConfig, batch_size: int, num_positions: int, dtype: jax.typing.DTypeLike) -> KVCache:
-    """Return an empty key/value cache.
-
-    Args:
-      config: the config of the decoder.
-      batch_size: the number of sequences.
-      num_positions: capacity of the cache.
-      dtype: dtype of the keys and values.
-    """
+    """Return an empty key/value cache."""
     latent = config.latent
     if latent is None:
         heads, name, widths = config.num_kv_heads, "act_kv_heads", (config.head_dim, config.head_dim)
@@ -157,29 +150,3 @@ def _decoding_layout() -> Iterator[None]:
     axes = resolve(batch, context.rules, context.mesh).spec[0]
     with use_rules(context.mesh, context.rules | Rules(batch=first(axes, None), seq=None, norm_seq=None)):
         yield
-
-
-def _check(
-    prompt: Array,
-    config: TransformerConfig,
-    num_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-) -> None:
-    if prompt.ndim != 2 or not prompt.shape[1]:
-        where, reason = f"generate(prompt of shape {prompt.shape})", "the shape must be [batch, positions]"
-        raise problem(where, "continue the prompt", reason, "use at least one token", code="wrong-shape")
-    if num_tokens < 1:
-        where = f"generate(num_tokens={num_tokens})"
-        raise problem(where, "add tokens", "the number must be positive", "use 1 or more", code="out-of-range")
-    if not 0 <= temperature < float("inf"):
-        where, reason = f"generate(temperature={temperature})", "the temperature must be finite and at least 0"
-        raise problem(where, "divide the logits", reason, "use 0 for greedy decoding", code="out-of-range")
-    if top_k is not None and not 1 <= top_k <= config.vocab_size:
-        where, reason = f"generate(top_k={top_k})", f"the vocabulary has {config.vocab_size} tokens"
-        fix = f"use 1 to {config.vocab_size}, or None for all tokens"
-        raise problem(where, "sample from the top tokens", reason, fix, code="out-of-range")
-    if top_p is not None and not 0 < top_p <= 1:
-        where, reason = f"generate(top_p={top_p})", "the probability must be above 0 and at most 1"
-        raise problem(where, "sample from the nucleus", reason, "use 0.9, or None for all tokens", code="out-of-range")

@@ -44,7 +44,11 @@ def next_token_loss(
       >>> step = mp.train_step(functools.partial(next_token_loss, z_loss=1e-4))
     """
     del key
-    _check_batch(batch)
+    if not isinstance(batch, Mapping) or not {"inputs", "targets"} <= batch.keys():
+        found = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"type {type(batch).__name__}"
+        fix = "add both, int32 [batch, positions] each, or write a custom loss: (model, batch, key) -> (loss, metrics)"
+        requested = "read `inputs` and `targets` from the batch"
+        raise problem("next_token_loss", requested, f"it has {found or 'no arrays'}", fix, code="not-found")
     logits = model(batch["inputs"], **{name: batch[name] for name in ("positions", "segments") if name in batch})
     with jax.named_scope("loss"):
         losses_of = chunked_cross_entropy if isinstance(logits, Unembedding) else cross_entropy
@@ -67,26 +71,11 @@ def next_token_loss(
         return MeanLoss(nats + z_loss * total(jnp.square(log_z_BT)), weight), {**metrics, "nats": mean(nats_BT)}
 
 
-def _check_batch(batch: object) -> None:
-    """Check that a batch has `inputs` and `targets`."""
-    reason = f"it is a {type(batch).__name__}"
-    if isinstance(batch, Mapping):
-        if "inputs" in batch and "targets" in batch:
-            return
-        reason = f"it has {', '.join(map(str, batch)) or 'no arrays'}"
-    fix = "add both, int32 [batch, positions] each, or write a custom loss: (model, batch, key) -> (loss, metrics)"
-    raise problem("next_token_loss", "read `inputs` and `targets` from the batch", reason, fix, code="not-found")
-
-
 def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> TokenLosses:
     """Compute the cross entropy with integer targets.
 
     All operations over the vocabulary are element-wise or reductions, so logits stay sharded, and devices communicate
     three values per token. Indexing the target logits would all-gather the vocabulary.
-
-    Args:
-      logits_BTV: logits.
-      targets_BT: target token ids. Targets outside the vocabulary give nan.
     """
     logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
     max_BT1 = jax.lax.stop_gradient(logits_BTV.max(-1, keepdims=True))

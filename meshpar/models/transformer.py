@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Int, Integer
 
 from meshpar.collectives.attention import capped
 from meshpar.layers.auxiliary import is_listening
-from meshpar.layers.precision import dot_general
 from meshpar.layers.scan import Aux, keeps_are_others, scan_layers, with_aux
 from meshpar.models import context_attention as context
 from meshpar.models import layers
@@ -43,13 +42,8 @@ class Attention(nnx.Module):
         self.query = linear(cfg.embed_dim, (cfg.num_heads, cfg.head_dim), names=("embed", "heads", "head_dim"))
         self.key = linear(cfg.embed_dim, (cfg.num_kv_heads, cfg.head_dim), names=("embed", "kv_heads", "head_dim"))
         self.value = linear(cfg.embed_dim, (cfg.num_kv_heads, cfg.head_dim), names=("embed", "kv_heads", "head_dim"))
-        self.out = linear(
-            (cfg.num_heads, cfg.head_dim),
-            cfg.embed_dim,
-            axis=(-2, -1),
-            names=("heads", "head_dim", "embed"),
-            init=into_residual(cfg),
-        )
+        names, into = ("heads", "head_dim", "embed"), into_residual(cfg)
+        self.out = linear((cfg.num_heads, cfg.head_dim), cfg.embed_dim, axis=(-2, -1), names=names, init=into)
         if cfg.qk_norm:
             self.query_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
             self.key_norm = nnx_norm(cfg, rngs, width=cfg.head_dim, name="head_dim")
@@ -59,7 +53,7 @@ class Attention(nnx.Module):
         self, h_BTE: Array, angles: Rope, cache: LayerCache | None, length: Array | None, *, overlapped: bool = False
     ) -> tuple[Array, LayerCache | None]:
         """Return the output projection of the attention and the updated cache."""
-        h_BTE = overlap.block_input(h_BTE, overlapped=overlapped)
+        h_BTE = layers.residual(h_BTE) if overlapped else layers.block_input(h_BTE)
         projections = (self.query, self.key, self.value)
         if overlapped:
             names = ("act_heads", "act_kv_heads", "act_kv_heads")
@@ -68,16 +62,7 @@ class Attention(nnx.Module):
             q_BTHD, k_BTKD, v_BTKD = (layer(h_BTE) for layer in projections)
         if self.cfg.qk_norm:
             q_BTHD, k_BTKD = self.query_norm(q_BTHD), self.key_norm(k_BTKD)
-        o_BTHD, cache = layers.attend(
-            q_BTHD,
-            k_BTKD,
-            v_BTKD,
-            angles,
-            implementation=self.cfg.attention,
-            cache=cache,
-            length=length,
-            **self.cfg.attention_limits,
-        )
+        o_BTHD, cache = layers.attend(self.cfg, q_BTHD, k_BTKD, v_BTKD, angles, cache=cache, length=length)
         if overlapped:
             return overlap.matmul_scattered(o_BTHD, bare(self.out), "act_heads"), cache
         return self.out(o_BTHD), cache
@@ -102,9 +87,10 @@ class MLP(nnx.Module):
             return self.down(hidden_BTM)
 
         if overlapped:
-            inward = [bare(self.gate), bare(self.up)]
-            both = overlap.gathered_matmul(h_BTE, inward, ("act_mlp", "act_mlp"))
+            h_BTE = layers.residual(h_BTE)
+            both = overlap.gathered_matmul(h_BTE, [bare(self.gate), bare(self.up)], ("act_mlp", "act_mlp"))
         else:
+            h_BTE = layers.block_input(h_BTE)
             both = [self.gate(h_BTE), self.up(h_BTE)]
         run = down if keeps_are_others() else jax.checkpoint(down, prevent_cse=False, policy=layers.MATMULS)
         return run(*layers.gated(*both))
@@ -140,8 +126,7 @@ class Block(nnx.Module):
                 m_BTE, stats = self.mlp(layers.block_input(self.mlp_norm(x_BTE)), drops=cache is None)
                 aux = stats.aux
             else:
-                h_BTE = overlap.block_input(self.mlp_norm(x_BTE), overlapped=overlapped)
-                m_BTE = self.mlp(h_BTE, overlapped=overlapped)
+                m_BTE = self.mlp(self.mlp_norm(x_BTE), overlapped=overlapped)
             x_BTE = x_BTE + layers.block_output(m_BTE, "mlp_out")
         return layers.residual(x_BTE), cache, aux
 
@@ -205,21 +190,23 @@ class Transformer(nnx.Module):
         angles = rope_of(self.cfg, tokens, positions, cache, x_BTE.dtype, segments)
         x_BTE, cache = self._scanned(x_BTE, angles, cache)
         with jax.named_scope("head"):
-            kernel_EV = None if self.cfg.tied_embeddings else bare(self.head)
-            x_BTE, kernel_EV = (x_BTE, None) if kernel_EV is None else layers.reduced_first(x_BTE, kernel_EV)
+            matrix, vocab_dim, cap = table_VE, 0, self.cfg.logits_cap
+            if not self.cfg.tied_embeddings:
+                (x_BTE, matrix), vocab_dim = layers.reduced_first(x_BTE, bare(self.head)), 1
             h_BTE = layers.block_input(self.final_norm(x_BTE))
             h_BTE = context.natural_order(h_BTE) if cache is None else h_BTE
             if self.cfg.vocab_chunk is not None and cache is None:
-                return unembedding(self.cfg, h_BTE, table_VE if kernel_EV is None else kernel_EV)
-            logits_BTV = tied_logits(table_VE, h_BTE) if kernel_EV is None else layers.logits(h_BTE, kernel_EV)
-            logits_BTV = finalize_logits(self.cfg, logits_BTV)
+                return Unembedding(h_BTE, matrix, vocab_dim, self.cfg.vocab_chunk, cap)
+            logits_BTV = constrain(layers.logits(h_BTE, matrix, vocab_dim), "batch", "seq", "act_vocab")
+            if cap is not None:
+                logits_BTV, _ = capped(logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32)), cap)
         return logits_BTV if cache is None else (logits_BTV, cache)
 
     def _scanned(self, x_BTE: Array, angles: Rope, cache: KVCache | None) -> tuple[Array, KVCache | None]:
         """Run the layers under `scan`, so that trace and compile time do not grow with depth."""
-        dense = self.cfg.num_dense_layers
-        of_dense, of_rest = split_cache(cache, dense)
-        kv_dense = None
+        dense, of_dense, of_rest, kv_dense = self.cfg.num_dense_layers, None, None, None
+        if cache is not None:
+            of_dense, of_rest = ((cache[0][part], cache[1][part]) for part in (slice(dense), slice(dense, None)))
         if dense:
             x_BTE, kv_dense, _ = _run(self.dense_layers, "dense_layers", x_BTE, angles, of_dense, cache)
         x_BTE, kv, aux = _run(self.layers, "layers", x_BTE, angles, of_rest, cache)
@@ -228,13 +215,16 @@ class Transformer(nnx.Module):
             report_layers(aux, self.cfg.moe)
             if self.cfg.moe.is_biased:
                 self.layers.mlp.load[...] = self.layers.mlp.load[...] + aux.metrics["load"]
-        return x_BTE, extended_cache(cache, join_caches(kv_dense, kv), angles)
+        if cache is None or kv is None:
+            return x_BTE, None
+        if kv_dense is not None:
+            kv = (jnp.concatenate([kv_dense[0], kv[0]]), jnp.concatenate([kv_dense[1], kv[1]]))
+        return x_BTE, KVCache(*kv, cache.length + angles.cos_BTF.shape[1])
 
 
 def _run(
     stacked: Block, at: str, x_BTE: Array, angles: Rope, caches: LayerCache | None, cache: KVCache | None
 ) -> tuple[Array, LayerCache | None, Aux | None]:
-    """Run a stack of NNX layers; see `run_layers`."""
     graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
     length = None if cache is None else cache.length
 
@@ -242,9 +232,6 @@ def _run(
         return nnx.merge(graph, params, *variables)(x_BTE, angles, cache, length)
 
     return run_layers(block, x_BTE, params, variables, angles, caches, at)
-
-
-# ---- Functions shared with the Linen module --------------------------------------------------------------------------
 
 
 def run_layers(
@@ -258,17 +245,7 @@ def run_layers(
 ) -> tuple[Array, LayerCache | None, Aux | None]:
     """Run stacked layers with `scan_layers`. Only the stack named `layers` is distributed over pipeline stages.
 
-    Args:
-      block: one layer, (x, parameters, variables, angles, cache or None) -> (x, cache or None, Aux or None).
-      x_BTE: the residual stream before the first layer.
-      params: stacked parameters.
-      variables: other stacked variables, such as the expert load.
-      angles: rotary angles of the positions.
-      caches: stacked keys and values, or None.
-      at: the name of the stack.
-
-    Returns:
-      The residual stream, the updated caches, and the auxiliary outputs of the routers.
+    `block` is a layer: (x, parameters, other variables, angles, cache or None) -> (x, cache or None, Aux or None).
     """
 
     def layer(x_BTE: Array, params: PyTree, variables: PyTree, *cache_and_angles: Any) -> Any:
@@ -291,19 +268,7 @@ def rope_of(
     dtype: jax.typing.DTypeLike,
     segments_BT: Int[Array, "B T"] | None = None,
 ) -> Rope:
-    """Return the rotary cosines and sines of the tokens, which all layers share.
-
-    Args:
-      cfg: the config of the decoder.
-      tokens_BT: token ids. Only their shape is used.
-      positions_BT: positions of the tokens. `None` means consecutive positions after the cached ones.
-      cache: keys and values of earlier positions.
-      dtype: dtype of the activations.
-      segments_BT: segment ids of packed sequences.
-
-    Raises:
-      ValueError: both `segments_BT` and `cache` are set.
-    """
+    """Return the rotary cosines and sines of the tokens, which all layers share."""
     if segments_BT is not None and cache is not None:
         where, requested = "Transformer(segments=..., cache=...)", "continue packed sequences"
         fix = "use a separate batch row for each sequence"
@@ -319,78 +284,6 @@ def rope_of(
     return angles._replace(segments_BT=segments_BT)
 
 
-def split_cache(cache: KVCache | None, dense: int) -> tuple[LayerCache | None, LayerCache | None]:
-    """Split a cache into the parts of the dense layers and of the MoE layers.
-
-    Args:
-      cache: keys and values of all layers, stacked.
-      dense: the number of dense layers.
-    """
-    if cache is None:
-        return None, None
-    return (cache[0][:dense], cache[1][:dense]), (cache[0][dense:], cache[1][dense:])
-
-
-def join_caches(dense: LayerCache | None, rest: LayerCache | None) -> LayerCache | None:
-    """Concatenate the results of `split_cache`.
-
-    Args:
-      dense: cache of the dense layers. `None` if there are none.
-      rest: cache of the other layers.
-    """
-    if dense is None or rest is None:
-        return rest
-    return jnp.concatenate([dense[0], rest[0]]), jnp.concatenate([dense[1], rest[1]])
-
-
-def extended_cache(cache: KVCache | None, kv: Any, angles: Rope) -> KVCache | None:
-    """Return the cache with new keys and values, and its length increased by the number of new positions.
-
-    Args:
-      cache: the cache before this call.
-      kv: the updated keys and values.
-      angles: rotary angles of the new positions.
-    """
-    return None if cache is None else KVCache(kv[0], kv[1], cache.length + angles.cos_BTF.shape[1])
-
-
-def tied_logits(table_VE: Float[Array, "V E"], h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
-    """Return logits computed with the embedding table, which is all-gathered over its width as for the lookup.
-
-    Args:
-      table_VE: the embedding table.
-      h_BTE: hidden states after the final norm.
-    """
-    table_VE = layers.gathered_table(table_VE)
-    return dot_general(h_BTE, table_VE.astype(h_BTE.dtype), (((2,), (1,)), ((), ())), narrow=False)
-
-
-def finalize_logits(cfg: TransformerConfig, logits_BTV: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
-    """Constrain the sharding of the logits and apply the soft cap.
-
-    Args:
-      cfg: the config of the decoder.
-      logits_BTV: logits of the output layer.
-    """
-    logits_BTV = constrain(logits_BTV, "batch", "seq", "act_vocab")
-    if cfg.logits_cap is None:
-        return logits_BTV
-    return capped(logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32)), cfg.logits_cap)[0]
-
-
-def unembedding(cfg: TransformerConfig, h_BTE: Float[Array, "B T E"], matrix: Float[Array, ...]) -> Unembedding:
-    """Return an `Unembedding`, from which the loss computes the logits in chunks.
-
-    Args:
-      cfg: the config of the decoder.
-      h_BTE: hidden states after the final norm.
-      matrix: the embedding table if it is tied, else the kernel of the output layer.
-    """
-    assert cfg.vocab_chunk is not None
-    dim = 0 if cfg.tied_embeddings else 1
-    return Unembedding(h_BTE, matrix, vocab_dim=dim, chunk_size=cfg.vocab_chunk, cap=cfg.logits_cap)
-
-
 def embedding_init() -> Initializer:
     """Return an initializer with rows of unit norm, so that tied logits start with a variance of one."""
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
@@ -400,9 +293,7 @@ def _stacked_blocks(
     cfg: TransformerConfig, num_layers: int, has_experts: bool, name: str | None, rngs: nnx.Rngs
 ) -> Block:
     """Return a block whose parameters have a leading layer dim with this logical name."""
-
-    def make(rngs: nnx.Rngs) -> Block:
-        return Block(cfg, has_experts=has_experts, rngs=rngs)
-
-    stacked = nnx.vmap(make, in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: name})
+    stacked = nnx.vmap(
+        lambda rngs: Block(cfg, has_experts=has_experts, rngs=rngs), transform_metadata={nnx.PARTITION_NAME: name}
+    )
     return nnx.split_rngs(splits=num_layers)(stacked)(rngs)

@@ -211,7 +211,7 @@ def traced(cfg, seq=SEQ, spec=None, strategy=CP):
 
 
 def test_sequences_are_two_chunks_for_each_rank():
-    with pytest.raises(mp.MeshparError, match="shard it over `context` \\(4\\).*12 is not a multiple of 8.*16"):
+    with pytest.raises(mp.MeshparError, match="(4, 12).*12 is not divisible by 8.*length 16"):
         traced(config(), seq=12)
 
 
