@@ -11,7 +11,7 @@ import click
 
 from meshpar.cli.main import output_options, prepare_devices, print_report, writing
 from meshpar.schedules import SCHEDULES, Schedule, Simulation, make
-from meshpar.schedules.ops import Block, unreadable
+from meshpar.schedules.ops import Block
 from meshpar.schedules.rendering import bands_of, grid
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import read_json
@@ -93,7 +93,8 @@ def _read(path: str) -> Schedule:
     except MeshparError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise unreadable(path, error, fix) from error
+        reason = f"its content is invalid ({error})"
+        raise problem(path, "read a schedule", reason, fix, code="damaged-file") from error
 
 
 def _draw(schedules: Sequence[Schedule], costs: dict[str, Any], path: str) -> None:

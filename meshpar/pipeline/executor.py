@@ -194,17 +194,7 @@ class Executor:
 
     def __call__(self, columns: Columns, params: PyTree, embedding_and_head: PyTree, examples: PyTree,
                  key: jax.Array, late: jax.Array, extra: PyTree = ()) -> tuple[StageTotals, jax.Array]:  # fmt: skip
-        """Return the sums over all microbatches, and the sum of `late` over all stages.
-
-        Args:
-          columns: `plan.columns` of this stage, `[tick, ...]`.
-          params: parameters of the chunks of this stage, `[chunk, ...]`.
-          embedding_and_head: unsharded parameters of `first` and `last`.
-          examples: `[microbatch, examples, ...]`.
-          key: PRNG key of this data-parallel rank.
-          late: `[n]`, values of this stage from the previous step.
-          extra: variables of the model other than parameters.
-        """
+        """Return the sums over all microbatches, and the sum of `late` over all stages."""
         trace = _Trace(self, params, embedding_and_head, examples, key, extra)
 
         def tick(carry: _Carry, xs: Any) -> tuple[_Carry, None]:

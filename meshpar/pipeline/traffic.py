@@ -73,12 +73,7 @@ def traffic(schedule: Schedule) -> StageTraffic:
 
 
 def makespan(slots: Slots, lengths: np.ndarray) -> float:
-    """Return the end time of the last stage of the executor, where each permute synchronizes neighboring stages.
-
-    Args:
-      slots: slots of the schedule.
-      lengths: `[tick, stage]`, duration of the ops.
-    """
+    """Return the end time of the last stage of the executor, where each permute synchronizes neighboring stages."""
     sends = slots.sends >= 0
     time = np.zeros(lengths.shape[1])
     has_message: np.ndarray = np.any(sends, axis=(1, 3))
@@ -99,10 +94,6 @@ def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
     """Return the number of gathers per step of a weight that ticks gather, int `[stage]`.
 
     Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise a B and its own W.
-
-    Args:
-      schedule: the schedule.
-      reads: whether F, B and W read the weight, from `SplitVjp.reads`.
     """
     reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
     if schedule.chunks == 1:

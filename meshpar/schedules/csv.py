@@ -5,13 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
-from meshpar.schedules.ops import Block, StageOp, unreadable
+from meshpar.schedules.ops import Block, StageOp
 from meshpar.schedules.schedule import Schedule
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import read_text
@@ -21,23 +20,22 @@ _KINDS = {"F": "F", "B": "BW", "I": "B", "W": "W"}
 _LETTERS = {kinds: letter for letter, kinds in _KINDS.items()}
 _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
-_IMPLIED = re.compile(r"([0-9]{1,9})(?:(?:WAIT_)?REDUCE_GRAD|UNSHARD|RESHARD|(?:(?:WAIT_)?SEND|RECV)_[FB]([0-9]{1,9}))")
+_IMPLIED = re.compile(r"[0-9]{1,9}(?:(?:WAIT_)?REDUCE_GRAD|UNSHARD|RESHARD|(?:(?:WAIT_)?SEND|RECV)_[FB][0-9]{1,9})")
 """Communication actions of the format. A `Schedule` implies them: gradients are reduced after the last tick, the
 strategy decides when weights are gathered, and results are sent to the neighbors immediately."""
-_Actions = list[tuple[int, str, int]]
-"""(global stage, letter, microbatch) of each action in a cell."""
 
 
 def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     """Read a schedule; see `Schedule.from_csv`."""
-    fix = "write a row for each rank, such as `0F0,0B0`"
+    fix = "write a row for each rank, with equal numbers of global stages, such as `0F0,0B0`"
+    content = read_text(path, str(path), fix, requested="read a schedule")
     try:
-        content = read_text(path, str(path), fix, requested="read a schedule")
         cells = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(content, newline="")) if row]
+        reason = "the file is empty"
     except csv.Error as error:
-        raise unreadable(str(path), error, fix) from error
+        cells, reason = [], f"its content is invalid ({error})"
     if not any(map(any, cells)):
-        raise problem(str(path), "read a schedule", "the file is empty", fix, code="damaged-file")
+        raise problem(str(path), "read a schedule", reason, fix, code="damaged-file")
     rows = [
         [
             _actions(cell, f"{path}, row {r}, column {c}")
@@ -46,8 +44,11 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
         ]
         for r, row in enumerate(cells)
     ]
-    parts = _parts(str(path), rows)
-    _check_implied(str(path), cells, rows, parts)
+    parts = [sorted({part for actions in row for part, _, _ in actions}) for row in rows]
+    for rank, row_parts in enumerate(parts):
+        if len(row_parts) != len(parts[0]) or not row_parts:
+            where, reason = f"{path}, row {rank}", f"row 0 has {len(parts[0])}, and all ranks must have equally many"
+            raise problem(where, f"run {len(row_parts)} global stages", reason, fix, code="wrong-shape")
     blocks = [
         [
             tuple(StageOp(kind, i, row_parts.index(part)) for part, letter, i in actions for kind in _KINDS[letter])
@@ -58,51 +59,20 @@ def read(path: str | PathLike[str], *, name: str | None) -> Schedule:
     return Schedule.from_order(name or Path(path).stem, blocks, parts=parts)
 
 
-def _actions(cell: str, where: str) -> _Actions:
-    """Parse a cell."""
+def _actions(cell: str, where: str) -> list[tuple[int, str, int]]:
+    """Return the (global stage, letter, microbatch) of each action in a cell."""
     pair = _PAIR.fullmatch(cell)
     matches = [_ACTION.fullmatch(action.strip()) for action in (pair[1].split(";") if pair else [cell])]
     actions = [(int(match[1]), match[2], int(match[3])) for match in matches if match]
     letters = [letter for _, letter, _ in actions]
     if len(actions) < len(matches) or (pair and (letters[0] != "F" or letters[1:] not in (["B"], ["I"]))):
-        raise problem(
-            where,
-            f"read `{cell}`",
+        reason = (
             "a cell contains a global stage, an op (F, B, I or W) and a microbatch, an overlapped F with B or I, or a "
-            "communication action of torch such as SEND_F, RECV_B or UNSHARD",
-            "write it as `3F1` or `(5F9;5B5)OVERLAP_F_B`, or leave it empty for an idle tick",
-            code="bad-syntax",
+            "communication action of torch such as SEND_F, RECV_B or UNSHARD"
         )
+        fix = "write it as `3F1` or `(5F9;5B5)OVERLAP_F_B`, or leave it empty for an idle tick"
+        raise problem(where, f"read `{cell}`", reason, fix, code="bad-syntax")
     return actions
-
-
-def _parts(path: str, rows: Sequence[Sequence[_Actions]]) -> list[list[int]]:
-    """Return the sorted global stages of each row, and check that their number is equal in all rows."""
-    parts = [sorted({part for actions in row for part, _, _ in actions}) for row in rows]
-    for rank, row_parts in enumerate(parts):
-        if len(row_parts) != len(parts[0]) or not row_parts:
-            reason = f"row 0 has {len(parts[0])} global stages, and all ranks must have equally many"
-            fix = "write a row for each rank, with equal numbers of global stages"
-            raise problem(f"{path}, row {rank}", f"run global stages {row_parts}", reason, fix, code="wrong-shape")
-    return parts
-
-
-def _check_implied(
-    path: str, cells: Sequence[Sequence[str]], rows: Sequence[Sequence[_Actions]], parts: Sequence[Sequence[int]]
-) -> None:
-    """Check that communication actions name a global stage of their row and a microbatch of the table."""
-    microbatches = {i for row in rows for actions in row for _, _, i in actions}
-    for r, (row, row_parts) in enumerate(zip(cells, parts, strict=True)):
-        for c, cell in enumerate(row):
-            match = _IMPLIED.fullmatch(cell)
-            if match and (int(match[1]) not in row_parts or (match[2] and int(match[2]) not in microbatches)):
-                raise problem(
-                    f"{path}, row {r}, column {c}",
-                    f"read `{cell}`",
-                    f"that row runs global stages {row_parts}, and the table has {len(microbatches)} microbatches",
-                    "correct the cell, or delete it, because communication is implied",
-                    code="out-of-range",
-                )
 
 
 def text(schedule: Schedule) -> str:
@@ -125,10 +95,8 @@ def _cell(schedule: Schedule, stage: int, tick: int, block: Block) -> str:
         return actions[0]
     if len(actions) == 2 and block[0].kind == "F" and block[1].kind == "B":
         return f"({';'.join(actions)})OVERLAP_F_B"
-    raise problem(
-        f"schedule `{schedule.name}`, tick {tick}, stage {stage}",
-        f"write {'&'.join(op.text() for op in block)} as a single cell",
-        "the format supports single ops, full backward passes, and an F overlapped with a backward pass",
-        "move the other ops to separate ticks, or save the schedule as JSON",
-        code="unsupported-feature",
-    )
+    where = f"schedule `{schedule.name}`, tick {tick}, stage {stage}"
+    reason = "the format supports single ops, full backward passes, and an F overlapped with a backward pass"
+    fix = "move the other ops to separate ticks, or save the schedule as JSON"
+    requested = f"write {'&'.join(op.text() for op in block)} as a single cell"
+    raise problem(where, requested, reason, fix, code="unsupported-feature")

@@ -38,9 +38,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
       stage 1  ·  F0 F1 B0 W0 B1 W1 ·  ·
     """
     _check("gpipe", stages, microbatches)
-    row: list[Block] = [(StageOp("F", i),) for i in range(microbatches)]
-    row += [_full_backward(i) for i in range(microbatches)]
-    return Schedule.from_order("gpipe", [row] * stages)
+    ops = [(i, 0) for i in range(microbatches)]
+    return Schedule.from_order("gpipe", [_alternated(ops, ops, microbatches)] * stages)
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -91,9 +90,8 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
     forward = [(int(i), chunk) for group in groups for chunk in range(chunks) for i in group]
     backward = [(int(i), chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
     ahead = (chunks - 1) * len(groups[0])
-    rows = [_alternated(forward, backward, ahead + 2 * (stages - 1 - stage)) for stage in range(stages)]
-    if chunks == 1:
-        rows = [_alternated(forward, backward, stages - 1 - stage) for stage in range(stages)]
+    step = 1 if chunks == 1 else 2
+    rows = [_alternated(forward, backward, ahead + step * (stages - 1 - stage)) for stage in range(stages)]
     parts = [[chunk * stages + stage for chunk in range(chunks)] for stage in range(stages)]
     return Schedule.from_order("interleaved-1f1b", rows, parts=parts)
 
@@ -232,11 +230,12 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     """
     _check("dualpipe", stages, microbatches)
     if stages % 2:
-        raise problem(
-            "schedule `dualpipe`", f"run two streams through {stages} stages",
-            "the streams cross between the two middle stages, so the number of stages must be even",
-            f"use {stages - 1 or 2} or {stages + 1} stages, or `dualpipe-v`", code="indivisible",
-        )  # fmt: skip
+        reason = "the streams cross between the two middle stages, so the number of stages must be even"
+        requested, fix = (
+            f"run two streams through {stages} stages",
+            f"use {stages - 1 or 2} or {stages + 1} stages, or `dualpipe-v`",
+        )
+        raise problem("schedule `dualpipe`", requested, reason, fix, code="indivisible")
     half = stages // 2
     up = (microbatches + 1) // 2
     streams = ([*range(up)], [*range(up, microbatches)])
@@ -300,18 +299,14 @@ def make(name: str, stages: int, microbatches: int, **options: int) -> Schedule:
       >>> make("interleaved-1f1b", stages=4, microbatches=8, chunks=2)
       Schedule('interleaved-1f1b', stages=4, microbatches=8, ticks=57)
     """
+    where = f"schedule `{name}`"
     if name not in SCHEDULES:
-        fix = near(str(name), SCHEDULES)
-        raise problem(f"schedule `{name}`", "create it", "no schedule has this name", fix, code="unknown-name")
-    maker = SCHEDULES[name]
-    choices = set((maker.__kwdefaults__ or {}).keys())
-    if unknown := sorted(set(options) - choices):
-        listed = ", ".join(f"`{option}`" for option in sorted(choices))
-        reason = f"its options are {listed}" if choices else "it has no options"
-        raise problem(
-            f"schedule `{name}`", f"set `{unknown[0]}`", reason, f"remove `{unknown[0]}`", code="unknown-name"
-        )
-    return maker(stages, microbatches, **options)
+        raise problem(where, "create it", "no schedule has this name", near(str(name), SCHEDULES), code="unknown-name")
+    choices = SCHEDULES[name].__kwdefaults__ or {}
+    if unknown := sorted(set(options) - set(choices)):
+        reason = f"its options are {', '.join(choices)}" if choices else "it has no options"
+        raise problem(where, f"set `{unknown[0]}`", reason, f"remove `{unknown[0]}`", code="unknown-name")
+    return SCHEDULES[name](stages, microbatches, **options)
 
 
 MAX_SLOTS = 10**6
@@ -322,17 +317,9 @@ def _check(name: str, stages: int, microbatches: int, chunks: int = 1) -> None:
     where = f"schedule `{name}`"
     check_positive_int(where, "a size of the schedule", stages=stages, microbatches=microbatches, chunks=chunks)
     if (size := stages * (stages + microbatches) * chunks) > MAX_SLOTS:
-        raise problem(
-            where,
-            f"run {microbatches} microbatches on {stages} stages" + (f" with {chunks} chunks each" * (chunks > 1)),
-            f"stages x (stages + microbatches) x chunks is {size:,}, and the limit is {MAX_SLOTS:,}",
-            "use fewer stages, microbatches or chunks",
-            code="out-of-range",
-        )
-
-
-def _full_backward(microbatch: int, chunk: int = 0) -> Block:
-    return StageOp("B", microbatch, chunk), StageOp("W", microbatch, chunk)
+        requested = f"run {microbatches} microbatches on {stages} stages with {chunks} chunks each"
+        reason = f"stages x (stages + microbatches) x chunks is {size:,}, and the limit is {MAX_SLOTS:,}"
+        raise problem(where, requested, reason, "use fewer stages, microbatches or chunks", code="out-of-range")
 
 
 def _folded(stages: int) -> list[list[int]]:
@@ -346,25 +333,21 @@ def _alternated(forward: list[tuple[int, int]], backward: list[tuple[int, int]],
     row: list[Block] = [(StageOp("F", *op),) for op in forward[:ahead]]
     for number, op in enumerate(backward):
         row += [(StageOp("F", *next_op),) for next_op in forward[ahead + number : ahead + number + 1]]
-        row.append(_full_backward(*op))
+        row.append((StageOp("B", *op), StageOp("W", *op)))
     return row
 
 
 def _zero_bubble(stages: int, microbatches: int, limit: int) -> list[list[Block]]:
     """Return the rows of ZB-H1 and ZB-H2: W is deferred as far as `limit` saved microbatches per stage allow."""
-    rows = []
-    for stage in range(stages):
-        to_last = stages - 1 - stage
+    rows: list[list[Block]] = []
+    for to_last in reversed(range(stages)):
         ahead = min(1 + to_last + min(max(limit - stages, 0), to_last), limit)
         late = limit - ahead
-        row = [StageOp("F", i) for i in range(min(ahead, microbatches))]
+        row = [("F", i) for i in range(ahead)]
         for i in range(microbatches):
-            row.append(StageOp("B", i))
-            row += [StageOp("W", i - late)] if i >= late else []
-            row += [StageOp("F", i + ahead)] if i + ahead < microbatches else []
-        row += [StageOp("W", i) for i in range(max(0, microbatches - late), microbatches)]
-        blocks: list[Block] = [(op,) for op in row]
-        rows.append(blocks)
+            row += [("B", i), ("W", i - late), ("F", i + ahead)]
+        row += [("W", i) for i in range(microbatches - late, microbatches)]
+        rows.append([(StageOp(kind, i),) for kind, i in row if 0 <= i < microbatches])
     return rows
 
 
@@ -391,12 +374,8 @@ def _two_streams(half: int, stage: int, streams: tuple[list[int], list[int]]) ->
     """Yield the blocks of a DualPipe stage, in order.
 
     Chunk 0 runs stream 0 and chunk 1 runs stream 1. The pattern needs at least `2 * half` microbatches per stream. With
-    fewer, the ops of the missing microbatches are skipped.
-
-    Args:
-      half: number of stages from the start of a stream to the middle.
-      stage: distance of the stage from the start of stream 0.
-      streams: microbatches of both streams.
+    fewer, the ops of the missing microbatches are skipped. `half` is the number of stages from the start of a stream to
+    the middle, and `stage` is the distance from the start of stream 0.
     """
     num_planned = max(2 * half, *(len(stream) for stream in streams))
     to_middle = half - 1 - stage

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from meshpar.sharding.errors import MeshparError, problem
-
 KINDS = "FBW"
 """Forward, gradient of the input, gradient of the weights. Tables store the index of a kind in this string."""
 F, B, W = range(3)
@@ -38,11 +36,3 @@ A block starts when the inputs of all its ops are available, and its results are
 
 `(B, W)` of one microbatch is a full backward pass. `(F, B)` or `(F, B, W)` of two microbatches is an overlapped pair.
 """
-
-
-def unreadable(path: str, error: Exception, fix: str) -> MeshparError:
-    """Return the error for a schedule file that is missing or invalid."""
-    if isinstance(error, FileNotFoundError):
-        return problem(path, "read a schedule", "the file does not exist", "check the path", code="missing-file")
-    reason = error.strerror if isinstance(error, OSError) else f"its content is invalid ({error})"
-    return problem(path, "read a schedule", reason or str(error), fix, code="damaged-file")

@@ -23,12 +23,7 @@ def grid(schedule: Schedule) -> list[list[str]]:
 
 
 def picture(schedule: Schedule, *, width: int | None = None) -> str:
-    """Return the schedule as text, with a line per stage and a column per tick.
-
-    Args:
-      schedule: the schedule.
-      width: maximum number of characters per line; longer schedules are wrapped into several bands. None: no limit.
-    """
+    """Return the schedule as text, with a line per stage and a column per tick."""
     cells = grid(schedule)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     label_width = len(f"stage {schedule.stages - 1}")

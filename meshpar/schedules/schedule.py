@@ -13,7 +13,7 @@ import numpy as np
 
 from meshpar.schedules import ticks as order
 from meshpar.schedules.ops import KINDS, Block, F, StageOp, W
-from meshpar.schedules.validation import check, check_rows
+from meshpar.schedules.validation import check
 from meshpar.sharding.errors import problem
 from meshpar.sharding.host_resources import write_text
 
@@ -54,28 +54,16 @@ class Schedule:
     blocks, because they only add constraints. `simulate` and the file format use them."""
 
     def __post_init__(self) -> None:
-        shapes = {"table": (np.int32, 4), "parts": (np.int32, 2), "joined": (np.bool_, 2)}
-        for field, (dtype, dims) in shapes.items():
+        for field, dtype in (("table", np.int32), ("parts", np.int32), ("joined", np.bool_)):
             array: np.ndarray = np.array(getattr(self, field), dtype)
-            if array.ndim != dims:
-                where = f"`{field}` of schedule `{self.name}`"
-                fix = "use [tick, stage, kind, (microbatch, chunk)], [stage, chunk] and [tick, stage]"
-                reason = f"its shape is {array.shape}"
-                raise problem(where, f"use it as an array of {dims} dims", reason, fix, code="wrong-shape")
             array.setflags(write=False)
             object.__setattr__(self, field, array)
-        if (
-            self.table.shape[1:] != (len(self.parts), len(KINDS), 2)
-            or self.joined.shape != self.table.shape[:2]
-            or not self.parts.size
-        ):
-            raise problem(
-                f"schedule `{self.name}`",
-                f"run a table of shape {self.table.shape} on stages with parts {self.parts.tolist()}",
-                f"expected a table [ticks, {len(self.parts)}, {len(KINDS)}, 2] and `joined` [ticks, {len(self.parts)}]",
-                "pass a row of `parts` for each stage of the table",
-                code="wrong-shape",
-            )
+        shape = (*self.table.shape[:1], *self.parts.shape[:1], len(KINDS), 2)
+        if self.parts.ndim != 2 or not self.parts.size or self.table.shape != shape or self.joined.shape != shape[:2]:
+            shapes = f"table {self.table.shape}, parts {self.parts.shape} and joined {self.joined.shape}"
+            reason = f"the shapes must be [tick, stage, {len(KINDS)}, 2], [stage, chunk] and [tick, stage]"
+            fix = "pass a row of `parts` for each stage of the table"
+            raise problem(f"schedule `{self.name}`", f"use {shapes}", reason, fix, code="wrong-shape")
 
     # -- Constructors -----------------------------------------------------------------------------------------------
 
@@ -102,7 +90,14 @@ class Schedule:
           MeshparError: the order is a deadlock, or the schedule is invalid.
         """
         stage_parts = _stage_parts(name, parts, len(rows))
-        check_rows(name, rows, stage_parts)
+        chunks = stage_parts.shape[1]
+        numbered = ((stage, *item) for stage, row in enumerate(rows) for item in enumerate(row))
+        for stage, number, op in ((stage, number, op) for stage, number, block in numbered for op in block):
+            if op.kind not in tuple(KINDS) or op.microbatch < 0 or not 0 <= op.chunk < chunks:
+                where = f"schedule `{name}`, stage {stage}, block {number}"
+                reason = f"an op is F, B or W of a microbatch (at least 0) and a chunk from 0 to {chunks - 1}"
+                fix = "correct the op, or pass `parts` with a column for each chunk"
+                raise problem(where, f"run {op.text()}", reason, fix, code="bad-op")
         if microbatches is None:
             microbatches = 1 + max((op.microbatch for row in rows for block in row for op in block), default=-1)
         table, joined = order.paired(*order.placed(rows, order.starts(name, rows, stage_parts)))
@@ -135,14 +130,11 @@ class Schedule:
                 fix = "write an entry for each stage, None if it is idle"
                 raise problem(where, "read its ops", reason, fix, code="wrong-shape")
             for stage, cell in enumerate(row):
-                for op in _ops(cell, f"schedule `{name}`, tick {tick}, stage {stage}"):
+                where = f"schedule `{name}`, tick {tick}, stage {stage}"
+                for op in _ops(cell, where):
                     if table[tick, stage, op.number, 0] >= 0:
-                        where, fix = (
-                            f"schedule `{name}`, tick {tick}, stage {stage}",
-                            "move it to a different tick",
-                        )
                         reason = f"the stage already runs an {op.kind} in this tick"
-                        raise problem(where, f"run {op.text()}", reason, fix, code="duplicate-op")
+                        raise problem(where, f"run {op.text()}", reason, "move it to another tick", code="duplicate-op")
                     table[tick, stage, op.number] = op.microbatch, op.chunk
         count = int(table[..., 0].max(initial=-1)) + 1 if microbatches is None else microbatches
         stage_parts, joined = _stage_parts(name, parts, stages), np.zeros((len(cells), stages), bool)
@@ -156,8 +148,8 @@ class Schedule:
         B the full backward, I the gradient of the input, W the gradient of the weights. `(5F9;5B5)OVERLAP_F_B` is an
         overlapped pair, and an empty cell is an idle tick. Only the order of the cells in a row is used; ticks are
         derived from it. The communication actions of compute_comms (`0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1`, the same
-        with `_B`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, `0WAIT_REDUCE_GRAD`) are implied by a schedule. Their stages
-        and microbatches are checked.
+        with `_B`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, `0WAIT_REDUCE_GRAD`) are ignored, because a schedule implies
+        them.
 
         Args:
           path: the file.
@@ -188,14 +180,10 @@ class Schedule:
         )
         joined = np.zeros(schedule.joined.shape, bool)
         for tick, stage in data.get("joined", ()):
-            if not (tick in range(schedule.ticks) and stage in range(schedule.stages)):
-                raise problem(
-                    f"`joined` of schedule `{schedule.name}`",
-                    f"join tick {tick} and the next of stage {stage} into a block",
-                    f"the schedule has {schedule.ticks} ticks and {schedule.stages} stages",
-                    "correct `joined`, or remove it",
-                    code="out-of-range",
-                )
+            if tick not in range(schedule.ticks) or stage not in range(schedule.stages):
+                where, requested = f"`joined` of schedule `{schedule.name}`", f"join tick {tick} of stage {stage}"
+                reason = f"the schedule has {schedule.ticks} ticks and {schedule.stages} stages"
+                raise problem(where, requested, reason, "correct `joined`, or remove it", code="out-of-range")
             joined[tick, stage] = True
         return dataclasses.replace(schedule, joined=joined).validate()
 
@@ -248,24 +236,24 @@ class Schedule:
         continues = np.vstack([np.zeros_like(self.joined[:1]), self.joined[:-1]])
         return self.busy & ~continues
 
-    @cached_property
+    @property
     def done_in(self) -> np.ndarray:
         """int `[kind, microbatch, part]`: the tick of each op. Requires a valid schedule."""
-        return self._ticks_and_stages()[0]
+        return self._done[0]
 
-    @cached_property
+    @property
     def done_on(self) -> np.ndarray:
         """int `[microbatch, part]`: the stage that runs the ops. Requires a valid schedule."""
-        return self._ticks_and_stages()[1]
+        return self._done[1]
 
-    def _ticks_and_stages(self) -> tuple[np.ndarray, np.ndarray]:
+    @cached_property
+    def _done(self) -> tuple[np.ndarray, np.ndarray]:
         tick, stage, kind = np.nonzero(self.table[..., 0] >= 0)
-        microbatch, chunk = np.moveaxis(self.table[tick, stage, kind], -1, 0)
+        microbatch, chunk = self.table[tick, stage, kind].T
         part = self.parts[stage, chunk]
         ticks = np.full((len(KINDS), self.microbatches, self.num_parts), -1)
         stages = np.full((self.microbatches, self.num_parts), -1)
-        ticks[kind, microbatch, part] = tick
-        stages[microbatch, part] = stage
+        ticks[kind, microbatch, part], stages[microbatch, part] = tick, stage
         return ticks, stages
 
     @cached_property
@@ -336,17 +324,17 @@ class Schedule:
 
     def repeated(self, steps: int) -> Schedule:
         """Return the schedule of consecutive steps without synchronization; microbatch numbers continue."""
+        count = self.microbatches
         rows = [
             [
-                tuple(op._replace(microbatch=op.microbatch + step * self.microbatches) for op in block)
-                for step in range(steps)
+                tuple(op._replace(microbatch=op.microbatch + n * count) for op in block)
+                for n in range(steps)
                 for block in row
             ]
             for row in self.order()
         ]
-        return Schedule.from_order(
-            f"{steps} x {self.name}", rows, parts=self.parts.tolist(), microbatches=steps * self.microbatches
-        )  # fmt: skip
+        name = f"{steps} x {self.name}"
+        return Schedule.from_order(name, rows, parts=self.parts.tolist(), microbatches=steps * count)
 
     def text(self, *, width: int | None = None) -> str:
         """Return the table as plain text, a line per stage and a column per tick, wrapped at `width` characters."""
@@ -372,6 +360,7 @@ class Schedule:
           simulation: source of makespan and bubbles. Default: F = B = W = 1 and no message latency.
         """
         times = simulation or self._unit_simulation
+        cells = ([list(map(list, self.cell(tick, s))) for s in range(self.stages)] for tick in range(self.ticks))
         return {
             "name": self.name,
             "stages": self.stages,
@@ -384,7 +373,7 @@ class Schedule:
             "lockstep_makespan": times.lockstep.makespan,
             "parts": self.parts.tolist(),
             "joined": np.argwhere(self.joined).tolist(),
-            "table": [[_plain(self.cell(tick, stage)) for stage in range(self.stages)] for tick in range(self.ticks)],
+            "table": [[ops[0] if len(ops) == 1 else ops or None for ops in row] for row in cells],
         }
 
     def __eq__(self, other: object) -> bool:
@@ -411,35 +400,21 @@ _INDEX_LIMIT = 10**9
 
 def _stage_parts(name: str, parts: Sequence[Sequence[int]] | None, stages: int) -> np.ndarray:
     """Return `parts` as an array `[stage, chunk]`. Default: a part per stage, in order."""
-    if parts is None:
-        return np.arange(stages, dtype=np.int32)[:, None]
-    rows = [list(row) for row in parts]
-    numbers = [part for row in rows for part in row]
-    if len({len(row) for row in rows}) > 1 or not all(
-        isinstance(part, int | np.integer) and abs(part) < _INDEX_LIMIT for part in numbers
-    ):
+    rows = [[stage] for stage in range(stages)] if parts is None else [list(row) for row in parts]
+    is_index = all(isinstance(part, int | np.integer) and abs(part) < _INDEX_LIMIT for row in rows for part in row)
+    if not rows or len(rows) != stages or len({len(row) for row in rows}) > 1 or not is_index:
         where, fix = f"`parts` of schedule `{name}`", "write [[0], [1]] for two stages with a part each"
-        reason = "it must be [stage][chunk], integers, with the same number of chunks for each stage"
+        reason = f"it must be [stage][chunk], integers, with the same number of chunks for each of {stages} stages"
         raise problem(where, f"use {rows}", reason, fix, code="wrong-shape")
     return np.array(rows, np.int32)
 
 
 def _ops(cell: Cell, where: str) -> Iterable[StageOp]:
     """Yield the ops of an entry of a user's table."""
-    if cell is None or len(cell) == 0:
-        return
-    for op in [cell] if isinstance(cell[0], str) else cell:
-        is_valid = len(op) in (2, 3) and all(
-            isinstance(number, int | np.integer) and 0 <= number < _INDEX_LIMIT for number in op[1:]
-        )
-        if not is_valid or op[0] not in tuple(KINDS):
+    for op in [cell] if cell and isinstance(cell[0], str) else cell or ():
+        is_index = all(isinstance(number, int | np.integer) and 0 <= number < _INDEX_LIMIT for number in op[1:])
+        if len(op) not in (2, 3) or not is_index or op[0] not in tuple(KINDS):
             requested, fix = f"run {json.dumps(op, default=str)}", 'write it as ("F", 3, 0), or None for an idle tick'
             reason = "an op is F, B or W with the indices of a microbatch and optionally a chunk"
             raise problem(where, requested, reason, fix, code="bad-op")
         yield StageOp(*op)
-
-
-def _plain(cell: Block) -> list[Any] | None:
-    if not cell:
-        return None
-    return list(cell[0]) if len(cell) == 1 else [list(op) for op in cell]

@@ -30,16 +30,8 @@ def starts(
 ) -> list[list[Any]]:  # fmt: skip
     """Return the start time of each block if stages run their blocks in order and as soon as possible.
 
-    Args:
-      name: name of the schedule, for errors.
-      rows: the ordered blocks of each stage.
-      parts: `[stage, chunk]`, model part of each chunk.
-      lengths: duration of each block; None: a tick per op.
-      comm: latency of a message received by each stage; None: 0.
-
-    Raises:
-      MeshparError: the result of an op is needed, but the op is missing or later in the same row; or there is
-        a deadlock.
+    `parts` is `[stage, chunk]`. `lengths` are the durations of the blocks (default: a tick per op), and `comm` is the
+    latency of a message received by each stage (default: 0).
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, tuple[int, Any]] = {}
@@ -82,39 +74,37 @@ def _inputs(block: Block, parts: np.ndarray, num_parts: int) -> Iterator[Event]:
 def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Block]], parts: np.ndarray) -> Exception:
     """Return the error for rows that cannot be completed: an op is missing or too late in its row, or a deadlock."""
     num_parts = int(parts.max()) + 1
+    blocks = [(stage, number, block) for stage, row in enumerate(rows) for number, block in enumerate(row)]
     place = {
         (op.kind, op.microbatch, int(parts[stage, op.chunk])): (stage, number)
-        for stage, row in enumerate(rows)
-        for number, block in enumerate(row)
+        for stage, number, block in blocks
         for op in block
     }
 
-    def where(stage: int, number: int) -> str:
-        text = "&".join(op.text() for op in rows[stage][number])
-        return f"schedule `{name}`, stage {stage}, block {number} ({text})"
+    def error(stage: int, number: int, event: Event, reason: str, fix: str, code: str) -> Exception:
+        where = (
+            f"schedule `{name}`, stage {stage}, block {number} ({'&'.join(op.text() for op in rows[stage][number])})"
+        )
+        kind, microbatch, part = event
+        requested = f"use the result of {kind} ({LONG[kind]}) of microbatch {microbatch} on part {part} of the model"
+        return problem(where, requested, reason, fix, code=code)
 
     waiting = [
         (stage, number, event)
-        for stage, row in enumerate(rows)
-        for number, block in enumerate(row[len(begun[stage]) :], len(begun[stage]))
+        for stage, number, block in blocks
         for event in _inputs(block, parts[stage], num_parts)
+        if number >= len(begun[stage])
     ]
     for stage, number, event in waiting:
         if event not in place:
-            fix = f"add {event[0]} of microbatch {event[1]} to the row of the stage that runs part {event[2]}"
-            requested = f"use the result of {_words(event)}"
-            return problem(where(stage, number), requested, "no stage runs that op", fix, code="missing-op")
+            fix = f"add it to the row of the stage that runs part {event[2]}"
+            return error(stage, number, event, "no stage runs that op", fix, "missing-op")
     for (kind, microbatch, part), (stage, number) in place.items():
-        before = {"F": None, "B": "F", "W": "B"}[kind]
-        source = place.get((before, microbatch, part)) if before else None
-        if before and source and source[0] == stage and source[1] > number:
-            return problem(
-                where(stage, number),
-                f"run {_words((kind, microbatch, part))} before {_words((before, microbatch, part))}",
-                f"{kind} uses the result of {before} of the same microbatch, which is in block {source[1]} of that row",
-                f"move {before} of microbatch {microbatch} before {kind} of that microbatch",
-                code="wrong-order",
-            )
+        event = {"F": "F", "B": "F", "W": "B"}[kind], microbatch, part
+        source_stage, source_number = place.get(event, (stage, number))
+        if source_stage == stage and source_number > number:
+            reason = f"{event[0]} of this microbatch is later in the row, in block {source_number}"
+            return error(stage, number, event, reason, f"move {event[0]} before {kind}", "wrong-order")
     # All blocked stages depend on blocked stages, so following the dependencies ends in a cycle.
     first = {stage: (number, event) for stage, number, event in reversed(waiting) if number == len(begun[stage])}
     stage, seen = next(iter(first)), set[int]()
@@ -123,13 +113,7 @@ def _stuck(name: str, begun: Sequence[Sequence[int]], rows: Sequence[Sequence[Bl
         stage = place[first[stage][1]][0]
     number, event = first[stage]
     reason = f"stage {place[event][0]}, which runs it, needs results of this stage: a deadlock"
-    fix = "reorder the ops of either stage"
-    return problem(where(stage, number), f"wait for {_words(event)}", reason, fix, code="deadlock")
-
-
-def _words(event: Event) -> str:
-    kind, microbatch, part = event
-    return f"{kind} ({LONG[kind]}) of microbatch {microbatch} on part {part} of the model"
+    return error(stage, number, event, reason, "reorder the ops of either stage", "deadlock")
 
 
 def placed(rows: Sequence[Sequence[Block]], begun: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -172,11 +156,7 @@ def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def filled(rows: Sequence[Sequence[StageOp]], parts: np.ndarray, limit: int) -> list[list[Block]]:
     """Run F and B in the given order, each as soon as possible, and W whenever a stage would otherwise be idle.
 
-    Args:
-      rows: the F and B of each stage in order.
-      parts: `[stage, chunk]`, model part of each chunk.
-      limit: maximum number of saved activations (of a chunk) on a stage, each from its F through its W. F is delayed
-        when the limit is reached.
+    `parts` is `[stage, chunk]`. F is delayed while a stage has `limit` saved activations, each kept from F through W.
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, int] = {}
