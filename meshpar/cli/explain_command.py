@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from meshpar.inspect.comparison import Comparison
     from meshpar.inspect.pod import PodProcess
     from meshpar.inspect.report import Report
-    from meshpar.inspect.timeline.simulator import Timeline
     from meshpar.sharding.types import AnyMesh
     from meshpar.training.state import TrainState
     from meshpar.training.step import TrainStep
@@ -439,7 +438,7 @@ def _plots(result: Explained) -> dict[str, str]:
         "Memory": plots.memory({k: r.memory for k, r in reports.items()}),
     }
     if report.timeline is not None:
-        figures["One layer, simulated"] = plots.timeline(report.timeline, loop=_layer(report.timeline))
+        figures["One layer, simulated"] = plots.timeline(report.timeline)
 
     def svg(figure: Any) -> str:
         buffer = io.StringIO()
@@ -447,10 +446,3 @@ def _plots(result: Explained) -> dict[str, str]:
         return buffer.getvalue()
 
     return {caption: svg(figure) for caption, figure in figures.items()}
-
-
-def _layer(timeline: Timeline) -> str | None:
-    """Return the innermost loop with the longest total time. It is the loop over layers, not micro-steps."""
-    innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
-    longest = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=None)
-    return None if longest is None else longest.name

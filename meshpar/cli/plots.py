@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from meshpar.cli.schedule_command import COLORS
+from meshpar.sharding.errors import check_divides, problem
 from meshpar.sharding.printing import flat
-from meshpar.sharding.types import axis_sizes, near, problem, spec_axes
+from meshpar.sharding.types import axis_sizes, spec_axes
 from meshpar.sharding.units import human_bytes, prefix_of, si
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from meshpar.bench.found import CollectiveRow, Collectives
+    from meshpar.bench.found import Collectives
     from meshpar.inspect.memory import Memory
     from meshpar.inspect.report import Report
     from meshpar.inspect.timeline.simulator import Segment, Timeline
@@ -60,35 +61,10 @@ SHARDS = (
 
 MATMUL, KERNEL, WAITING = "#4a5c6d", "#aebac5", "#fdf3f0"
 AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a9e5c", "tensor": "#d1495b"}
-"""Colors of mesh axes. Other axes and products of axes use the next color of `MORE`."""
-MORE = ("#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97")
-ALGORITHMS = {
-    "XLA": INK,
-    "ring": "#2f7fc1",
-    "bidirectional": "#8ecae6",
-    "recursive_doubling": "#d1495b",
-    "recursive_halving": "#d1495b",
-    "halving_doubling": "#e0a32e",
-    "tree": "#4a9e5c",
-    "hierarchical": "#8f6bb3",
-    "direct": "#2f7fc1",
-}
-"""Colors of algorithms of collectives. Others use the next color of `MORE`."""
-SCHEDULES = {
-    "gpipe": "#7d8a97",
-    "1f1b": "#22303c",
-    "interleaved-1f1b": "#2f7fc1",
-    "eager-1f1b": "#3aa6a0",
-    "zb-h1": "#e0a32e",
-    "zb-h2": "#d1495b",
-    "zb-v": "#4a9e5c",
-    "dualpipe": "#8f6bb3",
-    "dualpipe-v": "#c77fb0",
-}
-"""Colors of pipeline schedules. Others use the next color of `MORE`."""
-OPS = {"F": "#8ecae6", "B": "#a8d8a0", "W": "#ffd166"}
-"""Colors of forward pass, input gradient and weight gradient. Every second chunk is darker."""
-_OPS_DARK = {"F": "#5aa9d6", "B": "#6dbb6a", "W": "#e0a93b"}
+"""Colors of mesh axes. Other labels use the next color of `MORE`."""
+MORE = (
+    "#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97", "#d1495b", "#2f7fc1", "#22303c", "#4a9e5c",
+)  # fmt: skip
 _OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
 MEMORY = {
     "parameters": "#4c78a8",
@@ -128,17 +104,62 @@ def figure_of(
 
     figure = Figure(figsize=(width, height))
     panels = figure.subplots(rows, columns, squeeze=False, **how).ravel().tolist()
-    for panel in panels:
-        panel.tick_params(
-            colors=INK, length=3
-        )  # ticks are created when the figure is saved, with the style of that time
+    for panel in panels:  # ticks are created when the figure is saved, with the style of that time
+        panel.tick_params(colors=INK, length=3)
     return figure, panels
 
 
-def axis_colors(labels: Iterable[str], known: Mapping[str, str] = AXES) -> dict[str, str]:
-    """Return a color for each label, by default for mesh axes (`fsdp`, `data*fsdp`), or the next of `MORE`."""
+def axis_colors(labels: Iterable[str]) -> dict[str, str]:
+    """Return a color for each label: that of a mesh axis (`fsdp`), or the next of `MORE` (`data*fsdp`, `ring`)."""
     others = itertools.cycle(MORE)
-    return {label: known.get(label) or next(others) for label in labels}
+    return {label: AXES.get(label) or next(others) for label in labels}
+
+
+def _name_rows(axes: Axes, names: Iterable[str], **style: Any) -> None:
+    """Label the rows of a plot, from top to bottom, without ticks."""
+    names = list(names)
+    axes.set_yticks(range(len(names)), names, **style)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _bar(panel: Axes, row: float, start: float, end: float, color: str, *, height: float = 0.62, **style: Any) -> None:
+    # An outline would hide a very short bar.
+    width = 0.4 if end - start > 0.003 * panel.get_xlim()[1] else 0
+    style = {"edgecolors": "white", "linewidth": width, **style}
+    panel.broken_barh([(start, end - start)], (row - height / 2, height), facecolors=color, **style)
+
+
+def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw a legend entry for each name and style."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(**style, label=name) for name, style in parts.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(max(len(handles), 1), 6))
+
+
+def _mark(axes: Axes, text: str, at: float) -> None:
+    """Draw a vertical line with a label at its lower end."""
+    axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
+    axes.annotate(
+        text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
+        fontsize=8, va="bottom",
+    )  # fmt: skip
+
+
+def _si_ticks(axis: Axis, unit: str, of_decade: tuple[float, ...]) -> None:
+    """Set a few ticks per decade, written as `10 kB`, without minor ticks."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=of_decade, numticks=12))
+    axis.set_major_formatter(EngFormatter(unit))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
+    points = np.array(list(curve), dtype=float).reshape(-1, 2)
+    return points[:, 0], points[:, 1]
 
 
 # ---- Curves ----------------------------------------------------------------------------------------------------------
@@ -159,7 +180,9 @@ def loss_curve(
     many = len(steps) >= 50
     axes.plot(steps, losses, color=TRAIN, lw=0.9 if many else 1.6, label="training")
     if many:
-        axes.plot(steps, _smoothed(losses), color=SMOOTH, lw=2.2, label="training, smoothed")
+        window = np.ones(2 * (len(losses) // 50) + 1)
+        smooth = np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
+        axes.plot(steps, smooth, color=SMOOTH, lw=2.2, label="training, smoothed")
     valid_steps, valid_losses = _points(valid)
     if len(valid_steps):
         label = f"validation ({valid_losses[-1]:.3f} at the end)"
@@ -208,8 +231,7 @@ def curves(
     """
     figure, (axes,) = figure_of(8.0, 4.2)
     expected = expected or {}
-    ways = dict.fromkeys((*measured, *expected))
-    colors = dict(zip(ways, itertools.cycle((AXES["expert"], AXES["tensor"], AXES["fsdp"], *MORE)), strict=False))
+    colors = dict(zip(dict.fromkeys((*measured, *expected)), itertools.cycle(MORE), strict=False))
     for name, values in measured.items():
         line = "none" if name in expected else "-"
         axes.plot(x, values, color=colors[name], lw=1.8, ls=line, marker="o" if len(x) <= 32 else "", ms=6, label=name)
@@ -237,34 +259,6 @@ def curves(
     return figure
 
 
-def _mark(axes: Axes, text: str, at: float) -> None:
-    """Draw a vertical line with a label at its lower end."""
-    axes.axvline(at, color=INK, lw=1.0, ls=(0, (2, 2)), zorder=0)
-    axes.annotate(
-        text, (at, 0.02), (4, 0), xycoords=("data", "axes fraction"), textcoords="offset points",
-        fontsize=8, va="bottom",
-    )  # fmt: skip
-
-
-def _si_ticks(axis: Axis, unit: str, of_decade: tuple[float, ...]) -> None:
-    """Set a few ticks per decade, written as `10 kB`, without minor ticks."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=of_decade, numticks=12))
-    axis.set_major_formatter(lambda value, _: si(value, unit))
-    axis.set_minor_formatter(NullFormatter())
-
-
-def _points(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    points = np.array(list(curve), dtype=float).reshape(-1, 2)
-    return points[:, 0], points[:, 1]
-
-
-def _smoothed(values: np.ndarray) -> np.ndarray:
-    window = np.ones(2 * max(len(values) // 50, 1) + 1)
-    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
-
-
 # ---- Shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -275,127 +269,57 @@ def sharding(
     mesh: Mesh | AbstractMesh,
     *,
     names: Sequence[str | None] | None = None,
-    title: str | None = None,
 ) -> Figure:
     """Plot the shards of an array, with the numbers of the devices that have each shard.
 
-    Arrays with more than two dims are drawn as a row of slices along the other sharded dims.
+    Two dims are drawn. If more dims are sharded, a cell lists the devices of all its shards along the other dims.
 
     Args:
       spec: the sharding of the array.
       shape: the shape of the array.
       mesh: the mesh. The devices of an abstract mesh are numbered in mesh order.
       names: names of the dims for the labels.
-      title: by default the shape and the spec.
 
     Raises:
       ValueError: the spec has more entries than dims, or a dim is not divisible.
     """
-    axes_of = _entries(spec, shape)
-    cuts = _cuts(axes_of, shape, mesh)
-    holders = _holders(axes_of, mesh)
-    rows, columns, slices = _seen_flat(shape, cuts)
-    labels = [
-        f"{(names and names[dim]) or f'dim {dim}'} ({shape[dim]})"
-        + (f" over {' × '.join(axes_of[dim])}" if cuts[dim] > 1 else "")
-        for dim in range(len(shape))
+    counts = [
+        size // part for size, part in zip(shape, NamedSharding(mesh, spec).shard_shape(tuple(shape)), strict=True)
     ]
+    axes_of = [*map(spec_axes, spec), *[()] * (len(shape) - len(spec))]
+    sizes = axis_sizes(mesh)
+    position = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
+    drawn = sorted(sorted(range(len(shape)), key=lambda dim: (counts[dim] == 1, -dim))[:2])
+    dims: list[int | None] = [None, None, *drawn][-2:]
+    devices = np.arange(mesh.size) if isinstance(mesh, AbstractMesh) else [device.id for device in mesh.devices.flat]
+    cells: dict[tuple[int, ...], list[int]] = {}
+    shard_of = [np.zeros(mesh.size, int), np.zeros(mesh.size, int)]
+    for number, dim in enumerate(dims):
+        for axis in () if dim is None else axes_of[dim]:  # the first axis varies slowest
+            shard_of[number] = shard_of[number] * sizes[axis] + position[axis].ravel()
+    for device, *cell in zip(devices, *shard_of, strict=True):
+        cells.setdefault(tuple(map(int, cell)), []).append(int(device))
+    down, across = (1 if dim is None else counts[dim] for dim in dims)
     # Similar to the proportions of the array, but never a thin line.
-    across, down = (1 if dim is None else shape[dim] for dim in (columns, rows))
-    ratio = min(max(across / (down if rows is not None else max(across / 5, 1)), 0.6), 2.4)
-    width, height = (3.4, 3.4 / ratio) if ratio > 1.2 else (2.7 * ratio, 2.7)
-    indices = list(itertools.product(*(range(cuts[dim]) for dim in slices)))
-    figure, panels = figure_of(width * len(indices) + 0.9, height + 1.1, columns=len(indices))
-    for panel, index in zip(panels, indices, strict=True):
-        fixed = dict(zip(slices, index, strict=True))
-        _draw_slice(panel, fixed, holders, (rows, columns), cuts, shape)
-        where = ", ".join(f"{labels[dim]}: part {part}" for dim, part in fixed.items())
-        panel.set_xlabel("\n".join(filter(None, (labels[columns] if columns is not None else "", where))))
-    panels[0].set_ylabel(labels[rows] if rows is not None else "")
-    shown = " × ".join(map(str, shape)) or "scalar"
-    figure.suptitle(title or f"{shown}   ({', '.join('×'.join(axes) or '–' for axes in axes_of)})")
-    return figure
-
-
-def _entries(spec: PartitionSpec, shape: Sequence[int]) -> list[tuple[str, ...]]:
-    if len(spec) > len(shape):
-        where, fix = f"plots.sharding of shape {tuple(shape)}", f"use at most {len(shape)} entries"
-        reason = f"it has {len(shape)} dims and the spec {len(spec)} entries"
-        raise problem(where, f"draw it as {spec}", reason, fix, code="wrong-shape")
-    return [*map(spec_axes, spec), *[()] * (len(shape) - len(spec))]
-
-
-def _cuts(axes_of: Sequence[tuple[str, ...]], shape: Sequence[int], mesh: Mesh | AbstractMesh) -> list[int]:
-    sizes = axis_sizes(mesh)
-    cuts = [math.prod(sizes[axis] for axis in axes) for axes in axes_of]
-    for dim, (size, count) in enumerate(zip(shape, cuts, strict=True)):
-        if size % count:
-            where = f"plots.sharding of shape {tuple(shape)}, dim {dim}"
-            requested = f"shard it {count} ways over {' × '.join(axes_of[dim])}"
-            reason, fix = f"{size} is not a multiple of {count}", f"use size {-(-size // count) * count}"
-            raise problem(where, requested, reason, fix, code="indivisible")
-    return cuts
-
-
-def _holders(axes_of: Sequence[tuple[str, ...]], mesh: Mesh | AbstractMesh) -> dict[tuple[int, ...], list[int]]:
-    """Return the numbers of the devices with each shard, by the index of the shard."""
-    sizes = axis_sizes(mesh)
-    shape = tuple(sizes.values())
-    devices = mesh.devices.flat if isinstance(mesh, Mesh) else range(mesh.size)
-    at = dict(zip(sizes, np.indices(shape).reshape(len(shape), -1), strict=True))
-    places = [
-        np.ravel_multi_index(
-            [at[axis] for axis in axes], [sizes[axis] for axis in axes]
-        )  # the first axis varies slowest
-        if axes
-        else np.zeros(math.prod(shape), int)
-        for axes in axes_of
-    ]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for device, *place in zip(devices, *places, strict=True):
-        found.setdefault(tuple(map(int, place)), []).append(getattr(device, "id", device))
-    return found
-
-
-def _seen_flat(shape: Sequence[int], cuts: Sequence[int]) -> tuple[int | None, int | None, list[int]]:
-    """Return the vertical and the horizontal dim, and the dims along which slices are drawn."""
-    if len(shape) < 2:
-        return None, (0 if shape else None), []
-    split_first = sorted(range(len(shape)), key=lambda dim: (cuts[dim] == 1, -dim))
-    rows, columns = sorted(split_first[:2])
-    return rows, columns, [dim for dim in range(len(shape)) if dim not in (rows, columns) and cuts[dim] > 1]
-
-
-def _draw_slice(
-    axes: Axes,
-    fixed: Mapping[Any, int],
-    holders: Mapping[tuple[int, ...], list[int]],
-    seen: tuple[int | None, int | None],
-    cuts: Sequence[int],
-    shape: Sequence[int],
-) -> None:
-    from matplotlib.patches import Rectangle
-
-    down, across = (1 if dim is None else cuts[dim] for dim in seen)
-    order = {part: number for number, part in enumerate(sorted(holders))}
-    num_devices = sum(map(len, holders.values()))
-    for i, j in itertools.product(range(down), range(across)):
-        place: dict[int | None, int] = {**fixed, seen[0]: i, seen[1]: j}
-        part = tuple(place.get(dim, 0) for dim in range(len(shape)))
-        color = SHARDS[order[part] % len(SHARDS)]
-        axes.add_patch(Rectangle((j, i), 1, 1, facecolor=color, edgecolor="white", lw=2.5))
-        axes.text(
-            j + 0.5, i + 0.5, _device_text(holders[part], num_devices),
-            ha="center", va="center", fontsize=9 if max(down, across) <= 8 else 7, linespacing=1.25,
-        )  # fmt: skip
+    ratio = 2.4 if len(shape) < 2 else min(max(shape[drawn[1]] / shape[drawn[0]], 0.6), 2.4)
+    figure, (axes,) = figure_of(2.5 * ratio**0.5 + 0.9, 2.5 / ratio**0.5 + 1.1)
+    for number, ((i, j), holders) in enumerate(sorted(cells.items())):
+        _bar(axes, i + 0.5, j, j + 1, SHARDS[number % len(SHARDS)], height=1, linewidth=2.5)
+        size = 9 if max(down, across) <= 8 else 7
+        text = _device_text(holders, mesh.size)
+        axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.25)
     axes.set(xlim=(0, across), ylim=(down, 0))
-    for axis, dim, count in ((axes.yaxis, seen[0], down), (axes.xaxis, seen[1], across)):
+    for axis, dim, count in ((axes.yaxis, dims[0], down), (axes.xaxis, dims[1], across)):
         size = 0 if dim is None else shape[dim]
-        shown = range(count + 1) if count * len(str(size)) <= 24 else (0, count)
-        axis.set_ticks(
-            list(shown) if dim is not None else [], [str(size * k // count) for k in shown if dim is not None]
-        )
+        ticks = [] if dim is None else range(count + 1) if count * len(str(size)) <= 24 else (0, count)
+        axis.set_ticks(list(ticks), [str(size * k // count) for k in ticks])
+        if dim is not None:
+            over = f" over {' × '.join(axes_of[dim])}" if count > 1 else ""
+            axis.set_label_text(f"{(names and names[dim]) or f'dim {dim}'} ({size}){over}")
     axes.spines[:].set_visible(False)
+    text = " × ".join(map(str, shape)) or "scalar"
+    figure.suptitle(f"{text}   ({', '.join('×'.join(entry) or '–' for entry in axes_of)})")
+    return figure
 
 
 def _device_text(devices: Sequence[int], num_devices: int) -> str:
@@ -412,62 +336,49 @@ _TIMELINE_INCHES = 8.6
 
 
 @styled
-def timeline(timeline: Timeline, *, loop: str | None = None, title: str | None = None) -> Figure:
+def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
     """Plot the simulated timeline of a layer: kernels, collectives, and where compute waits for them.
+
+    One iteration of the innermost loop with the largest share of the step is drawn, or the program if it has no loop.
 
     Args:
       timeline: result of `meshpar.inspect.timeline.simulator.timeline`.
-      loop: name of the loop, of which one iteration is drawn. By default the loop with the largest share of the step,
-        or the program if it has no loop.
       title: by default the loop and its duration.
-
-    Raises:
-      ValueError: the program has no loop with this name.
     """
-    segment = _drawn(timeline, loop)
+    innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
+    segment = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=timeline.segments[0])
     scale, unit = (1e3, "ms") if segment.duration_s >= 1e-3 else (1e6, "µs")
     length = max(segment.duration_s, 1e-12) * scale
     labels = sorted({op.label for op in segment.ops if op.label}, key=lambda label: (label not in AXES, label))
     colors = axis_colors(labels)
     figure, (axes,) = figure_of(10.0, 3.9)
-    axes.set(xlim=(0, length), ylim=(-0.5, 1.85))
-    for start, end in _idle(segment):
-        _bar(axes, 1, start * scale, end * scale, WAITING, edgecolor=FAINT, hatch="////")
+    _name_rows(axes, ["compute", "communication"])
+    axes.set(xlim=(0, length), ylim=(1.5, -0.85))
+    waits = _idle(segment)
+    for start, end in waits:
+        _bar(axes, 0, start * scale, end * scale, WAITING, edgecolors=FAINT, hatch="////")
     for op in segment.ops:
         start, end = op.start_s * scale, op.end_s * scale
         if op.stream == "communication":
-            _bar(axes, 0, start, end, colors[op.label])
+            _bar(axes, 1, start, end, colors[op.label])
             inches = (end - start) / length * _TIMELINE_INCHES
             if inches >= 0.12:  # vertical text if there is no space for horizontal text
-                style: dict[str, Any] = {
-                    "rotation": 0 if _fits(op.kind, inches) else 90,
-                    "color": "white",
-                    "fontsize": 7,
-                }
-                axes.text((start + end) / 2, 0, op.kind, ha="center", va="center", **style)
+                turn, center = 0 if _fits(op.kind, inches) else 90, (start + end) / 2
+                axes.text(center, 1, op.kind, ha="center", va="center", rotation=turn, color="white", fontsize=7)
         else:
-            _bar(axes, 1, start, end, MATMUL if op.kind == "matmul" else KERNEL)
+            _bar(axes, 0, start, end, MATMUL if op.kind == "matmul" else KERNEL)
     for start, end, name in _parts_of_model(segment):
         if _fits(name, (end - start) * scale / length * _TIMELINE_INCHES):
             a, b = start * scale, end * scale
-            axes.plot([a, a, b, b], [1.37, 1.42, 1.42, 1.37], color=INK, lw=0.8, solid_joinstyle="miter")
-            axes.text((a + b) / 2, 1.47, name, ha="center", va="bottom", fontsize=8)
-    axes.set_yticks([1, 0], ["compute", "communication"])
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
+            axes.plot([a, a, b, b], [-0.37, -0.42, -0.42, -0.37], color=INK, lw=0.8, solid_joinstyle="miter")
+            axes.text((a + b) / 2, -0.47, name, ha="center", va="bottom", fontsize=8)
     axes.set(xlabel=unit, title=title or _segment_title(timeline, segment, f"{segment.duration_s * scale:.3g} {unit}"))
-    _timeline_legend(figure, segment, colors)
+    kinds = {op.kind for op in segment.ops if op.stream == "compute"}
+    legend: dict[str, Any] = {"matrix products": {"facecolor": MATMUL}} if "matmul" in kinds else {}
+    legend |= {"other kernels": {"facecolor": KERNEL}} if kinds - {"matmul"} else {}
+    legend |= {"waiting": {"facecolor": WAITING, "edgecolor": FAINT, "hatch": "////"}} if waits else {}
+    _legend_below(figure, legend | {" × ".join(label.split("*")): {"facecolor": c} for label, c in colors.items()})
     return figure
-
-
-def _drawn(timeline: Timeline, loop: str | None) -> Segment:
-    if loop is None:
-        return max(timeline.loops, key=lambda one: one.duration_s * (one.trip_count or 1), default=timeline.segments[0])
-    named = {one.name: one for one in timeline.loops}
-    if loop not in named:
-        reason, fix = "the program does not have this loop", near(loop, named)
-        raise problem("plots.timeline", f"draw loop `{loop}`", reason, fix, code="unknown-name")
-    return named[loop]
 
 
 def _segment_title(timeline: Timeline, segment: Segment, length: str) -> str:
@@ -502,33 +413,8 @@ def _parts_of_model(segment: Segment) -> list[tuple[float, float, str]]:
     return found
 
 
-def _bar(axes: Axes, row: int, start: float, end: float, color: str, **style: Any) -> None:
-    style = {"edgecolor": "white", **style}
-    # An outline would hide a very short bar.
-    width = 0.4 if end - start > 0.003 * axes.get_xlim()[1] else 0
-    axes.barh(row, end - start, left=start, height=0.62, color=color, linewidth=width, **style)
-
-
 def _fits(text: str, inches: float) -> bool:
     return len(text) * 0.064 + 0.04 <= inches
-
-
-def _timeline_legend(figure: Figure, segment: Segment, colors: Mapping[str, str]) -> None:
-    kinds = {op.kind for op in segment.ops if op.stream == "compute"}
-    parts = {"matrix products": {"facecolor": MATMUL}} if "matmul" in kinds else {}
-    parts |= {"other kernels": {"facecolor": KERNEL}} if kinds - {"matmul"} else {}
-    if _idle(segment):
-        parts["waiting"] = {"facecolor": WAITING, "edgecolor": FAINT, "hatch": "////"}
-    _legend_below(figure, parts | {" × ".join(label.split("*")): {"facecolor": c} for label, c in colors.items()})
-
-
-def _legend_below(figure: Figure, parts: Mapping[str, Mapping[str, Any]], *, most: int = 6) -> None:
-    """Return a legend entry for each name and style."""
-    from matplotlib.patches import Patch
-
-    if parts:
-        handles = [Patch(**style, label=name) for name, style in parts.items()]
-        figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), most))
 
 
 @styled
@@ -546,7 +432,6 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     ]
     longest = max((sum(parts.values()) for parts in sent), default=0.0)
     prefix, scale = prefix_of(longest, digits=15)
-    unit = f"{prefix}B" if prefix else "bytes"
     shown = {part for parts in sent for part, size in parts.items() if size > 0.002 * longest}
     labels = sorted({label for label, _ in shown}, key=lambda label: (label not in AXES, label))
     colors, kinds = axis_colors(labels), sorted({kind for _, kind in shown})
@@ -561,30 +446,17 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
         axes.text(start, row, f" {sum(parts.values()) / scale:.3g}", va="center", fontsize=8)
     _name_rows(axes, reports)
     axes.margins(x=0.08)
-    axes.set(xlabel=f"{unit} sent by each device in a step", title=title)
-    legend: dict[str, Mapping[str, Any]] = {
-        "over " + " × ".join(label.split("*")): {"facecolor": color} for label, color in colors.items()
-    }
+    axes.set_xlim(left=0)
+    axes.set(xlabel=f"{f'{prefix}B' if prefix else 'bytes'} sent by each device in a step", title=title)
+    legend = {"over " + " × ".join(label.split("*")): {"facecolor": color} for label, color in colors.items()}
     of_kind = {"facecolor": KERNEL, "edgecolor": "white"}
     _legend_below(figure, legend | {kind: {**of_kind, "hatch": KINDS.get(kind, OTHER_KIND)} for kind in kinds})
     return figure
 
 
-def _name_rows(axes: Axes, names: Iterable[str]) -> None:
-    names = list(names)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlim(left=0)
-
-
 @styled
-def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device") -> Figure:
-    """Plot the memory of a device by contents and the limit of the GPU, for several programs.
-
-    Args:
-      reports: memory reports by label.
-      title: title of the plot.
+def memory(reports: Mapping[str, Memory]) -> Figure:
+    """Plot the memory of a device by contents and the limit of the GPU, for several programs, by label.
 
     Raises:
       ValueError: there is no report.
@@ -593,99 +465,88 @@ def memory(reports: Mapping[str, Memory], *, title: str = "memory of one device"
         fix = "pass a label and a report.memory for each bar"
         raise problem("plots.memory", "draw reports", "there are none", fix, code="missing-argument")
     figure, (axes,) = figure_of(3.6 + 1.4 * len(reports), 4.8)
-    top = np.zeros(len(reports))
-    shares = np.array([_memory_shares(report) for report in reports.values()], dtype=float)
-    for heights, (name, color) in zip(shares.T, MEMORY.items(), strict=True):
-        axes.bar(range(len(reports)), heights, 0.62, top, color=color, label=name, edgecolor="white", lw=0.8)
-        top += heights
-    limits = [report.limit_bytes for report in reports.values()]
-    for place, (report, limit) in enumerate(zip(reports.values(), limits, strict=True)):
-        over = limit is not None and not report.fits
+    for place, report in enumerate(reports.values()):
+        parts = (
+            report.params_bytes,
+            report.optimizer_bytes,
+            report.gradients_bytes,
+            report.temporaries_bytes - report.gradients_bytes,
+            report.batch_bytes + report.other_bytes + report.output_bytes,
+        )
+        top = 0
+        for height, (name, color) in zip(parts, MEMORY.items(), strict=True):
+            axes.bar(place, height, 0.62, top, color=color, label="_" * (place > 0) + name, edgecolor="white", lw=0.8)
+            top += height
+        over = report.limit_bytes is not None and not report.fits
         axes.annotate(
-            human_bytes(report.peak_bytes) + (" – too much" if over else ""), (place, top[place]), (0, 3),
+            human_bytes(report.peak_bytes) + (" – too much" if over else ""), (place, top), (0, 3),
             textcoords="offset points", ha="center", va="bottom", fontsize=9, color=BASELINE if over else INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
         )  # fmt: skip
-    _draw_limits(axes, limits)
+        if (limit := report.limit_bytes) is not None:
+            line = axes.plot([place - 0.42, place + 0.42], [limit, limit], color=BASELINE, lw=1.4, ls=_DASHED)
+            line[0].set_label(f"GPU memory ({human_bytes(limit)})")
     axes.set_xticks(range(len(reports)), list(reports))
-    highest = max([*top, *(limit for limit in limits if limit is not None)])
-    axes.set(xlim=(-0.6, len(reports) - 0.4), ylim=(0, 1.12 * highest or 1), title=title)
+    axes.set(xlim=(-0.6, len(reports) - 0.4), title="memory of one device")
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda value, _: human_bytes(value) if value else "0")
     axes.grid(axis="y", color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
-    figure.legend(reverse=True, loc="outside right center")
+    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, reverse=True, loc="outside right center")
     return figure
 
 
-def _memory_shares(report: Memory) -> tuple[int, ...]:
-    """Return the bytes of each part of `MEMORY`. Their sum is the peak."""
-    others = report.temporaries_bytes - report.gradients_bytes
-    rest = report.batch_bytes + report.other_bytes + report.output_bytes
-    return report.params_bytes, report.optimizer_bytes, report.gradients_bytes, others, rest
-
-
-def _draw_limits(axes: Axes, limits: Sequence[int | None]) -> None:
-    """Draw the memory limit: a single line if it is the same for all bars."""
-    known = [(place, limit) for place, limit in enumerate(limits) if limit is not None]
-    style: dict[str, Any] = {"color": BASELINE, "lw": 1.4, "ls": _DASHED}
-    if len(known) == len(limits) and len(set(limits)) == 1:
-        axes.axhline(known[0][1], label=f"GPU memory ({human_bytes(known[0][1])})", **style)
-        return
-    for number, (place, limit) in enumerate(known):
-        axes.plot([place - 0.42, place + 0.42], [limit, limit], label=None if number else "GPU memory", **style)
-
-
-# ---- Collectives -----------------------------------------------------------------------------------------------------
+# ---- Collectives and scaling -----------------------------------------------------------------------------------------
 
 
 @styled
-def collectives(found: Collectives, *, title: str | None = None) -> Figure:
+def collectives(found: Collectives) -> Figure:
     """Plot the time of collectives over size: measured (points with quartiles) and by the fitted model (dashed).
 
     Each collective and mesh axis has a panel. A vertical line is where the model's ring and recursive doubling cross.
-
-    Args:
-      found: result of `meshpar.bench.collectives`.
-      title: title of the plot.
     """
     cases = list(dict.fromkeys((row.collective, row.axis) for row in found.rows))
     columns = min(2, len(cases))
     lines = -(-len(cases) // columns)
     figure, panels = figure_of(6.2 * columns, 4.2 * lines, columns=columns, rows=lines)
-    colors = axis_colors(dict.fromkeys(row.algorithm for row in found.rows), ALGORITHMS)
+    colors = axis_colors(dict.fromkeys(row.algorithm for row in found.rows))
     for panel in panels[len(cases) :]:
         panel.set_axis_off()
     for (collective, axis), panel in zip(cases, panels, strict=False):
-        rows = [row for row in found.rows if (row.collective, row.axis) == (collective, axis)]
-        for name in dict.fromkeys(row.algorithm for row in rows):
-            _draw_times(panel, [row for row in rows if row.algorithm == name], colors[name])
-        sizes = [row.size_bytes for row in rows]
+        in_panel = [row for row in found.rows if (row.collective, row.axis) == (collective, axis)]
+        for name in dict.fromkeys(row.algorithm for row in in_panel):
+            rows = [row for row in in_panel if row.algorithm == name]
+            sizes, times = [row.size_bytes for row in rows], np.array([row.time_s for row in rows])
+            quartiles = np.array([[row.low_s for row in rows], [row.high_s for row in rows]])
+            bars = np.maximum((times - quartiles[0], quartiles[1] - times), 0)
+            style: dict[str, Any] = {"color": colors[name], "marker": "o", "ms": 4, "lw": 1.5, "elinewidth": 0.8}
+            panel.errorbar(sizes, times, yerr=bars, label=name, **style)
+            model = [(row.size_bytes, row.predicted_s) for row in rows if row.predicted_s is not None]
+            panel.plot(*_points(model), color=colors[name], lw=1, ls="--", alpha=0.7)
+        smallest, largest = min(row.size_bytes for row in in_panel), max(row.size_bytes for row in in_panel)
         crossover = found.crossover_bytes(axis) if collective == "all_reduce" else None
-        if (
-            crossover is not None and min(sizes) / 10 <= crossover <= max(sizes) * 10
-        ):  # otherwise it is far outside the plot
+        if crossover is not None and smallest / 10 <= crossover <= largest * 10:  # otherwise it is far outside the plot
             _mark(panel, f"ring / recursive doubling\n{si(crossover, 'B', digits=3)}", crossover)
         panel.set(xscale="log", yscale="log", xlabel="size", ylabel="time")
         _si_ticks(panel.xaxis, "B", (1.0,))
         _si_ticks(panel.yaxis, "s", (1.0, 3.0))
-        panel.set_title(f"{collective} over {axis}={rows[0].num_ranks}", fontsize=10)
+        panel.set_title(f"{collective} over {axis}={in_panel[0].num_ranks}", fontsize=10)
         panel.legend(fontsize=8, ncols=2)
-    figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)" if title is None else title)
+    figure.suptitle(f"{found.title}\nmeasured, and the fitted model (dashed)")
     return figure
 
 
-def growth(found: Growth, *, title: str | None = None) -> Figure:
+@styled
+def growth(found: Growth) -> Figure:
     """Plot tokens per second and GPU over the number of GPUs, for a constant batch and for a growing one.
 
     Each kind of layout has a line, which is dashed where the layout is no longer efficient.
-
-    Args:
-      found: result of `meshpar.planner.grow`.
-      title: title of the plot.
     """
     scalings = list(dict.fromkeys(one.scaling for one in found.sizes))
     figure, panels = figure_of(6.2 * len(scalings), 4.2, columns=len(scalings), rows=1)
-    colors = axis_colors(found.kinds, {"zero1": INK})
+    colors = axis_colors(found.kinds)
     for scaling, panel in zip(scalings, panels, strict=True):
         for kind in found.kinds:
             sizes, stops = found.of(scaling, kind), found.stops(scaling, kind)
@@ -694,24 +555,14 @@ def growth(found: Growth, *, title: str | None = None) -> Figure:
             if curve:
                 panel.plot(*_points(curve), color=colors[kind], lw=1, ls="--", alpha=0.6)
                 panel.plot(*_points(pays), color=colors[kind], lw=1.6, marker="o", ms=4, label=kind)
-        batch = "the same batch" if scaling == "strong" else "as many rows a GPU"
+        batch = "the same batch" if scaling == "strong" else "the batch grows with the GPUs"
         panel.set(xscale="log", xlabel="GPUs", ylabel="tokens/s of one GPU", ylim=(0, None))
         panel.set_title(f"{scaling} scaling: {batch}", fontsize=10)
         panel.set_xticks(ticks := sorted({one.num_gpus for one in found.sizes})[::2], [f"{num:,}" for num in ticks])
         panel.minorticks_off()
         panel.legend(fontsize=7)
-    figure.suptitle(f"{found.gpu}, dashed where a layout is no longer efficient" if title is None else title)
+    figure.suptitle(f"{found.gpu}, dashed where a layout is no longer efficient")
     return figure
-
-
-def _draw_times(panel: Axes, rows: Sequence[CollectiveRow], color: str) -> None:
-    """Plot the medians and quartiles of an algorithm, and the prediction of the model."""
-    sizes, times = [row.size_bytes for row in rows], [row.time_s for row in rows]
-    bars = [[max(row.time_s - row.low_s, 0) for row in rows], [max(row.high_s - row.time_s, 0) for row in rows]]
-    name = rows[0].algorithm
-    panel.errorbar(sizes, times, yerr=bars, color=color, marker="o", ms=4, lw=1.5, elinewidth=0.8, label=name)
-    model = [(row.size_bytes, row.predicted_s) for row in rows if row.predicted_s is not None]
-    panel.plot(*_points(model), color=color, lw=1, ls="--", alpha=0.7)
 
 
 # ---- Pipelines -------------------------------------------------------------------------------------------------------
@@ -728,39 +579,28 @@ def schedule_times(
 ) -> Figure:
     """Plot simulated or measured timelines of pipeline schedules below each other."""
     heights = [one.stages for one, _ in lines]
-    longest = max(line.makespan for _, line in lines)
     height = 0.7 * len(lines) + 0.24 * sum(heights) + 0.8
     figure, panels = figure_of(12.0, height, rows=len(lines), sharex=True, height_ratios=heights)
+    longest = max(np.nanmax(line.end) for _, line in lines) * 1.01
+    panels[-1].set(xlim=(0, longest), xlabel=f"time in {unit}" if unit else "time")
     names = [one.name for one, _ in lines] if titles is None else titles
     for panel, (one, line), name in zip(panels, lines, names, strict=True):
-        _draw_schedule(panel, one, line, inches_per_unit=10.5 / longest)
+        for tick, stage in np.argwhere(one.busy).tolist():
+            cell = one.cell(tick, stage)
+            height = 0.9 / len(cell)
+            for row, op in enumerate(cell):
+                start, end = (times[tick, stage, op.number] for times in (line.start, line.end))
+                middle = stage - 0.45 + (row + 0.5) * height
+                _bar(panel, middle, start, end, COLORS[op.kind][op.chunk % 2], height=height)
+                if (end - start) * 10.5 / longest > 0.07 * len(str(op.microbatch)):  # inches
+                    size = 6.5 if len(cell) == 1 else 4.5
+                    panel.text((start + end) / 2, middle, op.microbatch, ha="center", va="center", fontsize=size)
+        _name_rows(panel, [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
         makespan = f"{line.makespan:.4g} {unit}".strip()
         bubbles = f"bubble {line.bubble_fraction:.1%}, of a stage's span {line.span_bubble_fraction:.1%}"
         panel.set_title(f"{name}   makespan {makespan}, {bubbles}", fontsize=9)
-    panels[-1].set_xlim(0, max(np.nanmax(line.end) for _, line in lines) * 1.01)
-    panels[-1].set_xlabel(f"time in {unit}" if unit else "time")
-    _legend_below(figure, {meaning: {"facecolor": OPS[kind]} for kind, meaning in _OPS_MEAN.items()})
+    _legend_below(figure, {meaning: {"facecolor": COLORS[kind][0]} for kind, meaning in _OPS_MEAN.items()})
     return figure
-
-
-def _draw_schedule(panel: Axes, one: Schedule, line: ScheduleTimeline, *, inches_per_unit: float) -> None:
-    for tick, stage in np.argwhere(one.busy).tolist():
-        cell = one.cell(tick, stage)
-        height = 0.9 / len(cell)
-        for row, op in enumerate(cell):
-            at = (tick, stage, op.number)
-            start, length = line.start[at], line.end[at] - line.start[at]
-            low = stage - 0.45 + row * height
-            color = (_OPS_DARK if op.chunk % 2 else OPS)[op.kind]
-            panel.broken_barh([(start, length)], (low, height), facecolors=color, edgecolors="white", linewidth=0.4)
-            if length * inches_per_unit > 0.07 * len(str(op.microbatch)):
-                size = 6.5 if len(cell) == 1 else 4.5
-                middle = (start + length / 2, low + height / 2)
-                panel.text(*middle, str(op.microbatch), ha="center", va="center", fontsize=size)
-    panel.set_yticks(range(one.stages), [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
-    panel.set_ylim(one.stages - 0.5, -0.5)
-    panel.spines["left"].set_visible(False)
-    panel.tick_params(axis="y", length=0)
 
 
 @styled
@@ -775,11 +615,11 @@ def schedule_curves(
       title: title of the plot.
     """
     figure, axes = figure_of(6.2 * len(panels), 3.9, columns=len(panels))
-    for panel, (what, of_schedules) in zip(axes, panels.items(), strict=True):
+    colors = axis_colors(name for of_schedules in panels.values() for name in of_schedules)
+    for panel, (quantity, of_schedules) in zip(axes, panels.items(), strict=True):
         together: dict[tuple[float, ...], list[str]] = {}
         for name, values in of_schedules.items():
             together.setdefault(tuple(round(float(value), 9) for value in values), []).append(name)
-        colors = axis_colors([names[0] for names in together.values()], SCHEDULES)
         for values, names in together.items():
             style: dict[str, Any] = {"color": colors[names[0]], "lw": 1.8, "marker": "o", "ms": 4}
             panel.plot(microbatches, values, label=", ".join(names), clip_on=False, **style)
@@ -787,7 +627,7 @@ def schedule_curves(
         panel.set_xticks(microbatches)
         panel.grid(color=FAINT, lw=0.5)
         panel.set_xlabel("microbatches")
-        panel.set_title(what, fontsize=10, fontweight="normal")
+        panel.set_title(quantity, fontsize=10, fontweight="normal")
         panel.legend(fontsize=8)
     figure.suptitle(title)
     return figure
@@ -820,38 +660,16 @@ def expert_load(
     Raises:
       ValueError: the shape of the load is not [layers, experts], or the experts are not divisible by the ranks.
     """
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm
+
     load = np.asarray(load, float)
-    if load.ndim != 2 or not load.size:
-        requested, reason = f"draw a load of shape {load.shape}", "it must be [layers, experts] and not empty"
-        raise problem("plots.expert_load", requested, reason, "stack the loads of layers", code="wrong-shape")
     layers, experts = load.shape
-    if num_ranks < 1 or experts % num_ranks:
-        requested, reason = f"shard experts over {num_ranks} ranks", f"{experts} is not a multiple of {num_ranks}"
-        raise problem("plots.expert_load", requested, reason, "use a divisor of the experts", code="indivisible")
+    check_divides("plots.expert_load", f"shard experts over {num_ranks} ranks", experts, num_ranks)
     over_mean = load / np.maximum(load.mean(1, keepdims=True), np.finfo(float).tiny)
     # The size follows from the cells. With several ranks there is a panel for the busiest one.
     wide, high = max(min(0.42 * experts, 10.0), 3.2) + 1.6, max(min(0.32 * layers, 8.0), 1.2) + 1.2
     widths = [wide, 1.8] if num_ranks > 1 else [wide]
-    figure, panels = figure_of(sum(widths), high, columns=len(widths), sharey=True, width_ratios=widths)
-    image = _draw_load(panels[0], over_mean, num_ranks)
-    if rows is not None:
-        panels[0].set_yticks(range(layers), rows)
-        panels[0].set_ylabel("")
-    panels[0].set_title(title)
-    bar = figure.colorbar(image, ax=panels, extend="both", aspect=30, pad=0.02, ticks=[0.25, 0.5, 1, 2, 4])
-    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], color=INK)
-    bar.ax.minorticks_off()
-    bar.set_label("tokens, in means of the layer" + ", none: black" * bool((load == 0).any()), fontsize=8)
-    bar.outline.set_visible(False)
-    for panel in panels[1:]:
-        _draw_busiest(panel, over_mean.reshape(layers, num_ranks, -1).mean(-1).max(1))
-    return figure
-
-
-def _draw_load(axes: Axes, over_mean: np.ndarray, num_ranks: int) -> Any:
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm
-
-    layers, experts = over_mean.shape
+    figure, (axes, *more) = figure_of(sum(widths), high, columns=len(widths), sharey=True, width_ratios=widths)
     colors = LinearSegmentedColormap.from_list("load", _LOAD_COLORS).with_extremes(bad=_NO_LOAD)
     seen = np.ma.masked_equal(over_mean, 0)
     image = axes.imshow(seen, cmap=colors, norm=LogNorm(0.25, 4), aspect="auto", interpolation="nearest")
@@ -862,20 +680,24 @@ def _draw_load(axes: Axes, over_mean: np.ndarray, num_ranks: int) -> Any:
     for rank in range(1, num_ranks):
         axes.axvline(rank * experts / num_ranks - 0.5, color=INK, lw=1.4)
     axes.set_xticks(range(0, experts, -(-experts // _MOST_WRITTEN)))
-    axes.set_yticks(range(0, layers, -(-layers // _MOST_WRITTEN)))
+    axes.set_yticks(range(0, layers, -(-layers // _MOST_WRITTEN)) if rows is None else range(layers), rows)
     axes.spines[:].set_visible(False)
     axes.set_xlabel("expert" + f", {experts // num_ranks} at each rank" * (num_ranks > 1))
-    axes.set_ylabel("layer")
-    return image
-
-
-def _draw_busiest(panel: Axes, over_mean: np.ndarray) -> None:
-    panel.barh(np.arange(len(over_mean)), over_mean, height=0.7, color=AXES["expert"])
-    panel.axvline(1.0, color=INK, lw=1.0, ls=(0, (4, 3)))
-    if len(over_mean) <= 2 * _MOST_WRITTEN:
-        for layer, value in enumerate(over_mean):
-            panel.text(value, layer, f" {value:.2f}", va="center", fontsize=7)
-    panel.set_xlim(0, 1.35 * over_mean.max())
-    panel.tick_params(axis="y", length=0, labelleft=False)
-    panel.spines["left"].set_visible(False)
-    panel.set_xlabel("the busiest rank")
+    axes.set_ylabel("layer" if rows is None else "")
+    axes.set_title(title)
+    bar = figure.colorbar(image, ax=[axes, *more], extend="both", aspect=30, pad=0.02, ticks=[0.25, 0.5, 1, 2, 4])
+    bar.ax.set_yticklabels(["¼", "½", "1", "2", "4"], color=INK)
+    bar.ax.minorticks_off()
+    bar.set_label("tokens, in means of the layer" + ", none: black" * bool((load == 0).any()), fontsize=8)
+    bar.outline.set_visible(False)
+    for panel in more:
+        busiest = over_mean.reshape(layers, num_ranks, -1).mean(-1).max(1)
+        bars = panel.barh(np.arange(layers), busiest, height=0.7, color=AXES["expert"])
+        panel.axvline(1.0, color=INK, lw=1.0, ls=(0, (4, 3)))
+        if layers <= 2 * _MOST_WRITTEN:
+            panel.bar_label(bars, fmt=" %.2f", fontsize=7)
+        panel.set_xlim(0, 1.35 * busiest.max())
+        panel.tick_params(axis="y", length=0, labelleft=False)
+        panel.spines["left"].set_visible(False)
+        panel.set_xlabel("the busiest rank")
+    return figure
