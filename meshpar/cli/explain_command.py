@@ -118,7 +118,7 @@ def explain(
     from meshpar.inspect.budget import Budget
 
     # An exception in the recipe must not exit with code 1, which means that a check failed.
-    files = {path: path.partition(":")[0] for path in (recipe, against) if path}
+    files = [path for path in (recipe, against) if path]
     # Recipes and losses may print, but stdout is for the report.
     with contextlib.redirect_stdout(sys.stderr), explain_recipe_errors(files, "explain its training step"):
         limits = Budget.load(budget) if budget else None

@@ -9,20 +9,21 @@ import ast
 import collections.abc
 import contextlib
 import dataclasses
-import enum
 import functools
 import importlib.util
 import inspect
 import math
 import numbers
 import os
+import re
 import sys
+import traceback
 import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import click
 import jax
@@ -48,11 +49,13 @@ from meshpar.sharding.types import (
     PyTree,
     check_bool,
     check_choice,
+    check_divides,
     check_positive_int,
     check_takes,
     is_int,
     named,
     near,
+    near_or,
     path_str,
     problem,
 )
@@ -60,10 +63,26 @@ from meshpar.training.lora import Lora
 from meshpar.training.options import StepOptions
 from meshpar.training.step import TrainStep
 
+_POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: value > 0, "it must be positive")
+_AT_LEAST_0: tuple[Callable[[Any], bool], str] = (lambda value: value >= 0, "it must be at least 0")
+_RATE: tuple[Callable[[Any], bool], str] = (lambda value: 0 <= value < 1, "it must be at least 0 and below 1")
+
+
+def _check(where: str, value: object, is_valid: bool, rule: str, code: str = "out-of-range") -> None:
+    if not is_valid:
+        raise problem(where, f"use {value!r:.200}", rule, "change it", code=code)
+
+
+def _check_number(where: str, value: Any, is_valid: Callable[[Any], bool], rule: str) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    _check(where, value, is_number, "it must be a number", "wrong-type")
+    _check(where, value, math.isfinite(value), "it must be finite")
+    _check(where, value, is_valid(value), rule)
+
+
 # ---- The optimizer ---------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
 class Optimizer(Protocol):
     """Description of an optimizer in a recipe."""
 
@@ -108,34 +127,26 @@ class AdamW:
     """Decay rate of an exponential moving average of the parameters, as in `mp.ema`; None disables it. Validation, the
     sample, `generate` and `convert` use the averages instead of the parameters."""
 
-    _DECAYS: ClassVar[tuple[str, ...]] = ("b1", "b2")
-    """Fields that are decay rates."""
+    _RULES: ClassVar[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+        **dict.fromkeys(("lr", "eps", "clip_norm", "schedule_steps"), _POSITIVE),
+        **dict.fromkeys(("warmup_steps", "final_lr", "weight_decay"), _AT_LEAST_0),
+        **dict.fromkeys(("b1", "b2", "ema"), _RATE),
+    }
+    """Condition for each numeric field, and the condition in words."""
 
     def __post_init__(self) -> None:
         who = type(self).__name__
         check_choice(who, "the schedule after the warm-up", ("cosine", "linear", "constant"), schedule=self.schedule)
-        for field in dataclasses.fields(self):
-            value, kind = getattr(self, field.name), str(field.type)
-            if kind.startswith(("float", "int")) and not (value is None and "None" in kind):
-                is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-                _check(f"{who}.{field.name}", value, is_number, "it must be a number", code="wrong-type")
-            _check_finite(f"{who}.{field.name}", value)
-        at_least = {"warmup_steps": 0, "final_lr": 0, "weight_decay": 0} | dict.fromkeys(self._DECAYS, 0)
-        for name, least in at_least.items():
-            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) >= least, f"it must be at least {least}")
-        for name in self._DECAYS:
-            _check(f"{who}.{name}", getattr(self, name), getattr(self, name) < 1, "a decay rate is below 1")
-        for name in ("lr", "eps", "clip_norm", "schedule_steps"):
-            value = getattr(self, name)
-            _check(f"{who}.{name}", value, value is None or value > 0, "it must be positive")
-        length = self.schedule_steps
-        if length is not None and self.schedule != "constant" and self.warmup_steps >= length:
-            requested, fix = f"warm up in a schedule of {length} steps", f"set optimizer.warmup_steps below {length}"
-            where, reason = f"{who}.warmup_steps ({self.warmup_steps})", "no step is left for the decay"
-            raise problem(where, requested, reason, fix, code="out-of-range")
-        check_bool(who, "moments are kept in host memory", offload=self.offload)
         check_choice(who, "the dtype of the moments", (None, *DTYPES), moments=self.moments)
-        _check(f"{who}.ema", self.ema, self.ema is None or 0 <= self.ema < 1, "a decay rate is at least 0 and below 1")
+        check_bool(who, "moments are kept in host memory", offload=self.offload)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in self._RULES and not (value is None and "None" in str(field.type)):
+                _check_number(f"{who}.{field.name}", value, *self._RULES[field.name])
+        length = self.schedule_steps
+        is_short = length is None or self.schedule == "constant" or self.warmup_steps < length
+        rule = f"it must be less than schedule_steps ({length}), so that steps are left for the decay"
+        _check(f"{who}.warmup_steps", self.warmup_steps, is_short, rule)
 
     def learning_rate(self, steps: int) -> Callable[[Any], Any]:
         """Return the learning rate schedule of a run of `steps` steps.
@@ -146,15 +157,12 @@ class AdamW:
             who = f"{type(self).__name__}(warmup_steps={self.warmup_steps})"
             reached = f"the learning rate reaches {steps / self.warmup_steps:.0%} of {self.lr:g}"
             warnings.warn(f"{who}: the warm-up is longer than the run of {steps} steps; {reached}", stacklevel=2)
-        end = self.lr * self.final_lr
         decay_steps = max((self.schedule_steps or steps) - self.warmup_steps, 1)
-        after: Any
+        after: Any = optax.constant_schedule(self.lr)
         if self.schedule == "cosine":
             after = optax.cosine_decay_schedule(self.lr, decay_steps, alpha=self.final_lr)
         elif self.schedule == "linear":
-            after = optax.linear_schedule(self.lr, end, decay_steps)
-        else:
-            after = optax.constant_schedule(self.lr)
+            after = optax.linear_schedule(self.lr, self.lr * self.final_lr, decay_steps)
         if not self.warmup_steps:
             return after
         # Not from 0, because the first step would then change nothing.
@@ -197,12 +205,11 @@ class Muon(AdamW):
     share: bool = True
     """Divide the work among devices with the same matrices and exchange the results, as in `mp.muon`."""
 
-    _DECAYS: ClassVar[tuple[str, ...]] = (*AdamW._DECAYS, "momentum")
+    _RULES: ClassVar = {**AdamW._RULES, "momentum": _RATE, "rms": _POSITIVE}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive_int("Muon", "the number of Newton-Schulz iterations", ns_steps=self.ns_steps)
-        _check("Muon.rms", self.rms, self.rms > 0, "it must be positive")
         check_bool("Muon", "devices share the work", share=self.share)
 
     def _rule(self, rate: Callable[[Any], Any], names: Mapping[str, Names]) -> optax.GradientTransformation:
@@ -248,7 +255,6 @@ def decayed(params: PyTree, names: Mapping[str, Names]) -> PyTree:
 # ---- The recipe ------------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
 class ModelConfig(Protocol):
     """Description of a model in a recipe."""
 
@@ -267,9 +273,8 @@ class Sample:
     """Sampling temperature; 0 takes the most likely token."""
 
     def __post_init__(self) -> None:
-        _check_finite("Sample.temperature", self.temperature)
+        _check_number("Sample.temperature", self.temperature, *_AT_LEAST_0)
         check_positive_int("Sample", "the number of tokens to generate", num_tokens=self.num_tokens)
-        _check("Sample.temperature", self.temperature, self.temperature >= 0, "it must be at least 0")
         _check("Sample.prompt", self.prompt, bool(self.prompt), "it must not be empty")
         check_unicode(self.prompt, "Sample.prompt")
 
@@ -337,52 +342,37 @@ class Recipe:
     """Metric writers in addition to metrics.jsonl. Each needs the extra of the same name."""
 
     def __post_init__(self) -> None:
-        _check_kind("mesh", self.mesh, MeshSpec, "mp.MeshSpec(fsdp=4, tensor=2)")
         object.__setattr__(self, "strategy", as_strategy(self.strategy))
-        _check_kind("precision", self.precision, Precision, 'mp.Precision(compute="bfloat16")')
-        _check_kind("lora", Lora() if self.lora is None else self.lora, Lora, "mp.lora(rank=8)")
-        for field, method in (("model", "build"), ("data", "open"), ("optimizer", "build"), ("loss", "__call__")):
-            _check_has_method(field, getattr(self, field), method)
+        for field, kind in (("mesh", MeshSpec), ("precision", Precision), ("lora", Lora), ("sample", Sample)):
+            value = getattr(self, field)
+            is_kind = isinstance(value, kind) or (value is None and field in ("lora", "sample"))
+            _check(f"Recipe.{field}", value, is_kind, f"it must be an mp.{kind.__name__}", "wrong-type")
+        for field, methods in {"model": ("build", "bind"), "data": ("open",), "optimizer": ("build",)}.items():
+            value = getattr(self, field)
+            has_method = any(callable(getattr(value, name, None)) for name in methods) and not isinstance(value, type)
+            _check(f"Recipe.{field}", value, has_method, f"it must be an object with {methods[0]}()", "wrong-type")
+        _check("Recipe.loss", self.loss, callable(self.loss), "it must be a function", "wrong-type")
         fix = "def loss(model, batch, key): return loss, metrics"
         check_takes("Recipe.loss", self.loss, ("model", "batch", "key"), fix, name=named(self.loss))
-        for field in ("steps", "batch_size", "max_skipped", "validate_every", "checkpoint_every", "keep_checkpoints"):
-            value = getattr(self, field)
-            optional = value is None and field.endswith("_every")
-            _check(f"Recipe.{field}", value, optional or is_int(value, 1), "it must be a positive integer")
-        _check(
-            "Recipe.sample",
-            self.sample,
-            isinstance(self.sample, Sample | None),
-            "it must be mp.Sample(...) or None",
-            code="wrong-type",
-        )
         check_bool("Recipe", "measured times are used to schedule collectives", pgle=self.pgle)
-        retries, is_int64 = self.checkpoint_retries, is_int(self.seed, -(2**63)) and self.seed < 2**63
-        _check("Recipe.checkpoint_retries", retries, is_int(retries, 0), "it must be an integer of at least 0")
+        for field, least in (
+            ("steps", 1), ("batch_size", 1), ("max_skipped", 1), ("validate_every", 1), ("checkpoint_every", 1),
+            ("keep_checkpoints", 1), ("checkpoint_retries", 0),
+        ):  # fmt: skip
+            value = getattr(self, field)
+            is_valid = (value is None and field.endswith("_every")) or (is_int(value, least) and value < 2**31)
+            _check(f"Recipe.{field}", value, is_valid, f"it must be an integer from {least} to 2^31 - 1")
+        is_int64 = is_int(self.seed, -(2**63)) and self.seed < 2**63
         _check("Recipe.seed", self.seed, is_int64, "it must be a 64-bit integer")
-        letters = self.name.replace("-", "").replace("_", "").replace(".", "")
-        _check("Recipe.name", self.name, letters.isalnum(), "a folder name has letters, digits, - _ . only")
-        _check("Recipe.name", self.name[:60], len(self.name) <= 200, "a folder name has at most 200 characters")
-        _check("Recipe.steps", self.steps, self.steps < 2**31, "steps are counted in 32 bits, so it must be below 2^31")
+        is_name = re.fullmatch(r"[\w.-]{1,200}", self.name) is not None and self.name.strip("-_.") != ""
+        _check("Recipe.name", self.name, is_name, "a folder name has at most 200 letters, digits, - _ . only")
         _ = self.step_options  # checks its fields
-        if self.batch_size % self.accumulate:
-            where, requested = f"Recipe.batch_size ({self.batch_size})", f"split it into {self.accumulate} micro-steps"
-            fix = f"use a batch of {-(-self.batch_size // self.accumulate) * self.accumulate}, or change `accumulate`"
-            reason = f"{self.batch_size} is not a multiple of {self.accumulate}"
-            raise problem(where, requested, reason, fix, code="indivisible")
+        where, requested = f"Recipe.batch_size ({self.batch_size})", f"split it into {self.accumulate} micro-steps"
+        check_divides(where, requested, self.batch_size, self.accumulate)
 
     @property
     def step_options(self) -> StepOptions:
-        return StepOptions(
-            accumulate=self.accumulate,
-            reduce_gradients=self.reduce_gradients,
-            precision=self.precision,
-            remat=self.remat,
-            interleave=self.interleave,
-            nonfinite=self.nonfinite,
-            loss_is=self.loss_is,
-            xla=self.xla,
-        )
+        return StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
 
     def replace(self, **changes: Any) -> Recipe:
         return dataclasses.replace(self, **changes)
@@ -394,30 +384,6 @@ class Recipe:
     def to_json(self) -> dict[str, Any]:
         """Return all fields as JSON values. Functions are represented by their names."""
         return _plain(self)
-
-
-def _check(where: str, value: object, is_valid: bool, rule: str, code: str = "out-of-range") -> None:
-    if not is_valid:
-        raise problem(where, f"use {value!r:.200}", rule, "change it", code=code)
-
-
-def _check_finite(where: str, value: object) -> None:
-    _check(where, value, not isinstance(value, float) or math.isfinite(value), "it must be finite")
-
-
-def _check_kind(field: str, value: object, kind: type, example: str) -> None:
-    if not isinstance(value, kind):
-        reason, fix = f"it must be a {kind.__name__}", f"write {field}={example}"
-        raise problem(f"Recipe.{field}", f"use {value!r:.200}", reason, fix, code="wrong-type")
-
-
-def _check_has_method(field: str, value: object, method: str) -> None:
-    if field == "model" and hasattr(value, "bind"):  # already a Model
-        return
-    if not callable(getattr(value, method, None)) or isinstance(value, type):
-        reason = "it must be a function" if method == "__call__" else f"it has no method `{method}`"
-        fix = f"call it: {value.__name__}(...)" if isinstance(value, type) else "pass an object of the right type"
-        raise problem(f"Recipe.{field}", f"use {value!r:.200}", reason, fix, code="wrong-type")
 
 
 def build_model(recipe: Recipe) -> Model:
@@ -465,23 +431,29 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
     Raises:
       ValueError: the file or function does not exist, or the function does not return a Recipe.
     """
-    file, _, function = str(path).partition(":")
-    with explain_recipe_errors({str(path): file}, "call it"):
-        make = _function_of(Path(file), function or "recipe")
-        asks = "devices" in inspect.signature(make).parameters
-        recipe = make(devices=devices) if asks and devices is not None else make()
+    file, _, name = str(path).partition(":")
+    name = name or "recipe"
+    with explain_recipe_errors([str(path)], "call it"):
+        module = _import_file(Path(file))
+        make = getattr(module, name, None)
+        if not callable(make):
+            names = [other for other, value in vars(module).items() if inspect.isfunction(value)]
+            requested, fix = f"call its function `{name}`", f"define `def {name}() -> mp.Recipe` ({near(name, names)})"
+            raise problem(f"recipe file `{file}`", requested, "it does not define it", fix, code="not-found")
+        takes_devices = "devices" in inspect.signature(make).parameters
+        recipe = make(devices=devices) if takes_devices and devices is not None else make()
     if not isinstance(recipe, Recipe):
-        requested, reason = f"use the result of `{make.__name__}`", f"it returned {type(recipe).__name__}"
+        requested, reason = f"use the result of `{name}`", f"it returned {type(recipe).__name__}"
         raise problem(f"recipe file `{file}`", requested, reason, "return mp.Recipe(...)", code="wrong-type")
     return recipe
 
 
 @contextlib.contextmanager
-def explain_recipe_errors(recipes: Mapping[str, str], requested: str) -> Iterator[None]:
+def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[None]:
     """Convert an exception of a recipe file to an error with its line. Errors of meshpar are not changed.
 
     Args:
-      recipes: file by displayed name. The first is named if the exception comes from another file.
+      recipes: `file.py` or `file.py:name`. The first is named if the exception comes from another file.
       requested: what the recipe was asked to do.
     """
     try:
@@ -489,43 +461,27 @@ def explain_recipe_errors(recipes: Mapping[str, str], requested: str) -> Iterato
     except BaseException as error:
         if isinstance(error, click.ClickException | MeshparError | KeyboardInterrupt):
             raise
-        names = {os.path.realpath(file): name for name, file in recipes.items()}
-        file, line = _raised_at(error, tuple(names))
+        names = {os.path.realpath(recipe.partition(":")[0]): recipe for recipe in recipes}
+        if isinstance(error, SyntaxError) and error.filename:
+            file, line = error.filename, error.lineno or 0
+        else:  # the last line of a recipe, else the line that raised the exception
+            frames = traceback.walk_tb(error.__traceback__)
+            lines = [(os.path.realpath(frame.f_code.co_filename), line) for frame, line in frames]
+            file, line = next((at for at in reversed(lines) if at[0] in names), lines[-1])
         message = next(iter(str(error).strip().split("\n")), "") or "no message"
         reason = f"it raised {type(error).__name__} ({message[:300]}) at {os.path.basename(file)}:{line}"
-        where = f"recipe `{names.get(file, next(iter(recipes)))[:200]}`"
-        fix = "correct that line; --traceback shows how it was reached"
+        where, fix = f"recipe `{names.get(file, recipes[0])[:200]}`", "correct that line; --traceback shows the calls"
         raise problem(where, requested, reason, fix, code="error-in-recipe") from error
 
 
-def _raised_at(error: BaseException, recipes: Sequence[str]) -> tuple[str, int]:
-    """The line of a recipe that an exception went through last, else the line it is from."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return error.filename, error.lineno or 0
-    import traceback
-
-    frames = [
-        (os.path.realpath(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    return next((at for at in reversed(frames) if at[0] in recipes), frames[-1])
-
-
-def _function_of(file: Path, function: str) -> Callable[..., Any]:
-    if not os.path.exists(file):
-        where, reason = f"recipe `{str(file)[:200]}`", "there is no such file"
-        raise problem(where, "read it", reason, _files_near(file), code="missing-file")
-    check_file(file, f"recipe `{file}`", "name a .py file")
-    module = _import_file(file)
-    found = getattr(module, function, None)
-    if not callable(found):
-        names = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        fix = f"define `def {function}() -> mp.Recipe` ({near(function, names)})"
-        requested, reason = f"call its function `{function}`", "it does not define it"
-        raise problem(f"recipe file `{file}`", requested, reason, fix, code="not-found")
-    return found
-
-
 def _import_file(file: Path) -> types.ModuleType:
+    if not os.path.exists(file):
+        folders = {file.parent if file.parent.is_dir() else Path(), Path("recipes")}
+        files = [path for folder in folders if folder.is_dir() for path in folder.glob("*.py")]
+        same_name = next((f"did you mean `{path}`?" for path in files if path.stem == file.stem), None)
+        where, fix = f"recipe `{str(file)[:200]}`", same_name or near(str(file), files)
+        raise problem(where, "read it", "there is no such file", fix, code="missing-file")
+    check_file(file, f"recipe `{file}`", "name a .py file")
     main = sys.modules.get("__main__")
     if main is not None and getattr(main, "__file__", None) and Path(main.__file__ or "").resolve() == file.resolve():
         return main  # a recipe that runs itself
@@ -537,13 +493,6 @@ def _import_file(file: Path) -> types.ModuleType:
     # Python's bytecode cache compares sizes and times in seconds, so it could miss a quick edit of a number.
     exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     return module
-
-
-def _files_near(file: Path) -> str:
-    here = file.parent if file.parent.is_dir() else Path()
-    found = {str(p) for folder in {here, Path("recipes")} if folder.is_dir() for p in folder.glob("*.py")}
-    same_name = [path for path in found if Path(path).stem == file.stem]
-    return f"did you mean `{same_name[0]}`?" if same_name else near(str(file), found)
 
 
 # ---- To plain data ---------------------------------------------------------------------------------------------------
@@ -638,7 +587,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
 
 # ---- Overrides: text by dotted path, typed by the field's annotation -------------------------------------------------
 
-_Tree: TypeAlias = dict[str, "str | _Tree"]
+_Texts: TypeAlias = Mapping[tuple[str, ...], str]
+"""Texts by path. The empty path is the value itself."""
 
 
 def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
@@ -654,129 +604,79 @@ def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     Raises:
       ValueError: a name is unknown, a text does not have the type of the field, or a value is invalid.
     """
-    tree: _Tree = {}
+    texts: dict[tuple[str, ...], str] = {}
     for assignment in assignments:
         check_unicode(assignment, "an override")
         path, equals, text = assignment.partition("=")
-        if not equals or not all(part.strip() for part in path.split(".")):
+        names = tuple(name.strip() for name in path.split("."))
+        if not equals or not all(names):
             where, fix = f"override `{assignment}`", "write it like mesh.fsdp=8"
             raise problem(where, "set a field", "it is not path=value", fix, code="bad-syntax")
-        _plant(tree, [part.strip() for part in path.split(".")], text.strip(), assignment)
-    return _with(recipe, tree, ()) if tree else recipe
+        texts[names] = text.strip()
+    for names in texts:
+        for outer in (names[:length] for length in range(1, len(names)) if names[:length] in texts):
+            where, fix = f"override `{'.'.join(names)}`", f"set only fields of `{outer[-1]}`, or only `{outer[-1]}`"
+            requested, reason = f"set `{outer[-1]}` and a field of it", "the order of the two is ambiguous"
+            raise problem(where, requested, reason, fix, code="conflict")
+    return _with(recipe, texts, ()) if texts else recipe
 
 
-def _plant(tree: _Tree, parts: Sequence[str], text: str, assignment: str) -> None:
-    *above, last = parts
-    for part in above:
-        branch = tree.setdefault(part, {})
-        if isinstance(branch, str):
-            raise _conflict(assignment, part)
-        tree = branch
-    if isinstance(tree.get(last), dict):
-        raise _conflict(assignment, last)
-    tree[last] = text
-
-
-def _conflict(assignment: str, name: str) -> MeshparError:
-    requested, fix = f"set `{name}` and a field of it", f"set its fields only, or `{name}=...` only"
-    return problem(f"override `{assignment}`", requested, "the order of the two is ambiguous", fix, code="conflict")
-
-
-def _with(value: Any, tree: _Tree, path: tuple[str, ...]) -> Any:
-    """Return `value`, which is at `path` of the recipe, with the fields in `tree` set."""
-    if isinstance(value, MeshSpec):
-        return _with_axes(value, tree, path)
+def _with(value: Any, texts: _Texts, path: tuple[str, ...]) -> Any:
+    """Return `value`, which is at `path` of the recipe, with some of its fields set."""
+    if isinstance(value, type | Strategy) or not (isinstance(value, Mapping) or dataclasses.is_dataclass(value)):
+        where, reason = f"`{'.'.join((*path, next(iter(texts))[0]))}`", f"the value {value!r} has no fields"
+        fix = f"set `{'.'.join(path)}` itself, or change the recipe file"
+        raise problem(where, "set a field of it", reason, fix, code="unknown-name")
+    changed: dict[str, Any] = {}
+    for name in dict.fromkeys(names[0] for names in texts):
+        inner = {names[1:]: text for names, text in texts.items() if names[0] == name}
+        hint, field = _annotation(value, name, path), (*path, name)
+        current = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+        if () in inner:
+            changed[name] = read(inner[()], hint, field, current=current)
+            continue
+        for member in typing.get_args(hint) if current is None else ():
+            if dataclasses.is_dataclass(member) and isinstance(member, type):
+                with contextlib.suppress(TypeError):  # some fields have no default
+                    current = member()
+                    break
+        changed[name] = _with(current, inner, field)
     if isinstance(value, Mapping):
-        for name, text in tree.items():
-            if not isinstance(text, str):
-                where, field = f"`{_dotted(path, name)}.{next(iter(text))}`", _dotted(path, name)
-                reason, fix = "it is a value without fields", f"write {field}=VALUE"
-                raise problem(where, f"set a field of `{field}`", reason, fix, code="unknown-name")
-        return {
-            **value,
-            **{name: read(str(text), int | float | bool | str, (*path, name)) for name, text in tree.items()},
-        }
-    if not dataclasses.is_dataclass(value) or isinstance(value, type | Strategy):
-        name = next(iter(tree))
-        where, fix = f"`{_dotted(path, name)}`", f"set `{_dotted(path)}` itself, or change the recipe file"
-        reason = f"its value {value!r} has no fields"
-        raise problem(where, f"set a field of `{_dotted(path)}`", reason, fix, code="unknown-name")
-    changed = {}
-    for name, branch in tree.items():
-        hint = _annotation(value, name, path)
-        current = getattr(value, name)
-        if isinstance(branch, str):
-            changed[name] = read(branch, hint, (*path, name), current=current)
-        else:
-            changed[name] = _with(_value_or_defaults(current, hint), branch, (*path, name))
+        return value.replace(**changed) if isinstance(value, MeshSpec) else {**value, **changed}
     try:
         return dataclasses.replace(value, **changed)
     except MeshparError:
         raise
     except ValueError as error:  # from a class of the user
-        requested = "set " + ", ".join(f"{_dotted(path, name)}={new!r}" for name, new in changed.items())
-        where, fix = f"`{_dotted(path) or 'recipe'}`", "choose other values"
-        raise problem(where, requested, str(error), fix, code="invalid-value") from error
-
-
-def _with_axes(spec: MeshSpec, tree: _Tree, path: tuple[str, ...]) -> MeshSpec:
-    sizes = {}
-    inside = spec.inside_node
-    for name, text in tree.items():
-        if name not in spec and name != "inside_node":
-            requested, fix = (
-                f"set the size of mesh axis `{name}`",
-                f"{near(name, spec)} To add one, write mesh={name}=2,fsdp=4",
-            )
-            raise problem(f"`{_dotted(path, name)}`", requested, "the mesh has no such axis", fix, code="unknown-axis")
-        if not isinstance(text, str):
-            where, reason = f"`{_dotted(path, name)}`", "the size of an axis is a number"
-            raise problem(where, "set a field of it", reason, f"set {name}=8", code="unknown-name")
-        if name == "inside_node":
-            inside = read(text, tuple[str, ...], (*path, name))
-        else:
-            sizes[name] = read(text, int, (*path, name))
-    return spec.replace(inside_node=inside, **sizes)
+        requested = "set " + ", ".join(f"{'.'.join((*path, name))}={new!r}" for name, new in changed.items())
+        where = f"`{'.'.join(path) or 'recipe'}`"
+        raise problem(where, requested, str(error), "choose other values", code="invalid-value") from error
 
 
 def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
-    """Return the type of a field of a dataclass. Raises `ValueError` with similar names if there is none."""
-    fields = {f.name: f for f in dataclasses.fields(value) if f.init}
+    """Return the type of a field of a config, a mesh or a mapping.
+
+    Raises:
+      ValueError: there is no such field. The message has similar names.
+    """
+    where = f"`{'.'.join((*path, name))}`"
+    if isinstance(value, MeshSpec):
+        if name != "inside_node" and name not in value:
+            requested, fix = f"set the size of axis `{name}`", near_or(name, value, f"add it with mesh={name}=2,fsdp=4")
+            raise problem(where, requested, "the mesh has no such axis", fix, code="unknown-axis")
+        return tuple[str, ...] if name == "inside_node" else int
+    if isinstance(value, Mapping):
+        return int | float | bool | str
+    fields = {field.name for field in dataclasses.fields(value) if field.init}
     if name not in fields:
-        elsewhere = [p for p in _paths(value) if p.rpartition(".")[2] == name]
-        others = " or ".join(f"`{_dotted(path, p)}`" for p in elsewhere[:3])
-        where, fix = f"`{_dotted(path, name)}`", f"did you mean {others}?" if elsewhere else near(name, fields)
-        requested, reason = f"set the field `{name}` of {type(value).__name__}", "there is no such field"
-        raise problem(where, requested, reason, fix, code="unknown-name")
+        elsewhere = [inner for inner, _ in _flat(_plain(value)) if inner.rpartition(".")[2] == name]
+        others = " or ".join(f"`{'.'.join((*path, inner))}`" for inner in elsewhere[:3])
+        reason, fix = f"{type(value).__name__} has no field `{name}`", f"did you mean {others}?"
+        raise problem(where, "set a field", reason, fix if others else near(name, fields), code="unknown-name")
     try:
         return typing.get_type_hints(type(value))[name]
     except NameError:  # an annotation that only a type checker can resolve
         return type(getattr(value, name))
-
-
-def _paths(value: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all fields of a value, recursively."""
-    if isinstance(value, MeshSpec):
-        yield from (f"{prefix}{axis}" for axis in value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, Strategy):
-        for field in dataclasses.fields(value):
-            yield f"{prefix}{field.name}"
-            yield from _paths(getattr(value, field.name), f"{prefix}{field.name}.")
-
-
-def _value_or_defaults(value: Any, hint: Any) -> Any:
-    """Return `value`, or if it is None, the dataclass of the annotation with default values."""
-    if value is not None:
-        return value
-    for member in typing.get_args(hint):
-        if dataclasses.is_dataclass(member) and isinstance(member, type):
-            with contextlib.suppress(TypeError):  # some fields have no default
-                return member()
-    return None
-
-
-def _dotted(path: tuple[str, ...], name: str = "") -> str:
-    return ".".join((*path, name) if name else path)
 
 
 class _Unreadable(Exception):
@@ -798,56 +698,57 @@ def read(text: str, hint: Any, path: tuple[str, ...], *, current: Any = None) ->
     try:
         return _read(text, hint)
     except _Unreadable as error:
-        has_fields = dataclasses.is_dataclass(current) and not isinstance(current, Strategy)
-        expected = f"a {type(current).__name__}" if has_fields else _describe_type(hint)
-        fix = _field_by_field(path, current) if has_fields else str(error) or _example(path, hint)
-        where, reason = f"`{_dotted(path)}`", f"it must be {expected}"
-        raise problem(where, f"set it to `{text}`", reason, fix, code="wrong-type") from None
+        field, reason = ".".join(path), f"it must be {inspect.formatannotation(hint)}"
+        fix = str(error) or "write a value of this type"
+        if dataclasses.is_dataclass(current) and not isinstance(current, Strategy):
+            names = ", ".join(f"`{field}.{one.name}`" for one in dataclasses.fields(current)[:8] if one.init)
+            fix = f"set its fields ({names}, …), or write `{path[-1]}=...` in the recipe file"
+        raise problem(f"`{field}`", f"set it to `{text}`", reason, fix, code="wrong-type") from None
 
 
 def _read(text: str, hint: Any) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _read(text, args[0])
+    origin, args = typing.get_origin(hint) or hint, typing.get_args(hint)
+    unquoted = text[1:-1] if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"" else text
     if origin in (typing.Union, types.UnionType):
-        return _read_union(text, args)
+        message = ""
+        # None first and strings last, because "none" and "3" are strings, too.
+        for member in sorted(args, key=lambda m: (m is str or m is Any, m is not types.NoneType)):
+            try:
+                return _read(text, member)
+            except _Unreadable as error:
+                message = str(error) or message
+        raise _Unreadable(message)
     if origin is Literal:
-        return _read_choice(text, args)
-    if hint in _READERS:
-        return _READERS[hint](text)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return _read_word(text, {member.name.lower(): member for member in hint})
-    if (origin or hint) in (tuple, list, collections.abc.Sequence):
-        return _read_many(text, origin or hint, args)
-    if (origin or hint) in (dict, collections.abc.Mapping):
-        return _read_dict(text, args)
-    raise _Unreadable("change the recipe file, because this type cannot be written as text")
-
-
-def _read_union(text: str, members: tuple[Any, ...]) -> Any:
-    # None first and strings last, because "none" and "3" are strings, too.
-    order = sorted(members, key=lambda m: (m is str or m is Any, m is not types.NoneType))
-    message = ""
-    for member in order:
-        try:
-            return _read(text, member)
-        except _Unreadable as error:
-            message = str(error) or message
-    raise _Unreadable(message)
-
-
-def _read_choice(text: str, choices: tuple[Any, ...]) -> Any:
-    for choice in choices:
-        with contextlib.suppress(_Unreadable):
-            if _read(text, type(choice)) == choice:
+        for choice in args:
+            if unquoted == str(choice):
                 return choice
-    raise _Unreadable(near(text, map(str, choices)))
+        raise _Unreadable(near(text, args))
+    if origin in _WORDS:
+        if text.lower() not in _WORDS[origin]:
+            raise _Unreadable
+        return _WORDS[origin][text.lower()]
+    if origin in (int, float):
+        return _read_number(text, origin)
+    if origin in (tuple, list, collections.abc.Sequence):
+        return _read_many(text, origin, args)
+    if origin in (dict, collections.abc.Mapping):
+        items = _read_literal(text)
+        if not isinstance(items, dict):
+            raise _Unreadable('write it like {"a": 1}')
+        return {_read(_text_of(key), args[0]): _read(_text_of(value), args[1]) for key, value in items.items()}
+    readers: dict[Any, Callable[[str], Any]] = {
+        Any: _read_literal, MeshSpec: MeshSpec.parse, Strategy: parse_strategy, str: lambda _: unquoted,
+        Path: lambda _: Path(unquoted),
+    }  # fmt: skip
+    if origin not in readers:
+        raise _Unreadable("change the recipe file, because this type cannot be written as text")
+    return readers[origin](text)
 
 
-def _read_word(text: str, words: Mapping[str, Any]) -> Any:
-    if text.lower() not in words:
-        raise _Unreadable
-    return words[text.lower()]
+_WORDS: Mapping[Any, Mapping[str, bool | None]] = {
+    types.NoneType: {"none": None, "null": None},
+    bool: {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False},
+}
 
 
 def _read_number(text: str, kind: type[int] | type[float]) -> int | float:
@@ -869,8 +770,20 @@ def _read_literal(text: str) -> Any:
         return text
 
 
+def _text_of(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
 def _read_many(text: str, kind: Any, args: tuple[Any, ...]) -> Any:
-    texts = _items(text)
+    """Read `a,b`, `(1, 2)` or `["a", "b"]`."""
+    items = _read_literal(text) if text[:1] in ("(", "[") else None
+    if isinstance(items, tuple | list):
+        texts = [_text_of(item) for item in items]
+    else:
+        words = text if items is None else text[1:-1].strip()  # words without quotes, such as (a, b)
+        if items is not None and (not words or set(words) & set("()[]")):
+            raise _Unreadable("write it like a,b")
+        texts = [word.strip() for word in words.split(",") if word.strip()]
     if not args:
         values = [_read_literal(item) for item in texts]
     elif kind is not tuple or args[-1] is Ellipsis:
@@ -880,79 +793,3 @@ def _read_many(text: str, kind: Any, args: tuple[Any, ...]) -> Any:
     else:
         raise _Unreadable(f"write {len(args)} values, separated by commas, instead of {len(texts)}")
     return values if kind is list else tuple(values)
-
-
-def _items(text: str) -> list[str]:
-    """Split "a,b", "(1, 2)" or '["a", "b"]' into items."""
-    if text[:1] in ("(", "["):
-        try:
-            return [item if isinstance(item, str) else repr(item) for item in ast.literal_eval(text)]
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            inner = text[1:-1]
-            if not inner.strip() or text[-1] != {"(": ")", "[": "]"}[text[0]] or set(inner) & set("()[]"):
-                raise _Unreadable("write it like a,b") from None
-            text = inner  # words without quotes
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _read_dict(text: str, args: tuple[Any, ...]) -> dict[Any, Any]:
-    found = _read_literal(text)
-    if not isinstance(found, dict):
-        raise _Unreadable('write it like {"a": 1}')
-    key_hint, value_hint = args or (Any, Any)
-
-    def item(value: Any, hint: Any) -> Any:
-        return _read(value if isinstance(value, str) else repr(value), hint)
-
-    return {item(key, key_hint): item(value, value_hint) for key, value in found.items()}
-
-
-def _unquoted(text: str) -> str:
-    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
-    return text[1:-1] if quoted else text
-
-
-_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_NONE = functools.partial(_read_word, words={"none": None, "null": None})
-_READERS: Mapping[Any, Callable[[str], Any]] = {
-    Any: _read_literal,
-    None: _NONE,
-    types.NoneType: _NONE,
-    bool: functools.partial(_read_word, words=_TRUTH),
-    int: functools.partial(_read_number, kind=int),
-    float: functools.partial(_read_number, kind=float),
-    str: _unquoted,
-    MeshSpec: MeshSpec.parse,
-    Strategy: parse_strategy,
-    Path: lambda text: Path(_unquoted(text)),
-}
-"""Functions that convert text, by type."""
-
-
-def _field_by_field(path: tuple[str, ...], value: Any) -> str:
-    names = [f"`{_dotted(path, f.name)}`" for f in dataclasses.fields(value) if f.init]
-    fields = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    return f"set its fields: {fields}; to use another class, write `{path[-1]}=...` in the recipe file"
-
-
-def _describe_type(hint: Any) -> str:
-    """Describe a type annotation in words."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe_type(arg) for arg in args)
-    if origin is Literal:
-        return "one of " + ", ".join(f"`{choice}`" for choice in args)
-    if hint in (None, types.NoneType):
-        return "none"
-    if (origin or hint) in (tuple, list, collections.abc.Sequence):
-        of = [_describe_type(arg) for arg in args if arg is not Ellipsis]
-        return "values separated by commas" + (f" ({', '.join(of)})" if of else "")
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    return words.get(hint) or f"a {getattr(hint, '__name__', hint)}"
-
-
-def _example(path: tuple[str, ...], hint: Any) -> str:
-    examples = {int: "8", float: "3e-4", bool: "true", str: "text"}
-    kinds = (hint, *typing.get_args(hint))
-    value = next((examples[kind] for kind in kinds if kind in examples), None)
-    return f"write it like {_dotted(path)}={value}" if value else f"write {_describe_type(hint)}"
