@@ -309,13 +309,15 @@ def sharding(
         text = _device_text(holders, mesh.size)
         axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=size, linespacing=1.25)
     axes.set(xlim=(0, across), ylim=(down, 0))
-    for axis, dim, count in ((axes.yaxis, dims[0], down), (axes.xaxis, dims[1], across)):
-        size = 0 if dim is None else shape[dim]
-        ticks = [] if dim is None else range(count + 1) if count * len(str(size)) <= 24 else (0, count)
-        axis.set_ticks(list(ticks), [str(size * k // count) for k in ticks])
-        if dim is not None:
-            over = f" over {' × '.join(axes_of[dim])}" if count > 1 else ""
-            axis.set_label_text(f"{(names and names[dim]) or f'dim {dim}'} ({size}){over}")
+    for side, dim, count in ((axes.yaxis, dims[0], down), (axes.xaxis, dims[1], across)):
+        if dim is None:
+            side.set_ticks([])
+            continue
+        size = shape[dim]
+        ticks = list(range(count + 1)) if count * len(str(size)) <= 24 else [0, count]
+        side.set_ticks(ticks, [str(size * k // count) for k in ticks])
+        over = f" over {' × '.join(axes_of[dim])}" if count > 1 else ""
+        side.set_label_text(f"{(names and names[dim]) or f'dim {dim}'} ({size}){over}")
     axes.spines[:].set_visible(False)
     text = " × ".join(map(str, shape)) or "scalar"
     figure.suptitle(f"{text}   ({', '.join('×'.join(entry) or '–' for entry in axes_of)})")
@@ -594,7 +596,7 @@ def schedule_times(
                 _bar(panel, middle, start, end, COLORS[op.kind][op.chunk % 2], height=height)
                 if (end - start) * 10.5 / longest > 0.07 * len(str(op.microbatch)):  # inches
                     size = 6.5 if len(cell) == 1 else 4.5
-                    panel.text((start + end) / 2, middle, op.microbatch, ha="center", va="center", fontsize=size)
+                    panel.text((start + end) / 2, middle, str(op.microbatch), ha="center", va="center", fontsize=size)
         _name_rows(panel, [f"stage {stage}" for stage in range(one.stages)], fontsize=7)
         makespan = f"{line.makespan:.4g} {unit}".strip()
         bubbles = f"bubble {line.bubble_fraction:.1%}, of a stage's span {line.span_bubble_fraction:.1%}"

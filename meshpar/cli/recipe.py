@@ -644,7 +644,7 @@ def _with(value: Any, texts: _Texts, path: tuple[str, ...]) -> Any:
     if isinstance(value, Mapping):
         return value.replace(**changed) if isinstance(value, MeshSpec) else {**value, **changed}
     try:
-        return dataclasses.replace(value, **changed)
+        return dataclasses.replace(value, **changed)  # type: ignore[type-var]
     except MeshparError:
         raise
     except ValueError as error:  # from a class of the user
