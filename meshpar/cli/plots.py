@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from meshpar.cli.schedule_command import COLORS
 from meshpar.sharding.errors import check_divides, problem
 from meshpar.sharding.printing import flat
 from meshpar.sharding.types import axis_sizes, spec_axes
@@ -65,6 +64,8 @@ AXES = {"data": "#e0a32e", "stage": "#8f6bb3", "fsdp": "#2f7fc1", "expert": "#4a
 MORE = (
     "#3aa6a0", "#b5651d", "#6c7fd8", "#9c8f2f", "#c77fb0", "#7d8a97", "#d1495b", "#2f7fc1", "#22303c", "#4a9e5c",
 )  # fmt: skip
+OPS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd166", "#e0a93b")}
+"""Colors of forward pass, input gradient and weight gradient, on even and on odd chunks."""
 _OPS_MEAN = {"F": "forward", "B": "backward: input", "W": "backward: weights"}
 MEMORY = {
     "parameters": "#4c78a8",
@@ -593,7 +594,7 @@ def schedule_times(
             for row, op in enumerate(cell):
                 start, end = (times[tick, stage, op.number] for times in (line.start, line.end))
                 middle = stage - 0.45 + (row + 0.5) * height
-                _bar(panel, middle, start, end, COLORS[op.kind][op.chunk % 2], height=height)
+                _bar(panel, middle, start, end, OPS[op.kind][op.chunk % 2], height=height)
                 if (end - start) * 10.5 / longest > 0.07 * len(str(op.microbatch)):  # inches
                     size = 6.5 if len(cell) == 1 else 4.5
                     panel.text((start + end) / 2, middle, str(op.microbatch), ha="center", va="center", fontsize=size)
@@ -601,7 +602,7 @@ def schedule_times(
         makespan = f"{line.makespan:.4g} {unit}".strip()
         bubbles = f"bubble {line.bubble_fraction:.1%}, of a stage's span {line.span_bubble_fraction:.1%}"
         panel.set_title(f"{name}   makespan {makespan}, {bubbles}", fontsize=9)
-    _legend_below(figure, {meaning: {"facecolor": COLORS[kind][0]} for kind, meaning in _OPS_MEAN.items()})
+    _legend_below(figure, {meaning: {"facecolor": OPS[kind][0]} for kind, meaning in _OPS_MEAN.items()})
     return figure
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from meshpar.cli.main import output_options, prepare_devices, print_report, writing
+from meshpar.cli.main import check_output_file, output_options, prepare_devices, print_report, writing
 from meshpar.schedules import SCHEDULES, Schedule, Simulation, make
-from meshpar.schedules.ops import Block
 from meshpar.schedules.rendering import bands_of, grid
 from meshpar.sharding.errors import MeshparError, problem
 from meshpar.sharding.host_resources import read_json
@@ -20,7 +19,7 @@ from meshpar.sharding.printing import table
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
-COLORS = {"F": ("#8ecae6", "#5aa9d6"), "B": ("#a8d8a0", "#6dbb6a"), "W": ("#ffd166", "#e0a93b")}
+COLORS = {"F": ("bright_cyan", "cyan"), "B": ("bright_green", "green"), "W": ("bright_yellow", "yellow")}
 """Color of each kind of op, on even and on odd chunks."""
 
 
@@ -50,38 +49,40 @@ def schedule(
     schedules are compared.
     """
     prepare_devices(1, start="nothing")  # plots and errors import jax without using it
-    if png is not None and Path(png).suffix.lower() not in ("", ".png"):
-        reason, fix = f"the suffix of a PNG file is not {Path(png).suffix}", f"use {Path(png).with_suffix('.png')}"
-        raise problem(f"--png {png}", "write the plot", reason, fix, code="unknown-choice")
+    if png is not None:
+        check_output_file(png, (".png",))
     costs = {"f": f, "b": b, "w": w, "comm": comm}
     options = {key: value for key, value in (("chunks", chunks), ("limit", limit)) if value is not None}
+    for is_wrong, message in (
+        (name is None and options, f"--{next(iter(options), '')} requires a schedule NAME."),
+        (name is None and as_csv, "--csv requires a schedule NAME."),
+        (as_csv and as_json, "--csv and --json cannot be combined."),
+    ):
+        if is_wrong:
+            raise click.UsageError(message, click.get_current_context())
+    sizes = stages or 4, microbatches or 2 * (stages or 4)
     if name is None:
-        if options:
-            raise click.UsageError(f"--{next(iter(options))} requires a schedule NAME.", click.get_current_context())
-        names = [name for name in SCHEDULES if name != "dualpipe" or (stages or 4) % 2 == 0]
-        schedules = [make(name, stages or 4, microbatches or 2 * (stages or 4)) for name in names]
+        schedules = [make(name, *sizes) for name in SCHEDULES if name != "dualpipe" or sizes[0] % 2 == 0]
     elif Path(name).suffix in (".csv", ".json"):
         requested = {"stages": stages, "microbatches": microbatches, **options}
         if option := next((f"--{key}" for key, value in requested.items() if value is not None), None):
             raise problem(name, f"set {option}", "the file determines it", f"remove {option}", code="conflict")
         schedules = [_read(name)]
     else:
-        schedules = [make(name, stages or 4, microbatches or 2 * (stages or 4), **options)]
+        schedules = [make(name, *sizes, **options)]
     looks = [Look(schedule, schedule.simulate(**costs)) for schedule in schedules]
     if as_csv:
-        if as_json:
-            raise click.UsageError("--csv and --json cannot be combined.", click.get_current_context())
-        if name is None:
-            raise click.UsageError("--csv requires a schedule NAME.", click.get_current_context())
         from meshpar.schedules import csv
 
         click.echo(csv.text(schedules[0]), nl=False)
-    elif name is None:
-        print_report(ScheduleComparison(looks), as_json=as_json)
     else:
-        print_report(looks[0], as_json=as_json)
+        print_report(ScheduleComparison(looks) if name is None else looks[0], as_json=as_json)
     if png is not None:
-        _draw(schedules, costs, png)
+        from meshpar.cli import plots
+
+        with writing(f"--png {png}"):
+            plots.schedule(*schedules, **costs).savefig(png, dpi=150)
+        click.echo(f"saved {png}", err=True)
 
 
 def _read(path: str) -> Schedule:
@@ -95,14 +96,6 @@ def _read(path: str) -> Schedule:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = f"its content is invalid ({error})"
         raise problem(path, "read a schedule", reason, fix, code="damaged-file") from error
-
-
-def _draw(schedules: Sequence[Schedule], costs: dict[str, Any], path: str) -> None:
-    from meshpar.cli import plots
-
-    with writing(f"--png {path}"):
-        plots.schedule(*schedules, **costs).savefig(path, format="png", dpi=150)
-    click.echo(f"saved {path}", err=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +125,10 @@ class Look:
             for stage, row in enumerate(cells):
                 line = Text(f"stage {stage}".ljust(len(label)))
                 for tick in band:
-                    line.append(row[tick].ljust(widths[tick]), style=_style(self.schedule.cell(tick, stage)))
+                    cell = self.schedule.cell(tick, stage)
+                    is_pair = {"F", "B"} <= {op.kind for op in cell}
+                    color = "magenta" if is_pair else COLORS[cell[0].kind][cell[0].chunk % 2] if cell else "default"
+                    line.append(row[tick].ljust(widths[tick]), style=f"black on {color}" if cell else "dim")
                     line.append(" " if tick < band[-1] else "")
                 yield line
 
@@ -148,15 +144,6 @@ class Look:
         )
         share = "" if schedule.stages == schedule.num_parts else f", each 1/{schedule.num_parts} of the model"
         yield f"peak activations by stage{share}: {' '.join(map(str, schedule.peak_activations))}"
-
-
-def _style(cell: Block) -> str:
-    if not cell:
-        return "dim"
-    kinds = [op.kind for op in cell]
-    if "F" in kinds and "B" in kinds:
-        return "bold black on #c9b6e4"
-    return f"black on {COLORS[kinds[0]][cell[0].chunk % 2]}"
 
 
 @dataclasses.dataclass(frozen=True)

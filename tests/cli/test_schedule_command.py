@@ -117,7 +117,7 @@ def test_without_a_name_all_schedules_are_compared(schedule):
         (["no/such.csv"], "there is no such file"),
         (["no/such.json"], "there is no such file"),
         (["gpipe", "--png", "no/such/folder.png"], "write to it"),
-        (["gpipe", "--png", "zb.pdf"], "is not .pdf. Use zb.png"),
+        (["gpipe", "--png", "zb.pdf"], "its name must end in .png. Name it zb.png"),
         (["gpipe", "--stages", 0], "0 is not in the range"),
         (["file.csv", "--stages", 4], "the file determines it"),
         (["--chunks", 2], "--chunks requires a schedule NAME"),
