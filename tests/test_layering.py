@@ -20,7 +20,7 @@ FOLDERS = (
     "training", "models", "loop", "inspect", "interop", "planner", "bench", "cli",
 )  # fmt: skip
 """From the bottom to the top. A folder may import from the folders before it."""
-MOST_LINES = 60
+MAX_FUNCTION_LINES = 100
 WITHOUT_FLAX = ("sharding", "parallel", "layers", "optim", "training", "data", "cli.recipe")
 
 
@@ -156,16 +156,16 @@ def test_runtime_import_graph_has_no_cycles() -> None:
 
 
 def test_functions_are_short() -> None:
-    long = {}
+    """Docstrings do not count."""
+    lengths = {}
     for module in modules():
         for node in ast.walk(source_of(module)):
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            docstring = node.body[0] if ast.get_docstring(node) is not None else None
-            documented = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
-            if (lines := (node.end_lineno or 0) - node.lineno + 1 - documented) > MOST_LINES:
-                long[f"{module}.{node.name}"] = lines
-    assert not long, f"{long} lines without docstrings; split functions of more than {MOST_LINES} lines"
+            if isinstance(node, ast.FunctionDef):
+                docstring = node.body[0] if ast.get_docstring(node) is not None else None
+                documented = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
+                lengths[module, node.lineno] = (node.end_lineno or 0) - node.lineno + 1 - documented
+    assert max(lengths.values()) <= MAX_FUNCTION_LINES, max(lengths, key=lengths.__getitem__)
+    assert sum(length <= 40 for length in lengths.values()) >= 0.9 * len(lengths)
 
 
 def test_class_names_are_unique() -> None:

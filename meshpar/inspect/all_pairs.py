@@ -49,7 +49,7 @@ def promised(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) 
         }  # fmt: skip
         # Twice, because the backward pass may recompute the forward pass.
         yield ExpectedCollective(kind="gather", count=(0, 2 * count), **common)
-        yield ExpectedCollective(kind="sum", scattered=axes, whole=True, count=(0, 2 * count), **common)
+        yield ExpectedCollective(kind="sum", scattered=axes, may_all_reduce=True, count=(0, 2 * count), **common)
     if operands:
         # Maximum, sum and target of a softmax and the sum in its gradient. The forward pass may be recomputed.
         count, dtype = 4 * sum(operands.values()), step_spec.wire("float32")

@@ -117,8 +117,8 @@ def step_spec_of(
         interleave=options.interleave,
         compute=options.precision.compute,
         reduce=options.precision.reduce,
-        narrow=options.precision.narrow(paths),
-        by_row=options.precision.narrow(paths, BY_ROW),
+        low_precision=options.precision.narrow(paths),
+        rowwise_fp8=options.precision.narrow(paths, BY_ROW),
         computes={path: dtype for path in paths if (dtype := rules.dtype_in(path))},
         on_cpu=on_cpu,
         uses=uses or {},
@@ -190,7 +190,7 @@ class _Staged:
     def of(setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, on_cpu: bool) -> _Staged:
         options = dataclasses.replace(options, accumulate=parts.schedule.microbatches, reduce_gradients="once")
         step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu)
-        step_spec = dataclasses.replace(step_spec, by_stages=True, is_once=True, quantize=None)
+        step_spec = dataclasses.replace(step_spec, is_pipelined=True, is_once=True, quantize=None)
         axis = _stage_axis(setup)
         weights = tuple(of_stage(weight, axis, parts.schedule.stages) for weight in step_spec.weights)
         return _Staged(setup, step_spec, parts, traffic(parts.schedule), weights)
@@ -204,7 +204,7 @@ class _Staged:
             per_microbatch = full.decision.leaf.is_stacked and pipelined.gather == "microbatch"
             gathered = None if per_microbatch else params.gathered(step_spec, weight)
             reduced = self._over_stages(weight, params.reduced(step_spec, weight))
-            outside = None if reduced is None else dataclasses.replace(reduced, outside=True)
+            outside = None if reduced is None else dataclasses.replace(reduced, outside_loops=True)
             yield from filter(None, (gathered, outside, params.renewed(step_spec, weight)))
 
     def _over_stages(self, weight: Weight, reduced: ExpectedCollective | None) -> ExpectedCollective | None:
@@ -221,12 +221,12 @@ class _Staged:
             kind="sum",
             axes=step_spec.ordered({axis, *(reduced.axes if reduced else ())}),
             scattered=reduced.scattered if reduced else (),
-            whole=True,
+            may_all_reduce=True,
             elements=weight.decision.leaf.size // step_spec.num_shards(model_axes),
             dtype=step_spec.wire(step_spec.reduce_dtype(weight.decision)),
             count=(1, 1),
             tensors=(path,),
-            of_leaf=True,
+            is_param=True,
         )
 
     def summed_in_cells(self, stage: int) -> Iterator[ExpectedCollective]:
@@ -261,7 +261,7 @@ class _Staged:
         paths = {"first": self.parts.first, "layers": layers, "last": self.parts.last}[side]
         weights = tuple(weight for weight in self.step_spec.weights if weight.decision.path in paths)
         step_spec = dataclasses.replace(self.step_spec, weights=weights)
-        return (*scales.promised(step_spec), *self.setup.strategy.promise_of_layers(step_spec))
+        return (*scales.expected_collectives(step_spec), *self.setup.strategy.activation_collectives(step_spec))
 
     def on_stage(self, side: _Side, collective: ExpectedCollective, stage: int) -> ExpectedCollective:
         """Return a collective of all layers and microbatches with the counts of a stage."""

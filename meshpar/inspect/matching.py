@@ -130,12 +130,12 @@ class _Pool:
 
     def fit(self, expected: ExpectedCollective, array: Collective) -> tuple[Fraction, float]:
         """Return the number of expected arrays that one run provides, and the cost of the mismatch."""
-        if (expected.forward and array.is_backward) or (expected.outside and array.loops):
+        if (expected.forward_only and array.is_backward) or (expected.outside_loops and array.loops):
             return Fraction(0), 0.0
         is_integer = array.dtype.startswith(("s", "u", "pred"))  # counts or quantized values
         if is_integer != expected.dtype.startswith("s") or not set(array.axes) <= set(expected.axes):
             return Fraction(0), 0.0
-        if expected.of_leaf and expected.stack == 1 and any(self.in_layers(array, layers) for layers in self.stacks):
+        if expected.is_param and expected.stack == 1 and any(self.in_layers(array, layers) for layers in self.stacks):
             return Fraction(0), 0.0
         in_layers = self.in_layers(array, expected.stack)
         num_arrays = self.num_provided(expected, array, 1 if in_layers else expected.stack)
@@ -155,9 +155,9 @@ class _Pool:
             return Fraction(0)
         if kind not in _LOWERINGS[expected.kind] or (expected.kind == "exchange" and axes != set(expected.axes)):
             return Fraction(0)
-        if kind == "reduce-scatter" and (expected.whole == "only" or not axes <= set(expected.scattered)):
+        if kind == "reduce-scatter" and (expected.may_all_reduce == "always" or not axes <= set(expected.scattered)):
             return Fraction(0)
-        if kind == "all-reduce" and axes & set(expected.scattered) and not expected.whole:
+        if kind == "all-reduce" and axes & set(expected.scattered) and not expected.may_all_reduce:
             return Fraction(0)
         if expected.multiple:
             return Fraction(elements % expected.elements == 0)
@@ -283,7 +283,7 @@ def match_collectives(
     )
     traced_runs = {i: traced.take(arrays[i], arrays[i].count_per_step) for i in from_kernels}
     pool = _Pool([[a, traced_runs.get(i, a.count_per_step)] for i, a in enumerate(arrays)], dict(sizes), micro_steps)
-    expectations = [e.stacked if e.stacked is not None and pool.has_layers(e.stacked) else e for e in expectations]
+    expectations = [e.as_stacked if e.as_stacked and pool.has_layers(e.as_stacked) else e for e in expectations]
     pool.stacks = frozenset(expected.stack for expected in expectations if expected.stack > 1)
     matches = _assign(expectations, pool)
     summed = {axis for expected in expectations if expected.role == GRADIENTS for axis in expected.axes} | set(

@@ -93,7 +93,7 @@ def _gathering(
     """Return both gather modes; empty if no layer is sharded over batch axes."""
     schedule, pipelined = parts.schedule, setup.strategy.pipeline
     assert pipelined is not None
-    step_spec = dataclasses.replace(step_spec_of(setup, options, batch, on_cpu=on_cpu), by_stages=True)
+    step_spec = dataclasses.replace(step_spec_of(setup, options, batch, on_cpu=on_cpu), is_pipelined=True)
     rounds = traffic(schedule).rounds
     # An F and a B in the same tick slot use different chunks.
     chunks_in_use = 1 if schedule.chunks == 1 else int((schedule.table[..., :W, 0] >= 0).sum(-1).max())

@@ -239,14 +239,9 @@ def check_rows(batch: PyTree, over: Mapping[str, int], count: int, what: str, *,
 
 
 def _check_number(path: str, x: Any) -> None:
-    dtype = getattr(x, "dtype", None)
-    is_number = (
-        dtype is None
-        or dtype == np.bool_
-        or jax.dtypes.issubdtype(dtype, np.number)
-        or jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # PRNG keys
-    )
-    if not is_number:
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    kinds = np.bool_, np.number, jax.dtypes.extended  # PRNG keys are extended
+    if not any(jax.dtypes.issubdtype(dtype, kind) for kind in kinds):
         fix = "leave it out of the batch, or convert it to numbers (text: to tokens)"
         where, reason = f"batch leaf `{path}` of dtype {dtype}", "JAX arrays hold numbers"
         raise problem(where, "put it on devices", reason, fix, code="wrong-dtype")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent, size_of, split_axes
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent, split_axes
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.errors import check_choice, problem
@@ -57,7 +57,7 @@ class Context(Parallelism):
             if not {"kv_heads", "embed"} <= set(leaf.names or ()):
                 continue
             tensor = step.num_shards(set(split_axes(step, one.decision.spec)) & set(step.tensor_axes))
-            width = leaf.size // leaf.num_layers // size_of(one.decision, "embed") // tensor
+            width = leaf.size // leaf.num_layers // one.decision.leaf.size_of("embed") // tensor
             runs, compute = (
                 leaf.num_layers * step.accumulate,
                 step.wire(step.compute_dtype(one.decision)),
@@ -114,10 +114,10 @@ def _numbers_a_token(step: StepSpec, keys: Decision, heads: Sequence[Decision]) 
     Queries and keys have the same head dim, and so have outputs and values.
     """
     for decision in heads:
-        num_heads, num_kv_heads = size_of(decision, "heads"), size_of(keys, "kv_heads")
+        num_heads, num_kv_heads = decision.leaf.size_of("heads"), keys.leaf.size_of("kv_heads")
         tensor = step.num_shards(set(split_axes(step, decision.spec)) & set(step.tensor_axes))
         times = repeats(num_heads, num_kv_heads, tensor * step.num_shards(step.context_axes))
-        numbers = decision.leaf.size // decision.leaf.num_layers // size_of(decision, "embed") // tensor
+        numbers = decision.leaf.size // decision.leaf.num_layers // decision.leaf.size_of("embed") // tensor
         yield from (numbers, numbers * num_kv_heads * times // num_heads)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, is_router, parent, size_of
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent
 from meshpar.parallel.parallelism import Axes, Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
 from meshpar.sharding.types import Decision
@@ -40,7 +40,7 @@ class Expert(Parallelism):
         In node-first dispatch over two axes, a token is sent at most once to each node over the first axis.
         """
         layers = {
-            (parent(one), one.leaf.num_layers): one for one in (w.decision for w in step.weights) if is_router(one)
+            (parent(one), one.leaf.num_layers): one for one in (w.decision for w in step.weights) if one.leaf.is_router
         }
         tokens = 0 if step.is_by_device else step.tokens or 0
         for decision in layers.values() if tokens else ():
@@ -62,7 +62,7 @@ class Expert(Parallelism):
 
     def _row(self, step: StepSpec, router: Decision, way: str) -> tuple[int, str]:
         """Return the number of elements and the dtype with which a token is sent."""
-        width = size_of(router, "embed")
+        width = router.leaf.size_of("embed")
         nbytes = step.row_bytes and step.row_bytes(way, width)
         return (nbytes, "u8") if nbytes else (width, step.wire(step.compute_dtype(router)))
 
@@ -71,11 +71,11 @@ class Expert(Parallelism):
         axes, given = step.ordered(axes_of(self.name, self.axis)), axes_of(self.name, self.axis)
         whole = {"dispatch": forward, "combine": forward, "grad": 2}
         if step.nodes_visited is None or len(given) != 2 or step.sizes.get(given[0], 1) == 1:
-            yield axes, step.choices, whole
+            yield axes, step.experts_per_token, whole
             return
         yield step.ordered(given[:1]), step.nodes_visited(step.sizes[given[0]]), {**whole, "combine": 1}
         if inside := step.ordered(given[1:]):
-            yield inside, step.choices, whole
+            yield inside, step.experts_per_token, whole
 
 
 @preset

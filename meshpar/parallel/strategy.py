@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
 from meshpar.parallel.expected.matmuls import contracted
-from meshpar.parallel.expected.step_spec import ExpectedCollective, ParamUsage, StepSpec, Weight, has_vocabulary, merged
+from meshpar.parallel.expected.step_spec import ExpectedCollective, ParamUsage, StepSpec, Weight, merged
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, activations, axes_of
 from meshpar.sharding.errors import check_int
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
@@ -157,7 +157,7 @@ class Strategy:
             tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
             quantize=self.quantize,
             is_prefetched=bool(self.prefetched_axes),
-            is_tied=sum(map(has_vocabulary, decisions)) == 1,
+            is_tied=sum(decision.leaf.has("vocab") for decision in decisions) == 1,
             **step,
         )
 
@@ -166,9 +166,10 @@ class Strategy:
 
         Parameter and gradient collectives follow from the merged rules. Each component adds its activation collectives.
         """
-        return merged([*leaves.promised(step_spec), *scales.promised(step_spec), *self.promise_of_layers(step_spec)])
+        of_params, of_scales = leaves.expected_collectives(step_spec), scales.expected_collectives(step_spec)
+        return merged([*of_params, *of_scales, *self.activation_collectives(step_spec)])
 
-    def promise_of_layers(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
+    def activation_collectives(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
         """Return the activation collectives. A collective that two components expect counts once."""
         expected: list[ExpectedCollective] = []
         for part in self.parts:

@@ -63,7 +63,7 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
         )
     layer = work.compute_itemsize * sum(leaf.size // leaf.num_layers for leaf in work.leaves if leaf.is_stacked)
     if layer > limit_bytes / MAX_LAYERS:
-        experts = " and expert_parallel()" if work.choices else ""
+        experts = " and expert_parallel()" if work.experts_per_token else ""
         lines.append(
             f"a gathered layer needs {human_bytes(layer)}: shard it with tensor_parallel() over the "
             f"{cluster.gpus_per_node} GPUs of a node{experts}"

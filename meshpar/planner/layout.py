@@ -7,7 +7,8 @@ import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from meshpar.models.embedding_lookup import exchange_is_cheaper
 from meshpar.parallel import Strategy, from_json
 from meshpar.parallel.expected import fp8_scales as scales
 from meshpar.parallel.expected import params as leaves
-from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, Weight, is_looked_up, of_stage, size_of
+from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, Weight, of_stage
 from meshpar.parallel.parallelism import Parallelism
 from meshpar.planner.workload import Held, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
@@ -35,7 +36,7 @@ class Layout:
 
     mesh: MeshSpec
     strategy: Strategy
-    remat: Remat = None
+    remat: str | None = None
     accumulate: int = 1
     interleave: int = 1
     """Number of slices of the local batch that layers process separately."""
@@ -57,39 +58,18 @@ class Layout:
         Raises:
           MeshparError: a field is missing, unknown or has the wrong type.
         """
-        where, fix = (
-            "a plan's `layout`",
-            "create the file again: meshpar plan RECIPE --cluster h100:8x8 --save plan.json",
-        )
-        fields = [field.name for field in dataclasses.fields(Layout)]
-        if isinstance(data, Mapping):  # files of earlier versions have no `interleave`
-            data = {"interleave": 1, **data}
-        if not isinstance(data, Mapping) or data.keys() != set(fields):
-            reason = f"it is {abbreviated(data)}, not an object with exactly {', '.join(fields)}"
-            raise problem(where, "read it", reason, fix, code="damaged-file")
-        for field, is_valid, expected in (
-            ("mesh", isinstance(data["mesh"], Mapping), 'an object with sizes by axis: {"fsdp": 8}'),
-            ("strategy", isinstance(data["strategy"], Mapping), 'an object: {"parts": [{"part": "fsdp"}]}'),
-            ("remat", data["remat"] is None or isinstance(data["remat"], str), 'null or a policy: "dots"'),
-            ("accumulate", is_int(data["accumulate"], 1), "a positive integer"),
-            ("interleave", is_int(data["interleave"], 1), "a positive integer"),
-        ):
-            if not is_valid:
-                requested = f"read {abbreviated(data[field])}"
-                raise problem(f"{where}, `{field}`", requested, f"it must be {expected}", fix, code="damaged-file")
-        options = StepOptions(accumulate=data["accumulate"], remat=data["remat"], interleave=data["interleave"])
+        where = "a plan's `layout`"
         try:
-            strategy = from_json(data["strategy"])
+            fields = {"mesh": MeshSpec(**data["mesh"]), "strategy": from_json(data["strategy"])}
         except MeshparError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError):
-            reason = "its parts must be objects with a name and arguments: " + '{"parts": [{"part": "fsdp"}]}'
-            requested = f"read {abbreviated(data['strategy'])}"
-            raise problem(f"{where}, `strategy`", requested, reason, fix, code="damaged-file") from None
-        return Layout(
-            mesh=MeshSpec(**data["mesh"]), strategy=strategy, remat=options.remat, accumulate=options.accumulate,
-            interleave=options.interleave,
-        )  # fmt: skip
+            reason = 'it has no mesh {"fsdp": 8} and strategy {"parts": [{"part": "fsdp"}]}'
+            raise problem(where, f"read {abbreviated(data)}", reason, _FIX, code="damaged-file") from None
+        # Files of earlier versions have no `interleave`.
+        layout = parsed(Layout, {"interleave": 1, **data, **fields}, where)
+        StepOptions(accumulate=layout.accumulate, remat=layout.remat, interleave=layout.interleave)  # checks the values
+        return layout
 
     @property
     def microbatches(self) -> int:
@@ -102,6 +82,36 @@ class Layout:
         options = [f"remat={self.remat}"] * bool(self.remat) + [f"accumulate={self.accumulate}"] * (self.accumulate > 1)
         options += [f"interleave={self.interleave}"] * (self.interleave > 1)
         return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *options])
+
+
+_FIX = "create the file again: meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
+
+
+def parsed(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
+    """Return a dataclass from JSON data with exactly its fields, except those that are not in its repr."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.repr}  # type: ignore[arg-type]
+    values, hints = {key: tuple(x) if isinstance(x, list) else x for key, x in data.items()}, get_type_hints(kind)
+    wrong = [f"a {kind.__name__} requires the fields {', '.join(fields)}"] * (values.keys() != fields.keys())
+    wrong = wrong or [
+        f"`{key}` must be {fields[key]}, not {abbreviated(x)}" for key, x in values.items() if not _is(x, hints[key])
+    ]
+    if wrong:
+        raise problem(where, f"read a {kind.__name__}", "; ".join(wrong), _FIX, code="damaged-file")
+    return kind(**values)
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Return whether a value from a file has the type of a field. Numbers are finite and not negative."""
+    args = get_args(hint)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, Mapping) and all(_is(item, args[1]) for item in value.values())
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is(item, args[0]) for item in value)
+    if get_origin(hint) is UnionType:
+        return any(_is(value, arg) for arg in args)
+    if hint in (int, float):
+        return is_int(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
+    return isinstance(value, hint)
 
 
 def abbreviated(data: Any) -> str:
@@ -199,22 +209,23 @@ class Placed:
             interleave=layout.interleave,
             is_once=pipeline is not None,
             is_remat=layout.remat is not None,
-            by_stages=pipeline is not None,
-            choices=work.choices,
+            is_pipelined=pipeline is not None,
+            experts_per_token=work.experts_per_token,
             nodes_visited=work.nodes_visited,
             row_bytes=work.row_bytes,
             vocab_chunks=self.vocab_chunks,
             compute=work.precision.compute,
             reduce=work.precision.reduce,
-            narrow=work.precision.narrow(weight.decision.path for weight in weights),
-            by_row=work.precision.narrow((weight.decision.path for weight in weights), BY_ROW),
+            low_precision=work.precision.narrow(weight.decision.path for weight in weights),
+            rowwise_fp8=work.precision.narrow((weight.decision.path for weight in weights), BY_ROW),
         )
         return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
     def sent(self, step: StepSpec) -> Iterator[tuple[ExpectedCollective, float]]:
         """Yield the collectives of a step, of XLA and of kernels, with the fraction that a device sends."""
         fraction, strategy = 1.0, self.strategy
-        yield from ((expected, 1.0) for expected in (*leaves.promised(step), *scales.promised(step), *_rows_sent(step)))
+        for expected_collectives in (leaves.expected_collectives, scales.expected_collectives, _rows_sent):
+            yield from ((expected, 1.0) for expected in expected_collectives(step))
         if strategy.pipeline is not None:  # activation collectives are expected for all layers; a stage has a fraction
             fraction, step = 1 / strategy.pipeline.stages, dataclasses.replace(step, weights=self.weights)
         for part in strategy.parts:
@@ -223,13 +234,13 @@ class Placed:
 
 def looked_up(step: StepSpec) -> Weight | None:
     """Return the embedding table whose rows are sent to the tokens, or None; see `models.embedding_lookup`."""
-    if step.by_stages or step.is_tied or step.is_by_device or not step.tokens:
+    if step.is_pipelined or step.is_tied or step.is_by_device or not step.tokens:
         return None
     for weight in step.weights:
-        if is_looked_up(weight.decision):
+        if weight.leaf.is_table:
             vocab, width = _table_axes(step, weight)
             tokens = step.tokens // step.num_shards(step.sequence_axes)
-            rows = size_of(weight.decision, "vocab") // step.num_shards(vocab)
+            rows = weight.leaf.size_of("vocab") // step.num_shards(vocab)
             is_possible = width and set(width) <= set(step.batch_axes) and set(step.sequence_axes) <= set(vocab)
             if is_possible and exchange_is_cheaper(tokens, rows, step.compute_dtype(weight.decision)):
                 return weight
@@ -248,30 +259,34 @@ def _rows_sent(step: StepSpec) -> Iterator[ExpectedCollective]:
     table = looked_up(step) if step.exchanges_rows else None
     if table is None or step.tokens is None:
         return
-    (vocab, width), embed = _table_axes(step, table), size_of(table.decision, "embed")
+    (vocab, width), embed = _table_axes(step, table), table.decision.leaf.size_of("embed")
     dtype, steps = step.wire(step.compute_dtype(table.decision)), step.accumulate
     between, rest = step.sequence_axes, tuple(axis for axis in vocab if axis not in step.sequence_axes)
     summed = tuple(axis for axis in (*step.batch_axes, *step.context_axes) if axis not in width)
     all_rows = step.tokens * embed
-    send = functools.partial(ExpectedCollective, role="rows of the table", tensors=(table.decision.path,), outside=True)
+    shard = table.leaf.size // step.num_shards((*vocab, *width))
     local_rows = all_rows // step.num_shards(between)
-    yield send(
-        kind="gather",
-        axes=width,
-        elements=step.tokens * step.num_shards(width),
-        dtype="s32",
-        count=(steps, steps),
-    )
-    yield send(kind="exchange", axes=width, elements=local_rows, dtype=dtype, count=(2 * steps, 2 * steps))
-    if between:
-        yield send(kind="sum", axes=between, scattered=between, elements=all_rows, dtype=dtype, count=(steps, steps))
-        yield send(kind="gather", axes=between, elements=all_rows, dtype=dtype, count=(steps, steps))
-    if rest:
-        yield send(kind="sum", axes=rest, elements=local_rows, dtype=dtype, count=(steps, steps))
-    if summed:
-        shard = table.decision.leaf.size // step.num_shards((*vocab, *width))
+    for kind, axes, elements, sent_dtype, count in (
+        ("gather", width, step.tokens * step.num_shards(width), "s32", (steps, steps)),
+        ("exchange", width, local_rows, dtype, (2 * steps, 2 * steps)),
+        ("sum", between, all_rows, dtype, (steps, steps)),
+        ("gather", between, all_rows, dtype, (steps, steps)),
+        ("sum", rest, local_rows, dtype, (steps, steps)),
         # XLA may accumulate the micro-steps before it reduces them.
-        yield send(kind="sum", axes=step.ordered(summed), elements=shard, dtype="f32", count=(1, steps))
+        ("sum", step.ordered(summed), shard, "f32", (1, steps)),
+    ):
+        if axes:
+            yield ExpectedCollective(
+                role="rows of the table",
+                kind=kind,  # type: ignore[arg-type]
+                axes=axes,
+                scattered=between if kind == "sum" and axes == between else (),
+                elements=elements,
+                dtype=sent_dtype,
+                count=count,
+                tensors=(table.decision.path,),
+                outside_loops=True,
+            )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -33,10 +33,6 @@ from meshpar.hardware.cost_model import dropless_bytes
 from meshpar.parallel.expected.step_spec import (
     StepSpec,
     Weight,
-    has_vocabulary,
-    is_expert,
-    is_looked_up,
-    is_router,
     layer_elements,
     owned_axes,
     split_axes,
@@ -110,7 +106,11 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
         saved = _staged(placed, saved, rows) + _deferred_expert_grads(placed, step)
         # A tick slot with a forward and a backward pass runs a layer of each at a time.
         layer = _routed_bytes(placed, step, rows) * (2 if stage_load(placed.strategy.pipeline).together else 1)
-        layer += _embedding_and_head_grads(placed)
+        # Gradients of parameters outside the layers, which are full on each stage.
+        for weight in placed.weights:
+            if not weight.leaf.is_stacked:
+                shards = num_shards(without_axes(weight.grads, placed.batch_axes), placed.sizes)
+                layer += _reduce_itemsize(placed) * (weight.leaf.size // shards)
         head = max(2 * logits, logits + weights.head)
     return MemoryEstimate(
         state_bytes=placed.state_bytes,
@@ -135,7 +135,9 @@ class _WeightBytes(NamedTuple):
     """Bytes that do not depend on the number of examples of a micro-step."""
 
     sums: int
+    """Accumulated gradients, and the layers' gradients of a micro-step."""
     copies: int
+    """Parameters in the compute dtype. A stage gathers its parameters once per step."""
     layer: int
     """Gathered weights of a layer, and its gradients before the reduce-scatter."""
     head: int
@@ -148,8 +150,8 @@ class _WeightBytes(NamedTuple):
 
 
 def _weight_bytes(placed: Placed, layout: Layout, step: StepSpec) -> _WeightBytes:
-    with_vocabulary = [weight for weight in placed.weights if has_vocabulary(weight.decision)]
-    tables = [weight for weight in with_vocabulary if is_looked_up(weight.decision)]
+    with_vocabulary = [weight for weight in placed.weights if weight.leaf.has("vocab")]
+    tables = [weight for weight in with_vocabulary if weight.leaf.is_table]
     heads = [weight for weight in with_vocabulary if weight not in tables] or tables
     reduce_itemsize, itemsize = _reduce_itemsize(placed), placed.workload.compute_itemsize
 
@@ -163,25 +165,32 @@ def _weight_bytes(placed: Placed, layout: Layout, step: StepSpec) -> _WeightByte
     head = reduce_itemsize * elements(heads) + gathered_bytes
     if placed.workload.vocab_chunk is not None:  # the next chunk is gathered early, and all gradients are kept
         shards = ((weight, num_shards(weight.update, placed.sizes)) for weight in heads)
-        stacked = max(itemsize * weight.decision.leaf.size // count for weight, count in shards)
+        stacked = max(itemsize * weight.leaf.size // count for weight, count in shards)
         head = (reduce_itemsize * elements(heads) + 2 * itemsize * elements(gathered)) // step.vocab_chunks + stacked
-    has_no_table = step.exchanges_rows or step.by_stages or heads == tables
+    has_no_table = step.exchanges_rows or step.is_pipelined or heads == tables
+    copies = 0
+    for weight in step.weights:
+        axes = gather_axes(step, weight) if step.is_pipelined else set()
+        if itemsize != weight.leaf.dtype.itemsize or axes:
+            copies += itemsize * weight.leaf.size // num_shards(without_axes(weight.spec, axes), placed.sizes)
+    layers = [weight for weight in placed.weights if weight.leaf.is_stacked]
+    sizes = [layer_elements(step, weight.decision, gather_axes(step, weight)) for weight in layers]
+    # Gathered weights and full gradients that exist at once; see the module's docstring.
+    gathered_sizes = [size for size, weight in zip(sizes, layers, strict=True) if gather_axes(step, weight)]
+    if step.is_prefetched:
+        layer = (itemsize + (1 + step.interleave) * reduce_itemsize) * sum(gathered_sizes)
+    else:
+        largest = max(gathered_sizes, default=0)
+        layer = 2 * itemsize * sum(gathered_sizes) + step.interleave * reduce_itemsize * largest
     return _WeightBytes(
         sums=_sums(placed, layout, step),
-        copies=_copies(placed, step),
-        layer=_layer_weights(placed, step),
+        copies=copies,
+        layer=layer,
         head=head,
         table=0 if has_no_table else reduce_itemsize * elements(tables),
         gathers_head=bool(gathered),
-        small=max((size for size in _layer_sizes(placed, step) if size <= MEMORY.most_split), default=0),
+        small=max((size for size in sizes if size <= MEMORY.most_split), default=0),
     )
-
-
-def _layer_sizes(placed: Placed, step: StepSpec) -> Iterator[int]:
-    """Yield the number of elements of one layer of each stacked weight, as used by matmuls."""
-    for weight in placed.weights:
-        if weight.decision.leaf.is_stacked:
-            yield layer_elements(step, weight.decision, gather_axes(step, weight))
 
 
 def _staged(placed: Placed, saved: int, rows: int) -> int:
@@ -197,7 +206,7 @@ def _staged(placed: Placed, saved: int, rows: int) -> int:
         for nbytes, held in _held(placed, "stages")
         if held.layers and held.itemsize == itemsize and not held.is_routed
     )
-    deferred = rows * (sum(inputs) + residual * 4 / itemsize * bool(work.choices))
+    deferred = rows * (sum(inputs) + residual * 4 / itemsize * bool(work.experts_per_token))
     # A single buffer slot is written in place. With several slots, the new value exists outside the slot first. If no W
     # is deferred, the inputs of one layer exist while it runs.
     copies = MEMORY.handed_twice + (load.deferred > load.chunk)
@@ -216,18 +225,10 @@ def _deferred_expert_grads(placed: Placed, step: StepSpec) -> int:
     load, total = stage_load(pipeline), 0
     extra = load.chunk * (1 + (placed.workload.num_layers > pipeline.stages))
     for weight in step.weights:
-        if is_expert(weight.decision) and not is_router(weight.decision):
-            spec = without_axes(weight.decision.spec, gather_axes(step, weight))
-            total += itemsize * weight.decision.leaf.size // num_shards(spec, placed.sizes)
+        if weight.leaf.is_expert:
+            spec = without_axes(weight.spec, gather_axes(step, weight))
+            total += itemsize * weight.leaf.size // num_shards(spec, placed.sizes)
     return int(total * (load.deferred + extra))
-
-
-def _embedding_and_head_grads(placed: Placed) -> int:
-    """Return the bytes of gradients of parameters outside the layers, which are full on each stage."""
-    weights = [weight for weight in placed.weights if not weight.decision.leaf.is_stacked]
-    shards = (num_shards(without_axes(weight.grads, placed.batch_axes), placed.sizes) for weight in weights)
-    sizes = (weight.decision.leaf.size // count for weight, count in zip(weights, shards, strict=True))
-    return _reduce_itemsize(placed) * sum(sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +282,7 @@ def _sums(placed: Placed, layout: Layout, step: StepSpec) -> int:
     unsharded_axes = set() if pipeline is None else set(placed.batch_axes)
     itemsize, is_accumulated, total = _reduce_itemsize(placed), layout.accumulate > 1 or pipeline is not None, 0
     for weight in placed.weights:
-        leaf = weight.decision.leaf
+        leaf = weight.leaf
         if is_accumulated:
             spec = without_axes(weight.update, unsharded_axes - set(owned_axes(step, weight.decision)))
             nbytes = itemsize * leaf.size // num_shards(spec, placed.sizes)
@@ -299,62 +300,44 @@ def _reduce_itemsize(placed: Placed) -> int:
 
 def gather_axes(step: StepSpec, weight: Weight) -> set[str]:
     """Return the axes over which a parameter is gathered before use."""
-    sharded = set(split_axes(step, weight.decision.spec))
+    sharded = set(split_axes(step, weight.spec))
     return sharded - set(step.tensor_axes) - set(owned_axes(step, weight.decision))
-
-
-def _copies(placed: Placed, step: StepSpec) -> int:
-    """Return the bytes of parameters in the compute dtype; a stage gathers its parameters once per step."""
-    total, itemsize = 0, placed.workload.compute_itemsize
-    for weight in step.weights:
-        axes, leaf = gather_axes(step, weight) if step.by_stages else set(), weight.decision.leaf
-        if itemsize != leaf.dtype.itemsize or axes:
-            total += itemsize * leaf.size // num_shards(without_axes(weight.decision.spec, axes), placed.sizes)
-    return total
-
-
-def _layer_weights(placed: Placed, step: StepSpec) -> int:
-    """Return the bytes of gathered weights and full gradients that exist at once; see the module's docstring."""
-    itemsize, reduce_itemsize = placed.workload.compute_itemsize, _reduce_itemsize(placed)
-    gathered = gradients = largest = 0
-    for weight in placed.weights:
-        if weight.decision.leaf.is_stacked and (axes := gather_axes(step, weight)):
-            elements = layer_elements(step, weight.decision, axes)
-            gathered, gradients = gathered + itemsize * elements, gradients + reduce_itemsize * elements
-            largest = max(largest, reduce_itemsize * elements)
-    slices = step.interleave
-    return gathered + (1 + slices) * gradients if step.is_prefetched else 2 * gathered + slices * largest
 
 
 def _logits_bytes(placed: Placed, rows: int) -> int:
     """Return the bytes of the logits' gradient. With vocabulary chunks, add float32 logits and the input's gradient."""
     work = placed.workload
     if work.vocab_chunk is not None:
-        sizes = (weight.decision.leaf.size for weight in placed.weights if has_vocabulary(weight.decision))
+        sizes = (weight.leaf.size for weight in placed.weights if weight.leaf.has("vocab"))
         width = max(sizes) // work.vocab_size
         input_grad = placed.row_bytes(Held(("seq", "act_embed"), (work.seq_len or 1, width), 4, 0, is_routed=False))
         logits = placed.logits_per_row() / placed.vocab_chunks * (4 + work.compute_itemsize)
         return int(rows * (logits + input_grad))
-    outside = (nbytes / held.itemsize for nbytes, held in _held(placed, None) if not held.layers and _is_logits(held))
-    return int(rows * placed.workload.compute_itemsize * max(outside, default=0))
-
-
-def _is_logits(held: Held) -> bool:
-    return held.names[-1:] == ("act_vocab",)
+    outside = (
+        nbytes / held.itemsize
+        for nbytes, held in _held(placed, None)
+        if not held.layers and held.names[-1:] == ("act_vocab",)
+    )
+    return int(rows * work.compute_itemsize * max(outside, default=0))
 
 
 def _routed_bytes(placed: Placed, step: StepSpec, rows: int) -> int:
     """Return the bytes of routed tokens in one layer: the buffers of dispatch and combine, and expert activations."""
     work, tokens = placed.workload, step.tokens
-    if not work.choices or not tokens:
+    if not work.experts_per_token or not tokens:
         return 0
     expert_axes = {axis for weight in placed.weights for axis in owned_axes(step, weight.decision)}
     ranks = step.num_shards(step.ordered(expert_axes))
     # The buffers fit any routing. Expert activations need memory for the actual tokens only.
     routed = [(nbytes, held) for nbytes, held in _held(placed, "stages") if held.layers and held.is_routed]
     activations = rows * sum(nbytes / held.layers for nbytes, held in routed)
-    width = max(weight.decision.leaf.shape[-2] for weight in placed.weights if is_router(weight.decision))
+    width = max(weight.leaf.shape[-2] for weight in placed.weights if weight.leaf.is_router)
     buffers = dropless_bytes(
-        width * work.compute_itemsize, tokens, work.choices, work.num_experts, ranks, bound_factor=work.bound_factor
+        width * work.compute_itemsize,
+        tokens,
+        work.experts_per_token,
+        work.num_experts,
+        ranks,
+        bound_factor=work.bound_factor,
     )
     return int(activations + buffers)

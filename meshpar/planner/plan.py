@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import jax
 import optax
@@ -31,23 +30,22 @@ from meshpar.moe.dispatch_combine import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.calibration import SEARCH
-from meshpar.planner.layout import Layout, abbreviated
-from meshpar.planner.search import Found, Search, shortage
-from meshpar.planner.workload import Workload, describe, value_of
+from meshpar.planner.layout import Layout, parsed
+from meshpar.planner.search import Found, Search
+from meshpar.planner.workload import Workload, batch_of, describe, value_of
 from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import tracing
 from meshpar.sharding.errors import check_int, check_positive_int
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import Plain, Printed, human_mesh, table
-from meshpar.sharding.types import MeshparError, PyTree, check_takes, is_int, near, problem
+from meshpar.sharding.types import MeshparError, PyTree, check_takes, problem
 from meshpar.sharding.units import human_bytes, si
 from meshpar.training.gradients.selection import check_options
 from meshpar.training.options import StepOptions
 from meshpar.training.state import abstract_state
 from meshpar.training.step import TrainStep, check_loss
 
-Of = TypeVar("Of")
 BYTES_ERROR = 0.02
 """Relative error of an axis's bytes above which a plan has a note."""
 
@@ -108,7 +106,7 @@ class Plan(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plans(Printed):
+class Plans(Printed, Plain):
     """The fastest layouts in order. Prints as a table."""
 
     cluster: str
@@ -129,34 +127,9 @@ class Plans(Printed):
     def __len__(self) -> int:
         return len(self.plans)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the plans as plain data for `load_plans`."""
-        fields = ("cluster", "considered", "rates", "advice", "left_out")
-        return {**{field: getattr(self, field) for field in fields}, "plans": [plan.to_json() for plan in self.plans]}
-
     def save(self, path: str | Path) -> None:
         """Write the plans as JSON for `load_plans`. Raises `MeshparError` if the file cannot be written."""
         write_json(path, self.to_json(), "plans")
-
-    def diff(self, other: Plans) -> tuple[str, ...]:
-        """Return the differences from other plans: layouts in one of them, and changed ranks, peaks and times."""
-        if not isinstance(other, Plans):
-            fix = "pass the result of mp.plan or of planner.plan.load_plans(path)"
-            requested, reason = f"compare with {abbreviated(other)}", f"it is a {type(other).__name__}"
-            raise problem("plans.diff", requested, reason, fix, code="wrong-type")
-        mine, theirs = (
-            {plan.layout: (rank, plan) for rank, plan in enumerate(plans.plans, 1)} for plans in (self, other)
-        )
-        lines = [f"only here: {layout.label}" for layout in mine if layout not in theirs]
-        lines += [f"only there: {layout.label}" for layout in theirs if layout not in mine]
-        for layout in (layout for layout in mine if layout in theirs):
-            (rank, plan), (old_rank, old) = mine[layout], theirs[layout]
-            changes = [f"rank {old_rank} → {rank}"] * (rank != old_rank)
-            changes += [f"step {si(old.step_s, 's')} → {si(plan.step_s, 's')}"] * (old.step_s != plan.step_s)
-            peaks = old.peak_bytes, plan.peak_bytes
-            changes += [f"peak {human_bytes(peaks[0])} → {human_bytes(peaks[1])}"] * (peaks[0] != peaks[1])
-            lines += [f"{layout.label}: {', '.join(changes)}"] * bool(changes)
-        return tuple(lines)
 
     def why_not(
         self, *, mesh: str | MeshSpec, strategy: str | Strategy | None = None, remat: str | None = None,
@@ -182,21 +155,16 @@ class Plans(Printed):
         if self.search is None:
             reason, fix = "the file does not contain the model", "call why_not on the result of mp.plan"
             raise problem("plans from a file", "evaluate another layout", reason, fix, code="unsupported-feature")
-        spec = MeshSpec.parse(mesh) if isinstance(mesh, str) else mesh
-        if not isinstance(spec, MeshSpec):
-            fix = 'write mesh="fsdp=8,tensor=8", or mp.MeshSpec(fsdp=8, tensor=8)'
-            reason = f"it is a {type(mesh).__name__}"
-            raise problem(f"why_not(mesh={mesh!r})", "evaluate that mesh", reason, fix, code="wrong-type")
-        parsed = parse_strategy(strategy) if isinstance(strategy, str) else strategy
-        parsed = None if parsed is None else as_strategy(parsed)
+        spec = mesh if isinstance(mesh, MeshSpec) else MeshSpec.parse(str(mesh))
+        if strategy is not None:
+            strategy = parse_strategy(strategy) if isinstance(strategy, str) else as_strategy(strategy)
         try:
-            if parsed is None:
+            if strategy is None:
                 found = self.search.on_mesh(spec)
             else:
-                options = StepOptions(remat=remat, accumulate=accumulate, interleave=interleave)
-                check_options(parsed, options, tuple(axis for axis, size in spec.items() if size > 1))
-                layout = Layout(mesh=spec, strategy=parsed, remat=remat, accumulate=accumulate, interleave=interleave)
-                found = self.search.estimate(layout)
+                options: dict[str, Any] = {"remat": remat, "accumulate": accumulate, "interleave": interleave}
+                check_options(strategy, StepOptions(**options), tuple(axis for axis, size in spec.items() if size > 1))
+                found = self.search.estimate(Layout(mesh=spec, strategy=strategy, **options))
         except MeshparError as error:
             return f"the layout is invalid: {error}"
         label, limit, peak = found.layout.label, self.search.limit_bytes, found.memory.peak_bytes
@@ -301,7 +269,12 @@ def plan(
         **_expert_properties(model, bound_factor, nodes_visited, row_bytes),
     )
     search = Search(work, cluster)
-    found, warned = _traceable(search, loss, top)
+    with warnings.catch_warnings(record=True) as caught:
+        found = list(_traceable(search, loss, top))
+    warned = [warning for warning in caught if issubclass(warning.category, UserWarning)]
+    for warning in caught:
+        if warning not in warned:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     if not found:
         raise _nothing_fits(search)
     plans, left_out = _verified(search, found, loss, verify, options)
@@ -310,7 +283,11 @@ def plan(
         considered=search.considered,
         rates=search.rates,
         plans=tuple(plans),
-        advice=(*advice(work, cluster, search.limit_bytes), *warned, f"start with plan 1: {plans[0].layout.label}"),
+        advice=(
+            *advice(work, cluster, search.limit_bytes),
+            *dict.fromkeys(str(warning.message) for warning in warned),
+            f"start with plan 1: {plans[0].layout.label}",
+        ),
         left_out=tuple(left_out),
         search=search,
     )
@@ -324,53 +301,35 @@ def _check_arguments(model: Any, loss: Any, tx: Any, top: int, verify: int) -> N
         raise problem(f"plan(verify={verify})", "compile so many plans", reason, fix, code="out-of-range")
     for name, value, method, fix in (
         ("model", model, "build", "pass the result of an adapter, as mp.from_nnx(...), or a config"),
-        ("tx", () if tx is None else tx, "update", "pass optax.adamw(3e-4)"),
+        ("tx", tx, "update", "pass optax.adamw(3e-4)"),
     ):
-        if value == () or isinstance(value, Model):
-            continue
-        where, requested = f"plan({name}=...)", "trace a training step with it"
-        if isinstance(value, type):
-            reason = f"it is the class {value.__name__} and not an instance"
-            raise problem(where, requested, reason, f"call it, or {fix}", code="wrong-type")
-        if not callable(getattr(value, method, None)):
-            reason = f"it is a {type(value).__name__} without a method `{method}`"
-            raise problem(where, requested, reason, fix, code="wrong-type")
+        is_default = isinstance(value, Model) or (name == "tx" and value is None)
+        if not is_default and (isinstance(value, type) or not callable(getattr(value, method, None))):
+            kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+            reason = f"it is {kind}, and an instance with a method `{method}` is required"
+            raise problem(f"plan({name}=...)", "trace a training step with it", reason, fix, code="wrong-type")
     check_loss("plan", loss)
 
 
 def _expert_properties(model: Any, bound_factor: Any, nodes_visited: Any, row_bytes: Any) -> dict[str, Any]:
     """Return the properties of the MoE layers: those of the model's config, or else the arguments."""
     check_bound("plan", bound_factor)
-    for name, value, arguments in (
-        ("nodes_visited", nodes_visited, ("nodes",)),
-        ("row_bytes", row_bytes, ("way", "width")),
-    ):
-        if value is not None:
-            check_takes(f"plan({name}=...)", value, arguments, f"{name}=moe.{name} of your MoEConfig, or None")
-    arguments_given = {"bound_factor": bound_factor, "nodes_visited": nodes_visited, "row_bytes": row_bytes}
-    return {name: getattr(getattr(model, "moe", None), name, value) for name, value in arguments_given.items()}
+    values = {"bound_factor": bound_factor, "nodes_visited": nodes_visited, "row_bytes": row_bytes}
+    for name, arguments in (("nodes_visited", ("nodes",)), ("row_bytes", ("way", "width"))):
+        if values[name] is not None:
+            check_takes(f"plan({name}=...)", values[name], arguments, f"{name}=moe.{name} of your MoEConfig, or None")
+    return {name: getattr(getattr(model, "moe", None), name, value) for name, value in values.items()}
 
 
-def _traceable(search: Search, loss: Callable[..., Any], top: int) -> tuple[list[Found], list[str]]:
-    """Return the fastest layouts under which the model can be traced, and the warnings of these traces."""
-    with warnings.catch_warnings(record=True) as caught:
-        found = list(_traced(search, loss, top))
-    about_plans = [warning for warning in caught if issubclass(warning.category, UserWarning)]
-    for warning in caught:
-        if warning not in about_plans:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return found, list(dict.fromkeys(str(warning.message) for warning in about_plans))
-
-
-def _traced(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
+def _traceable(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Found]:
     """Yield the fastest layouts under which the model can be traced. Some kernels do not support all strategies."""
-    refused: dict[Any, bool] = {}
+    is_traceable: dict[Any, bool] = {}
     for found in search.best(4 * top):
         axes = tuple(size > 1 for size in found.layout.mesh.values())
         key = axes, tuple(map(repr, found.layout.strategy.parts)), found.layout.interleave
-        if key not in refused:
-            refused[key] = not _traces(search, found.layout, loss)
-        if not refused[key]:
+        if key not in is_traceable:
+            is_traceable[key] = _traces(search, found.layout, loss)
+        if is_traceable[key]:
             yield found
             top -= 1
         if not top:
@@ -379,41 +338,40 @@ def _traced(search: Search, loss: Callable[..., Any], top: int) -> Iterator[Foun
 
 def _traces(search: Search, layout: Layout, loss: Callable[..., Any]) -> bool:
     work, mesh = search.workload, layout.mesh.abstract(search.cluster.num_devices)
-    rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // layout.accumulate, *x.shape[1:]) if x.shape else (), x.dtype),
-        work.batch,
-    )
-    variables = work.model.abstract()
+    batch, variables = batch_of(work.batch, work.rows // layout.accumulate), work.model.abstract()
     try:
         with traced_for(search.cluster), tracing(mesh, layout.strategy):
             value = value_of(work.model, loss, work.precision, layout.remat, layout.interleave)
-            jax.eval_shape(value, variables.params, variables.extra, rows, jax.ShapeDtypeStruct((2,), "uint32"))
+            jax.eval_shape(value, variables.params, variables.extra, batch, jax.ShapeDtypeStruct((2,), "uint32"))
     except MeshparError:
         return False
     return True
 
 
 def _nothing_fits(search: Search) -> MeshparError:
-    work = search.workload
-    requested = f"train {sum(leaf.size for leaf in work.leaves):,} parameters with a batch of {work.rows}"
-    where = f"plan for `{search.cluster.name}`"
-    return problem(where, requested, shortage(search), _nearest_fix(search), code="does-not-fit")
-
-
-def _nearest_fix(search: Search) -> str:
-    """Return the smallest change that would fit: another batch, more nodes, or smaller microbatches."""
+    """Return the error with the missing memory, and the smallest change that would fit."""
+    work, cluster, limit = search.workload, search.cluster, search.limit_bytes
     if search.smallest is None:
-        rows, num = search.workload.rows, search.cluster.num_devices
-        divisible = [size for size in (rows // num * num, -(-rows // num) * num) if size]
-        fewer = max((size for size in range(1, num) if rows % size == 0), default=1)
-        return f"use a batch of {' or '.join(map(str, divisible))}, or {fewer} of the {num} GPUs"
-    cluster, estimate = search.cluster, search.smallest.memory
-    sharded = estimate.state_bytes + estimate.gradients_bytes + estimate.copies_bytes  # over all GPUs
-    available = search.limit_bytes - (estimate.peak_bytes - sharded)
-    if available <= 0:
-        return "use shorter sequences or smaller microbatches"
-    nodes = -(-sharded * cluster.nodes // available)
-    return f"use about {nodes} nodes, --cluster {cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}, or a larger GPU"
+        num = cluster.num_devices
+        divisible = [size for size in (work.rows // num * num, -(-work.rows // num) * num) if size]
+        fewer = max((size for size in range(1, num) if work.rows % size == 0), default=1)
+        reason = "no mesh of its GPUs divides this model and batch"
+        fix = f"use a batch of {' or '.join(map(str, divisible))}, or {fewer} of the {num} GPUs"
+    else:
+        layout, memory = search.smallest
+        reason = (
+            f"the smallest layout needs {human_bytes(memory.peak_bytes)} of {human_bytes(limit)} per GPU, "
+            f"{human_bytes(memory.peak_bytes - limit)} too much ({human_bytes(memory.state_bytes)} of it state): "
+            f"{layout.label}"
+        )
+        sharded = memory.state_bytes + memory.gradients_bytes + memory.copies_bytes  # over all GPUs
+        fix, available = "use shorter sequences or smaller microbatches", limit - (memory.peak_bytes - sharded)
+        if available > 0:
+            nodes = -(-sharded * cluster.nodes // available)
+            name = f"{cluster.gpu.name}:{nodes}x{cluster.gpus_per_node}"
+            fix = f"use about {nodes} nodes, --cluster {name}, or a larger GPU"
+    requested = f"train {sum(leaf.size for leaf in work.leaves):,} parameters with a batch of {work.rows}"
+    return problem(f"plan for `{cluster.name}`", requested, reason, fix, code="does-not-fit")
 
 
 # ---- By the compiler -------------------------------------------------------------------------------------------------
@@ -494,67 +452,18 @@ def load_plans(path: str | Path) -> Plans:
     where, fix = f"plans `{path}`", "create the file with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
         data = read_json(path, where, fix)
-        lists = {field: _listed(data[field]) for field in ("advice", "left_out") if field in data}
-        plans = _parse(Plans, {**data, **lists, "plans": tuple(_plan(each, where) for each in data["plans"])}, where)
-        if not plans.plans:
-            raise problem(where, "use a plan", "the file has none", fix, code="damaged-file")
-        return plans
+        plans = parsed(Plans, {**data, "plans": [_plan(each, where) for each in data["plans"]]}, where)
+        reason = "" if plans.plans else "the file has no plans"
     except MeshparError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise problem(where, "read them", f"the file has no plans ({error})", fix, code="damaged-file") from None
+        reason = f"the file has no plans ({error})"
+    if reason:
+        raise problem(where, "read them", reason, fix, code="damaged-file")
+    return plans
 
 
 def _plan(data: Mapping[str, Any], where: str) -> Plan:
-    read: dict[str, Any] = {"layout": Layout.from_json(data["layout"])}
-    if program := data.get("compiled"):
-        read["compiled"] = _parse(Compiled, {**program, "notes": _listed(program.get("notes", []))}, where)
-    return _parse(Plan, {**data, **read}, where)
-
-
-def _parse(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
-    """Return a dataclass from plain data with exactly its fields."""
-    fields = [field.name for field in dataclasses.fields(kind) if field.name != "search"]  # type: ignore[arg-type]
-    fix, code = "create the file again with meshpar plan", "damaged-file"
-    for key in data:
-        if key not in fields:
-            reason = f"a {kind.__name__} has no such field"
-            raise problem(where, f"read `{key}`", reason, near(key, fields), code=code)
-    for key in fields:
-        if key not in data:
-            raise problem(where, f"read `{key}`", f"this {kind.__name__} lacks it", fix, code=code)
-    hints = get_type_hints(kind)
-    for key, value in data.items():
-        if not _is(value, hints[key]):
-            reason = f"this field of a {kind.__name__} must be {_in_words(hints[key])}"
-            raise problem(f"{where}, `{key}`", f"read {abbreviated(value)}", reason, fix, code=code)
-    return kind(**data)
-
-
-def _listed(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _is(value: Any, hint: Any) -> bool:
-    """Return whether a value from a file has the type of a field."""
-    args = get_args(hint)
-    if get_origin(hint) is Mapping:
-        return isinstance(value, Mapping) and all(_is(item, args[1]) for item in value.values())
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_is(item, args[0]) for item in value)
-    if get_origin(hint) is UnionType:
-        return any(_is(value, arg) for arg in args)
-    if hint in (int, float):
-        return is_int(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
-    return isinstance(value, hint)
-
-
-_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
-
-
-def _in_words(hint: Any) -> str:
-    args = [_WORDS.get(arg, "an object") for arg in get_args(hint) if arg is not Ellipsis]
-    if get_origin(hint) is UnionType:
-        return " or ".join(args)
-    kind = {Mapping: "an object of", tuple: "a list of"}.get(get_origin(hint))
-    return f"{kind} {args[-1].split(maxsplit=1)[1]}s" if kind else _WORDS.get(hint, "an object")
+    compiled = data.get("compiled")
+    fields = {"layout": Layout.from_json(data["layout"]), "compiled": compiled and parsed(Compiled, compiled, where)}
+    return parsed(Plan, {**data, **fields}, where)

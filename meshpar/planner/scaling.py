@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from meshpar.hardware.clusters import Cluster
@@ -74,13 +75,17 @@ class Growth(Printed, Plain):
     def __rich__(self) -> Any:
         kinds, rows = self.kinds, []
         for (scaling, num), sizes in _by_cluster(self.sizes).items():
-            by_kind, best = {size.kind: size for size in sizes}, _fastest(sizes).tokens_per_s
-            cells = [_cell(by_kind.get(kind), best) for kind in kinds]
-            rows.append((scaling, f"{num:,}", *cells))
-        stops = [_range_text(self, scaling, kind) for scaling in SCALINGS for kind in kinds if self.of(scaling, kind)]
-        caption = "\n".join(
-            ["* the fastest; an empty cell means that no layout of this kind fits", *stops, "", self.rates]
-        )
+            cells = {size.kind: f"{size.tokens_per_s:,.0f}" for size in sizes}
+            cells[_fastest(sizes).kind] += " *"
+            rows.append((scaling, f"{num:,}", *(cells.get(kind, "") for kind in kinds)))
+        lines = ["* the fastest; an empty cell means that no layout of this kind fits"]
+        for scaling, kind in itertools.product(SCALINGS, kinds):
+            if sizes := self.of(scaling, kind):
+                stops, until = self.stops(scaling, kind), "on all these sizes"
+                if stops is not None:
+                    until = f"up to {stops:,} GPUs" if stops > sizes[0].num_gpus else f"on {stops:,} GPUs only"
+                lines.append(f"{scaling}, {kind}: worthwhile {until}")
+        caption = "\n".join([*lines, "", self.rates])
         return table(f"{self.gpu}: tokens/s per GPU", ("", "GPUs", *kinds), rows, left=("",), caption=caption)
 
 
@@ -93,17 +98,6 @@ def _by_cluster(sizes: Sequence[Size]) -> dict[tuple[Scaling, int], list[Size]]:
 
 def _fastest(sizes: Sequence[Size]) -> Size:
     return max(sizes, key=lambda size: size.tokens_per_s)
-
-
-def _cell(size: Size | None, best: float) -> str:
-    return "" if size is None else f"{size.tokens_per_s:,.0f}" + (" *" if size.tokens_per_s == best else "")
-
-
-def _range_text(growth: Growth, scaling: Scaling, kind: str) -> str:
-    stops, first = growth.stops(scaling, kind), growth.of(scaling, kind)[0].num_gpus
-    if stops is None:
-        return f"{scaling}, {kind}: worthwhile on all these sizes"
-    return f"{scaling}, {kind}: worthwhile " + (f"up to {stops:,} GPUs" if stops > first else f"on {first:,} GPUs only")
 
 
 def grow(work: Workload, cluster: Cluster, *, max_gpus: int = MAX_GPUS) -> Growth:
@@ -127,8 +121,15 @@ def grow(work: Workload, cluster: Cluster, *, max_gpus: int = MAX_GPUS) -> Growt
         while (num := nodes * cluster.gpus_per_node) <= max_gpus:
             rows = work.rows if scaling == "strong" else work.rows * num // cluster.num_devices
             if rows:
-                pod = dataclasses.replace(cluster, nodes=nodes, axes={}, permutes={})
-                sizes += _sizes(with_rows(work, rows), pod, scaling)
+                pod, job = dataclasses.replace(cluster, nodes=nodes, axes={}, permutes={}), with_rows(work, rows)
+                per_gpu = (rows if job.tokens is None else job.tokens) / num
+                sizes += [
+                    Size(
+                        scaling=scaling, num_gpus=num, kind=kind, layout=found.layout.label, step_s=found.time.step_s,
+                        tokens_per_s=per_gpu / found.time.step_s, bound=found.time.bound,
+                    )
+                    for kind, found in best_by_kind(Search(job, pod)).items()
+                ]  # fmt: skip
             nodes *= 2
     best = {_fastest(group).kind for group in _by_cluster(sizes).values()}
     # Composed strategies appear in the table only if they are the fastest somewhere.
@@ -145,15 +146,6 @@ def with_rows(work: Workload, rows: int) -> Workload:
     """Return the workload of the same step on a batch of `rows` examples."""
     tokens = None if work.seq_len is None else rows * work.seq_len
     return dataclasses.replace(work, rows=rows, tokens=tokens, batch=batch_of(work.batch, rows))
-
-
-def _sizes(work: Workload, cluster: Cluster, scaling: Scaling) -> Iterator[Size]:
-    for kind, found in best_by_kind(Search(work, cluster)).items():
-        per_gpu = (work.rows if work.tokens is None else work.tokens) / cluster.num_devices
-        yield Size(
-            scaling=scaling, num_gpus=cluster.num_devices, kind=kind, layout=found.layout.label,
-            step_s=found.time.step_s, tokens_per_s=per_gpu / found.time.step_s, bound=found.time.bound,
-        )  # fmt: skip
 
 
 def best_by_kind(search: Search) -> Mapping[str, Found]:

@@ -45,7 +45,6 @@ from meshpar.sharding.errors import check_choice
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import MeshparError, axes_of_spec, problem
-from meshpar.sharding.units import human_bytes
 from meshpar.training.sharding_table import lay_out
 
 SLICES = 2
@@ -116,7 +115,7 @@ class Search:
         self.limit_bytes = int(cluster.gpu.memory_bytes * fill)
         self.placer, self.clock = Placer(workload), Clock(cluster)
         self.considered = 0
-        self.smallest: Found | None = None
+        self.smallest: tuple[Layout, MemoryEstimate] | None = None
         """The smallest of the layouts that do not fit."""
         distinct: dict[tuple[Remat, ...], Remat] = {}
         for remat in workload.policies:  # policies may save the same activations of a model
@@ -182,11 +181,12 @@ class Search:
         try:
             placed = self.placer.place(start.sizes, start.strategy)
             layouts = list(self.of(placed, below_s=below_s))
-            better = [layout for layout in layouts if layout.time.step_s < below_s]
-            if better and self._resolves(placed):
-                found[:] = sorted([*found, *better], key=lambda layout: layout.time.step_s)[:top]
         except MeshparError:
             return None
+        if better := [layout for layout in layouts if layout.time.step_s < below_s]:
+            with contextlib.suppress(MeshparError):
+                self.resolve(placed)
+                found[:] = sorted([*found, *better], key=lambda layout: layout.time.step_s)[:top]
         return min((layout.time.step_s for layout in layouts), default=None)
 
     def starts(self) -> list[_Start]:
@@ -238,9 +238,9 @@ class Search:
         step, sums = placed.step_spec(layout), np.zeros(len(members))
         weights_s, activations_s = np.zeros(len(members)), np.zeros(len(members))
         for weight in placed.weights:
-            size, axes = weight.decision.leaf.size, axes_of_spec(weight.decision.spec)
-            state += weight.decision.leaf.nbytes / shards(axes)
-            split = set(split_axes(step, weight.decision.spec))
+            size, axes = weight.leaf.size, axes_of_spec(weight.spec)
+            state += weight.leaf.nbytes / shards(axes)
+            split = set(split_axes(step, weight.spec))
             over = step.ordered((split | set(split_axes(step, weight.update))) & {*step.batch_axes, *step.context_axes})
             sent = size / shards(split - set(over)) * (1 - 1 / shards(over))
             times = (2 if split & set(over) else 1) * work.compute_itemsize + 4
@@ -259,9 +259,8 @@ class Search:
         # A stage keeps its accumulated gradients and its gathered weights.
         unsharded = sums * (1 + work.compute_itemsize / 4) * (placed.strategy.pipeline is not None)
         compute_s: Any = self._matmuls_s(placed, pipelines, self.limit_bytes - state - unsharded, shards)
-        compute_s += (
-            STEP.passes * work.rows * sum(held.row_bytes for held in work.held[None]) / self._device_bytes_per_s
-        )
+        moved = STEP.passes * work.rows * sum(held.row_bytes for held in work.held[None]) / self.cluster.num_devices
+        compute_s = compute_s + moved / self.cluster.gpu.memory_bytes_per_s
         compute_s = compute_s + self._experts_s(placed, step, members, shards)
         if placed.strategy.pipeline is not None:
             ticks, fill, *_ = np.array([_ScheduleEstimate.of(each) for each in pipelines if each is not None]).T
@@ -283,10 +282,8 @@ class Search:
     ) -> Any:
         """Return the time of the matmuls with the fastest policy; with stages, the fastest whose activations fit."""
         work, spec = self.workload, placed.step_spec(Layout(mesh=_ANY, strategy=placed.strategy))
-        floors = {
-            remat: self.clock.floor_s(placed, Layout(mesh=_ANY, strategy=placed.strategy, remat=remat))
-            for remat in sorted(self.policies, key=work.flops.__getitem__, reverse=True)
-        }
+        policies = sorted(self.policies, key=work.flops.__getitem__, reverse=True)
+        floors = {remat: self.clock.floor_s(work, remat) for remat in policies}
         if placed.strategy.pipeline is None:
             return min(floors.values())
         rows = work.rows / shards((*spec.batch_axes, *spec.context_axes, *spec.tensor_axes))
@@ -318,15 +315,12 @@ class Search:
         pipelines = [strategy.pipeline for _, strategy in members]
         microbatches = np.array([1 if pipeline is None else pipeline.microbatches for pipeline in pipelines])
         block_bytes = np.where(num_local > 1, STEP.block_bytes_of_several, STEP.block_bytes)
-        max_rows = ranks * np.minimum(work.choices, num_local)
-        bound = max_rows if work.bound_factor is None else np.minimum(max_rows, work.bound_factor * work.choices)
-        capacity = np.where(ranks > 1, bound, work.choices)
+        max_rows = ranks * np.minimum(work.experts_per_token, num_local)
+        if work.bound_factor is not None:
+            max_rows = np.minimum(max_rows, work.bound_factor * work.experts_per_token)
+        capacity = np.where(ranks > 1, max_rows, work.experts_per_token)
         moved = microbatches * block_bytes * size * BLOCKS_A_GROUP * num_local + routed_bytes(placed, tokens * capacity)
         return moved / shards(step.ordered(["stage"])) / self.cluster.gpu.memory_bytes_per_s
-
-    @property
-    def _device_bytes_per_s(self) -> float:
-        return self.cluster.num_devices * self.cluster.gpu.memory_bytes_per_s
 
     def _max_bytes_per_s(self, axes: Sequence[str], of: Mapping[str, Any], shards: Callable[..., Any]) -> Any:
         """Return the bandwidth of a ring over some axes, for the best placement of the other axes."""
@@ -337,14 +331,30 @@ class Search:
         return np.where(shards(axes) * inner <= self.cluster.gpus_per_node, inside, np.minimum(ports * across, inside))
 
     def meshes(self) -> Iterator[dict[str, int]]:
-        """Yield the meshes with as many devices as the cluster."""
-        sizes = {axis: self._sizes_of(axis) for axis in self._axes()}
-        return self._meshes_with(dict.fromkeys(sizes, 1), sizes, self.cluster.num_devices)
+        """Yield the meshes with as many devices as the cluster, of axis sizes over which the model can be sharded."""
+        num_devices, inside_node = self.cluster.num_devices, MeshSpec().inside_node
+        meshes: list[dict[str, int]] = [{}]
+        for axis in self._axes():
+            max_size = self.cluster.gpus_per_node if axis in inside_node else num_devices
+            sizes = [size for size in _divisors(num_devices) if max_size % size == 0]
+            sizes = [size for size in sizes if size == 1 or self._can_split(axis, size)]
+            meshes = [
+                {**mesh, axis: size}
+                for mesh in meshes
+                for size in sizes
+                if num_devices // math.prod(mesh.values()) % size == 0
+            ]
+        return (mesh for mesh in meshes if math.prod(mesh.values()) == num_devices)
 
     def strategies(self, sizes: Mapping[str, int]) -> Iterator[Strategy]:
         """Yield the strategies of a mesh under which the loss can be evaluated."""
-        for strategy in candidates(self._search_space(sizes)):
-            if self.workload.is_divisible or (strategy.pipeline is None and strategy.quantize is None):
+        work = self.workload
+        space = SearchSpace(
+            sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers,
+            is_node_first=work.nodes_visited is not None,
+        )  # fmt: skip
+        for strategy in candidates(space):
+            if work.is_divisible or (strategy.pipeline is None and strategy.quantize is None):
                 yield strategy
 
     def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Found]:
@@ -352,29 +362,24 @@ class Search:
 
         Batch slices are tried if the step without its exposed messages is faster than `below_s`.
         """
-        rows, pipeline = self.workload.rows // placed.batch_ways, placed.strategy.pipeline
-        counts = [1] if pipeline is not None or not self.workload.is_divisible else _divisors(rows)
+        work, is_undivided = self.workload, placed.strategy.pipeline is not None or not self.workload.is_divisible
+        counts = [1] if is_undivided else _divisors(work.rows // placed.batch_ways)
         spec = _spec(placed.sizes)
         for remat in self.policies:
             for count in counts:
                 layout = Layout(mesh=spec, strategy=placed.strategy, remat=remat, accumulate=count)
-                estimate = self.fits(placed, layout)
-                if estimate is not None:
-                    time = self.clock.estimate(placed, layout, estimate)
-                    yield Found(layout=layout, memory=estimate, time=time)
-                    if time.step_s - sum(time.exposed_s.values()) < below_s:
-                        yield from self._sliced(placed, layout, estimate, time.step_s)
-                    if not self.clock.is_crowded(estimate):  # more micro-steps send more, but leave memory for overlap
-                        break
-
-    def _sliced(self, placed: Placed, layout: Layout, estimate: MemoryEstimate, step_s: float) -> Iterator[Found]:
-        """Yield the layout with batch slices, if the batch is divisible and the step is faster than `step_s`."""
-        work = self.workload
-        if work.runs_layers and work.rows % (placed.batch_ways * layout.microbatches * SLICES) == 0:
-            layout = dataclasses.replace(layout, interleave=SLICES)
-            time = self.clock.estimate(placed, layout, estimate)
-            if time.step_s < step_s:
+                if (estimate := self.fits(placed, layout)) is None:
+                    continue
+                time = self.clock.estimate(placed, layout, estimate)
                 yield Found(layout=layout, memory=estimate, time=time)
+                can_slice = work.rows % (placed.batch_ways * layout.microbatches * SLICES) == 0 and work.runs_layers
+                if can_slice and time.step_s - sum(time.exposed_s.values()) < below_s:
+                    sliced = dataclasses.replace(layout, interleave=SLICES)
+                    sliced_time = self.clock.estimate(placed, sliced, estimate)
+                    if sliced_time.step_s < time.step_s:
+                        yield Found(layout=sliced, memory=estimate, time=sliced_time)
+                if not self.clock.is_crowded(estimate):  # more micro-steps send more, but leave memory for overlap
+                    break
 
     def fits(self, placed: Placed, layout: Layout) -> MemoryEstimate | None:
         """Return the memory of a layout, or None if it does not fit. Remember the smallest layout that does not fit."""
@@ -384,11 +389,8 @@ class Search:
             return None
         if estimate.peak_bytes <= self.limit_bytes:
             return estimate
-        if self.smallest is None or estimate.peak_bytes < self.smallest.memory.peak_bytes:
-            time = TimeEstimate(
-                compute_s=0, memory_s=0, copied_s=0, network_s={}, exposed_s={}, sent_bytes={}, bubble_s=0
-            )  # fmt: skip
-            self.smallest = Found(layout=layout, memory=estimate, time=time)
+        if self.smallest is None or estimate.peak_bytes < self.smallest[1].peak_bytes:
+            self.smallest = layout, estimate
         return None
 
     def on_mesh(self, mesh: MeshSpec) -> Found:
@@ -413,17 +415,21 @@ class Search:
             reason, fix = "no parallelism has a candidate for it", "use other axis sizes"
             raise last_error or problem(f"mesh {human_mesh(sizes)}", "train on it", reason, fix, code="does-not-fit")
         fits = [layout for layout in found if layout.memory.peak_bytes <= self.limit_bytes]
-        if fits:
-            return min(fits, key=lambda layout: layout.time.step_s)
-        return min(found, key=lambda layout: layout.memory.peak_bytes)
+        smallest = min(found, key=lambda layout: layout.memory.peak_bytes)
+        return min(fits, key=lambda layout: layout.time.step_s, default=smallest)
 
     def estimate(self, layout: Layout) -> Found:
         """Return the estimates of a layout, whether it fits or not.
 
         Raises:
-          MeshparError: the layout does not resolve, or the batch is not divisible.
+          MeshparError: the layout does not resolve, the batch is not divisible, the remat policy was not traced, or a
+            mesh axis shards nothing.
         """
-        self._check_layers(layout)
+        check_choice("plan", "a traced remat policy", self.workload.policies, remat=layout.remat)
+        if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
+            requested = f"use remat={layout.remat!r}, interleave={layout.interleave}"
+            reason, fix = "the model does not call meshpar.scan_layers", "remove them, or use scan_layers in the model"
+            raise problem(layout.label, requested, reason, fix, code="unsupported-feature")
         sizes = layout.mesh.resolve(self.cluster.num_devices)
         placed = self.placer.place(sizes, layout.strategy)
         pieces = placed.batch_ways * layout.microbatches * layout.interleave
@@ -436,28 +442,16 @@ class Search:
                 f"use a batch of {-(-self.workload.rows // pieces) * pieces}, or fewer micro-steps or slices",
                 code="indivisible",
             )
-        self._check_axes(layout.strategy, sizes)
-        self.resolve(placed)
-        estimate = memory.estimate(placed, layout)
-        return Found(layout=layout, memory=estimate, time=self.clock.estimate(placed, layout, estimate))
-
-    def _check_layers(self, layout: Layout) -> None:
-        """Check that the remat policy was traced, and that the model uses `scan_layers` if the layout requires it."""
-        check_choice("plan", "a traced remat policy", self.workload.policies, remat=layout.remat)
-        if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
-            requested = f"use remat={layout.remat!r}, interleave={layout.interleave}"
-            reason, fix = "the model does not call meshpar.scan_layers", "remove them, or use scan_layers in the model"
-            raise problem(layout.label, requested, reason, fix, code="unsupported-feature")
-
-    def _check_axes(self, strategy: Strategy, sizes: Mapping[str, int]) -> None:
-        """Check that each mesh axis shards something."""
-        used = {axis for rules in strategy.rules for axis in rules.axes}
-        used |= {axis for part in strategy.parts for axis in part.axes}
+        used = {axis for rules in layout.strategy.rules for axis in rules.axes}
+        used |= {axis for part in layout.strategy.parts for axis in part.axes}
         for axis, size in sizes.items():
             if size > 1 and axis not in used:
                 reason = f"nothing is sharded over it, so its {size} ranks would repeat the same work"
-                fix = f"use {', '.join(self._axes())}"
-                raise problem(f"mesh axis `{axis}`", f"train with {strategy.label}", reason, fix, code="unused-axis")
+                requested, fix = f"train with {layout.strategy.label}", f"use {', '.join(self._axes())}"
+                raise problem(f"mesh axis `{axis}`", requested, reason, fix, code="unused-axis")
+        self.resolve(placed)
+        estimate = memory.estimate(placed, layout)
+        return Found(layout=layout, memory=estimate, time=self.clock.estimate(placed, layout, estimate))
 
     def resolve(self, placed: Placed) -> None:
         """Resolve all leaves as in training. Errors are those of `shardings`."""
@@ -465,69 +459,31 @@ class Search:
         mesh = spec.abstract(self.cluster.num_devices, devices_per_node=self.cluster.gpus_per_node)
         lay_out(work.model, mesh, placed.strategy, work.tx, work.precision)
 
-    def _resolves(self, placed: Placed) -> bool:
-        """Return whether `resolve` succeeds."""
-        try:
-            self.resolve(placed)
-        except MeshparError:
-            return False
-        return True
-
-    # -- Meshes -------------------------------------------------------------------------------------------------------
-
     def _axes(self) -> list[str]:
         """Return the mesh axes of all parallelisms, in the order of a mesh."""
         named = {axis: 1 for state in (True, False) for kind in kinds(shards_state=state) for axis in kind.axes}
         return list(_spec(named, min_size=1))
 
-    def _sizes_of(self, axis: str) -> list[int]:
-        """Return the sizes of an axis over which the model can be sharded."""
-        max_size = self.cluster.gpus_per_node if axis in MeshSpec().inside_node else self.cluster.num_devices
-        sizes = [size for size in _divisors(self.cluster.num_devices) if max_size % size == 0]
-        return [size for size in sizes if size == 1 or self._can_split(axis, size)]
-
     def _can_split(self, axis: str, size: int) -> bool:
+        """Return whether a strategy has a use for an axis of this size: each parallelism shards a parameter over it."""
         sizes = dict(_spec({axis: size}))
         for strategy in self.strategies(sizes):
-            try:
+            with contextlib.suppress(MeshparError):
                 placed = self.placer.place(sizes, strategy)
-            except MeshparError:
-                continue
-            if self.workload.rows % placed.batch_ways == 0 and all(_is_used(placed, part) for part in strategy.parts):
-                return True
+                specs = (spec for weight in placed.weights for spec in (weight.spec, weight.grads, weight.update))
+                used = {axis for spec in specs for axis in axes_of_spec(spec)}
+                # A parallelism without rules for parameters shards the batch only.
+                has_use = (used & set(part.axes) or not _shards_params(part) for part in strategy.parts)
+                if self.workload.rows % placed.batch_ways == 0 and all(has_use):
+                    return True
         return False
-
-    def _meshes_with(
-        self, mesh: dict[str, int], sizes: Mapping[str, list[int]], num_devices: int
-    ) -> Iterator[dict[str, int]]:
-        """Yield the meshes that extend `mesh` by the remaining axes to a number of devices."""
-        axis = next(iter(sizes))
-        other_axes = {name: each for name, each in sizes.items() if name != axis}
-        for size in sizes[axis]:
-            if num_devices % size == 0 and (other_axes or size == num_devices):
-                extended = {**mesh, axis: size}
-                if other_axes:
-                    yield from self._meshes_with(extended, other_axes, num_devices // size)
-                else:
-                    yield extended
-
-    def _search_space(self, sizes: Mapping[str, int]) -> SearchSpace:
-        work = self.workload
-        return SearchSpace(
-            sizes=sizes, rows=work.rows, seq_len=work.seq_len, num_layers=work.num_layers,
-            is_node_first=work.nodes_visited is not None,
-        )  # fmt: skip
 
 
 _ANY = MeshSpec()
 
 
-def _is_used(placed: Placed, part: Parallelism) -> bool:
-    """Return whether a parallelism shards a parameter, or has no rules for parameters."""
-    if not any(list(rules.sources) for rules in part.rules()[:3]):
-        return True
-    specs = (spec for weight in placed.weights for spec in (weight.decision.spec, weight.grads, weight.update))
-    return bool({axis for spec in specs for axis in axes_of_spec(spec)} & set(part.axes))
+def _shards_params(part: Parallelism) -> bool:
+    return any(list(rules.sources) for rules in part.rules()[:3])
 
 
 def _spec(sizes: Mapping[str, int], *, min_size: int = 2) -> MeshSpec:
@@ -539,15 +495,3 @@ def _spec(sizes: Mapping[str, int], *, min_size: int = 2) -> MeshSpec:
 def _divisors(number: int) -> list[int]:
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small)})
-
-
-def shortage(search: Search) -> str:
-    """Return the reason why no layout fits, with the missing memory."""
-    if search.smallest is None:
-        return "no mesh of its GPUs divides this model and batch"
-    estimate, limit = search.smallest.memory, search.limit_bytes
-    return (
-        f"the smallest layout needs {human_bytes(estimate.peak_bytes)} of {human_bytes(limit)} per GPU, "
-        f"{human_bytes(estimate.peak_bytes - limit)} too much ({human_bytes(estimate.state_bytes)} of it state): "
-        f"{search.smallest.layout.label}"
-    )

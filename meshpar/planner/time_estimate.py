@@ -28,8 +28,6 @@ from meshpar.parallel.expected.step_spec import (
     WEIGHTS,
     ExpectedCollective,
     StepSpec,
-    is_expert,
-    is_router,
     layer_elements,
     owned_axes,
     split_axes,
@@ -40,7 +38,7 @@ from meshpar.pipeline.traffic import makespan, traffic
 from meshpar.planner.calibration import STEP
 from meshpar.planner.layout import Layout, Placed
 from meshpar.planner.memory_estimate import MemoryEstimate, gather_axes, residual_row_bytes, stage_load
-from meshpar.planner.optimizer_traffic import Update, update_of
+from meshpar.planner.optimizer_traffic import update_of
 from meshpar.planner.workload import Remat, Workload
 from meshpar.schedules import Schedule
 from meshpar.schedules.ops import B
@@ -144,14 +142,18 @@ class Clock:
         self.cluster, self.rates = cluster, rates or cluster.rates
         self._prices: dict[tuple[str, tuple[str, ...], tuple[int, ...]], _Price] = {}
 
-    def floor_s(self, placed: Placed, layout: Layout) -> float:
-        """Return a lower bound of the step time: the matmuls, without bubble or messages."""
-        fastest = max(self.rates.products.values(), default=None)
-        efficiency = self.rates.efficiency if fastest is None else fastest / self.cluster.gpu.bf16_flops_per_s
-        return self._matmuls_s(placed.workload, layout.remat, efficiency)
+    def floor_s(self, work: Workload, remat: Remat, matmul_flops: float | None = None) -> float:
+        """Return a lower bound of the step time: the matmuls, without bubble or messages.
 
-    def _matmuls_s(self, work: Workload, remat: Remat, efficiency: float) -> float:
-        """Return the time of all matmuls; those outside attention run at a fraction of the data sheet's peak."""
+        Matmuls outside attention run at a fraction of the data sheet's peak. If the rates are measured, it depends on
+        the FLOPs of a matmul; the default is the highest rate.
+        """
+        if not self.rates.products:
+            efficiency = self.rates.efficiency
+        elif matmul_flops is None:
+            efficiency = max(self.rates.products.values()) / self.cluster.gpu.bf16_flops_per_s
+        else:
+            efficiency = self.rates.share_of_peak(matmul_flops)
         gpu, flops, forward = self.cluster.gpu, work.flops[remat], work.attention[remat]
         # FLOPs in 8 bits are converted to the FLOPs in 16 bits that take as long.
         flops -= work.narrow_share[remat] * flops * (1 - gpu.bf16_flops_per_s / gpu.fp8_flops_per_s)
@@ -162,13 +164,6 @@ class Clock:
         outside = (flops - forward - 2 * work.attention[None]) / rate
         time_s = outside + forward / forward_rate + backward / backward_rate
         return time_s * work.rows / self.cluster.num_devices
-
-    def _compute_s(self, placed: Placed, layout: Layout) -> float:
-        """Return the time of all matmuls at the rate of matrices as large as those of the layers."""
-        if not self.rates.products:
-            return self.floor_s(placed, layout)
-        efficiency = self.rates.share_of_peak(2 * matmul_size(placed, layout) ** 3)
-        return self._matmuls_s(placed.workload, layout.remat, efficiency)
 
     def is_crowded(self, memory: MemoryEstimate) -> bool:
         """Return whether a step needs so much memory that XLA's scheduler starts messages late."""
@@ -182,8 +177,16 @@ class Clock:
         hidden: dict[str, float] = defaultdict(float)
         sent: dict[str, float] = defaultdict(float)
         buffers = 0.0
+
+        def send(kind: str, axes: tuple[str, ...], nbytes: float, count: float, combined: int = 1) -> float:
+            label, price = "*".join(axes), self._price(kind, axes, step.sizes)
+            time_s = count * price.time_s(nbytes, combined=combined)
+            sent[label] += count * nbytes * price.sent
+            network[label] += time_s
+            return time_s
+
         # XLA combines the gradients of a layer into a single message, and with prefetch also its weights.
-        leaves = (weight.decision.leaf for weight in placed.weights)
+        leaves = (weight.leaf for weight in placed.weights)
         layers = {leaf.path: leaf for leaf in leaves if leaf.num_layers > 1}
         stacked = sum(leaf.layer_ndim > 1 for leaf in layers.values())
         # Messages of a batch slice overlap with matmuls of the other slices, and messages of a forward pass with
@@ -193,28 +196,26 @@ class Clock:
         for expected, fraction in placed.once(key, lambda: [*placed.sent(step)]):
             in_layers = not layers.keys().isdisjoint(expected.tensors)
             for kind, axes, nbytes, count in _messages(step, expected, layout.remat):
-                label, price = "*".join(axes), self._price(kind, axes, step.sizes)
-                combined = stacked if expected.role == GRADIENTS or step.is_prefetched else 1
-                time_s = fraction * count * price.time_s(nbytes, combined=combined if expected.stack > 1 else 1)
-                sent[label] += fraction * count * nbytes * price.sent
+                is_combined = expected.stack > 1 and (expected.role == GRADIENTS or step.is_prefetched)
+                time_s = send(kind, axes, nbytes, fraction * count, stacked if is_combined else 1)
+                hidden["*".join(axes)] += time_s * _hidden(step, expected, independent=independent * in_layers)
                 # XLA:CPU transposes the result of a gather along another dim than the first.
                 is_transposed = kind == "all-gather" and set(axes) <= set(step.sequence_axes)
                 buffers += fraction * count * nbytes * (2 if is_transposed else 1)
-                network[label] += time_s
-                hidden[label] += time_s * _hidden(step, expected, independent=independent * in_layers)
-        self._add_update(update, step.sizes, sent, network)
-        compute_s, stretch, copied = self._compute_s(placed, layout), 1.0, 0.0
+        for message in update.sent:  # exposed, because the optimizer's matmuls wait for its messages
+            nbytes = message.elements * jnp.dtype(message.dtype).itemsize
+            send(message.kind, message.axes, nbytes, message.count)
+        compute_s = self.floor_s(placed.workload, layout.remat, 2 * matmul_size(placed, layout) ** 3)
+        stretch, copied = 1.0, 0.0
         if pipeline is not None:
             work = placed.workload
             recomputed = round(3 * work.flops[layout.remat] / work.model_flops - 3, 1)
             timing = schedule_timing(pipeline, recomputed, round(work.head_share, 2), work.num_layers)
-            stretch = timing.stretch
+            stretch = 1.0 if self.cluster.is_shared else timing.stretch
             copied = STEP.tick_copies * timing.ticks * (memory.kept_bytes + memory.gradients_bytes + memory.layer_bytes)
             copied *= STEP.shared_copy_time if self.cluster.is_shared else 1.0
-            price = self._price("collective-permute", (pipeline.axis,), step.sizes)
             for count, nbytes in self._between_stages(placed, layout, step, timing):
-                sent[pipeline.axis] += count * nbytes
-                network[pipeline.axis] += count * price.time_s(nbytes)
+                send("collective-permute", (pipeline.axis,), nbytes, count)
         moved = self._moved_bytes(placed, layout, memory) + copied
         moved += STEP.shared_sent_passes * buffers * self.cluster.is_shared
         memory_s = moved / self.cluster.gpu.memory_bytes_per_s
@@ -222,8 +223,6 @@ class Clock:
         cover_s = (STEP.cover_prefetched if step.is_prefetched else STEP.cover) * (compute_s + memory_s)
         covered = min(1.0, cover_s / max(sum(hidden.values()), 1e-12))
         covered *= 0.0 if self.cluster.is_shared else STEP.crowded_overlap if self.is_crowded(memory) else 1.0
-        if self.cluster.is_shared:
-            stretch = 1.0
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
         updating_s += update.wide_flops / self.cluster.gpu.fp32_flops_per_s
         return TimeEstimate(
@@ -236,19 +235,9 @@ class Clock:
             bubble_s=(compute_s + memory_s) * (stretch - 1),
         )
 
-    def _add_update(
-        self, update: Update, sizes: Mapping[str, int], sent: dict[str, float], network: dict[str, float]
-    ) -> None:
-        """Add the optimizer's own messages. They are exposed, because its matmuls wait for them."""
-        for message in update.sent:
-            label, price = "*".join(message.axes), self._price(message.kind, message.axes, sizes)
-            nbytes = message.elements * jnp.dtype(message.dtype).itemsize
-            sent[label] += message.count * nbytes * price.sent
-            network[label] += message.count * price.time_s(nbytes)
-
     def _moved_bytes(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> float:
         """Return the bytes that kernels other than dense matmuls move per step."""
-        work, stages = placed.workload, _stages(placed)
+        work, stages = placed.workload, placed.strategy.pipeline.stages if placed.strategy.pipeline else 1
         rows = work.rows // placed.batch_ways
         activations = rows * sum(placed.held_row_bytes["stages"]) / stages
         if work.vocab_chunk is not None:  # float32 logits are computed twice
@@ -275,9 +264,9 @@ class Clock:
         ranks = step.num_shards(owned_axes(step, decisions[0]))
         num_local = work.num_experts // ranks
         expert_size = sum(elements_per_expert(step, decision, work.num_experts) for decision in decisions)
-        routed, slices = step.tokens * work.choices // step.interleave, step.interleave
+        routed, slices = step.tokens * work.experts_per_token // step.interleave, step.interleave
         blocks = slices * cost.grouped_rows(routed, num_local, size := cost.grouped_block(routed, num_local)) // size
-        capacity = cost.dropless_rows(step.tokens, work.choices, work.num_experts, ranks, work.bound_factor)
+        capacity = cost.dropless_rows(step.tokens, work.experts_per_token, work.num_experts, ranks, work.bound_factor)
         block_bytes = STEP.block_bytes if num_local == 1 else STEP.block_bytes_of_several
         return block_bytes * expert_size * blocks + routed_bytes(placed, capacity)
 
@@ -306,7 +295,7 @@ class Clock:
             kind = "all-reduce"  # XLA:CPU lowers a reduce-scatter to an all-reduce and a slice
         key = kind, axes, tuple(sizes.values())
         if key not in self._prices:
-            nodes, per_node = _layout_of(self.cluster, axes, sizes)
+            nodes, per_node = _nodes_of(self.cluster, axes, sizes)
             link = cost.collective_link(kind, self.cluster, num_nodes=nodes, per_node=per_node, axes=axes)
             ranks = math.prod(sizes[axis] for axis in axes)
             algorithms = [cost.as_sent(kind, 1.0, ranks)]
@@ -319,7 +308,7 @@ class Clock:
 def experts(placed: Placed) -> list[Decision]:
     """Return the decisions for the weights of experts."""
     decisions = (weight.decision for weight in placed.weights)
-    return [decision for decision in decisions if is_expert(decision) and not is_router(decision)]
+    return [decision for decision in decisions if decision.leaf.is_expert]
 
 
 def elements_per_expert(
@@ -340,7 +329,7 @@ def elements_per_expert(
 
 def routed_bytes(placed: Placed, capacity: Any) -> Any:
     """Return the bytes that the token buffers of all MoE layers move on a device."""
-    routers = [weight.decision.leaf for weight in placed.weights if is_router(weight.decision)]
+    routers = [weight.leaf for weight in placed.weights if weight.leaf.is_router]
     width = sum(leaf.num_layers * leaf.shape[-2] for leaf in routers)
     return STEP.routed_passes * capacity * width * placed.workload.compute_itemsize
 
@@ -348,7 +337,7 @@ def routed_bytes(placed: Placed, capacity: Any) -> Any:
 def matmul_size(placed: Placed, layout: Layout) -> float:
     """Return n of the square matmul with as many FLOPs as the average matmul of a layer, weighted by FLOPs."""
     step = placed.step_spec(layout)
-    leaves = ((weight, weight.decision.leaf) for weight in step.weights)
+    leaves = ((weight, weight.leaf) for weight in step.weights)
     weights = [weight for weight, leaf in leaves if leaf.is_stacked and leaf.layer_ndim > 1]
     elements = [layer_elements(step, weight.decision, gather_axes(step, weight)) for weight in weights]
     mean = sum(size * size for size in elements) / max(sum(elements), 1)
@@ -369,10 +358,6 @@ class _Price(NamedTuple):
         return min(latency_s / combined + nbytes * s_per_byte for latency_s, s_per_byte in self.lines)
 
 
-def _stages(placed: Placed) -> int:
-    return 1 if placed.strategy.pipeline is None else placed.strategy.pipeline.stages
-
-
 def _messages(
     step: StepSpec, expected: ExpectedCollective, remat: Remat
 ) -> Iterator[tuple[str, tuple[str, ...], float, float]]:
@@ -391,7 +376,7 @@ def _messages(
         # A recomputed layer repeats its messages, unless the remat policy saves the result or nothing needs it.
         is_saved = expected.kind == "sum" and remat != "full"
         fraction = STEP.resent_exchanges if expected.kind == "exchange" else STEP.resent
-        fraction = STEP.resent_by_stages if step.by_stages else fraction
+        fraction = STEP.resent_by_stages if step.is_pipelined else fraction
         count = count if is_saved else count + int(fraction * (max_count - count))
     each_step = {axis for axis, *_ in expected.counts}
     if each_step:  # replicated sums over micro-steps are reduced in each, but outside the layers after the last
@@ -404,7 +389,7 @@ def _messages(
         if not axes:
             return
         expected = dataclasses.replace(expected, axes=axes, scattered=scattered, counts=())
-    if expected.kind == "sum" and expected.whole and expected.elements * itemsize <= MIN_SHARDED_BYTES:
+    if expected.kind == "sum" and expected.may_all_reduce and expected.elements * itemsize <= MIN_SHARDED_BYTES:
         yield "all-reduce", expected.axes, float(expected.elements * itemsize), float(count)
         return
     for kind, axes, elements in expected.forms(step.sizes):
@@ -428,7 +413,7 @@ def hidden_of_weights(step: StepSpec, *, is_ahead: bool) -> float:
     return STEP.hidden["context" if step.context_axes else "prefetched" if is_ahead else "weights"]
 
 
-def _layout_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:
+def _nodes_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:
     """Return `Cluster.layout`, from the group of the first device if nodes divide the mesh evenly."""
     stride, offsets, is_even = 1, np.zeros(1, int), True
     for axis, size in reversed(list(sizes.items())):

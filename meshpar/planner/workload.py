@@ -33,19 +33,22 @@ from meshpar.models.chunked_cross_entropy import SCOPE
 from meshpar.models.embedding_lookup import GATHERED
 from meshpar.moe.transport_choice import compiled_for
 from meshpar.parallel import ddp
-from meshpar.parallel.batch import shape_of
-from meshpar.parallel.expected.step_spec import has_vocabulary, is_expert, is_router, size_of, with_layers
-from meshpar.sharding.adapters import Model, Variables
+from meshpar.parallel.batch import check_rows, shape_of
+from meshpar.parallel.expected.step_spec import with_layers
+from meshpar.sharding.adapters import Model
 from meshpar.sharding.context import tracing
 from meshpar.sharding.jaxprs import equations, has_scope
 from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.rules import ACTIVATION_NAMES
-from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, problem, tree_leaves_with_paths
+from meshpar.sharding.types import Decision, Leaf, PyTree, leaf_of, tree_leaves_with_paths
 from meshpar.training.sharding_table import optimizer_decisions
 
 Remat = str | None
 POLICIES: tuple[Remat, ...] = (None, *reversed(REMAT_POLICIES))
 """Remat policies, from no recomputation to full recomputation."""
+
+
+_PRIMES = [n for n in range(3, 1000, 2) if all(n % d for d in range(3, n, 2))]
 
 
 class Held(NamedTuple):
@@ -113,7 +116,7 @@ class Workload:
     """Whether the model uses `scan_layers`, which rematerialization and batch slices require."""
     looks_up: bool
     """Whether the model uses `models.embedding_lookup`."""
-    choices: int
+    experts_per_token: int
     """Number of experts per token; 0 without experts."""
     bound_factor: float | None
     """Capacity for tokens between two ranks, as in `MoEConfig`; None if it suffices for any routing."""
@@ -141,7 +144,7 @@ class Workload:
     @functools.cached_property
     def head_share(self) -> float:
         """FLOPs of the head, forward and backward, over those of the forward pass before it."""
-        size = max((leaf.size for leaf in self.leaves if _has_vocabulary(leaf)), default=0)
+        size = max((leaf.size for leaf in self.leaves if leaf.has("vocab")), default=0)
         forward = 2 * (self.seq_len or 1) * size
         return 3 * forward / max(self.model_flops / 3 - forward, 1.0)
 
@@ -161,11 +164,11 @@ class Workload:
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        return max((size_of(_unsharded(leaf), "vocab") for leaf in self.leaves if _has_vocabulary(leaf)), default=0)
+        return max((leaf.size_of("vocab") for leaf in self.leaves if leaf.has("vocab")), default=0)
 
     @functools.cached_property
     def num_experts(self) -> int:
-        return max((leaf.shape[-1] for leaf in self.leaves if is_router(_unsharded(leaf))), default=0)
+        return max((leaf.shape[-1] for leaf in self.leaves if leaf.is_router), default=0)
 
 
 def describe(
@@ -195,15 +198,19 @@ def describe(
       bound_factor, nodes_visited, row_bytes: properties of MoE layers.
       remat: a policy in addition to `POLICIES`, such as `save:query,attention_out`.
     """
-    batch = _shapes_of(batch)
+    check_rows(batch, {}, 1, "examples", takes_scalars=True)
+    batch = jax.tree.map(shape_of, batch)
     rows, tokens = rows_and_tokens(batch, 1)
     with tracing(mesh := MeshSpec().abstract(1), ddp()):
         variables, names = model.abstract(), dict(model.names())
     params = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
     plain = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(params)]
-    described = dataclasses.replace(model, init=functools.partial(_zeros, variables), names=lambda: names)
-    leaves = tuple(decision.leaf for decision in with_layers([_unsharded(leaf) for leaf in plain]))
-    marker = _marker(leaves, batch)
+    zeros = functools.partial(jax.tree.map, jnp.zeros_like, variables)
+    described = dataclasses.replace(model, init=lambda key: zeros(), names=lambda: names)
+    leaves = tuple(decision.leaf for decision in with_layers(list(map(_decision, plain))))
+    # A prime that divides no other dim marks the batch dim.
+    dims = {n for leaf in leaves for n in leaf.shape} | {n for x in jax.tree.leaves(batch) for n in x.shape[1:]}
+    marker = next(n for n in _PRIMES if all(size % n for size in dims if size))
     seq_len = None if tokens is None else tokens // rows
     small_batch = batch_of(batch, marker)
     arrays = (params, variables.extra, small_batch, jax.ShapeDtypeStruct((2,), np.uint32))
@@ -212,8 +219,8 @@ def describe(
     with traced_for(cluster), compiled_for("cpu"), tracing(mesh, ddp()):
         terms = jax.eval_shape(terms_of(described, loss, precision, None), *arrays)
         forward_jaxpr = jax.make_jaxpr(value_of(described, loss, precision, None))(*arrays).jaxpr
-        choices, looks_up = _choices(forward_jaxpr, leaves), has_scope(forward_jaxpr, GATHERED)
-        routed = _expert_flops(forward_jaxpr, leaves) * choices * (seq_len or 1)
+        experts_per_token, looks_up = _experts_per_token(forward_jaxpr, leaves), has_scope(forward_jaxpr, GATHERED)
+        routed = _expert_flops(forward_jaxpr, leaves) * experts_per_token * (seq_len or 1)
         forward, vocab_chunk = matmul_flops(forward_jaxpr) / marker + routed, _vocab_chunk(forward_jaxpr, leaves)
         counted, held, runs_layers = _by_policy(
             functools.partial(value_of, described, loss, precision),
@@ -225,7 +232,7 @@ def describe(
     narrow_share = {remat: narrow / (total or 1) for remat, (total, _, narrow) in counted.items()}
     attention_forward = attention_flops(forward_jaxpr) / marker
     attention = {remat: attention_forward + count - attention[None] for remat, count in attention.items()}
-    head_size = max((leaf.size for leaf in leaves if _has_vocabulary(leaf)), default=0)
+    head_size = max((leaf.size for leaf in leaves if leaf.has("vocab")), default=0)
     recomputed_logits = 0 if vocab_chunk is None else 2 * (seq_len or 1) * head_size
     offset = 3 * forward + recomputed_logits - flops[None]
     flops = {remat: offset + count + routed * (remat is not None) for remat, count in flops.items()}
@@ -234,29 +241,10 @@ def describe(
         leaves=leaves, slots=_slots(tx, params, leaves), tx=tx, precision=precision, batch=batch, rows=rows,
         tokens=tokens, flops=flops, attention=attention, model_flops=3 * forward,
         narrow_share=narrow_share, narrowed=sum(elements for _, elements in _narrow(forward_jaxpr)) / marker, held=held,
-        runs_layers=runs_layers, looks_up=looks_up, choices=choices, bound_factor=bound_factor, vocab_chunk=vocab_chunk,
-        nodes_visited=nodes_visited, row_bytes=row_bytes,
+        runs_layers=runs_layers, looks_up=looks_up, experts_per_token=experts_per_token, bound_factor=bound_factor,
+        vocab_chunk=vocab_chunk, nodes_visited=nodes_visited, row_bytes=row_bytes,
         whole_bytes=sum(leaf_of(*item).nbytes for item in tree_leaves_with_paths(variables.extra)) + 4 + 8 + 4,
     )  # fmt: skip
-
-
-def _shapes_of(batch: PyTree) -> PyTree:
-    """Return the shapes and dtypes of a batch, after checking that its leaves are numbers with equal batch dims."""
-    requested, leaves = "trace a training step on it", tree_leaves_with_paths(batch)
-    fix = "pass the global batch: arrays or jax.ShapeDtypeStruct whose first dim is the number of examples"
-    for path, x in leaves:
-        kind = np.dtype(type(x)) if isinstance(x, bool | int | float) else getattr(x, "dtype", None)
-        is_key = kind is not None and jnp.issubdtype(kind, jax.dtypes.prng_key)
-        if kind is None or not (kind == np.bool_ or is_key or jnp.issubdtype(kind, np.number)):
-            reason = f"it is a {type(x).__name__}" + (f" of dtype {kind}" if kind is not None else "")
-            raise problem(f"batch leaf `{path}`" if path else "batch", requested, reason, fix, code="wrong-type")
-    shapes = [np.shape(x) for _, x in leaves]
-    counts = {shape[0] for shape in shapes if shape}
-    if len(counts) > 1 or not max(counts, default=0):
-        reason = "its leaves have different numbers of examples: " if len(counts) > 1 else "it has no examples: "
-        reason += ", ".join(map(str, shapes)) or "no array"
-        raise problem("batch", requested, reason, fix, code="wrong-shape")
-    return jax.tree.map(shape_of, batch)
 
 
 def batch_of(batch: PyTree, rows: int) -> PyTree:
@@ -290,12 +278,8 @@ def _by_policy(
     return counted, {**held, "stages": tuple(labelled(saved, is_all=True))}, bool(scans)
 
 
-def _zeros(variables: Variables, key: Any) -> Variables:
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
-
-
-def _unsharded(leaf: Leaf) -> Decision:
-    return Decision(leaf=leaf, rule="", spec=PartitionSpec(), shards=1, replicated_on_purpose=True)
+def _decision(leaf: Leaf, spec: PartitionSpec = PartitionSpec()) -> Decision:  # noqa: B008
+    return Decision(leaf=leaf, rule="", spec=spec, shards=1, replicated_on_purpose=True)
 
 
 def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Leaf]) -> tuple[Slot, ...]:
@@ -306,8 +290,7 @@ def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Le
     """
     axes = [tuple(f"{index}.{dim}" for dim in range(len(leaf.shape))) for index, leaf in enumerate(leaves)]
     mesh = {axis: 1 for names in axes for axis in names}
-    specs = (PartitionSpec(*names) for names in axes)
-    marked = [dataclasses.replace(_unsharded(leaf), spec=spec) for leaf, spec in zip(leaves, specs, strict=True)]
+    marked = [_decision(leaf, PartitionSpec(*names)) for leaf, names in zip(leaves, axes, strict=True)]
     decisions = optimizer_decisions(tx, jax.eval_shape(tx.init, params), marked, mesh)
     slots = []
     for decision in decisions:
@@ -320,22 +303,12 @@ def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Le
 # ---- The trace -------------------------------------------------------------------------------------------------------
 
 
-def _marker(leaves: Sequence[Leaf], batch: PyTree) -> int:
-    """Return the number of examples to trace: a prime that divides no other dim, which marks the batch dim."""
-    dims = {size for leaf in leaves for size in leaf.shape} | {n for x in jax.tree.leaves(batch) for n in x.shape[1:]}
-    primes = (n for n in range(3, 1000, 2) if all(n % d for d in range(3, n, 2)))
-    return next(n for n in primes if all(size % n for size in dims if size))
-
-
 def value_of(
     model: Model, loss: Callable[..., Any], precision: Precision, remat: Remat, interleave: int = 1
 ) -> Callable[..., jax.Array]:
     """Return the loss as a function of parameters, variables, batch and key."""
-
-    def value(*args: Any) -> jax.Array:
-        return terms_of(model, loss, precision, remat, interleave)(*args).normalized()[0]
-
-    return value
+    terms = terms_of(model, loss, precision, remat, interleave)
+    return lambda *args: terms(*args).normalized()[0]
 
 
 def terms_of(
@@ -363,6 +336,13 @@ def _saved(value: Callable[..., jax.Array], arrays: tuple[Any, ...]) -> tuple[tu
     return (matmul_flops(jaxpr.jaxpr), attention_flops(jaxpr.jaxpr), narrow), saved
 
 
+def _experts_per_token(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
+    """Return k of the `top_k` over the number of experts."""
+    experts = {leaf.shape[-1] for leaf in leaves if leaf.is_router}
+    top_ks = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "top_k")
+    return max((int(eqn.params["k"]) for eqn in top_ks if eqn.invars[0].aval.shape[-1] in experts), default=0)
+
+
 def _expert_flops(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
     """Return the FLOPs of a token in an expert if `matmul_flops` cannot count them, and 0 otherwise.
 
@@ -370,7 +350,7 @@ def _expert_flops(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
     """
     notes: dict[str, None] = {}
     matmul_flops(jaxpr, notes)
-    return 2 * bool(notes) * sum(leaf.size // leaf.shape[_expert_dim(leaf)] for leaf in leaves if _expert_dim(leaf))
+    return 2 * bool(notes) * sum(leaf.size // leaf.size_of("expert") for leaf in leaves if leaf.is_expert)
 
 
 def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
@@ -380,11 +360,6 @@ def _narrow(jaxpr: Any) -> Iterator[tuple[int, float]]:
         if lhs.dtype.itemsize == rhs.dtype.itemsize == 1:
             contracted = math.prod(lhs.shape[dim] for dim in eqn.params["dimension_numbers"][0][0])
             yield flops, flops / (2 * out.size * contracted) * (lhs.size + out.size)
-
-
-def _expert_dim(leaf: Leaf) -> int:
-    """Return the index of the expert dim of an expert's weight, or 0 for other weights."""
-    return (leaf.names or ()).index("expert") if is_expert(_unsharded(leaf)) and not is_router(_unsharded(leaf)) else 0
 
 
 def _labelled(
@@ -426,18 +401,7 @@ def _activation(name: str | None) -> str | None:
     return f"act_{name}" if f"act_{name}" in ACTIVATION_NAMES and name != "expert" else None
 
 
-def _has_vocabulary(leaf: Leaf) -> bool:
-    return has_vocabulary(_unsharded(leaf))
-
-
 def _vocab_chunk(jaxpr: Any, leaves: Sequence[Leaf]) -> int | None:
     """Return the size of a vocabulary chunk if the model uses `chunked_cross_entropy`."""
-    sizes = [size_of(_unsharded(leaf), "vocab") for leaf in leaves if _has_vocabulary(leaf)]
+    sizes = [leaf.size_of("vocab") for leaf in leaves if leaf.has("vocab")]
     return -(-max(sizes) // vocab_chunks(jaxpr)) if sizes and has_scope(jaxpr, SCOPE) else None
-
-
-def _choices(jaxpr: Any, leaves: Sequence[Leaf]) -> int:
-    """Return the number of experts per token: k of the `top_k` over the number of experts."""
-    experts = {leaf.shape[-1] for leaf in leaves if is_router(_unsharded(leaf))}
-    top_ks = (eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "top_k")
-    return max((int(eqn.params["k"]) for eqn in top_ks if eqn.invars[0].aval.shape[-1] in experts), default=0)

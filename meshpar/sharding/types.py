@@ -53,6 +53,14 @@ class Leaf:
             fix = "write a name or None for each dim"
             raise problem(where, f"use the names {self.names}", reason, fix, code="wrong-shape")
 
+    def has(self, name: str) -> bool:
+        """Return whether a dim has this name."""
+        return name in (self.names or ())
+
+    def size_of(self, name: str) -> int:
+        """Return the size of the dim with this name."""
+        return self.shape[(self.names or ()).index(name)]
+
     @property
     def size(self) -> int:
         """Number of elements."""
@@ -63,10 +71,25 @@ class Leaf:
         """Whether the first dim is `layers`."""
         return (self.names or ())[:1] == ("layers",)
 
+    @property
+    def is_router(self) -> bool:
+        """Whether the leaf scores experts."""
+        return scores_experts(self.names or ())
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether the leaf is a weight of experts. Routers have an `expert` dim, too, but every rank needs them."""
+        return self.has("expert") and not self.is_router
+
+    @property
+    def is_table(self) -> bool:
+        """Whether the leaf is an embedding table, [vocab, embed]."""
+        return [name for name in self.names or () if name in ("vocab", "embed")] == ["vocab", "embed"]
+
     @functools.cached_property
     def num_layers(self) -> int:
         """Number of stacked layers; 1 without a dim named `layers`."""
-        return math.prod(n for n, name in zip(self.shape, self.names or (), strict=False) if name == "layers")
+        return self.size_of("layers") if self.has("layers") else 1
 
     @property
     def layer_ndim(self) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -26,30 +25,28 @@ from meshpar.parallel.expected.step_spec import (
     ExpectedCollective,
     StepSpec,
     Weight,
-    has_vocabulary,
-    is_expert,
-    is_looked_up,
-    is_router,
     layer_elements,
     owned_axes,
-    size_of,
     split_axes,
 )
 from meshpar.parallel.parallelism import MIN_SHARDED_BYTES
 from meshpar.sharding.types import PAIR, Decision, Leaf, axes_of_spec
 
 
-def promised(step: StepSpec) -> Iterator[ExpectedCollective]:
+def expected_collectives(step: StepSpec) -> Iterator[ExpectedCollective]:
     """Yield the expected collectives of every parameter, its gradient and its new value."""
     for make in (gathered, reduced, renewed):
         for param in step.weights:
             for context, weight in _by_use(step, param) if make is not renewed else ((step, param),):
                 collective = make(context, weight)
-                if collective is not None:
-                    layered = _as_layers(weight)
-                    stacked = make(context, layered) if layered is not None else None
-                    collective = dataclasses.replace(collective, stacked=stacked)
-                    yield from (collective,) if make is renewed else _as_used(step, weight, collective)
+                if collective is None:
+                    continue
+                leaf = weight.leaf
+                if leaf.names is None and len(leaf.shape) > 1 and leaf.shape[0] > 1:
+                    leaf = dataclasses.replace(leaf, names=("layers", *(None for _ in leaf.shape[1:])))
+                    layers = dataclasses.replace(weight, decision=dataclasses.replace(weight.decision, leaf=leaf))
+                    collective = dataclasses.replace(collective, as_stacked=make(context, layers))
+                yield from (collective,) if make is renewed else _as_used(step, weight, collective)
     for weight in step.weights:
         yield from _rows_gathered(step, weight)
 
@@ -61,15 +58,12 @@ def _by_use(step: StepSpec, weight: Weight) -> tuple[tuple[StepSpec, Weight], ..
     all micro-steps, both uses share the gathered table.
     """
     is_shared = step.is_once and step.is_tied
-    if step.vocab_chunks == 1 or is_shared or not has_vocabulary(weight.decision):
+    if step.vocab_chunks == 1 or is_shared or not weight.leaf.has("vocab"):
         return ((step, weight),)
-    is_head = step.is_tied or not is_looked_up(weight.decision)
+    is_head = step.is_tied or not weight.leaf.is_table
     step = dataclasses.replace(step, is_tied=False, interleave=1)  # the loss does not interleave slices of the batch
-    lookup, head = (
-        (step, weight),
-        (dataclasses.replace(step, is_prefetched=True), _as_chunks(step, weight)),
-    )
-    return (lookup, head) if is_looked_up(weight.decision) and is_head else (head,) if is_head else (lookup,)
+    lookup, head = (step, weight), (dataclasses.replace(step, is_prefetched=True), _as_chunks(step, weight))
+    return (*[lookup] * weight.leaf.is_table, *[head] * is_head)
 
 
 def _as_used(step: StepSpec, weight: Weight, collective: ExpectedCollective) -> Iterator[ExpectedCollective]:
@@ -79,16 +73,16 @@ def _as_used(step: StepSpec, weight: Weight, collective: ExpectedCollective) -> 
     the model uses slices, and rows instead of a table whose width is sharded. Unannotated axes may share the work
     on a small parameter and on any gradient, so that only a shard is sent.
     """
-    leaf, use = weight.decision.leaf, step.uses.get(weight.decision.path)
+    leaf, use = weight.leaf, step.uses.get(weight.decision.path)
     if use is None:
         yield collective
         return
     # The width of the table is sharded, or only the width of its gradient.
-    width_axes = {*axes_of_spec(weight.decision.spec[1:]), *axes_of_spec(weight.update[1:])}
+    width_axes = {*axes_of_spec(weight.spec[1:]), *axes_of_spec(weight.update[1:])}
     sends_rows = bool(use.rows) and bool(width_axes & set(collective.axes))
     may_share = bool(step.unannotated_axes) and (collective.kind == "sum" or leaf.nbytes <= MIN_SHARDED_BYTES)
-    required = bool(use.whole) and not (use.slices or sends_rows or may_share)
-    times = max(use.whole, 1)
+    required = bool(use.full) and not (use.slices or sends_rows or may_share)
+    times = max(use.full, 1)
 
     def repeated(collective: ExpectedCollective, times: int, *, required: bool) -> ExpectedCollective:
         counts = tuple((axis, low if required else 0, times * high) for axis, low, high in collective.counts)
@@ -99,7 +93,7 @@ def _as_used(step: StepSpec, weight: Weight, collective: ExpectedCollective) -> 
     shared = [(leaf.size // step.num_shards(step.unannotated_axes), times)] if may_share else []
     for size, runs in (*use.slices, *shared):
         if elements := collective.elements * size // leaf.size:
-            yield repeated(dataclasses.replace(collective, elements=elements, stacked=None), runs, required=False)
+            yield repeated(dataclasses.replace(collective, elements=elements, as_stacked=None), runs, required=False)
     if sends_rows:
         yield from _rows_exchanged(step, collective, leaf, use.rows)
 
@@ -109,41 +103,33 @@ def _rows_exchanged(
 ) -> Iterator[ExpectedCollective]:
     """Yield the collectives of a lookup in a table whose width is sharded, which sends slices of the rows."""
     width = math.prod(leaf.shape[1:])
-    count = (0, 2 * step.micro_steps)
-    changes: dict[str, Any] = {"count": count, "counts": (), "scattered": (), "whole": False, "stacked": None}
-    rows = num_rows // step.num_shards(step.batch_axes) * width
-    yield dataclasses.replace(collective, kind="exchange", elements=rows, **changes)
-    yield dataclasses.replace(collective, kind="gather", elements=num_rows, dtype="s32", **changes)
+    rows = dataclasses.replace(
+        collective, kind="gather", elements=num_rows, count=(0, 2 * step.micro_steps), counts=(), scattered=(),
+        may_all_reduce=False, as_stacked=None,
+    )  # fmt: skip
+    yield dataclasses.replace(rows, kind="exchange", elements=num_rows // step.num_shards(step.batch_axes) * width)
+    yield dataclasses.replace(rows, dtype="s32")
     # XLA may first gather the rows over the batch axes that do not shard the table.
-    yield dataclasses.replace(collective, kind="gather", elements=num_rows * width, **changes)
+    yield dataclasses.replace(rows, elements=num_rows * width)
 
 
 def _as_chunks(step: StepSpec, weight: Weight) -> Weight:
     """Return a matrix as a stack of vocabulary chunks. Each chunk takes the same number of rows from each shard."""
-    leaf, num = weight.decision.leaf, step.vocab_chunks
+    leaf, num = weight.leaf, step.vocab_chunks
     assert leaf.names is not None
     dim = leaf.names.index("vocab")
-    ranks = step.num_shards(split_axes(step, PartitionSpec(*weight.decision.spec[dim : dim + 1])))
+    ranks = step.num_shards(split_axes(step, PartitionSpec(*weight.spec[dim : dim + 1])))
     size = ranks * -(-leaf.shape[dim] // ranks // num)
     shape = (num, *leaf.shape[:dim], size, *leaf.shape[dim + 1 :])
-    specs = [PartitionSpec(None, *spec) for spec in (weight.decision.spec, weight.grads, weight.update)]
+    specs = [PartitionSpec(None, *spec) for spec in (weight.spec, weight.grads, weight.update)]
     leaf = dataclasses.replace(leaf, shape=shape, names=("layers", *leaf.names))
     return Weight(dataclasses.replace(weight.decision, leaf=leaf, spec=specs[0]), *specs[1:])
-
-
-def _as_layers(weight: Weight) -> Weight | None:
-    """Return a leaf without names with its first dim named `layers`, or None if that is not possible."""
-    leaf = weight.decision.leaf
-    if leaf.names is not None or len(leaf.shape) < 2 or leaf.shape[0] < 2:
-        return None
-    leaf = dataclasses.replace(leaf, names=("layers", *(None for _ in leaf.shape[1:])))
-    return dataclasses.replace(weight, decision=dataclasses.replace(weight.decision, leaf=leaf))
 
 
 def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     """Return the all-gather of a parameter over the axes where every device needs the full parameter."""
     decision = weight.decision
-    if step.exchanges_rows and is_looked_up(decision):
+    if step.exchanges_rows and decision.leaf.is_table:
         return None
     axes = set(split_axes(step, decision.spec)) - set(step.tensor_axes) - set(owned_axes(step, decision))
     if not axes or (step.quantize is not None and axes & set(step.batch_axes)):  # a kernel of the engine gathers it
@@ -153,7 +139,7 @@ def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     # rematerialized layer may gather again. MoE layers gather their router once and save it. XLA may also save the
     # small matrices of a low-rank pair.
     passes = 1 if step.is_once else 2
-    is_saved = is_router(decision) or decision.path.rpartition("/")[2] in PAIR
+    is_saved = decision.leaf.is_router or decision.path.rpartition("/")[2] in PAIR
     minimum = (1 if is_saved else passes) * step.micro_steps * stack if stack > 1 else 1
     # XLA unrolls a loop over a single layer, but may still gather again for rematerialization.
     maximum = (passes + (step.is_remat and decision.leaf.is_stacked)) * step.micro_steps * stack
@@ -169,14 +155,14 @@ def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         count=(minimum, maximum),
         tensors=(decision.path,),
         stack=stack,
-        of_leaf=True,
+        is_param=True,
     )
 
 
 def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     """Return the reduction of a gradient: scattered over the axes of its update, all-reduced over other batch axes."""
-    decision, leaf = weight.decision, weight.decision.leaf
-    if not leaf.is_trained or (step.exchanges_rows and is_looked_up(decision)):
+    decision, leaf = weight.decision, weight.leaf
+    if not leaf.is_trained or (step.exchanges_rows and decision.leaf.is_table):
         return None
     is_quantized = step.quantize is not None and step.quantize.gradients is not None and leaf.layer_ndim > 1
     owned, sharded = set(owned_axes(step, decision)), set(split_axes(step, decision.spec))
@@ -184,11 +170,11 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         return None
     data_axes = set(step.batch_axes) | set(step.context_axes)
     partial = ((data_axes | set(step.sequence_axes)) - owned - sharded) | ((sharded & data_axes) - owned)
-    if is_router(decision):  # its input has the full sequence
+    if decision.leaf.is_router:  # its input has the full sequence
         partial -= set(step.sequence_axes)
     if pair_axes := outputs_of_pair(step, decision):  # the first matrix of a pair also has the full sequence
         partial -= set(step.sequence_axes)
-        partial |= set() if step.by_stages or step.is_by_device else pair_axes
+        partial |= set() if step.is_pipelined or step.is_by_device else pair_axes
     if not partial:
         return None
     scattered = set(split_axes(step, weight.update)) & partial
@@ -196,8 +182,8 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     runs = stack * step.micro_steps
     # A tied table has two gradients, of the lookup and of the head, which are added after their reductions. A layer
     # may have a gradient per interleaved slice if `training.slice_sums` cannot merge them.
-    is_shared = step.is_tied and has_vocabulary(decision) and decision.path not in step.uses
-    uses = 2 if is_shared else step.interleave if stack > 1 else 1
+    is_shared = step.is_tied and decision.leaf.has("vocab") and decision.path not in step.uses
+    uses = 2 if is_shared else step.slices(stack)
     counts: dict[str, tuple[int, int]] = {}
     # The accumulated gradients have the sharding of the gradient rules. Over the other axes XLA may accumulate first
     # and reduce once.
@@ -207,26 +193,26 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         counts |= dict.fromkeys(partial - always_scattered, (stack, uses * runs))
     # If gradients are reduced once, after all micro-steps, each micro-step still reduces over the sequence axes.
     # Outside the layers XLA may accumulate first.
-    if step.is_once and not step.by_stages:
+    if step.is_once and not step.is_pipelined:
         num_reductions = stack * step.accumulate
         minimum = num_reductions if leaf.is_stacked else stack
         sequence_axes = {*step.sequence_axes, *step.context_axes}
         counts |= dict.fromkeys(partial & sequence_axes, (minimum, uses * num_reductions))
-        if is_looked_up(decision):  # see `_rows_gathered`
+        if decision.leaf.is_table:  # see `_rows_gathered`
             counts |= dict.fromkeys(partial & set(step.context_axes), (0, uses * num_reductions))
     return ExpectedCollective(
         role=GRADIENTS,
         kind="sum",
         axes=step.ordered(partial),
         scattered=step.ordered(scattered),
-        whole=always_scattered != scattered or _may_all_reduce(step, weight, elements, partial - scattered),
+        may_all_reduce=always_scattered != scattered or _may_all_reduce(step, weight, elements, partial - scattered),
         elements=elements,
         dtype=step.wire(step.reduce_dtype(decision)),
         count=(runs, uses * runs),
         counts=tuple((axis, *counts[axis]) for axis in step.ordered(counts)),
         tensors=(decision.path,),
         stack=stack,
-        of_leaf=True,
+        is_param=True,
     )
 
 
@@ -237,10 +223,10 @@ def outputs_of_pair(step: StepSpec, decision: Decision) -> set[str]:
     matrix of an expert they are the axes that shard the first.
     """
     module, _, name = decision.path.rpartition("/")
-    partner = {PAIR[0]: PAIR[1], **({PAIR[1]: PAIR[0]} if is_expert(decision) else {})}.get(name)
+    partner = {PAIR[0]: PAIR[1], **({PAIR[1]: PAIR[0]} if decision.leaf.has("expert") else {})}.get(name)
     if partner is None:
         return set()
-    specs = (weight.decision.spec for weight in step.weights if weight.decision.path == f"{module}/{partner}")
+    specs = (weight.spec for weight in step.weights if weight.decision.path == f"{module}/{partner}")
     return set(split_axes(step, next(specs, PartitionSpec()))) & set(step.tensor_axes)
 
 
@@ -250,11 +236,11 @@ def _rows_gathered(step: StepSpec, weight: Weight) -> Iterator[ExpectedCollectiv
     XLA may use them instead of all-reducing the full table, because they send fewer bytes.
     """
     decision = weight.decision
-    if not (step.is_once and step.context_axes and step.tokens and is_looked_up(decision)) or step.by_stages:
+    if not (step.is_once and step.context_axes and step.tokens and decision.leaf.is_table) or step.is_pipelined:
         return
     tokens = step.tokens * step.num_shards(step.context_axes)
     dtypes = dict.fromkeys((step.wire(step.reduce_dtype(decision)), step.wire(step.compute_dtype(decision))))
-    elements_of = dict.fromkeys(dtypes, tokens * size_of(decision, "embed")) | {"s32": tokens}
+    elements_of = dict.fromkeys(dtypes, tokens * decision.leaf.size_of("embed")) | {"s32": tokens}
     for dtype, elements in elements_of.items():
         yield ExpectedCollective(
             role=GRADIENTS,
@@ -275,12 +261,12 @@ def _may_all_reduce(step: StepSpec, weight: Weight, elements: int, reduced_axes:
     `shard_map` of their layer with the sharding of the parameters, and so does the router's.
     """
     decision, owned = weight.decision, owned_axes(step, weight.decision)
-    in_region = (bool(owned) or is_router(decision)) and not step.is_once
+    in_region = (bool(owned) or decision.leaf.is_router) and not step.is_once
     if in_region and owned and set(split_axes(step, weight.update)) <= set(split_axes(step, decision.spec)):
         return False
     is_small = elements * step.reduce_dtype(decision).itemsize <= MIN_SHARDED_BYTES
     expert_axes = {axis for other in step.weights for axis in owned_axes(step, other.decision)}
-    is_joint = bool(reduced_axes & (expert_axes | set(step.context_axes))) and is_looked_up(decision)
+    is_joint = bool(reduced_axes & (expert_axes | set(step.context_axes))) and decision.leaf.is_table
     return step.on_cpu or is_small or in_region or is_joint
 
 
@@ -300,5 +286,5 @@ def renewed(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         count=(stack, stack),
         tensors=(decision.path,),
         stack=stack,
-        of_leaf=True,
+        is_param=True,
     )

@@ -5,7 +5,7 @@ rules. It describes the cheapest form. XLA may also lower it as:
 
     gather over several axes      axis by axis
     sum over several axes         axis by axis, or over all axes; scattered first or last
-    ... with `whole`              all-reduced and then sliced: at most twice the bytes over each axis
+    ... with `may_all_reduce`     all-reduced and then sliced: at most twice the bytes over each axis
     stacked layers                per layer inside their loop, or the full stack at once
     single axis, as a ring        N-1 permutes of the same bytes, like `meshpar.collectives.all_gather_matmul`
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from meshpar.sharding.types import Decision, Leaf, axes_of_spec, scores_experts, spec_axes, without_axes
+from meshpar.sharding.types import Decision, Leaf, axes_of_spec, spec_axes, without_axes
 
 if TYPE_CHECKING:
     from meshpar.parallel.quantization import Quantize
@@ -49,8 +49,8 @@ class ExpectedCollective:
     """Mesh axes in the mesh's order."""
     scattered: tuple[str, ...] = ()
     """For a sum, the axes whose ranks keep only their shard of the result."""
-    whole: bool | Literal["only"] = False
-    """For a scattered sum, True if XLA may all-reduce it and slice, `"only"` if it always does."""
+    may_all_reduce: bool | Literal["always"] = False
+    """For a scattered sum, whether XLA may all-reduce it and slice; `"always"` if it always does."""
     elements: int
     """Elements of one array, replicated over the axes; with `multiple`, any multiple of this number."""
     multiple: bool = False
@@ -63,13 +63,13 @@ class ExpectedCollective:
     tensors: tuple[str, ...]
     stack: int = 1
     """Layers stacked in one array; XLA may send them with one collective."""
-    of_leaf: bool = False
+    is_param: bool = False
     """True if it belongs to a parameter. The loop over layers contains only those of stacked parameters."""
-    forward: bool = False
+    forward_only: bool = False
     """True if only the forward pass contains it."""
-    outside: bool = False
+    outside_loops: bool = False
     """True if it is outside all loops."""
-    stacked: ExpectedCollective | None = None
+    as_stacked: ExpectedCollective | None = None
     """For a leaf without names, the alternative in case its first dim is a stack of layers that a loop runs over."""
 
     @property
@@ -98,11 +98,19 @@ class Weight:
     grads: PartitionSpec
     update: PartitionSpec
 
+    @property
+    def leaf(self) -> Leaf:
+        return self.decision.leaf
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return self.decision.spec
+
 
 class ParamUsage(NamedTuple):
     """Uses of a parameter in a model without activation constraints; see `meshpar.inspect.param_usage`."""
 
-    whole: int
+    full: int
     """Uses of the full parameter."""
     slices: tuple[tuple[int, int], ...] = ()
     """(elements of the slice, uses)."""
@@ -139,8 +147,8 @@ class StepSpec:
     """Uses of parameters by path, in a model without activation constraints."""
     unannotated_axes: tuple[str, ...] = ()
     """Axes that shard such parameters but not the batch. Activation collectives over them are unknown."""
-    choices: int = 0
-    """Experts per token. Set for estimates only."""
+    experts_per_token: int = 0
+    """Set for estimates only."""
     nodes_visited: Callable[[int], int] | None = None
     """Maps the number of nodes to the expected number of nodes that a token is sent to, for dispatch that sends each
     token once per node. Set for estimates only."""
@@ -151,17 +159,17 @@ class StepSpec:
     """Compute dtype of the layers; None means the dtype of each parameter."""
     reduce: str | None = None
     """Dtype of gradient reductions; None means at least float32."""
-    narrow: frozenset[str] = frozenset()
+    low_precision: frozenset[str] = frozenset()
     """Paths of parameters in modules with fp8 or int8 matmuls."""
-    by_row: frozenset[str] = frozenset()
-    """The subset of `narrow` with one scale per row."""
+    rowwise_fp8: frozenset[str] = frozenset()
+    """The subset of `low_precision` with one scale per row."""
     computes: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Compute dtypes by parameter path, for modules that override `compute`."""
     quantize: Quantize | None = None
     """Quantization of gathered weights and reduced gradients by kernels; None if XLA sends them."""
     is_prefetched: bool = False
     """True if the weights of a layer are gathered while the previous layer computes."""
-    by_stages: bool = False
+    is_pipelined: bool = False
     """True if pipeline stages run the step."""
     is_tied: bool = False
     """True if the embedding and the head share a table."""
@@ -180,7 +188,12 @@ class StepSpec:
     @property
     def is_by_device(self) -> bool:
         """True if each device applies full weights to its local batch, so that tokens stay on their device."""
-        return not self.by_stages and (self.is_once or self.quantize is not None)
+        return not self.is_pipelined and (self.is_once or self.quantize is not None)
+
+    @property
+    def tokens_or_rows(self) -> int:
+        """Tokens per device and micro-step, or examples if the batch has no tokens."""
+        return self.rows if self.tokens is None else self.tokens
 
     def wire(self, dtype: Any) -> str:
         """Return the HLO dtype on the wire. XLA:CPU sends 16-bit floats as float32, and fp8 as float16."""
@@ -195,9 +208,9 @@ class StepSpec:
 
     def gathered_dtype(self, decision: Decision) -> np.dtype:
         """Return the dtype in which a parameter is gathered: fp8 if the layer that uses it also gathers it."""
-        leaf, ahead = decision.leaf, self.is_prefetched or self.is_once or self.by_stages
-        by_kernel = is_expert(decision)  # the kernel rounds expert weights after gathering them
-        if decision.path not in self.narrow or by_kernel or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
+        leaf, ahead = decision.leaf, self.is_prefetched or self.is_once or self.is_pipelined
+        by_kernel = decision.leaf.has("expert")  # the kernel rounds expert weights after gathering them
+        if decision.path not in self.low_precision or by_kernel or ahead or leaf.num_layers == 1 or leaf.layer_ndim < 2:
             return self.compute_dtype(decision)
         return np.dtype(jnp.float8_e4m3fn)
 
@@ -218,6 +231,10 @@ class StepSpec:
         """Return how often the forward pass of a layer runs."""
         return 2 if self.is_remat and stack > 1 else 1
 
+    def slices(self, stack: int) -> int:
+        """Return the number of slices of the batch in which a stack of layers runs."""
+        return self.interleave if stack > 1 else 1
+
 
 def split_axes(step: StepSpec, spec: PartitionSpec) -> tuple[str, ...]:
     """Return the axes of a spec whose size is greater than 1, in the mesh's order."""
@@ -233,30 +250,25 @@ def with_layers(params: Sequence[Decision]) -> tuple[Decision, ...]:
     for decision in params:
         modules.setdefault(decision.path.partition("/")[0], []).append(decision.leaf)
 
-    def is_stack(leaves: Sequence[Leaf]) -> bool:
-        unnamed = all(len(leaf.shape) > 1 and (leaf.names or ("",))[0] is None for leaf in leaves)
-        sizes = {leaf.shape[:1] for leaf in leaves}
-        return unnamed and len(leaves) > 1 and len(sizes) == 1 and max(len(leaf.shape) for leaf in leaves) > 2
-
-    stacks = {name for name, leaves in modules.items() if is_stack(leaves)}
-
     def named(decision: Decision) -> Decision:
-        if decision.path.partition("/")[0] not in stacks:
+        leaf, leaves = decision.leaf, modules[decision.path.partition("/")[0]]
+        is_unnamed = all(len(other.shape) > 1 and (other.names or ("",))[0] is None for other in leaves)
+        is_same_size = len({other.shape[:1] for other in leaves}) == 1 < len(leaves)
+        if not (is_unnamed and is_same_size and max(len(other.shape) for other in leaves) > 2):
             return decision
-        names = ("layers", *(decision.leaf.names or ())[1:])
-        return dataclasses.replace(decision, leaf=dataclasses.replace(decision.leaf, names=names))
+        return dataclasses.replace(decision, leaf=dataclasses.replace(leaf, names=("layers", *(leaf.names or ())[1:])))
 
     return tuple(map(named, params))
 
 
 def of_stage(weight: Weight, axis: str, stages: int) -> Weight:
     """Return the shard of a parameter on one pipeline stage."""
-    decision, leaf = weight.decision, weight.decision.leaf
-    spec, grads, update = (without_axes(spec, (axis,)) for spec in (decision.spec, weight.grads, weight.update))
+    leaf = weight.leaf
+    spec, grads, update = (without_axes(spec, (axis,)) for spec in (weight.spec, weight.grads, weight.update))
     if leaf.is_stacked:
         shape, names = (leaf.shape[0] // stages, *leaf.shape[1:]), (None, *(leaf.names or ())[1:])
         leaf = dataclasses.replace(leaf, shape=shape, names=names)
-    return Weight(dataclasses.replace(decision, leaf=leaf, spec=spec), grads, update)
+    return Weight(dataclasses.replace(weight.decision, leaf=leaf, spec=spec), grads, update)
 
 
 def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
@@ -264,49 +276,21 @@ def owned_axes(step: StepSpec, decision: Decision) -> tuple[str, ...]:
 
     A router is not sharded this way, although its last dim is `expert`: every rank scores all experts.
     """
-    names = decision.leaf.names or ()
-    if "expert" not in names or is_router(decision) or step.is_by_device:
+    if not decision.leaf.is_expert or step.is_by_device:
         return ()
-    return step.ordered(
-        axis for entry, name in zip(decision.spec, names, strict=False) if name == "expert" for axis in spec_axes(entry)
-    )
+    pairs = zip(decision.spec, decision.leaf.names or (), strict=False)
+    return step.ordered(axis for entry, name in pairs if name == "expert" for axis in spec_axes(entry))
 
 
-def is_router(decision: Decision) -> bool:
-    """Return whether a leaf scores experts."""
-    return scores_experts(decision.leaf.names or ())
-
-
-def is_expert(decision: Decision) -> bool:
-    """Return whether a leaf has an `expert` dim. Routers have one too."""
-    return "expert" in (decision.leaf.names or ())
-
-
-def has_vocabulary(decision: Decision) -> bool:
-    """Return whether a leaf has a `vocab` dim."""
-    return "vocab" in (decision.leaf.names or ())
-
-
-def is_looked_up(decision: Decision) -> bool:
-    """Return whether a leaf is an embedding table, [vocab, embed]."""
-    names = decision.leaf.names or ()
-    return {"vocab", "embed"} <= set(names) and names.index("vocab") < names.index("embed")
-
-
-def layer_elements(step: StepSpec, decision: Decision, whole: Iterable[str]) -> int:
-    """Return the local number of elements of a leaf, per layer, after gathering it over the axes `whole`."""
-    remaining = set(split_axes(step, decision.spec)) - set(whole)
+def layer_elements(step: StepSpec, decision: Decision, gathered: Iterable[str]) -> int:
+    """Return the local number of elements of a leaf, per layer, after gathering it over some axes."""
+    remaining = set(split_axes(step, decision.spec)) - set(gathered)
     return decision.leaf.size // decision.leaf.num_layers // step.num_shards(remaining)
 
 
 def parent(decision: Decision) -> str:
     """Return the path of the module that contains the leaf's module."""
     return "/".join(decision.path.split("/")[:-2])
-
-
-def size_of(decision: Decision, name: str) -> int:
-    """Return the size of the dim with a name."""
-    return decision.leaf.shape[(decision.leaf.names or ()).index(name)]
 
 
 def merged(collectives: Iterable[ExpectedCollective]) -> tuple[ExpectedCollective, ...]:

@@ -25,7 +25,6 @@ from meshpar.hardware.compile_options import APART, OVERLAP_LIMIT, Value, pipeli
 from meshpar.layers.losses import Loss, MicrobatchTotals
 from meshpar.layers.scan import Ahead, Aux, Layer, check_alike, leaf_at, scanned, with_aux
 from meshpar.layers.slice_gradients import Own, SliceRows, summed_first
-from meshpar.parallel.expected.step_spec import is_expert, is_router
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import current, spec_of
 from meshpar.sharding.types import Decision, PyTree, axes_of_spec, axis_sizes, path_str, problem, without_axes
@@ -138,7 +137,7 @@ def _run_layers(setup: Setup, at: str, layer: Layer, x: Any, inputs: tuple[PyTre
             constrained = with_layout(weight, NamedSharding(setup.mesh, spec))
             # The shard_map of an MoE layer gathers expert weights and scatters their gradients. If it received only the
             # gathered weight, it would all-reduce the full gradient.
-            is_expert_shard = is_expert(decision) and not is_router(decision) and spec != _gathered_spec(decision, ())
+            is_expert_shard = decision.leaf.is_expert and spec != _gathered_spec(decision, ())
             return Ahead(weight, constrained) if is_expert_shard else constrained
 
         return jax.tree_util.tree_map_with_path(constrain_leaf, tree, is_leaf=lambda leaf: isinstance(leaf, Own))
@@ -171,7 +170,7 @@ def _slice_rows(setup: Setup, x: PyTree) -> SliceRows | None:
 def _gathered_spec(decision: Decision, axes: tuple[str, ...]) -> PartitionSpec:
     """Return the spec of a layer without some mesh axes. Axes that shard experts remain."""
     expert_axes: set[str] = set()
-    if is_expert(decision) and not is_router(decision):
+    if decision.leaf.is_expert:
         dims = zip(decision.spec[1:], (decision.leaf.names or ())[1:], strict=False)
         expert_axes = set(axes_of_spec(PartitionSpec(*(entry if name == "expert" else None for entry, name in dims))))
     return without_axes(PartitionSpec(*decision.spec[1:]), [axis for axis in axes if axis not in expert_axes])
