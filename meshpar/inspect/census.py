@@ -325,7 +325,7 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
         pairs = ins.source_target_pairs
         if pairs is None:
             text = ins.frontend_attributes.get("_xla_send_recv_source_target_pairs")
-            pairs = parse_lists(text, ins.line) if text else ()
+            pairs = parse_lists(text) if text else ()
         return pairs
     groups = ins.replica_groups or ()
     everyone = (tuple(range(num_devices)),)

@@ -33,9 +33,8 @@ from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.census import KINDS, UNKNOWN, Collective, per_array
 from meshpar.inspect.compiler_messages import Rematerialization
 from meshpar.inspect.expected import scopes_above, step_spec_of
-from meshpar.inspect.hlo.cursor import HloSyntaxError, Scanner
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
-from meshpar.inspect.hlo.shapes import dtype_bits, scan_shape
+from meshpar.inspect.hlo.shapes import dtype_bits, parse_shape
 from meshpar.inspect.hlo.walk import executed
 from meshpar.inspect.program import Program
 from meshpar.inspect.timeline import program_work as work
@@ -192,8 +191,8 @@ def _full_bytes(message: Rematerialization) -> int:
     if "last_tile_dim" in message.before:
         tiles = tiles[:-1]
     try:
-        return scan_shape(Scanner(message.shape.partition("{")[0])).nbytes * math.prod(tiles)
-    except HloSyntaxError:
+        return parse_shape(message.shape.partition("{")[0]).nbytes * math.prod(tiles)
+    except ValueError:
         return 0
 
 

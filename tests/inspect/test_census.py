@@ -318,9 +318,9 @@ def test_partitioner_annotation_overrides_primitive_name():
 
 
 def test_unnamed_collective_takes_name_of_input():
+    metadata = 'metadata={op_name="jit(f)/transpose(jvp(mlp))/mul" source_file="a.py" source_line=7}'
     found = only(f"""
-        m = f32[8,4] multiply(p, p),
-          metadata={{op_name="jit(f)/transpose(jvp(mlp))/mul" source_file="a.py" source_line=7}}
+        m = f32[8,4] multiply(p, p), {metadata}
         v = f32[8,4] bitcast(m)
         r = f32[2,4] reduce-scatter(v), {ON_TENSOR}, dimensions={{0}}, to_apply=add
     """)

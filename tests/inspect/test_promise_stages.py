@@ -352,8 +352,12 @@ def test_ticks_of_one_length_last_as_long_as_the_schedule(name):
 def test_choices_are_numbered_as_they_are_picked():
     """HLO writes the computations of a truth the true one first, and those of a number in their order."""
     text = """HloModule chosen
-yes { ROOT a = f32[] parameter(0) }
-no { ROOT b = f32[] parameter(0) }
+yes {
+  ROOT a = f32[] parameter(0)
+}
+no {
+  ROOT b = f32[] parameter(0)
+}
 ENTRY main {
   truth = pred[] parameter(0)
   number = s32[] parameter(1)

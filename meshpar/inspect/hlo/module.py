@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshpar.inspect.hlo.cursor import split_top, unquote
 from meshpar.inspect.hlo.groups import Groups
 from meshpar.inspect.hlo.shapes import Shape
+from meshpar.inspect.hlo.text import split_top, unquote
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,35 +56,34 @@ class Instruction:
     """None if the attribute is absent; `()` if it is empty, which means all devices."""
     source_target_pairs: Groups | None
     is_root: bool
-    line: int
 
     @property
     def channel_id(self) -> int | None:
-        text = self.attributes.get("channel_id")
-        return int(text) if text is not None and re.fullmatch(r"[0-9]{1,18}", text) else None
+        return _number(self.attributes.get("channel_id"))
+
+    @property
+    def tuple_index(self) -> int | None:
+        return _number(self.attributes.get("index"))
 
     @property
     def frontend_attributes(self) -> dict[str, str]:
         """Attributes that the framework attached, unquoted."""
-        return _braced_pairs(self.attributes.get("frontend_attributes", "{}"), self.line)
+        pairs = (part.partition("=") for part in split_top(self.attributes.get("frontend_attributes", "{}"), 1)[0])
+        return {key.strip(): unquote(value.strip()) for key, _, value in pairs}
 
     @property
     def backend_config(self) -> dict[str, Any]:
         """The backend's JSON; `{}` if it is missing or not a JSON object."""
-        text = self.attributes.get("backend_config", "")
-        return _json_object(unquote(text) if text[:1] in "\"'" else text)
+        text = unquote(self.attributes.get("backend_config", ""))
+        try:
+            return json.loads(text) if text.startswith("{") else {}
+        except ValueError:
+            return {}
 
     @property
     def trip_count(self) -> int | None:
         """Number of iterations of a while loop, if XLA knows it."""
-        config = self.backend_config.get("known_trip_count")
-        count = str(config.get("n")) if isinstance(config, dict) else ""
-        return int(count) if re.fullmatch(r"[0-9]{1,18}", count) else None
-
-    @property
-    def tuple_index(self) -> int | None:
-        text = self.attributes.get("index", "")
-        return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None
+        return _number(self.backend_config.get("known_trip_count", {}).get("n"))
 
     def called_as(self, *roles: str) -> tuple[str, ...]:
         """Return the names of the computations called in any of these roles."""
@@ -98,7 +96,6 @@ class Computation:
 
     name: str
     instructions: tuple[Instruction, ...]
-    attributes: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def by_name(self) -> Mapping[str, Instruction]:
@@ -149,28 +146,18 @@ class Module:
     @property
     def num_partitions(self) -> int:
         """Number of devices that the program is partitioned over."""
-        return self._count("num_partitions")
+        return int(self.attributes.get("num_partitions", 1))
 
     @property
     def replica_count(self) -> int:
         """Number of copies of the partitioned program."""
-        return self._count("replica_count")
-
-    def _count(self, name: str) -> int:
-        text = self.attributes.get(name, "1")
-        return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 1
-
-    @property
-    def input_output_alias(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """(output index, parameter number) of each donated buffer."""
-        pairs = re.findall(r"\{([0-9, ]*)\}:\s*\(([0-9]{1,9})", self.attributes.get("input_output_alias", ""))
-        return tuple((tuple(int(i) for i in index.split(",") if i.strip()), int(number)) for index, number in pairs)
+        return int(self.attributes.get("replica_count", 1))
 
     def stack(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Return the Python frames of an instruction, innermost first; empty if the program has none."""
         frames: list[Frame] = []
         frame_id = instruction.metadata.stack_frame_id
-        while frame_id in self.frames and len(frames) < 200:  # a damaged table may contain a cycle
+        while frame_id in self.frames:
             frame, frame_id = self.frames[frame_id]
             frames.append(frame)
         if not frames and instruction.metadata.source_file:
@@ -181,18 +168,5 @@ class Module:
         return iter(self.computations.values())
 
 
-def _braced_pairs(text: str, line: int) -> dict[str, str]:
-    """Parse `{a="b",c={d}}` into a dict of unquoted values."""
-    pairs = {}
-    for part in split_top(text[1:-1], line):
-        key, _, value = part.partition("=")
-        pairs[key.strip()] = unquote(value.strip())
-    return pairs
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text) if text.startswith("{") else {}
-    except (ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
+def _number(text: str | None) -> int | None:
+    return None if text is None else int(text)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from meshpar.inspect.hlo.cursor import MAX_DEPTH, HloSyntaxError, Scanner
+from meshpar.inspect.hlo.text import split_top
 
 _BITS = {
     "pred": 8, "token": 0, "opaque": 0,
@@ -17,10 +17,8 @@ _BITS = {
     "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
     "f4e2m1fn": 8, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128,
 }  # fmt: skip
-_ARRAY = re.compile(r"([a-z][a-z0-9]{0,15})\[([^\][(){}\n]*+)\](\{[^{}\n]*+\})?")
-_MAX_SIZE = 1 << 62  # XLA counts elements in 64 bits
-_PACKED = re.compile(r"E\((\d{1,2})\)")
-_DIM = re.compile(r"(?:<=)?([0-9]{1,18})\Z")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d<=,]*)\](\{.*\})?")
+_PACKED = re.compile(r"E\((\d+)\)")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,62 +80,16 @@ def dtype_bits(dtype: str) -> int:
     return bits
 
 
-def scan_shape(scanner: Scanner) -> Shape:
-    """Read a shape such as `bf16[4,8]{1,0}` or `(f32[], (s32[2]))`."""
-    match = scanner.match(_ARRAY)
-    try:
-        if match is not None:
-            return _array(match.group())
-        start = scanner.pos
-        if not scanner.text.startswith("(", start):
-            raise scanner.error("expected a shape")
-        text = scanner.group()
-        scanner.pos = start
-        shape = _tuple(text)
-        scanner.pos = start + len(text)
-        return shape
-    except HloSyntaxError as error:
-        raise HloSyntaxError(error.message, scanner.line()) from None
-
-
 @functools.lru_cache(maxsize=65536)
-def _array(text: str) -> ArrayShape:
-    match = _ARRAY.match(text)
-    assert match is not None
+def parse_shape(text: str) -> Shape:
+    """Parse a shape such as `bf16[4,8]{1,0}` or `(f32[], /*index=1*/(s32[2]))`."""
+    if text.startswith("/*"):
+        text = text.partition("*/")[2]
+    if text.startswith("("):
+        return TupleShape(tuple(map(parse_shape, split_top(text, 1)[0])))
+    match = _ARRAY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text[:60]!r} is not a shape")
     dtype, dims, layout = match.groups()
-    try:
-        dtype_bits(dtype)
-    except ValueError as error:
-        raise HloSyntaxError(str(error), 1) from None
-    sizes = [_DIM.match(part.strip()) for part in dims.split(",")] if dims.strip() else []
-    if not all(sizes):
-        raise HloSyntaxError(f"bad dims in shape {text!r}", 1)
-    shape = ArrayShape(dtype, tuple(int(size.group(1)) for size in sizes if size), layout or "")
-    if shape.size > _MAX_SIZE:
-        raise HloSyntaxError(f"no array has the shape {text!r}", 1)
-    return shape
-
-
-@functools.lru_cache(maxsize=8192)
-def _tuple(text: str) -> TupleShape:
-    return _tuple_at(Scanner(text), depth=0)
-
-
-def _tuple_at(scanner: Scanner, depth: int) -> TupleShape:
-    if depth > MAX_DEPTH // 4:  # tuples are read recursively, brackets are not
-        raise scanner.error("tuple shapes nest too deeply")
-    scanner.expect("(")
-    elements: list[Shape] = []
-    scanner.skip_space()
-    while not scanner.take(")"):
-        if elements:
-            scanner.expect(",")
-            scanner.skip_space()
-        if scanner.text.startswith("(", scanner.pos):
-            elements.append(_tuple_at(scanner, depth + 1))
-        elif match := scanner.match(_ARRAY):
-            elements.append(_array(match.group()))
-        else:
-            raise scanner.error("expected a shape")
-        scanner.skip_space()
-    return TupleShape(tuple(elements))
+    dtype_bits(dtype)
+    return ArrayShape(dtype, tuple(int(size.removeprefix("<=")) for size in dims.split(",") if size), layout or "")

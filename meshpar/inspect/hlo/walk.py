@@ -15,9 +15,6 @@ VIEWS = frozenset({"bitcast", "convert", "copy", "reshape", "transpose"})
 MAX_HOPS = 64
 """Maximum number of instructions to follow from a value to its source or its readers."""
 
-MAX_VISITS = 200_000
-"""Maximum number of call sites. Calls that fan out at every level would grow exponentially."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loop:
@@ -78,18 +75,10 @@ class Visit:
 
 
 def executed(module: Module) -> Iterator[Visit]:
-    """Yield all computations that the program runs, callers first, without reducers and comparators.
-
-    Raises:
-      ValueError: the call tree has more than `MAX_VISITS` nodes.
-    """
-    stack, visits = [Visit(module.entry)], 0
+    """Yield all computations that the program runs, callers first, without reducers and comparators."""
+    stack = [Visit(module.entry)]
     while stack:
-        visit = stack.pop()
-        visits += 1
-        if visits > MAX_VISITS:
-            raise ValueError(f"the program's call tree has more than {MAX_VISITS} nodes")
-        yield visit
+        yield (visit := stack.pop())
         inner = [callee for ins in visit.computation for callee in _callees(module, visit, ins)]
         stack.extend(reversed(inner))
 
