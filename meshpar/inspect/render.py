@@ -1,8 +1,8 @@
 """Renderers of a report: tables in a terminal, plain text, and HTML for notebooks and files.
 
-    Report ─► sections of plain cells ─► rich | HTML
+    Report ─► sections of tables and cells ─► rich | HTML
 
-Cells are plain text, and each renderer escapes them. Paths and names of a program are never interpreted as markup.
+Cells are plain text, and both renderers escape them. Paths and names of a program are never interpreted as markup.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import base64
 import dataclasses
 import html
-import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, TypeAlias
 
+from meshpar.inspect.census import Collective
+from meshpar.inspect.lint import Finding
 from meshpar.inspect.matching import MatchEntry, MatchResult, Unexpected
-from meshpar.inspect.memory import Memory
+from meshpar.inspect.memory import Contributor, Memory
 from meshpar.inspect.report import FunctionMemory, FunctionReport, Report, Sent
 from meshpar.sharding.printing import flat, human_mesh
 from meshpar.sharding.units import human_bytes, human_flops, human_time
@@ -45,14 +46,34 @@ class Cell:
     share: float | None = None
     """Length of the bar that HTML draws, between 0 and 1."""
 
+    def __rich__(self) -> Any:
+        from rich.text import Text
+
+        return Text(_printable(self.text), style=_RICH[self.style], overflow="fold")
+
+    def html(self, tag: str = "span", *classes: str) -> str:
+        """Return the cell as an HTML element."""
+        names = " ".join(filter(None, (*classes, self.style, "" if self.share is None else "bar")))
+        style = "" if self.share is None else f' style="background-size:{min(max(self.share, 0), 1):.1%} 70%"'
+        attribute = f' class="{names}"' if names else ""
+        return f"<{tag}{attribute}{style}>{_escaped(self.text)}</{tag}>"
+
+
+Text: TypeAlias = Cell | str
+"""A cell. A string is a cell without a style."""
+
+
+def _cell(text: Text) -> Cell:
+    return Cell(text) if isinstance(text, str) else text
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table as plain cells."""
+    """A table of cells."""
 
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     """Headings. A column ending with `>` is right-aligned, a column ending with `?` is omitted in narrow terminals."""
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: Sequence[Sequence[Text]]
     title: str = ""
     rest: str = "more"
     """Description of omitted rows, printed after their number."""
@@ -60,17 +81,47 @@ class Table:
     """Maximum number of rows that are shown."""
 
     @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(name.rstrip(">?") for name in self.columns)
+    def is_cut(self) -> bool:
+        """Whether the table has more rows than it shows."""
+        return len(self.rows) > self.most
 
-    @property
-    def are_numbers(self) -> tuple[bool, ...]:
-        return tuple(name.endswith(">") for name in self.columns)
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich import box
+        from rich.table import Table as RichTable
 
-    def without_optional(self) -> Table:
-        required = [i for i, name in enumerate(self.columns) if not name.endswith("?")]
-        rows = tuple(tuple(row[i] for i in required) for row in self.rows)
-        return dataclasses.replace(self, columns=tuple(self.columns[i] for i in required), rows=rows)
+        title = Cell(self.title, "strong").__rich__() if self.title else None
+        drawn = RichTable(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, header_style="dim")
+        kept = [i for i, name in enumerate(self.columns) if options.max_width >= ROOMY_COLUMNS or name[-1:] != "?"]
+        rows = [[_cell(row[i]) for i in kept] for row in self.rows[: self.most]]
+        for i, name in enumerate(self.columns[i] for i in kept):
+            is_number = name.endswith(">")
+            no_wrap = is_number or max((len(row[i].text) for row in rows), default=0) <= SHORT_CELL
+            justify: Any = "right" if is_number else "left"
+            drawn.add_column(Cell(name.rstrip(">?")).__rich__(), justify=justify, no_wrap=no_wrap, overflow="fold")
+        for row in rows:
+            drawn.add_row(*row)
+        if self.is_cut:
+            caption = f"and {len(self.rows) - self.most:,} {self.rest}"
+            drawn.caption, drawn.caption_justify = Cell(caption, "faint").__rich__(), "left"
+        yield drawn
+
+    def html(self) -> str:
+        """Return the table as HTML. Rows beyond `most` are folded."""
+        text = f"<h3>{_escaped(self.title)}</h3>" if self.title else ""
+        text += self._html(self.rows[: self.most])
+        if self.is_cut:
+            summary = f"{len(self.rows) - self.most:,} {_escaped(self.rest)}"
+            text += f"<details><summary>{summary}</summary>{self._html(self.rows[self.most :])}</details>"
+        return text
+
+    def _html(self, rows: Sequence[Sequence[Text]]) -> str:
+        classes = ["n" if name.endswith(">") else "" for name in self.columns]
+        lines = [
+            "<tr>" + "".join(_cell(text).html(tag, name) for text, name in zip(row, classes, strict=True)) + "</tr>"
+            for tag, row in (("th", [name.rstrip(">?") for name in self.columns]), *(("td", row) for row in rows))
+        ]
+        body = "\n".join(lines[1:])
+        return f'<div class="scroll"><table><thead>{lines[0]}</thead>\n<tbody>{body}</tbody></table></div>'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +130,22 @@ class Section:
 
     title: str
     verdict: Cell | None = None
-    parts: tuple[Table | Cell, ...] = ()
+    parts: Sequence[Table | Cell] = ()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        verdict = () if self.verdict is None else ("  ", self.verdict.__rich__())
+        yield Text.assemble((self.title.upper(), "bold cyan"), *verdict)
+        for part in self.parts:
+            yield Padding(part, (0, 0, 0, 2), expand=False)
+
+    def html(self) -> str:
+        """Return the section as HTML."""
+        heading = _escaped(self.title) + ("" if self.verdict is None else self.verdict.html())
+        parts = (f"<p>{part.html()}</p>" if isinstance(part, Cell) else part.html() for part in self.parts)
+        return "\n".join((f"<h2>{heading}</h2>", *parts))
 
 
 # ---- Formatting ------------------------------------------------------------------------------------------------------
@@ -106,8 +172,16 @@ def place(source: str) -> str:
     return short + colon + line
 
 
-def _where(module: str, source: str) -> str:
-    return " · ".join(filter(None, (module or "–", place(source))))
+def _where(item: Collective | Contributor | Finding | Unexpected) -> str:
+    return " · ".join(filter(None, (item.module or "–", place(item.source))))
+
+
+def _once(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts, with repetitions replaced by "as above"."""
+    seen: set[str] = set()
+    for text in texts:
+        yield "as above" if text in seen else text
+        seen.add(text)
 
 
 # ---- Contents --------------------------------------------------------------------------------------------------------
@@ -115,13 +189,9 @@ def _where(module: str, source: str) -> str:
 
 def sections(report: AnyReport) -> tuple[Section, ...]:
     """Return the report as titled tables of plain cells."""
-    first = (
-        (_memory(report), _promise(report), _stages(report))
-        if isinstance(report, Report)
-        else (_program_memory(report),)
-    )
+    of_step = (_promise(report), _stages(report)) if isinstance(report, Report) else ()
     others = (_collectives(report), _overlap(report), _compute(report), _lint(report), _notes(report))
-    return tuple(section for section in (*first, *others) if section is not None)
+    return tuple(section for section in (_memory(report), *of_step, *others) if section is not None)
 
 
 INVALIDATING = ("wide-compute",)
@@ -131,20 +201,20 @@ INVALIDATING = ("wide-compute",)
 def headline(report: AnyReport) -> tuple[Cell, ...]:
     """Return one line about the strategy or function and the target, and one per verdict."""
     devices = f"{report.devices:,} device" + "s" * (report.devices != 1)
-    speed = () if report.compute.predicted_step_s is None else _speed(report)
     name = report.strategy if isinstance(report, Report) else f"`{report.name}`"
     return (
         Cell(f"{name} on {human_mesh(report.mesh)} · {report.target} · {devices}", "strong"),
         *((_promise_verdict(report.promise),) if isinstance(report, Report) else ()),
-        *((_memory_verdict(report.memory),) if report.memory.fits is not None else ()),
-        *speed,
+        *_memory_verdict(report.memory),
+        *_speed(report),
     )
 
 
-def _speed(report: AnyReport) -> tuple[Cell, ...]:
-    """Return the predicted step time in one line, followed by the findings that invalidate it."""
+def _speed(report: AnyReport) -> Iterator[Cell]:
+    """Yield the predicted step time in one line, followed by the findings that invalidate it."""
     compute, hidden = report.compute, report.overlap.hidden_fraction
-    assert compute.predicted_step_s is not None
+    if compute.predicted_step_s is None:
+        return
     phrases = [f"a {report.unit} takes {human_time(compute.predicted_step_s)}", f"bound by {compute.bound}"]
     if compute.bracket is not None:
         # The lower end assumes that all communication is hidden, so the simulated schedule is not the best case.
@@ -157,95 +227,74 @@ def _speed(report: AnyReport) -> tuple[Cell, ...]:
     if hidden is not None:
         phrases.append(f"{_percent(hidden)} of communication hidden")
     wrong = [finding for finding in report.findings if finding.rule in INVALIDATING]
-    reason = "time and utilisation are not for the requested precision"
-    return (
-        Cell(", ".join(phrases), "warn" if wrong else ""),
-        *(Cell(f"✘ {reason}: {finding.what}", "bad") for finding in wrong),
-    )
+    yield Cell(", ".join(phrases), "warn" if wrong else "")
+    for finding in wrong:
+        yield Cell(f"✘ time and utilisation are not for the requested precision: {finding.what}", "bad")
 
 
-def _memory_verdict(memory: Memory | FunctionMemory) -> Cell:
-    peak = human_bytes(memory.peak_bytes)
-    if memory.fits is None or memory.limit_bytes is None:
-        return Cell(f"peak {peak} per device; the memory limit of this device is unknown")
-    share = f"{peak} of {human_bytes(memory.limit_bytes)} ({_percent(memory.peak_bytes / memory.limit_bytes)})"
-    if not memory.fits:
-        return Cell(f"✘ does not fit: {share}", "bad")
-    return Cell(f"✔ fits: {share}", "warn" if memory.note else "good")
+def _memory_verdict(memory: Memory | FunctionMemory) -> Iterator[Cell]:
+    if memory.limit_bytes is None:
+        return
+    share = _percent(memory.peak_bytes / memory.limit_bytes)
+    sizes = f"{human_bytes(memory.peak_bytes)} of {human_bytes(memory.limit_bytes)} ({share})"
+    if memory.fits:
+        yield Cell(f"✔ fits: {sizes}", "warn" if memory.note else "good")
+    else:
+        yield Cell(f"✘ does not fit: {sizes}", "bad")
 
 
-def _memory(report: Report) -> Section:
+def _memory(report: AnyReport) -> Section:
     memory = report.memory
-    sizes: list[tuple[str, int, Style]] = [
-        ("parameters", memory.params_bytes, ""),
-        ("optimizer state", memory.optimizer_bytes, ""),
-        ("other state", memory.other_bytes, ""),
-        ("batch", memory.batch_bytes, ""),
-        ("temporaries", memory.temporaries_bytes, ""),
-        ("  of these, gradients", memory.gradients_bytes, "faint"),
-        ("outputs", memory.output_bytes, ""),
-        ("peak", memory.peak_bytes, "strong"),
-    ]
-    remedies = (_remedies(memory),) if memory.remedies else ()
-    return _memory_section(memory, sizes, remedies)
-
-
-def _program_memory(report: FunctionReport) -> Section:
-    memory = report.memory
-    sizes: list[tuple[str, int, Style]] = [
-        ("arguments", memory.argument_bytes, ""),
-        ("temporaries", memory.temporaries_bytes, ""),
-        ("outputs", memory.output_bytes, ""),
-        ("peak", memory.peak_bytes, "strong"),
-    ]
-    return _memory_section(memory, sizes)
-
-
-def _memory_section(
-    memory: Memory | FunctionMemory, sizes: Iterable[tuple[str, int, Style]], remedies: Sequence[Table] = ()
-) -> Section:
+    sizes: list[tuple[str, int, Style]]
+    if isinstance(memory, FunctionMemory):
+        sizes = [("arguments", memory.argument_bytes, "")]
+    else:
+        sizes = [
+            ("parameters", memory.params_bytes, ""),
+            ("optimizer state", memory.optimizer_bytes, ""),
+            ("other state", memory.other_bytes, ""),
+            ("batch", memory.batch_bytes, ""),
+        ]
+    sizes.append(("temporaries", memory.temporaries_bytes, ""))
+    if isinstance(memory, Memory):
+        sizes.append(("  of these, gradients", memory.gradients_bytes, "faint"))
+    sizes += [("outputs", memory.output_bytes, ""), ("peak", memory.peak_bytes, "strong")]
     total = memory.limit_bytes or memory.peak_bytes or 1
-    head = "of the limit>" if memory.limit_bytes else "of the peak>"
-    rows = tuple(
-        (Cell(name, style), Cell(human_bytes(size), style), Cell(_percent(size / total), style, share=size / total))
+    rows = [
+        (Cell(name, style), Cell(human_bytes(size), style), Cell(_percent(size / total), style, size / total))
         for name, size, style in sizes
-    )
-    parts: list[Table | Cell] = [Table(columns=("per device", "bytes>", head), rows=rows)]
+    ]
+    columns = ("per device", "bytes>", "of the limit>" if memory.limit_bytes else "of the peak>")
+    parts: list[Table | Cell] = [Table(columns=columns, rows=rows)]
     if memory.host_bytes:
         parts.append(Cell(f"plus {human_bytes(memory.host_bytes)} in pinned host memory"))
     if memory.note:
         parts.append(Cell(memory.note, "warn"))
-    parts.extend(remedies)
+    if isinstance(memory, Memory) and memory.remedies:
+        remedies = [
+            (
+                Cell("✔", "good") if remedy.fits else Cell("✘", "bad"),
+                Cell(remedy.change, "strong" if remedy.fits else ""),
+                "–" if remedy.peak_bytes is None else human_bytes(remedy.peak_bytes),
+                Cell(remedy.reason, "faint"),
+            )
+            for remedy in memory.remedies
+        ]
+        heads = ("", "change", "peak>", "why not compiled")
+        parts.append(Table(title="Changes that save memory", columns=heads, rows=remedies))
     if memory.largest:
-        parts.append(_largest(memory))
-    return Section(title="Memory", parts=tuple(parts))
-
-
-def _remedies(memory: Memory) -> Table:
-    rows = tuple(
-        (
-            Cell("✔" if remedy.fits else "✘", "good" if remedy.fits else "bad"),
-            Cell(remedy.change, "strong" if remedy.fits else ""),
-            Cell("–" if remedy.peak_bytes is None else human_bytes(remedy.peak_bytes)),
-            Cell(remedy.reason, "faint"),
-        )
-        for remedy in memory.remedies
-    )
-    return Table(title="Changes that save memory", columns=("", "change", "peak>", "why not compiled"), rows=rows)
-
-
-def _largest(memory: Memory | FunctionMemory) -> Table:
-    maximum = max(item.nbytes for item in memory.largest)
-    rows = tuple(
-        (
-            Cell(human_bytes(item.nbytes), share=item.nbytes / (maximum or 1)),
-            Cell(item.what),
-            Cell(_where(item.module, item.source)),
-            Cell(item.shape + (f" ×{item.count}" if item.count > 1 else ""), "faint"),
-        )
-        for item in memory.largest[:8]
-    )
-    return Table(title="Largest", columns=("bytes>", "kind", "where", "largest array?"), rows=rows)
+        maximum = max(item.nbytes for item in memory.largest) or 1
+        largest = [
+            (
+                Cell(human_bytes(item.nbytes), share=item.nbytes / maximum),
+                item.what,
+                _where(item),
+                Cell(item.shape + (f" ×{item.count}" if item.count > 1 else ""), "faint"),
+            )
+            for item in memory.largest[:8]
+        ]
+        parts.append(Table(title="Largest", columns=("bytes>", "kind", "where", "largest array?"), rows=largest))
+    return Section(title="Memory", parts=parts)
 
 
 def _promise_verdict(promise: MatchResult) -> Cell:
@@ -264,31 +313,68 @@ def _promise(report: Report) -> Section:
     parts: list[Table | Cell] = []
     if promise.unexpected:
         parts.append(_unexpected(promise.unexpected))
-    if promise.missing:
-        parts.append(_lines("Missing", promise.missing, "bad"))
-    if promise.kept:
-        parts.append(_lines("Found", promise.kept, ""))
-    if promise.kernels:
-        parts.append(_lines("From kernels", promise.kernels, ""))
+    parts += _lines("Missing", promise.missing, "bad")
+    parts += _lines("Found", promise.kept)
+    parts += _lines("From kernels", promise.kernels)
     if promise.unannotated_axes:
         axes = ", ".join(f"`{axis}`" for axis in promise.unannotated_axes)
-        parts.append(
-            Cell(
-                f"Rules shard parameters over {axes}, but activations have no sharding over these axes, so their "
-                "collectives cannot be checked. To check them, name the dims of parameters with mp.names(...), add "
-                "Rules(activations=...), and add mp.tensor_parallel() to the strategy.",
-                "warn",
-            )
+        text = (
+            f"Rules shard parameters over {axes}, but activations have no sharding over these axes, so their "
+            "collectives cannot be checked. To check them, name the dims of parameters with mp.names(...), add "
+            "Rules(activations=...), and add mp.tensor_parallel() to the strategy."
         )
-        if promise.untold:
-            parts.append(_lines(f"Over {axes}", promise.untold, ""))
+        parts += [Cell(text, "warn"), *_lines(f"Over {axes}", promise.untold)]
     if promise.small:
         sent = human_bytes(sum(entry.found_bytes for entry in promise.small))
         count = sum(entry.found_count for entry in promise.small)
         parts.append(Cell(f"Losses, metrics, norms etc.: {count:,} small arrays, {sent} in total.", "faint"))
     if not report.collectives:
         parts.append(Cell("The program has no collectives."))
-    return Section(title="Expected collectives", parts=tuple(parts))
+    return Section(title="Expected collectives", parts=parts)
+
+
+def unexpected_text(collective: Unexpected) -> str:
+    """Return a line about an unexpected collective."""
+    sent = f"{human_bytes(collective.bytes_sent_per_device)} in {collective.count_per_step:,} per step"
+    operation = f"{collective.kind} over {'*'.join(collective.axes)} of {collective.tensor}"
+    return f"{operation}, {sent}, in {_where(collective)}: {collective.fix}"
+
+
+def _unexpected(collectives: Sequence[Unexpected]) -> Table:
+    rows = [
+        (
+            Cell(f"{collective.kind} over {'*'.join(collective.axes)}", "bad"),
+            f"{human_bytes(collective.bytes_sent_per_device)} in {collective.count_per_step:,}",
+            f"{collective.tensor} in {_where(collective)}"
+            + (f" ({collective.operation})" if collective.operation else "")
+            + f", in {collective.layers} layers" * (collective.layers > 1),
+            fix,
+        )
+        for collective, fix in zip(collectives, _once(c.fix for c in collectives), strict=True)
+    ]
+    columns = ("collective", "sent per step>", "tensor and source line", "suggested fix")
+    return Table(title="Unexpected", columns=columns, rows=rows, rest="more, smaller")
+
+
+def _lines(title: str, lines: Sequence[MatchEntry], style: Style = "") -> list[Table]:
+    """Return a table of expected collectives, or nothing without lines."""
+    rows = [
+        (
+            Cell(entry.role, style),
+            entry.kind + (f", lowered as {entry.lowered_as}" if entry.lowered_as else ""),
+            "*".join(entry.axes),
+            " to ".join(f"{count:,}" for count in dict.fromkeys(entry.count)),
+            Cell(f"{entry.found_count:,}", "" if entry.count[0] <= entry.found_count <= entry.count[1] else "bad"),
+            human_bytes(entry.bytes_sent_per_device),
+            human_bytes(entry.found_bytes),
+            Cell(
+                ", ".join(entry.tensors[:2]) + f" and {len(entry.tensors) - 2} more" * (len(entry.tensors) > 2), "faint"
+            ),
+        )
+        for entry in lines
+    ]
+    columns = ("purpose", "kind", "axes", "expected arrays>", "found>", "expected bytes>", "found>", "tensors?")
+    return [Table(title=title, columns=columns, rows=rows)] if rows else []
 
 
 def _stages(report: Report) -> Section | None:
@@ -303,79 +389,22 @@ def _stages(report: Report) -> Section | None:
     if stages.waiting_fraction is not None:
         numbers["waiting for other stages, fraction of the predicted step"] = f"{stages.waiting_fraction:.1%}"
     numbers["peak number of saved chunk activations per stage"] = ", ".join(map(str, stages.peak_activations))
-    messages = f"{stages.messages:,} of {human_bytes(stages.message_bytes)} per device"
-    numbers["messages between stages"] = messages
-    rows = tuple((Cell(name), Cell(number)) for name, number in numbers.items())
-    parts = [Table(columns=("", "per step"), rows=rows)]
+    numbers["messages between stages"] = f"{stages.messages:,} of {human_bytes(stages.message_bytes)} per device"
+    parts = [Table(columns=("", "per step"), rows=list(numbers.items()))]
     if stages.gathering:
-        choices = tuple(
+        choices = [
             (
-                Cell(f"once per {option.gather}" + " ✔" * is_used, "strong" if is_used else ""),
-                Cell(human_bytes(option.sent_bytes)),
-                Cell(human_bytes(option.held_bytes)),
+                Cell(f"once per {option.gather} ✔", "strong")
+                if option.gather == stages.gather
+                else f"once per {option.gather}",
+                human_bytes(option.sent_bytes),
+                human_bytes(option.held_bytes),
             )
             for option in stages.gathering
-            for is_used in [option.gather == stages.gather]
-        )
+        ]
         columns = ("gather", "sent per step>", "gathered weights>")
         parts.append(Table(title="Gathering of weights", columns=columns, rows=choices))
-    return Section(title="Stages", verdict=Cell(verdict), parts=tuple(parts))
-
-
-def unexpected_text(collective: Unexpected) -> str:
-    """Return a line about an unexpected collective."""
-    sent = f"{human_bytes(collective.bytes_sent_per_device)} in {collective.count_per_step:,} per step"
-    where = _where(collective.module, collective.source)
-    operation = f"{collective.kind} over {'*'.join(collective.axes)} of {collective.tensor}"
-    return f"{operation}, {sent}, in {where}: {collective.fix}"
-
-
-def _unexpected(collectives: Sequence[Unexpected]) -> Table:
-    rows = tuple(
-        (
-            Cell(f"{collective.kind} over {'*'.join(collective.axes)}", "bad"),
-            Cell(f"{human_bytes(collective.bytes_sent_per_device)} in {collective.count_per_step:,}"),
-            Cell(
-                f"{collective.tensor} in {_where(collective.module, collective.source)}"
-                + (f" ({collective.operation})" if collective.operation else "")
-                + f", in {collective.layers} layers" * (collective.layers > 1)
-            ),
-            Cell(fix),
-        )
-        for collective, fix in zip(collectives, _once(c.fix for c in collectives), strict=True)
-    )
-    columns = ("collective", "sent per step>", "tensor and source line", "suggested fix")
-    return Table(title="Unexpected", columns=columns, rows=rows, rest="more, smaller")
-
-
-def _once(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the texts, with repetitions replaced by "as above"."""
-    seen: set[str] = set()
-    for text in texts:
-        yield "as above" if text in seen else text
-        seen.add(text)
-
-
-def _lines(title: str, lines: Sequence[MatchEntry], style: Style) -> Table:
-    rows = tuple(
-        (
-            Cell(entry.role, style),
-            Cell(entry.kind + (f", lowered as {entry.lowered_as}" if entry.lowered_as else "")),
-            Cell("*".join(entry.axes)),
-            Cell(" to ".join(f"{count:,}" for count in dict.fromkeys(entry.count))),
-            Cell(f"{entry.found_count:,}", "" if entry.count[0] <= entry.found_count <= entry.count[1] else "bad"),
-            Cell(human_bytes(entry.bytes_sent_per_device)),
-            Cell(human_bytes(entry.found_bytes)),
-            Cell(
-                ", ".join(entry.tensors[:2])
-                + (f" and {len(entry.tensors) - 2} more" if len(entry.tensors) > 2 else ""),
-                "faint",
-            ),
-        )
-        for entry in lines
-    )
-    columns = ("purpose", "kind", "axes", "expected arrays>", "found>", "expected bytes>", "found>", "tensors?")
-    return Table(title=title, columns=columns, rows=rows)
+    return Section(title="Stages", verdict=Cell(verdict), parts=parts)
 
 
 def _collectives(report: AnyReport) -> Section | None:
@@ -394,23 +423,18 @@ def _totals(report: AnyReport) -> Table:
     maximum = max(total.bytes_sent_per_device for total in totals.values()) or 1
     crossing = {item.collective.axes_label for item in report.collectives if item.crosses_node}
     has_nodes = any(item.crosses_node is not None for item in report.collectives)
-    rows = tuple(
+    rows = [
         (
             Cell(axes, "strong"),
-            Cell(kind),
-            Cell(f"{total.count_per_step:,}"),
+            kind,
+            f"{total.count_per_step:,}",
             Cell(human_bytes(total.bytes_sent_per_device), share=total.bytes_sent_per_device / maximum),
-            *((Cell("across nodes" if axes in crossing else "within a node"),) if has_nodes else ()),
+            *(("across nodes" if axes in crossing else "within a node",) if has_nodes else ()),
         )
         for (axes, kind), total in sorted(totals.items(), key=lambda item: -item[1].bytes_sent_per_device)
-    )
-    columns = (
-        "axes",
-        "kind",
-        f"runs per {report.unit}>",
-        f"sent per {report.unit}>",
-        *(("where",) if has_nodes else ()),
-    )
+    ]
+    unit = report.unit
+    columns = ("axes", "kind", f"runs per {unit}>", f"sent per {unit}>", *(("where",) if has_nodes else ()))
     return Table(title="Totals", columns=columns, rows=rows)
 
 
@@ -426,10 +450,9 @@ def _groups(report: AnyReport) -> Table:
     def cost(members: Sequence[Sent]) -> tuple[float, float]:
         return sum(m.time_s or 0.0 for m in members), sum(m.collective.bytes_sent_per_step for m in members)
 
-    ordered = sorted(groups.values(), key=cost, reverse=True)
-    maximum = max(cost(members)[1] for members in ordered) or 1
-    rows = []
-    for members in ordered:
+    maximum = max(cost(members)[1] for members in groups.values()) or 1
+    rows: list[tuple[Text, ...]] = []
+    for members in sorted(groups.values(), key=cost, reverse=True):
         c = members[0].collective
         time_s, nbytes = cost(members)
         hidden_s = sum((m.time_s or 0.0) * (m.hidden_fraction or 0.0) for m in members)
@@ -437,106 +460,93 @@ def _groups(report: AnyReport) -> Table:
         runs = sum(m.collective.count_per_step for m in members)
         rows.append(
             (
-                Cell(c.kind + (f" (a {c.logical_kind})" if c.logical_kind != c.kind else "")),
-                Cell(c.axes_label),
-                Cell(_where(c.module, c.source) + ("" if c.origin == "partitioner" else " · kernel")),
+                c.kind + (f" (a {c.logical_kind})" if c.logical_kind != c.kind else ""),
+                c.axes_label,
+                _where(c) + " · kernel" * (c.origin != "partitioner"),
                 Cell("backward" if c.is_backward else "forward", "faint"),
-                Cell(f"{c.dtype} ×{arrays}" if arrays > 1 else c.dtype),
-                Cell(f"{runs:,}" + ("" if c.count_known else "+")),
+                f"{c.dtype} ×{arrays}" if arrays > 1 else c.dtype,
+                f"{runs:,}" + "+" * (not c.count_known),
                 Cell(human_bytes(nbytes), share=nbytes / maximum),
-                *((Cell(human_time(time_s)), Cell(_percent(hidden_s / time_s if time_s else None))) if timed else ()),
+                *((human_time(time_s), _percent(hidden_s / time_s if time_s else None)) if timed else ()),
             )
         )
     columns = ("kind", "axes", "where", "pass?", "arrays?", "runs>", "sent>", *(("time>", "hidden>") if timed else ()))
-    return Table(title="By source line", columns=columns, rows=tuple(rows), rest="more, smaller")
+    return Table(title="By source line", columns=columns, rows=rows, rest="more, smaller")
 
 
 def _overlap(report: AnyReport) -> Section | None:
-    overlap = report.overlap
+    overlap, waits = report.overlap, report.compute.exposed_s
     if overlap.hidden_fraction is None:
         return None
-    waits = report.compute.exposed_s
     verdict = Cell(f"{_percent(overlap.hidden_fraction)} of the communication time is overlapped with compute")
-    exposed = Table(
-        title="Not overlapped",
-        columns=("kind", "axes", "where", "exposed>", "overlapped with"),
-        rows=tuple(
-            (
-                Cell(item.collective.kind, "warn"),
-                Cell(item.collective.axes_label),
-                Cell(_where(item.collective.module, item.collective.source)),
-                Cell(human_time(item.exposed_s)),
-                Cell("small kernels only" if item.cover == "kernels" else item.cover, "faint"),
-            )
-            for item in overlap.exposed
-        ),
-        most=8,
-    )
-    per_axis = Table(
-        columns=("axes", "communication>", "hidden>", "exposed>"),
-        rows=tuple(
-            (
-                Cell(axes, "strong"),
-                Cell(human_time(report.compute.network_s.get(axes, 0.0))),
-                Cell(_percent(share), share=share),
-                Cell(human_time(waits.get(axes, 0.0))),
-            )
-            for axes, share in sorted(overlap.per_axis.items(), key=lambda item: -waits.get(item[0], 0.0))
-        ),
-    )
-    return Section(title="Overlap", verdict=verdict, parts=((exposed,) if exposed.rows else ()) + (per_axis,))
+    exposed = [
+        (
+            Cell(item.collective.kind, "warn"),
+            item.collective.axes_label,
+            _where(item.collective),
+            human_time(item.exposed_s),
+            Cell("small kernels only" if item.cover == "kernels" else item.cover, "faint"),
+        )
+        for item in overlap.exposed
+    ]
+    per_axis = [
+        (
+            Cell(axes, "strong"),
+            human_time(report.compute.network_s.get(axes, 0.0)),
+            Cell(_percent(share), share=share),
+            human_time(waits.get(axes, 0.0)),
+        )
+        for axes, share in sorted(overlap.per_axis.items(), key=lambda item: -waits.get(item[0], 0.0))
+    ]
+    columns = ("kind", "axes", "where", "exposed>", "overlapped with")
+    parts = [Table(title="Not overlapped", columns=columns, rows=exposed, most=8)] if exposed else []
+    parts.append(Table(columns=("axes", "communication>", "hidden>", "exposed>"), rows=per_axis))
+    return Section(title="Overlap", verdict=verdict, parts=parts)
 
 
 def _compute(report: AnyReport) -> Section:
     compute = report.compute
-    rows = [(Cell("in the program"), Cell(human_flops(compute.flops_per_device)), Cell(""))]
+    rows: list[tuple[Text, ...]] = [("in the program", human_flops(compute.flops_per_device), "")]
     if compute.model_flops_per_device is not None:
         ratio = "" if compute.ratio is None else f"the program has {compute.ratio:.2f}× as many"
-        rows.append((Cell("in the model"), Cell(human_flops(compute.model_flops_per_device)), Cell(ratio, "faint")))
-    parts: list[Table | Cell] = [
-        Table(columns=(f"FLOPs per device and {report.unit}", "number>", ""), rows=tuple(rows))
-    ]
+        rows.append(("in the model", human_flops(compute.model_flops_per_device), Cell(ratio, "faint")))
+    parts: list[Table | Cell] = [Table(columns=(f"FLOPs per device and {report.unit}", "number>", ""), rows=rows)]
     if compute.library_calls:
-        calls = tuple((Cell(target), Cell(f"{times:,}")) for target, times in compute.library_calls.items())
+        calls = [(target, f"{times:,}") for target, times in compute.library_calls.items()]
         parts.append(Table(columns=("library kernels", f"calls per {report.unit}>"), rows=calls))
-    if compute.predicted_step_s is not None:
-        parts.append(_step_time(report))
+    if (step_s := compute.predicted_step_s) is not None:
+        times = {
+            "kernels bound by FLOPs": compute.compute_s or 0.0,
+            "kernels bound by memory": compute.memory_s or 0.0,
+            "launch overhead": compute.launch_s,
+            **{f"exposed communication over {axes}": time_s for axes, time_s in compute.exposed_s.items()},
+            "pipeline bubble": compute.bubble_s,
+        }
+        shares = {name: (time_s, time_s / (step_s or 1.0)) for name, time_s in times.items() if time_s is not None}
+        causes = [
+            (name, human_time(time_s), Cell(_percent(share), share=share))
+            for name, (time_s, share) in sorted(shares.items(), key=lambda item: -item[1][0])
+        ]
+        parts.append(Table(columns=(f"{report.unit} time by cause", "time>", f"of the {report.unit}>"), rows=causes))
     if compute.bracket is not None:
-        sources = "; ".join(compute.bracket.sources)
         low, high = human_time(compute.bracket.low_s), human_time(compute.bracket.high_s)
+        sources = "; ".join(compute.bracket.sources)
         parts.append(Cell(f"· {low} with full overlap, {high} with no overlap. {sources}", "faint"))
-    return Section(title="Compute", parts=tuple(parts))
-
-
-def _step_time(report: AnyReport) -> Table:
-    compute = report.compute
-    step_s = compute.predicted_step_s or 1.0
-    times = {"kernels bound by FLOPs": compute.compute_s or 0.0, "kernels bound by memory": compute.memory_s or 0.0}
-    times |= {} if compute.launch_s is None else {"launch overhead": compute.launch_s}
-    times |= {f"exposed communication over {axes}": time_s for axes, time_s in compute.exposed_s.items()}
-    times |= {} if compute.bubble_s is None else {"pipeline bubble": compute.bubble_s}
-    rows = tuple(
-        (Cell(name), Cell(human_time(time_s)), Cell(_percent(time_s / step_s), share=time_s / step_s))
-        for name, time_s in sorted(times.items(), key=lambda item: -item[1])
-    )
-    return Table(columns=(f"{report.unit} time by cause", "time>", f"of the {report.unit}>"), rows=rows)
+    return Section(title="Compute", parts=parts)
 
 
 def _lint(report: AnyReport) -> Section | None:
     if not report.findings:
         return None
-    rows = tuple(
+    rows = [
         (
             Cell(finding.rule, "warn"),
-            Cell(human_bytes(finding.nbytes)),
-            Cell(
-                f"{finding.what} in {_where(finding.module, finding.source)}"
-                + f", {finding.count} times" * (finding.count > 1)
-            ),
-            Cell(fix),
+            human_bytes(finding.nbytes),
+            f"{finding.what} in {_where(finding)}" + f", {finding.count} times" * (finding.count > 1),
+            fix,
         )
         for finding, fix in zip(report.findings, _once(f.fix for f in report.findings), strict=True)
-    )
+    ]
     verdict = Cell(f"{len(rows)} finding" + "s" * (len(rows) > 1), "warn")
     columns = ("rule", "cost>", "finding", "suggested fix")
     return Section(title="Lint", verdict=verdict, parts=(Table(columns=columns, rows=rows),))
@@ -559,9 +569,20 @@ _RICH: Mapping[Style, str] = {
 
 def as_rich(report: AnyReport) -> Any:
     """Return the report as a renderable of rich."""
+    return rich_of(sections(report), headline(report))
+
+
+def rich_of(parts: Iterable[Section], head: Iterable[Cell] = ()) -> Any:
+    """Return cells followed by sections as a renderable of rich."""
     from rich.console import Group
 
-    return Group(*_rich_parts(headline(report), sections(report)))
+    lines: list[Any] = list(head)
+    needs_gap = bool(lines)
+    for section in parts:
+        lines += [*([""] if needs_gap else []), section]
+        # A table ends with an empty line, unless its caption counts further rows.
+        needs_gap = not section.parts or isinstance(last := section.parts[-1], Cell) or last.is_cut
+    return Group(*lines)
 
 
 def as_text(report: AnyReport) -> str:
@@ -577,86 +598,6 @@ def text_of(renderable: Any, columns: int = TEXT_COLUMNS) -> str:
     with console.capture() as capture:
         console.print(renderable)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
-
-
-def rich_of(parts: Iterable[Section]) -> Any:
-    """Return sections as a renderable of rich."""
-    from rich.console import Group
-
-    return Group(*_rich_parts((), tuple(parts)))
-
-
-def _rich_parts(head: Sequence[Cell], parts: Sequence[Section]) -> Iterator[Any]:
-    from rich.padding import Padding
-
-    yield from (_rich_text(cell) for cell in head)
-    needs_gap = bool(head)
-    for section in parts:
-        if needs_gap:
-            yield ""
-        yield _rich_title(section)
-        for part in section.parts:
-            yield Padding(_rich_text(part) if isinstance(part, Cell) else _Fitted(part), (0, 0, 0, 2), expand=False)
-            # A table ends with an empty line, unless its caption counts further rows.
-            needs_gap = isinstance(part, Cell) or len(part.rows) > part.most
-
-
-def _rich_title(section: Section) -> Any:
-    from rich.text import Text
-
-    title = Text(section.title.upper(), style="bold cyan")
-    if section.verdict is not None:
-        title.append("  ")
-        title.append_text(_rich_text(section.verdict))
-    return title
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fitted:
-    """A table without its optional columns in a narrow terminal."""
-
-    table: Table
-
-    def _fitted(self, options: Any) -> Any:
-        return _rich_table(self.table if options.max_width >= ROOMY_COLUMNS else self.table.without_optional())
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield self._fitted(options)
-
-    def __rich_measure__(self, console: Any, options: Any) -> Any:
-        from rich.measure import Measurement
-
-        return Measurement.get(console, options, self._fitted(options))
-
-
-def _rich_table(table: Table) -> Any:
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
-    drawn = RichTable(
-        box=box.SIMPLE_HEAD,
-        title=Text(table.title, style="bold") if table.title else None,
-        title_justify="left",
-        pad_edge=False,
-        header_style="dim",
-    )
-    shown = table.rows[: table.most]
-    for i, (name, right) in enumerate(zip(table.names, table.are_numbers, strict=True)):
-        no_wrap = right or max((len(row[i].text) for row in shown), default=0) <= SHORT_CELL
-        drawn.add_column(Text(name), justify="right" if right else "left", no_wrap=no_wrap, overflow="fold")
-    for row in shown:
-        drawn.add_row(*map(_rich_text, row))
-    num_hidden = len(table.rows) - table.most
-    if num_hidden > 0:
-        drawn.caption, drawn.caption_justify = Text(f"and {num_hidden:,} {table.rest}", style="dim"), "left"
-    return drawn
-
-
-def _rich_text(cell: Cell) -> Any:
-    from rich.text import Text
-
-    return Text(_printable(cell.text), style=_RICH[cell.style], overflow="fold")
 
 
 def _printable(text: str) -> str:
@@ -691,73 +632,27 @@ background-position:left center;background-origin:content-box}
 _PAGE_CSS = ":root{color-scheme:light dark}body{margin:2em auto;padding:0 1.2em;max-width:1200px}"
 
 
-def as_html(report: AnyReport) -> str:
-    """Return the report as a self-contained HTML fragment, for notebooks."""
-    return html_of(headline(report), sections(report))
+def as_html(report: AnyReport, *, pictures: Mapping[str, str] | None = None, more: Iterable[Section] = ()) -> str:
+    """Return the report as a self-contained HTML fragment, with SVG pictures by caption and further sections."""
+    cells = [f"<p>{cell.html()}</p>" for cell in headline(report)]
+    # Pictures are images, because the ids of inline SVGs would clash.
+    images = [
+        f'<h3>{_escaped(caption)}</h3><img alt="{_escaped(caption)}" '
+        f'src="data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}">'
+        for caption, svg in (pictures or {}).items()
+    ]
+    body = (section.html() for section in (*sections(report), *more))
+    return "\n".join(['<div class="meshpar">', f"<style>{_CSS}</style>", *cells, *images, *body, "</div>"])
 
 
-def as_page(
-    report: Report, *, title: str, pictures: Mapping[str, str] | None = None, more: Iterable[Section] = ()
-) -> str:
-    """Return the report as a self-contained HTML page."""
-    body = html_of(headline(report), (*sections(report), *more), pictures or {})
+def as_page(report: Report, *, title: str, **contents: Any) -> str:
+    """Return the report as a self-contained HTML page. `contents` are further arguments of `as_html`."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escaped(title)}</title><style>{_PAGE_CSS}</style></head>\n<body>\n{body}\n</body></html>\n"
+        f"<title>{_escaped(title)}</title><style>{_PAGE_CSS}</style></head>\n"
+        f"<body>\n{as_html(report, **contents)}\n</body></html>\n"
     )
-
-
-def html_of(head: Sequence[Cell], parts: Iterable[Section], pictures: Mapping[str, str] | None = None) -> str:
-    """Return cells, SVG pictures by caption, and sections as an HTML fragment."""
-    images = [f"<h3>{_escaped(caption)}</h3>{_html_picture(caption, svg)}" for caption, svg in (pictures or {}).items()]
-    cells = [f"<p>{_html_span(cell)}</p>" for cell in head]
-    lines = ['<div class="meshpar">', f"<style>{_CSS}</style>", *cells, *images, *map(_html_section, parts), "</div>"]
-    return "\n".join(lines)
-
-
-def _html_section(section: Section) -> str:
-    verdict = "" if section.verdict is None else _html_span(section.verdict)
-    body = (f"<p>{_html_span(part)}</p>" if isinstance(part, Cell) else _html_table(part) for part in section.parts)
-    return f"<h2>{_escaped(section.title)}{verdict}</h2>\n" + "\n".join(body)
-
-
-def _html_table(table: Table) -> str:
-    title = f"<h3>{_escaped(table.title)}</h3>" if table.title else ""
-    shown = _html_rows(table, table.rows[: table.most])
-    hidden = table.rows[table.most :]
-    if not hidden:
-        return title + shown
-    folded = f"<summary>{len(hidden):,} {_escaped(table.rest)}</summary>{_html_rows(table, hidden)}"
-    return f"{title}{shown}<details>{folded}</details>"
-
-
-def _html_rows(table: Table, rows: Sequence[Sequence[Cell]]) -> str:
-    numbers = table.are_numbers
-    heads = (
-        f'<th class="{"n" if right else ""}">{_escaped(name)}</th>'
-        for name, right in zip(table.names, numbers, strict=True)
-    )
-    body = ("<tr>" + "".join(itertools.starmap(_html_cell, zip(row, numbers, strict=True))) + "</tr>" for row in rows)
-    head, lines = "".join(heads), "\n".join(body)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>\n<tbody>{lines}</tbody></table></div>'
-
-
-def _html_cell(cell: Cell, right: bool) -> str:
-    classes = " ".join(filter(None, ("n" if right else "", cell.style, "" if cell.share is None else "bar")))
-    style = "" if cell.share is None else f' style="background-size:{min(max(cell.share, 0), 1):.1%} 70%"'
-    return f'<td class="{classes}"{style}>{_escaped(cell.text)}</td>'
-
-
-def _html_span(cell: Cell) -> str:
-    attribute = f' class="{cell.style}"' if cell.style else ""
-    return f"<span{attribute}>{_escaped(cell.text)}</span>"
-
-
-def _html_picture(caption: str, svg: str) -> str:
-    # An image, because the ids of inline SVGs would clash.
-    encoded = base64.b64encode(svg.encode()).decode()
-    return f'<img alt="{_escaped(caption)}" src="data:image/svg+xml;base64,{encoded}">'
 
 
 def _escaped(text: str) -> str:
