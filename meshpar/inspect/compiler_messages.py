@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 from meshpar.inspect import source_scopes as scopes
 from meshpar.loop import signals as interrupts
@@ -56,65 +55,34 @@ def catch_stderr() -> Iterator[Caught]:
     If the block raises, the captured text is written to standard error, because it may contain the reason. If the
     process itself ends within the block, as XLA does at an internal error, a shell that waits for its end writes it.
     """
-    caught = Caught()
+    caught, saved = Caught(), os.dup(2)
     sys.stderr.flush()
-    saved = os.dup(2)
-    writing, reading = _unnamed_file()
-    heir = _start_heir(reading)
-    try:
-        os.dup2(writing, 2)
-        yield caught
-    except BaseException:
-        caught.text = _restore_stderr(saved, reading)
-        os.write(2, caught.text.encode())
-        raise
-    else:
-        caught.text = _restore_stderr(saved, reading)
-    finally:
-        for number in (saved, writing, reading):
-            os.close(number)
-        if heir is not None:
+    # The two descriptors have separate positions, so that both this process and the shell read from the start.
+    with tempfile.NamedTemporaryFile() as log, open(log.name, "rb") as reading:
+        heir = subprocess.Popen(
+            ["sh", "-c", _WAIT_FOR_PROCESS],
+            stdin=subprocess.PIPE,
+            stdout=interrupts.standard_error(),
+            stderr=reading,
+            process_group=0,  # Ctrl-C in a terminal does not reach it
+        )
+        interrupts.heirs.add(heir.kill)
+        os.dup2(log.fileno(), 2)
+        has_failed = True
+        try:
+            yield caught
+            has_failed = False
+        finally:
+            with contextlib.suppress(OSError):
+                sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            caught.text = reading.read().decode(errors="replace")
+            if has_failed:
+                os.write(2, caught.text.encode())
             with contextlib.suppress(BrokenPipeError):
                 heir.communicate(b"\n")
             interrupts.heirs.discard(heir.kill)
-
-
-def _unnamed_file() -> tuple[int, int]:
-    """Open a file without a name, for writing and for reading from its start; in memory if possible.
-
-    No directory has to be writable or have free space.
-    """
-    if hasattr(os, "memfd_create"):
-        writing = os.memfd_create("stderr")
-        return writing, os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC)
-    writing, path = tempfile.mkstemp()
-    reading = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    os.unlink(path)
-    return writing, reading
-
-
-def _start_heir(reading: int) -> subprocess.Popen[bytes] | None:
-    """Start the shell. Returns None if that fails; then the captured text is lost if the process ends."""
-    try:
-        # A separate process group, so that Ctrl-C in a terminal does not reach it.
-        options: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": interrupts.standard_error(),
-            "stderr": reading,
-            "process_group": 0,
-        }
-        heir = subprocess.Popen(["sh", "-c", _WAIT_FOR_PROCESS], **options)
-    except OSError:
-        return None
-    interrupts.heirs.add(heir.kill)
-    return heir
-
-
-def _restore_stderr(saved: int, reading: int) -> str:
-    with contextlib.suppress(OSError):
-        sys.stderr.flush()
-    os.dup2(saved, 2)
-    return os.pread(reading, os.fstat(reading).st_size, 0).decode(errors="replace")
 
 
 def warnings_in(text: str) -> tuple[str, ...]:
@@ -125,21 +93,17 @@ def warnings_in(text: str) -> tuple[str, ...]:
 
 def rematerializations(warnings: tuple[str, ...]) -> tuple[Rematerialization, ...]:
     """Return the involuntary full rematerializations among the compiler's warnings."""
-    return tuple(found for warning in warnings if (found := _rematerialization(warning)) is not None)
+    matches = (_REMATERIALIZATION.search(warning) for warning in warnings)
+    return tuple(_rematerialization(*match.group("before", "after", "operation")) for match in matches if match)
 
 
-def _rematerialization(warning: str) -> Rematerialization | None:
-    match = _REMATERIALIZATION.search(warning)
-    if match is None:
-        return None
-    operation = match.group("operation")
-    op_name = _OP_NAME.search(operation)
-    shape = re.match(r"%?\S+ = (\S+)", operation)
+def _rematerialization(before: str, after: str, operation: str) -> Rematerialization:
+    op_name, shape = _OP_NAME.search(operation), re.match(r"%?\S+ = (\S+)", operation)
     name = op_name.group(1) if op_name else ""
     return Rematerialization(
         op_name=name,
         module=scopes.module_path(name),
         shape=shape.group(1) if shape else "",
-        before=match.group("before"),
-        after=match.group("after"),
+        before=before,
+        after=after,
     )

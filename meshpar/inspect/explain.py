@@ -291,8 +291,6 @@ def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Findin
             is_wider = max(map(dtype_bits, dtypes)) > dtype_bits(entry.dtype)
             yield Finding(
                 rule="other-dtype",
-                module="",
-                source="",
                 what=f"{entry.role} ({', '.join(entry.tensors[:3])}{', ...' * (len(entry.tensors) > 3)}): "
                 f"{entry.kind} over {'*'.join(entry.axes)} in {', '.join(sorted(dtypes))}, "
                 f"but the step's precision is {entry.dtype}",
@@ -308,7 +306,7 @@ def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding
     """Yield a finding if matmuls compute in a wider dtype than `Precision` requests."""
     found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if found is not None:
-        yield Finding(rule="wide-compute", module="", source=found.where, what=str(found), fix=found.fix, nbytes=0)
+        yield Finding(rule="wide-compute", source=found.where, what=str(found), fix=found.fix, nbytes=0)
 
 
 def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:

@@ -59,9 +59,9 @@ class Finding(Plain):
 
     rule: str
     """A rule of the table at the top of this module, or `other-dtype` or `wide-compute` of `explain`."""
-    module: str
+    module: str = ""
     """Named scopes of the module, or the path of a parameter."""
-    source: str
+    source: str = ""
     """`file:line`, or empty if the program does not contain it."""
     what: str
     """Description, with sizes."""
@@ -162,14 +162,31 @@ class _Context:
                     callers.setdefault(name, []).append((computation, ins))
         return callers
 
+    @functools.cached_property
+    def computes_in_16_bits(self) -> bool:
+        """Whether the step requests 16-bit compute, or if it requests no dtype, whether most matmul FLOPs are."""
+        if self.options.precision.compute is not None:
+            return np.dtype(self.options.precision.compute).itemsize == 2
+        flops_16_bits = total = 0
+        for matmul in work.matmuls(self.module):
+            computation = self.module.computations[matmul.computation]
+            operand = computation[computation[matmul.name].operands[0]].shape
+            total += matmul.flops_per_step
+            is_16_bits = isinstance(operand, ArrayShape) and dtype_bits(operand.dtype) == 16
+            flops_16_bits += matmul.flops_per_step * is_16_bits
+        return 2 * flops_16_bits > total
+
 
 def _rematerialization(context: _Context) -> Iterator[Finding]:
     by_module: dict[str, list[Rematerialization]] = {}
+    instructions = [ins for visit in executed(context.module) for ins in visit.computation]
     for message in context.program.rematerializations:
         by_module.setdefault(message.module, []).append(message)
     for module, messages in by_module.items():
         largest = max(messages, key=_full_bytes)
-        ins = _instruction_of(context.module, largest)
+        same_op = (ins for ins in instructions if largest.op_name and ins.metadata.op_name == largest.op_name)
+        same_module = (ins for ins in instructions if module and scopes.module_path(ins.metadata.op_name) == module)
+        ins = next(same_op, None) or next(same_module, None)
         tensor = largest.shape.partition("{")[0] or "a tensor"
         more = f" ({len(messages) - 1} more here)" if len(messages) > 1 else ""
         yield Finding(
@@ -196,16 +213,6 @@ def _full_bytes(message: Rematerialization) -> int:
         return 0
 
 
-def _instruction_of(module: Module, message: Rematerialization) -> Instruction | None:
-    """Return the instruction with the op name of a warning, or the first in its module."""
-    instructions = [ins for visit in executed(module) for ins in visit.computation]
-    same_op = (ins for ins in instructions if message.op_name and ins.metadata.op_name == message.op_name)
-    same_module = (
-        ins for ins in instructions if message.module and scopes.module_path(ins.metadata.op_name) == message.module
-    )
-    return next(same_op, None) or next(same_module, None)
-
-
 def _replicated(context: _Context) -> Iterator[Finding]:
     """Yield large leaves that a rule of the user replicates. Presets such as `ddp` replicate on purpose."""
     setup, table, by_param = context.setup, context.setup.table, dict[str, list[Decision]]()
@@ -226,7 +233,6 @@ def _replicated(context: _Context) -> Iterator[Finding]:
         yield Finding(
             rule="replicated",
             module=path,
-            source="",
             what=f"`{leaf.path}` ({dims} {leaf.dtype.name}{slots}, {human_bytes(nbytes)}) is replicated by the rule "
             f"{replicated[0].rule}, while other leaves have up to {max_shards} shards",
             fix="remove the rule so that the strategy applies, or map a dim to a mesh axis",
@@ -234,28 +240,14 @@ def _replicated(context: _Context) -> Iterator[Finding]:
         )
 
 
-def _whole_batch(context: _Context) -> Iterator[Finding]:
-    above = scopes_above(context.setup)
-
-    def fix(module: str) -> str:
-        rule = 'constrain(x, "batch", ...)' if above is None else scopes.rule_for(module, above)
-        return f"keep the batch dim sharded with {rule}, and sort, take or reshape only within an example"
-
-    rematerialized = {message.module for message in context.program.rematerializations}  # have their own finding
-    gathers = [a for a in context.arrays if a.module not in rematerialized and _gathers_batch(context, a)]
-    num_shards = math.prod(context.sizes[axis] for axis in context.batch_axes)
-    what = f"every device gathers the activations of the global batch, which has {num_shards} shards, and repeats work"
-    return _communication(gathers, rule="whole-batch", what=what, fix=fix)
-
-
 def _gathers_batch(context: _Context, array: Collective) -> bool:
     """Return whether an all-gather is of an activation's batch dim: a shape that begins like the batch's."""
     dims = array.arrays[0].dims
-    if (
-        array.kind != "all-gather"
-        or not set(array.axes) & context.batch_axes
-        or tuple(sorted(dims)) in context.param_dims
-    ):
+    if array.kind != "all-gather" or not set(array.axes) & context.batch_axes:
+        return False
+    # A rematerialized tensor has its own finding.
+    rematerialized = {message.module for message in context.program.rematerializations}
+    if tuple(sorted(dims)) in context.param_dims or array.module in rematerialized:
         return False
     gathered_dim = context.module.computations[array.computation][array.name].attributes.get("dimensions")
     # [examples, positions] of a batch or a micro-step
@@ -263,24 +255,6 @@ def _gathers_batch(context: _Context, array: Collective) -> bool:
     prefixes = {(shape[0] // n, *shape[1:2]) for shape in context.batch_shapes for n in micro_steps if shape}
     is_activation = any(len(dims) > len(prefix) and dims[: len(prefix)] == prefix for prefix in prefixes)
     return gathered_dim == "{0}" and is_activation
-
-
-def _sliced_all_reduce(context: _Context) -> Iterator[Finding]:
-    return _communication(
-        [array for array in context.arrays if context.is_gpu and all(array.sliced)],
-        rule="sliced-all-reduce",
-        what="every device keeps only a slice of the result, so a reduce-scatter would send half the bytes",
-        fix="use lax.psum_scatter, or slice by the device's index, which the compiler turns into a reduce-scatter",
-    )
-
-
-def _loop_invariant(context: _Context) -> Iterator[Finding]:
-    return _communication(
-        [array for array in context.arrays if _is_repeated(context, array)],
-        rule="loop-invariant",
-        what="every iteration of a loop sends the same data",
-        fix="move it before the loop, if there is memory for its result during the loop",
-    )
 
 
 def _is_repeated(context: _Context, array: Collective) -> bool:
@@ -325,26 +299,10 @@ def _unchanged(body: Computation) -> frozenset[int]:
     return frozenset(unchanged)
 
 
-def _float32_on_the_wire(context: _Context) -> Iterator[Finding]:
-    if not context.is_gpu or not _computes_in_16_bits(context):
-        return iter(())
-    fix = (
-        'cast before the sharding changes: Precision(compute="bfloat16") casts weights before they are gathered; call '
-        "astype on an activation before constrain"
-        if context.options.precision.compute is None
-        else "the model undoes the cast of Precision.compute: look for a module with dtype=float32 or float32 inputs, "
-        "and call astype on an activation before constrain"
-    )
-    return _communication(
-        [array for array in context.arrays if _is_needlessly_float32(context, array)],
-        rule="float32-on-the-wire",
-        what="sent in float32 although the step computes in 16 bits, which doubles the bytes",
-        fix=fix,
-    )
-
-
 def _is_needlessly_float32(context: _Context, array: Collective) -> bool:
     dims = array.arrays[0].dims
+    if not context.is_gpu or not context.computes_in_16_bits:
+        return False
     tokens = max((math.prod(shape) for shape in context.batch_shapes), default=0)
     if array.dtype != "f32" or len(dims) < 2 or math.prod(dims) <= tokens:
         return False  # float32 statistics of the loss are intended
@@ -355,31 +313,6 @@ def _is_needlessly_float32(context: _Context, array: Collective) -> bool:
         return not has_param_dims or _is_moved_argument(context, "state.params", array)
     # Over the axes of the batch, sums are gradients. Over other axes, backward sums with a parameter's dims are.
     return not set(array.axes) <= context.batch_axes and not (array.is_backward and has_param_dims)
-
-
-def _computes_in_16_bits(context: _Context) -> bool:
-    """Return whether the step requests 16-bit compute, or if it requests no dtype, whether most matmul FLOPs are."""
-    if context.options.precision.compute is not None:
-        return np.dtype(context.options.precision.compute).itemsize == 2
-    flops_16_bits = total = 0
-    for matmul in work.matmuls(context.module):
-        computation = context.module.computations[matmul.computation]
-        operand = computation[computation[matmul.name].operands[0]].shape
-        total += matmul.flops_per_step
-        is_16_bits = isinstance(operand, ArrayShape) and dtype_bits(operand.dtype) == 16
-        flops_16_bits += matmul.flops_per_step * is_16_bits
-    return 2 * flops_16_bits > total
-
-
-def _rows_moved(context: _Context) -> Iterator[Finding]:
-    over_batch = [c for c in context.collectives if set(c.axes) & context.batch_axes and c.origin == "partitioner"]
-    return _communication(
-        [collective for collective in over_batch if _is_moved_argument(context, "batch", collective)],
-        rule="rows-moved",
-        what="examples of the batch move between devices before they are used",
-        fix="keep examples on their device: use train_step(accumulate=...), which splits the local batch, instead of a "
-        "reshape to [steps, examples]",
-    )
 
 
 _MOVES: Mapping[str, slice] = {
@@ -450,9 +383,8 @@ def _element(context: _Context, computation: Computation, value: Instruction, in
         return _element(context, inner, inner.root, index) if inner.root.opcode == "tuple" else None
     if value.opcode == "while":
         body = context.module.computations[value.called_as("body")[0]]
-        return (
-            _element(context, computation, computation[value.operands[0]], index) if index in _unchanged(body) else None
-        )
+        is_unchanged = index in _unchanged(body)
+        return _element(context, computation, computation[value.operands[0]], index) if is_unchanged else None
     if value.opcode == "parameter":
         loops = [place for place in context.callers.get(computation.name, []) if place[1].opcode == "while"]
         if len(loops) == 1 and index in _unchanged(computation):
@@ -505,47 +437,99 @@ def _idle_axis(context: _Context) -> Iterator[Finding]:
             continue
         yield Finding(
             rule="idle-axis",
-            module="",
-            source="",
             what=f"no array is sharded over mesh axis `{axis}` ({size}), so its devices repeat the same work",
             fix=f"use its devices for the batch (data, fsdp), or add a strategy that shards over `{axis}`",
             nbytes=table.totals.state_bytes,
         )
 
 
-def _communication(
-    arrays: Iterable[Collective], *, rule: str, what: str, fix: str | Callable[[str], str]
-) -> Iterator[Finding]:
-    """Yield a finding per module and kind of collective; `fix` may depend on the module."""
-    groups: dict[tuple[str, str], list[Collective]] = {}
-    for array in arrays:
-        groups.setdefault((array.module, array.kind), []).append(array)
-    for (module, kind), group in groups.items():
-        largest = max(group, key=lambda array: array.bytes_sent_per_step)
-        shapes = ", ".join(map(str, largest.arrays[:2])) + (", …" if len(largest.arrays) > 2 else "")
-        more = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
-        times = f", {largest.count_per_step} times per step" if largest.count_per_step > 1 else ""
-        yield Finding(
-            rule=rule,
-            module=module,
-            source=largest.source,
-            what=f"{kind} of {shapes} over {largest.axes_label}{times}{more}: {what}",
-            fix=fix if isinstance(fix, str) else fix(module),
-            nbytes=int(sum(array.bytes_sent_per_step for array in group)),
-        )
+def _fix_of_whole_batch(context: _Context, module: str) -> str:
+    above = scopes_above(context.setup)
+    rule = 'constrain(x, "batch", ...)' if above is None else scopes.rule_for(module, above)
+    return f"keep the batch dim sharded with {rule}, and sort, take or reshape only within an example"
+
+
+def _fix_of_float32(context: _Context, module: str) -> str:
+    cause = "the model undoes the cast of Precision.compute: look for a module with dtype=float32 or float32 inputs"
+    if context.options.precision.compute is None:
+        cause = 'cast before the sharding changes: Precision(compute="bfloat16") casts weights before they are gathered'
+    return f"{cause}; call astype on an activation before constrain"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _CollectiveRule:
+    """A rule about single collectives. It has a finding per module and kind of collective."""
+
+    rule: str
+    matches: Callable[[_Context, Collective], bool]
+    what: str
+    fix: str | Callable[[_Context, str], str]
+    """The fix, or a function of the module."""
+    is_per_array: bool = True
+    """Whether the rule reads the arrays before XLA combined them, except small ones."""
+
+    def __call__(self, context: _Context) -> Iterator[Finding]:
+        groups: dict[tuple[str, str], list[Collective]] = {}
+        for array in context.arrays if self.is_per_array else context.collectives:
+            if self.matches(context, array):
+                groups.setdefault((array.module, array.kind), []).append(array)
+        for (module, kind), group in groups.items():
+            largest = max(group, key=lambda array: array.bytes_sent_per_step)
+            shapes = ", ".join(map(str, largest.arrays[:2])) + ", …" * (len(largest.arrays) > 2)
+            more = f" (and {len(group) - 1} more)" if len(group) > 1 else ""
+            times = f", {largest.count_per_step} times per step" if largest.count_per_step > 1 else ""
+            yield Finding(
+                rule=self.rule,
+                module=module,
+                source=largest.source,
+                what=f"{kind} of {shapes} over {largest.axes_label}{times}{more}: {self.what}",
+                fix=self.fix if isinstance(self.fix, str) else self.fix(context, module),
+                nbytes=int(sum(array.bytes_sent_per_step for array in group)),
+            )
 
 
 _RULES_OF_PROGRAMS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _rematerialization,
-    _sliced_all_reduce,
-    _loop_invariant,
+    _CollectiveRule(
+        rule="sliced-all-reduce",
+        matches=lambda context, array: context.is_gpu and all(array.sliced),
+        what="every device keeps only a slice of the result, so a reduce-scatter would send half the bytes",
+        fix="use lax.psum_scatter, or slice by the device's index, which the compiler turns into a reduce-scatter",
+    ),
+    _CollectiveRule(
+        rule="loop-invariant",
+        matches=_is_repeated,
+        what="every iteration of a loop sends the same data",
+        fix="move it before the loop, if there is memory for its result during the loop",
+    ),
 )
 _RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     *_RULES_OF_PROGRAMS,
     _replicated,
-    _whole_batch,
-    _rows_moved,
-    _float32_on_the_wire,
+    _CollectiveRule(
+        rule="whole-batch",
+        matches=_gathers_batch,
+        what="every device gathers the activations of the global batch and repeats the same work",
+        fix=_fix_of_whole_batch,
+    ),
+    _CollectiveRule(
+        rule="rows-moved",
+        matches=lambda context, collective: (
+            bool(set(collective.axes) & context.batch_axes)
+            and collective.origin == "partitioner"
+            and _is_moved_argument(context, "batch", collective)
+        ),
+        what="examples of the batch move between devices before they are used",
+        fix="keep examples on their device: use train_step(accumulate=...), which splits the local batch, instead of a "
+        "reshape to [steps, examples]",
+        is_per_array=False,
+    ),
+    _CollectiveRule(
+        rule="float32-on-the-wire",
+        matches=_is_needlessly_float32,
+        what="sent in float32 although the step computes in 16 bits, which doubles the bytes",
+        fix=_fix_of_float32,
+    ),
     _slow_axis,
     _idle_axis,
 )

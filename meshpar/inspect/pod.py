@@ -4,28 +4,30 @@
 
 The child receives the lowered program with its shardings, donations and source lines. The step therefore need not be
 importable: a step defined in a notebook works, on a mesh of CPU devices or on an abstract mesh.
+
+The child reads requests as pickles of (function, arguments, keywords) from standard input, and writes answers as
+pickles of (value, error, traceback) to standard output.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import selectors
+import pickle
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import jax
 
 from meshpar.hardware.clusters import Cluster, parse_cluster
 from meshpar.inspect import compiler_messages as messages
-from meshpar.inspect import pod_process
 from meshpar.inspect.program import Program
-from meshpar.inspect.target import require_aot, stablehlo_of
-from meshpar.sharding.types import MeshparError, problem
+from meshpar.inspect.target import compile_stablehlo, require_aot, stablehlo_of
+from meshpar.sharding.errors import MeshparError
 
 
 class PodError(RuntimeError):
@@ -41,20 +43,14 @@ class PodProcess:
 
     def __init__(self) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as the process)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", pod_process.__name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=environment(),
-        )
+        command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._log, env=environment())
 
     def __enter__(self) -> PodProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def compile(
@@ -63,7 +59,6 @@ class PodProcess:
         cluster: str | Cluster,
         *,
         options: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
     ) -> Program:
         """Compile a traced step for a cluster.
 
@@ -71,52 +66,34 @@ class PodProcess:
           traced: `jax.jit(f, ...).trace(*args)`; its mesh may be of CPU devices or abstract.
           cluster: `h100:8x8`, the path of a profile, or a Cluster with as many GPUs as the mesh has devices.
           options: XLA flags without dashes.
-          timeout_s: time limit; when it expires, the process is ended and cannot be used again.
 
         Raises:
-          ValueError: no such cluster, another number of devices, or the `aot` extra is missing.
+          MeshparError: no such cluster, another number of devices, or the `aot` extra is missing.
           PodError: the compiler failed.
         """
         cluster = parse_cluster(cluster)
         require_aot(cluster.name)
-        return self._program("compile", stablehlo_of(traced, cluster), cluster, options, timeout_s=timeout_s)
+        module, before = stablehlo_of(traced, cluster), self._log_size()
+        program: Program = self.call(compile_stablehlo, module, cluster, options=options)
+        return dataclasses.replace(program, warnings=messages.warnings_in(self._stderr(since=before)))
 
-    def build(
-        self,
-        target: str | Callable[..., Any],
-        cluster: str | Cluster,
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        options: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Program:
-        """Compile the result of a function that runs inside the process, where the pod's devices can form a Mesh.
-
-        Use it for programs that need their devices during tracing. It raises the errors of `compile`.
-
-        Args:
-          target: `package.module:function`, `path/to/file.py:function`, or an importable function. It is called as
-            `function(devices, **kwargs)` and returns `jax.jit(f, ...).trace(*args)`.
-          cluster: as for `compile`.
-          kwargs: further arguments, which must be picklable.
-          options: XLA flags without dashes.
-          timeout_s: time limit.
-        """
-        cluster = parse_cluster(cluster)
-        require_aot(cluster.name)
-        return self._program(
-            "build", _qualified_name(target), cluster, dict(kwargs or {}), options, timeout_s=timeout_s
-        )
-
-    def call(
-        self,
-        target: str | Callable[..., Any],
-        *,
-        kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Call `function(**kwargs)` inside the process and return its result, which must be picklable."""
-        return self._ask("call", _qualified_name(target), dict(kwargs or {}), timeout_s=timeout_s)
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call an importable function in the process and return its result, which must be picklable."""
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        try:
+            pickle.dump((function, args, kwargs), stdin)
+            stdin.flush()
+            value, error, text = pickle.load(stdout)
+        except (EOFError, BrokenPipeError):
+            code = self._process.wait()
+            raise PodError(f"the compiling process ended with status {code}.\n{self._stderr()}") from None
+        if error is not None:
+            raise error
+        if text:
+            raise PodError(f"the compiling process raised:\n{text}\n{self._stderr()}")
+        return value
 
     def close(self) -> None:
         """End the process."""
@@ -129,37 +106,6 @@ class PodProcess:
             self._process.kill()
             self._process.wait()
         self._log.close()
-
-    def _program(self, verb: str, *arguments: object, timeout_s: float | None) -> Program:
-        """Request a program, and add the compiler's warnings from the log."""
-        before = self._log_size()
-        program = self._ask(verb, *arguments, timeout_s=timeout_s)
-        return dataclasses.replace(program, warnings=messages.warnings_in(self._stderr(since=before)))
-
-    def _ask(self, verb: str, *arguments: object, timeout_s: float | None) -> Any:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        try:
-            pod_process.write(stdin, (verb, arguments))
-            self._wait(timeout_s)
-            status, *values = pod_process.read(stdout)
-        except (EOFError, BrokenPipeError):
-            code = self._process.wait()
-            raise PodError(f"the compiling process ended with status {code}.\n{self._stderr()}") from None
-        if status == "ok":
-            return values[0]
-        error, text = values
-        if isinstance(error, MeshparError):
-            raise error
-        raise PodError(f"the compiling process raised:\n{text}\n{self._stderr()}") from error
-
-    def _wait(self, timeout_s: float | None) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
-            if not selector.select(timeout_s):
-                self._process.kill()
-                raise PodError(f"no answer within {timeout_s} s.\n{self._stderr()}")
 
     def _log_size(self) -> int:
         return os.fstat(self._log.fileno()).st_size
@@ -186,17 +132,19 @@ def environment() -> dict[str, str]:
     }
 
 
-def _qualified_name(target: str | Callable[..., Any]) -> str:
-    """Return a function as `module:name` or `file.py:name`."""
-    if isinstance(target, str):
-        if ":" not in target:
-            reason, fix = "it contains no function name", "write it as `module:function`"
-            raise problem(f"`{target}`", "run it in another process", reason, fix, code="bad-syntax")
-        return target
-    module, name = target.__module__, target.__qualname__
-    main = getattr(sys.modules.get(module), "__file__", None)
-    if "<" in name or (module == "__main__" and main is None):
-        fix = "put it at the top level of a module or of a file, or pass `file.py:function`"
-        reason = "the process cannot import it"
-        raise problem(f"function `{name}`", "run it in another process", reason, fix, code="not-found")
-    return f"{main}:{name}" if module == "__main__" else f"{module}:{name}"
+def serve() -> None:
+    """Answer the requests of a `PodProcess` until it closes the stream."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # redirect prints to standard error, because standard output carries the answers
+    while True:
+        try:
+            function, args, kwargs = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        answer: tuple[Any, MeshparError | None, str]
+        try:
+            answer = (function(*args, **kwargs), None, "")
+        except Exception as error:  # only errors of meshpar can certainly be pickled
+            answer = (None, error if isinstance(error, MeshparError) else None, traceback.format_exc())
+        pickle.dump(answer, answers)
+        answers.flush()

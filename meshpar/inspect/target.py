@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import io
 import os
 import shutil
 import time
@@ -22,7 +23,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 from meshpar.hardware.clusters import Cluster, Gpu, cluster_of, parse_cluster
 from meshpar.hardware.compile_options import GPU_OPTIONS
-from meshpar.inspect import compiler_messages as messages
 from meshpar.inspect.program import Program, memory_of
 from meshpar.moe.transport_choice import compiled_for
 from meshpar.sharding.types import AnyMesh, problem
@@ -40,7 +40,8 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
 
     cluster = parse_cluster(cluster)
     require_aot(cluster.name)
-    _put_ptxas_on_path()
+    if shutil.which("ptxas") is None and (ptxas := _ptxas()) is not None:  # XLA looks for it at compile time
+        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{ptxas.parent}"
     described = topologies.get_topology_desc(
         platform="cuda", target_config=target_config(cluster.gpu), topology=f"1x{cluster.nodes}x{cluster.gpus_per_node}"
     )
@@ -108,8 +109,7 @@ def missing_aot() -> str:
 
 def require_aot(cluster_name: str) -> None:
     """Raise a `ValueError` with install instructions if this machine cannot compile for GPUs."""
-    missing = missing_aot()
-    if missing:
+    if missing := missing_aot():
         fix = "pip install 'meshpar[aot]'"
         raise problem(f"cluster `{cluster_name}`", "compile for it", missing, fix, code="missing-package")
 
@@ -151,38 +151,31 @@ def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluste
     """Lower a step for CUDA to portable StableHLO bytecode.
 
     Args:
-      traced: `jax.jit(f, ...).trace(*args)` on concrete devices or an `AbstractMesh`, or the result of its
-        `.lower(lowering_platforms=("cuda",))`.
+      traced: the traced step on concrete devices or an `AbstractMesh`, or it lowered for CUDA.
       cluster: the pod, with as many GPUs as the mesh has devices.
 
     Raises:
-      ValueError: the mesh and the cluster have different numbers of devices.
+      MeshparError: the mesh and the cluster have different numbers of devices.
     """
-    import io
-
     lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower(lowering_platforms=("cuda",))
     module: Any = lowered.compiler_ir("stablehlo")
-    operation = module.operation
-    devices = int(operation.attributes["mhlo.num_partitions"])
+    devices = int(module.operation.attributes["mhlo.num_partitions"])
     if devices != cluster.num_devices:
         requested, reason = f"compile for its {cluster.num_devices} GPUs", f"the step's mesh has {devices} devices"
         fix = f"build the state on `MeshSpec(...).abstract(devices={cluster.num_devices})`"
         raise problem(f"cluster `{cluster.name}`", requested, reason, fix, code="conflict")
     buffer = io.BytesIO()
-    operation.write_bytecode(buffer)
+    module.operation.write_bytecode(buffer)
     return buffer.getvalue()
 
 
-def compile_stablehlo(
-    module: bytes, cluster: Cluster, *, options: Mapping[str, Any] | None = None, listen: bool = True
-) -> Program:
-    """Compile StableHLO for a cluster in this process.
+def compile_stablehlo(module: bytes, cluster: Cluster, *, options: Mapping[str, Any] | None = None) -> Program:
+    """Compile StableHLO for a cluster in this process. The compiler writes its warnings to standard error.
 
     Args:
       module: the result of `stablehlo_of`.
       cluster: the pod.
       options: XLA flags without dashes, merged over the GPU defaults.
-      listen: capture the compiler's warnings; False if a parent process reads standard error.
     """
     # jax compiles a Lowered for other devices only if its mesh is abstract, but a step usually has a concrete mesh.
     # Therefore this repeats the steps of `Lowered.compile` on the module.
@@ -210,18 +203,16 @@ def compile_stablehlo(
         # The partitioner may only choose shardings that the program does not specify.
         build.allow_spmd_sharding_propagation_to_parameters = _unsharded(main.arg_attrs)
         build.allow_spmd_sharding_propagation_to_output = _unsharded(main.result_attrs)
-        with messages.catch_stderr() if listen else contextlib.nullcontext(messages.Caught()) as caught:
-            start = time.perf_counter()
-            executable = client.compile(
-                parsed, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=compile_options
-            )
-            compile_s = time.perf_counter() - start
+        start = time.perf_counter()
+        executable = client.compile(
+            parsed, executable_devices=xla_client.DeviceList(tuple(devices)), compile_options=compile_options
+        )
+        compile_s = time.perf_counter() - start
     return Program(
         target=cluster.name,
         text="\n\n".join(module.to_string() for module in executable.hlo_modules()),
         **memory_of(executable.get_compiled_memory_stats()),
         compile_s=compile_s,
-        warnings=messages.warnings_in(caught.text),
     )
 
 
@@ -234,13 +225,6 @@ def _spec(name: str) -> Any:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError:
         return None
-
-
-def _put_ptxas_on_path() -> None:
-    """Add ptxas to PATH, where XLA looks for it at compile time."""
-    ptxas = _ptxas()
-    if ptxas is not None and shutil.which("ptxas") is None:
-        os.environ["PATH"] = f"{os.environ.get('PATH', '')}{os.pathsep}{ptxas.parent}"
 
 
 def _ptxas() -> Path | None:
