@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from meshpar.sharding.types import is_int, problem
+from meshpar.sharding.errors import check_cases, check_number, problem
 
 _DTYPES = {"floating": (jnp.floating, "floating-point numbers"), "integer": (jnp.integer, "integers")}
 
 
 def check_array(where: str, name: str, x: Any, dims: str, dtype: Literal["floating", "integer"] = "floating") -> None:
-    """Check that an argument is an array with these dims and this kind of dtype.
-
-    Args:
-      where: the function that received the argument.
-      name: the name of the argument.
-      x: its value.
-      dims: names of its dims, such as "T k", or "..." for any number of dims.
-      dtype: the kind of dtype.
-    """
+    """Check that an argument is an array of a kind of dtype, with dims such as "T k" ("..." for any number)."""
     shape, (kind, numbers) = getattr(x, "shape", None), _DTYPES[dtype]
     if shape is None or not hasattr(x, "dtype"):
         code, requested = "wrong-type", f"use a {type(x).__name__} as `{name}`"
@@ -39,14 +30,9 @@ def check_scores(where: str, scores: Any, experts: Any) -> None:
     """Check that scores [T, E] and experts [T, k] describe the same tokens, and at least one."""
     check_array(where, "scores", scores, "T E")
     check_array(where, "experts", experts, "T k", "integer")
-    if len(scores) != len(experts) or not len(scores):
-        raise problem(
-            where,
-            f"use scores of shape {scores.shape} with experts of shape {experts.shape}",
-            "they are [T, E] and [T, k] of the same T tokens, with T of at least 1",
-            "pass `scores` and `experts` of the same `Routed`",
-            "wrong-shape",
-        )
+    requested = f"use scores of shape {scores.shape} with experts of shape {experts.shape}"
+    reason, fix = "they are [T, E] and [T, k], with T of at least 1", "pass both from the same `Routed`"
+    check_cases(where, requested, "wrong-shape", (len(scores) != len(experts) or not len(scores), reason, fix))
 
 
 def check_routed(where: str, x: Any, experts: Any, weights: Any) -> None:
@@ -54,34 +40,21 @@ def check_routed(where: str, x: Any, experts: Any, weights: Any) -> None:
     check_array(where, "x", x, "T d")
     check_array(where, "experts", experts, "T k", "integer")
     check_array(where, "weights", weights, "T k")
-    if experts.shape != weights.shape or len(x) != len(experts) or not experts.size or not x.size:
-        raise problem(
-            where,
-            f"use x {x.shape}, experts {experts.shape} and weights {weights.shape}",
-            "they are [T, d], [T, k] and [T, k], without dims of size 0",
-            "pass k experts and k weights per token; expert -1 marks an unassigned one",
-            "wrong-shape",
-        )
+    is_wrong = experts.shape != weights.shape or len(x) != len(experts) or not experts.size or not x.size
+    requested = f"use x {x.shape}, experts {experts.shape} and weights {weights.shape}"
+    reason = "they are [T, d], [T, k] and [T, k], without dims of size 0"
+    fix = "pass k experts and k weights per token; expert -1 marks an unassigned one"
+    check_cases(where, requested, "wrong-shape", (is_wrong, reason, fix))
 
 
-def check_whole(where: str, name: str, value: Any, *, least: int = 1) -> None:
-    """Check that an argument is an integer of at least `least`."""
-    if not is_int(value, least):
-        reason = f"it must be an integer of at least {least}"
-        raise problem(where, f"set {name}={value!r}", reason, f"use {name}={max(least, 1)}", "not-an-int")
+def check_factor(where: str, **values: Any) -> None:
+    """Check that arguments are finite numbers of at least 0, or scalar arrays from a schedule."""
+    for name, value in values.items():
+        if not (getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.number)):
+            check_number(where, "0.001", positive=False, **{name: value})
 
 
-def check_factor(where: str, name: str, value: Any, *, scheduled: bool = True) -> None:
-    """Check that an argument is a finite number of at least 0, or a scalar array from a schedule."""
-    if scheduled and getattr(value, "shape", None) == () and jnp.issubdtype(value.dtype, jnp.number):
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        reason = "it must be a finite number of at least 0"
-        raise problem(where, f"set {name}={value!r}", reason, f"use {name}=0.001", "out-of-range")
-
-
-def check_positive(where: str, name: str, value: Any, fix: str) -> None:
-    """Check that an argument is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        reason = "it must be a finite number above 0"
-        raise problem(where, f"set {name}={value!r}", reason, f"use {name}={fix}", "out-of-range")
+def check_bound(where: str, factor: Any) -> None:
+    """Check a `bound_factor`: a positive number or None."""
+    if factor is not None:
+        check_number(where, "2.0 for twice a balanced load, or None for any routing", bound_factor=factor)

@@ -18,10 +18,7 @@ from jaxtyping import Array, Float, Int, Num
 from meshpar.collectives.kernel_checks import Axis, ranks_of
 from meshpar.moe.argument_checks import check_array, check_factor, check_scores
 from meshpar.moe.routing import count
-from meshpar.sharding.types import problem
-
-_MIN_SUM = 1e-12
-"""Lower limit of the sum of a token's scores, which avoids a division by zero."""
+from meshpar.sharding.errors import check_cases
 
 
 def auxiliary_loss(
@@ -49,12 +46,12 @@ def auxiliary_loss(
       ValueError: scores and experts describe different tokens, or none; the axis does not exist; alpha is negative.
     """
     check_scores("auxiliary_loss", scores, experts)
-    check_factor("auxiliary_loss", "alpha", alpha)
+    check_factor("auxiliary_loss", alpha=alpha)
     num_experts = scores.shape[1]
     with jax.named_scope("auxiliary_loss"):
         counts = _over_ranks("auxiliary_loss", lax.psum, count(experts, num_experts), axis).astype(scores.dtype)
         load_fraction = counts / jnp.maximum(counts.sum(), 1)
-        normalized = scores / jnp.maximum(scores.sum(-1, keepdims=True), _MIN_SUM)
+        normalized = scores / jnp.maximum(scores.sum(-1, keepdims=True), 1e-12)  # not 0/0
         mean_score = _over_ranks("auxiliary_loss", lax.pmean, normalized.mean(0), axis)
         return alpha * num_experts * (load_fraction * mean_score).sum()
 
@@ -73,9 +70,9 @@ def z_loss(logits: Float[Array, "T E"], *, weight: float = 1e-3, axis: Axis | No
       ValueError: logits are not [T, E] with T of at least 1; the axis does not exist; the weight is negative.
     """
     check_array("z_loss", "logits", logits, "T E")
-    check_factor("z_loss", "weight", weight)
-    if not len(logits):
-        raise problem("z_loss", "take the mean over tokens", "there are none", "pass at least one token", "wrong-shape")
+    check_factor("z_loss", weight=weight)
+    case = not len(logits), "there are none", "pass at least one token"
+    check_cases("z_loss", "take the mean over tokens", "wrong-shape", case)
     with jax.named_scope("z_loss"):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         return weight * _over_ranks("z_loss", lax.pmean, (jax.nn.logsumexp(logits, axis=-1) ** 2).mean(0), axis)
@@ -106,10 +103,10 @@ def update_bias(
     check_array("update_bias", "bias", bias, "...")
     is_integer = jnp.issubdtype(getattr(loads, "dtype", jnp.float32), jnp.integer)
     check_array("update_bias", "loads", loads, "...", "integer" if is_integer else "floating")
-    check_factor("update_bias", "rate", rate)
-    if bias.shape != loads.shape or not bias.ndim:
-        requested, reason = f"update a bias of shape {bias.shape}", f"the loads have shape {loads.shape}"
-        raise problem("update_bias", requested, reason, "pass a load for each bias", "wrong-shape")
+    check_factor("update_bias", rate=rate)
+    is_wrong, reason = bias.shape != loads.shape or not bias.ndim, f"the loads have shape {loads.shape}"
+    case = is_wrong, reason, "pass a load for each bias"
+    check_cases("update_bias", f"update a bias of shape {bias.shape}", "wrong-shape", case)
     with jax.named_scope("update_bias"):
         loads = _over_ranks("update_bias", lax.psum, lax.stop_gradient(loads), axis)
         return lax.stop_gradient(bias - rate * _sign_above_mean(loads).astype(bias.dtype))

@@ -43,14 +43,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from meshpar.collectives.kernel_checks import Axis, ranks_of
+from meshpar.collectives.kernel_checks import Axis, axis_names, ranks_of
 from meshpar.collectives.wire import varying_alike
 from meshpar.moe import transport_choice as choice
-from meshpar.moe.argument_checks import check_positive, check_routed
-from meshpar.moe.dispatch_paths import Capacity, Dispatched, Dropless, NodeFirst, Path, Payload, Shape
+from meshpar.moe.argument_checks import check_bound, check_routed
+from meshpar.moe.dispatch_paths import (
+    Arrived,
+    Capacity,
+    Dispatched,
+    Dropless,
+    NodeFirst,
+    Path,
+    Payload,
+    Shape,
+    check_payload,
+)
 from meshpar.moe.routing import or_unassigned
 from meshpar.moe.transport_choice import GPUS, IMPLEMENTATIONS, NODE_FIRST, TWO_LEVELS, choose_dispatch
-from meshpar.sharding.types import check_choice, check_divides, check_positive_int, problem
+from meshpar.sharding.errors import check_cases, check_choice, check_divides, check_positive_int
 
 KERNEL = "dispatch"
 
@@ -113,28 +123,49 @@ def dispatch(
       y, counts = dispatch(x, routed.experts, routed.weights, expert_fn, axis="expert", num_experts=8)
     """
     check_routed(KERNEL, x, experts, weights)
-    num_ranks = ranks_of(KERNEL, axis)
-    check_positive_int(KERNEL, "the number of experts", num_experts=num_experts)
+    num_ranks, num_tokens = ranks_of(KERNEL, axis), len(x)
+    counts = {"num_experts": num_experts, "chunks": chunks, "capacity": capacity, "nodes_per_token": nodes_per_token}
+    check_positive_int(KERNEL, "a count", **{name: value for name, value in counts.items() if value is not None})
     fix = f"use {-(-num_experts // num_ranks) * num_ranks} experts, or an axis whose size divides {num_experts}"
     check_divides(KERNEL, f"shard {num_experts} experts over {num_ranks} ranks", num_experts, num_ranks, fix)
-    _check_chunks(chunks, x.shape[0])
-    implementation = _chosen_implementation(axis, capacity, bound_factor, implementation)
+    requested, fix = f"divide {num_tokens} tokens into {chunks} chunks", f"use a divisor of {num_tokens}"
+    check_divides(KERNEL, requested, num_tokens, chunks, fix)
+    check_choice(KERNEL, "the way in which tokens are sent", IMPLEMENTATIONS, implementation=implementation)
+    check_bound(KERNEL, bound_factor)
     check_payload(KERNEL, payload)
-    num_nodes, nodes_per_token = _nodes(axis, implementation, experts.shape[1], nodes_per_token)
+    is_pair = isinstance(axis, tuple) and len(axis) == 2
+    needs_dropless, is_node_first = implementation in ("ragged", NODE_FIRST), implementation == NODE_FIRST
+    in_full = "buffers of fixed capacity are sent in full, with a row per assignment"
+    check_cases(
+        KERNEL, f"combine implementation={implementation!r}, {axis=}, {capacity=}, {bound_factor=}", "conflict",
+        (capacity is not None and bound_factor is not None, "the capacity is the bound", "leave out bound_factor"),
+        (capacity is not None and needs_dropless, in_full, "use implementation='auto', or leave out the capacity"),
+        (implementation in TWO_LEVELS and not is_pair, "its two levels are two axes", 'pass axis=("outer", "inner")'),
+        (nodes_per_token and not is_node_first, "a row is sent per assignment", "leave out nodes_per_token"),
+    )  # fmt: skip
+    platform = choice.platform_of_mesh()
+    is_wrong = implementation == "ragged" and platform not in (None, *GPUS)
+    fix = "use implementation='auto', which is ragged if the program is compiled for GPUs, or 'fixed'"
+    case = is_wrong, f"XLA has no ragged-all-to-all for {platform}", fix
+    check_cases(KERNEL, "use implementation='ragged'", "unsupported-feature", case)
+    if implementation == "auto" and capacity is not None:  # token_exchange chooses for dropless dispatch, at lowering
+        implementation = choose_dispatch(dropless=False, two_levels=is_pair).implementation
     experts = or_unassigned(experts, num_experts)
     _, x, _ = varying_alike(axis, experts, x, weights)
     # Experts and weights vary over `axis` only, so that counts are replicated over other axes.
     (experts,), (weights,) = varying_alike(axis, experts), varying_alike(axis, weights)
-    size, names = x.shape[0] // chunks, (axis,) if isinstance(axis, str) else axis
-    shape, payload = Shape(size, experts.shape[1], num_experts, num_ranks, names, implementation), payload or Payload()
+    size, k = num_tokens // chunks, experts.shape[1]
+    shape = Shape(size, k, num_experts, num_ranks, axis_names(axis), implementation)
+    payload = payload or Payload()
     path: Path
     if capacity is not None:
         path = Capacity(shape, payload, min(capacity, size))
-    elif implementation == NODE_FIRST:
-        path = NodeFirst.of(shape, payload, bound_factor, num_nodes, nodes_per_token)
+    elif is_node_first:
+        num_nodes = ranks_of(KERNEL, axis[0])
+        path = NodeFirst.of(shape, payload, bound_factor, num_nodes, min(num_nodes, k, nodes_per_token or num_nodes))
     else:
         path = Dropless.of(shape, payload, bound_factor)
-    slices = [slice(begin, begin + size) for begin in range(0, len(x), size)]
+    slices = [slice(begin, begin + size) for begin in range(0, num_tokens, size)]
     outputs, stats = _pipelined(path, x, experts, weights, expert_fn, slices)
     return jnp.concatenate(outputs), Dispatched(*(sum(field[1:], field[0]) for field in zip(*stats, strict=True)))
 
@@ -149,99 +180,36 @@ def _pipelined(
     """
     waiting = [x[chunk] for chunk in slices]
     outputs, stats = [], []
-    with jax.named_scope(KERNEL):
-        arrived = path.send(waiting.pop(0), experts[slices[0]], weights[slices[0]])
-    rows = arrived.rows
+
+    def send(chunk: slice) -> Arrived:
+        with jax.named_scope(KERNEL):
+            return path.send(waiting.pop(0), experts[chunk], weights[chunk])
+
+    arrived = send(slices[0])
     if waiting:
-        rows, waiting[0] = lax.optimization_barrier((rows, waiting[0]))
-    for following in [*slices[1:], None]:
-        if following is not None:
-            with jax.named_scope(KERNEL):
-                next_arrived = path.send(waiting.pop(0), experts[following], weights[following])
+        rows, waiting[0] = lax.optimization_barrier((arrived.rows, waiting[0]))
+        arrived = arrived._replace(rows=rows)
+    for chunk in [*slices[1:], None]:
+        following = arrived if chunk is None else send(chunk)
         with jax.named_scope("experts"):
-            expert_outputs = _checked_outputs(expert_fn(rows, arrived.sizes), rows)
-        if following is not None:
-            expert_outputs, rows, waiting[:1] = lax.optimization_barrier(
-                (expert_outputs, next_arrived.rows, waiting[:1])
-            )
+            rows = expert_fn(arrived.rows, arrived.sizes)
+            _check_outputs(rows, arrived.rows)
+        if chunk is not None:
+            rows, next_rows, waiting[:1] = lax.optimization_barrier((rows, following.rows, waiting[:1]))
+            following = following._replace(rows=next_rows)
         with jax.named_scope("combine"):
-            outputs.append(path.combine(expert_outputs, arrived))
+            outputs.append(path.combine(rows, arrived))
         stats.append(arrived.stats)
-        arrived = next_arrived if following is not None else arrived
+        arrived = following
     return outputs, stats
 
 
-# ---- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _chosen_implementation(axis: Axis, capacity: int | None, bound_factor: float | None, implementation: str) -> str:
-    """Check the options and return the implementation, which stays `auto` for dropless dispatch."""
-    check_choice(KERNEL, "the way in which tokens are sent", IMPLEMENTATIONS, implementation=implementation)
-    if capacity is not None:
-        check_positive_int(KERNEL, "the capacity of an expert", capacity=capacity)
-    check_bound(KERNEL, bound_factor)
-    is_pair, requested = isinstance(axis, tuple) and len(axis) == 2, f"use implementation={implementation!r}"
-    if capacity is not None and bound_factor is not None:
-        reason, fix = "the capacity is the bound", "leave out bound_factor"
-        both = f"use bound_factor={bound_factor!r} with capacity={capacity!r}"
-        raise problem(KERNEL, both, reason, fix, "conflict")
-    if capacity is not None and implementation in ("ragged", NODE_FIRST):
-        other = "hierarchical" if implementation == NODE_FIRST else "fixed"
-        reason = "buffers of fixed capacity are sent in full, with a row per assignment"
-        fix = f"use implementation={other!r}, or leave out the capacity"
-        raise problem(KERNEL, f"{requested} with capacity={capacity!r}", reason, fix, "conflict")
-    if implementation == "ragged" and (platform := choice.platform_of_mesh()) not in (None, *GPUS):
-        reason = f"XLA has no ragged-all-to-all for {platform}"
-        fix = "use implementation='auto', which is ragged if the program is compiled for GPUs, or 'fixed'"
-        raise problem(KERNEL, f"{requested} on {platform} devices", reason, fix, "unsupported-feature")
-    if implementation in TWO_LEVELS and not is_pair:
-        reason, fix = "its two levels are two axes", 'pass axis=("outer", "inner"), across nodes and inside a node'
-        raise problem(KERNEL, f"{requested} over axis={axis!r}", reason, fix, "conflict")
-    if implementation != "auto" or capacity is None:  # token_exchange chooses for dropless dispatch, at lowering
-        return implementation
-    return choose_dispatch(dropless=False, two_levels=is_pair).implementation
-
-
-def _nodes(axis: Axis, implementation: str, k: int, nodes_per_token: int | None) -> tuple[int, int]:
-    """Return the number of nodes and the limit of nodes per token, for node-first dispatch."""
-    if nodes_per_token is not None:
-        check_positive_int(KERNEL, "the limit of nodes per token", nodes_per_token=nodes_per_token)
-        if implementation != NODE_FIRST:
-            reason = f"implementation={implementation!r} sends a row per assignment"
-            fix = "use implementation='node-first', or leave it out"
-            raise problem(KERNEL, f"use nodes_per_token={nodes_per_token}", reason, fix, "conflict")
-    num_nodes = ranks_of(KERNEL, axis[0]) if implementation == NODE_FIRST else 1
-    return num_nodes, min(num_nodes, k, nodes_per_token or num_nodes)
-
-
-def check_bound(where: str, factor: Any) -> None:
-    """Check a `bound_factor`: a positive number or None."""
-    if factor is not None:
-        check_positive(where, "bound_factor", factor, "2.0 for twice a balanced load, or None for any routing")
-
-
-def check_payload(where: str, payload: object) -> None:
-    """Check that an argument is a `Payload` or None."""
-    if payload is not None and not isinstance(payload, Payload):
-        reason, fix = "it describes the number formats of each direction", 'pass moe.Payload(dispatch="int8"), or None'
-        raise problem(where, f"use payload={payload!r}", reason, fix, "wrong-type")
-
-
-def _check_chunks(chunks: int, num_tokens: int) -> None:
-    check_positive_int(KERNEL, "the number of chunks", chunks=chunks)
-    if num_tokens % chunks:
-        divisors = ", ".join(str(n) for n in range(1, num_tokens + 1) if num_tokens % n == 0)[:60]
-        requested, fix = f"divide {num_tokens} tokens into {chunks} chunks", f"use one of {divisors}"
-        check_divides(KERNEL, requested, num_tokens, chunks, fix)
-
-
-def _checked_outputs(outputs: jax.Array, rows: jax.Array) -> jax.Array:
-    where = f"{KERNEL}(expert_fn=...)"
-    if not hasattr(outputs, "dtype") or jnp.ndim(outputs) != 2 or outputs.shape[0] != rows.shape[0]:
-        result = f"an array of shape {outputs.shape}" if hasattr(outputs, "shape") else f"a {type(outputs).__name__}"
-        reason, fix = "it must return a row for each input row, in the same order", f"return [{rows.shape[0]}, width]"
-        raise problem(where, f"return {result} for rows {rows.shape}", reason, fix, "wrong-shape")
-    if not jnp.issubdtype(outputs.dtype, jnp.floating):
-        reason = "outputs are multiplied with gate weights and summed"
-        raise problem(where, f"return {outputs.dtype}", reason, "return a floating-point dtype", "wrong-dtype")
-    return outputs
+def _check_outputs(outputs: Any, rows: jax.Array) -> None:
+    where, shape = f"{KERNEL}(expert_fn=...)", getattr(outputs, "shape", None)
+    is_wrong = shape is None or len(shape) != 2 or shape[0] != len(rows)
+    reason, fix = "it must return a row for each input row, in the same order", f"return [{len(rows)}, width]"
+    requested = f"return a {type(outputs).__name__} of shape {shape} for rows {rows.shape}"
+    check_cases(where, requested, "wrong-shape", (is_wrong, reason, fix))
+    is_wrong = not jnp.issubdtype(outputs.dtype, jnp.floating)
+    case = is_wrong, "outputs are multiplied with gate weights and summed", "return a floating-point dtype"
+    check_cases(where, f"return {outputs.dtype}", "wrong-dtype", case)

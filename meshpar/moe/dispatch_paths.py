@@ -38,7 +38,7 @@ from meshpar.moe.assignment_order import (
 )
 from meshpar.moe.routing import count, kept
 from meshpar.moe.token_exchange import Coding, RowCounts, RowLink
-from meshpar.sharding.types import check_choice, check_positive_int
+from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
 
 
 class Dispatched(NamedTuple):
@@ -79,13 +79,15 @@ class Payload:
         return Coding(getattr(self, direction), self.grad, self.block)
 
     def row_bytes(self, way: str, width: int) -> int | None:
-        """Return the bytes of a row of `width` numbers with its scales, or None if it is not quantized.
-
-        Args:
-          way: `dispatch`, `combine` or `grad`.
-          width: numbers per row.
-        """
+        """Return the bytes of a row that is sent by `dispatch`, `combine` or `grad`, or None if it is not quantized."""
         return None if getattr(self, way) is None else cost.quantized_bytes(width, block=self.block)
+
+
+def check_payload(where: str, payload: object) -> None:
+    """Check that an argument is a `Payload` or None."""
+    is_wrong, reason = not isinstance(payload, Payload | None), "it describes the number formats of each direction"
+    fix = 'pass moe.Payload(dispatch="int8"), or None'
+    check_cases(where, f"use payload={payload!r}", "wrong-type", (is_wrong, reason, fix))
 
 
 class Shape(NamedTuple):

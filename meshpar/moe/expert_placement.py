@@ -15,15 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshpar.sharding.types import (
-    Names,
-    PyTree,
-    check_divides,
-    check_positive_int,
-    path_str,
-    problem,
-    tree_leaves_with_paths,
-)
+from meshpar.sharding.errors import check_cases, check_divides, check_positive_int
+from meshpar.sharding.types import Names, PyTree, path_str, tree_leaves_with_paths
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +64,25 @@ def place(loads: Sequence[float] | np.ndarray, num_ranks: int, *, groups: int = 
     Raises:
       ValueError: the loads are invalid, or the numbers of experts, groups and ranks do not divide each other.
     """
-    loads = _check_loads(loads)
-    _check_sizes(len(loads), num_ranks, groups)
+    try:
+        loads = np.asarray(loads)
+    except ValueError:  # ragged lists
+        loads = np.asarray(None)
+    is_number = np.issubdtype(loads.dtype, np.number) and not np.iscomplexobj(loads) and loads.ndim == 1 and loads.size
+    case = (
+        not is_number or not np.isfinite(loads).all() or (loads < 0).any(),
+        "loads are finite, non-negative numbers of tokens per expert",
+        "pass `measure(...).experts.tokens` of a layer, or a sum over steps",
+    )
+    check_cases("place", f"place experts by loads {loads.dtype}{list(loads.shape)}", "wrong-type", case)
+    loads, num_experts = loads.astype(float), len(loads)
+    check_positive_int("place", "a number of ranks or groups", num_ranks=num_ranks, groups=groups)
+    fix = "pass the size of the mesh axis `expert`"
+    check_divides("place", f"assign {num_experts} experts to {num_ranks} ranks", num_experts, num_ranks, fix)
+    reason = "each rank must own full groups, or each group full ranks"
+    is_wrong = num_experts % groups or (groups % num_ranks and num_ranks % groups)
+    requested, fix = f"place {groups} groups of {num_experts} experts on {num_ranks} ranks", "use other numbers"
+    check_cases("place", requested, "indivisible", (is_wrong, reason, fix))
     by_group = np.arange(len(loads)).reshape(groups, -1)
     if groups > 1 and groups % num_ranks == 0:
         order = by_group[_balanced_order(loads[by_group].sum(1), num_ranks)].reshape(-1)
@@ -125,24 +135,18 @@ def permute_leaves(
             _check_leaf(path, x, names[path], order, where)
 
     def permuted(key_path: tuple[Any, ...], x: Any) -> Any:
-        path = path_str(key_path)
-        return _take(x, order, names[path]) if path in names else x
+        leaf_names = names.get(path_str(key_path))
+        if leaf_names is None:
+            return x
+        dim = leaf_names.index("expert")
+        others = [i for i, name in enumerate(leaf_names) if name != "expert" and (order.ndim == 1 or name != "layers")]
+        is_transposed = order.ndim == 2 and leaf_names.index("layers") > dim
+        index = np.expand_dims(order.T if is_transposed else order, others)
+        if isinstance(x, np.ndarray):
+            return np.take_along_axis(x, index, axis=dim)
+        return jax.jit(lambda x: jnp.take_along_axis(x, index, axis=dim), out_shardings=x.sharding)(x)
 
     return jax.tree_util.tree_map_with_path(permuted, tree)
-
-
-def _take(x: Any, order: np.ndarray, names: Names) -> Any:
-    dim = names.index("expert")
-    shape = [1] * x.ndim
-    shape[dim] = order.shape[-1]
-    if order.ndim == 2:
-        layers = names.index("layers")
-        shape[layers] = len(order)
-        order = order if layers < dim else order.T
-    index = order.reshape(shape)
-    if isinstance(x, np.ndarray):
-        return np.take_along_axis(x, index, axis=dim)
-    return jax.jit(lambda x: jnp.take_along_axis(x, index, axis=dim), out_shardings=x.sharding)(x)
 
 
 # ---- Balancing -------------------------------------------------------------------------------------------------------
@@ -152,24 +156,20 @@ def _balanced_order(loads: np.ndarray, num_ranks: int) -> np.ndarray:
     """Return the permutation of items (experts or groups) for a placement."""
     size = len(loads) // num_ranks
     before = np.arange(len(loads)).reshape(num_ranks, size).tolist()
+    by_load: list[list[int]] = [[] for _ in range(num_ranks)]
+    queue = [(0.0, rank) for rank in range(num_ranks)]
+    for item in np.argsort(-loads, kind="stable").tolist():
+        load, rank = heapq.heappop(queue)
+        by_load[rank].append(item)
+        if len(by_load[rank]) < size:
+            heapq.heappush(queue, (load + loads[item], rank))
     # The search from the present placement moves fewer items: it wins a tie.
-    candidates = [_swap(loads, before), _swap(loads, _greedy(loads, num_ranks, size))]
+    candidates = [_swap(loads, before), _swap(loads, by_load)]
     busiest = [max(loads[share].sum() for share in shares) for shares in (before, *candidates)]
     if min(busiest) >= busiest[0]:
         return np.arange(len(loads))
     best = candidates[0] if busiest[1] <= busiest[2] else candidates[1]
     return _with_few_moves(best, size)
-
-
-def _greedy(loads: np.ndarray, num_ranks: int, size: int) -> list[list[int]]:
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    queue = [(0.0, rank) for rank in range(num_ranks)]
-    for item in np.argsort(-loads, kind="stable").tolist():
-        load, rank = heapq.heappop(queue)
-        shares[rank].append(item)
-        if len(shares[rank]) < size:
-            heapq.heappush(queue, (load + loads[item], rank))
-    return shares
 
 
 def _swap(loads: np.ndarray, shares: list[list[int]]) -> list[list[int]]:
@@ -203,55 +203,13 @@ def _with_few_moves(shares: list[list[int]], size: int) -> np.ndarray:
     return order
 
 
-# ---- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_loads(loads: Any) -> np.ndarray:
-    try:
-        loads = np.asarray(loads)
-    except ValueError:  # ragged lists
-        loads = np.asarray(None)
-    is_number = np.issubdtype(loads.dtype, np.number) and not np.iscomplexobj(loads)
-    if not is_number or loads.ndim != 1 or not loads.size or not np.isfinite(loads).all() or (loads < 0).any():
-        raise problem(
-            "place",
-            f"place experts by loads of shape {loads.shape} and dtype {loads.dtype}",
-            "loads are finite, non-negative numbers of tokens per expert",
-            "pass `measure(...).experts.tokens` of a layer, or a sum over steps",
-            code="wrong-type",
-        )
-    return loads.astype(float)
-
-
-def _check_sizes(num_experts: int, num_ranks: int, groups: int) -> None:
-    check_positive_int("place", "the number of ranks that own experts", num_ranks=num_ranks)
-    check_positive_int("place", "the number of expert groups", groups=groups)
-    fix = "pass the size of the mesh axis `expert`"
-    check_divides("place", f"assign {num_experts} experts to {num_ranks} ranks", num_experts, num_ranks, fix)
-    if num_experts % groups or (groups % num_ranks and num_ranks % groups):
-        raise problem(
-            "place",
-            f"place {groups} groups of {num_experts} experts on {num_ranks} ranks",
-            "each rank must own full groups, or each group full ranks",
-            "use numbers of groups and ranks that divide each other",
-            code="indivisible",
-        )
-
-
 def _check_leaf(path: str, x: Any, names: Names, order: np.ndarray, where: str) -> None:
-    sizes = dict(zip(names, x.shape, strict=True))
-    is_per_layer = order.ndim == 2
-    requested = f"reorder {order.shape[-1]} experts" + f" in each of {len(order)} layers" * is_per_layer
-    reason = f"its shape is {x.shape}, with the names {names}"
-    if where == "opt_state" and is_per_layer and "layers" not in sizes and sizes["expert"] == order.shape[-1]:
-        raise problem(
-            f"`{where}/{path}`",
-            requested,
-            f"{reason}: the optimizer has a number per expert for all layers together",
-            "place the experts of all layers in the same order, by loads.sum(0), or use an optimizer whose state has "
-            "the shapes of the parameters, such as optax.adamw",
-            code="wrong-shape",
-        )
-    if sizes["expert"] != order.shape[-1] or (is_per_layer and sizes.get("layers") != len(order)):
-        fix = "pass the loads of these experts, with a row per stacked layer"
-        raise problem(f"`{path}`", requested, reason, fix, code="wrong-shape")
+    sizes, requested = dict(zip(names, x.shape, strict=True)), f"reorder experts by an order {list(order.shape)}"
+    has_experts, is_per_layer = sizes["expert"] == order.shape[-1], order.ndim == 2
+    if where == "opt_state" and is_per_layer and has_experts:
+        reason, fix = "the optimizer has a number per expert for all layers together", "place them by loads.sum(0)"
+        fix += ", or use an optimizer whose state has the shapes of the parameters, such as optax.adamw"
+        check_cases(f"`{where}/{path}`", requested, "wrong-shape", ("layers" not in sizes, reason, fix))
+    is_wrong = not has_experts or (is_per_layer and sizes.get("layers") != len(order))
+    reason, fix = f"its shape is {x.shape}, with the names {names}", "pass the loads of these experts, a row per layer"
+    check_cases(f"`{path}`", requested, "wrong-shape", (is_wrong, reason, fix))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshpar.moe.argument_checks import check_factor
-from meshpar.moe.dispatch_combine import check_bound, check_payload
-from meshpar.moe.dispatch_paths import Payload
+from meshpar.moe.argument_checks import check_bound
+from meshpar.moe.dispatch_paths import Payload, check_payload
 from meshpar.moe.routing import Routing
 from meshpar.moe.transport_choice import IMPLEMENTATIONS, NODE_FIRST
-from meshpar.sharding.types import check_choice, check_int, check_positive_int, problem
+from meshpar.sharding.errors import check_cases, check_choice, check_int, check_number, check_positive_int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,33 +50,27 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         where, routing = "MoEConfig", self.routing
-        if not isinstance(routing, Routing):
-            reason, fix = "it must be a moe.Routing", "pass moe.Routing(num_experts=8, top_k=2)"
-            raise problem(where, f"set routing={routing!r}", reason, fix, "wrong-type")
+        case = not isinstance(routing, Routing), "it must be a moe.Routing", "pass moe.Routing(num_experts=8, top_k=2)"
+        check_cases(where, f"set routing={routing!r}", "wrong-type", case)
         check_positive_int(where, "the hidden size of an expert", mlp_dim=self.mlp_dim)
         check_int(where, "the number of shared experts", shared_experts=self.shared_experts)
         check_positive_int(where, "the number of chunks", chunks=self.chunks)
-        for field in ("auxiliary_weight", "z_weight", "bias_rate"):
-            check_factor(where, field, getattr(self, field), scheduled=False)
+        weights = {field: getattr(self, field) for field in ("auxiliary_weight", "z_weight", "bias_rate")}
+        check_number(where, "0.001", positive=False, **weights)
         check_choice(where, "the way in which tokens are sent", IMPLEMENTATIONS, implementation=self.implementation)
         check_bound(where, self.bound_factor)
         check_payload(where, self.payload)
-        if routing.choice == "expert":
-            reason = "each expert chooses the same number of a device's tokens"
-            self._check_unused({"bias_rate": self.bias_rate > 0, "chunks": self.chunks > 1}, reason)
-        if routing.choice == "expert" or routing.capacity_factor is not None:
-            reason = "experts have buffers of fixed capacity, which are sent in full"
-            needs_dropless = self.implementation in ("ragged", NODE_FIRST)
-            unused = {"bound_factor": self.bound_factor is not None, "implementation": needs_dropless}
-            self._check_unused(unused, reason)
-
-    def _check_unused(self, unused: dict[str, bool], reason: str) -> None:
-        routing = self.routing
-        option = f"capacity_factor={routing.capacity_factor!r}" if routing.choice == "token" else 'choice="expert"'
-        for field in (field for field, is_set in unused.items() if is_set):
-            fix = f"leave {field} out" + " or use capacity_factor=None" * (routing.choice == "token")
-            requested = f"combine {field}={getattr(self, field)!r} with Routing({option})"
-            raise problem("MoEConfig", requested, reason, fix, "conflict")
+        by_experts, needs_dropless = routing.choice == "expert", self.implementation in ("ragged", NODE_FIRST)
+        has_capacity = by_experts or routing.capacity_factor is not None
+        each_the_same = "each expert chooses the same number of a device's tokens"
+        in_full = "experts have buffers of fixed capacity, which are sent in full"
+        check_cases(
+            where, f"combine this with {routing}", "conflict",
+            (by_experts and self.is_biased, each_the_same, "leave bias_rate out"),
+            (by_experts and self.chunks > 1, each_the_same, "leave chunks out"),
+            (has_capacity and self.bound_factor is not None, in_full, "leave bound_factor out"),
+            (has_capacity and needs_dropless, in_full, "leave implementation out"),
+        )  # fmt: skip
 
     @property
     def nodes_visited(self) -> Callable[[int], int] | None:
@@ -99,10 +92,11 @@ class MoEConfig:
 
     def num_params(self, embed_dim: int) -> int:
         """Return the number of parameters of a layer: router, experts and shared experts, without the bias."""
-        per_expert = 3 * embed_dim * self.mlp_dim
-        return embed_dim * self.routing.num_experts + per_expert * (self.routing.num_experts + self.shared_experts)
+        return self._params(embed_dim, self.routing.num_experts)
 
     def active_params(self, embed_dim: int) -> int:
         """Return the number of parameters used for a token: the router, its experts and the shared experts."""
-        per_expert = 3 * embed_dim * self.mlp_dim
-        return embed_dim * self.routing.num_experts + per_expert * (self.routing.top_k + self.shared_experts)
+        return self._params(embed_dim, self.routing.top_k)
+
+    def _params(self, embed_dim: int, num_routed: int) -> int:
+        return embed_dim * (self.routing.num_experts + 3 * self.mlp_dim * (num_routed + self.shared_experts))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from meshpar.collectives.kernel_checks import Axis, ranks_of
 from meshpar.moe.argument_checks import check_scores
 from meshpar.moe.routing import count, entropy, or_unassigned
-from meshpar.sharding.types import check_divides, check_positive_int, problem
+from meshpar.sharding.errors import check_cases, check_divides, check_positive_int
 
 HEALTHY_MAX_OVER_MIN = 1.3
 """Healthy limit of the largest load divided by the smallest."""
@@ -71,12 +71,11 @@ def measure(
     """
     check_scores("measure", scores, experts)
     check_positive_int("measure", "the number of ranks that own experts", num_ranks=num_ranks)
-    if kept is not None and (jnp.shape(kept) != experts.shape or jnp.result_type(kept) != jnp.bool_):
+    if kept is not None:
+        reason, fix = f"it is a bool per assignment, with shape {experts.shape}", "pass the result of `routing.kept`"
+        is_wrong = jnp.shape(kept) != experts.shape or jnp.result_type(kept) != jnp.bool_
         requested = f"use `kept` with shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}"
-        reason = f"it is a bool per assignment, with shape {experts.shape}"
-        raise problem(
-            "measure", requested, reason, "pass the result of `routing.kept` for these experts", "wrong-shape"
-        )
+        check_cases("measure", requested, "wrong-shape", (is_wrong, reason, fix))
     num_experts = scores.shape[-1]
     fix = "pass the size of the expert axis"
     check_divides("measure", f"shard {num_experts} experts over {num_ranks} ranks", num_experts, num_ranks, fix)
@@ -130,18 +129,21 @@ def loads(metrics: Mapping[str, Any]) -> Loads | None:
     """
     if "moe/load" not in metrics:
         return None
-    names = ("load", "rank_load", "drop_rate", "router_entropy")
-    if missing := [f"moe/{name}" for name in names if f"moe/{name}" not in metrics]:
-        reason = f"there is `moe/load`, but no {', '.join(f'`{name}`' for name in missing)}"
-        raise problem("loads", "read the load of experts", reason, "pass all metrics of a step", "unknown-name")
-    experts, ranks, *rates = (np.asarray(metrics[f"moe/{name}"], np.float64) for name in names)
+    names = ("moe/load", "moe/rank_load", "moe/drop_rate", "moe/router_entropy")
+    missing = ", ".join(f"`{name}`" for name in names if name not in metrics)
+    case = missing, f"there is `moe/load`, but no {missing}", "pass all metrics of a step"
+    check_cases("loads", "read the load of experts", "unknown-name", case)
+    experts, ranks, *rates = (np.asarray(metrics[name], np.float64) for name in names)
     return Loads(_load(experts, np.float64, np), _load(ranks, np.float64, np), *rates)  # type: ignore[arg-type]
+
+
+AdviceKind: TypeAlias = Literal["experts", "ranks", "drops"]
 
 
 class Advice(NamedTuple):
     """Advice about a load outside of the healthy range."""
 
-    kind: Literal["experts", "ranks", "drops"]
+    kind: AdviceKind
     layers: tuple[int, ...]
     """Layers outside of the range, the worst first."""
     text: str
@@ -161,35 +163,42 @@ def advice(loads: Loads) -> list[Advice]:
     loads = jax.tree.map(np.asarray, loads)
     if loads.drop_rate.ndim == 0:
         loads = jax.tree.map(lambda x: x[None], loads)
+    experts, ranks, num_layers = loads.experts, loads.ranks, len(loads.drop_rate)
+
+    def of_experts(layer: int) -> str:
+        ratio, num_idle = float(experts.max_over_min[layer]), int((experts.tokens[layer] == 0).sum())
+        return (
+            f"{_degree(ratio)}: the busiest expert gets {ratio:.3g} times the tokens of the least busy"
+            f"{f', {num_idle} get none' if num_idle else ''} (healthy up to {HEALTHY_MAX_OVER_MIN}): use an auxiliary "
+            "loss or a balancing bias, or raise its alpha or rate"
+        )
+
+    def of_ranks(layer: int) -> str:
+        ratio = float(ranks.max_over_min[layer])
+        return (
+            f"{_degree(ratio)} over ranks: all ranks wait for the busiest, which gets {ranks.max_over_mean[layer]:.3g} "
+            f"times the mean (busiest over least busy {ratio:.3g}, healthy up to {HEALTHY_MAX_OVER_MIN}): rebalance "
+            "them with `mp.rebalance_experts`"
+        )
+
+    def of_drops(layer: int) -> str:
+        needed = math.ceil(100 * float(experts.max_over_mean[layer])) / 100
+        return (
+            f"drops {loads.drop_rate[layer]:.1%} of the assignments (healthy up to {HEALTHY_DROP_RATE:.0%}): balance "
+            f"the experts, raise capacity_factor (this load needs at least {needed:.2f}), or set it to None"
+        )
+
+    findings: dict[AdviceKind, tuple[tuple[int, ...], Callable[[int], str]]] = {
+        "experts": (_uneven(experts), of_experts),
+        "ranks": (_uneven(ranks), of_ranks),
+        "drops": (_worst_first(loads.drop_rate, HEALTHY_DROP_RATE), of_drops),
+    }
     results = []
-    if layers := _uneven(loads.experts):
-        ratio, num_idle = (
-            float(loads.experts.max_over_min[layers[0]]),
-            int((loads.experts.tokens[layers[0]] == 0).sum()),
-        )
-        idle = f", {num_idle} get none" if num_idle else ""
-        text = (
-            f"{_shown(layers, loads)} {_degree(ratio)}: the busiest expert gets {ratio:.3g} times the tokens of the "
-            f"least busy{idle} (healthy up to {HEALTHY_MAX_OVER_MIN}): use an auxiliary loss or a balancing bias, or "
-            "raise its alpha or rate"
-        )
-        results.append(Advice("experts", layers, text))
-    if layers := _uneven(loads.ranks):
-        ratio, over_mean = float(loads.ranks.max_over_min[layers[0]]), loads.ranks.max_over_mean[layers[0]]
-        text = (
-            f"{_shown(layers, loads)} {_degree(ratio)} over ranks: all ranks wait for the busiest, which gets "
-            f"{over_mean:.3g} times the mean (busiest over least busy {ratio:.3g}, healthy up to "
-            f"{HEALTHY_MAX_OVER_MIN}): rebalance them with `mp.rebalance_experts`"
-        )
-        results.append(Advice("ranks", layers, text))
-    if layers := _worst_first(loads.drop_rate, HEALTHY_DROP_RATE):
-        rate, over_mean = loads.drop_rate[layers[0]], loads.experts.max_over_mean[layers[0]]
-        text = (
-            f"{_shown(layers, loads)} drops {rate:.1%} of the assignments (healthy up to {HEALTHY_DROP_RATE:.0%}): "
-            "balance the experts, raise capacity_factor (this load needs at least "
-            f"{math.ceil(100 * float(over_mean)) / 100:.2f}), or set it to None"
-        )
-        results.append(Advice("drops", layers, text))
+    for kind, (layers, text_of) in findings.items():
+        if layers:
+            more = f" (and {len(layers) - 1} more of {num_layers})" if len(layers) > 1 else ""
+            name = "the MoE layer" if num_layers == 1 else f"layer {layers[0]}{more}"
+            results.append(Advice(kind, layers, f"{name} {text_of(layers[0])}"))
     return results
 
 
@@ -205,14 +214,6 @@ def _worst_first(values: Any, limits: Any) -> tuple[int, ...]:
     values = np.asarray(values)
     layers = np.flatnonzero(values > limits)
     return tuple(layers[np.argsort(-values[layers], kind="stable")].tolist())
-
-
-def _shown(layers: tuple[int, ...], loads: Loads) -> str:
-    total = len(loads.drop_rate)
-    if total == 1:
-        return "the MoE layer"
-    more = f" (and {len(layers) - 1} more of {total})" if len(layers) > 1 else ""
-    return f"layer {layers[0]}{more}"
 
 
 def _degree(ratio: float) -> str:

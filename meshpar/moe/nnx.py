@@ -15,7 +15,7 @@ from meshpar.moe.balance import update_bias
 from meshpar.moe.layer import RouterStats, Weights, check_config, moe_layer
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.sharding.context import ambient, constrain
-from meshpar.sharding.types import check_positive_int, problem
+from meshpar.sharding.errors import check_cases, check_positive_int
 
 Initializer = nnx.initializers.Initializer
 SHARED = ("shared_gate", "shared_up", "shared_down")
@@ -70,13 +70,27 @@ class MoE(nnx.Module):
     ) -> None:
         check_positive_int("MoE", "the size of a token", embed_dim=embed_dim)
         check_config("MoE", config)
-        _check_floating(param_dtype)
+        try:
+            is_floating = param_dtype is not None and jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating)
+        except TypeError:
+            is_floating = False
+        case = not is_floating, "parameters have a floating-point dtype", 'use param_dtype="float32" or "bfloat16"'
+        check_cases("MoE", f"set param_dtype={param_dtype!r}", "wrong-dtype", case)
         self.config = config
         dtype = jnp.dtype(param_dtype)
+        inward, outward, init = ("embed", "mlp"), ("mlp", "embed"), jax.nn.initializers.lecun_normal()
+        names = {"router": ("embed", "expert"), "gate": ("expert", *inward), "up": ("expert", *inward)}
+        names |= {"down": ("expert", *outward)}
+        if config.shared_experts:
+            names |= dict(zip(SHARED, (inward, inward, outward), strict=True))
         # NNX would place annotated parameters on its own mesh. meshpar's rules place them when they are created.
         with nnx.use_eager_sharding(False):
-            for name, (names, shape, init) in _parameters(embed_dim, config, down_init).items():
-                setattr(self, name, nnx.Param(nnx.with_partitioning(init, names)(rngs.params(), shape, dtype)))
+            for name, dims in names.items():  # in the order of their PRNG keys
+                mlp_dim = config.shared_dim if name in SHARED else config.mlp_dim
+                sizes = {"embed": embed_dim, "expert": config.routing.num_experts, "mlp": mlp_dim}
+                init_fn = (down_init or init) if name.endswith("down") else init
+                init_fn = nnx.with_partitioning(_per_expert(init_fn) if dims[0] == "expert" else init_fn, dims)
+                setattr(self, name, nnx.Param(init_fn(rngs.params(), tuple(sizes[dim] for dim in dims), dtype)))
             if config.is_biased:
                 self.bias = BalancingBias(jnp.zeros(config.routing.num_experts, jnp.promote_types(dtype, jnp.float32)))
                 self.load = LoadCount(jnp.zeros(config.routing.num_experts, jnp.int32))
@@ -122,26 +136,6 @@ class MoE(nnx.Module):
             self.load[...] = jnp.zeros_like(self.load[...])
 
 
-def _parameters(
-    embed_dim: int, config: MoEConfig, down_init: Initializer | None
-) -> dict[str, tuple[tuple[str, ...], tuple[int, ...], Initializer]]:
-    """Return logical names, shape and initializer of the parameters, in the order of their PRNG keys."""
-    d, f, s, num_experts = embed_dim, config.mlp_dim, config.shared_dim, config.routing.num_experts
-    init = jax.nn.initializers.lecun_normal()
-    down_init = down_init or init
-    inward, outward = ("embed", "mlp"), ("mlp", "embed")
-    parameters: dict[str, tuple[tuple[str, ...], tuple[int, ...], Initializer]] = {
-        "router": (("embed", "expert"), (d, num_experts), init),
-        "gate": (("expert", *inward), (num_experts, d, f), _per_expert(init)),
-        "up": (("expert", *inward), (num_experts, d, f), _per_expert(init)),
-        "down": (("expert", *outward), (num_experts, f, d), _per_expert(down_init)),
-    }
-    if config.shared_experts:
-        gate, up, down = SHARED
-        parameters |= {gate: (inward, (d, s), init), up: (inward, (d, s), init), down: (outward, (s, d), down_init)}
-    return parameters
-
-
 def _per_expert(init: Initializer) -> Initializer:
     """Return an initializer of stacked matrices [E, ...] that initializes each matrix with its own key and fan-in."""
 
@@ -149,13 +143,3 @@ def _per_expert(init: Initializer) -> Initializer:
         return jax.vmap(lambda key: init(key, tuple(shape[1:]), dtype))(jax.random.split(key, shape[0]))
 
     return init_stacked  # type: ignore[return-value]
-
-
-def _check_floating(param_dtype: Any) -> None:
-    try:
-        is_floating = param_dtype is not None and jnp.issubdtype(jnp.dtype(param_dtype), jnp.floating)
-    except TypeError:
-        is_floating = False
-    if not is_floating:
-        reason, fix = "parameters have a floating-point dtype", 'use param_dtype="float32" or param_dtype="bfloat16"'
-        raise problem("MoE", f"set param_dtype={param_dtype!r}", reason, fix, "wrong-dtype")

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from meshpar.moe.argument_checks import check_routed
 from meshpar.moe.routing import kept, or_unassigned
-from meshpar.sharding.types import PyTree, check_divides, check_positive_int, problem
+from meshpar.sharding.errors import check_cases, check_divides, check_positive_int
+from meshpar.sharding.types import PyTree
 
 
 def moe(
@@ -44,9 +45,8 @@ def moe(
     """
     where = "reference.moe"
     first_dims = {leaf.shape[0] if leaf.ndim else 0 for leaf in jax.tree.leaves(params)}
-    if len(first_dims) != 1 or 0 in first_dims:
-        requested, fix = f"use parameters with first dims {sorted(first_dims)}", "stack the experts along the first dim"
-        raise problem(where, requested, "each leaf is [E, ...] for E experts", fix, "wrong-shape")
+    case = len(first_dims) != 1 or 0 in first_dims, "each leaf is [E, ...]", "stack the experts along the first dim"
+    check_cases(where, f"use parameters with first dims {sorted(first_dims)}", "wrong-shape", case)
     num_experts = first_dims.pop()
     check_routed(where, x, experts, weights)
     check_positive_int(where, "the number of ranks that tokens are sharded over", token_ranks=token_ranks)

@@ -19,8 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from meshpar.moe.argument_checks import check_array, check_positive
-from meshpar.sharding.types import check_bool, check_choice, check_int, check_positive_int, problem
+from meshpar.moe.argument_checks import check_array
+from meshpar.sharding.errors import (
+    check_bool,
+    check_cases,
+    check_choice,
+    check_divides,
+    check_int,
+    check_number,
+    check_positive_int,
+)
 
 Score = Literal["softmax", "sigmoid"]
 Choice = Literal["token", "expert"]
@@ -66,28 +74,32 @@ class Routing:
         check_positive_int("Routing", "a number of experts or groups", **counts)
         flags = {"normalize": self.normalize, "causal": self.causal, "force": self.force}
         check_bool("Routing", "the option is on", **flags)
+        check_divides("Routing", f"divide {num_experts} experts into groups", num_experts, groups, "use a divisor")
         reachable = num_experts // groups * self.top_groups
-        if k > reachable:
-            reason = f"it can use {reachable} experts" + f" in {self.top_groups} of {groups} groups" * (groups > 1)
-            requested, fix = f"assign {k} experts to a token", f"use top_k of at most {reachable}"
-            raise problem(f"Routing(top_k={k})", requested, reason, fix, "out-of-range")
-        if k == 1 and self.normalize and self.choice == "token":
-            reason = "the weight is then constant, and the router gets no gradient from the loss"
-            requested, fix = "normalize the weight of a single expert", "use normalize=False, or top_k of at least 2"
-            raise problem("Routing(top_k=1, normalize=True)", requested, reason, fix, "conflict")
-        if num_experts % groups or self.top_groups > groups:
-            where = f"Routing(groups={groups}, top_groups={self.top_groups})"
-            reason = "groups have equal sizes, and top_groups is at most groups"
-            fix = f"use a divisor of {num_experts} for groups, and top_groups of at most groups"
-            code = "indivisible" if num_experts % groups else "out-of-range"
-            raise problem(
-                where, f"use {self.top_groups} of {groups} groups of {num_experts} experts", reason, fix, code
-            )
-        check_positive("Routing", "scale", self.scale, "1.0")
+        reason = f"a token can use {reachable} experts" + f" in {self.top_groups} of {groups} groups" * (groups > 1)
+        check_cases(
+            f"Routing(top_k={k}, groups={groups}, top_groups={self.top_groups})", "choose experts", "out-of-range",
+            (k > reachable, reason, f"use top_k of at most {reachable}"),
+            (self.top_groups > groups, f"there are {groups} groups", f"use top_groups={groups}"),
+        )  # fmt: skip
+        check_number("Routing", "1.0", scale=self.scale)
         if self.capacity_factor is not None:
-            check_positive("Routing", "capacity_factor", self.capacity_factor, "1.25, or None for unlimited capacity")
-        if self.choice == "expert":
-            self._check_expert_choice()
+            check_number("Routing", "1.25, or None for no limit", capacity_factor=self.capacity_factor)
+        no_gradient = "the weight is then constant, and the router gets no gradient from the loss"
+        leak = (
+            "an expert compares all tokens, so the choice for a token depends on later tokens: the training loss leaks "
+            "future tokens, and decoding token by token gives other results"
+        )
+        no_leak = 'use choice="token", causal=False if the model sees full sequences, or force=True to do it anyway'
+        each_chooses, by_token = f"each expert chooses tokens·{k}/{num_experts} tokens", self.choice == "token"
+        check_cases(
+            f'Routing(choice="{self.choice}")', f"use top_k={k} with normalize={self.normalize}", "conflict",
+            (by_token and k == 1 and self.normalize, no_gradient, "use normalize=False, or top_k of at least 2"),
+            (not by_token and self.causal and not self.force, leak, no_leak),
+            (not by_token and groups != 1, each_chooses, "leave groups out"),
+            (not by_token and self.capacity_factor is not None, each_chooses, "leave capacity_factor out"),
+            (not by_token and self.normalize, "a token may have no expert", "use normalize=False"),
+        )  # fmt: skip
 
     def nodes_visited(self, nodes: int) -> int:
         """Return how many nodes a token reaches at most, if each node owns consecutive experts."""
@@ -95,23 +107,6 @@ class Routing:
         if nodes % self.groups == 0 or self.groups % nodes == 0:
             most = min(most, self.top_groups * max(1, nodes // self.groups))
         return most
-
-    def _check_expert_choice(self) -> None:
-        where = 'Routing(choice="expert")'
-        if self.causal and not self.force:
-            reason = (
-                "an expert compares all tokens, so the choice for a token depends on later tokens: the training loss "
-                "leaks future tokens, and decoding token by token gives other results"
-            )
-            fix = 'use choice="token", causal=False if the model sees full sequences, or force=True to do it anyway'
-            raise problem(where, "let experts choose tokens in a causal model", reason, fix, "conflict")
-        for field, default in (("groups", 1), ("capacity_factor", None)):
-            if getattr(self, field) != default:
-                reason = f"each expert chooses tokens·{self.top_k}/{self.num_experts} tokens"
-                raise problem(where, f"use {field}", reason, f"leave {field} out", "conflict")
-        if self.normalize:
-            reason = "experts choose the tokens, and a token may have no expert"
-            raise problem(where, "normalize the weights of a token", reason, "use normalize=False", "conflict")
 
 
 class Routed(NamedTuple):
@@ -312,16 +307,13 @@ def _order_independent_sum(values: jax.Array) -> jax.Array:
 def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> None:
     num_experts = routing.num_experts
     check_array("route", "logits", logits, "...")
-    if logits.ndim != 2 or logits.shape[1] != num_experts:
-        requested, reason = f"use logits of shape {logits.shape}", f"they are [T, {num_experts}] for this routing"
-        fix = "merge batch and sequence into one dim of tokens, and check num_experts"
-        raise problem("route", requested, reason, fix, "wrong-shape")
-    if bias is None:
-        return
-    if routing.choice == "expert":
-        reason = "each expert chooses the same number of tokens"
-        raise problem("route", 'use a bias with choice="expert"', reason, "leave the bias out", "conflict")
-    check_array("route", "bias", bias, "E")
-    if bias.shape != (num_experts,):
-        requested, reason = f"use a bias of shape {bias.shape}", f"there are {num_experts} experts"
-        raise problem("route", requested, reason, f"pass ({num_experts},)", "wrong-shape")
+    requested = f"use logits of shape {logits.shape}"
+    fix = "merge batch and sequence into one dim of tokens, and check num_experts"
+    is_wrong = logits.ndim != 2 or logits.shape[1] != num_experts
+    check_cases("route", requested, "wrong-shape", (is_wrong, f"they are [T, {num_experts}] for this routing", fix))
+    if bias is not None:
+        case = routing.choice == "expert", "each expert chooses the same number of tokens", "leave the bias out"
+        check_cases("route", 'use a bias with choice="expert"', "conflict", case)
+        check_array("route", "bias", bias, "E")
+        case = bias.shape != (num_experts,), f"there are {num_experts} experts", f"pass ({num_experts},)"
+        check_cases("route", f"use a bias of shape {bias.shape}", "wrong-shape", case)

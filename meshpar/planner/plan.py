@@ -26,7 +26,7 @@ from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.target import traced_for
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.models.token_loss import next_token_loss
-from meshpar.moe.dispatch_combine import check_bound
+from meshpar.moe.argument_checks import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.calibration import SEARCH
