@@ -1,7 +1,6 @@
 """Collective kernels as short loops of messages between neighbours, for use inside `jax.shard_map`.
 
     kernel_checks.py  arguments ──────────────┐
-    auto.py           choice of algorithm ────┤
     wire.py           send, split, join ──────┤
                                               ▼
            point_to_point.py  shift, broadcast, reduce, scatter, gather ─► tree.py ─┐
@@ -29,7 +28,6 @@ from meshpar.sharding.lazy_imports import lazy
 if TYPE_CHECKING:
     from meshpar.collectives import cudnn, flash, reference
     from meshpar.collectives.attention import TileKernel, blockwise_attention, ring_attention
-    from meshpar.collectives.auto import Choice, choose
     from meshpar.collectives.bucket import bucketed_all_reduce
     from meshpar.collectives.exchange import all_to_all
     from meshpar.collectives.hierarchical import hierarchical_all_reduce, hierarchical_all_to_all
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
     from meshpar.collectives.reduction import all_reduce
     from meshpar.collectives.ring import all_gather, reduce_scatter
     from meshpar.collectives.zigzag_order import from_zigzag, to_zigzag, unzigzag, zigzag
+    from meshpar.hardware.algorithm_choice import Choice, choose
 
 __getattr__, __dir__ = lazy(__name__)
 

@@ -9,11 +9,11 @@ import jax
 from jaxtyping import Array, Num
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
 from meshpar.collectives.hierarchical import hierarchical_all_reduce
 from meshpar.collectives.kernel_checks import Axis, check_index, check_only, check_op, ranks_of
-from meshpar.collectives.ring import RINGS, ring_all_reduce, ring_strides, ring_sum
+from meshpar.collectives.ring import AUTO, RINGS, resolve_algorithm, ring_all_reduce, ring_strides, ring_sum
 from meshpar.collectives.wire import reduce_by_op, varying, xla_reduced
+from meshpar.hardware.algorithm_choice import XLA
 from meshpar.hardware.clusters import Profile
 from meshpar.sharding.errors import check_choice, check_positive_int
 
@@ -59,7 +59,7 @@ def all_reduce(
       op: `sum`, `mean`, `max` or `min`.
       channels: number of concurrent rings, or of pairs for "bidirectional". They use different links if N allows.
       num_servers: number S of parameter servers, which are the first ranks.
-      cluster: for "auto", the interconnect, such as `h100:8x8`, or the path of a profile (see `auto.py`).
+      cluster: for "auto", the interconnect, such as `h100:8x8`, or the path of a profile.
 
     Returns:
       The reduced array, with the shape and dtype of `x`. It varies over `axis` for `shard_map`.

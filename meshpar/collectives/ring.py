@@ -20,8 +20,7 @@ from jax import lax
 from jaxtyping import Array, Num, Shaped
 
 from meshpar.collectives import tree
-from meshpar.collectives.auto import AUTO, XLA, resolve_algorithm
-from meshpar.collectives.kernel_checks import Axis, check_only, check_op, ranks_of
+from meshpar.collectives.kernel_checks import Axis, axis_names, check_only, check_op, ranks_of
 from meshpar.collectives.wire import (
     Combine,
     flat_parts,
@@ -36,9 +35,12 @@ from meshpar.collectives.wire import (
     varying,
     xla_reduced,
 )
+from meshpar.hardware.algorithm_choice import XLA, choose
 from meshpar.hardware.clusters import Profile
-from meshpar.sharding.errors import check_choice, check_positive_int, problem
+from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
+from meshpar.sharding.types import axis_sizes
 
+AUTO = "auto"
 RINGS = ("ring", "bidirectional")
 GATHERS = (*RINGS, "recursive_doubling", XLA)
 SCATTERS = (*RINGS, "recursive_halving", XLA)
@@ -67,7 +69,7 @@ def all_gather(
       algorithm: `ring`; `bidirectional`, which sends half of the data each way round; `recursive_doubling`, if N is a
         power of two; `xla`, XLA's own collective; or `auto`, the algorithm that `choose` returns.
       channels: number of concurrent rings, or of pairs for "bidirectional". They use different links if N allows.
-      cluster: for "auto", the interconnect, such as `h100:8x8`, or the path of a profile (see `auto.py`).
+      cluster: for "auto", the interconnect, such as `h100:8x8`, or the path of a profile.
 
     Raises:
       MeshparError: the axis, dim or algorithm is unknown, N is not a power of two for recursive doubling, or the
@@ -137,6 +139,25 @@ def reduce_scatter(
     return reduce_by_op(kernel, flat, op, num_ranks, spread=gather).reshape(parts.shape[1:])
 
 
+def resolve_algorithm(
+    kernel: str, algorithm: str, payload_bytes: float, axis: Axis, num_ranks: int, cluster: str | Profile | None
+) -> str:
+    """Return `algorithm`, or for "auto" the algorithm that `choose` returns for the interconnect.
+
+    The interconnect is that of `cluster`, or else of the profile or cluster in the environment variable
+    MESHPAR_CLUSTER. Without both, GPUs in the catalogue use their data sheets and CPU devices a measured default; other
+    devices are an error. An ambient context cannot set it, because jax's cache of compiled programs would ignore it.
+    """
+    if algorithm != AUTO:
+        case = cluster is not None, "only the choice of 'auto' depends on the cluster", "leave out cluster"
+        check_cases(kernel, f"use cluster with algorithm={algorithm!r}", "conflict", case)
+        return algorithm
+    if num_ranks == 1:
+        return "ring"  # nothing is sent
+    mesh = axis_sizes(jax.sharding.get_abstract_mesh())
+    return choose(kernel, payload_bytes, num_ranks, cluster=cluster, axes=axis_names(axis), mesh=mesh).algorithm
+
+
 def _gather_by(
     algorithm: str, axis: Axis, num_ranks: int, channels: int, *, kernel: str = "all_gather"
 ) -> Callable[[jax.Array], jax.Array]:
@@ -146,9 +167,9 @@ def _gather_by(
     if algorithm in RINGS:
         strides = ring_strides(kernel, algorithm, channels, num_ranks)
         return functools.partial(ring_all_gather, axis=axis, num_ranks=num_ranks, strides=strides)
-    if num_ranks & (num_ranks - 1):
-        requested, fix = f"use algorithm={algorithm!r} on {num_ranks} ranks", "use a ring, or algorithm='auto'"
-        raise problem(kernel, requested, "the number of ranks must be a power of two", fix, "unsupported-feature")
+    reason, fix = "the number of ranks must be a power of two", "use a ring, or algorithm='auto'"
+    requested, case = f"use algorithm={algorithm!r} on {num_ranks} ranks", (num_ranks & (num_ranks - 1), reason, fix)
+    check_cases(kernel, requested, "unsupported-feature", case)
     return functools.partial(tree.doubling_all_gather, axis=axis, num_ranks=num_ranks)
 
 

@@ -143,10 +143,8 @@ def dispatch(
         (implementation in TWO_LEVELS and not is_pair, "its two levels are two axes", 'pass axis=("outer", "inner")'),
         (nodes_per_token and not is_node_first, "a row is sent per assignment", "leave out nodes_per_token"),
     )  # fmt: skip
-    platform = choice.platform_of_mesh()
-    is_wrong = implementation == "ragged" and platform not in (None, *GPUS)
-    fix = "use implementation='auto', which is ragged if the program is compiled for GPUs, or 'fixed'"
-    case = is_wrong, f"XLA has no ragged-all-to-all for {platform}", fix
+    is_wrong = implementation == "ragged" and choice.platform_of_mesh() not in (None, *GPUS)
+    case = is_wrong, "XLA supports ragged-all-to-all on GPUs only", "use 'auto', which is ragged on GPUs, or 'fixed'"
     check_cases(KERNEL, "use implementation='ragged'", "unsupported-feature", case)
     if implementation == "auto" and capacity is not None:  # token_exchange chooses for dropless dispatch, at lowering
         implementation = choose_dispatch(dropless=False, two_levels=is_pair).implementation

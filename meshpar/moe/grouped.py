@@ -25,7 +25,7 @@ from meshpar.layers.scan import Adapted
 from meshpar.moe import tokamax_kernels as kernels
 from meshpar.moe.argument_checks import check_array
 from meshpar.moe.transport_choice import GPUS, KernelChoice, target
-from meshpar.sharding.types import check_choice, check_positive_int, problem
+from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
 
 KERNEL = "grouped_matmul"
 SWIGLU = "grouped_swiglu"
@@ -125,16 +125,12 @@ class _Options(NamedTuple):
     @staticmethod
     def of(rows: jax.Array, implementation: str, block: int | None, typical_rows: int | None) -> _Options:
         check_choice(KERNEL, "the implementation of the matmul", IMPLEMENTATIONS, implementation=implementation)
-        for name, value in (("block", block), ("typical_rows", typical_rows)):
-            if value is not None:
-                check_positive_int(KERNEL, "a number of rows", **{name: value})
-        if implementation == "tokamax" and not has_tokamax():
-            requested, fix = (
-                "use implementation='tokamax'",
-                "run `pip install tokamax`, or use implementation='blocked'",
-            )
-            raise problem(KERNEL, requested, "the package tokamax is not installed", fix, "missing-package")
+        numbers = {"block": block, "typical_rows": typical_rows}
+        check_positive_int(KERNEL, "a number of rows", **{k: v for k, v in numbers.items() if v is not None})
         if implementation == "tokamax":
+            fix = "run `pip install tokamax`, or use implementation='blocked'"
+            case = not has_tokamax(), "the package tokamax is not installed", fix
+            check_cases(KERNEL, "use implementation='tokamax'", "missing-package", case)
             check_wide(KERNEL, "matmuls of experts", "use implementation='blocked'")
         if (fp8_recipe := matmul_here()) is not None:
             check_narrow(fp8_recipe, rows.dtype)
@@ -181,9 +177,7 @@ def grouped_swiglu(
 
     Args:
       rows: sorted by group.
-      gate: a matrix per group, in the dtype of the rows. Low-rank pairs (`Adapted`) are multiplied separately.
-      up: like `gate`.
-      down: like `gate`.
+      gate, up, down: a matrix per group, in the dtype of the rows, or a low-rank pair (`Adapted`).
       group_sizes: as in `grouped_matmul`, like the other arguments.
 
     Raises:
@@ -193,9 +187,8 @@ def grouped_swiglu(
     hidden = jax.ShapeDtypeStruct((num_rows, up.shape[2]), up.dtype)
     for operand, weight in ((rows, gate), (rows, up), (hidden, down)):
         _check_operands(operand, weight, group_sizes)
-    if gate.shape != up.shape:
-        requested, fix = f"use gate {gate.shape} with up {up.shape}", "use the same shape for both"
-        raise problem(SWIGLU, requested, "their products are multiplied elementwise", fix, "wrong-shape")
+    case = gate.shape != up.shape, "their products are multiplied elementwise", "use the same shape for both"
+    check_cases(SWIGLU, f"use gate {gate.shape} with up {up.shape}", "wrong-shape", case)
     options = _Options.of(rows, implementation, block, typical_rows)
     is_even = _is_even(group_sizes, num_rows) and options.fp8_recipe is None
     is_adapted = any(isinstance(weight, Adapted) for weight in (gate, up, down))
@@ -240,20 +233,21 @@ def has_kernels() -> bool:
 def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, group_sizes: Any) -> None:
     check_array(KERNEL, "rows", rows, "R d")
     check_array(KERNEL, "weights", weights, "G d f")
-    if rows.shape[1] != weights.shape[1] or 0 in weights.shape or jnp.shape(group_sizes) != weights.shape[:1]:
-        requested = f"multiply rows {rows.shape}, weights {weights.shape} and group_sizes {jnp.shape(group_sizes)}"
-        reason = "they are [R, d], [G, d, f] and [G], and d, f and G are at least 1"
-        raise problem(
-            KERNEL, requested, reason, "use the same d for rows and weights, and a size per group", "wrong-shape"
-        )
-    if rows.dtype != weights.dtype:
-        requested = f"multiply {rows.dtype} rows with {weights.dtype} weights"
-        raise problem(KERNEL, requested, "both must have the same dtype", "cast the rows or the weights", "wrong-dtype")
-    if not jnp.issubdtype(dtype := jnp.asarray(group_sizes).dtype, jnp.integer):
-        raise problem(KERNEL, f"use group_sizes of {dtype}", "they are numbers of rows", "pass int32", "wrong-dtype")
-    if isinstance(group_sizes, np.ndarray) and (group_sizes.sum() > rows.shape[0] or (group_sizes < 0).any()):
-        requested, reason = f"use groups of {group_sizes.tolist()} rows", f"there are {rows.shape[0]} rows"
-        raise problem(KERNEL, requested, reason, "pass non-negative sizes with a smaller sum", "out-of-range")
+    shape, dtype = jnp.shape(group_sizes), jnp.asarray(group_sizes).dtype
+    is_wrong = rows.shape[1] != weights.shape[1] or 0 in weights.shape or shape != weights.shape[:1]
+    requested = f"multiply {rows.dtype}{rows.shape} rows, {weights.dtype}{weights.shape} weights and {shape} sizes"
+    reason, fix = "they are [R, d], [G, d, f] and [G], and d, f and G are at least 1", "pass such arrays"
+    check_cases(KERNEL, requested, "wrong-shape", (is_wrong, reason, fix))
+    is_integer, same_dtype = jnp.issubdtype(dtype, jnp.integer), "rows and weights must have the same dtype"
+    check_cases(
+        KERNEL, requested, "wrong-dtype",
+        (rows.dtype != weights.dtype, same_dtype, "cast the rows or the weights"),
+        (not is_integer, f"group_sizes are numbers of rows, and not {dtype}", "pass int32"),
+    )  # fmt: skip
+    if isinstance(group_sizes, np.ndarray):
+        is_wrong = group_sizes.sum() > rows.shape[0] or (group_sizes < 0).any()
+        case = is_wrong, f"there are {rows.shape[0]} rows", "pass non-negative sizes with a smaller sum"
+        check_cases(KERNEL, f"use groups of {group_sizes.tolist()} rows", "out-of-range", case)
 
 
 def _sum_dtype(x: jax.Array) -> Any:
@@ -274,9 +268,7 @@ class _Plan(NamedTuple):
     max_blocks: int
     """Largest number of blocks for any group sizes."""
     static_blocks: int
-    """Blocks in the loop of static length."""
-    saved_blocks: int
-    """Blocks whose activations are saved for the backward pass."""
+    """Blocks in the loop of static length. Their activations are saved for the backward pass; if 0, those of all."""
     fp8_recipe: str | None
 
     @staticmethod
@@ -285,7 +277,7 @@ class _Plan(NamedTuple):
         size = min(options.block or cost.grouped_block(typical, num_groups), num_rows)
         max_blocks, typical_blocks = (cost.grouped_rows(rows, num_groups, size) // size for rows in (num_rows, typical))
         static_blocks = 0 if options.typical_rows is None else min(typical_blocks, max_blocks)
-        return _Plan(size, max_blocks, static_blocks, static_blocks or max_blocks, options.fp8_recipe)
+        return _Plan(size, max_blocks, static_blocks, options.fp8_recipe)
 
     def quantize(self, *weights: jax.Array) -> _Weights:
         """Return the weights in the number format of the matmuls."""
@@ -337,9 +329,8 @@ def _loop(
     carry = repeat(0, plan.static_blocks, step, tuple(varying_alike((), sizes, *init)[1:]))
     if plan.static_blocks == plan.max_blocks:
         return carry
-    if unsaved_step is None or plan.static_blocks != plan.saved_blocks:
-        unsaved_step = step
-    return repeat(plan.static_blocks, block_ends[-1], unsaved_step, carry)
+    last_step = unsaved_step if unsaved_step and plan.static_blocks else step
+    return repeat(plan.static_blocks, block_ends[-1], last_step, carry)
 
 
 def _late_zeros(shape: tuple[int, ...], like: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -442,7 +433,8 @@ def _swiglu(plan: _Plan, rows: jax.Array, weights: Any, sizes: jax.Array, *, sav
     saving_step, plain_step = (functools.partial(step, saves=saves) for saves in (True, False))
     if not saves:
         return _loop(plan, sizes, rows.shape[0], plain_step, (out,))
-    shape = (min(plan.saved_blocks * plan.block, rows.shape[0]), weights[0].shape[2])
+    num_saved = (plan.static_blocks or plan.max_blocks) * plan.block
+    shape = (min(num_saved, rows.shape[0]), weights[0].shape[2])
     init = (out, *(_late_zeros(shape, rows, sizes) for _ in range(2)))
     return _loop(plan, sizes, rows.shape[0], saving_step, init, unsaved_step=plain_step)
 

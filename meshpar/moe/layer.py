@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -32,16 +32,17 @@ from meshpar.moe import expert_reduction as reduction
 from meshpar.moe.argument_checks import check_array
 from meshpar.moe.assignment_order import by_expert, expand, in_buffers, weighted_sum
 from meshpar.moe.balance import auxiliary_loss, z_loss
-from meshpar.moe.dispatch_combine import ExpertFn, dispatch
+from meshpar.moe.dispatch_combine import dispatch
 from meshpar.moe.dispatch_paths import Dispatched
 from meshpar.moe.grouped import grouped_swiglu
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routed, capacity, count, entropy, route
 from meshpar.moe.transport_choice import NODE_FIRST, TWO_LEVELS
 from meshpar.sharding.context import Ambient, ambient, param_spec, spec_of
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.manual_regions import outer_axes, per_device
 from meshpar.sharding.rules import Rules, resolve
-from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, problem, spec_axes
+from meshpar.sharding.types import AnyMesh, Leaf, axes_of_spec, axis_sizes, spec_axes
 
 Experts: TypeAlias = Sequence[Any]
 """Gate, up and down of the local experts: arrays, or `Adapted`."""
@@ -84,10 +85,9 @@ def report_layers(aux: Aux | RouterStats, config: MoEConfig) -> None:
         moe/router_entropy  [layers]     in nats
         moe/aux_loss        []           added to the training loss, summed over layers
 
-    Each layer has its own row: nothing is averaged or summed over layers. Loads are counted over the global
-    micro-batch, and the step averages all metrics over micro-steps: with accumulate=n, `moe/load` is 1/n of the number
-    of assignments in the step. With pipeline stages, loads are summed over microbatches instead, and the other metrics
-    are averaged. `meshpar.moe.load_metrics.loads` reads the metrics on the host.
+    Loads are counted over the global micro-batch, and the step averages all metrics over micro-steps: with
+    accumulate=n, `moe/load` is 1/n of the number of assignments in the step. With pipeline stages, loads are summed
+    over microbatches instead. `meshpar.moe.load_metrics.loads` reads the metrics on the host.
 
     Args:
       aux: statistics of all layers, with summed losses and stacked metrics, as returned by `scan_layers`; or the
@@ -100,19 +100,20 @@ def report_layers(aux: Aux | RouterStats, config: MoEConfig) -> None:
     check_config("report_layers", config)
     num_experts = config.routing.num_experts
     stats = aux.aux if isinstance(aux, RouterStats) else aux
-    load = stats.metrics.get("load") if isinstance(stats, Aux) else None
-    if load is None or load.ndim not in (1, 2) or load.shape[-1] != num_experts or stats.loss.ndim:
-        shapes = "" if load is None else f" with loads {load.shape} and loss {stats.loss.shape}"
-        reason = f"loads are [layers, {num_experts}] or [{num_experts}], and the loss is a scalar"
-        fix = "pass the RouterStats of one layer, or stack the metrics of `stats.aux` over layers and sum the losses"
-        raise problem("report_layers", f"report a {type(aux).__name__}{shapes}", reason, fix, "wrong-shape")
+    load = stats.metrics.get("load", np.zeros(0)) if isinstance(stats, Aux) else np.zeros(0)
+    case = (
+        load.ndim not in (1, 2) or load.shape[-1] != num_experts or stats.loss.ndim,
+        f"loads are [layers, {num_experts}] or [{num_experts}], and the loss is a scalar",
+        "pass the RouterStats of one layer, or stack the metrics of `stats.aux` over layers and sum the losses",
+    )
+    check_cases("report_layers", f"report a {type(aux).__name__} with loads {load.shape}", "wrong-shape", case)
     if load.ndim == 1:
         stats = Aux(stats.loss, {name: x[None] for name, x in stats.metrics.items()})
     load, context = stats.metrics["load"], ambient()
-    dtype = jnp.promote_types(stats.loss.dtype, jnp.float32)
-    num_ranks = 1
+    dtype, num_ranks = jnp.promote_types(stats.loss.dtype, jnp.float32), 1
     if context is not None:
-        num_ranks = math.prod(axis_sizes(context.mesh)[axis] for axis in _expert_axes(context, num_experts))
+        axes = axes_over(context.mesh, context.rules, "act_expert", size=num_experts)
+        num_ranks = math.prod(axis_sizes(context.mesh)[axis] for axis in axes)
     metrics = {
         "moe/load": load.astype(dtype),
         "moe/rank_load": load.reshape(len(load), num_ranks, -1).sum(-1).astype(dtype),
@@ -226,10 +227,6 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
     return nested
 
 
-_CASTS = frozenset({"convert_element_type", "pcast", "pvary", "copy"})
-"""Primitives that return the same numbers in another form."""
-
-
 def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Policy for `jax.checkpoint`: save everything except gathered weights, which are gathered again.
 
@@ -238,7 +235,7 @@ def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
     inner = getattr(params.get("call_jaxpr"), "eqns", ())
     names = {equation.primitive.name for equation in inner} or {primitive.name}
     gathers = "all_gather" in names and jnp.issubdtype(operands[0].dtype, jnp.floating)
-    return not gathers and not names <= _CASTS
+    return not gathers and not names <= {"convert_element_type", "pcast", "pvary", "copy"}  # casts
 
 
 # ---- Mesh axes -------------------------------------------------------------------------------------------------------
@@ -248,15 +245,10 @@ def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
 class _WeightAxes:
     """Mesh axes that shard each dim of a weight."""
 
-    stored: reduction.Dims = ()
+    stored: reduction.Dims
     """Axes of the input of the `shard_map`."""
-    used: reduction.Dims = ()
+    used: reduction.Dims
     """Axes that still shard it in the matmul."""
-
-    @property
-    def gathered(self) -> reduction.Dims:
-        """Return the axes to gather."""
-        return tuple(stored[len(used) :] for stored, used in zip(self.stored, self.used, strict=True))
 
 
 class _LayerAxes(NamedTuple):
@@ -294,10 +286,10 @@ class _LayerAxes(NamedTuple):
         hidden_like = jax.ShapeDtypeStruct((num_experts, 1, config.mlp_dim), x.dtype)
         hidden_spec = spec_of(hidden_like, "act_expert", None, "act_mlp")
         experts, _, hidden = dims_of(hidden_spec)
-        manual_experts = experts
-        if weights.gate.shape[0] != num_experts:
-            experts, manual_experts = _outer_expert_axes(context, weights, num_experts), ()
-        _check_expert_axes(experts, (*token_axes, *outer_batch))
+        manual_experts, num_local = experts, weights.gate.shape[0]
+        if num_local != num_experts:  # the experts are sharded over the axes of the enclosing `shard_map`
+            manual_experts, experts = (), axes_over(context.mesh, context.rules, "act_expert", size=num_experts)
+        _check_expert_axes(context, experts, {*token_axes, *outer_batch}, num_local, num_experts)
         more_seq = dims_of(spec_of(x, "batch", "norm_seq", None))[1][len(seq) :]
         scattered = more_seq if set(more_seq) <= set(hidden) else ()
 
@@ -361,69 +353,50 @@ def axes_over(mesh: AnyMesh, rules: Rules, *names: str, size: int | None = None)
     return axes_of_spec(resolve(like, rules, mesh).spec, axis_sizes(mesh))
 
 
-def _expert_axes(context: Ambient, num_experts: int) -> tuple[str, ...]:
-    return axes_over(context.mesh, context.rules, "act_expert", size=num_experts)
-
-
-# ---- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _outer_expert_axes(context: Ambient, weights: Weights, num_experts: int) -> tuple[str, ...]:
-    """Return the axes of the enclosing `shard_map` that shard the experts."""
-    axes, sizes, num_local = _expert_axes(context, num_experts), axis_sizes(context.mesh), weights.gate.shape[0]
-    if num_local * math.prod(sizes[axis] for axis in axes) != num_experts or not set(axes) <= set(outer_axes()):
-        reason = f"the current rules shard `act_expert` over {_listed(axes) or 'no axis'}"
-        fix = "pass all experts, or the rank's shard inside a `shard_map` over these axes"
-        raise problem("moe_layer", f"use {num_local} of {num_experts} experts", reason, fix, "wrong-shape")
-    return axes
-
-
-def _check_expert_axes(experts: tuple[str, ...], batch: tuple[str, ...]) -> None:
-    common = set(experts) & set(batch)
-    if common and common != set(experts):
-        missing = _listed(axis for axis in experts if axis not in batch)
-        reason = f"tokens are replicated over {missing}, so its ranks would all send the same tokens"
-        fix = f"include {missing} in the rule for `batch`, as the presets do for `expert`"
-        raise problem("moe_layer", f"dispatch tokens over {_listed(experts)}", reason, fix, "conflict")
-
-
-def _listed(axes: Iterable[str]) -> str:
-    return ", ".join(f"`{axis}`" for axis in axes)
+def _check_expert_axes(
+    context: Ambient, experts: tuple[str, ...], batch: set[str], num_local: int, num_experts: int
+) -> None:
+    num_shards = math.prod(axis_sizes(context.mesh)[axis] for axis in experts)
+    is_shard = num_local * num_shards == num_experts and set(experts) <= set(outer_axes())
+    reason, fix = f"the current rules shard `act_expert` over {experts}", "pass all experts, or the rank's shard"
+    case = num_local != num_experts and not is_shard, reason, fix
+    check_cases("moe_layer", f"use {num_local} of {num_experts} experts", "wrong-shape", case)
+    missing = sorted(set(experts) - batch)
+    reason = f"tokens are replicated over {missing}, so its ranks would all send the same tokens"
+    case = 0 < len(missing) < len(experts), reason, "include it in the rule for `batch`, as the presets do"
+    check_cases("moe_layer", f"dispatch tokens over {experts}", "conflict", case)
 
 
 def check_config(where: str, config: object) -> None:
     """Check that an argument is a `MoEConfig`."""
-    if not isinstance(config, MoEConfig):
-        fix = "pass moe.MoEConfig(routing=moe.Routing(num_experts=8, top_k=2), mlp_dim=1024)"
-        raise problem(where, f"use config={config!r}", "an MoE layer is configured by a MoEConfig", fix, "wrong-type")
+    fix = "pass moe.MoEConfig(routing=moe.Routing(num_experts=8, top_k=2), mlp_dim=1024)"
+    case = not isinstance(config, MoEConfig), "an MoE layer is configured by a MoEConfig", fix
+    check_cases(where, f"set config={config!r}", "wrong-type", case)
 
 
 def _check_arguments(x: Any, weights: Any, config: Any, bias: jax.Array | None, *, is_single: bool) -> None:
-    where, fix = "moe_layer", "create the weights for this config"
+    where = "moe_layer"
     check_config(where, config)
     check_array(where, "x", x, "B T d")
-    if not x.size:
-        raise problem(where, f"use x of shape {x.shape}", "it has no tokens", "pass a larger batch", "wrong-shape")
-    if not isinstance(weights, Weights):
-        reason, fix = "they are a moe.Weights", "pass moe.Weights(router=..., gate=..., up=..., down=...)"
-        raise problem(where, f"use weights of type {type(weights).__name__}", reason, fix, "wrong-type")
+    case = not x.size, "it has no tokens", "pass a larger batch"
+    check_cases(where, f"use x of shape {x.shape}", "wrong-shape", case)
+    fix = "pass moe.Weights(router=..., gate=..., up=..., down=...)"
+    case = not isinstance(weights, Weights), "they are a moe.Weights", fix
+    check_cases(where, f"use weights of type {type(weights).__name__}", "wrong-type", case)
     for name, dims in (("router", "d E"), ("gate", "..."), ("up", "..."), ("down", "...")):
         check_array(where, name, getattr(weights, name), dims)
     num_experts, d, f = config.routing.num_experts, x.shape[-1], config.mlp_dim
     num_local = weights.gate.shape[0] if weights.gate.ndim == 3 else 0
     if not num_local or num_experts % num_local or (is_single and num_local != num_experts):
         num_local = num_experts  # not a valid shard
-    for name, shape in (("gate", (d, f)), ("up", (d, f)), ("down", (f, d))):
-        if getattr(weights, name).shape != (num_local, *shape):
-            requested = f"use `{name}` of shape {getattr(weights, name).shape}"
-            reason = f"{num_experts} experts with token size {d} and hidden size {f} need {(num_experts, *shape)}"
-            raise problem(where, requested, reason, fix, "wrong-shape")
-    if weights.router.shape not in ((d, num_experts), (d, num_local)):
-        reason = f"{num_experts} experts need {(d, num_experts)}"
-        raise problem(where, f"use a router of shape {weights.router.shape}", reason, fix, "wrong-shape")
-    if config.is_biased and bias is None:
-        reason = f"the layer is trained with a balancing bias (bias_rate={config.bias_rate})"
-        raise problem(where, "route tokens without `bias`", reason, "pass `bias`, or use bias_rate=0", "conflict")
+    inward, routers = {(num_local, d, f)}, {(d, num_experts), (d, num_local)}
+    for name, shapes in (("gate", inward), ("up", inward), ("down", {(num_local, f, d)}), ("router", routers)):
+        reason = f"{num_experts} experts with token size {d} and hidden size {f} need {shapes}"
+        case = getattr(weights, name).shape not in shapes, reason, "create the weights for this config"
+        check_cases(where, f"use `{name}` of shape {getattr(weights, name).shape}", "wrong-shape", case)
+    reason = f"the layer is trained with a balancing bias (bias_rate={config.bias_rate})"
+    case = config.is_biased and bias is None, reason, "pass `bias`, or use bias_rate=0"
+    check_cases(where, "route tokens without `bias`", "conflict", case)
 
 
 # ---- Per device ------------------------------------------------------------------------------------------------------
@@ -453,13 +426,9 @@ def _per_device(
         slots = capacity(len(tokens) // (config.chunks if axes.dispatches else 1), routing)
     compute = _dispatch if axes.dispatches else _compute_local
     y, dispatched = compute(tokens, routed, experts, config, axes, slots)
-    partial = (
-        *(() if axes.dispatches else axes.experts),
-        *(axis for axis in axes.hidden if axis not in axes.scattered),
-    )
-    y = y.reshape(*x.shape[:2], -1)
+    partial = *(() if axes.dispatches else axes.experts), *(a for a in axes.hidden if a not in axes.scattered)
     with jax.named_scope("combine"):
-        y = reduction.all_reduce(y, partial)
+        y = reduction.all_reduce(y.reshape(*x.shape[:2], -1), partial)
         for axis in axes.scattered:
             y = reduction.reduce_scatter(y, axis, 1)
     return y, _router_stats(logits, routed, dispatched.dropped, config, axes)
@@ -472,7 +441,10 @@ def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[j
     grad_dtype = jnp.promote_types(dtype, jnp.float32)
 
     def gathered(weight: jax.Array | Ahead, weight_axes: _WeightAxes | None = None) -> jax.Array:
-        dims = () if weight_axes is None else weight_axes.gathered
+        dims: reduction.Dims = ()
+        if weight_axes is not None:
+            pairs = zip(weight_axes.stored, weight_axes.used, strict=True)
+            dims = tuple(stored[len(used) :] for stored, used in pairs)
         shard = weight.shard if isinstance(weight, Ahead) else weight
         shard = varying_alike((), x, shard.astype(grad_dtype))[1]
         if isinstance(weight, Ahead):
@@ -482,13 +454,9 @@ def _gather_weights(x: jax.Array, weights: Weights, axes: _LayerAxes) -> tuple[j
     return x.astype(dtype), _map_weights(gathered, experts, *([axes.weights] if axes.weights else []))
 
 
-def _swiglu(experts: Experts, typical_rows: int | None) -> ExpertFn:
+def _swiglu(rows: jax.Array, sizes: Any, *, experts: Experts, typical_rows: int | None) -> jax.Array:
     gate, up, down = experts
-
-    def expert_fn(rows: jax.Array, sizes: Any) -> jax.Array:
-        return grouped_swiglu(_for_hidden_shards(rows, experts), gate, up, down, sizes, typical_rows=typical_rows)
-
-    return expert_fn
+    return grouped_swiglu(_for_hidden_shards(rows, experts), gate, up, down, sizes, typical_rows=typical_rows)
 
 
 def _for_hidden_shards(rows: jax.Array, experts: Experts) -> jax.Array:
@@ -510,30 +478,20 @@ def _dispatch(
     if implementation in TWO_LEVELS and len(axes.experts) == 1:
         implementation = "auto"
         if not axes.has_one_level:
-            warning = problem(
-                "moe_layer",
-                f"use implementation={config.implementation!r}",
-                f"it has two levels, but experts are sharded over one axis, `{axes.experts[0]}`, so 'auto' is used",
-                'shard experts across nodes and inside a node: mp.expert_parallel(axis=("data", "expert"))',
-                "conflict",
+            warnings.warn(
+                f"moe_layer: implementation={config.implementation!r} has two levels, but experts are sharded over one "
+                f"axis, `{axes.experts[0]}`, so 'auto' is used. Shard experts across nodes and inside a node: "
+                'mp.expert_parallel(axis=("data", "expert")).',
+                stacklevel=2,
             )
-            warnings.warn(str(warning), stacklevel=2)
     elif implementation == NODE_FIRST:
         nodes_per_token = config.routing.nodes_visited(lax.axis_size(axes.experts[0]))
+    expert_fn = functools.partial(_swiglu, experts=experts, typical_rows=typical_rows)
     return dispatch(
-        tokens,
-        routed.experts,
-        routed.weights,
-        _swiglu(experts, typical_rows),
-        axis=axes.experts,
-        num_experts=config.routing.num_experts,
-        capacity=slots,
-        implementation=implementation,
-        bound_factor=config.bound_factor,
-        payload=config.payload,
-        chunks=config.chunks,
-        nodes_per_token=nodes_per_token,
-    )
+        tokens, routed.experts, routed.weights, expert_fn, axis=axes.experts, num_experts=config.routing.num_experts,
+        capacity=slots, implementation=implementation, bound_factor=config.bound_factor, payload=config.payload,
+        chunks=config.chunks, nodes_per_token=nodes_per_token,
+    )  # fmt: skip
 
 
 def _compute_local(
@@ -556,7 +514,7 @@ def _compute_local(
         typical_rows = None
         dropped = jnp.sum(jnp.maximum(counts - slots, 0), dtype=jnp.int32)
     with jax.named_scope("experts"):
-        outputs = _swiglu(experts, typical_rows)(expand(tokens, order), sizes)
+        outputs = _swiglu(expand(tokens, order), sizes, experts=experts, typical_rows=typical_rows)
     return weighted_sum(outputs, weights, order), Dispatched(counts, counts, dropped)
 
 

@@ -73,97 +73,72 @@ def all_to_all(link: RowLink, buffers: jax.Array) -> jax.Array:
 
 def exchange(link: RowLink, coding: Coding, buffers: jax.Array) -> jax.Array:
     """Exchange full buffers, like `all_to_all`."""
-    return _coded(link, coding, "exchange", buffers, None)
+    return _coded(link, coding, _EXCHANGE, buffers, None)
 
 
 def send(link: RowLink, coding: Coding, rows: jax.Array, counts: RowCounts) -> jax.Array:
     """[A, d] -> [N P, d]: send rows, sorted by rank, to their ranks. Missing rows are zeros."""
-    return _coded(link, coding, "send", rows, counts)
+    return _coded(link, coding, _SEND, rows, counts)
 
 
 def send_back(link: RowLink, coding: Coding, rows: jax.Array, counts: RowCounts) -> jax.Array:
     """[N P, d] -> [A, d]: the inverse and the transpose of `send`."""
-    return _coded(link, coding, "send_back", rows, counts)
+    return _coded(link, coding, _SEND_BACK, rows, counts)
 
 
 # ---- Derivatives and number formats ----------------------------------------------------------------------------------
 
-_TRANSPOSE = {"exchange": "exchange", "send": "send_back", "send_back": "send"}
+_SEND_BACK, _EXCHANGE, _SEND = -1, 0, 1
+"""Directions. The transpose of a direction is its negative."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _coded(link: RowLink, coding: Coding, direction: str, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
-    return _encode_and_send(link, coding.forward, coding.block, direction, rows, counts)
+def _coded(link: RowLink, coding: Coding, direction: int, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
+    if coding.forward is None or link.num_ranks == 1:
+        return _send(link, direction, rows, counts)
+    message = _send(link, direction, encoded(rows, coding.forward, coding.block, None), counts)
+    return decoded(message, rows.shape[-1], coding.forward, coding.block, rows.dtype)
 
 
-def _coded_backward(link: RowLink, coding: Coding, direction: str, counts: RowCounts | None, grad: jax.Array) -> tuple:
+def _coded_backward(link: RowLink, coding: Coding, direction: int, counts: RowCounts | None, grad: jax.Array) -> tuple:
     # Rounding has the gradient of the identity.
-    return _encode_and_send(link, coding.backward, coding.block, _TRANSPOSE[direction], grad, counts), None
+    return _coded(link, coding._replace(forward=coding.backward), -direction, grad, counts), None
 
 
 _coded.defvjp(lambda *args: (_coded(*args), args[-1]), _coded_backward)
 
 
-def _encode_and_send(
-    link: RowLink, dtype: str | None, block: int, direction: str, rows: jax.Array, counts: RowCounts | None
-) -> jax.Array:
-    if dtype is None or link.num_ranks == 1:
-        return _send(link, direction, rows, counts)
-    message = _send(link, direction, encoded(rows, dtype, block, None), counts)
-    return decoded(message, rows.shape[-1], dtype, block, rows.dtype)
-
-
 # ---- Implementations -------------------------------------------------------------------------------------------------
 
 
-def _send(link: RowLink, direction: str, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
+def _send(link: RowLink, direction: int, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
     if counts is None:
         return all_to_all(link, rows)
     if link.num_ranks == 1:
         return rows
     rows, *arrays = varying_alike(link.axis, rows, *counts)
-    ragged, fixed = (_send_ragged, _send_fixed) if direction == "send" else (_send_back_ragged, _send_back_fixed)
-    ragged, fixed, counts = functools.partial(ragged, link), functools.partial(fixed, link), RowCounts(*arrays)
+    ragged, fixed = (functools.partial(f, link, direction == _SEND_BACK) for f in (_send_ragged, _send_fixed))
+    counts = RowCounts(*arrays)
     if link.implementation == "auto":  # chosen at lowering: a program traced on a laptop may be compiled for GPUs
         return lax.platform_dependent(rows, counts, cuda=ragged, rocm=ragged, default=fixed)
     return ragged(rows, counts) if link.implementation == "ragged" else fixed(rows, counts)
 
 
-def _send_fixed(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    buffers = move(rows, _to_buffers(link, counts))
-    return all_to_all(link, buffers.reshape(link.num_ranks, link.pair_rows, rows.shape[1])).reshape(buffers.shape)
-
-
-def _send_back_fixed(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    buffers = all_to_all(link, rows.reshape(link.num_ranks, link.pair_rows, rows.shape[1]))
-    return move(buffers.reshape(rows.shape), _to_buffers(link, counts).inverse)
-
-
-def _to_buffers(link: RowLink, counts: RowCounts) -> Permutation:
-    """Return the movement of sorted rows into a buffer per rank."""
+def _send_fixed(link: RowLink, is_back: bool, rows: jax.Array, counts: RowCounts) -> jax.Array:
     index = jnp.arange(link.pair_rows, dtype=jnp.int32)
     sources = jnp.where(index < counts.sent[:, None], counts.begins[:, None] + index, -1)
-    return Permutation.of(sources.reshape(-1), link.send_rows)
+    to_buffers = Permutation.of(sources.reshape(-1), link.send_rows)
+    buffers = rows if is_back else move(rows, to_buffers)
+    buffers = all_to_all(link, buffers.reshape(link.num_ranks, -1, rows.shape[1])).reshape(buffers.shape)
+    return move(buffers, to_buffers.inverse) if is_back else buffers
 
 
-def _send_ragged(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    begins = _batched_like(counts.sent, lax.axis_index(link.axis) * link.pair_rows)
-    zeros = _zeros(link, link.num_ranks * link.pair_rows, rows)
-    return lax.ragged_all_to_all(rows, zeros, counts.begins, counts.sent, begins, counts.received, axis_name=link.axis)
-
-
-def _send_back_ragged(link: RowLink, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    begins = _batched_like(counts.sent, jnp.arange(link.num_ranks, dtype=jnp.int32) * link.pair_rows)
-    zeros = _zeros(link, link.send_rows, rows)
-    return lax.ragged_all_to_all(
-        rows, zeros, begins, counts.received, counts.remote_begins, counts.sent, axis_name=link.axis
-    )
-
-
-def _batched_like(counts: jax.Array, offsets: jax.Array) -> jax.Array:
-    """Broadcast offsets to the varying and `vmap` axes of the counts, because JAX batches all operands or none."""
-    return offsets + 0 * counts
-
-
-def _zeros(link: RowLink, num_rows: int, like: jax.Array) -> jax.Array:
-    return varying_alike(link.axis, jnp.zeros((num_rows, *like.shape[1:]), like.dtype), like)[0]
+def _send_ragged(link: RowLink, is_back: bool, rows: jax.Array, counts: RowCounts) -> jax.Array:
+    # JAX batches all operands or none: offsets need the varying and `vmap` axes of the counts.
+    rank = jnp.arange(link.num_ranks, dtype=jnp.int32) if is_back else lax.axis_index(link.axis)
+    offsets, num_rows = rank * link.pair_rows + 0 * counts.sent, link.num_ranks * link.pair_rows
+    outgoing = (counts.begins, counts.sent, offsets, counts.received)
+    if is_back:
+        outgoing, num_rows = (offsets, counts.received, counts.remote_begins, counts.sent), link.send_rows
+    zeros = varying_alike(link.axis, jnp.zeros((num_rows, *rows.shape[1:]), rows.dtype), rows)[0]
+    return lax.ragged_all_to_all(rows, zeros, *outgoing, axis_name=link.axis)
