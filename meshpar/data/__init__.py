@@ -1,7 +1,7 @@
 """Deterministic, resumable global batches from text files, conversations and arrays.
 
     files ─► documents ─► train | validation ─► token streams ─► windows ─► batches ──► global arrays
-    text.py               split.py              streams.py       rows.py     batches.py  assembly.py
+    text.py               split.py              streams.py       rows.py     batches.py
 
 `TextData`, `ChatData` and `ArrayData` describe data. `.open(batch_size=, seed=)` returns a `Source` with the methods
 `train()`, `valid()` and `describe()`. `baseline.py` computes the loss of a bigram model on the validation tokens.
@@ -14,9 +14,8 @@ from meshpar.sharding.lazy_imports import lazy
 
 if TYPE_CHECKING:
     from meshpar.data.arrays import ArrayData, ArraySource
-    from meshpar.data.assembly import Batch, Sharding
     from meshpar.data.baseline import Baseline, CrossEntropy, bigram_baseline
-    from meshpar.data.batches import Batches, ValidBatches
+    from meshpar.data.batches import Batch, Batches, Sharding, ValidBatches
     from meshpar.data.chat import ChatData, ChatSource
     from meshpar.data.corpus import TextData, TextSource
     from meshpar.data.rows import ArrayRows, Rows, Windows

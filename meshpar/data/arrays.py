@@ -42,33 +42,23 @@ class ArrayData:
 
     def batch_shapes(self, batch_size: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shapes and dtypes of a batch. Calls `arrays` if it is a function."""
-        arrays = _loaded("arrays", self.arrays)
+        arrays = _loaded(self.arrays)
         return {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in arrays.items()}
 
     def open(self, *, batch_size: int, seed: int) -> ArraySource:
-        """Load, check and split the arrays. 64-bit values become 32-bit values unless `jax_enable_x64` is set.
-
-        Raises:
-          MeshparError: there are no arrays, the numbers of examples differ, the validation arrays do not match, or a
-            set is smaller than a batch.
-        """
-        train = _loaded("arrays", self.arrays)
+        """Load, check and split the arrays. 64-bit values become 32-bit values unless `jax_enable_x64` is set."""
+        train = _loaded(self.arrays)
         num_train = _num_examples("arrays", train)
         if self.valid is None:
             train_indices, valid_indices = split_rows(num_train, self.valid_fraction)
             sets = ArrayRows(train, train_indices), ArrayRows(train, valid_indices)
             how = f"{len(valid_indices)} of {num_train} examples, by the hash of their number"
         else:
-            valid = _loaded("valid", self.valid)
+            valid = _loaded(self.valid)
             num_valid = _num_examples("valid", valid)
-            train_spec, valid_spec = (
-                {name: (x.shape[1:], str(x.dtype)) for name, x in arrays.items()} for arrays in (train, valid)
-            )
-            if train_spec != valid_spec:
-                requested, reason = (
-                    f"use validation examples of {valid_spec}",
-                    f"the training examples have {train_spec}",
-                )
+            specs = [{name: (x.shape[1:], str(x.dtype)) for name, x in arrays.items()} for arrays in (train, valid)]
+            if specs[0] != specs[1]:
+                requested, reason = f"use validation examples of {specs[1]}", f"the training examples have {specs[0]}"
                 fix = "use the same names, shapes and dtypes in both sets"
                 raise problem("`ArrayData.valid`", requested, reason, fix, "wrong-shape")
             sets = ArrayRows(train, np.arange(num_train)), ArrayRows(valid, np.arange(num_valid))
@@ -79,10 +69,8 @@ class ArrayData:
 class ArraySource(RowSource):
     """Opened arrays, returned by `ArrayData.open`."""
 
-    def __init__(
-        self, data: ArrayData, train: ArrayRows, valid: ArrayRows, *, how: str, batch_size: int, seed: int
-    ) -> None:
-        super().__init__(data, train, valid, batch_size=batch_size, seed=seed)
+    def __init__(self, data: ArrayData, *rows: ArrayRows, how: str, batch_size: int, seed: int) -> None:
+        super().__init__(data, *rows, batch_size=batch_size, seed=seed)
         self._how = how
 
     @functools.cached_property
@@ -107,21 +95,18 @@ class ArraySource(RowSource):
         }
 
 
-def _loaded(field: str, arrays: Arrays | Callable[[], Arrays]) -> dict[str, np.ndarray]:
+def _loaded(arrays: Arrays | Callable[[], Arrays]) -> dict[str, np.ndarray]:
     loaded = arrays() if callable(arrays) else arrays
-    if not loaded:
-        raise problem(f"`ArrayData.{field}`", "open it", "it has no arrays", "add an array", "not-found")
-    arrays = {name: np.asarray(array) for name, array in loaded.items()}
     # Convert to the dtype that jax uses, which depends on jax_enable_x64.
-    return {name: x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) for name, x in arrays.items()}
+    return {name: np.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype)) for name, x in loaded.items()}
 
 
 def _num_examples(field: str, arrays: dict[str, np.ndarray]) -> int:
-    shapes = {name: array.shape for name, array in arrays.items()}
-    if any(not shape for shape in shapes.values()) or len({shape[0] for shape in shapes.values()}) != 1:
-        reason, fix = f"their shapes are {shapes}", "make the first dim of all arrays the example"
-        raise problem(f"`ArrayData.{field}`", "match the examples of the arrays", reason, fix, "wrong-shape")
-    num_examples = next(iter(shapes.values()))[0]
-    if not num_examples:
+    sizes = {array.shape[:1] for array in arrays.values()}
+    if sizes in (set(), {(0,)}):
         raise problem(f"`ArrayData.{field}`", "open it", "it has no examples", "add an example", "not-found")
-    return num_examples
+    if len(sizes) > 1 or () in sizes:
+        reason = f"their shapes are { ({name: array.shape for name, array in arrays.items()}) }"
+        fix = "make the first dim of all arrays the example"
+        raise problem(f"`ArrayData.{field}`", "match the examples of the arrays", reason, fix, "wrong-shape")
+    return sizes.pop()[0]

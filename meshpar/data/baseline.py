@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import Float64, Int64, Integer
+from jaxtyping import Float64, Integer
 from scipy import sparse
 
-from meshpar.data.token_file import TokenFile, pieces
 from meshpar.sharding.errors import problem
 
 _CHUNK = 4_000_000
@@ -67,17 +65,12 @@ class Bigram:
     number of distinct pairs.
     """
 
-    def __init__(self, tokens: Integer[np.ndarray, " tokens"] | TokenFile, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        chunks = (tokens[start : start + _CHUNK + 1] for start in range(0, len(tokens), _CHUNK))
-        self._keys, self._counts = _count_pairs(((chunk[:-1], chunk[1:]) for chunk in chunks), vocab_size)
-        before = self._keys // vocab_size
-        self._counts_before = np.bincount(before, weights=self._counts, minlength=vocab_size)
-        self._num_distinct_after = np.bincount(before, minlength=vocab_size).astype(np.float64)
-        # In pieces, because bincount converts tokens to int64.
-        unigrams = np.zeros(vocab_size)
-        for chunk in pieces(tokens, _CHUNK):
-            unigrams += np.bincount(chunk, minlength=vocab_size)
+    def __init__(self, tokens: Integer[np.ndarray, " tokens"], vocab_size: int) -> None:
+        self._counts = _count_pairs(tokens[:-1], tokens[1:], vocab_size)
+        self._counts_before = self._counts.sum(axis=1)
+        self._num_distinct_after = np.diff(self._counts.indptr)
+        unigrams = self._counts.sum(axis=0)
+        unigrams[tokens[0]] += 1
         num_distinct = np.count_nonzero(unigrams)
         self._unigram = (unigrams + num_distinct / vocab_size) / (unigrams.sum() + num_distinct)
 
@@ -85,19 +78,15 @@ class Bigram:
         self, before: Integer[np.ndarray, " pairs"], after: Integer[np.ndarray, " pairs"]
     ) -> Float64[np.ndarray, " pairs"]:
         """Return P(after | before) of each pair."""
-        keys = before.astype(np.int64) * self._vocab_size + after
-        counts = np.zeros_like(keys)
-        if len(self._keys):
-            index = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-            counts = np.where(self._keys[index] == keys, self._counts[index], 0)
+        counts = self._counts[before, after]
         unigram = self._unigram[after]
         num_distinct, total = self._num_distinct_after[before], self._counts_before[before]
-        seen = total > 0
-        return np.where(seen, (counts + num_distinct * unigram) / np.where(seen, total + num_distinct, 1), unigram)
+        bigram = (counts + num_distinct * unigram) / np.maximum(total + num_distinct, 1)
+        return np.where(total > 0, bigram, unigram)
 
 
 def bigram_baseline(
-    train: Integer[np.ndarray, " tokens"] | TokenFile,
+    train: Integer[np.ndarray, " tokens"],
     before: Integer[np.ndarray, " pairs"],
     after: Integer[np.ndarray, " pairs"],
     *,
@@ -117,37 +106,29 @@ def bigram_baseline(
       MeshparError: an argument has no tokens, or ids outside the vocabulary.
     """
     for name, tokens in (("train", train), ("before", before), ("after", after)):
-        _check_tokens(name, tokens, vocab_size)
-    pairs = zip(pieces(before, _CHUNK), pieces(after, _CHUNK), strict=True)
-    keys, counts = _count_pairs(pairs, vocab_size)
-    first, second = np.divmod(keys, vocab_size)
-    model = Bigram(train, vocab_size)
-    totals = np.bincount(first, weights=counts, minlength=vocab_size)[first]
+        lowest, highest = (tokens.min(), tokens.max()) if len(tokens) else (0, -1)
+        if not 0 <= lowest <= highest < vocab_size:
+            reason = f"the ids are from {lowest} to {highest}" if len(tokens) else "it is empty"
+            fix = "pass at least one token, and set vocab_size to more than the largest id"
+            code = "out-of-range" if len(tokens) else "wrong-shape"
+            raise problem(f"bigram_baseline, `{name}`", f"use vocab_size={vocab_size}", reason, fix, code)
+    pairs = _count_pairs(before, after, vocab_size)
+    counts, totals = pairs.data, np.repeat(pairs.sum(axis=1), np.diff(pairs.indptr))
+    first, second = pairs.tocoo().coords
     fitted, oracle = (
         CrossEntropy(nats_per_token=float(-(counts * np.log(p)).sum() / counts.sum()), bytes_per_token=bytes_per_token)
-        for p in (model.probability(first, second), counts / totals)
+        for p in (Bigram(train, vocab_size).probability(first, second), counts / totals)
     )
     return Baseline(fitted=fitted, oracle=oracle, num_tokens=int(counts.sum()))
 
 
 def _count_pairs(
-    chunks: Iterable[tuple[np.ndarray, np.ndarray]], vocab_size: int
-) -> tuple[Int64[np.ndarray, " kinds"], Int64[np.ndarray, " kinds"]]:
-    """Return the distinct pairs, as sorted keys `before * vocab_size + after`, and their counts."""
-    shape = (vocab_size, vocab_size)
-    counts = sparse.csr_array(shape, dtype=np.int64)
-    for chunk in chunks:
-        counts = counts + sparse.coo_array((np.ones(len(chunk[0]), np.int64), chunk), shape=shape).tocsr()
+    before: Integer[np.ndarray, " pairs"], after: Integer[np.ndarray, " pairs"], vocab_size: int
+) -> sparse.csr_array:
+    """Return the counts of all pairs as a sparse matrix."""
+    counts = sparse.csr_array((vocab_size, vocab_size), dtype=np.int64)
+    for start in range(0, len(before), _CHUNK):
+        pairs = before[start : start + _CHUNK], after[start : start + _CHUNK]
+        counts += sparse.coo_array((np.ones(len(pairs[0]), np.int64), pairs), shape=counts.shape).tocsr()
     counts.sort_indices()
-    pairs = counts.tocoo()
-    return pairs.row.astype(np.int64) * vocab_size + pairs.col, pairs.data
-
-
-def _check_tokens(name: str, tokens: np.ndarray | TokenFile, vocab_size: int) -> None:
-    where = f"bigram_baseline, `{name}`"
-    if not len(tokens):
-        raise problem(where, "count tokens", "it is empty", "pass at least one token", "wrong-shape")
-    minima, maxima = zip(*((int(chunk.min()), int(chunk.max())) for chunk in pieces(tokens, _CHUNK)), strict=True)
-    if max(maxima) >= vocab_size or min(minima) < 0:
-        requested, reason = f"use vocab_size={vocab_size}", f"the ids are from {min(minima)} to {max(maxima)}"
-        raise problem(where, requested, reason, f"set vocab_size to {max(maxima) + 1} or more", "out-of-range")
+    return counts

@@ -8,26 +8,92 @@ To resume, an iterator starts at a step. Prefetched batches do not count as serv
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import math
 import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Int64
 
-from meshpar.data.assembly import Assembly, Batch, Sharding, check_batch_size
 from meshpar.data.rows import Rows
-from meshpar.sharding.errors import problem
-from meshpar.sharding.host_resources import check_memory
+from meshpar.sharding.errors import check_divides, check_positive_int, problem
+from meshpar.sharding.types import spec_axes
 
+Batch: TypeAlias = dict[str, Any]
+"""Arrays by name with the same first dim: global `jax.Array`s, or NumPy arrays without a sharding."""
+Sharding: TypeAlias = NamedSharding | Mapping[str, NamedSharding] | None
+"""Sharding of a batch: a sharding for all arrays, shardings by name, or None for NumPy arrays on the host."""
 PREFETCH = 2
 """Default number of batches prepared in the background. The second one absorbs variations in reading time."""
-_OVERHEAD_BYTES = 1000
-"""Host memory that Python and jax need per prefetched batch, in addition to its data."""
+
+
+class _Assembly:
+    """Builds global batches from indices of examples. Each process reads the examples for its devices."""
+
+    def __init__(self, rows: Rows, batch_size: int, sharding: Sharding, *, dataset: str) -> None:
+        check_batch_size(batch_size, len(rows), dataset)
+        self._rows, self._batch_size = rows, batch_size
+        self._x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+        empty = rows.read(np.array([], dtype=np.int64))
+        shardings = dict(sharding) if isinstance(sharding, Mapping) else dict.fromkeys(empty, sharding)
+        if shardings.keys() != empty.keys():
+            reason, fix = f"it has shardings for {', '.join(shardings)}", "use the names of the arrays"
+            raise problem("`sharding`", f"shard arrays named {', '.join(empty)}", reason, fix, "unknown-name")
+        self.spec: dict[str, jax.ShapeDtypeStruct] = {}
+        for name, array in empty.items():
+            shape = batch_size, *array.shape[1:]
+            _check_shape(name, shape, shardings[name])
+            self.spec[name] = jax.ShapeDtypeStruct(shape, array.dtype, sharding=shardings[name])
+
+    def batch(self, row_numbers: Callable[[int, int], Int64[np.ndarray, " rows"]]) -> Batch:
+        """Return the batch whose examples `start` to `stop` have the indices `row_numbers(start, stop)`."""
+        cache: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+
+        def shard(name: str, index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(self._batch_size)
+            # Read once for all arrays of a batch and for all devices with the same examples.
+            if (start, stop) not in cache:
+                cache[start, stop] = self._rows.read(row_numbers(start, stop))
+            return cache[start, stop][name][:, *index[1:]]
+
+        def array(name: str, spec: jax.ShapeDtypeStruct) -> Any:
+            if spec.sharding is None:
+                return shard(name, (slice(None),) * len(spec.shape))
+            read = functools.partial(shard, name)
+            return jax.make_array_from_callback(spec.shape, spec.sharding, read, dtype=spec.dtype)
+
+        # The setting is local to a thread, and a prefetch thread may run this.
+        with jax.enable_x64(self._x64):
+            return {name: array(name, spec) for name, spec in self.spec.items()}
+
+
+def check_batch_size(batch_size: int, num_rows: int, dataset: str) -> None:
+    """Check that a data set with `num_rows` examples has enough for a batch."""
+    check_positive_int("`batch_size`", "the number of examples in a global batch", batch_size=batch_size)
+    if batch_size > num_rows:
+        requested, reason = f"create batches of {batch_size} examples", f"the {dataset} has {num_rows} examples"
+        fix = f"set batch_size to {num_rows} or less, or enlarge the {dataset}: add data, or reduce seq_len"
+        raise problem("`batch_size`", requested, reason, fix, "out-of-range")
+
+
+def _check_shape(name: str, shape: tuple[int, ...], sharding: NamedSharding | None) -> None:
+    if sharding is None:
+        return
+    requested = f"shard it as {sharding.spec}"
+    if len(sharding.spec) > len(shape):
+        fix = "pass `sharding` as a dict of shardings by name"
+        raise problem(f"`{name}` of shape {shape}", requested, f"it has {len(shape)} dims", fix, "wrong-shape")
+    for dim, entry in enumerate(sharding.spec):
+        shards = math.prod(sharding.mesh.shape[axis] for axis in spec_axes(entry))
+        where = f"`{name}` dim {dim} ({'batch_size' if dim == 0 else 'size'} {shape[dim]})"
+        check_divides(where, requested, shape[dim], shards)
 
 
 class Batches(Iterator[Batch]):
@@ -62,26 +128,18 @@ class Batches(Iterator[Batch]):
     ) -> None:
         import grain
 
-        self._assembly = Assembly(rows, batch_size, sharding, dataset="training set")
+        self._assembly = _Assembly(rows, batch_size, sharding, dataset="training set")
         self.spec = self._assembly.spec
         """Global shape, dtype and sharding of the arrays of a batch."""
         self._identity = {"seed": seed, "batch_size": batch_size, "fingerprint": fingerprint, **(extra or {})}
         # In grain, epoch e of seed s has the order of epoch 0 of seed s + e. Hashed seeds do not share orders.
         hashed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")
         self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat()
-        self._batch_size = batch_size
-        self._prefetch = prefetch
-        batch_bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in self.spec.values())
-        needed_bytes = prefetch * (batch_bytes + _OVERHEAD_BYTES)
-        check_memory("prefetch", f"prepare {prefetch:,} batches", needed_bytes, "use prefetch=2 or prefetch=4")
-        self._step = 0
+        self._batch_size, self._prefetch = batch_size, prefetch
+        self.step = 0
+        """Index of the next batch."""
         self._stream: _Stream | None = None
         self._closed = False
-
-    @property
-    def step(self) -> int:
-        """Index of the next batch."""
-        return self._step
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step. Does not change the position."""
@@ -98,16 +156,16 @@ class Batches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         if self._closed:
-            raise problem("Batches", f"return batch {self._step}", "it is closed", "open the data again", "conflict")
+            raise problem("Batches", f"return batch {self.step}", "it is closed", "open the data again", "conflict")
         if self._stream is None:
-            self._stream = _Stream(self.batch_at, self._step, sys.maxsize // self._batch_size, self._prefetch)
+            self._stream = _Stream(self.batch_at, self.step, sys.maxsize // self._batch_size, self._prefetch)
         batch = next(self._stream)
-        self._step += 1
+        self.step += 1
         return batch
 
     def get_state(self) -> dict[str, Any]:
         """Return the step and the values that determine the order, for JSON."""
-        return {"step": self._step, **self._identity}
+        return {"step": self.step, **self._identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue at the step of a state that `get_state` returned.
@@ -115,22 +173,18 @@ class Batches(Iterator[Batch]):
         Raises:
           MeshparError: the data, batch size or seed is different, or the state is damaged.
         """
-        where, fix = "Batches.set_state", "pass the result of `get_state`"
-        for key in ("step", *self._identity):
-            if key not in state:
-                reason = f"the state has only {', '.join(map(repr, state))}"
-                raise problem(where, f"read `{key}`", reason, fix, "unknown-name")
+        where, step = "Batches.set_state", operator.index(state.get("step", -1))
+        if step < 0 or not state.keys() >= self._identity.keys():
+            fix = "pass the result of `get_state`"
+            raise problem(where, f"continue at {dict(state)}", "it is not a complete state", fix, "unknown-name")
         for key, expected in self._identity.items():
             if state[key] != expected:
                 restored = "restore the data (files, tokenizer, separator, split)"
                 change = restored if key == "fingerprint" else f"set {key} to {state[key]}"
                 requested, reason = f"resume a run with {key} {state[key]!r}", f"this run has {key} {expected!r}"
                 raise problem(where, requested, reason, f"{change}, or start a new run", "conflict")
-        step = operator.index(state["step"])
-        if step < 0:
-            raise problem(where, f"continue at step {step}", "steps count from 0", fix, "out-of-range")
         self._stop_stream()
-        self._step = step
+        self.step = step
 
     def close(self) -> None:
         """Stop prefetching, and wait for the batch in progress. May be called several times."""
@@ -172,30 +226,24 @@ class ValidBatches:
         sharding: Sharding = None,
         prefetch: int = PREFETCH,
     ) -> None:
-        self._assembly = Assembly(rows, batch_size, sharding, dataset="validation set")
+        self._assembly = _Assembly(rows, batch_size, sharding, dataset="validation set")
         self.spec = self._assembly.spec
         """Global shape, dtype and sharding of the arrays of a batch."""
-        assert len(row_numbers) % batch_size == 0, (len(row_numbers), batch_size)
-        self._row_numbers = row_numbers.reshape(-1, batch_size)
-        self._prefetch = prefetch
+        self._row_numbers, self._prefetch = row_numbers.reshape(-1, batch_size), prefetch
 
     def __len__(self) -> int:
         return len(self._row_numbers)
 
     def __iter__(self) -> Iterator[Batch]:
-        with contextlib.closing(_Stream(self._batch_at, 0, len(self), self._prefetch)) as stream:
-            yield from stream
+        def batch_at(step: int) -> Batch:
+            return self._assembly.batch(lambda start, stop: self._row_numbers[step, start:stop])
 
-    def _batch_at(self, step: int) -> Batch:
-        return self._assembly.batch(lambda start, stop: self._row_numbers[step, start:stop])
+        with contextlib.closing(_Stream(batch_at, 0, len(self), self._prefetch)) as stream:
+            yield from stream
 
 
 def spread_evenly(num_rows: int, batch_size: int, num_batches: int | None) -> Int64[np.ndarray, " rows"]:
-    """Return the indices of up to `num_batches` full batches (None: all), spread evenly over the examples.
-
-    Raises:
-      MeshparError: there are fewer examples than `batch_size`.
-    """
+    """Return the indices of up to `num_batches` full batches (None: all), spread evenly over the examples."""
     check_batch_size(batch_size, num_rows, "validation set")
     num_full = num_rows // batch_size
     count = batch_size * (num_full if num_batches is None else min(num_batches, num_full))
@@ -208,19 +256,18 @@ class _Stream(Iterator[Batch]):
     def __init__(self, make: Callable[[int], Batch], start: int, stop: int, prefetch: int) -> None:
         import grain
 
-        self._make = make
-        self._lock = threading.Lock()
-        self._closed = False
+        self._lock, self._closed = threading.Lock(), False
+
+        def make_locked(step: int) -> Batch | None:
+            with self._lock:
+                return None if self._closed else make(step)
+
         # grain keeps the order with any number of threads, but the lock makes more than one useless.
         options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
-        self._batches = iter(grain.MapDataset.range(start, stop).map(self._make_locked).to_iter_dataset(options))
+        self._batches = iter(grain.MapDataset.range(start, stop).map(make_locked).to_iter_dataset(options))
 
     def __next__(self) -> Batch:
         return next(self._batches)
-
-    def _make_locked(self, step: int) -> Batch | None:
-        with self._lock:
-            return None if self._closed else self._make(step)
 
     def close(self) -> None:
         self._closed = True

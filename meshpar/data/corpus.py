@@ -15,7 +15,6 @@ from meshpar.data.rows import Windows
 from meshpar.data.source import TokenSource, check_fields, checked_files
 from meshpar.data.streams import Streams, token_streams
 from meshpar.data.text import STDLIB, Reading, find
-from meshpar.data.token_file import TokenFile
 from meshpar.data.tokens import BYTES, Tokenizer, load_tokenizer
 from meshpar.sharding.errors import check_positive_int
 
@@ -57,12 +56,7 @@ class TextData:
         return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in ("inputs", "targets")}
 
     def open(self, *, batch_size: int, seed: int) -> TextSource:
-        """Read, split and tokenize the text.
-
-        Raises:
-          MeshparError: files are missing or empty, the tokenizer cannot be loaded, or a set is smaller than
-            a window or a batch.
-        """
+        """Read, split and tokenize the text."""
         tokenizer = load_tokenizer(self.tokenizer, separator=self.separator)
         reading = Reading(files=find(self.files), text_field=self.text_field, max_bytes=self.max_bytes)
         streams = token_streams(reading, tokenizer, valid_fraction=self.valid_fraction, cache=self.cache)
@@ -76,8 +70,8 @@ class TextSource(TokenSource):
     """
 
     def __init__(self, data: TextData, tokenizer: Tokenizer, streams: Streams, *, batch_size: int, seed: int) -> None:
-        self.train_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.train
-        self.valid_tokens: UInt[np.ndarray, " tokens"] | TokenFile = streams.valid
+        self.train_tokens: UInt[np.ndarray, " tokens"] = streams.train
+        self.valid_tokens: UInt[np.ndarray, " tokens"] = streams.valid
         self._fingerprint = streams.fingerprint
         train = Windows(streams.train, data.seq_len, name="training set")
         valid = Windows(streams.valid, data.seq_len, name="validation set")

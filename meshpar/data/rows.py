@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt
 
-from meshpar.data.token_file import TokenFile
 from meshpar.sharding.types import problem
 
 
@@ -32,47 +33,46 @@ class Windows:
       tokens: the token stream.
       seq_len: number of predictions per window.
       name: name of the stream in errors, such as "training set".
-
-    Raises:
-      MeshparError: the stream is shorter than a window.
     """
 
-    def __init__(self, tokens: UInt[np.ndarray, " tokens"] | TokenFile, seq_len: int, *, name: str) -> None:
+    def __init__(self, tokens: UInt[np.ndarray, " tokens"], seq_len: int, *, name: str) -> None:
         if len(tokens) <= seq_len:
             requested = f"split the {name} into windows of {seq_len} + 1 tokens"
             fix = f"set seq_len to {max(len(tokens) - 1, 1)} or less, add text, or change `valid_fraction`"
             raise problem("`seq_len`", requested, f"it has {len(tokens)} tokens", fix, "out-of-range")
-        self._tokens, self._seq_len = tokens, seq_len
+        self._tokens, self._seq_len, self._file_state = tokens, seq_len, _file_state(tokens)
 
     def __len__(self) -> int:
         return (len(self._tokens) - 1) // self._seq_len
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-        if isinstance(self._tokens, TokenFile):
-            windows = self._tokens.windows(indices * self._seq_len, self._seq_len + 1)
-        else:
-            view = np.lib.stride_tricks.sliding_window_view(self._tokens, self._seq_len + 1)
-            windows = view[indices * self._seq_len]
+        if _file_state(self._tokens) not in (None, self._file_state):  # a truncated file would raise SIGBUS
+            reason, fix = "the file was changed while the run read it", "start the run again"
+            raise problem("`TextData.cache`", "read tokens", reason, fix, "damaged-file")
+        view = np.lib.stride_tricks.sliding_window_view(self._tokens, self._seq_len + 1)
+        windows = view[indices * self._seq_len]
         return {"inputs": windows[:, :-1].astype(np.int32), "targets": windows[:, 1:].astype(np.int32)}
 
 
-class ArrayRows:
-    """Selected entries of arrays.
+def _file_state(tokens: np.ndarray) -> tuple[int, int] | None:
+    """Return size and modification time of the file that an array is mapped from; None for memory or a deleted file."""
+    with contextlib.suppress(FileNotFoundError):
+        if file := getattr(tokens, "filename", None):
+            status = os.stat(file)
+            return status.st_size, status.st_mtime_ns
+    return None
 
-    Args:
-      arrays: arrays by name. The first dim is the example.
-      selection: index in the arrays of each row.
-    """
+
+class ArrayRows:
+    """Entries of arrays, selected by their indices in the first dim."""
 
     def __init__(
         self, arrays: Mapping[str, Shaped[np.ndarray, "examples ..."]], selection: Int64[np.ndarray, " rows"]
     ) -> None:
-        self._arrays = dict(arrays)
-        self._selection = selection
+        self._arrays, self._selection = dict(arrays), selection
 
     def __len__(self) -> int:
         return len(self._selection)
 
     def read(self, indices: Int64[np.ndarray, " rows"]) -> dict[str, Shaped[np.ndarray, "rows ..."]]:
-        selection = self._selection[indices]
-        return {name: array[selection] for name, array in self._arrays.items()}
+        return {name: array[self._selection[indices]] for name, array in self._arrays.items()}

@@ -6,8 +6,7 @@ import abc
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from meshpar.data.assembly import Sharding, check_batch_size
-from meshpar.data.batches import Batches, ValidBatches, spread_evenly
+from meshpar.data.batches import Batches, Sharding, ValidBatches, check_batch_size, spread_evenly
 from meshpar.data.rows import Rows
 from meshpar.data.split import check_fraction
 from meshpar.data.tokens import Tokenizer
@@ -60,53 +59,34 @@ class RowSource(Source):
       batch_size: number of examples in a global batch of either set.
       seed: determines the order of the training examples.
       extra: additional values that a saved state must match.
-
-    Raises:
-      MeshparError: a set is smaller than a batch.
     """
 
     def __init__(
-        self,
-        data: Any,
-        train_rows: Rows,
-        valid_rows: Rows,
-        *,
-        batch_size: int,
-        seed: int,
+        self, data: Any, train_rows: Rows, valid_rows: Rows, *, batch_size: int, seed: int,
         extra: Mapping[str, Any] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_batch_size(batch_size, len(train_rows), "training set")
         self.data, self.train_rows, self.valid_rows = data, train_rows, valid_rows
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size, self.seed, self._extra = batch_size, seed, extra
         self.served = spread_evenly(len(valid_rows), batch_size, data.valid_batches)
         """Indices of the validation rows that `valid()` serves."""
-        self._extra = extra
 
     def train(self, sharding: Sharding = None) -> Batches:
         return Batches(
-            self.train_rows,
-            batch_size=self.batch_size,
-            seed=self.seed,
-            fingerprint=self.fingerprint,
-            sharding=sharding,
-            prefetch=self.data.prefetch,
-            extra=self._extra,
-        )
+            self.train_rows, batch_size=self.batch_size, seed=self.seed, fingerprint=self.fingerprint,
+            sharding=sharding, prefetch=self.data.prefetch, extra=self._extra,
+        )  # fmt: skip
 
     def valid(self, sharding: Sharding = None) -> ValidBatches:
-        return ValidBatches(
-            self.valid_rows, self.served, batch_size=self.batch_size, sharding=sharding, prefetch=self.data.prefetch
-        )
+        options = {"batch_size": self.batch_size, "prefetch": self.data.prefetch}
+        return ValidBatches(self.valid_rows, self.served, sharding=sharding, **options)
 
 
 class TokenSource(RowSource):
     """A `RowSource` of `seq_len` tokens per row, with the methods of its tokenizer."""
 
-    def __init__(
-        self, data: Any, tokenizer: Tokenizer, train_rows: Rows, valid_rows: Rows, *, batch_size: int, seed: int
-    ) -> None:
-        extra = {"seq_len": data.seq_len}
-        super().__init__(data, train_rows, valid_rows, batch_size=batch_size, seed=seed, extra=extra)
+    def __init__(self, data: Any, tokenizer: Tokenizer, *rows: Rows, batch_size: int, seed: int) -> None:
+        super().__init__(data, *rows, batch_size=batch_size, seed=seed, extra={"seq_len": data.seq_len})
         self.tokenizer, self.vocab_size = tokenizer, tokenizer.vocab_size
         self.encode, self.decode = tokenizer.encode, tokenizer.decode
 

@@ -31,9 +31,6 @@ class DocumentSplit:
 
     Documents are not stored, and may arrive in parts. If all documents of the first pass are in the same set, a second
     pass moves the document whose hash is nearest to the threshold.
-
-    Raises:
-      MeshparError: the fraction is not in (0, 1), or the only document is too short to be split.
     """
 
     def __init__(self, valid_fraction: float) -> None:
@@ -42,10 +39,8 @@ class DocumentSplit:
         """True if the last pass split the documents."""
         self.how = ""
         """Description of the validation set."""
-        self._fraction = valid_fraction
+        self._fraction, self._is_single, self._num_chars = valid_fraction, False, 0
         self._moved: str | None = None
-        self._is_single = False
-        self._num_chars = 0
 
     def __call__(self, documents: Iterable[Document]) -> Iterator[tuple[Document, bool]]:
         """Yield each document, and True if it belongs to the validation set."""
@@ -88,11 +83,7 @@ class DocumentSplit:
 
 
 def split_rows(num_rows: int, valid_fraction: float) -> tuple[Int64[np.ndarray, " train"], Int64[np.ndarray, " valid"]]:
-    """Return the sorted indices of the training rows and of the validation rows, chosen by the hash of the index.
-
-    Raises:
-      MeshparError: the fraction is not in (0, 1), or there are fewer than two rows.
-    """
+    """Return the sorted indices of the training rows and of the validation rows, chosen by the hash of the index."""
     check_fraction("`valid_fraction`", valid_fraction)
     if num_rows < 2:
         reason = f"the number of examples is {num_rows}"

@@ -13,7 +13,6 @@ on all machines.
 
 from __future__ import annotations
 
-import codecs
 import collections
 import contextlib
 import dataclasses
@@ -28,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshpar.sharding.errors import MeshparError, near, problem
+from meshpar.sharding.errors import near, problem
 from meshpar.sharding.host_resources import check_file, check_name
 
 STDLIB = "stdlib"
@@ -37,9 +36,8 @@ FOLDER_SUFFIXES = (".txt", ".py", ".md", ".jsonl", ".parquet")
 """Suffixes of the files that are read from a folder."""
 
 _READ_BYTES = 4_000_000
-"""Approximate number of bytes per read of a plain file or a table."""
-_EXCLUDED_FOLDERS = {"site-packages", "dist-packages"}
-_FIX_READ = "make the file readable, or remove it from `files`"
+"""Approximate number of characters per read of a plain file, or of bytes per read of a table."""
+_FIX_READ = "repair the file, or remove it from `files`"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,10 +76,7 @@ class Reading:
     """Iterable over the documents of files. Each iteration reads the files again, a document at a time.
 
     A plain file is a document, and so is a line of a .jsonl file and a row of a .parquet file. Large plain files are
-    read in parts of 4 MB. Empty documents are skipped.
-
-    Iterating raises `MeshparError` for invalid UTF-8 in a file with `named=True`, invalid JSON, a missing field, or if
-    there is no text.
+    read in parts. Empty documents are skipped.
     """
 
     files: Sequence[File]
@@ -100,18 +95,12 @@ class Reading:
             yield document
         if is_empty:
             files = f"all {len(self.skipped)} files that are not UTF-8" if self.skipped else "only empty files"
-            limit = (
-                "" if self.max_bytes is None else f", or no complete character in the first {self.max_bytes} byte(s)"
-            )
+            limit = f", or no complete character in the first {self.max_bytes} byte(s)" if self.max_bytes else ""
             raise problem("`files`", "read text", f"there are {files}{limit}", "add files with UTF-8 text", "not-found")
 
 
 def find(entries: Sequence[str], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> list[File]:
-    """Return the files of the entries without duplicates, in the order of the entries and sorted within each entry.
-
-    Raises:
-      MeshparError: an entry does not exist or matches no file.
-    """
+    """Return the files of the entries without duplicates, in the order of the entries and sorted within each entry."""
     by_real_path: dict[str, tuple[Path, int, bool]] = {}
     for entry in entries:
         for path, num_parts, named in _matches(entry, suffixes):
@@ -133,7 +122,8 @@ def _matches(entry: str, suffixes: Sequence[str]) -> Iterator[tuple[Path, int, b
     check_name(path, where, "enter a file, a folder or a glob")
     if entry == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in root.rglob("*.py") if _is_stdlib(path.relative_to(root))]
+        excluded = {"site-packages", "dist-packages"}
+        paths = [p for p in root.rglob("*.py") if not excluded & {*p.parts} and not p.match("_sysconfigdata*")]
     elif path.is_file():
         yield path, 1, True
         return
@@ -172,10 +162,6 @@ def _globbed(pattern: str) -> tuple[Path, list[Path]]:
     return root, [path for path in root.glob(relative) if has_hidden or not _is_hidden(path.relative_to(root))]
 
 
-def _is_stdlib(relative: Path) -> bool:
-    return not (_EXCLUDED_FOLDERS & set(relative.parts) or relative.name.startswith("_sysconfigdata"))
-
-
 def _is_hidden(relative: Path) -> bool:
     return any(part.startswith(".") for part in relative.parts)
 
@@ -197,86 +183,52 @@ def _documents(files: Iterable[File], text_field: str, skipped: list[str]) -> It
     """Yield the documents of the files, and append the names of skipped files."""
     for file in files:
         if file.path.suffix not in (".jsonl", ".parquet"):
-            yield from _plain(file, skipped)
+            try:
+                collections.deque(_decoded(file), maxlen=0)  # check the full file before the first document
+            except UnicodeDecodeError as error:
+                if file.named:
+                    reason, fix = f"it is not UTF-8 ({error.reason})", "convert it to UTF-8, or remove it"
+                    raise problem(f"{file.path}", "read UTF-8 text", reason, fix, "bad-syntax") from error
+                skipped.append(file.name)
+                continue
+            pieces = _decoded(file)
+            text = next(pieces, "")
+            for piece in pieces:
+                yield Document(name=file.name, text=text, goes_on=True)
+                text = piece
+            if text:
+                yield Document(name=file.name, text=text)
             continue
         for record in records([file], text_field):
-            text = record.fields[text_field]
-            if not isinstance(text, str):
-                requested, reason = f"read field `{text_field}`", f"it is a {type(text).__name__}, not a string"
-                fix = "set `text_field` to a field with strings, or fix the file"
+            document = Document(name=record.name, text=record.fields[text_field])
+            requested, fix = f"read field `{text_field}`", "set `text_field` to a field with text, or fix the file"
+            if not isinstance(document.text, str):
+                reason = f"it is a {type(document.text).__name__}, not a string"
                 raise problem(record.where, requested, reason, fix, "wrong-type")
-            document = Document(name=record.name, text=text)
             try:
                 is_empty = not document.num_bytes
             except UnicodeError as error:
-                raise _not_utf8(record.where, error) from error
+                raise problem(record.where, requested, f"it is not UTF-8 ({error})", fix, "bad-syntax") from error
             if not is_empty:
                 yield document
 
 
-def _plain(file: File, skipped: list[str]) -> Iterator[Document]:
-    try:
-        pieces = _decoded(file)
-        text, second = next(pieces, ""), next(pieces, "")
-        collections.deque(pieces, maxlen=0)  # check the full file before the first document
-    except UnicodeDecodeError as error:
-        if file.named:
-            raise _not_utf8(f"{file.path}", error) from error
-        skipped.append(file.name)
-        return
-    if second:
-        text = ""
-        for piece in _decoded(file):
-            if piece:  # the last piece may be empty
-                if text:
-                    yield Document(name=file.name, text=text, goes_on=True)
-                text = piece
-    if text:
-        yield Document(name=file.name, text=text)
-
-
 def _decoded(file: File) -> Iterator[str]:
-    """Yield the text of a file in pieces. The file is opened in binary mode, which preserves line ends."""
-    decoder, num_bytes = codecs.getincrementaldecoder("utf-8")(), 0
-    with _opened(file) as opened:
-        while True:
-            data = opened.read(_READ_BYTES)
-            offset = num_bytes - len(decoder.getstate()[0])
-            try:
-                yield decoder.decode(data, final=len(data) < _READ_BYTES)
-            except UnicodeDecodeError as error:
-                error.reason += f", counted from byte {offset:,} of the file" * (offset > 0)
-                raise
-            num_bytes += len(data)
-            if len(data) < _READ_BYTES:
-                return
-
-
-def _json_rows(file: File) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (name, where, object) for each non-empty line."""
-    with _opened(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                where = f"{file.path}, line {number}"
-                yield f"{file.name}:{number}", where, _json_row(where, line.removesuffix(b"\n"))
+    """Yield the text of a file in pieces, with its line ends."""
+    with _opened(file) as opened, io.TextIOWrapper(opened, encoding="utf-8", newline="") as lines:
+        while piece := lines.read(_READ_BYTES):
+            yield piece
 
 
 def _json_row(where: str, line: bytes) -> dict[str, Any]:
-    fix = "write a JSON object per line"
     try:
         row = json.loads(line)
-    except RecursionError as error:
-        raise problem(where, "read a JSON object", "it is nested too deep", fix, "bad-syntax") from error
-    except json.JSONDecodeError as error:
-        reason = f"it is not JSON ({error.msg}, column {error.colno})"
-        fix += ", or rename the file if it has a different format"
-        raise problem(where, "read a JSON object", reason, fix, "bad-syntax") from error
-    except UnicodeDecodeError as error:
-        raise _not_utf8(where, error) from error
-    except ValueError as error:  # a number with thousands of digits
-        raise problem(where, "read a JSON object", f"{error}"[:100], "remove the line", "bad-syntax") from error
+        reason, code = f"it is a {type(row).__name__}", "wrong-type"
+    except (ValueError, RecursionError) as error:  # also for invalid UTF-8, and numbers with thousands of digits
+        row, reason, code = None, f"it is not JSON ({error})"[:200], "bad-syntax"
     if not isinstance(row, dict):
-        raise problem(where, "read a JSON object", f"it is a {type(row).__name__}", fix, "wrong-type")
+        fix = "write a JSON object in UTF-8 per line, or rename the file if it has a different format"
+        raise problem(where, "read a JSON object", reason, fix, code)
     return row
 
 
@@ -293,73 +245,58 @@ class DataRecord(NamedTuple):
 
 
 def records(files: Iterable[File], field: str, optional: Sequence[str] = ()) -> Iterator[DataRecord]:
-    """Yield the lines of .jsonl files and the rows of .parquet files with a required field and optional fields.
-
-    Raises:
-      MeshparError: a file is damaged or has the wrong format, a line is not a JSON object, or the field is missing.
-    """
-    requested = (field, *optional)
+    """Yield the lines of .jsonl files and the rows of .parquet files with a required field and optional fields."""
     for file in files:
         if file.path.suffix == ".parquet":
-            with _table(file) as table:
-                names = table.schema_arrow.names
-                columns = [name for name in requested if name == field or name in names]
-                for column in columns:
-                    if (count := names.count(column)) != 1:
-                        reason = f"it has {count or 'no'} column{'s' * (count > 1)} of that name"
-                        fix = f"use an existing column ({near(column, names)})" + ", or remove the duplicates" * (
-                            count > 1
-                        )
-                        code = "conflict" if count else "unknown-name"
-                        raise problem(f"{file.path}", f"read column `{column}`", reason, fix, code)
-                other_fields = tuple(name for name in names if name not in columns)
-                for number, row in enumerate(_rows(file, table, columns), start=1):
-                    yield DataRecord(f"{file.name}:{number}", f"{file.path}, row {number}", row, other_fields)
+            yield from _rows(file, field, optional)
         elif file.path.suffix == ".jsonl":
-            for name, where, row in _json_rows(file):
-                if field not in row:
-                    reason, fix = "the object does not have it", f"use an existing field ({near(field, row)})"
-                    raise problem(where, f"read field `{field}`", reason, fix, "unknown-name")
-                fields = {name: row[name] for name in requested if name in row}
-                other_fields = tuple(name for name, value in row.items() if name not in fields and value is not None)
-                yield DataRecord(name, where, fields, other_fields)
+            with _opened(file) as lines:
+                for number, line in enumerate(lines, start=1):
+                    if line.strip():
+                        where = f"{file.path}, line {number}"
+                        row = _json_row(where, line.removesuffix(b"\n"))
+                        if field not in row:
+                            fix = f"use an existing field ({near(field, row)})"
+                            raise problem(where, f"read field `{field}`", "it does not exist", fix, "unknown-name")
+                        fields = {name: row[name] for name in (field, *optional) if name in row}
+                        others = tuple(name for name, x in row.items() if name not in fields and x is not None)
+                        yield DataRecord(f"{file.name}:{number}", where, fields, others)
         else:
             reason, fix = "it is not a .jsonl or .parquet file", "convert it to .jsonl or .parquet"
             raise problem(f"{file.path}", "read its rows", reason, fix, "unsupported-feature")
 
 
-def _table(file: File) -> Any:
+def _rows(file: File, field: str, optional: Sequence[str]) -> Iterator[DataRecord]:
+    """Yield the rows of a table without null fields in structs, which have the fields of all rows."""
     import pyarrow
     import pyarrow.parquet
 
+    path = check_file(file.path, f"{file.path}", _FIX_READ, max_bytes=None)
     try:
         # With these options, a row group is read in pieces. By default, full columns are read.
-        return pyarrow.parquet.ParquetFile(_regular(file), pre_buffer=False, buffer_size=1 << 20)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        reason, fix = (
-            f"it is not parquet ({error})",
-            "use a parquet file, or rename the file if it has a different format",
-        )
-        raise problem(f"{file.path}", "read it as parquet", reason, fix, "damaged-file") from error
-
-
-def _rows(file: File, table: Any, columns: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the columns of each row without null fields in structs, which have the fields of all rows."""
-    import pyarrow
-
-    try:
-        metadata = table.metadata
-        num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-        num_rows = _READ_BYTES * metadata.num_rows // max(num_bytes, 1)
-        for batch in table.iter_batches(batch_size=min(max(num_rows, 1), 1024), columns=columns):
-            for row in batch.to_pylist():
-                yield {name: _without_nulls(value) for name, value in row.items()}
-    except UnicodeError as error:
-        raise _not_utf8(f"{file.path}, column{'s' * (len(columns) > 1)} `{', '.join(columns)}`", error) from error
-    except (pyarrow.ArrowException, OSError) as error:
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        reason, fix = f"the file is damaged ({first_line})", "restore the file from a backup, or remove it from `files`"
-        raise problem(f"{file.path}", "read its rows", reason, fix, "damaged-file") from error
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as table:
+            names, metadata = table.schema_arrow.names, table.metadata
+            columns = [field, *(name for name in optional if name in names)]
+            for column in columns:
+                if names.count(column) != 1:
+                    reason = f"it has {names.count(column)} columns of that name"
+                    fix, code = f"use an existing column ({near(column, names)})", "unknown-name"
+                    if column in names:
+                        fix, code = "remove the duplicates", "conflict"
+                    raise problem(f"{file.path}", f"read column `{column}`", reason, fix, code)
+            others = tuple(name for name in names if name not in columns)
+            num_bytes = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+            num_rows = _READ_BYTES * metadata.num_rows // max(num_bytes, 1)
+            batches = table.iter_batches(batch_size=min(max(num_rows, 1), 1024), columns=columns)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                fields = {name: _without_nulls(value) for name, value in row.items()}
+                yield DataRecord(f"{file.name}:{number}", f"{file.path}, row {number}", fields, others)
+    except (pyarrow.ArrowException, OSError, UnicodeError) as error:
+        reason, code = f"it is damaged or not parquet ({str(error)[:200]})", "damaged-file"
+        if isinstance(error, UnicodeError):
+            reason, code = f"its text is not UTF-8 ({error})", "bad-syntax"
+        raise problem(f"{file.path}", "read its rows", reason, _FIX_READ, code) from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -369,24 +306,14 @@ def _without_nulls(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _opened(file: File) -> Iterator[io.BufferedReader | io.BytesIO]:
+def _opened(file: File) -> Iterator[io.BufferedReader]:
+    path = check_file(file.path, f"{file.path}", _FIX_READ, max_bytes=None)
     try:
-        path = _regular(file)
-        # Files of /proc have size 0 and may block, so an empty file is never opened.
-        with path.open("rb") if path.stat().st_size else io.BytesIO() as opened:
+        with path.open("rb") as opened:
             yield opened
     except OSError as error:
         reason = f"the system reports: {error.strerror}"
         raise problem(f"{file.path}", "read it", reason, _FIX_READ, "unusable-file") from error
-
-
-def _regular(file: File) -> Path:
-    return check_file(file.path, f"{file.path}", _FIX_READ, max_bytes=None)
-
-
-def _not_utf8(where: str, error: UnicodeError) -> MeshparError:
-    fix = "convert it to UTF-8, or remove it"
-    return problem(where, "read UTF-8 text", f"it is not UTF-8 ({error})", fix, "bad-syntax")
 
 
 def _within(max_bytes: int | None, documents: Iterator[Document]) -> Iterator[Document]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
-import fcntl
 import hashlib
 import itertools
 import json
@@ -29,7 +28,6 @@ from meshpar.data import TextData, streams
 from meshpar.data import text as text_files
 from meshpar.data.streams import token_streams
 from meshpar.data.text import Reading, find
-from meshpar.data.token_file import TokenFile
 from meshpar.data.tokens import ByteTokenizer, HuggingFaceTokenizer
 from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
@@ -100,7 +98,7 @@ def test_streams_match_tokenizing_all_documents(corpus, words, tmp_path, monkeyp
     folder, documents = corpus
     in_parts(monkeypatch)
     monkeypatch.setattr(streams, "_BATCH_BYTES", 1000)
-    if kind == "disk":
+    if kind != "memory":
         monkeypatch.setattr(streams, "_IN_MEMORY_BYTES", 100)
     model, file = words
     for tokenizer, encode in (
@@ -112,8 +110,7 @@ def test_streams_match_tokenizing_all_documents(corpus, words, tmp_path, monkeyp
         for side, tokens, name in zip((result.train, result.valid), expected, streams.SIDES, strict=True):
             assert np.asarray(side).tolist() == tokens
             assert result.info[name]["tokens"] == len(tokens)
-            expected_type = {"memory": np.ndarray, "disk": np.memmap, "cache": TokenFile}[kind]
-            assert type(side) is expected_type
+            assert isinstance(side, np.memmap) == (kind != "memory")
         assert result.info["skipped"] == 1
         assert sum(result.info[name]["bytes"] for name in streams.SIDES) == sum(
             len(x.encode()) for x in documents.values()
@@ -184,7 +181,7 @@ def test_file_with_invalid_utf8_at_the_end_is_skipped(tmp_path, monkeypatch):
     expected = make_streams(tmp_path).train.tolist()
     in_parts(monkeypatch)
     assert make_streams(tmp_path).train.tolist() == expected
-    with pytest.raises(MeshparError, match=r"not UTF-8 .* position 0.*counted from byte 200 of the file"):
+    with raises("bad-syntax", "b.txt"):
         make_streams(tmp_path / "b.txt")
 
 
@@ -230,9 +227,8 @@ def test_cache_key_depends_on_options_and_contents(corpus, words, tmp_path):
      ("about.json", lambda file: file.write_text('{"train": {}}')), ("about.json", lambda file: file.write_text("?")),
      ("about.json", lambda file: file.write_text(file.read_text().replace('"documents"', '"x"', 1))),
      ("about.json", lambda file: file.write_text(file.read_text().replace("held_out", "x"))),
-     ("about.json", lambda file: file.write_text(file.read_text().replace('"digests"', '"x"'))),
-     ("about.json", lambda file: file.write_text(file.read_text().replace('"digests": [', '"digests": ["",'))),
-     ("about.json", lambda file: file.write_text(file.read_text().replace('"digests": ["', '"digests": ["0'))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('"fingerprint"', '"x"'))),
+     ("about.json", lambda file: file.write_text(file.read_text().replace('"fingerprint": "', '"fingerprint": "0'))),
      ("valid.tokens", lambda file: file.write_bytes(bytes(file.stat().st_size))),
      ("train.tokens", lambda file: file.write_bytes(file.read_bytes()[::-1])),
      ("train.tokens", lambda file: file.write_bytes(file.read_bytes()[:-1] + b"?")),
@@ -311,42 +307,6 @@ def test_concurrent_runs_tokenize_once(corpus, tmp_path):
     assert len({result.train[:].tobytes() for result in results}) == 1
 
 
-def test_lock_without_heartbeat_raises_an_error(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(streams, "_LOCK_LIMIT_S", 0.5)
-    make_streams(corpus[0], cache=str(tmp_path))
-    (about,) = tmp_path.glob("*/about.json")
-    shutil.rmtree(about.parent)
-    (lock,) = tmp_path.glob(".*.lock")
-    with lock.open("r+b", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(b'{"host": "node7", "pid": 4321}')  # without a heartbeat
-        start_s = time.monotonic()
-        with raises("conflict", "TextData.cache") as error:
-            make_streams(corpus[0], cache=str(tmp_path))
-        assert "process 4321 on node7" in error.value.reason
-        assert time.monotonic() - start_s < 20
-    assert len(make_streams(corpus[0], cache=str(tmp_path)).train)
-
-
-def test_lock_with_heartbeat_is_waited_for(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(streams, "_LOCK_LIMIT_S", 1.0)
-    monkeypatch.setattr(streams, "_BEAT_S", 0.05)
-    started = threading.Event()
-
-    class Slow(ByteTokenizer):
-        def encode_many(self, texts):
-            started.set()
-            time.sleep(3)
-            return super().encode_many(texts)
-
-    thread = threading.Thread(target=make_streams, args=(corpus[0], Slow()), kwargs={"cache": str(tmp_path)})
-    thread.start()
-    started.wait(10)
-    assert len(make_streams(corpus[0], cache=str(tmp_path)).train)
-    thread.join(10)
-
-
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_lock_must_be_a_regular_file(corpus, tmp_path, kind):
     make_streams(corpus[0], cache=str(tmp_path / "cache"))
@@ -369,7 +329,8 @@ def test_tokenizer_ids_must_be_in_the_vocabulary(corpus, tmp_path):
         make_streams(corpus[0], Wrong(), cache=str(tmp_path))
 
 
-def test_truncated_cache_raises_an_error_while_reading(corpus, tmp_path):
+def test_truncated_cache_raises_an_error_while_reading(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams, "_IN_MEMORY_BYTES", 100)
     data = TextData(files=(str(corpus[0]),), seq_len=16, valid_fraction=0.2, cache=str(tmp_path), prefetch=0)
     source = data.open(batch_size=4, seed=0)
     with source.train() as batches:
@@ -377,11 +338,9 @@ def test_truncated_cache_raises_an_error_while_reading(corpus, tmp_path):
         os.truncate(next(tmp_path.glob("*/train.tokens")), 0)
         with raises("damaged-file", "TextData.cache"):
             next(batches)
-    with raises("damaged-file", "TextData.cache"):
-        source.baseline()
 
 
-@pytest.mark.parametrize("name", [3, "", "a\0b", "n" * 300, "~nobody-here/x"])
+@pytest.mark.parametrize("name", [3, "", "a\0b", "n" * 300])
 def test_cache_must_be_the_path_of_a_folder(corpus, name):
     with pytest.raises(MeshparError, match=r"`TextData.cache`.*Use the path of a folder"):
         make_streams(corpus[0], cache=name)

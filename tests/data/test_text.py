@@ -230,11 +230,3 @@ def test_deleted_file_is_an_error(tmp_path):
         file.path.unlink()
         with raises("missing-file", str(file.path)):
             list(Reading(files=[file]))
-
-
-@pytest.mark.skipif(
-    not Path("/proc/kmsg").exists(), reason="reads /proc/kmsg, a blocking file of size 0 that only Linux has"
-)
-def test_kernel_files_without_a_size_are_not_opened():
-    with raises("not-found", "files"):
-        texts("/proc/kmsg")
