@@ -84,12 +84,7 @@ class ChatData:
         return {name: jax.ShapeDtypeStruct((batch_size, self.seq_len), np.int32) for name in _FIELDS}
 
     def open(self, *, batch_size: int, seed: int) -> ChatSource:
-        """Read, render, tokenize and pack the conversations.
-
-        Raises:
-          MeshparError: a file, template or tokenizer is missing or damaged, the template rejects a conversation or does
-            not delimit the answers, or a set is smaller than a batch.
-        """
+        """Read, render, tokenize and pack the conversations."""
         tokenizer = load_tokenizer(self.tokenizer, separator=None if self.tokenizer == "bytes" else "")
         template = Template.of(self.tokenizer, self.template, date=self.date)
         unused: collections.Counter[str] = collections.Counter()
@@ -123,8 +118,8 @@ class Conversation(NamedTuple):
 class Conversations(Sequence[Conversation]):
     """Conversations, concatenated into two arrays that may be mapped from files."""
 
-    def __init__(self, tokens: Conversation, starts: Integer[np.ndarray, " some"], ends: Integer[np.ndarray, " some"]):
-        self._tokens, self._starts, self._ends = tokens, starts, ends
+    def __init__(self, tokens: Conversation, bounds: Integer[np.ndarray, "some 2"]):
+        self._tokens, self._bounds = tokens, bounds
 
     @staticmethod
     def of(conversations: Iterable[Conversation], vocab_size: int) -> Conversations:
@@ -137,16 +132,16 @@ class Conversations(Sequence[Conversation]):
                     file.write(array.astype(dtype).tobytes())
                 ends.append(ends[-1] + len(conversation.ids))
             ids, is_answer = (mapped(file, ends[-1], dtype) for file, dtype in zip(files, dtypes, strict=True))
-        return Conversations(Conversation(ids, is_answer), np.array(ends[:-1]), np.array(ends[1:]))
+        return Conversations(Conversation(ids, is_answer), np.array([ends[:-1], ends[1:]], np.int64).T)
 
     def take(self, indices: Integer[np.ndarray, " fewer"]) -> Conversations:
-        return Conversations(self._tokens, self._starts[indices], self._ends[indices])
+        return Conversations(self._tokens, self._bounds[indices])
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._bounds)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._tokens.part(slice(self._starts[index], self._ends[index]))
+        return self._tokens.part(slice(*self._bounds[index]))
 
 
 class ChatSource(TokenSource):

@@ -33,7 +33,6 @@ EXTRAS = ("tools", "documents")
 """Fields of a record that templates can read, in addition to the messages."""
 
 _FIX_RELEASE = "use the file of the model's release"
-_FIX_MESSAGE = 'write {"role": "user", "content": "..."}'
 
 
 class Rendered(NamedTuple):
@@ -44,11 +43,7 @@ class Rendered(NamedTuple):
 
 
 class Template:
-    """A chat template. `template_process.py` renders it.
-
-    Raises:
-      MeshparError: jinja2 is not installed, or it cannot compile the template.
-    """
+    """A chat template. `template_process.py` renders it."""
 
     def __init__(
         self, source: str, variables: Mapping[str, str], *, where: str, date: str = DATE, tool_use: str | None = None
@@ -58,7 +53,7 @@ class Template:
         if importlib.util.find_spec("jinja2") is None:
             reason, fix = "jinja2 is not installed", "pip install 'meshpar[hf]'"
             raise problem("meshpar.data.ChatData", "render a chat template", reason, fix, "missing-package")
-        self._process = _Process((source, dict(variables), date))
+        self._process = _Process(source, dict(variables), date)
         reply = self._process.start()
         if "error" in reply:
             raise problem(where, "compile it as a chat template", reply["error"], _FIX_RELEASE, "bad-syntax")
@@ -69,14 +64,13 @@ class Template:
 
     @staticmethod
     def of(tokenizer: str, template: str | None, *, date: str = DATE) -> Template:
-        """Load a template from a file, or from the folder of the tokenizer.
-
-        Raises:
-          MeshparError: there is no template, or its file cannot be read.
-        """
+        """Load a template from a file, or from the folder of the tokenizer."""
         path = Path(tokenizer).expanduser()
         folder = path if path.is_dir() else path.parent
-        config = {} if tokenizer == "bytes" else _config(folder / "tokenizer_config.json")
+        config_file, config = folder / "tokenizer_config.json", {}
+        if tokenizer != "bytes" and config_file.exists():
+            content = read_json(config_file, str(config_file), _FIX_RELEASE, requested="read it as JSON")
+            config = content if isinstance(content, dict) else {}
         tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
         contents = {name: x.get("content") if isinstance(x, dict) else x for name, x in tokens.items()}
         variables = {name: x for name, x in contents.items() if isinstance(x, str)}
@@ -95,7 +89,7 @@ class Template:
             fix = "pass the file of a template: ChatData(template=...)"
             raise problem(f"folder `{folder}`", "find a chat template", reason, fix, "missing-file")
         tool_use = tool_use if isinstance(tool_use, str) else None
-        return Template(default, variables, where=str(folder / "tokenizer_config.json"), date=date, tool_use=tool_use)
+        return Template(default, variables, where=str(config_file), date=date, tool_use=tool_use)
 
     def render(self, where: str, messages: Any, *, tools: Any = None, documents: Any = None) -> list[Rendered]:
         """Return the texts of a conversation, each with the character spans of the answers to train on.
@@ -107,19 +101,11 @@ class Template:
         which the model generates it.
 
         With `tools`, the `tool_use` template of the release is used if available.
-
-        Raises:
-          MeshparError: messages, tools or documents have the wrong type, or the template rejects them, exceeds its
-            limits, or renders the messages before an answer differently if the answer follows.
         """
         extras = {"tools": _objects(where, "tools", tools), "documents": _objects(where, "documents", documents)}
         if self._tool_template is not None and extras["tools"] is not None:
             return self._tool_template.render(where, messages, **extras)
-        messages = [_message(where, message) for message in messages] if isinstance(messages, list) else None
-        if not messages:
-            reason, fix = "it is not a list of messages", 'write [{"role": ..., "content": ...}]'
-            raise problem(where, "read a conversation", reason, fix, "wrong-type")
-        reply = self._process.ask((messages, extras))
+        reply = self._process.ask((_messages(where, messages), extras))
         if "rejected" in reply:
             reason = f"{self.where} renders the messages before it differently if it follows"
             fix = "use a template that renders them identically, or that marks answers with {% generation %}"
@@ -132,53 +118,45 @@ class Template:
 
 
 class _Process:
-    """Runs `template_process` for a template. Restarts it if a conversation ended it.
+    """Runs `template_process` for a source, variables and a date. Restarts it if a conversation ended it."""
 
-    Args:
-      settings: source, variables and date of the template.
-    """
-
-    def __init__(self, settings: tuple[str, dict[str, str], str]) -> None:
+    def __init__(self, *settings: object) -> None:
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
         """Start the process and return its reply to the settings."""
-        limits = {"--seconds": MAX_SECONDS, "--bytes": MAX_BYTES, "--chars": MAX_CHARS}
-        args = [f"{name}={value}" for name, value in limits.items()]
+        limits = [f"{limit}" for limit in (MAX_SECONDS, MAX_BYTES, MAX_CHARS)]
+        command = [sys.executable, "-P", "-m", "meshpar.data.template_process", *limits]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        pipe, module = subprocess.PIPE, "meshpar.data.template_process"
-        command = [sys.executable, "-P", "-m", module, *args]
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env)
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, env=env)
         self._end = weakref.finalize(self, _end, self._process)
-        return self._exchange(self._process, self._settings)
+        return self.ask(self._settings)
 
     def ask(self, request: object) -> dict[str, Any]:
         """Return the reply to a request: `result`, `rejected` or `error`."""
         if self._process is None:
             self.start()
-        assert self._process is not None
-        return self._exchange(self._process, request)
-
-    def _exchange(self, process: subprocess.Popen[bytes], request: object) -> dict[str, Any]:
+        process = self._process
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
+        line = b""
         try:
             message = pickle.dumps(request)
-        except RecursionError:
-            return {"error": "it is nested too deep"}
-        try:
             process.stdin.write(message)
             process.stdin.flush()
             line = process.stdout.readline()
+        except RecursionError:
+            return {"error": "it is nested too deep"}
         except BrokenPipeError:
-            line = b""
+            pass
         if line:
             return json.loads(line)
         process.stdout.close()
-        code = process.wait()
+        code, self._process = process.wait(), None
         self._end()
-        self._process = None
         if code == -signal.SIGPROF:
             return {"error": f"it needs more than {MAX_SECONDS:g} seconds of processor time"}
         return {"error": f"the rendering process ended with code {code}"}
@@ -206,27 +184,27 @@ def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
     raise problem(where, f"render its `{field}`", reason, fix, "wrong-type")
 
 
-def _message(where: str, message: Any) -> dict[str, Any]:
-    """Return a message without empty fields, with its reasoning under all names.
+def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
+    """Return messages without empty fields, with their reasoning under all names.
 
     Rows of a parquet file have the fields of all rows, most of them empty. Transformers 5.24 fills only
     `reasoning_content` and `thinking`, and drops the reasoning if the template reads `reasoning`.
     """
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise problem(where, "read a message", "it does not have a `role`", _FIX_MESSAGE, "wrong-type")
-    fields = {name: x for name, x in message.items() if x is not None}
-    if not fields.keys() & {"content", "tool_calls"}:  # jinja2 would render it as an empty message
-        reason = f"it does not have `content` or `tool_calls`, only {', '.join(map(str, fields))}"[:200]
-        raise problem(where, "read a message", reason, _FIX_MESSAGE, "wrong-type")
-    reasoning = next((fields[name] for name in REASONING if name in fields), None)
-    if reasoning is not None:
-        fields = {"thinking": reasoning, "reasoning": reasoning, **fields, "reasoning_content": reasoning}
-    return fields
-
-
-def _config(file: Path) -> dict[str, Any]:
-    config = read_json(file, str(file), _FIX_RELEASE, requested="read it as JSON") if file.exists() else {}
-    return config if isinstance(config, dict) else {}
+    result = []
+    for message in messages if isinstance(messages, list) else ():
+        fields = {name: x for name, x in message.items() if x is not None} if isinstance(message, dict) else {}
+        # jinja2 would render a message without content as an empty message.
+        if not isinstance(fields.get("role"), str) or not fields.keys() & {"content", "tool_calls"}:
+            result = []
+            break
+        reasoning = next((fields[name] for name in REASONING if name in fields), None)
+        if reasoning is not None:
+            fields = {"thinking": reasoning, "reasoning": reasoning, **fields, "reasoning_content": reasoning}
+        result.append(fields)
+    if not result:
+        reason = "it is not a list of messages with a `role`, and `content` or `tool_calls`"
+        raise problem(where, "read a conversation", reason, 'write [{"role": ..., "content": ...}]', "wrong-type")
+    return result
 
 
 def check_day(date: str) -> None:

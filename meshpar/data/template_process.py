@@ -8,7 +8,6 @@ stops it if a conversation takes too long, even during a single call of a C func
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import functools
 import itertools
@@ -61,9 +60,8 @@ class Renderer:
 
     def __init__(self, source: str, variables: Mapping[str, str], date: str, *, max_chars: int) -> None:
         self._variables, self._max_chars = variables, max_chars
-        self._env = _Environment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
+        extensions = ["jinja2.ext.loopcontrols", _Generation]
+        self._env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         del self._env.globals["lipsum"]  # generates random text
         self._env.globals["raise_exception"] = _raise
         self._env.globals["strftime_now"] = datetime.datetime.strptime(date, "%Y-%m-%d").strftime
@@ -139,20 +137,16 @@ def _reply(function: Callable[..., Any], *args: Any) -> bytes:
 
 def main() -> None:
     """Compile the template of the first request, then render the conversations of further requests."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float)
-    parser.add_argument("--bytes", type=int)
-    parser.add_argument("--chars", type=int)
-    args = parser.parse_args()
+    max_seconds, max_bytes, max_chars = float(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C; its exit closes the input
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # other systems do not enforce the limit
-        resource.setrlimit(resource.RLIMIT_AS, (args.bytes, args.bytes))
+        resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     requests, replies, renderer = sys.stdin.buffer, sys.stdout.buffer, None
 
     def compile_template(*request: Any) -> list[str]:
         nonlocal renderer
-        renderer = Renderer(*request, max_chars=args.chars)
+        renderer = Renderer(*request, max_chars=max_chars)
         return sorted(renderer.reads)
 
     while True:
@@ -160,7 +154,7 @@ def main() -> None:
             request = pickle.load(requests)
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_PROF, args.seconds)  # SIGPROF ends this process
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)  # SIGPROF ends this process
         reply = _reply(compile_template if renderer is None else renderer.render, *request)
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(reply + b"\n")

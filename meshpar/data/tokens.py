@@ -6,12 +6,12 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Integer, UInt
 
-from meshpar.sharding.errors import near, problem
+from meshpar.sharding.errors import near_or, problem
 from meshpar.sharding.host_resources import check_name
 
 BYTES = "bytes"
@@ -80,17 +80,26 @@ class HuggingFaceTokenizer:
     Args:
       path: the `tokenizer.json`, or its folder.
       separator: token after each document. None uses the first of `SEPARATORS` in the vocabulary, "" adds none.
-
-    Raises:
-      MeshparError: the file is missing or damaged, or the vocabulary does not have the separator.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, separator: str | None = None) -> None:
-        file, self._tokenizer = _load(Path(path).expanduser())
+        import tokenizers
+
+        path, fix = Path(path).expanduser(), f'use the path of a tokenizer.json or its folder, or "{BYTES}"'
+        check_name(path, "`tokenizer`", fix)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise problem("`tokenizer`", f"load {file}", "there is no such file", fix, "missing-file")
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+            vocab = self._tokenizer.get_vocab(with_added_tokens=True)
+            if not vocab or len(set(vocab.values())) < len(vocab):
+                raise ValueError("its vocabulary is empty or has several tokens with the same id")
+        except Exception as error:  # the library raises Exception, not a subclass
+            fix = "use the tokenizer.json of the model's release"
+            raise problem("`tokenizer`", f"load {file}", f"it is damaged ({error})", fix, "damaged-file") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        _check_vocab(file, vocab)
         self.name = f"tokenizer.json:{hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest()}"
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         self.separator_id = _separator_id(file, vocab, separator)
@@ -137,45 +146,15 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1)
 
 
-def _load(path: Path) -> tuple[Path, Any]:
-    """Return the tokenizer.json of a path, and its tokenizer."""
-    fix = f'use the path of a tokenizer.json or its folder, or "{BYTES}"'
-    check_name(path, "`tokenizer`", fix)
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise problem("`tokenizer`", f"load {file}", "there is no such file", fix, "missing-file")
-    import tokenizers
-
-    try:
-        return file, tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises Exception, not a subclass
-        reason, fix = f"it is not a tokenizer ({error})", "use a file that the `tokenizers` library wrote"
-        raise problem("`tokenizer`", f"load {file}", reason, fix, "damaged-file") from error
-
-
-def _check_vocab(file: Path, vocab: dict[str, int]) -> None:
-    """Check that the vocabulary is not empty and that the ids are unique."""
-    by_id = {id_: token for token, id_ in vocab.items()}
-    duplicate = next((token for token, id_ in vocab.items() if by_id[id_] != token), None)
-    if duplicate is not None or not vocab:
-        reason = "its vocabulary is empty"
-        if duplicate is not None:
-            id_ = vocab[duplicate]
-            reason = f"the tokens {duplicate!r:.40} and {by_id[id_]!r:.40} have the same id {id_}"
-        fix = "use the tokenizer.json of the model's release"
-        raise problem("`tokenizer`", f"load {file}", reason, fix, "damaged-file")
-
-
 def _separator_id(file: Path, vocab: dict[str, int], separator: str | None) -> int | None:
     if separator == "":
         return None
-    if separator is not None and separator not in vocab:
-        reason = f"the vocabulary of {file} does not have this token"
-        requested = f"separate documents with {separator!r}"
-        raise problem("`separator`", requested, reason, near(separator, vocab), "unknown-name")
-    separators = [token for token in SEPARATORS if token in vocab] if separator is None else [separator]
-    if not separators:
-        reason = f"the vocabulary of {file} has none of {', '.join(SEPARATORS)}"
+    candidates = SEPARATORS if separator is None else (separator,)
+    token = next((token for token in candidates if token in vocab), None)
+    if token is None:
+        requested, reason = f"separate documents with {' or '.join(candidates)}", f"the vocabulary of {file} lacks it"
         fix = 'set `separator` to a token of the vocabulary, or to "" for no separator'
-        raise problem("`separator`", "find the end-of-document token", reason, fix, "not-found")
-    return vocab[separators[0]]
+        if separator is None:
+            raise problem("`separator`", requested, reason, fix, "not-found")
+        raise problem("`separator`", requested, reason, near_or(separator, vocab, fix), "unknown-name")
+    return vocab[token]

@@ -6,8 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from meshpar.data import ArrayData, DataSource, Source
 from tests.errors import raises
@@ -17,12 +15,6 @@ def digits(count=50, first=0):
     """Return images filled with their label, in float64 and int64 as most libraries return them."""
     label = np.arange(first, first + count)
     return {"image": np.ones((count, 4, 4)) * label[:, None, None], "label": label}
-
-
-def test_array_data_satisfies_the_protocols():
-    data = ArrayData(arrays=digits())
-    assert isinstance(data, DataSource)
-    assert isinstance(data.open(batch_size=5, seed=0), Source)
 
 
 def test_array_data_splits_examples_consistently():
@@ -58,19 +50,11 @@ def test_array_data_calls_a_loader_once_at_open():
 
     data = ArrayData(arrays=load)
     assert calls == []
-    assert (
-        data.open(batch_size=5, seed=0).fingerprint == ArrayData(arrays=digits()).open(batch_size=5, seed=0).fingerprint
-    )
+    opened, expected = (x.open(batch_size=5, seed=0) for x in (data, ArrayData(arrays=digits())))
+    assert opened.fingerprint == expected.fingerprint
     assert calls == [1]
-
-
-def test_array_batches_share_a_sharding(mesh8):
-    source = ArrayData(arrays=digits(), valid_fraction=0.2).open(batch_size=8, seed=0)
-    with source.train(NamedSharding(mesh8, P(("fsdp",)))) as on_mesh, source.train() as on_host:
-        batch, expected = next(on_mesh), next(on_host)
-    for name in ("image", "label"):
-        np.testing.assert_array_equal(batch[name], expected[name])
-    assert {shard.data.shape for shard in batch["image"].addressable_shards} == {(2, 4, 4)}
+    assert isinstance(data, DataSource)
+    assert isinstance(opened, Source)
 
 
 def test_array_source_resumes_and_describes_itself():

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
-from meshpar.sharding.errors import MeshparError
 from tests.errors import raises
 
 PATIENCE_S = 600
@@ -112,46 +111,25 @@ def test_state_does_not_count_prefetched_batches():
     with batches(rows, prefetch=4) as it:
         expected = it.row_numbers(2).tolist()
         numbers(it, 2)
-        _wait_until(lambda: it.row_numbers(5).tolist() in rows.reads)
-        assert it.get_state()["step"] == 2
+        deadline_s = time.monotonic() + PATIENCE_S
+        while it.row_numbers(5).tolist() not in rows.reads:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert it.get_state() == {"step": 2, "seed": 0, "batch_size": 4, "fingerprint": "f"}
         assert numbers(it, 1) == [expected]
 
 
-def _wait_until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_state_has_the_values_that_determine_the_order():
-    with batches(seed=7, fingerprint="abc", extra={"seq_len": 8}) as it:
-        numbers(it, 3)
-        assert it.get_state() == {"step": 3, "seed": 7, "batch_size": 4, "fingerprint": "abc", "seq_len": 8}
-
-
-@pytest.mark.parametrize(
-    ("change", "change_text"),
-    [
-        ({"seed": 1}, "set seed to 0"),
-        ({"batch_size": 5}, "set batch_size to 4"),
-        ({"fingerprint": "other"}, "restore the data"),
-        ({"extra": {"seq_len": 16}}, "set seq_len to 8"),
-    ],
-)
-def test_set_state_rejects_another_run(change, change_text):
+@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 5}, {"fingerprint": "x"}, {"extra": {"seq_len": 16}}])
+def test_set_state_rejects_another_run(change):
     state = batches(extra={"seq_len": 8}).get_state()
-    with pytest.raises(MeshparError) as error:
+    with raises("conflict", "set_state"):
         batches(**{"extra": {"seq_len": 8}, **change}).set_state(state)
-    assert change_text in error.value.fix
 
 
 @pytest.mark.parametrize("broken", [{}, {"step": 3}, {"step": -1, "seed": 0, "batch_size": 4, "fingerprint": "f"}])
 def test_set_state_rejects_damaged_states(broken):
-    it = batches()
-    with pytest.raises(MeshparError, match="get_state"):
-        it.set_state(broken)
-    assert it.step == 0
+    with raises("unknown-name", "set_state"):
+        batches().set_state(broken)
 
 
 def test_close_stops_the_prefetch_thread():
@@ -218,20 +196,12 @@ def test_sharded_batches_match_host_batches(mesh8):
         for expected, batch in zip([next(host) for _ in range(5)], it, strict=False):
             assert isinstance(batch["data"], jax.Array)
             for name in ("number", "data"):
-                assert batch[name].sharding == sharding
+                spec = it.spec[name]
+                assert batch[name].sharding == spec.sharding == sharding
+                assert (batch[name].shape, batch[name].dtype) == (spec.shape, spec.dtype)
                 np.testing.assert_array_equal(batch[name], expected[name])
             assert {shard.data.shape for shard in batch["data"].addressable_shards} == {(2, 4)}
             assert len(batch["data"].addressable_shards) == 8
-
-
-def test_devices_with_equal_rows_share_a_read(mesh8):
-    rows = Numbered(20)
-    with batches(rows, batch_size=8, prefetch=0, sharding=NamedSharding(mesh8, P("fsdp"))) as it:
-        rows.reads.clear()
-        next(it)
-        # 4 slices of the batch serve 8 devices and 2 arrays.
-        assert [len(read) for read in rows.reads] == [2, 2, 2, 2]
-        assert sorted(flat(rows.reads)) == sorted(it.row_numbers(0).tolist())
 
 
 AXES = ("data", "fsdp", "tensor")
@@ -261,19 +231,6 @@ def test_batches_can_be_sharded_over_the_sequence(mesh8):
         assert {shard.data.shape for shard in batch["data"].addressable_shards} == {(2, 2)}
 
 
-def test_spec_describes_the_batches(mesh8):
-    sharding = NamedSharding(mesh8, P("fsdp"))
-    with batches(batch_size=8, sharding=sharding) as it:
-        assert {name: (x.shape, x.dtype) for name, x in it.spec.items()} == {
-            "number": ((8,), np.dtype("int32")),
-            "data": ((8, 4), np.dtype("int32")),
-        }
-        batch = next(it)
-        for name, spec in it.spec.items():
-            assert (batch[name].shape, batch[name].dtype, batch[name].sharding) == (spec.shape, spec.dtype, sharding)
-            assert spec.sharding == sharding
-
-
 @pytest.mark.parametrize(
     ("sharding", "code", "where"),
     [
@@ -281,11 +238,7 @@ def test_spec_describes_the_batches(mesh8):
         (lambda m: NamedSharding(m, P("fsdp", "tensor")), "wrong-shape", "number"),
         (lambda m: {"number": NamedSharding(m, P())}, "unknown-name", "sharding"),
         (lambda m: dict.fromkeys(("number", "data", "date"), NamedSharding(m, P())), "unknown-name", "sharding"),
-        (
-            lambda m: {"number": NamedSharding(m, P()), "data": NamedSharding(m, P(None, ("fsdp", "tensor")))},
-            "indivisible",
-            "dim 1",
-        ),
+        (lambda m: {"number": None, "data": NamedSharding(m, P(None, AXES[1:]))}, "indivisible", "dim 1"),
     ],
 )
 def test_batches_reject_shardings_that_do_not_fit(mesh8, sharding, code, where):
@@ -347,26 +300,6 @@ def test_valid_batches_stop_their_thread_early():
 
 # Several processes
 
-PROCESS = """
-import json, sys
-import jax
-jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, int(sys.argv[2]))
-import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from meshpar.data import ArrayData
-
-mesh = jax.make_mesh((2, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-source = ArrayData(arrays={"x": np.arange(40) * 10}, valid_fraction=0.5).open(batch_size=4, seed=1)
-read, seen = source.train_rows.read, []
-source.train_rows.read = lambda indices: (seen.extend(indices.tolist()), read(indices))[1]
-with source.train(NamedSharding(mesh, P("fsdp"))) as it:
-    seen.clear()  # computing the fingerprint reads all examples
-    batch = it.batch_at(2)["x"]
-    held = {str(shard.index[0].start or 0): shard.data.tolist() for shard in batch.addressable_shards}
-    total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))(batch)
-print(json.dumps({"seen": seen, "rows": it.row_numbers(2).tolist(), "held": held, "total": int(total)}))
-"""
-
 
 def run_processes(program, count, *args):
     """Run processes that share 4 host devices, and return the JSON that each one prints."""
@@ -392,17 +325,6 @@ def run_processes(program, count, *args):
     return [json.loads(re.search(r"\{.*\}", out)[0]) for out, _ in finished]  # gloo prints there too
 
 
-@pytest.mark.matrix
-def test_process_reads_only_local_examples():
-    first, second = run_processes(PROCESS, 2)
-    # Each process reads its half of the batch.
-    assert first["rows"] == second["rows"]
-    assert len(set(first["rows"])) == 4
-    assert [first["seen"], second["seen"]] == [first["rows"][:2], first["rows"][2:]]
-    assert [list(first["held"]), list(second["held"])] == [["0"], ["2"]]
-    assert first["total"] == second["total"] == sum(first["held"]["0"] + second["held"]["2"])
-
-
 LEG = """
 import json, sys
 import jax
@@ -418,18 +340,20 @@ values = []
 with source.train(NamedSharding(mesh, P("fsdp"))) as it:
     if state:
         it.set_state(state)
+    read, num_read = source.train_rows.read, []
+    source.train_rows.read = lambda indices: (num_read.append(len(indices)), read(indices))[1]
     for _ in range(steps):
         rows = next(iter(next(it).values()))
         values += [str(row) for shard in rows.addressable_shards for row in shard.data.tolist()]
-    print(json.dumps({"values": values, "state": it.get_state(), "rows": len(source.train_rows)}))
+    print(json.dumps({"values": values, "state": it.get_state(), "rows": len(source.train_rows),
+                      "num_read": sum(num_read)}))
 """
 
-
 DATA = {
-    "arrays": 'ArrayData(arrays={"x": np.arange(96)}, valid_fraction=0.2)',
-    "text": 'TextData(files=("FOLDER/text.jsonl",), seq_len=32, valid_fraction=0.2, cache="FOLDER/cache")',
+    "arrays": 'ArrayData(arrays={"x": np.arange(96)}, valid_fraction=0.2, prefetch=0)',
+    "text": 'TextData(files=("FOLDER/text.jsonl",), seq_len=32, valid_fraction=0.2, cache="FOLDER/cache", prefetch=0)',
     "conversations": 'ChatData(files=("FOLDER/chats.jsonl",), tokenizer="bytes", template="FOLDER/template.jinja", '
-    "seq_len=64, valid_fraction=0.2)",
+    "seq_len=64, valid_fraction=0.2, prefetch=0)",
 }
 
 
@@ -448,6 +372,7 @@ def test_restarts_on_other_process_counts_keep_the_order(tmp_path, data):
         assert all(result["state"] == results[0]["state"] for result in results)
         shares = [len(result["values"]) for result in results]
         assert shares == [8 * steps // count] * count
+        assert [result["num_read"] for result in results] == shares  # each process reads only its local examples
         for step in range(steps):
             local = slice(step * 8 // count, (step + 1) * 8 // count)
             values += [x for result in results for x in result["values"][local]]

@@ -38,12 +38,9 @@ CHATS = [
 def chats(tmp_path, **changes):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CHATS))
     (tmp_path / "template.jinja").write_text(TEMPLATE)
-    options = {
-        "files": (str(tmp_path / "chats.jsonl"),),
-        "tokenizer": "bytes",
-        "template": str(tmp_path / "template.jinja"),
-    }
-    return ChatData(**{**options, "seq_len": 128, "valid_fraction": 0.3, **changes})
+    files, template = (str(tmp_path / "chats.jsonl"),), str(tmp_path / "template.jinja")
+    options = {"files": files, "tokenizer": "bytes", "template": template, "seq_len": 128, "valid_fraction": 0.3}
+    return ChatData(**{**options, **changes})
 
 
 def test_rows_have_weights_only_for_answers(tmp_path):
@@ -279,20 +276,8 @@ def test_reasoning_is_available_under_all_names():
 def test_random_conversations_render_or_raise_full_errors():
     rng, template, num_rendered = random.Random(0), Template(TEMPLATE, {}, where="template"), 0
     values = [
-        None,
-        -1,
-        2**63,
-        float("nan"),
-        "",
-        "\ud800",
-        "{{ 1 }}",
-        [],
-        [[]],
-        {},
-        {"role": "assistant"},
-        True,
-        "9" * 99,
-    ]
+        None, -1, 2**63, float("nan"), "", "\ud800", "{{ 1 }}", [], [[]], {}, {"role": "assistant"}, True, "9" * 99,
+    ]  # fmt: skip
     for _ in range(300):
         chat = json.loads(json.dumps(rng.choice(CHATS)))
         message = rng.choice(chat)
