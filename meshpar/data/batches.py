@@ -24,6 +24,7 @@ from jaxtyping import Int64
 
 from meshpar.data.rows import Rows
 from meshpar.sharding.errors import check_divides, check_positive_int, problem
+from meshpar.sharding.host_resources import check_memory
 from meshpar.sharding.types import spec_axes
 
 Batch: TypeAlias = dict[str, Any]
@@ -136,6 +137,9 @@ class Batches(Iterator[Batch]):
         hashed = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest(), "big")
         self._order = grain.MapDataset.range(len(rows)).shuffle(seed=hashed).repeat()
         self._batch_size, self._prefetch = batch_size, prefetch
+        # Python and jax need about 1000 bytes per batch, in addition to its data.
+        needed_bytes = prefetch * (sum(x.size * x.dtype.itemsize for x in self.spec.values()) + 1000)
+        check_memory("prefetch", f"prepare {prefetch:,} batches", needed_bytes, "use prefetch=2 or prefetch=4")
         self.step = 0
         """Index of the next batch."""
         self._stream: _Stream | None = None

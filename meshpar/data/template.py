@@ -190,7 +190,7 @@ def _messages(where: str, messages: Any) -> list[dict[str, Any]]:
     Rows of a parquet file have the fields of all rows, most of them empty. Transformers 5.24 fills only
     `reasoning_content` and `thinking`, and drops the reasoning if the template reads `reasoning`.
     """
-    result = []
+    result: list[dict[str, Any]] = []
     for message in messages if isinstance(messages, list) else ():
         fields = {name: x for name, x in message.items() if x is not None} if isinstance(message, dict) else {}
         # jinja2 would render a message without content as an empty message.
