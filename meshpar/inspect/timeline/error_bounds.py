@@ -32,23 +32,19 @@ class Bracket(Plain):
 
 def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: ScheduleCounts | None = None) -> Bracket:
     """Return the error bar of a step simulated at the cluster's expected rates."""
-    rates = f"{cluster.rates}"
+    sources = [f"{cluster.rates}"]
     if cluster.best_rates != cluster.rates:
-        rates += f"; at best, {cluster.best_rates.of_products}"
+        sources[0] += f"; at best, {cluster.best_rates.of_products}"
+    if cluster.launch_s:
+        sources.append(f"launches of {human_time(cluster.launch_s)}, measured ({cluster.source})")
+    used = sorted(label for label, time_s in expected.network_s.items() if time_s)
+    measured = [label for label in used if cluster.measured(label.split("*")) is not None]
+    if measured:
+        sources.append(f"links of {', '.join(measured)} as measured ({cluster.source})")
+    if others := [label for label in used if label not in measured]:
+        sources.append(f"links of {', '.join(others)} by data sheets and NCCL's latencies")
     return Bracket(
         low_s=timeline(module, (), cluster, cells, rates=cluster.best_rates).step_s,
         high_s=expected.step_s + sum(expected.hidden_s.values()),
-        sources=(rates, *_launches(cluster), *_links(expected, cluster)),
+        sources=tuple(sources),
     )
-
-
-def _launches(cluster: Cluster) -> list[str]:
-    return [f"launches of {human_time(cluster.launch_s)}, measured ({cluster.source})"] * bool(cluster.launch_s)
-
-
-def _links(timeline: Timeline, cluster: Cluster) -> list[str]:
-    used = sorted(label for label, time_s in timeline.network_s.items() if time_s)
-    measured = [label for label in used if cluster.measured(label.split("*")) is not None]
-    others = [label for label in used if label not in measured]
-    sources = [f"links of {', '.join(measured)} as measured ({cluster.source})"] if measured else []
-    return sources + ([f"links of {', '.join(others)} by data sheets and NCCL's latencies"] if others else [])

@@ -40,13 +40,12 @@ from meshpar.inspect.hlo.walk import MAX_HOPS, branches, runs, trip_count
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.roofline import Roofline
-from meshpar.sharding.types import problem
 
 Stream = Literal["compute", "communication"]
 Cover = Literal["matmul", "kernels", "nothing"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Op:
     """A kernel, collective or loop on a stream. Times count from the start of its segment."""
 
@@ -173,11 +172,8 @@ def timeline(
       cells: counts of a pipelined program, used to run its ticks as in the schedule's table.
       overlap_limit: number of collectives that XLA may run at a time (`hardware.compile_options.overlap_limit`).
       rates: kernel rates of the GPU; None means the expected rates, `cluster.rates`.
-
-    Raises:
-      ValueError: the program is not scheduled, or has more devices than the cluster.
     """
-    _check(module, cluster)
+    assert module.is_scheduled, "pass the compiled program instead of the lowered program"
     rates = rates or cluster.rates
     simulation = _Simulation(module, collectives, cluster, cells, overlap_limit, rates)
     block = simulation.block(module.entry)
@@ -186,14 +182,14 @@ def timeline(
         peak_flops_per_s=simulation.roofline.main_peak_flops_per_s,
         rates=str(rates),
         step_s=block.duration_s,
-        compute_s=block.compute_s,
-        memory_s=block.memory_s,
+        compute_s=block.spent_s["compute"],
+        memory_s=block.spent_s["memory"],
         network_s=dict(block.network_s),
         hidden_s={label: block.hidden_s[label] for label in block.network_s},
         collectives=tuple(simulation.timed(one) for one in collectives),
         segments=(_segment(block), *simulation.loops),
-        launch_s=block.launch_s,
-        bubble_s=block.bubble_s,
+        launch_s=block.spent_s["launches"],
+        bubble_s=block.spent_s["bubble"],
         notes=tuple(_notes(module, simulation)),
     )
 
@@ -201,14 +197,19 @@ def timeline(
 # ---- Simulation ------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass
 class _Flight:
     """A run of a collective, in progress or finished."""
 
     collective: Collective
     start_s: float
     end_s: float
+    hidden_s: float = 0.0
     cover: Cover = "nothing"
+
+
+def _times() -> defaultdict[str, float]:
+    return defaultdict(float)
 
 
 @dataclasses.dataclass
@@ -219,12 +220,10 @@ class _ComputationRun:
     """Clock of the compute stream."""
     free_s: dict[str, float] = dataclasses.field(default_factory=dict)
     """Time at which each link is free."""
-    compute_s: float = 0.0
-    memory_s: float = 0.0
-    launch_s: float = 0.0
-    bubble_s: float = 0.0
-    network_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
-    hidden_s: defaultdict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+    spent_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
+    """Time of the compute stream by component, as in `Timeline.bound`."""
+    network_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
+    hidden_s: defaultdict[str, float] = dataclasses.field(default_factory=_times)
     cover: Cover = "nothing"
     """The kind of work it contains."""
     ops: list[Op] = dataclasses.field(default_factory=list)
@@ -238,44 +237,25 @@ class _ComputationRun:
             self.waits.append((self.duration_s, until_s))
             self.duration_s = until_s
 
+    def finish(self, flights: Iterable[_Flight]) -> None:
+        self.wait(max((flight.end_s for flight in flights), default=0.0))
+
     def add(self, inner: _ComputationRun, times: float) -> None:
         """Add the totals of `times` runs of a different computation."""
-        self.compute_s += times * inner.compute_s
-        self.memory_s += times * inner.memory_s
-        self.launch_s += times * inner.launch_s
-        self.bubble_s += times * inner.bubble_s
-        for label, time_s in inner.network_s.items():
-            self.network_s[label] += times * time_s
-            self.hidden_s[label] += times * inner.hidden_s[label]
+        for totals in ("spent_s", "network_s", "hidden_s"):
+            for label, time_s in getattr(inner, totals).items():
+                getattr(self, totals)[label] += times * time_s
 
     def computed(self, ins: Instruction, kind: str, start_s: float) -> None:
         """Record an op on the compute stream that ends now."""
-        self.ops.append(
-            Op(
-                name=ins.name,
-                stream="compute",
-                start_s=start_s,
-                end_s=self.duration_s,
-                kind=kind,
-                label="",
-                module=scopes.module_path(ins.metadata.op_name),
-            )
-        )
+        module = scopes.module_path(ins.metadata.op_name)
+        self.ops.append(Op(ins.name, "compute", start_s, self.duration_s, kind, "", module))
 
     def works(self, cover: Cover) -> None:
         """Record that compute works while the pending flights are in progress."""
         for flight in (flight for flights in self.pending.values() for flight in flights):
             flight.cover = _better(flight.cover, cover)
         self.cover = _better(self.cover, cover)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """One run of a collective."""
-
-    time_s: float
-    hidden_s: float
-    cover: Cover
 
 
 class _Simulation:
@@ -289,43 +269,41 @@ class _Simulation:
         rates: Rates,
     ) -> None:
         self._module, self._cluster, self.cells, self._overlap_limit = module, cluster, cells, overlap_limit
-        self._choice: dict[str, int] = {}
         # Branches of the conditionals in the simulated tick; other conditionals take the longest branch.
+        self._choice: dict[str, int] = {}
         self.roofline = Roofline(module, rates, cluster.launch_s)
         self._collectives = {(one.computation, one.name): one for one in collectives}
         self._blocks: dict[str, _ComputationRun] = {}
-        self._runs: dict[tuple[str, str], _Run] = {}
+        self._flights: dict[tuple[str, str], _Flight] = {}
         self._layouts: dict[Groups, set[tuple[int, int]]] = {}
         self._loops: dict[str, Segment | None] = {}
 
     def block(self, computation: Computation) -> _ComputationRun:
         """Return a run of a computation on empty streams."""
-        if computation.name not in self._blocks:
-            self._blocks[computation.name] = self._simulate(computation)
-        return self._blocks[computation.name]
+        block = self._blocks.get(computation.name)
+        if block is None:
+            block = self._blocks[computation.name] = _ComputationRun()
+            for ins in computation:
+                self._step(block, computation, ins)
+            for flights in block.pending.values():  # without a done, a collective ends with the computation
+                block.finish(flights)
+            self._settle(block)
+        return block
 
     def timed(self, collective: Collective) -> Timed:
         """Return the times of all runs of a collective in a step."""
-        run = self._runs.get((collective.computation, collective.name))
-        if run is None:  # its branch was not simulated, so assume no overlap
-            run = _Run(self._time_s(collective), 0.0, "nothing")
+        # If its branch was not simulated, nothing overlaps with it.
+        flight = self._flights.get((collective.computation, collective.name))
+        flight = flight or _Flight(collective, 0.0, self._time_s(collective))
         counts = collective.count_by_stage
         times = sum(counts) / len(counts) if counts else float(collective.count_per_step)
-        return Timed(collective=collective, time_s=run.time_s * times, hidden_s=run.hidden_s * times, cover=run.cover)
+        time_s, hidden_s = (flight.end_s - flight.start_s) * times, flight.hidden_s * times
+        return Timed(collective=collective, time_s=time_s, hidden_s=hidden_s, cover=flight.cover)
 
     @property
     def loops(self) -> tuple[Segment, ...]:
         """Loops in program order, outer loops first."""
         return tuple(loop for loop in self._loops.values() if loop is not None)
-
-    def _simulate(self, computation: Computation) -> _ComputationRun:
-        block = _ComputationRun()
-        for ins in computation:
-            self._step(block, computation, ins)
-        for flights in block.pending.values():  # without a done, a collective ends with the computation
-            self._finish(block, flights)
-        self._settle(block)
-        return block
 
     def _step(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
         if ins.opcode == "while":
@@ -336,7 +314,7 @@ class _Simulation:
             blocks = [self.block(self._module.computations[name]) for name in names] or [_ComputationRun()]
             self._inline(block, max(blocks, key=lambda branch: branch.duration_s))
         elif ins.opcode.endswith("-done"):
-            self._finish(block, block.pending.pop(_started_by(computation, ins), []))
+            block.finish(block.pending.pop(_started_by(computation, ins), []))
         elif collectives := list(self._communicates(computation, ins, MAX_HOPS)):
             self._issue(block, ins, [collective for collective in collectives if collective is not None])
         elif ins.opcode == "call":
@@ -351,10 +329,8 @@ class _Simulation:
             return
         start_s = block.duration_s
         block.duration_s += kernel.time_s
-        works_s = kernel.time_s - kernel.launch_s
-        block.compute_s += works_s * kernel.is_compute_bound
-        block.memory_s += works_s * (not kernel.is_compute_bound)
-        block.launch_s += kernel.launch_s
+        block.spent_s["compute" if kernel.is_compute_bound else "memory"] += kernel.time_s - kernel.launch_s
+        block.spent_s["launches"] += kernel.launch_s
         block.works("matmul" if kernel.flops else "kernels")
         block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
 
@@ -375,36 +351,24 @@ class _Simulation:
             start_s = max(block.duration_s, *(block.free_s.get(link, 0.0) for link in links))
             end_s = start_s + self._time_s(one)
             block.free_s |= dict.fromkeys(links, end_s)
-            flights.append(_Flight(collective=one, start_s=start_s, end_s=end_s))
+            flights.append(_Flight(one, start_s, end_s))
         block.flights += flights
         if any(flight.collective.is_async for flight in flights):
             block.pending[ins.name] = flights
         else:
-            self._finish(block, flights)
-
-    def _finish(self, block: _ComputationRun, flights: Iterable[_Flight]) -> None:
-        block.wait(max((flight.end_s for flight in flights), default=0.0))
+            block.finish(flights)
 
     def _settle(self, block: _ComputationRun) -> None:
         """Compute the hidden time of each flight, now that all waits are recorded."""
         for flight in block.flights:
             one, time_s = flight.collective, flight.end_s - flight.start_s
             waited_s = sum(max(0.0, min(end, flight.end_s) - max(start, flight.start_s)) for start, end in block.waits)
-            hidden_s = min(max(time_s - waited_s, 0.0), time_s)
-            self._runs[one.computation, one.name] = _Run(time_s, hidden_s, flight.cover)
+            flight.hidden_s = min(max(time_s - waited_s, 0.0), time_s)
+            self._flights[one.computation, one.name] = flight
             block.network_s[one.axes_label] += time_s
-            block.hidden_s[one.axes_label] += hidden_s
-            block.ops.append(
-                Op(
-                    name=one.name,
-                    stream="communication",
-                    start_s=flight.start_s,
-                    end_s=flight.end_s,
-                    kind=one.kind,
-                    label=one.axes_label,
-                    module=one.module,
-                )
-            )
+            block.hidden_s[one.axes_label] += flight.hidden_s
+            op = Op(one.name, "communication", flight.start_s, flight.end_s, one.kind, one.axes_label, one.module)
+            block.ops.append(op)
         block.ops.sort(key=lambda op: (op.start_s, op.end_s))
 
     def _loop(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
@@ -413,13 +377,12 @@ class _Simulation:
         computation = self._module.computations[ins.called_as("body")[0]]
         choices = self.cells.choices(self._module, ins.name) if self.cells is not None else None
         if choices is not None:
-            tick, total = self._ticks(computation, choices)
-            self._loops[ins.name] = _segment(tick, ins, times)
+            shown, total = self._ticks(computation, choices)
             start_s = self._repeat(block, total, 1)
         else:
-            body = self.block(computation)
-            self._loops[ins.name] = _segment(body, ins, times)
-            start_s = self._repeat(block, body, 1 if times is None else times)
+            shown = self.block(computation)
+            start_s = self._repeat(block, shown, 1 if times is None else times)
+        self._loops[ins.name] = _segment(shown, ins, times)
         if block.duration_s > start_s:
             block.computed(ins, "loop", start_s)
 
@@ -439,10 +402,11 @@ class _Simulation:
         slot_index = slot_index.reshape(picks.shape[:2])
         runs = np.bincount(slot_index.ravel(), minlength=len(slots)) / picks.shape[1]  # on the mean stage
         length_s = self.cells.makespan(np.array([tick.duration_s for tick in blocks])[slot_index])
-        total = _ComputationRun(duration_s=length_s, bubble_s=length_s)
+        total = _ComputationRun(duration_s=length_s)
+        total.spent_s["bubble"] = length_s
         for tick, times in zip(blocks, runs.tolist(), strict=True):
             total.add(tick, times)
-            total.bubble_s -= times * tick.duration_s
+            total.spent_s["bubble"] -= times * tick.duration_s
             total.cover = _better(total.cover, tick.cover)
         return max(blocks, key=lambda tick: tick.duration_s), total
 
@@ -494,11 +458,8 @@ def _leading_to(module: Module, names: set[str]) -> set[str]:
     """Return the computations that contain any of these instructions, directly or through calls."""
     reached = {computation.name for computation in module if any(ins.name in names for ins in computation)}
     while True:
-        callers = {
-            computation.name
-            for computation in module
-            if any(callee in reached for ins in computation for _, callee in ins.called)
-        }
+        called = {computation.name: {name for ins in computation for _, name in ins.called} for computation in module}
+        callers = {name for name, callees in called.items() if callees & reached}
         if callers <= reached:
             return reached
         reached |= callers
@@ -516,9 +477,8 @@ def _segment(block: _ComputationRun, loop: Instruction | None = None, times: int
     )
 
 
-def _better(one: Cover, other: Cover) -> Cover:
-    order: tuple[Cover, ...] = ("nothing", "kernels", "matmul")
-    return max(one, other, key=order.index)
+def _better(*covers: Cover) -> Cover:
+    return max(covers, key=("nothing", "kernels", "matmul").index)
 
 
 def _started_by(computation: Computation, done: Instruction) -> str:
@@ -542,14 +502,3 @@ def _notes(module: Module, simulation: _Simulation) -> Iterator[str]:
     for loop in simulation.loops:
         if loop.trip_count is None:
             yield f"the trip count of loop `{loop.name}` is unknown: it is counted once"
-
-
-def _check(module: Module, cluster: Cluster) -> None:
-    if not module.is_scheduled:
-        reason, fix = "its instructions are not scheduled", "pass the compiled program instead of the lowered program"
-        raise problem(f"program `{module.name}`", "simulate it", reason, fix, code="unsupported-feature")
-    devices = module.num_partitions * module.replica_count
-    if devices > cluster.num_devices:
-        requested = f"simulate it on `{cluster.name}` with {cluster.num_devices} GPUs"
-        fix = "use the cluster it was compiled for"
-        raise problem(f"program `{module.name}`", requested, f"it runs on {devices}", fix, code="out-of-range")

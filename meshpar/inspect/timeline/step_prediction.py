@@ -13,11 +13,11 @@ from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline.error_bounds import Bracket, bracket
 from meshpar.inspect.timeline.simulator import Timed, Timeline
-from meshpar.sharding.printing import Plain
+from meshpar.sharding.printing import Plain, plain
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Overlap:
+class Overlap(Plain):
     """Overlap of communication with compute."""
 
     hidden_fraction: float | None
@@ -31,23 +31,12 @@ class Overlap:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        return {
-            "hidden_fraction": self.hidden_fraction,
-            "per_axis": dict(self.per_axis),
-            "exposed": [
-                {
-                    "kind": one.collective.kind,
-                    "axes": list(one.collective.axes),
-                    "module": one.collective.module,
-                    "source": one.collective.source,
-                    "time_s": one.time_s,
-                    "hidden_s": one.hidden_s,
-                    "behind": one.cover,
-                }
-                for one in self.exposed
-            ],
-            "reason": self.reason,
-        }
+        exposed = [
+            {name: plain(getattr(one.collective, name)) for name in ("kind", "axes", "module", "source")}
+            | {"time_s": one.time_s, "hidden_s": one.hidden_s, "behind": one.cover}
+            for one in self.exposed
+        ]
+        return super().to_json() | {"exposed": exposed}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,19 +49,19 @@ class Compute(Plain):
     """Model FLOPs over the number of devices; None if they are not counted."""
     ratio: float | None
     """FLOPs over model FLOPs. Recomputation, padding and replicated work raise it above 1."""
-    predicted_step_s: float | None
+    predicted_step_s: float | None = None
     """Step time of the timeline; None without one."""
-    utilisation: float | None
+    utilisation: float | None = None
     """Model FLOPs over the GPU's peak FLOPs in the predicted step, for the type with most FLOPs."""
-    bound: str | None
+    bound: str | None = None
     """The largest component of the step: `compute`, `memory`, `launches`, `bubble` or `network:<axes>`."""
-    compute_s: float | None
+    compute_s: float | None = None
     """Time of compute-bound kernels."""
-    memory_s: float | None
+    memory_s: float | None = None
     """Time of memory-bound kernels."""
-    network_s: Mapping[str, float]
+    network_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Communication time by mesh axes, hidden or not."""
-    exposed_s: Mapping[str, float]
+    exposed_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Part of `network_s` that compute waits for."""
     launch_s: float | None = None
     """Launch time in excess of the time of short kernels; None if launches were not measured."""
@@ -127,7 +116,7 @@ def compute(
       module: the compiled program.
       num_devices: the number of devices that share the model FLOPs.
       model_flops: FLOPs of the model itself.
-      timeline: the simulated program, or None.
+      timeline: the simulated program; None for the `reason`.
       reason: why there is no timeline.
       cells: counts of a pipelined program; the results are then those of the mean stage.
       cluster: the cluster of the timeline, for its error bar.
@@ -135,40 +124,37 @@ def compute(
     flops = work.flops_per_step(module, cells)
     model_share = model_flops.step / num_devices if model_flops is not None else None
     opaque = work.custom_calls(module, cells)
-    opaque_notes = (f"FLOPs of `{target}` ({n} calls per step) are not counted" for target, n in opaque.items())
-    repeated = work.repeated_flops(module)
-    repeated_note = (
-        f"XLA recomputes {repeated / max(flops, 1):.0%} of the FLOPs to fit in memory: "
-        'remat="minimal" saves only the results of matmuls'
-    )
-    fewer = "the program has fewer FLOPs than three forward passes: the batch needs no gradient"
-    return Compute(
+    notes = [reason] if reason else []
+    if (repeated := work.repeated_flops(module)) > 0.005 * flops:
+        share = f"XLA recomputes {repeated / max(flops, 1):.0%} of the FLOPs to fit in memory"
+        notes.append(f'{share}: remat="minimal" saves only the results of matmuls')
+    if model_share is not None and flops < 0.99 * model_share:
+        notes.append("the program has fewer FLOPs than three forward passes: the batch needs no gradient")
+    if timeline is None:
+        notes += [f"FLOPs of `{target}` ({n} calls per step) are not counted" for target, n in opaque.items()]
+    else:
+        notes += timeline.notes
+    found = Compute(
         flops_per_device=flops,
         model_flops_per_device=model_share,
         ratio=flops / model_share if model_share else None,
-        predicted_step_s=timeline.step_s if timeline is not None else None,
-        bracket=bracket(module, timeline, cluster, cells) if timeline is not None and cluster is not None else None,
-        utilisation=_utilisation(model_share, timeline),
-        rates=timeline.rates if timeline is not None else "",
-        bound=timeline.bound if timeline is not None else None,
-        compute_s=timeline.compute_s if timeline is not None else None,
-        memory_s=timeline.memory_s if timeline is not None else None,
-        launch_s=timeline.launch_s if timeline is not None and cluster is not None and cluster.launch_s else None,
-        network_s=dict(timeline.network_s) if timeline is not None else {},
-        exposed_s=timeline.exposed_s if timeline is not None else {},
-        bubble_s=timeline.bubble_s if timeline is not None and cells is not None else None,
         library_calls=dict(sorted((work.custom_calls(module, cells, seen=True) | opaque).items())),
-        notes=(
-            *((reason,) if reason else ()),
-            *((repeated_note,) if repeated > 0.005 * flops else ()),
-            *((fewer,) if model_share is not None and flops < 0.99 * model_share else ()),
-            *(timeline.notes if timeline is not None else opaque_notes),
-            *(model_flops.notes if model_flops is not None else ()),
-        ),
+        notes=(*notes, *(model_flops.notes if model_flops is not None else ())),
     )
-
-
-def _utilisation(model_flops_per_device: float | None, timeline: Timeline | None) -> float | None:
-    if model_flops_per_device is None or timeline is None or not timeline.step_s:
-        return None
-    return model_flops_per_device / (timeline.step_s * timeline.peak_flops_per_s)
+    if timeline is None:
+        return found
+    peak_flops = timeline.step_s * timeline.peak_flops_per_s
+    return dataclasses.replace(
+        found,
+        predicted_step_s=timeline.step_s,
+        bracket=bracket(module, timeline, cluster, cells) if cluster is not None else None,
+        utilisation=model_share / peak_flops if model_share is not None and peak_flops else None,
+        rates=timeline.rates,
+        bound=timeline.bound,
+        compute_s=timeline.compute_s,
+        memory_s=timeline.memory_s,
+        launch_s=timeline.launch_s if cluster is not None and cluster.launch_s else None,
+        network_s=dict(timeline.network_s),
+        exposed_s=timeline.exposed_s,
+        bubble_s=timeline.bubble_s if cells is not None else None,
+    )

@@ -167,7 +167,7 @@ def test_measured_rates_replace_assumed_rates(scan, timed):
 def test_headline_names_rates_of_utilisation(scan, timed):
     computed = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed, cluster=CLUSTER)
     assert computed.rates == str(CLUSTER.rates)
-    report = SimpleNamespace(compute=computed, overlap=prediction.overlap(timed), findings=())
+    report = SimpleNamespace(compute=computed, overlap=prediction.overlap(timed), findings=(), unit="step")
     (said,) = (cell.text for cell in render._speed(report))
     assert f"model FLOP utilisation with {CLUSTER.rates}" in said
     assert "at best" not in said
