@@ -169,8 +169,7 @@ class _Context:
             return np.dtype(self.options.precision.compute).itemsize == 2
         flops_16_bits = total = 0
         for matmul in work.matmuls(self.module):
-            computation = self.module.computations[matmul.computation]
-            operand = computation[computation[matmul.name].operands[0]].shape
+            operand = matmul.computation[matmul.ins.operands[0]].shape
             total += matmul.flops_per_step
             is_16_bits = isinstance(operand, ArrayShape) and dtype_bits(operand.dtype) == 16
             flops_16_bits += matmul.flops_per_step * is_16_bits

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from meshpar.collectives import flash
@@ -26,6 +26,10 @@ _NO_MEMORY = frozenset(
 )
 
 
+Attention = Literal["", "forward", "backward"]
+"""Pass of a fused attention kernel; empty for other matmuls."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Matmul:
     """A matmul or convolution of the program, per device."""
@@ -35,14 +39,9 @@ class Matmul:
     count_per_step: int
     """Product of the trip counts of the loops around it."""
     in_branch: bool
-    op_name: str
-    module: str
-    source: str
-    is_backward: bool
-    name: str
-    computation: str
-    attention: Literal["", "forward", "backward"] = ""
-    """Pass of a fused attention kernel; empty for other matmuls."""
+    computation: Computation
+    ins: Instruction
+    attention: Attention
 
     @property
     def flops_per_step(self) -> int:
@@ -59,29 +58,25 @@ class Temporary:
     name: str
     opcode: str
     computation: str
-    op_name: str
     module: str
     source: str
 
 
 def matmuls(module: Module) -> tuple[Matmul, ...]:
-    """Return every dot, convolution, cuBLAS call and cuDNN attention, including those inside fusions."""
+    """Return every dot, convolution, cuBLAS call and fused attention, including those inside fusions."""
     return tuple(
         Matmul(
             flops=flops,
             count_per_step=visit.times,
             in_branch=visit.in_branch,
-            op_name=ins.metadata.op_name,
-            module=scopes.module_path(ins.metadata.op_name),
-            source=scopes.source(module, ins),
-            is_backward=scopes.is_backward(ins.metadata.op_name),
-            name=ins.name,
-            computation=visit.computation.name,
-            attention=_attention_pass(visit.computation, ins),
+            computation=visit.computation,
+            ins=ins,
+            attention=attention,
         )
         for visit in executed(module)
         for ins in visit.computation
-        if (flops := _flops(visit.computation, ins))
+        for flops, attention in [_kernel(visit.computation, ins)]
+        if flops
     )
 
 
@@ -94,9 +89,9 @@ def flops_per_step(module: Module, cells: ScheduleCounts | None = None) -> int:
     """
     cost = _costs(module)
     if cells is None:
-        return cost[module.entry.name]
+        return cost(module.entry.name)
     choices = ((ins.name, branches(computation, ins)) for computation in module for ins in computation)
-    costs = {name: [cost[branch] for branch in names] for name, names in choices if names}
+    costs = {name: [cost(branch) for branch in names] for name, names in choices if names}
     costliest = {name: values.index(max(values)) for name, values in costs.items()}
     total = 0.0
     for visit in executed(module):
@@ -117,20 +112,25 @@ def repeated_flops(module: Module) -> int:
     for visit in executed(module):
         seen: set[str] = set()
         for ins in () if visit.in_fusion else visit.computation:
-            flops = _flops(visit.computation, ins) + sum(cost[name] for name in runs(ins))
+            flops = _flops(visit.computation, ins) + sum(cost(name) for name in runs(ins))
             name = _COPY.sub("", ins.name)
             total += flops * visit.times * (name in seen)
             seen.add(name)
     return total
 
 
-def _costs(module: Module) -> dict[str, int]:
-    """Return the FLOPs of each computation, including its callees."""
-    cost: dict[str, int] = {}
-    for computation in _callees_first(module):
-        cost[computation.name] = sum(
-            _flops(computation, ins) + _called_flops(module, computation, ins, cost) for ins in computation
-        )
+def _costs(module: Module) -> Callable[[str], int]:
+    """Return a function that returns the FLOPs of a computation by name, including its callees."""
+
+    @functools.cache
+    def cost(name: str) -> int:
+        computation, total = module.computations[name], 0
+        for ins in computation:
+            times = trip_count(module, computation, ins) if ins.opcode == "while" else 1
+            total += _flops(computation, ins) + max(map(cost, ins.called_as("branch")), default=0)
+            total += (1 if times is None else times) * sum(map(cost, (*ins.called_as("body"), *runs(ins))))
+        return total
+
     return cost
 
 
@@ -186,7 +186,6 @@ def _temporary(module: Module, leaf: ArrayShape, index: int, computation: Comput
         name=ins.name,
         opcode=ins.opcode,
         computation=computation.name,
-        op_name=origin.metadata.op_name,
         module=_module(origin),
         source=scopes.source(module, origin),
     )
@@ -258,36 +257,29 @@ def _near(computation: Computation, ins: Instruction) -> Instruction | None:
 
 
 def _flops(computation: Computation, ins: Instruction) -> int:
+    return _kernel(computation, ins)[0]
+
+
+def _kernel(computation: Computation, ins: Instruction) -> tuple[int, Attention]:
+    """Return the matmul FLOPs of an instruction, and its pass if it is a fused attention kernel."""
     if ins.opcode == "dot":
-        return _product_flops(computation, ins, _dims(ins.attributes.get("lhs_contracting_dims", "")))
+        return _product_flops(computation, ins, _dims(ins.attributes.get("lhs_contracting_dims", ""))), ""
     if ins.opcode == "convolution":
-        return _convolution_flops(computation, ins)
+        return _convolution_flops(computation, ins), ""
     target = ins.attributes.get("custom_call_target", "").strip('"') if ins.opcode == "custom-call" else ""
     if match := _ATTENTION.match(target):
-        return _attention_flops(computation, ins, num_products=5 if match[1] else 2)
+        flops = _attention_flops(computation, ins, num_products=5 if match[1] else 2)
+        return flops, "backward" if match[1] else "forward"
     if _GEMM.match(target):
         numbers = _nested(ins.backend_config, "gemm_backend_config", "dot_dimension_numbers")
-        return _product_flops(computation, ins, _dims(str(numbers.get("lhs_contracting_dimensions", ""))))
-    if product := _flash_flops(target, ins):
-        return product * _flash_products(computation, ins)
+        contracted = _dims(str(numbers.get("lhs_contracting_dimensions", "")))
+        return _product_flops(computation, ins, contracted), ""
+    if target.endswith((".triton", "mosaic_gpu_v2")) and (flops := flash.product_flops(ins.metadata.op_name) or 0):
+        num_products = _flash_products(computation, ins)
+        return flops * num_products, "backward" if num_products > 2 else "forward"
     if target.startswith("mosaic_gpu") and (rows := _GROUPED.search(ins.metadata.op_name)):
-        return 2 * int(rows[1]) * _weight_size(computation, ins)
-    return 0
-
-
-def _attention_pass(computation: Computation, ins: Instruction) -> Literal["", "forward", "backward"]:
-    """Return the pass of a fused attention kernel of cuDNN or tokamax; empty for other kernels."""
-    target = ins.attributes.get("custom_call_target", "").strip('"') if ins.opcode == "custom-call" else ""
-    if match := _ATTENTION.match(target):
-        return "backward" if match[1] else "forward"
-    if _flash_flops(target, ins):
-        return "backward" if _flash_products(computation, ins) > 2 else "forward"
-    return ""
-
-
-def _flash_flops(target: str, ins: Instruction) -> int:
-    """Return the FLOPs per matmul of tokamax's attention; 0 for other kernels."""
-    return (target.endswith((".triton", "mosaic_gpu_v2")) and flash.product_flops(ins.metadata.op_name)) or 0
+        return 2 * int(rows[1]) * _weight_size(computation, ins), ""
+    return 0, ""
 
 
 def _flash_products(computation: Computation, ins: Instruction) -> int:
@@ -375,31 +367,3 @@ def _nested(config: Mapping[str, object], *keys: str) -> Mapping[str, object]:
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value if isinstance(value, Mapping) else {}
-
-
-def _called_flops(module: Module, computation: Computation, ins: Instruction, cost: Mapping[str, int]) -> int:
-    if not ins.called:
-        return 0
-    times = 1
-    if ins.opcode == "while":
-        trips = trip_count(module, computation, ins)
-        times = trips if trips is not None else 1
-    costliest = max((cost[name] for name in ins.called_as("branch")), default=0)
-    return costliest + times * sum(cost[name] for name in (*ins.called_as("body"), *runs(ins)))
-
-
-def _callees_first(module: Module) -> Iterator[Computation]:
-    """Yield all computations, callees before callers."""
-    done: set[str] = set()
-    for start in module.computations:
-        stack = [start]
-        while stack:
-            name = stack[-1]
-            callees = {callee for ins in module.computations[name] for _, callee in ins.called} - done
-            if name in done or not callees:
-                stack.pop()
-                if name not in done:
-                    done.add(name)
-                    yield module.computations[name]
-            else:
-                stack.extend(callees)

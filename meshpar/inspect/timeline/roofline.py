@@ -46,7 +46,7 @@ class Roofline:
 
     def __init__(self, module: Module, rates: Rates, launch_s: float = 0.0) -> None:
         self._module, self._rates, self._launch_s = module, rates, launch_s
-        self._matmuls = {(one.computation, one.name): one for one in work.matmuls(module)}
+        self._matmuls = {(one.computation.name, one.ins.name): one for one in work.matmuls(module)}
         self._reads: dict[tuple[str, int], int] = {}
 
     @property
@@ -54,8 +54,7 @@ class Roofline:
         """Peak FLOP/s for the dtype with most FLOPs in the program; by convention bfloat16 stands for 8-bit types."""
         flops: dict[float, int] = {self._rates.peak_flops_per_s(16): 0}
         for one in work.matmuls(self._module):
-            computation = self._module.computations[one.computation]
-            peak = self._rates.peak_flops_per_s(max(_widest(computation, computation[one.name]), 16))
+            peak = self._rates.peak_flops_per_s(max(_widest(one.computation, one.ins), 16))
             flops[peak] = flops.get(peak, 0) + one.flops_per_step
         return max(flops, key=lambda peak: flops[peak])
 

@@ -43,10 +43,10 @@ def test_scanned_model_flops_equal_closed_form(saved, programs, platform, versio
     assert sum(matmul.flops_per_step for matmul in found) == expected
     assert {matmul.count_per_step for matmul in found} == {programs.LAYERS}
     if platform != "lowered":
-        backward = sum(matmul.flops_per_step for matmul in found if matmul.is_backward)
+        backward = sum(matmul.flops_per_step for matmul in found if scopes.is_backward(matmul.ins.metadata.op_name))
         assert backward == expected * 2 // 3
-        assert {matmul.module for matmul in found} == {"decoder/mlp"}
-        assert all("/programs.py:" in matmul.source for matmul in found)
+        assert {scopes.module_path(matmul.ins.metadata.op_name) for matmul in found} == {"decoder/mlp"}
+        assert all("/programs.py:" in scopes.source(module, matmul.ins) for matmul in found)
 
 
 def test_batched_matmul_flops():
