@@ -194,7 +194,11 @@ class Executor:
 
     def __call__(self, columns: Columns, params: PyTree, embedding_and_head: PyTree, examples: PyTree,
                  key: jax.Array, late: jax.Array, extra: PyTree = ()) -> tuple[StageTotals, jax.Array]:  # fmt: skip
-        """Return the sums over all microbatches, and the sum of `late` over all stages."""
+        """Return the sums over all microbatches, and the sum of `late` over all stages.
+
+        `columns` are those of this stage, `[tick, ...]`; `params` are its chunks, `[chunk, ...]`; `examples` are
+        `[microbatch, examples, ...]`. The key is that of the data-parallel rank, and `late` is `[n]`.
+        """
         trace = _Trace(self, params, embedding_and_head, examples, key, extra)
 
         def tick(carry: _Carry, xs: Any) -> tuple[_Carry, None]:
@@ -338,17 +342,11 @@ class _Trace:
                     return write(buffer, slot, self._send(out, shift, ring))
 
                 with jax.named_scope(f"{SENDS[direction]}_{lane}" if lane else SENDS[direction]):
+                    args = receive_buffer, out, slot
                     if sends.all():
-                        receive_buffer = send(receive_buffer, out, slot)
+                        receive_buffer = send(*args)
                     else:  # The condition is the same on all stages, so there is no deadlock.
-                        receive_buffer = lax.cond(
-                            moves[direction, lane] > 0,
-                            send,
-                            lambda buffer, out, slot: buffer,
-                            receive_buffer,
-                            out,
-                            slot,
-                        )
+                        receive_buffer = lax.cond(moves[direction, lane] > 0, send, lambda b, *_: b, *args)
         return receive_buffer
 
     # -- Ops ----------------------------------------------------------------------------------------------------------

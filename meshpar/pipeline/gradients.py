@@ -95,16 +95,9 @@ class StagedRun:
     ) -> tuple[Result, Params]:  # fmt: skip
         """Return means over all microbatches and devices, and gradients in the dtype in which they are accumulated.
 
-        Without `sync`, loss, metrics, aux and late are the share of each stage, `[stage, ...]`.
-
-        Args:
-          params: parameters in the compute dtype.
-          batch: leaves `[examples, ...]`; the local examples of each device are divided into microbatches.
-          key: PRNG key.
-          specs: PartitionSpecs of the parameters.
-          grad_specs: PartitionSpecs of the gradients. Frozen parameters have the gradient None.
-          late: `[stage, n]`; None: n = 0.
-          extra: variables of the model other than parameters, replicated over the stages.
+        Without `sync`, loss, metrics, aux and late are the share of each stage, `[stage, ...]`. `params` are in the
+        compute dtype, the leaves of `batch` are `[examples, ...]`, `late` is `[stage, n]`, and `extra` are the other
+        variables of the model, replicated over the stages. Frozen parameters have the gradient None.
         """
         device, of_trained = _PerDevice(self, specs), self.functions.of_trained
         grad_specs = Params(
@@ -136,15 +129,13 @@ class StagedRun:
 
     def _moved(self, move: Callable[[PyTree], PyTree], chunks: PyTree, specs: PyTree) -> PyTree:
         """Move chunks between stages, each device its shard."""
-        # Without the barrier, XLA merges the selection of a chunk into the slice of the shard, and does not convert the
-        # all-reduce before it into a reduce-scatter.
-        return jax.shard_map(
-            lambda chunks: move(lax.optimization_barrier(chunks)),
-            mesh=self.mesh,
-            in_specs=(specs,),
-            out_specs=specs,
-            check_vma=False,
-        )(chunks)
+
+        def move_shard(chunks: PyTree) -> PyTree:
+            # Without the barrier, XLA merges the selection of a chunk into the slice of the shard, and does not convert
+            # the all-reduce before it into a reduce-scatter.
+            return move(lax.optimization_barrier(chunks))
+
+        return jax.shard_map(move_shard, mesh=self.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)(chunks)
 
     def constrain(self, tree: PyTree, specs: PyTree) -> PyTree:
         """Constrain each array to its spec."""
@@ -158,21 +149,18 @@ class StagedRun:
             if len(stages) > 1:
                 out.append(_summed(g, 0))
                 continue
-            g = with_layout(g, NamedSharding(self.mesh, P(self.axis, *spec)))
-            out.append(self._broadcast(g, next(iter(stages), 0)))
+            root = next(iter(stages), 0)
+            from_owner = jax.shard_map(
+                lambda x, root=root: broadcast(x[0], axis=self.axis, root=root),
+                mesh=self.mesh,
+                in_specs=P(self.axis),
+                out_specs=P(),
+                axis_names={self.axis},
+                # The result is the same on all stages, but the type system cannot infer it.
+                check_vma=False,
+            )
+            out.append(from_owner(with_layout(g, NamedSharding(self.mesh, P(self.axis, *spec)))))
         return jax.tree.unflatten(structure, out)
-
-    def _broadcast(self, x: jax.Array, root: int) -> jax.Array:
-        """Replicate the row of stage `root` of `[stage, ...]`."""
-        return jax.shard_map(
-            lambda x: broadcast(x[0], axis=self.axis, root=root),
-            mesh=self.mesh,
-            in_specs=P(self.axis),
-            out_specs=P(),
-            axis_names={self.axis},
-            # The result is the same on all stages, but the type system cannot infer it.
-            check_vma=False,
-        )(x)
 
 
 class _PerDevice:
@@ -201,20 +189,15 @@ class _PerDevice:
                 _constrained(other, auto.embedding_and_head),
             ),
         )
+        by_batch, axis = self.batch_axes or None, run.axis
+        self.in_specs = P(None, axis), self.manual_specs, P(by_batch), P(), P(axis), P()
+        grads = _each(
+            lambda spec: P(_without_axes_of(P(by_batch), spec)[0], axis, *spec[1:]),
+            run.functions.of_trained(self.expert_specs, "chunks"),
+        )
+        self.out_specs = P() if run.sync else P(axis), Params(grads, P(axis, by_batch))
         self.owners: list[set[int]] = []
         """Stages that compute the gradient of each trainable leaf of `embedding_and_head`; set when this is traced."""
-
-    @property
-    def in_specs(self) -> tuple[Any, ...]:
-        stage = self.run.axis
-        return P(None, stage), self.manual_specs, P(self.batch_axes or None), P(), P(stage), P()
-
-    @property
-    def out_specs(self) -> Any:
-        by_batch, axis = self.batch_axes or None, self.run.axis
-        expert_specs = self.run.functions.of_trained(self.expert_specs, "chunks")
-        grads = _each(lambda spec: P(_without_axes_of(P(by_batch), spec)[0], axis, *spec[1:]), expert_specs)
-        return P() if self.run.sync else P(axis), Params(grads, P(axis, by_batch))
 
     def __call__(
         self, columns: Any, params: Params, examples: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
@@ -331,49 +314,6 @@ Stage: TypeAlias = Callable[[PyTree, PyTree, MicrobatchInputs], Any]
 """(parameters of a chunk, x, inputs) -> y, or (y, Aux)."""
 
 
-class ValueAndGrad:
-    """The function that `value_and_grad` returns: `(params, batch, key) -> (Result, gradients)`."""
-
-    def __init__(self, run: StagedRun, specs: PyTree | None) -> None:
-        self.run, self.specs = run, specs
-        # shard_map with auto axes requires jit.
-        self._inside = jax.jit(self._run)
-        self._compiled = jax.jit(self._run, compiler_options=options_for(run.mesh, {}, IN_PLACE))
-
-    def __call__(
-        self, params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None
-    ) -> tuple[Result, Params]:
-        """Return loss and gradients of a step. It can be traced, so jit it together with the optimizer.
-
-        Args:
-          params: parameters; leaves of `chunks` are `[chunk, ...]`.
-          batch: a pytree of arrays `[examples, ...]`.
-          key: a typed PRNG key; None: `jax.random.key(0)`.
-          late: float32 `[stage, n]`, values of each stage from the previous step, such as its share of a gradient norm.
-            They are sent together with the activations, and their sum over stages is returned on all stages.
-
-        Returns:
-          A `Result`, and gradients with the structure of `params`.
-
-        Raises:
-          MeshparError: shapes do not fit the schedule or the mesh.
-        """
-        params = checks.checked_params(self.run, params, self.specs)
-        check_rows(batch, self.run.batch_axis_sizes, self.run.schedule.microbatches, "microbatches")
-        checks.check_key(key)
-        checks.check_late(late, self.run.schedule)
-        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, key, late)))
-        return (self._inside if is_traced else self._compiled)(params, batch, key, late)
-
-    def _run(
-        self, params: Params, batch: PyTree, key: jax.Array | None, late: jax.Array | None
-    ) -> tuple[Result, Params]:
-        chunks = jax.tree.map(lambda _: P(self.run.axis), params.chunks) if self.specs is None else self.specs
-        specs = Params(chunks, jax.tree.map(lambda _: P(), params.embedding_and_head))
-        key = jax.random.key(0) if key is None else key
-        return self.run(params, batch, key, specs=specs, grad_specs=specs, late=late)
-
-
 def value_and_grad(
     stage_fn: Stage,
     loss_fn: Last,
@@ -387,7 +327,7 @@ def value_and_grad(
     gather: Literal["step", "microbatch"] = "step",
     remat: str | None = None,
     sync: bool = True,
-) -> ValueAndGrad:
+) -> Callable[..., tuple[Result, Params]]:
     """Return a function that computes loss and gradients of a pipelined model.
 
         params.chunks [chunk, ...]    ─► stage_fn for each chunk, on its stage
@@ -420,12 +360,19 @@ def value_and_grad(
         consecutive steps. Loss and metrics are then the share of each stage, `[stage, ...]`; sum them when needed.
 
     Returns:
-      `f(params, batch, key=None, late=None) -> (Result, gradients)`. It is compiled, and can be called inside
-      `jax.jit`. In that case, `compiler_options={"xla_gpu_copy_insertion_use_region_analysis": True}` (on CPUs
-      `xla_cpu_...`) avoids copies of the buffers.
+      `f(params, batch, key=None, late=None) -> (Result, gradients)`. `params` is a `Params` with leaves `[chunk, ...]`
+      in `chunks`, and the gradients have the same structure. `batch` is a pytree of arrays `[examples, ...]`. `key` is
+      a typed PRNG key, by default `jax.random.key(0)`. `late` is float32 `[stage, n]`: values of each stage from the
+      previous step, such as its share of a gradient norm. They are sent together with the activations, and their sum
+      over stages is returned on all stages.
+
+      The function is compiled, and can be called inside `jax.jit`, together with the optimizer. In that case,
+      `compiler_options={"xla_gpu_copy_insertion_use_region_analysis": True}` (on CPUs `xla_cpu_...`) avoids copies of
+      the buffers.
 
     Raises:
-      MeshparError: the schedule is invalid or does not fit the mesh, or an option is unknown.
+      MeshparError: the schedule is invalid or does not fit the mesh, or an option is unknown. The returned function
+        raises it if shapes do not fit the schedule or the mesh.
 
     Example:
       >>> import jax, jax.numpy as jnp, meshpar as mp
@@ -441,10 +388,30 @@ def value_and_grad(
       (2.0, [1.0])
     """
     functions = _functions(stage_fn, loss_fn, first_fn, remat)
-    run = StagedRun(
+    staged = StagedRun(
         functions=functions, schedule=schedule, mesh=mesh, axis=axis, batch_axes=batch_axes, gather=gather, sync=sync
     )
-    return ValueAndGrad(run, specs)
+
+    def run(params: Params, batch: PyTree, key: jax.Array | None, late: jax.Array | None) -> tuple[Result, Params]:
+        chunks = jax.tree.map(lambda _: P(axis), params.chunks) if specs is None else specs
+        all_specs = Params(chunks, jax.tree.map(lambda _: P(), params.embedding_and_head))
+        key = jax.random.key(0) if key is None else key
+        return staged(params, batch, key, specs=all_specs, grad_specs=all_specs, late=late)
+
+    # shard_map with auto axes requires jit.
+    traced, compiled = jax.jit(run), jax.jit(run, compiler_options=options_for(mesh, {}, IN_PLACE))
+
+    def value_and_grad(
+        params: Params, batch: PyTree, key: jax.Array | None = None, late: jax.Array | None = None
+    ) -> tuple[Result, Params]:
+        params = checks.checked_params(staged, params, specs)
+        check_rows(batch, staged.batch_axis_sizes, schedule.microbatches, "microbatches")
+        checks.check_key(key)
+        checks.check_late(late, schedule)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, key, late)))
+        return (traced if is_traced else compiled)(params, batch, key, late)
+
+    return value_and_grad
 
 
 def _functions(stage_fn: Stage, loss_fn: Last, first_fn: First | None, remat: str | None) -> Functions:

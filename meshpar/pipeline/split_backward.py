@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
 from meshpar.pipeline.jaxpr_slicing import Cut, Steps, alone, depends, flat_jaxpr
 from meshpar.sharding.types import PyTree
@@ -60,14 +60,41 @@ def split_vjp(
         return y, residuals
 
     forward_jaxpr, (y, residuals) = flat_jaxpr(forward, params, x)
-    signature = _Signature(params=_TreeLeaves(params, trained), x=_TreeLeaves(x), y=_TreeLeaves(y))
+    of_params, of_x, of_y = _TreeLeaves(params, trained), _TreeLeaves(x), _TreeLeaves(y)
 
     def backward(residuals: list[jax.Array], dy: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        dparams, dx = jax.tree.unflatten(pullback["tree"], residuals)(signature.y.tree(dy))
-        return signature.params.smooth(dparams), signature.x.smooth(dx)
+        dparams, dx = jax.tree.unflatten(pullback["tree"], residuals)(of_y.tree(dy))
+        return of_params.smooth(dparams), of_x.smooth(dx)
 
-    backward_jaxpr, _ = flat_jaxpr(backward, residuals, signature.y.smooth(y))
-    return _split(forward_jaxpr, backward_jaxpr, residuals, signature)
+    backward_jaxpr, _ = flat_jaxpr(backward, residuals, of_y.smooth(y))
+    depends_on_x = depends(forward_jaxpr.jaxpr, [False] * of_params.count + [True] * of_x.count)[of_y.count :]
+    is_dparams = [True] * of_params.num_smooth + [False] * of_x.num_smooth
+    backward_cut = Cut(
+        backward_jaxpr,
+        first=[not flag for flag in is_dparams],
+        second=is_dparams,
+        only_first=[False] * len(residuals) + [True] * of_y.num_smooth,
+        shared=[not flag for flag in depends_on_x] + [False] * of_y.num_smooth,
+        effects=True,
+    )
+    variables = forward_jaxpr.jaxpr.outvars[of_y.count :]
+    places = _Residuals(variables, depends_on_x, backward_cut.needs[: len(residuals)])
+    indices = range(len(residuals))
+    saved, shared = (tuple(residuals[i] for i in group) for group in (places.saved, places.shared))
+    split = SplitVjp(
+        saved_activations=_shapes(saved),
+        deferred_weight_grads=(),
+        _params=of_params,
+        _x=of_x,
+        _y=of_y,
+        _residuals=places,
+        _forward=Cut(forward_jaxpr, first=[True] * of_y.count + [i in places.saved for i in indices], effects=True),
+        _shared=Cut(forward_jaxpr, first=[False] * of_y.count + [i in places.shared for i in indices]),
+        _backward=backward_cut,
+        _at_once=Cut(backward_jaxpr, first=[True] * len(is_dparams), effects=True),
+    )
+    deferred = jax.eval_shape(lambda *args: split.backward(*args)[1], shared, saved, y)
+    return dataclasses.replace(split, deferred_weight_grads=_shapes(deferred))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +112,9 @@ class SplitVjp:
     """Residuals that F saves per microbatch: arrays that depend on x, without duplicates, parameters and constants."""
     deferred_weight_grads: tuple[jax.ShapeDtypeStruct, ...]
     """Intermediate values that B saves per microbatch for W."""
-    _signature: _Signature
+    _params: _TreeLeaves
+    _x: _TreeLeaves
+    _y: _TreeLeaves
     _residuals: _Residuals
     _forward: Cut
     _shared: Cut
@@ -99,13 +128,13 @@ class SplitVjp:
     def forward_steps(self, params: PyTree, x: PyTree) -> Steps[tuple[PyTree, Values]]:
         """Return `forward` as steps for `jaxpr_slicing.together`. The other `_steps` methods do the same."""
         out, _ = yield from self._forward.first(jax.tree.leaves((params, x)))
-        y, residuals = out[: self._signature.y.count], out[self._signature.y.count :]
-        return jax.tree.unflatten(self._signature.y.structure, y), tuple(residuals[i] for i in self._residuals.saved)
+        y, residuals = out[: self._y.count], out[self._y.count :]
+        return jax.tree.unflatten(self._y.structure, y), tuple(residuals[i] for i in self._residuals.saved)
 
     def shared(self, params: PyTree) -> Values:
         """Return the residuals that depend on parameters and constants only. They are the same for all microbatches."""
-        out, _ = self._shared.run_first([*jax.tree.leaves(params), *[None] * self._signature.x.count])
-        residuals = out[self._signature.y.count :]
+        out, _ = self._shared.run_first([*jax.tree.leaves(params), *[None] * self._x.count])
+        residuals = out[self._y.count :]
         return tuple(residuals[i] for i in self._residuals.shared)
 
     def backward(self, shared: Values, saved: Values, dy: PyTree) -> tuple[PyTree, Values]:
@@ -117,81 +146,47 @@ class SplitVjp:
         return alone(self.backward_steps(shared, saved, dy))
 
     def backward_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, Values]]:
-        args = [*self._residuals.all(shared, saved), *self._signature.y.smooth(dy)]
+        args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
         out, deferred = yield from self._backward.first(args)
-        return self._signature.x.tree(out[self._signature.params.num_smooth :]), tuple(deferred)
+        return self._x.tree(out[self._params.num_smooth :]), tuple(deferred)
 
     def weights(self, shared: Values, saved: Values, deferred: Values) -> PyTree:
         """Run W, and return the gradients of the parameters; float0 zeros for integer and frozen leaves."""
         return alone(self.weights_steps(shared, saved, deferred))
 
     def weights_steps(self, shared: Values, saved: Values, deferred: Values) -> Steps[PyTree]:
-        args = [*self._residuals.all(shared, saved), *[None] * self._signature.y.num_smooth]
+        args = [*self._residuals.all(shared, saved), *[None] * self._y.num_smooth]
         out = yield from self._backward.second(args, deferred)
-        return self._signature.params.tree(out[: self._signature.params.num_smooth])
+        return self._params.tree(out[: self._params.num_smooth])
 
     def at_once(self, shared: Values, saved: Values, dy: PyTree) -> tuple[PyTree, PyTree]:
         """Run B and W, and return `(dx, dparams)`. A loop over layers runs once, so there are no deferred values."""
         return alone(self.at_once_steps(shared, saved, dy))
 
     def at_once_steps(self, shared: Values, saved: Values, dy: PyTree) -> Steps[tuple[PyTree, PyTree]]:
-        args = [*self._residuals.all(shared, saved), *self._signature.y.smooth(dy)]
+        args = [*self._residuals.all(shared, saved), *self._y.smooth(dy)]
         out, _ = yield from self._at_once.first(args)
-        count = self._signature.params.num_smooth
-        return self._signature.x.tree(out[count:]), self._signature.params.tree(out[:count])
+        count = self._params.num_smooth
+        return self._x.tree(out[count:]), self._params.tree(out[:count])
 
     @property
     def reads(self) -> tuple[tuple[bool, bool, bool], ...]:
         """For each leaf of the parameters, whether F, B and W read its values. W rarely does."""
-        count, residuals = self._signature.params.count, self._residuals
+        count, residuals = self._params.count, self._residuals
 
         def params_read(needs: Sequence[bool]) -> list[bool]:
             read = {index for index, need in zip(residuals.unique, needs, strict=False) if need}
             wanted = [i in read and i in residuals.shared for i in range(len(residuals.unique))]
-            return Cut(self._forward.closed, first=[False] * self._signature.y.count + wanted).first_needs[:count]
+            return Cut(self._forward.closed, first=[False] * self._y.count + wanted).first_needs[:count]
 
         in_b, in_w = params_read(self._backward.first_needs), params_read(self._backward.second_needs)
         return tuple(zip(self._forward.first_needs[:count], in_b, in_w, strict=True))
-
-
-def _split(forward: ClosedJaxpr, backward: ClosedJaxpr, residuals: Sequence[Any], signature: _Signature) -> SplitVjp:
-    """Slice a forward pass (to y and residuals) and a backward pass (from residuals and dy) into F, B and W."""
-    num_y = signature.y.count
-    depends_on_x = [False] * signature.params.count + [True] * signature.x.count
-    depends_on_x = depends(forward.jaxpr, depends_on_x)[num_y:]
-    is_dy = [False] * len(residuals) + [True] * signature.y.num_smooth
-    num_dparams, num_dx = signature.params.num_smooth, signature.x.num_smooth
-    backward_cut = Cut(
-        backward,
-        first=[False] * num_dparams + [True] * num_dx,
-        second=[True] * num_dparams + [False] * num_dx,
-        only_first=is_dy,
-        shared=[not flag for flag in depends_on_x] + [False] * signature.y.num_smooth,
-        effects=True,
-    )
-    places = _Residuals(forward.jaxpr.outvars[num_y:], depends_on_x, backward_cut.needs[: len(residuals)])
-    indices = range(len(residuals))
-    saved = tuple(residuals[i] for i in places.saved)
-    split = SplitVjp(
-        saved_activations=_shapes(saved),
-        deferred_weight_grads=(),
-        _signature=signature,
-        _residuals=places,
-        _forward=Cut(forward, first=[True] * num_y + [i in places.saved for i in indices], effects=True),
-        _shared=Cut(forward, first=[False] * num_y + [i in places.shared for i in indices]),
-        _backward=backward_cut,
-        _at_once=Cut(backward, first=[True] * len(backward.jaxpr.outvars), effects=True),
-    )
-    shared = tuple(residuals[i] for i in places.shared)
-    deferred = jax.eval_shape(lambda *args: split.backward(*args)[1], shared, saved, signature.y.like)
-    return dataclasses.replace(split, deferred_weight_grads=_shapes(deferred))
 
 
 class _TreeLeaves:
     """The leaves of a pytree. Smooth leaves have gradients: they are real or complex, and trainable."""
 
     def __init__(self, like: PyTree, trainable: PyTree = None) -> None:
-        self.like = like
         self.structure: Any
         leaves, self.structure = jax.tree.flatten(like)
         self.count = len(leaves)
@@ -214,15 +209,6 @@ class _TreeLeaves:
             for is_smooth, shape in zip(self.is_smooth, self.shapes, strict=True)
         ]
         return jax.tree.unflatten(self.structure, leaves)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Signature:
-    """Arguments and result of a function."""
-
-    params: _TreeLeaves
-    x: _TreeLeaves
-    y: _TreeLeaves
 
 
 class _Residuals:

@@ -39,50 +39,40 @@ def check_functions(**functions: Any) -> None:
     for name, function in functions.items():
         if not callable(function):
             where, reason = f"{WHERE}({name}={function!r})", f"it is a {type(function).__name__}, not a function"
-            fix = (
-                "pass stage_fn(params, x, inputs), loss_fn(embedding_and_head, y, inputs) and "
-                "first_fn(embedding_and_head, inputs) or None"
-            )
+            fix = "pass stage_fn(params, x, inputs), loss_fn(params, y, inputs) and first_fn(params, inputs) or None"
             raise problem(where, "call it", reason, fix, code="wrong-type")
 
 
 def check_run(run: StagedRun) -> None:
     """Check the schedule and the options against the mesh."""
     schedule, mesh, axis = run.schedule, run.mesh, run.axis
-    if not isinstance(schedule, Schedule):
-        where, reason = f"{WHERE}(schedule={schedule!r})", f"it is a {type(schedule).__name__}, not a Schedule"
-        fix = "write schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)"
-        raise problem(where, "run it", reason, fix, code="wrong-type")
-    if not isinstance(mesh, AnyMesh) or any(kind != AxisType.Auto for kind in mesh.axis_types):
-        where, fix = f"{WHERE}(mesh={mesh!r})", f"write mesh=mp.MeshSpec({axis}={schedule.stages}, ...).build()"
-        raise problem(where, "run stages on it", "it must be a mesh with Auto axes only", fix, code="wrong-type")
+    is_auto = isinstance(mesh, AnyMesh) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    example = f"mesh=mp.MeshSpec({axis}=4, ...).build(), schedule=mp.pipeline.one_f_one_b(stages=4, microbatches=8)"
+    for name, is_valid, reason in (
+        ("schedule", isinstance(schedule, Schedule), "it must be a Schedule"),
+        ("mesh", is_auto, "it must be a mesh with Auto axes only"),
+    ):
+        if not is_valid:
+            where = f"{WHERE}({name}={getattr(run, name)!r})"
+            raise problem(where, "run stages", reason, f"write {example}", code="wrong-type")
     sizes = axis_sizes(mesh)
     if sizes.get(axis) != schedule.stages:
         requested = f"run the {schedule.stages} stages of schedule `{schedule.name}`"
         fix = f"use MeshSpec({axis}={schedule.stages}, ...), or a schedule with a different number of stages"
-        raise problem(f"{WHERE}(axis={axis!r})", requested, f"the mesh has {_text(sizes)}", fix, code="unknown-axis")
+        raise problem(f"{WHERE}(axis={axis!r})", requested, f"the mesh has {sizes}", fix, code="unknown-axis")
     check_choice(WHERE, "when sharded weights are gathered", ("step", "microbatch"), gather=run.gather)
-    if run.batch_axes is not None:
-        _check_batch_axes(run.batch_axes, axis, sizes)
+    names = (run.batch_axes,) if isinstance(run.batch_axes, str) else () if run.batch_axes is None else run.batch_axes
+    is_names = isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)
+    for is_wrong, reason, code in (
+        (not is_names, "it must be a tuple of mesh axis names", "wrong-type"),
+        (is_names and axis in names, f"`{axis}` is the axis of the stages", "conflict"),
+        (is_names and not set(names) <= set(sizes), "one of them is not an axis of the mesh", "unknown-axis"),
+        (is_names and len(set(names)) < len(names), "an axis is used twice", "unknown-axis"),
+    ):
+        if is_wrong:
+            where, fix = f"{WHERE}(batch_axes={run.batch_axes!r})", f"use axes among {', '.join(sizes)}, or omit it"
+            raise problem(where, "shard the batch over these axes", reason, fix, code=code)
     schedule.validate()
-
-
-def _check_batch_axes(batch_axes: Any, stage_axis: str, sizes: Mapping[str, int]) -> None:
-    where, requested = f"{WHERE}(batch_axes={batch_axes!r})", "shard the batch over these axes"
-    names = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
-    if not (isinstance(names, tuple | list) and all(isinstance(name, str) for name in names)):
-        fix = f'write batch_axes=("data", "fsdp"), with axes among {", ".join(sizes)}, or omit it'
-        raise problem(where, requested, "it must be a tuple of mesh axis names", fix, code="wrong-type")
-    for name in names:
-        if name == stage_axis:
-            raise problem(where, requested, f"`{name}` is the axis of the stages", "use other axes", code="conflict")
-        if name not in sizes or names.count(name) > 1:
-            reason = f"the mesh has axes {', '.join(sizes)}, and `{name}` is not among them or is used twice"
-            raise problem(where, requested, reason, "use each axis of the mesh at most once", code="unknown-axis")
-
-
-def _text(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in sizes.items())
 
 
 # ---- Arguments of a step ---------------------------------------------------------------------------------------------
@@ -118,9 +108,9 @@ def _check_plain(name: str, tree: PyTree, requested: str) -> None:
 def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
     where, sizes = f"{WHERE}(specs=...)", axis_sizes(run.mesh)
     leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
+    fix = f'write PartitionSpec("{run.axis}") for each leaf, with None or mesh axes for other dims'
     if str(structure) != str(jax.tree.structure(params.chunks)):
         reason = f"its structure is {structure}, and the parameters have {jax.tree.structure(params.chunks)}"
-        fix = f'pass a PartitionSpec("{run.axis}", ...) for each leaf'
         raise problem(where, "shard the parameters of the chunks", reason, fix, code="wrong-shape")
     for (path, x), spec in zip(tree_leaves_with_paths(params.chunks), leaves, strict=True):
         entries = [spec_axes(entry) for entry in spec] if is_spec(spec) else []
@@ -132,14 +122,12 @@ def _check_specs(run: StagedRun, params: Params, specs: PyTree) -> None:
             or len(entries) > np.ndim(x)
             or any(size % num_shards([entry], sizes) for size, entry in zip(np.shape(x), entries, strict=False))
         ):
-            raise problem(
-                f"{where}, `{path}` of shape {np.shape(x)}",
-                f"be sharded as {spec!r}",
+            reason = (
                 f"the first dim must be sharded over `{run.axis}` only, and other dims over other axes that divide "
-                f"them, among {_text(sizes)}",
-                f'write PartitionSpec("{run.axis}"), with None or mesh axes for other dims',
-                code="bad-spec",
+                f"them, among {sizes}"
             )
+            where = f"{where}, `{path}` of shape {np.shape(x)}"
+            raise problem(where, f"be sharded as {spec!r}", reason, fix, code="bad-spec")
 
 
 def check_key(key: Any) -> None:
@@ -173,13 +161,10 @@ def grad_owners(
     y, _ = jax.eval_shape(functions.stage, chunk_params, x, inputs)
     check_alike("stage_fn", x, y)
     if run.activation_axes and not any(layout_of(functions.first, embedding_and_head, inputs)):
-        raise problem(
-            "the input of the stacked layers",
-            f"shard it over {', '.join(run.activation_axes)}",
-            "the code before the layers does not end with a suitable meshpar.constrain(...)",
-            'end it with x = mp.constrain(x, "batch", "norm_seq", "act_embed"), with the logical names of the dims',
-            code="unknown-layout",
-        )
+        requested = f"shard it over {', '.join(run.activation_axes)}"
+        reason = "the code before the layers does not end with a suitable meshpar.constrain(...)"
+        fix = 'end it with x = mp.constrain(x, "batch", "norm_seq", "act_embed"), with the logical names of the dims'
+        raise problem("the input of the stacked layers", requested, reason, fix, code="unknown-layout")
     if functions.inside is not None:
         _check_independent(functions.inside, chunk_params, embedding_and_head, x, inputs)
 
@@ -206,18 +191,17 @@ def grad_owners(
 
 def checked_loss(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Check the result of a loss function, and return its loss and metrics."""
-    if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
-        reason = f"it returned a {type(result).__name__}, not (loss, dict)"
-        raise problem("loss_fn", "read its loss and metrics", reason, "return loss, {}", code="wrong-type")
-    loss: Any = getattr(result[0], "total", result[0])
-    if np.shape(loss):
-        requested, fix = f"differentiate a loss of shape {np.shape(loss)}", "return loss.mean(), {...}"
-        raise problem("loss_fn", requested, "the loss must be a scalar", fix, code="wrong-shape")
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+    loss: Any = getattr(result[0], "total", result[0]) if is_pair else 0.0
     dtype = getattr(loss, "dtype", None) or np.asarray(loss).dtype
-    if not jnp.issubdtype(dtype, jnp.floating):
-        requested = f"differentiate a loss of dtype {dtype}"
-        fix = "return loss.astype(jnp.float32), {...}, without rounding before that"
-        raise problem("loss_fn", requested, "the loss must have a floating dtype", fix, code="wrong-dtype")
+    for is_valid, reason, code in (
+        (is_pair, f"it returned a {type(result).__name__}, not (loss, dict)", "wrong-type"),
+        (not np.shape(loss), f"the loss must be a scalar, and its shape is {np.shape(loss)}", "wrong-shape"),
+        (jnp.issubdtype(dtype, jnp.floating), f"the loss must be floating, and its dtype is {dtype}", "wrong-dtype"),
+    ):
+        if not is_valid:
+            fix = "return loss.mean(), {...} with a floating loss"
+            raise problem("loss_fn", "differentiate its result", reason, fix, code=code)
     check_numbers({**result[1], "weight": getattr(result[0], "weight", 1)})
     return result
 
@@ -233,13 +217,10 @@ def _check_independent(
     used = Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs
     for leaf, is_used in zip(jax.tree.leaves(embedding_and_head), used, strict=False):
         if is_used:
-            raise problem(
-                f"the layers of the model, and a parameter of shape {leaf.shape}",
-                "use it inside a stage",
-                "it is not part of the stacked layers, and only the first and the last stage compute its gradient",
-                "add a copy to the stacked parameters of each layer, or use it before or after the layers",
-                code="unsupported-feature",
-            )
+            where = f"the layers of the model, and a parameter of shape {leaf.shape}"
+            reason = "it is not part of the stacked layers, and only the first and the last stage compute its gradient"
+            fix = "add a copy to the stacked parameters of each layer, or use it before or after the layers"
+            raise problem(where, "use it inside a stage", reason, fix, code="unsupported-feature")
 
 
 LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})
@@ -249,23 +230,21 @@ LOCAL = frozenset({"axis_index", "pvary", "pcast", "pbroadcast"})
 def _check_collectives(name: str, jaxpr: Any, axis: str, sizes: Mapping[str, int]) -> None:
     """Check that a function does not communicate over the stages, which run different chunks and microbatches."""
     for eqn, _ in equations(jaxpr):
-        names = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+        names, primitive = eqn.params.get("axis_name", eqn.params.get("axes", ())), eqn.primitive.name
         axes = names if isinstance(names, tuple | list | frozenset | set) else (names,)
-        if axis in axes and eqn.primitive.name not in LOCAL:
-            raise problem(
-                name,
-                f"run `{eqn.primitive.name}` over mesh axis `{axis}`",
-                "its ranks are the stages, which process different microbatches, or none, at the same time",
-                "remove it; the executor sends results between stages and sums gradients after the loop",
-                code="unsupported-feature",
-            )
-        if eqn.primitive.name == "ppermute" and any(sizes.get(a, 1) > 1 for a in axes):
-            raise problem(
-                name,
-                f"run `ppermute` over {', '.join(f'`{a}`' for a in axes)} inside a stage",
+        if axis in axes and primitive not in LOCAL:
+            reason = "its ranks are the stages, which process different microbatches, or none, at the same time"
+            fix = "remove it; the executor sends results between stages and sums gradients after the loop"
+        elif primitive == "ppermute" and any(sizes.get(a, 1) > 1 for a in axes):
+            reason = (
                 "a permute synchronizes all host devices, even outside its groups, and other stages run different "
-                "ops at that time: a deadlock",
-                "do not use ring communication (context_parallel, overlapped matmuls) inside stages; "
-                "tensor_parallel(sequence=True) works",
-                code="unsupported-feature",
+                "ops at that time: a deadlock"
             )
+            fix = (
+                "do not use ring communication (context_parallel, overlapped matmuls) inside stages; "
+                "tensor_parallel(sequence=True) works"
+            )
+        else:
+            continue
+        requested = f"run `{primitive}` over {', '.join(f'`{a}`' for a in axes)} inside a stage"
+        raise problem(name, requested, reason, fix, code="unsupported-feature")

@@ -73,7 +73,10 @@ def traffic(schedule: Schedule) -> StageTraffic:
 
 
 def makespan(slots: Slots, lengths: np.ndarray) -> float:
-    """Return the end time of the last stage of the executor, where each permute synchronizes neighboring stages."""
+    """Return the end time of the last stage of the executor, where each permute synchronizes neighboring stages.
+
+    `lengths` are the durations of the ops, `[tick, stage]`.
+    """
     sends = slots.sends >= 0
     time = np.zeros(lengths.shape[1])
     has_message: np.ndarray = np.any(sends, axis=(1, 3))
@@ -94,6 +97,7 @@ def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
     """Return the number of gathers per step of a weight that ticks gather, int `[stage]`.
 
     Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise a B and its own W.
+    `reads` says whether F, B and W read the weight; see `SplitVjp.reads`.
     """
     reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
     if schedule.chunks == 1:

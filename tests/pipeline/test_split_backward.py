@@ -190,31 +190,18 @@ some = pytest.mark.parametrize("fn", cases(*QUICK, grid=FUNCTIONS), ids=lambda f
 
 @some
 def test_split_vjp_has_the_gradients_of_jax_vjp(fn):
-    split = split_vjp(fn, LAYERS, X)
-    y, dparams, dx = compiled(lambda *args: run(split, *args)[:3], LAYERS, X)
-    # XLA fuses the same ops differently, so results differ by rounding of float32 or bfloat16.
-    tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
-    assert_same((y, dparams, dx), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
-
-
-@some
-def test_at_once_has_the_gradients_of_jax_vjp(fn):
+    """B and W, and both at once, which runs a single loop over the layers."""
     split = split_vjp(fn, LAYERS, X)
 
     def both(params, x):
-        y, saved = split.forward(params, x)
-        dx, dparams = split.at_once(split.shared(params), saved, cotangent(y))
-        return y, dparams, dx
+        y, dparams, dx, (shared, saved, _) = run(split, params, x)
+        return (y, dparams, dx), (y, *reversed(split.at_once(shared, saved, cotangent(y))))
 
+    expected = compiled(functools.partial(plain, fn), LAYERS, X)
+    # XLA fuses the same ops differently, so results differ by rounding of float32 or bfloat16.
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if fn is lower_precision else {"rtol": 1e-5, "atol": 1e-5}
-    assert_same(compiled(both, LAYERS, X), compiled(functools.partial(plain, fn), LAYERS, X), **tolerance)
-    y, saved = jax.eval_shape(split.forward, LAYERS, X)
-    shared = jax.eval_shape(split.shared, LAYERS)
-    separate = matmuls(split.backward, shared, saved, y) + matmuls(
-        split.weights, shared, saved, split.deferred_weight_grads
-    )
-    assert matmuls(split.at_once, shared, saved, y) == separate
-    assert scans(split.at_once, shared, saved, y) <= scans(split.backward, shared, saved, y)
+    for found in compiled(both, LAYERS, X):
+        assert_same(found, expected, **tolerance)
 
 
 def scans(fn, *args) -> int:
@@ -246,12 +233,12 @@ def test_together_merges_loops_of_equal_length(layers, loops):
 def test_split_vjp_runs_no_matmul_twice(fn):
     split = split_vjp(fn, LAYERS, X)
     y, saved = jax.eval_shape(split.forward, LAYERS, X)
-    shared = jax.eval_shape(split.shared, LAYERS)
-    deferred = split.deferred_weight_grads
+    shared, deferred = jax.eval_shape(split.shared, LAYERS), split.deferred_weight_grads
     _, vjp = jax.eval_shape(functools.partial(jax.vjp, fn), LAYERS, X)
     b = matmuls(split.backward, shared, saved, y)
     w = matmuls(split.weights, shared, saved, deferred)
-    assert b + w == matmuls(lambda vjp, dy: vjp(with_float0(dy)), vjp, y)
+    assert b + w == matmuls(split.at_once, shared, saved, y) == matmuls(lambda vjp, dy: vjp(with_float0(dy)), vjp, y)
+    assert scans(split.at_once, shared, saved, y) <= scans(split.backward, shared, saved, y)
     assert b > 0
     assert (w > 0) == (fn is not branching)  # lax.cond is not split.
     assert matmuls(split.forward, LAYERS, X) == matmuls(fn, LAYERS, X)
@@ -316,10 +303,8 @@ def test_integers_have_no_gradient():
         y, dtable, dtokens, _ = run(split, table, tokens)
         assert_same((y, dtable, dtokens), plain(fn, table, tokens), rtol=1e-6)
     assert dtokens.dtype == jax.dtypes.float0
-    assert (
-        jax.make_jaxpr(lambda *args: split.backward(*args)[1])(split.shared(table), split.saved_activations, y).eqns
-        == []
-    )
+    deferred_of = lambda *args: split.backward(*args)[1]  # noqa: E731
+    assert not jax.make_jaxpr(deferred_of)(split.shared(table), split.saved_activations, y).eqns
 
 
 def test_dropout_mask_is_shared_by_f_and_b():
