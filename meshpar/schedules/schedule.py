@@ -322,20 +322,6 @@ class Schedule:
 
         return assign(self)
 
-    def repeated(self, steps: int) -> Schedule:
-        """Return the schedule of consecutive steps without synchronization; microbatch numbers continue."""
-        count = self.microbatches
-        rows = [
-            [
-                tuple(op._replace(microbatch=op.microbatch + n * count) for op in block)
-                for n in range(steps)
-                for block in row
-            ]
-            for row in self.order()
-        ]
-        name = f"{steps} x {self.name}"
-        return Schedule.from_order(name, rows, parts=self.parts.tolist(), microbatches=steps * count)
-
     def text(self, *, width: int | None = None) -> str:
         """Return the table as plain text, a line per stage and a column per tick, wrapped at `width` characters."""
         from meshpar.schedules.rendering import picture

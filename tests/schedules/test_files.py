@@ -41,18 +41,8 @@ def test_to_csv_writes_the_torch_format(tmp_path):
     assert (tmp_path / "zb.csv").read_text() == "0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1I0,1F1,1I1,1W0,1W1\n"
     make("dualpipe-v", 2, 4).to_csv(tmp_path / "dual.csv")
     rows = [row.split(",") for row in (tmp_path / "dual.csv").read_text().splitlines()]
-    cells = [cell for cell in rows[0] if cell]
-    assert cells[:9] == [
-        "0F0",
-        "0F1",
-        "0F2",
-        "3F0",
-        "3I0",
-        "3W0",
-        "3F1",
-        "(0F3;3B1)OVERLAP_F_B",
-        "(3F2;0B0)OVERLAP_F_B",
-    ]
+    cells = " ".join(cell for cell in rows[0] if cell)
+    assert cells.startswith("0F0 0F1 0F2 3F0 3I0 3W0 3F1 (0F3;3B1)OVERLAP_F_B (3F2;0B0)OVERLAP_F_B ")
 
 
 def test_from_csv_reads_a_torch_file(tmp_path):
@@ -87,9 +77,7 @@ def test_from_csv_ignores_communication_actions(tmp_path):
     (tmp_path / "compute.csv").write_text("\n".join(map(",".join, rows)))
     loaded = Schedule.from_csv(tmp_path / "zb-h1.csv", name="compute")
     assert loaded == Schedule.from_csv(tmp_path / "compute.csv")
-    assert [op.text(chunked=False) for block in loaded.order()[1] for op in block] == [
-        "F0", "B0", "F1", "B1", "W0", "W1"
-    ]  # fmt: skip
+    assert " ".join(op.text(chunked=False) for block in loaded.order()[1] for op in block) == "F0 B0 F1 B1 W0 W1"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "dualpipe"])
@@ -169,9 +157,7 @@ def test_from_json_rejects_invalid_joined():
 
 
 def test_to_csv_rejects_unsupported_blocks(tmp_path):
-    schedule = Schedule.from_table(
-        [[("F", 0)], [("B", 0)], [("F", 1)], [[("B", 1), ("W", 0)]], [("W", 1)]], name="odd"
-    )  # fmt: skip
+    schedule = Schedule.from_table([[("F", 0)], [("B", 0)], [("F", 1)], [[("B", 1), ("W", 0)]], [("W", 1)]])
     with raises("unsupported-feature", "tick 3, stage 0"):
         schedule.to_csv(tmp_path / "odd.csv")
 

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meshpar.schedules import SCHEDULES, Schedule, make
+from meshpar.schedules import SCHEDULES, make
 from tests.errors import raises
 
 
@@ -114,34 +114,6 @@ def test_messages_on_the_critical_path_add_latency():
     assert schedule.simulate(comm=0.5).free.makespan == pytest.approx(3 * 4 + 6 * 0.5)
     # In lockstep, each tick with a message adds latency.
     assert schedule.simulate(comm=0.5).lockstep.makespan == pytest.approx(3 * 4 + 6 * 0.5)
-
-
-def test_full_backward_in_one_tick_slows_lockstep():
-    """Tables keep B and W in separate ticks, because a tick is as long as its longest stage."""
-    split = make("1f1b", 4, 8)
-    fused = Schedule.from_table(list(as_fused(split)), name="fused")
-    assert fused.simulate().free.makespan == split.simulate().free.makespan == 33
-    assert fused.simulate().lockstep.makespan > 1.2 * split.simulate().lockstep.makespan
-
-
-def as_fused(schedule: Schedule):
-    """Yield the rows of the table with the same order and each block in a single tick, as early as possible."""
-    done, free, position = {}, [0] * schedule.stages, [0] * schedule.stages
-    rows, cells = schedule.order(), {}
-    while any(index < len(row) for index, row in zip(position, rows, strict=True)):
-        for stage, row in enumerate(rows):
-            if position[stage] == len(row):
-                continue
-            op = row[position[stage]][0]
-            needed = ("F", op.microbatch, stage - 1) if op.kind == "F" else ("B", op.microbatch, stage + 1)
-            if 0 <= needed[2] < schedule.stages and needed not in done:
-                continue
-            tick = max(free[stage], done.get(needed, -1) + 1)
-            cells[tick, stage] = [tuple(op) for op in row[position[stage]]]
-            done[op.kind, op.microbatch, stage] = tick
-            free[stage], position[stage] = tick + 1, position[stage] + 1
-    for tick in range(max(tick for tick, _ in cells) + 1):
-        yield [cells.get((tick, stage)) for stage in range(schedule.stages)]
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,6 @@ def test_validate_finds_a_missing_op(name, kind):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_validate_finds_a_missing_microbatch(name):
-    schedule = make(name, 4, 8)
-    for dropped in (0, 7):
-        broken = changed(schedule, lambda table, i=dropped: np.copyto(table, -1, where=table[..., :1] == i))
-        broken = dataclasses.replace(broken, joined=np.zeros_like(schedule.joined))
-        with raises("missing-op", f"microbatch {dropped}"):
-            broken.validate()
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(20))
 def test_validate_finds_swapped_ops(name, seed):
     """Swapped ops raise an error exactly if they break a dependency."""
@@ -88,20 +78,6 @@ def broken_dependencies(schedule: Schedule) -> int:
         else:
             wrong += when["B", i, part] > tick
     return wrong
-
-
-def test_most_swaps_break_a_dependency():
-    """The test of swapped ops is not vacuous."""
-    schedule = make("1f1b", 4, 8)
-    caught = 0
-    for tick in range(schedule.ticks - 1):
-
-        def swap(table, tick=tick):
-            table[[tick, tick + 1], 1] = table[[tick + 1, tick], 1]
-
-        broken = dataclasses.replace(changed(schedule, swap), joined=np.zeros_like(schedule.joined))
-        caught += broken_dependencies(broken) > 0
-    assert caught >= 20
 
 
 def one_stage(*cells) -> Schedule:
@@ -142,11 +118,7 @@ def from_order(kind, *op, **options):
 @pytest.mark.parametrize(
     ("build", "code", "where"),
     [
-        (
-            lambda: one_stage(("F", 0), ("B", 0), ("W", 0), ("F", 0)),
-            "duplicate-op",
-            "tick 3, stage 0: F of microbatch 0",
-        ),
+        (lambda: one_stage(("F", 0), ("B", 0), ("W", 0), ("F", 0)), "duplicate-op", "tick 3, stage 0: F of"),
         (lambda: one_stage(("F", 0), ("W", 0), ("B", 0)), "wrong-order", "tick 1, stage 0: W of microbatch 0"),
         (lambda: one_stage([("F", 0), ("B", 0)], ("W", 0)), "wrong-order", "tick 0, stage 0: B of microbatch 0"),
         (lambda: one_stage(("F", 0), ("X", 0)), "bad-op", "tick 1, stage 0"),
@@ -157,18 +129,8 @@ def from_order(kind, *op, **options):
         (lambda: one_stage([("F", 0), ("F", 1)]), "duplicate-op", "tick 0, stage 0"),
         (lambda: one_stage(("F", 0, 1), ("B", 0, 1), ("W", 0, 1)), "out-of-range", "tick 0, stage 0"),
         (lambda: Schedule.from_table([[None, None], [None]]), "wrong-shape", "tick 1"),
-        (
-            lambda: Schedule.from_table(
-                [[("F", 0), ("F", 0)], [None, ("B", 0)], [("B", 0), ("W", 0)], [("W", 0), None]]
-            ),
-            "wrong-order",
-            "tick 0, stage 1: F of microbatch 0",
-        ),
-        (
-            lambda: Schedule.from_table([[("F", 0)], [("B", 0)], [("W", 0)]], microbatches=2),
-            "missing-op",
-            "stage 0, microbatch 1",
-        ),
+        (lambda: Schedule.from_table([[(kind, 0)] * 2 for kind in "FBW"]), "wrong-order", "tick 0, stage 1"),
+        (lambda: Schedule.from_table([[("F", 0)]], microbatches=2), "missing-op", "stage 0, microbatch 1"),
         (lambda: Schedule.from_table([[None]], parts=[[1]]), "out-of-range", "`parts`"),
         (lambda: Schedule.from_table([[None]], parts=[[0, 0]]), "conflict", "`parts`"),
         (lambda: Schedule.from_table([[None]], parts=[[0], [1]]), "wrong-shape", "schedule `table`"),
@@ -183,7 +145,7 @@ def from_order(kind, *op, **options):
         (lambda: from_order("I", 0), "bad-op", "stage 0, block 0"),
         (lambda: from_order("F", 0, parts=[[0], [1]]), "wrong-shape", "schedule `odd`"),
     ],
-)
+)  # fmt: skip
 def test_schedule_rejects_invalid_tables(build, code, where):
     with raises(code, where):
         build()
@@ -191,7 +153,6 @@ def test_schedule_rejects_invalid_tables(build, code, where):
 
 def test_validate_requires_b_on_the_stage_of_f():
     """Two stages have both parts, and B must run where F saved its residuals."""
-
     table = [[(kind, 0, chunk), None] for kind, chunk in (("F", 0), ("F", 1), ("B", 1), ("B", 0), ("W", 0), ("W", 1))]
     table[2].reverse()
     with raises("wrong-stage", "tick 2, stage 1: B of microbatch 0, chunk 1"):
@@ -199,11 +160,8 @@ def test_validate_requires_b_on_the_stage_of_f():
 
 
 def test_validate_requires_neighbors_for_consecutive_parts():
-    rows = [
-        [(StageOp(kind, 0),) for kind in kinds] for kinds in ("FBW", "FBW", "FBW", "FBW")
-    ]  # fmt: skip
     with raises("wrong-stage", "stage 2"):
-        Schedule.from_order("far", rows, parts=[[0], [2], [1], [3]])
+        Schedule.from_order("far", [ops("F0 B0 W0")] * 4, parts=[[0], [2], [1], [3]])
 
 
 def test_from_order_names_both_sides_of_a_deadlock():
@@ -240,14 +198,8 @@ def test_from_order_distinguishes_missing_and_late_ops(rows, code, where):
 
 def test_validate_applies_block_boundaries():
     """The gradient of a full backward is available only when the block ends."""
-    table = [
-        [("F", 0), None],
-        [None, ("F", 0)],
-        [None, ("B", 0)],
-        [("B", 0), ("W", 0)],
-        [("W", 0), None],
-    ]
-    split = Schedule.from_table(table)
+    F, B, W = ((kind, 0) for kind in "FBW")
+    split = Schedule.from_table([[F, None], [None, F], [None, B], [B, W], [W, None]])
     joined = split.joined.copy()
     joined[2, 1] = True
     with raises("wrong-order", "tick 3, stage 0: B of microbatch 0"):
