@@ -10,10 +10,11 @@ import optax
 import pytest
 
 import meshpar as mp
-from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
+from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.models.layers import KVCache
 from meshpar.models.transformer import rope_of
 from tests.equal import linen_decoder, mesh_of
+from tests.errors import raises
 from tests.grid import cases
 
 ROWS, SEQ = 16, 12
@@ -96,44 +97,18 @@ def test_packed_sequences_have_the_logits_they_have_alone():
 
 
 @pytest.mark.parametrize(
-    ("changes", "case", "batch", "told"),
-    [
-        (
-            {"attention": "cudnn"},
-            MESHES["ring"],
-            packed(),
-            "packed sequences and attention_window and attention_cap.*ring attention with cuDNN does",
-        ),
-        ({"attention": "cudnn"}, MESHES["one"], {}, "use attention_cap.*cuDNN.*blockwise"),
-    ],
+    ("case", "options"), [("ring", "packed sequences and attention_window and attention_cap"), ("one", "attention_cap")]
 )
-def test_what_a_form_does_not_do_is_told(changes, case, batch, told):
-    with pytest.raises(mp.MeshparError, match=told):
-        after_a_step(config(**changes), case, {**{n: packed()[n] for n in ("inputs", "targets")}, **batch})
+def test_cudnn_rejects_options(case, options):
+    batch = packed()
+    if case == "one":
+        del batch["segments"]
+    with raises("unsupported-feature", 'TransformerConfig(attention="cudnn")') as error:
+        after_a_step(config(attention="cudnn"), MESHES[case], batch)
+    assert error.value.requested == f"use {options}"
 
 
 def test_a_cache_holds_one_sequence():
     tokens, none = np.zeros((1, 2), np.int32), np.zeros((1, 1, 1, 1, 1), np.float32)
-    with pytest.raises(mp.MeshparError, match="a cache has a single sequence"):
+    with raises("conflict", "Transformer(segments=..., cache=...)"):
         rope_of(config(), tokens, None, KVCache(none, none, np.int32(0)), np.float32, tokens)
-
-
-@pytest.mark.parametrize("field", ["attention_window", "attention_cap"])
-def test_limits_are_positive(field):
-    with pytest.raises(mp.MeshparError, match=field):
-        config(**{field: 0})
-
-
-@pytest.mark.matrix
-def test_cudnn_is_given_the_window(monkeypatch):
-    """jax's own plain form, called as cuDNN's is, sees what ours does."""
-    theirs = jax.nn.dot_product_attention
-
-    def plain(*qkv, implementation, **options):
-        assert implementation == "cudnn"
-        return theirs(*qkv, implementation="xla", **options)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    q, k, v = (np.random.default_rng(i).normal(size=(2, 9, 2, 4)).astype(np.float32) for i in range(3))
-    found = layers.causal_attention(q, k, v, implementation="cudnn", window=3)
-    np.testing.assert_allclose(found, layers.causal_attention(q, k, v, window=3), atol=2e-6)

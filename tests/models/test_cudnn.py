@@ -42,6 +42,18 @@ EACH += [pytest.param(case, id=name, marks=pytest.mark.matrix) for name, case in
 COMPILED = [EACH[0], *EACH[2:]]
 LATENT = LatentAttention(q_rank=None, kv_rank=16, nope_dim=8, rope_dim=8, v_dim=8)
 
+RINGS = {
+    "context, tensor": (mp.MeshSpec(context=4, tensor=2), mp.ddp() | mp.context_parallel() | mp.tensor_parallel(), {}),
+    "keys whole": (
+        mp.MeshSpec(context=2, tensor=4), mp.ddp() | mp.context_parallel() | mp.tensor_parallel() | KEYS_WHOLE, {}
+    ),
+    "latent": (mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(), {}),
+    "once": (
+        mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(),
+        {"accumulate": 2, "reduce_gradients": "once"},
+    ),
+}  # fmt: skip
+
 
 def config(attention, **changes):
     sizes = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "num_heads": 8, "num_kv_heads": 2, "mlp_dim": 64}
@@ -80,9 +92,10 @@ def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
     assert given == {(8 // ranks, max(2 // ranks, 1))}
 
 
-def test_a_mesh_of_cpu_devices_is_told():
+@pytest.mark.parametrize("case", [FSDP_TP, RINGS["once"]], ids=["all positions", "ring"])
+def test_cudnn_rejects_cpu_devices(case):
     with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
-        after_a_step(config("cudnn"), *FSDP_TP)
+        after_a_step(config("cudnn"), *case)
 
 
 def test_what_cudnn_refuses_is_told_with_the_way_round(monkeypatch):
@@ -93,19 +106,6 @@ def test_what_cudnn_refuses_is_told_with_the_way_round(monkeypatch):
     q = np.ones((1, 4, 2, 7), np.float32)
     with pytest.raises(mp.MeshparError, match=r"float32\[1, 4, 2, 7\].*multiple of 8.*attention=\"blockwise\""):
         layers.causal_attention(q, q, q, implementation="cudnn")
-
-
-RINGS = {
-    "context, tensor": (mp.MeshSpec(context=4, tensor=2), mp.ddp() | mp.context_parallel() | mp.tensor_parallel(), {}),
-    "keys whole": (
-        mp.MeshSpec(context=2, tensor=4), mp.ddp() | mp.context_parallel() | mp.tensor_parallel() | KEYS_WHOLE, {}
-    ),
-    "latent": (mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(), {}),
-    "once": (
-        mp.MeshSpec(fsdp=4, context=2), mp.fsdp(axis=("fsdp", "context")) | mp.context_parallel(),
-        {"accumulate": 2, "reduce_gradients": "once"},
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", cases(grid=RINGS))
@@ -128,11 +128,6 @@ def test_its_tiles_go_round_the_ring(monkeypatch, case):
     assert given == {((8 // tensor, SEQ // ranks // 2), max((8 if changes else 2) // tensor, 1))}
 
 
-def test_a_ring_of_cpu_devices_is_told():
-    with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
-        after_a_step(config("cudnn"), *RINGS["once"])
-
-
 # Compiled for GPUs ---------------------------------------------------------------------------------------------------
 
 
@@ -149,17 +144,15 @@ def explained(pod, cfg, spec, strategy, options, shape=(16, 256), cluster="h100:
         cfg.build(), optax.adam(1e-3), mesh=spec.abstract(math.prod(spec.values())), strategy=strategy
     )
     step = mp.train_step(next_token_loss, precision=precision, remat="full", **options)
-    texts, compiled = [], pod.compile
+    programs = []
 
     class Kept:
         def compile(self, *args, **kwargs):
-            program = compiled(*args, **kwargs)
-            texts.append(program)
-            return program
+            programs.append(pod.compile(*args, **kwargs))
+            return programs[-1]
 
     tokens = {name: jax.ShapeDtypeStruct(shape, np.int32) for name in ("inputs", "targets")}
-    report = mp.explain(step, state, tokens, cluster, pod=Kept(), advise=False)
-    return report, texts[0]
+    return mp.explain(step, state, tokens, cluster, pod=Kept(), advise=False), programs[0]
 
 
 @pytest.mark.pod

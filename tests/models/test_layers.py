@@ -41,22 +41,6 @@ def test_rotate_turns_pairs_like_complex_numbers():
     np.testing.assert_allclose(turned, np.concatenate([expected.real, expected.imag], -1), atol=2e-5)
 
 
-def test_scores_depend_on_distance_only():
-    q, k = normal(0, 1, 1, 1, 16), normal(1, 1, 1, 1, 16)
-    frequencies = layers.rope_frequencies(16, 10_000.0)
-
-    @jax.jit
-    def score(q_position, k_position):
-        turn = [
-            layers.rotate(x, layers.rope(jnp.array([[p]]), frequencies, x.dtype))
-            for x, p in ((q, q_position), (k, k_position))
-        ]
-        return (turn[0] * turn[1]).sum()
-
-    np.testing.assert_allclose(score(9, 4), score(105, 100), rtol=1e-4)
-    assert abs(score(9, 4) - score(9, 5)) > 1e-3
-
-
 def test_llama_scaling_stretches_long_wavelengths_only():
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192)
     plain = layers.rope_frequencies(128, 500_000.0)
@@ -137,17 +121,19 @@ def test_attention_of_the_last_queries_only():
     np.testing.assert_allclose(out, attention_by_hand(q, k, v), atol=2e-6)
 
 
-def test_cudnn_is_called_as_asked_and_means_the_same(monkeypatch):
-    q, k, v = normal(0, 2, 7, 4, 8), normal(1, 2, 7, 2, 8), normal(2, 2, 7, 2, 8)
-    asked, jax_attention = [], jax.nn.dot_product_attention
+@pytest.mark.parametrize("window", [None, 3])
+def test_cudnn_computes_causal_attention(monkeypatch, window):
+    """JAX's "xla" implementation, called with the arguments for cuDNN."""
+    qkv = normal(0, 2, 7, 4, 8), normal(1, 2, 7, 2, 8), normal(2, 2, 7, 2, 8)
+    jax_attention = jax.nn.dot_product_attention
 
     def without_a_gpu(*args, implementation, **kwargs):
-        asked.append(implementation)
+        assert implementation == "cudnn"
         return jax_attention(*args, implementation="xla", **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", without_a_gpu)
-    np.testing.assert_allclose(causal_attention(q, k, v, implementation="cudnn"), causal_attention(q, k, v), atol=2e-6)
-    assert asked == ["cudnn"]
+    found = layers.causal_attention(*qkv, implementation="cudnn", window=window)
+    np.testing.assert_allclose(found, layers.causal_attention(*qkv, window=window), atol=2e-6)
 
 
 def test_scores_of_bfloat16_are_float32():

@@ -19,13 +19,7 @@ from meshpar.inspect.census import census
 from meshpar.inspect.hlo.parser import parse
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.remat import REMAT_POLICIES
-from meshpar.models import (
-    RopeScaling,
-    Transformer,
-    TransformerConfig,
-    YarnScaling,
-    next_token_loss,
-)
+from meshpar.models import RopeScaling, Transformer, TransformerConfig, YarnScaling, next_token_loss
 from meshpar.models.transformer import MLP
 from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import linen_decoder, mean_loss, mesh_of
@@ -198,11 +192,13 @@ def test_a_new_deep_model_guesses_evenly(one_device):
 # --- names and structure
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_every_leaf_has_its_names(one_device, framework):
-    cfg = CONFIG()
+def test_leaves_have_logical_names(one_device, framework, tied):
+    cfg = CONFIG(tied_embeddings=tied)
     model = cfg.build() if framework == "nnx" else linen(cfg)
-    assert {leaf.path: leaf.names for leaf in model.leaves()} == NAMES
+    expected = {path: names for path, names in NAMES.items() if not tied or path != "head/kernel"}
+    assert {leaf.path: leaf.names for leaf in model.leaves()} == expected
 
 
 def test_an_error_names_all_rules_to_change_where_one_key_head_is_split_over_four_devices():
@@ -219,13 +215,6 @@ def test_an_error_names_all_rules_to_change_where_one_key_head_is_split_over_fou
         with mp.use_rules(mesh, changed):
             logits = jax.eval_shape(init(changed).bound(), TOKENS)
         assert logits.shape == (2, 7, 32)
-
-
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_a_tied_model_has_no_head(one_device, framework):
-    cfg = CONFIG(tied_embeddings=True)
-    model = cfg.build() if framework == "nnx" else linen(cfg)
-    assert {leaf.path for leaf in model.leaves()} == NAMES.keys() - {"head/kernel"}
 
 
 def test_layers_are_drawn_apart(one_device):
