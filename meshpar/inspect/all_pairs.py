@@ -13,39 +13,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from jax.extend.core import Literal, jaxprs_in_params
 
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec
 
 ROLE = "examples compared with each other"
-
-
-class _Operand(NamedTuple):
-    elements: int
-    dtype: str
+_Operands: TypeAlias = Counter[tuple[int, str]]
+"""Number of products by elements and dtype of an operand."""
 
 
 def promised(jaxpr: Any, num_batch_leaves: int, rows: int, step_spec: StepSpec) -> Iterator[ExpectedCollective]:
-    """Yield the collectives that products of all pairs of examples may cause.
-
-    Args:
-      jaxpr: of a traced step. Its last `num_batch_leaves` arguments are the leaves of the batch.
-      num_batch_leaves: number of arrays in the batch.
-      rows: number of examples per evaluation of the loss, over all devices.
-      step_spec: of the step.
-    """
+    """Yield the collectives that products of all pairs of examples may cause."""
     axes = step_spec.ordered(step_spec.batch_axes)
     if not axes or rows < 2:
         return
-    jaxpr, operands = getattr(jaxpr, "jaxpr", jaxpr), Counter[_Operand]()
+    jaxpr, operands = getattr(jaxpr, "jaxpr", jaxpr), _Operands()
     num_other_args = len(jaxpr.invars) - num_batch_leaves
     _follow(jaxpr, [i >= num_other_args for i in range(len(jaxpr.invars))], rows, 1, operands)
-    for operand, count in operands.items():
-        dtype = step_spec.wire(operand.dtype)
+    for (elements, dtype), count in operands.items():
         common: dict[str, Any] = {
-            "role": ROLE, "axes": axes, "elements": operand.elements, "dtype": dtype, "tensors": ()
+            "role": ROLE, "axes": axes, "elements": elements, "dtype": step_spec.wire(dtype), "tensors": ()
         }  # fmt: skip
         # Twice, because the backward pass may recompute the forward pass.
         yield ExpectedCollective(kind="gather", count=(0, 2 * count), **common)
@@ -62,7 +51,7 @@ _WITH_SEVERAL = frozenset({"cond", "custom_linear_solve"})
 """Primitives with a tuple of jaxprs as a parameter, whose results depend on more than the last of them."""
 
 
-def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operands: Counter[_Operand]) -> list[bool]:
+def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operands: _Operands) -> list[bool]:
     """Count the operands of products of pairs, and return a mark for each result that depends on the batch."""
     marked = {v for v, mark in zip(jaxpr.invars, arg_marks, strict=True) if mark}
 
@@ -74,7 +63,7 @@ def _follow(jaxpr: Any, arg_marks: Sequence[bool], rows: int, times: int, operan
         results = [any(args)] * len(eqn.outvars)
         if eqn.primitive.name == "dot_general" and all(args) and _is_of_pairs(eqn, rows):
             for x in eqn.invars:
-                operands[_Operand(x.aval.size, x.aval.dtype.name)] += times
+                operands[x.aval.size, x.aval.dtype.name] += times
         # Inside a `shard_map`, XLA inserts no collectives over the axes of the batch.
         for inner in () if eqn.primitive.name == "shard_map" else jaxprs_in_params(eqn.params):
             count, is_loop = len(inner.invars), eqn.primitive.name == "scan"

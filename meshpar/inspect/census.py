@@ -21,7 +21,6 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Mod
 from meshpar.inspect.hlo.walk import MAX_HOPS, VIEWS, Loop, Visit, executed, skip_views
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.pipeline.stage_placement import RETURNED
-from meshpar.sharding.types import AnyMesh, axis_sizes, problem
+from meshpar.sharding.types import MeshLike, axis_sizes, problem
 
 UNKNOWN = "unknown"
 """Axis name for replica groups that are no product of mesh axes."""
@@ -42,8 +41,6 @@ _PRIMITIVE = re.compile(
     r"(?:unreduced_|ragged_)?"
     r"(?:psum|pmax|pmin|pmean|all_gather|reduce_scatter|all_to_all|ppermute|pbroadcast|psend|precv)"
 )
-
-MeshLike: TypeAlias = AnyMesh | Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,19 +145,15 @@ class Total:
 def census(module: Module, mesh: MeshLike, cells: ScheduleCounts | None = None) -> tuple[Collective, ...]:
     """Return the collectives of a program in program order, callers before callees.
 
-    Groups of a single device send nothing and are left out, as are transfers to and from the host.
-
-    Args:
-      module: the parsed program.
-      mesh: the mesh it was compiled for, or its axis sizes in order; a device's number in the program is its position
-        in the mesh.
-      cells: counts of a pipelined program, to count the branches that each stage runs.
-
-    Raises:
-      ValueError: the mesh has another number of devices than the program.
+    A device's number in the program is its position in the mesh. Groups of a single device send nothing and are left
+    out, as are transfers to and from the host. `cells` counts the branches that each pipeline stage runs.
     """
-    axes = dict(mesh) if isinstance(mesh, Mapping) else axis_sizes(mesh)
-    _check_devices(module, axes)
+    axes = axis_sizes(mesh)
+    devices = module.num_partitions * module.replica_count
+    if devices > 1 and devices != math.prod(axes.values()):
+        requested = f"read it with the mesh {dict(axes)} of {math.prod(axes.values())} devices"
+        fix = "pass the mesh it was compiled for"
+        raise problem(f"program `{module.name}`", requested, f"it was compiled for {devices}", fix, code="conflict")
     return tuple(
         collective
         for visit in executed(module)
@@ -207,7 +200,7 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
             source=part.source,
             is_backward=scopes.is_backward(part.op_name),
             # XLA may combine collectives of kernels with the partitioner's and keep a single name.
-            origin=_origin_by_name(part.op_name, collective.op_name) if by_kernel else collective.origin,
+            origin=_origin(part.op_name, collective.op_name) if by_kernel else collective.origin,
         )
         for part in collective.parts
     )
@@ -216,10 +209,8 @@ def per_array(collective: Collective) -> tuple[Collective, ...]:
 def axes_of(groups: Groups, axes: Mapping[str, int], *, pairwise: bool = False) -> tuple[str, ...]:
     """Return the mesh axes of replica groups: `()` for groups of size 1, `("unknown",)` if no product of axes fits.
 
-    Args:
-      groups: device numbers; a number is the position in the mesh. The order inside a group does not matter.
-      axes: axis sizes in the mesh's order.
-      pairwise: the groups are (source, target) pairs; the result contains all axes along which a pair differs.
+    The order inside a group does not matter. With `pairwise`, the groups are (source, target) pairs, and the result
+    contains all axes along which a pair differs.
     """
     return _axes_of(groups, tuple(axes.items()), pairwise)
 
@@ -243,14 +234,6 @@ def _axes_of(groups: Groups, axes: tuple[tuple[str, int], ...], pairwise: bool) 
     return varying if same_axes and is_partition else (UNKNOWN,)
 
 
-def _check_devices(module: Module, axes: Mapping[str, int]) -> None:
-    devices = module.num_partitions * module.replica_count
-    if devices > 1 and devices != math.prod(axes.values()):
-        requested = f"read it with the mesh {dict(axes)} of {math.prod(axes.values())} devices"
-        fix = "pass the mesh it was compiled for"
-        raise problem(f"program `{module.name}`", requested, f"it was compiled for {devices}", fix, code="conflict")
-
-
 def _collective(
     module: Module, visit: Visit, ins: Instruction, axes: Mapping[str, int], cells: ScheduleCounts | None
 ) -> Collective | None:
@@ -265,12 +248,15 @@ def _collective(
         return None
     group_size = len({device for pair in groups for device in pair}) if kind in _PAIRWISE else len(groups[0])
     arrays = _arrays(kind, visit.computation, ins)
-    parts = _parts(module, visit, ins, kind, arrays, group_size)
-    origin = _named_source(visit, ins)
+    origin = _first_named(visit.computation, [i for i in (ins, visit.wrapper) if i is not None]) or ins
+    parts = _parts(module, visit, ins, arrays, origin, group_size)
     op_name, source = origin.metadata.op_name, scopes.source(module, origin)
     if len(parts) == 1:
         op_name, source = parts[0].op_name, parts[0].source
     counts = None if cells is None else cells.counts(visit)
+    made_by = "kernel" if kind == "ragged-all-to-all" else _origin(ins.metadata.op_name, ins.name)
+    if ins.frontend_attributes.get("is_spmd_generated") == "true":
+        made_by = "partitioner"
     return Collective(
         kind=kind,
         axes=group_axes,
@@ -286,7 +272,7 @@ def _collective(
         module=scopes.module_path(op_name),
         source=source,
         is_backward=scopes.is_backward(op_name),
-        origin=_origin(kind, ins),
+        origin=made_by,
         is_async=_is_async(ins, visit),
         is_promoted=any(name.endswith("_promoted") for name in ins.called_as("to_apply")),
         parts=parts,
@@ -338,11 +324,6 @@ def _participants(module: Module, kind: str, ins: Instruction, num_devices: int)
     return everyone if numbers_replicas or not groups else groups
 
 
-def _named_source(visit: Visit, ins: Instruction) -> Instruction:
-    """Return the instruction with the collective's origin: itself, or an input if combining lost the name."""
-    return _first_named(visit.computation, [ins, visit.wrapper] if visit.wrapper is not None else [ins]) or ins
-
-
 def _first_named(computation: Computation, instructions: Sequence[Instruction]) -> Instruction | None:
     """Return the nearest instruction with an op name, from these instructions upstream."""
     for _ in range(MAX_HOPS):
@@ -355,10 +336,15 @@ def _first_named(computation: Computation, instructions: Sequence[Instruction]) 
 
 
 def _parts(
-    module: Module, visit: Visit, ins: Instruction, kind: str, arrays: Sequence[ArrayShape], group_size: int
+    module: Module,
+    visit: Visit,
+    ins: Instruction,
+    arrays: Sequence[ArrayShape],
+    combined: Instruction,
+    group_size: int,
 ) -> tuple[Member, ...]:
-    """Split a combined collective into its arrays."""
-    computation = visit.computation
+    """Split a combined collective into its arrays. `combined` has the name of an array without its own name."""
+    computation, kind = visit.computation, ins.opcode.removesuffix("-start")
     sliced = _sliced(module, visit, ins, group_size, len(arrays))
     flat = _concatenated(module, computation, ins) if kind == "all-reduce" and len(arrays) == 1 else ()
     if flat:
@@ -368,7 +354,6 @@ def _parts(
     else:
         operands = [(leaf, name) for name in ins.operands for leaf in computation[name].shape.leaves()]
         arrays_in = [(array, name, is_sliced) for (array, name), is_sliced in zip(operands, sliced, strict=False)]
-    combined = _named_source(visit, ins)
     merged = scopes.members(ins.metadata.op_name)
     parts = []
     for index, (array, operand, is_sliced) in enumerate(arrays_in):
@@ -427,16 +412,8 @@ def _concatenated(module: Module, computation: Computation, ins: Instruction) ->
     return concatenated
 
 
-def _origin(kind: str, ins: Instruction) -> str:
-    """Return the origin from XLA's annotation for the partitioner, or from the primitive in the op name."""
-    if ins.frontend_attributes.get("is_spmd_generated") == "true":
-        return "partitioner"
-    if kind == "ragged-all-to-all":  # never made by the partitioner
-        return "kernel"
-    return _origin_by_name(ins.metadata.op_name, ins.name)
-
-
-def _origin_by_name(op_name: str, name: str = "") -> str:
+def _origin(op_name: str, name: str = "") -> str:
+    """Return the origin by the primitive in the op name."""
     return "kernel" if _PRIMITIVE.match(scopes.primitive(op_name) or scopes.primitive(name) or name) else "partitioner"
 
 
@@ -473,16 +450,17 @@ def _sliced(module: Module, visit: Visit, ins: Instruction, group_size: int, num
 
 
 def _is_sliced(module: Module, computation: Computation, value: Instruction, group_size: int) -> bool:
+    """Return whether all final readers of a value are slices of size 1/`group_size`."""
     uses = list(_uses(module, computation, value, MAX_HOPS))
-    return bool(uses) and all(_keeps_part(use, of, group_size) for use, of in uses)
-
-
-def _keeps_part(use: Instruction | None, of: ArrayShape | None, group_size: int) -> bool:
-    if use is None or of is None or use.opcode != "dynamic-slice" or not isinstance(use.shape, ArrayShape):
-        return False
-    if RETURNED in scopes.components(use.metadata.op_name):
-        return False  # a chunk that returns to its stage
-    return use.shape.size * group_size == of.size
+    return bool(uses) and all(
+        use is not None
+        and of is not None
+        and use.opcode == "dynamic-slice"
+        and isinstance(use.shape, ArrayShape)
+        and RETURNED not in scopes.components(use.metadata.op_name)  # a chunk that returns to its stage
+        and use.shape.size * group_size == of.size
+        for use, of in uses
+    )
 
 
 def _uses(
@@ -496,24 +474,15 @@ def _uses(
         if user.opcode in VIEWS:
             yield from _uses(module, computation, user, hops - 1)
         elif user.opcode in ("fusion", "call"):
-            yield from _uses_inside(module, computation, value, user, hops - 1)
+            inner = module.computations[user.called[0][1]]
+            for number, operand in enumerate(user.operands):
+                if operand != value.name:
+                    continue
+                for use, of in _uses(module, inner, inner.parameters[number], hops - 1):
+                    if use is None and inner.root.opcode in VIEWS:  # the fusion is a view: follow its result
+                        yield from _uses(module, computation, user, hops - 1)
+                    else:
+                        yield use, of
         else:
             is_sliced_operand = user.operands[:1] == (value.name,)
             yield user, value.shape if is_sliced_operand and isinstance(value.shape, ArrayShape) else None
-
-
-def _uses_inside(
-    module: Module, computation: Computation, value: Instruction, caller: Instruction, hops: int
-) -> Iterator[tuple[Instruction | None, ArrayShape | None]]:
-    inner = module.computations[caller.called[0][1]]
-    for number, operand in enumerate(caller.operands):
-        if operand != value.name:
-            continue
-        if number not in inner.parameters:
-            yield None, None
-            continue
-        for use, of in _uses(module, inner, inner.parameters[number], hops):
-            if use is None and inner.root.opcode in VIEWS:  # the fusion is a view: follow its result
-                yield from _uses(module, computation, caller, hops)
-            else:
-                yield use, of

@@ -153,15 +153,7 @@ def rows_and_tokens(batch: Any, split: int) -> tuple[int, int | None]:
 def expected_by_stage(
     setup: Setup, options: StepOptions, batch: Any, parts: StagePartition, *, on_cpu: bool = False
 ) -> tuple[tuple[ExpectedCollective, ...], ...]:
-    """Return the expected collectives of each stage of a pipelined training step.
-
-    Args:
-      setup: see `expected_collectives`, also for `options`, `batch` and `on_cpu`.
-      options: the options of the step.
-      batch: the global batch.
-      parts: the partition of the model into stages.
-      on_cpu: whether XLA:CPU compiles the step.
-    """
+    """Return the expected collectives of each stage of a pipelined training step."""
     step = _Staged.of(setup, options, batch, parts, on_cpu)
     common = list(step.everywhere())
     layers = [(side, collective) for side in _SIDES for collective in step.of_side(side)]

@@ -121,11 +121,9 @@ class _Pool:
         groups: dict[Any, list[int]] = {}
         for index, (array, runs) in enumerate(self.arrays):
             trips = tuple(loop.trip_count for loop in array.loops)
-            key = (
-                array.logical_kind, array.axes, _elements(array), array.dtype, trips, array.is_backward, array.origin
-            )  # fmt: skip
+            key = array.logical_kind, array.axes, _elements(array), array.dtype, array.is_backward, array.origin
             if runs:
-                groups.setdefault(key, []).append(index)
+                groups.setdefault((*key, trips), []).append(index)
         return list(groups.values())
 
     def fit(self, expected: ExpectedCollective, array: Collective) -> tuple[Fraction, float]:
@@ -219,9 +217,7 @@ def _assign(expectations: Sequence[ExpectedCollective], pool: _Pool) -> list[_Ma
         cost[p] = mismatch - (0.0 if array.origin == "kernel" else _UNASSIGNED_COST)
         for d, (owner, axis) in enumerate(demands):
             by_demand[d, p] = float(num_arrays) if owner == e and axis in array.axes else 0
-    least, most = (
-        np.array([expectations[e].count_over(axis)[bound] for e, axis in demands], float) for bound in (0, 1)
-    )
+    least, most = np.array([expectations[e].count_over(axis) for e, axis in demands], float).T
     missing = np.eye(len(demands))
     program = {
         "c": np.concatenate([cost, np.full(len(demands), _MISSING_COST)]),
@@ -236,9 +232,8 @@ def _assign(expectations: Sequence[ExpectedCollective], pool: _Pool) -> list[_Ma
     # The program is always feasible (assign nothing), but HiGHS sometimes fails after its presolve.
     solutions = (milp(**program, options={"mip_rel_gap": 1e-9, "presolve": presolve}) for presolve in (True, False))
     solution = next(result.x for result in solutions if result.x is not None)
-    for (e, g, num_arrays, _), remaining in zip(
-        pairs, np.rint(solution[: len(pairs)]).astype(int).tolist(), strict=True
-    ):
+    solved_runs = np.rint(solution[: len(pairs)]).astype(int).tolist()
+    for (e, g, num_arrays, _), remaining in zip(pairs, solved_runs, strict=True):
         for index in groups[g]:
             assigned = min(remaining, pool.arrays[index][1])
             if assigned:
@@ -286,9 +281,8 @@ def match_collectives(
     expectations = [e.as_stacked if e.as_stacked and pool.has_layers(e.as_stacked) else e for e in expectations]
     pool.stacks = frozenset(expected.stack for expected in expectations if expected.stack > 1)
     matches = _assign(expectations, pool)
-    summed = {axis for expected in expectations if expected.role == GRADIENTS for axis in expected.axes} | set(
-        batch_axes
-    )
+    summed = {axis for expected in expectations if expected.role == GRADIENTS for axis in expected.axes}
+    summed |= set(batch_axes)
     groups: dict[str, list[tuple[Collective, int]]] = {"small": [], "kernels": [], "untold": [], "unexpected": []}
     for i, (array, runs) in enumerate(pool.arrays):
         untraced = array.count_per_step - traced_runs.get(i, array.count_per_step)
@@ -362,11 +356,8 @@ def most_of(results: Sequence[MatchResult]) -> MatchResult:
         largest: dict[Any, Any] = {}
         for entry in (entry for result in results for entry in getattr(result, field)):
             is_match = isinstance(entry, MatchEntry)
-            key = (
-                entry.kind,
-                entry.axes,
-                *((entry.role, entry.lowered_as) if is_match else (entry.tensor, entry.source)),
-            )
+            names = (entry.role, entry.lowered_as) if is_match else (entry.tensor, entry.source)
+            key = entry.kind, entry.axes, *names
             weight = (entry.bytes_sent_per_device, entry.count[1] if is_match else entry.count_per_step)
             if key not in largest or weight > largest[key][0]:
                 largest[key] = weight, entry
@@ -473,31 +464,26 @@ def _unexpected(
     scopes_above: int | None,
 ) -> tuple[Unexpected, ...]:
     """Return the unexpected collectives, merged over layers, largest first."""
-    by_layer: dict[tuple[Any, ...], list[Unexpected]] = {}
+    by_layer: dict[tuple[Any, ...], list[tuple[Collective, int, str]]] = {}
     for array, count in arrays:
         param = _param_of_size(array, expectations, sizes)
-        entry = Unexpected(
-            kind=array.logical_kind,
-            axes=array.axes,
-            tensor=f"{array.arrays[0]}" + (f", the size of {param}" if param else ""),
-            module=array.module,
-            source=array.source,
-            operation=array.op_name.rpartition("/")[2],
-            count_per_step=count,
-            bytes_sent_per_device=array.bytes_sent_per_device * count,
-            fix=_fix(array, bool(param), scopes_above),
-        )
-        key = (entry.kind, entry.axes, layerless(entry.tensor), layerless(entry.module), entry.source)
-        by_layer.setdefault(key, []).append(entry)
+        key = (array.logical_kind, array.axes, str(array.arrays[0]), layerless(param), layerless(array.module))
+        by_layer.setdefault((*key, array.source), []).append((array, count, param))
     merged = []
-    for entries in by_layer.values():
-        modules = {entry.module for entry in entries}
+    for layers in by_layer.values():
+        array, _, param = layers[0]
+        modules = sorted({array.module for array, *_ in layers})
         merged.append(
-            dataclasses.replace(
-                entries[0],
-                module=of_layers(sorted(modules)),
-                count_per_step=sum(entry.count_per_step for entry in entries),
-                bytes_sent_per_device=sum(entry.bytes_sent_per_device for entry in entries),
+            Unexpected(
+                kind=array.logical_kind,
+                axes=array.axes,
+                tensor=f"{array.arrays[0]}" + (f", the size of {param}" if param else ""),
+                module=of_layers(modules),
+                source=array.source,
+                operation=array.op_name.rpartition("/")[2],
+                count_per_step=sum(count for _, count, _ in layers),
+                bytes_sent_per_device=sum(array.bytes_sent_per_device * count for array, count, _ in layers),
+                fix=_fix(array, bool(param), scopes_above),
                 layers=len(modules),
             )
         )

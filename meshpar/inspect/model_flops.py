@@ -46,14 +46,7 @@ class ModelFlops:
 
 
 def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops:
-    """Return the model FLOPs of a training step.
-
-    Args:
-      step: made by `train_step`.
-      state: arrays or their abstract values.
-      batch: the global batch, arrays or their abstract values. With gradient accumulation the loss is traced for one
-        micro-step and multiplied by their number.
-    """
+    """Return the model FLOPs of a training step."""
     notes: dict[str, None] = {}
     forward = step.options.accumulate * matmul_flops(traced_alone(step, state, batch), notes)
     return ModelFlops(forward=forward, step=TRAINING * forward, notes=tuple(notes))
@@ -74,11 +67,6 @@ def matmul_flops(
 
     Scans are multiplied by their length, and `while` loops by a constant trip count or 1. Only the most expensive
     branch of a `cond` counts, and the body of a `shard_map` counts once for every device that it is manual over.
-
-    Args:
-      jaxpr: the jaxpr to count.
-      notes: receives a key for every operation that cannot be counted correctly.
-      products: FLOPs by primitive, in addition to library attention kernels; None means all known primitives.
     """
     notes, products = {} if notes is None else notes, _PRODUCTS if products is None else products
     return sum(_equation_flops(equation, notes, products) for equation in jaxpr.eqns)
@@ -171,11 +159,6 @@ def traced_alone(step: TrainStep, state: TrainState, batch: PyTree) -> core.Jaxp
 
     Kernels that distribute work may skip some of it, such as ring attention with a causal mask. On a single device they
     compute all of it.
-
-    Args:
-      step: made by `train_step`.
-      state: arrays or their abstract values.
-      batch: the global batch, arrays or their abstract values; a micro-step has an equal share of the examples.
     """
     setup, options = state.setup, step.options
     mesh = AbstractMesh((1,) * len(setup.mesh.axis_names), setup.mesh.axis_names, axis_types=setup.mesh.axis_types)

@@ -23,16 +23,7 @@ _WITHOUT_GRADIENT = frozenset({"stop_gradient"})
 
 
 def uses(jaxpr: core.Jaxpr, num_params: int) -> tuple[ParamUsage, ...]:
-    """Return how the leading arguments are used.
-
-    Args:
-      jaxpr: the loss function; parameters are its first arguments.
-      num_params: the number of parameters.
-
-    Returns:
-      For each parameter: the number of differentiable uses of the full array, slice sizes with their counts, and the
-      number of rows that are looked up.
-    """
+    """Return how the leading arguments are used."""
     counts: dict[Any, Counter[int]] = {}
     params: list[Any] = jaxpr.invars[:num_params]
     _count(jaxpr, {x: x.aval.size for x in params}, counts, {x: x for x in params}, 1)

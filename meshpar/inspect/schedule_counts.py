@@ -67,11 +67,7 @@ class ScheduleCounts:
         return choices or None
 
     def makespan(self, lengths: np.ndarray) -> float:
-        """Return when the last stage leaves the loop. Participants of a permute wait for their message.
-
-        Args:
-          lengths: durations `[tick, stage]`.
-        """
+        """Return when the last stage leaves the loop. Participants of a permute wait for their message."""
         return makespan(self._plan.slots, lengths)
 
     def picked(self, visit: Visit) -> tuple[int, np.ndarray] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -38,7 +37,7 @@ MODEL = TransformerConfig(
 BATCH = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class ReferenceCase:
     """A strategy on a mesh of eight devices."""
 
@@ -54,25 +53,17 @@ class ReferenceCase:
 
 
 CASES = (
-    ReferenceCase(strategy="ddp()", mesh="data=8", split="batch"),
-    ReferenceCase(strategy="zero1()", mesh="fsdp=8", split="+ optimizer state"),
-    ReferenceCase(strategy="zero2()", mesh="fsdp=8", split="+ gradients"),
-    ReferenceCase(strategy="zero3()", mesh="fsdp=8", split="+ parameters"),
-    ReferenceCase(
-        strategy="hsdp()", mesh="data=2,fsdp=4", split="as zero3 within groups of 4; replicated over two groups"
-    ),
-    ReferenceCase(strategy="ddp() | tensor_parallel()", mesh="tensor=8", split="weight matrices within a layer"),
-    ReferenceCase(
-        strategy="ddp() | tensor_parallel(sequence=True)", mesh="tensor=8", split="+ sequence between layers' matmuls"
-    ),
-    ReferenceCase(strategy="fsdp() | tensor_parallel()", mesh="fsdp=4,tensor=2", split="weights over both axes"),
-    ReferenceCase(strategy="ddp() | context_parallel()", mesh="context=8", split="sequence"),
-    ReferenceCase(
-        strategy="ddp() | context_parallel(kind='all-to-all')",
-        mesh="context=8",
-        split="sequence; heads inside attention",
-    ),
-    ReferenceCase(strategy="fsdp(quantize='int8')", mesh="fsdp=8", split="as zero3, sent in int8"),
+    ReferenceCase("ddp()", "data=8", "batch"),
+    ReferenceCase("zero1()", "fsdp=8", "+ optimizer state"),
+    ReferenceCase("zero2()", "fsdp=8", "+ gradients"),
+    ReferenceCase("zero3()", "fsdp=8", "+ parameters"),
+    ReferenceCase("hsdp()", "data=2,fsdp=4", "as zero3 within groups of 4; replicated over two groups"),
+    ReferenceCase("ddp() | tensor_parallel()", "tensor=8", "weight matrices within a layer"),
+    ReferenceCase("ddp() | tensor_parallel(sequence=True)", "tensor=8", "+ sequence between layers' matmuls"),
+    ReferenceCase("fsdp() | tensor_parallel()", "fsdp=4,tensor=2", "weights over both axes"),
+    ReferenceCase("ddp() | context_parallel()", "context=8", "sequence"),
+    ReferenceCase("ddp() | context_parallel(kind='all-to-all')", "context=8", "sequence; heads inside attention"),
+    ReferenceCase("fsdp(quantize='int8')", "fsdp=8", "as zero3, sent in int8"),
 )
 """Rows of the table."""
 
@@ -108,11 +99,9 @@ class StrategyTable:
     def to_json(self) -> dict[str, Any]:
         rows = [
             {
-                "strategy": case.strategy,
-                "mesh": case.mesh,
-                "split": case.split,
-                "layer": _plain(_counts(report, in_layer=True)),
-                "once": _plain(_counts(report, in_layer=False)),
+                **dataclasses.asdict(case),
+                "layer": _counts(report, in_layer=True),
+                "once": _counts(report, in_layer=False),
                 "totals": report.to_json()["totals"],
             }
             for case, report in zip(self.cases, self.reports, strict=True)
@@ -121,15 +110,7 @@ class StrategyTable:
 
 
 def strategy_table(cluster: str | None = None, *, pod: PodProcess | None = None) -> StrategyTable:
-    """Compile the decoder with every strategy and return the table.
-
-    Args:
-      cluster: a cluster with eight GPUs, `h100:1x8` by default.
-      pod: a running compiler process to use.
-
-    Raises:
-      MeshparError: if the cluster is unknown or does not have eight GPUs, or the `aot` extra is missing.
-    """
+    """Compile the decoder with every strategy and return the table."""
     target = parse_cluster(cluster or CLUSTER)
     require_aot(target.name)
     with contextlib.nullcontext(pod) if pod is not None else PodProcess() as process:
@@ -143,7 +124,7 @@ def _row(case: ReferenceCase, report: Report) -> tuple[str, ...]:
     in_layer, once = (
         "; ".join(
             f"{', '.join(f'{kind} ×{count}' for kind, count in kinds.items())} over `{axes}`"
-            for axes, kinds in _plain(_counts(report, in_layer=in_layer)).items()
+            for axes, kinds in _counts(report, in_layer=in_layer).items()
         )
         or "nothing"
         for in_layer in (True, False)
@@ -151,8 +132,8 @@ def _row(case: ReferenceCase, report: Report) -> tuple[str, ...]:
     return strategy, case.mesh.replace(",", ", "), case.split, in_layer, once, human_bytes(sent)
 
 
-def _counts(report: Report, *, in_layer: bool) -> dict[tuple[str, str], int]:
-    """Return the number of arrays sent per layer, or once per step, by (axes, kind), without small arrays."""
+def _counts(report: Report, *, in_layer: bool) -> dict[str, dict[str, int]]:
+    """Return the number of arrays sent per layer, or once per step, by axes and kind, without small arrays."""
     counts: dict[tuple[str, str], int] = {}
     for array in (array for item in report.collectives for array in per_array(item.collective)):
         is_in_layer = any(loop.trip_count == MODEL.num_layers for loop in array.loops)
@@ -161,15 +142,10 @@ def _counts(report: Report, *, in_layer: bool) -> dict[tuple[str, str], int]:
             counts[key] = counts.get(key, 0) + array.count_per_step // (MODEL.num_layers if in_layer else 1)
     order = list(report.mesh)
 
-    def rank(item: tuple[tuple[str, str], int]) -> tuple[int, str]:
-        (label, kind), _ = item
-        return min((order.index(axis) for axis in label.split("*") if axis in order), default=0), kind
+    def rank(key: tuple[str, str]) -> tuple[int, str]:
+        return min((order.index(axis) for axis in key[0].split("*") if axis in order), default=0), key[1]
 
-    return dict(sorted(counts.items(), key=rank))
-
-
-def _plain(counts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
-    result: dict[str, dict[str, int]] = {}
-    for (label, kind), count in counts.items():
-        result.setdefault(label, {})[kind] = count
-    return result
+    by_axes: dict[str, dict[str, int]] = {}
+    for label, kind in sorted(counts, key=rank):
+        by_axes.setdefault(label, {})[kind] = counts[label, kind]
+    return by_axes

@@ -73,12 +73,7 @@ class _Place:
 
 
 def messages(jaxpr: Any, cells: ScheduleCounts | None = None) -> tuple[Message, ...]:
-    """Return every explicit collective of a function, multiplied by the loops around it.
-
-    Args:
-      jaxpr: of a traced step, `step.trace(state, batch).jaxpr`.
-      cells: counts of a pipelined step, to count the branches of each stage. Other branches count as if taken.
-    """
+    """Return every explicit collective of a function, multiplied by the loops around it."""
     return tuple(_sent(getattr(jaxpr, "jaxpr", jaxpr), _Place(Visit(None), {}, ""), cells))  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ import pytest
 import meshpar as mp
 from meshpar.inspect.budget import SLACK_BYTES, Budget
 from meshpar.inspect.comparison import Comparison
+from meshpar.inspect.render import text_of
 from tests.errors import raises
 
 
@@ -93,12 +94,7 @@ def test_new_kind_exceeds_the_budget_unless_small(report, budget):
 
 
 def test_memory_strategy_and_version(report, budget):
-    other = dataclasses.replace(
-        budget,
-        peak_bytes=budget.peak_bytes // 2,
-        strategy="ddp()",
-        jax_version="0.0.1",
-    )
+    other = dataclasses.replace(budget, peak_bytes=budget.peak_bytes // 2, strategy="ddp()", jax_version="0.0.1")
     found = other.differences(report)
     assert found[0].is_over
     assert found[0].text.startswith("peak memory is higher")
@@ -108,42 +104,25 @@ def test_memory_strategy_and_version(report, budget):
     assert any(text.startswith("jax was 0.0.1") for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"name": "x"}, "recipe `x`"),
-        ({"target": "h100:1x8"}, "target `h100:1x8`"),
-        ({"mesh": {"data": 8}}, "mesh `data=8`"),
-    ],
-)
-def test_other_steps_are_refused(budget, change, text):
+@pytest.mark.parametrize("change", [{"name": "x"}, {"target": "h100:1x8"}, {"mesh": {"data": 8}}])
+def test_other_steps_are_refused(budget, change):
     step = {"name": budget.name, "target": budget.target, "mesh": budget.mesh}
     budget.check_comparable("b.json", **step)
-    with raises("conflict", "b.json") as error:
+    with raises("conflict", "b.json"):
         budget.check_comparable("b.json", **{**step, **change})
-    assert text in error.value.requested
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"name": 3}', "null"])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"name": 3}', "null"])
 def test_load_refuses_other_files(tmp_path, text):
     (tmp_path / "b.json").write_text(text)
-    with pytest.raises(mp.MeshparError, match="--save-budget"):
+    with raises("damaged-file", "b.json"):
         Budget.load(tmp_path / "b.json")
-
-
-def test_load_refuses_unknown_fields(budget, tmp_path):
-    (tmp_path / "b.json").write_text(json.dumps({**budget.to_json(), "tolerence": 0.1}))
-    with raises("damaged-file") as error:
-        Budget.load(tmp_path / "b.json")
-    assert "tolerence" in error.value.reason
-
-
-# Two reports side by side --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "invalid",
     [
+        {"tolerence": 0.1},
         {"totals": 5},
         {"totals": {"data": 5}},
         {"totals": {"data": {"all-reduce": {}}}},
@@ -155,11 +134,11 @@ def test_load_refuses_unknown_fields(budget, tmp_path):
         {"name": None},
     ],
 )
-def test_load_refuses_invalid_fields(budget, tmp_path, invalid):
+def test_load_refuses_invalid_and_unknown_fields(budget, tmp_path, invalid):
     (tmp_path / "budget.json").write_text(json.dumps({**budget.to_json(), **invalid}))
     with raises("damaged-file") as error:
         Budget.load(tmp_path / "budget.json")
-    assert f"`{next(iter(invalid))}`" in error.value.reason
+    assert next(iter(invalid)) in error.value.reason
 
 
 def test_comparison_of_two_reports(report, planted):
@@ -174,8 +153,6 @@ def test_comparison_of_two_reports(report, planted):
     sent = sum(one.collective.bytes_sent_per_step for one in report.collectives)
     assert rows["total sent"].first == pytest.approx(sent)
     json.dumps(comparison.to_json())
-    from meshpar.inspect.render import text_of
-
     text = text_of(comparison)
     assert "fsdp()" in text
     assert "predicted step" not in text  # both lack it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections import Counter
 
@@ -25,6 +24,7 @@ VERSIONS = ("jax0.10", "jax0.12")
 MESH = {"data": 2, "tensor": 4}
 BY_TENSOR, BY_DATA = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups=[4,2]<=[2,4]T(1,0)"
 MERGED = 'metadata={op_name="jit(f)/step/(mlp/mul:jit(g)/norm/reduce_sum)"}'
+OFFSETS = "i = s64[4] constant({0, 2, 4, 6})"
 ON_TENSOR = f"channel_id=1, {BY_TENSOR}, use_global_device_ids=true"
 
 
@@ -152,33 +152,15 @@ def test_totals_per_axis_and_kind(saved, programs):
         (f"r = f32[2,4] reduce-scatter(p), {ON_TENSOR}, dimensions={{0}}, to_apply=add", "reduce-scatter", 128, 96.0),
         (f"r = f32[8,4] all-to-all(p), channel_id=1, {BY_TENSOR}, dimensions={{0}}", "all-to-all", 128, 96.0),
         (f"r = f32[8,4] collective-broadcast(p), channel_id=1, {BY_TENSOR}", "collective-broadcast", 128, 128.0),
-        (
-            "r = f32[8,4] collective-permute(p), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}",
-            "collective-permute",
-            128,
-            128.0,
-        ),
-        (
-            f"""
-            i = s64[4] constant({{0, 2, 4, 6}})
-            r = f32[8,4] ragged-all-to-all(p, p, i, i, i, i), channel_id=1, {BY_TENSOR}
-            """,
-            "ragged-all-to-all",
-            128,
-            96.0,
-        ),
-        (
-            f"""
-            i = s64[4] constant({{0, 2, 4, 6}})
-            q = f32[2,4] slice(p), slice={{[0:2], [0:4]}}
-            r = f32[2,4] ragged-all-to-all(p, q, i, i, i, i), channel_id=1, {BY_TENSOR}
-            """,
-            "ragged-all-to-all",
-            32,
-            24.0,
-        ),
+        ("r = f32[8,4] collective-permute(p), channel_id=1, source_target_pairs={{0,1},{1,2},{2,3},{3,0}}",
+         "collective-permute", 128, 128.0),
+        (f"{OFFSETS}\nr = f32[8,4] ragged-all-to-all(p, p, i, i, i, i), channel_id=1, {BY_TENSOR}",
+         "ragged-all-to-all", 128, 96.0),
+        (f"{OFFSETS}\nq = f32[2,4] slice(p), slice={{[0:2], [0:4]}}\n"
+         f"r = f32[2,4] ragged-all-to-all(p, q, i, i, i, i), channel_id=1, {BY_TENSOR}",
+         "ragged-all-to-all", 32, 24.0),
     ],
-)
+)  # fmt: skip
 def test_plain_forms(body, kind, payload, sent):
     found = only(body)
     assert (found.kind, found.axes, found.group_size) == (kind, ("tensor",), 4)
@@ -279,16 +261,13 @@ def test_host_transfers_are_not_collectives():
 
 
 def test_collectives_without_communication_are_left_out():
-    alone = (
-        "r = f32[8,4] all-reduce(p), channel_id=1, replica_groups=[8,1]<=[8], use_global_device_ids=true, to_apply=add"
-    )
-    assert census(module_of(alone), MESH) == ()
-    nobody = "r = f32[8,4] collective-permute(p), channel_id=1, source_target_pairs={}"
-    assert census(module_of(nobody), MESH) == ()
-    itself = "r = f32[8,4] collective-permute(p), channel_id=1, source_target_pairs={{0,0},{1,1}}"
-    assert census(module_of(itself), MESH) == ()
-    replicas = "r = f32[8,4] all-reduce(p), replica_groups={}, to_apply=add"  # across replicas, of which there is one
-    assert census(module_of(replicas), MESH) == ()
+    for line in (
+        "all-reduce(p), channel_id=1, replica_groups=[8,1]<=[8], use_global_device_ids=true, to_apply=add",
+        "collective-permute(p), channel_id=1, source_target_pairs={}",
+        "collective-permute(p), channel_id=1, source_target_pairs={{0,0},{1,1}}",
+        "all-reduce(p), replica_groups={}, to_apply=add",  # over replicas, and there is a single replica
+    ):
+        assert census(module_of(f"r = f32[8,4] {line}"), MESH) == (), line
 
 
 @pytest.mark.parametrize(
@@ -517,28 +496,10 @@ def test_axes_of_pairs():
     assert axes_of(((2, 2),), MESH, pairwise=True) == ()
 
 
-@pytest.mark.parametrize(
-    ("kind", "sent"),
-    [
-        ("all-reduce", 2 * 7 / 8),
-        ("all-gather", 7 / 8),
-        ("reduce-scatter", 7 / 8),
-        ("all-to-all", 7 / 8),
-        ("ragged-all-to-all", 7 / 8),
-        ("collective-broadcast", 1),
-        ("collective-permute", 1),
-        ("send", 1),
-        ("recv", 0),
-    ],
-)
-def test_ring_formulas(kind, sent):
-    assert bytes_sent(kind, 14_000_000_000, 8) == sent * 14e9
-    assert kind in compiled.KINDS
-
-
-def test_7b_gradient_on_8_and_64_ranks():
-    assert bytes_sent("all-reduce", 14_000_000_000, 8) == pytest.approx(24.5e9)
-    assert bytes_sent("all-reduce", 14_000_000_000, 64) == pytest.approx(27.56e9, rel=1e-3)
+@pytest.mark.parametrize("kind", compiled.KINDS)
+def test_ring_formulas(kind):
+    expected = {"all-reduce": 2 * 7 / 8, "collective-broadcast": 1, "collective-permute": 1, "send": 1, "recv": 0}
+    assert bytes_sent(kind, 14_000_000_000, 8) == expected.get(kind, 7 / 8) * 14e9
 
 
 def test_mesh_of_another_size_raises():
@@ -556,12 +517,6 @@ def test_new_program(mesh8):
         {("all-reduce", ("tensor",), 2 * 4 * 4): 1, ("all-gather", ("fsdp",), 8 * 4 * 4): 1}
     )
     assert all(c.source.startswith(__file__) and c.origin == "partitioner" for c in found)
-
-
-def test_records_are_frozen():
-    found = only(f"r = f32[8,4] all-reduce(p), {ON_TENSOR}, to_apply=add")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.kind = "send"
 
 
 def test_concatenated_arrays_are_split():

@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
 
 import meshpar as mp
 from meshpar.inspect.census import census
-from meshpar.inspect.explain import check_collectives
 from meshpar.inspect.program import compile_here
 from meshpar.models import context_attention as context
 from tests.grid import cases
 from tests.inspect.saved import pods
+from tests.inspect.test_expected import BF16, F32, B, D, F, L, T, V, assert_matches, ring, verdict
 
-# The reference decoder's sizes; tests/inspect/test_expected.py sees that they are.
-L, D, F, V = 4, 256, 768, 80
-B, T = 16, 64
 MATRICES = 4 * D * D + 3 * D * F
 """Weights of a layer: query, key, value and out; gate, up and down."""
 NORMS = (2 * L + 1) * D
@@ -26,14 +22,8 @@ NORMS = (2 * L + 1) * D
 LAYER_MATRICES, TABLES, SCALES = 7, 2, 2 * L + 1
 ALL = L * MATRICES + 2 * V * D + NORMS
 LEAVES = L * LAYER_MATRICES + TABLES + SCALES
-BF16, F32 = 2, 4
 BYTES = (256 + 4) / 256
 """An element on the wire, where a block of 256 has a scale of four bytes."""
-
-
-def ring(n: int) -> float:
-    """Share of a payload that a device sends in a gather or a scatter among n (FACTS: (N-1)/N)."""
-    return (n - 1) / n
 
 
 def attention(n: int, rows: int, wire: int) -> tuple[int, float]:
@@ -108,16 +98,10 @@ CASES = ("context", "heads", "context_fsdp", "overlapped", "int8", "second_shard
 BOTH = [*cases(grid=[(case, "cpu") for case in CASES]), *pods(CASES, "pod")]
 
 
-def verdict(setup, options, collectives, jaxpr, target):
-    batch = {name: jax.ShapeDtypeStruct((B, T), np.int32) for name in ("inputs", "targets")}
-    return check_collectives(setup, options, batch, collectives, jaxpr, on_cpu=target == "cpu")
-
-
 @pytest.mark.parametrize(("case", "target"), BOTH)
 def test_a_kernel_sends_what_the_formulas_say(read, case, target):
     found = verdict(*read(case, target), target)
-    assert not found.missing
-    assert not found.unexpected
+    assert_matches(found)
     counts, sent = {}, {}
     for line in (*found.kept, *found.kernels):
         key = "*".join(line.axes), "collective-permute" if line.lowered_as == "collective-permute" else line.kind
@@ -161,9 +145,7 @@ OPTIONS = {
     ],
 )
 def test_every_option_under_every_strategy(read, case, options, target):
-    found = verdict(*read(case, target, **OPTIONS.get(options, {})), target)
-    assert not found.missing
-    assert not found.unexpected
+    assert_matches(verdict(*read(case, target, **OPTIONS.get(options, {})), target))
 
 
 @pytest.mark.matrix
@@ -173,8 +155,7 @@ def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, mon
     plant = planted.reference("heads", remat="full").on_cpu
     program = compile_here(plant.step.trace(plant.state, plant.batch))
     found = verdict(plant.state.setup, plant.step.options, census(program.module, plant.mesh), None, "cpu")
-    assert not found.missing
-    assert not found.unexpected
+    assert_matches(found)
     sent = {line.role: (line.found_count, line.found_bytes) for line in found.kept if line.kind == "all-to-all"}
     one = ring(8) * B * T // 8 * D * F32  # as wide as queries, one head for each of 8 ranks
     assert sent["heads scattered for attention, forward"] == (2 * 4 * L, 2 * 4 * L * one)
@@ -184,8 +165,8 @@ def test_too_few_heads_of_keys_travel_as_often_as_they_are_repeated(planted, mon
 # Mistakes ------------------------------------------------------------------------------------------------------------
 
 
-def gathered_by_xla(q, k, v, segments, **_):
-    """Attention that asks for whole keys and values."""
+def gathered_by_xla(q, k, v, *_, **__):
+    """Attention on gathered keys and values."""
     k, v = (mp.constrain(x, "batch", None, "act_kv_heads", None) for x in (k, v))
     return jax.nn.dot_product_attention(q, k, v, is_causal=False)
 

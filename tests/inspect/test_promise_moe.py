@@ -31,6 +31,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 NARROW = LatentAttention(q_rank=48, kv_rank=40, nope_dim=32, rope_dim=16, v_dim=32)
 MLA = {"latent": NARROW, "head_dim": 48}
 BUFFERS = {"capacity_factor": 1.25}
+FP8_CHUNKS = {"chunks": 2, "payload": Payload(dispatch="fp8"), "shared_experts": 1}
 TENSOR = (("fsdp", 2), ("expert", 2), ("tensor", 2))
 LEVELS = ("data", "expert")
 TWO_LEVELS = {
@@ -121,13 +122,7 @@ CASES = {
 MORE = {
     "much at once": Case(
         routing={"score": "sigmoid", "groups": 4, "top_groups": 2},
-        moe={
-            "chunks": 2,
-            "payload": Payload(dispatch="fp8"),
-            "shared_experts": 1,
-            "bias_rate": 1e-3,
-            "bound_factor": 2,
-        },
+        moe=FP8_CHUNKS | {"bias_rate": 1e-3, "bound_factor": 2},
         model={**MLA, "num_layers": L + 3, "num_dense_layers": 3, "mlp_dim": 128},
         step={"remat": "full", "accumulate": 2},
     ),
@@ -149,7 +144,7 @@ MORE = {
     "pod, much at once": Case(
         axes=(("fsdp", 2), ("expert", 8)),
         target="h100:2x8",
-        moe={"chunks": 2, "payload": Payload(dispatch="fp8"), "shared_experts": 1},
+        moe=FP8_CHUNKS,
         model=MLA,
         step={"remat": "full", "accumulate": 2},
     ),
@@ -168,25 +163,20 @@ def marks(name):
 EVERY = [pytest.param(name, marks=marks(name)) for name in ALL]
 
 
-def compiled(case, traced, request):
-    """For host devices, or for a pod, where that can be: its fixture says what is missing."""
+def compiled(case, request):
+    """Compile a case for host devices or for a pod, and return its census and the jaxpr of its step."""
+    state, step = case.state_and_step
+    traced = step.trace(state, case.batch)
     if case.on_cpu:
-        return compile_here(traced, options=QUICK)
-    return request.getfixturevalue("pod").compile(traced, case.target)
+        program = compile_here(traced, options=QUICK)
+    else:
+        program = request.getfixturevalue("pod").compile(traced, case.target)
+    return census(program.module, state.setup.mesh), traced.jaxpr
 
 
 @pytest.fixture(scope="module")
 def found(request):
-    """A case's census and the jaxpr of its step, compiled once."""
-
-    @functools.cache
-    def one(name):
-        case = ALL[name]
-        state, step = case.state_and_step
-        traced = step.trace(state, case.batch)
-        return census(compiled(case, traced, request).module, state.setup.mesh), traced.jaxpr
-
-    return one
+    return functools.cache(lambda name: compiled(ALL[name], request))
 
 
 def verdict_of(found, name):
@@ -213,8 +203,7 @@ def payload_bytes(case, dtype):
 def test_two_all_to_alls_each_way_a_layer_and_nothing_that_was_not_promised(found, name):
     case = ALL[name]
     verdict = verdict_of(found, name)
-    assert verdict.missing == ()
-    assert verdict.unexpected == ()
+    assert verdict.missing == verdict.unexpected == ()
     kind, times = "all-to-all" if case.on_cpu else "ragged-all-to-all", 1
     if len(case.experts) > 1:  # over one axis and then over the other, rank by rank
         kind, times = "collective-permute", sum(case.sizes[axis] - 1 for axis in case.experts)
@@ -263,10 +252,8 @@ NODES_FIRST = {
 def test_node_first_sends_a_row_to_every_node_and_the_sum_home_once(request, name):
     """A layer that is computed again repeats the way out, and of the way home only what is inside the node."""
     case = NODES_FIRST[name]
-    state, step = case.state_and_step
-    traced = step.trace(state, case.batch)
-    collectives = census(compiled(case, traced, request).module, state.setup.mesh)
-    verdict = case.held(collectives, traced.jaxpr)
+    collectives, jaxpr = compiled(case, request)
+    verdict = case.held(collectives, jaxpr)
     assert verdict.missing == verdict.unexpected == ()
     nodes, here = (case.sizes[axis] for axis in case.experts)
     visited, itemsize = (min(K, nodes), 4) if case.on_cpu else (1, 2)
@@ -312,10 +299,7 @@ def test_slices_of_the_rows_send_a_gradient_once(request):
     sent = []
     for count in (1, 2):
         case = dataclasses.replace(case, step={"remat": "full", "interleave": count})
-        state, step = case.state_and_step
-        traced = step.trace(state, case.batch)
-        collectives = census(compiled(case, traced, request).module, state.setup.mesh)
-        scattered = [one for one in collectives if one.kind == "reduce-scatter"]
+        scattered = [one for one in compiled(case, request)[0] if one.kind == "reduce-scatter"]
         sent.append(sum(one.bytes_sent_per_step for one in scattered))
     assert sent[0] == sent[1]
 
@@ -334,13 +318,12 @@ def test_with_the_width_split_gradients_are_summed_where_there_are_tokens(found,
 
 
 @pytest.mark.matrix
-def test_whole_weights_on_every_device_send_no_tokens(found):
+def test_whole_weights_on_every_device_send_no_tokens(request):
     """Gradients reduced once after all micro-steps: experts are gathered over all axes, and tokens stay."""
     case = Case(step={"accumulate": 2, "reduce_gradients": "once"})
-    state, step = case.state_and_step
-    traced = step.trace(state, case.batch)
-    assert not [one for one in messages(traced.jaxpr) if one.kind == "all-to-all"]
-    verdict = case.held(census(compile_here(traced, options=QUICK).module, state.setup.mesh), traced.jaxpr)
+    collectives, jaxpr = compiled(case, request)
+    assert not [one for one in messages(jaxpr) if one.kind == "all-to-all"]
+    verdict = case.held(collectives, jaxpr)
     assert verdict.missing == verdict.unexpected == ()
     gathered = {axis for line in verdict.kept if "layers/mlp/gate" in line.tensors for axis in line.axes}
     assert gathered == {"fsdp", "expert"}
@@ -382,9 +365,7 @@ def test_layers_whose_dim_is_unnamed_are_promised_one_by_one():
     assert with_layers([unnamed]) == (unnamed,)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers and little else, and faults in them
-# ---------------------------------------------------------------------------------------------------------------------
+# Single layers
 
 
 def small_step(*, factor=None, remat=None, accumulate=1, **moe):
