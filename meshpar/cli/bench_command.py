@@ -31,12 +31,9 @@ def bench() -> None:
     "--mesh", metavar="AXES", help="Mesh axes: data=2,tensor=4; -1 uses all remaining devices.  [default: data=-1]"
 )
 @click.option(
-    "--axis",
-    "axes",
-    metavar="AXIS",
-    multiple=True,
+    "--axis", "axes", metavar="AXIS", multiple=True,
     help="Measure only this axis or product of axes (data*tensor); can be repeated.",
-)
+)  # fmt: skip
 @click.option(
     "--collective", "names", metavar="NAME", multiple=True,
     help="Measure only all_reduce, all_gather, reduce_scatter or all_to_all; can be repeated.",
@@ -56,23 +53,18 @@ def bench() -> None:
 )
 @click.option("--op", metavar="OP", default="sum", show_default=True, help="Reduction: sum, mean, max, min.")
 @click.option(
-    "--repeats",
-    default=5,
-    show_default=True,
-    type=click.IntRange(min=1),
+    "--repeats", default=5, show_default=True, type=click.IntRange(min=1),
     help="Number of rounds; the median is reported.",
-)
+)  # fmt: skip
 @devices_option
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False),
     help="Save the fitted links as a profile for explain, cost and algorithm=\"auto\".",
 )  # fmt: skip
 @click.option(
-    "--plot",
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
+    "--plot", metavar="FILE", type=click.Path(dir_okay=False),
     help="Write a plot of time over size, with the fitted model.",
-)
+)  # fmt: skip
 @output_options
 def collectives(
     mesh: str | None, names: tuple[str, ...], algorithms: tuple[str, ...], min_bytes: str, max_bytes: str | None,
@@ -120,12 +112,9 @@ def collectives(
 )  # fmt: skip
 @click.option("--dtype", metavar="TYPE", default="bfloat16", show_default=True, help="bfloat16, float16, float32.")
 @click.option(
-    "--repeats",
-    default=5,
-    show_default=True,
-    type=click.IntRange(min=1),
+    "--repeats", default=5, show_default=True, type=click.IntRange(min=1),
     help="Number of runs; the median is reported.",
-)
+)  # fmt: skip
 @click.option(
     "--save", metavar="FILE", type=click.Path(dir_okay=False),
     help="Save a profile for `plan --cluster FILE`, or add the results to an existing profile.",

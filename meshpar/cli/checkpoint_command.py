@@ -98,10 +98,9 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
 @click.argument("out", metavar="DIR", type=click.Path())
 @step_option
 @click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Cast floating-point parameters to this dtype.",
-)
+)  # fmt: skip
 @click.option("--max-bytes", metavar="BYTES", default="5GB", show_default=True, help="Maximum size of a file (SI).")
 @traceback_option
 def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import click
@@ -41,18 +40,9 @@ CLUSTER = "h100:8x8"
 @click.option("--servers", metavar="S", default=1, show_default=True, type=int, help="Number of parameter servers.")
 @output_options
 def cost(
-    algorithm: str | None,
-    numbers: tuple[str, ...],
-    ranks: int,
-    payload: str,
-    cluster: str | None,
-    axis: str | None,
-    alpha: float | None,
-    bandwidth: float | None,
-    inner: int | None,
-    servers: int,
-    as_json: bool,
-) -> None:
+    algorithm: str | None, numbers: tuple[str, ...], ranks: int, payload: str, cluster: str | None, axis: str | None,
+    alpha: float | None, bandwidth: float | None, inner: int | None, servers: int, as_json: bool,
+) -> None:  # fmt: skip
     """Show the alpha-beta cost of a collective: steps, bytes, time, bandwidth, lower bound and formulas.
 
     \b
@@ -71,8 +61,7 @@ def cost(
 
     Ranks fill the nodes of a cluster in order. If all ranks fit in a node, they use its links; otherwise the network.
     """  # noqa: D301 (click does not wrap paragraphs that start with \b)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
-    prepare_devices(None)
+    prepare_devices(None, use_host=True)
     from meshpar.hardware.calculators import CALCULATORS
     from meshpar.hardware.clusters import Cluster
     from meshpar.hardware.cost_breakdown import ALL_REDUCES, account, compare

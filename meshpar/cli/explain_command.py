@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from meshpar.cli.main import (
     check_output_file,
     field_options,
     hf_option,
+    layout_fields,
     layout_options,
     prepare_devices,
     print_report,
@@ -50,63 +50,53 @@ if TYPE_CHECKING:
 @field_options
 @hf_option
 @click.option(
-    "--cluster",
-    metavar="GPUS",
+    "--cluster", metavar="GPUS",
     help="Compile for this cluster: h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json.",
-)
+)  # fmt: skip
 @layout_options
 @click.option(
-    "--batch",
-    metavar="SHAPES",
+    "--batch", metavar="SHAPES",
     help="Shapes of the global batch, if the data has no batch_shapes: 'x=float32[64,784],y=int32[64]'.",
-)
+)  # fmt: skip
 @click.option("--against", metavar="OTHER", help="Compare with another recipe, mesh, strategy or cluster.")
 @click.option(
     "--html", metavar="FILE", type=click.Path(dir_okay=False), help="Write the report with plots to an HTML file."
 )
 @click.option("--check", is_flag=True, help="Exit with 1 on an unexpected collective or an exceeded budget.")
 @click.option(
-    "--save-budget",
-    metavar="FILE",
-    type=click.Path(dir_okay=False),
+    "--save-budget", metavar="FILE", type=click.Path(dir_okay=False),
     help="Save the communication and memory as a budget.",
-)
+)  # fmt: skip
 @click.option(
     "--budget", metavar="FILE", type=click.Path(), help="Compare with a saved budget; with --check, enforce it."
 )
 @click.option(
-    "--table",
-    is_flag=True,
-    help="Print a Markdown table of the sharding and communication of all strategies.",
+    "--table", is_flag=True, help="Print a Markdown table of the sharding and communication of all strategies."
 )
 def explain(
-    recipe: str | None,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    from_hf: str | None,
-    cluster: str | None,
-    mesh: str | None,
-    strategy: str | None,
-    batch: str | None,
-    against: str | None,
-    html: str | None,
-    check: bool,
-    save_budget: str | None,
-    budget: str | None,
-    table: bool,
-) -> int:
+    recipe: str | None, assignments: tuple[str, ...], as_json: bool, from_hf: str | None, cluster: str | None,
+    mesh: str | None, strategy: str | None, batch: str | None, against: str | None, html: str | None, check: bool,
+    save_budget: str | None, budget: str | None, table: bool,
+) -> int:  # fmt: skip
     """Show the compiled training step: `meshpar explain recipes/llama3_8b.py --cluster h100:8x8`.
 
     The report shows memory, the collectives over each mesh axis, the expected collectives of the strategy, and overlap.
     The step is compiled but not run. Without --cluster, it is compiled for the local devices.
     """
-    if cluster or table:
-        os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
-    prepare_devices(None)
+    prepare_devices(None, use_host=bool(cluster or table))
     if table:
-        _check_no_other_options()
         from meshpar.inspect.strategy_table import strategy_table
 
+        context = click.get_current_context()
+        ignored = [
+            option.opts[0] if isinstance(option, click.Option) else str(option.name).upper()
+            for option in context.command.params
+            if option.name not in ("table", "cluster", "as_json")
+            and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
+        ]
+        if ignored:
+            requested, reason = f"use {', '.join(ignored)}", "the table is compiled from a reference decoder"
+            raise problem("--table", requested, reason, "use only --cluster and --json with it", code="conflict")
         rows = strategy_table(cluster)
         print_report(rows, as_json=True) if as_json else click.echo(rows.markdown)
         return 0
@@ -122,15 +112,20 @@ def explain(
     # Recipes and losses may print, but stdout is for the report.
     with contextlib.redirect_stdout(sys.stderr), explain_recipe_errors(files, "explain its training step"):
         limits = Budget.load(budget) if budget else None
-        layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
-        subject = Subject.of(recipe, cluster, layout=layout, assignments=assignments, shapes=batch, from_hf=from_hf)
+        options: Any = {"layout": layout_fields(mesh, strategy), "assignments": assignments, "shapes": batch}
+        subject = Subject.of(recipe, cluster, from_hf=from_hf, **options)
         if limits is not None:
             limits.check_comparable(str(budget), name=subject.recipe.name, target=subject.target, mesh=subject.sizes)
         other = subject.against(against) if against else None
         result = _compile_report(subject, other, limits)
     print_report(result, as_json=as_json)
     if html:
-        _save_page(result, subject, html)
+        from meshpar.inspect.render import as_page
+
+        title = f"meshpar explain {subject.recipe.name}"
+        page = as_page(result.report, title=title, pictures=_plots(result), more=result.sections)
+        with writing(html):
+            Path(html).write_text(page, encoding="utf-8")
     if save_budget:
         with writing(save_budget):
             Budget.of(result.report, subject.recipe.name).save(save_budget)
@@ -138,29 +133,6 @@ def explain(
     for reason in reasons:
         click.secho(f"meshpar: {reason}", fg="red", err=True)
     return 1 if reasons else 0
-
-
-def _check_no_other_options() -> None:
-    """Check that --table is not combined with options that it would ignore."""
-    context = click.get_current_context()
-    ignored = [
-        option.opts[0] if isinstance(option, click.Option) else str(option.name).upper()
-        for option in context.command.params
-        if option.name not in ("table", "cluster", "as_json")
-        and context.get_parameter_source(str(option.name)) is ParameterSource.COMMANDLINE
-    ]
-    if ignored:
-        requested, reason = f"use {', '.join(ignored)}", "the table is compiled from a reference decoder"
-        raise problem("--table", requested, reason, "use only --cluster and --json with it", code="conflict")
-
-
-def _save_page(result: Explained, subject: Subject, path: str) -> None:
-    from meshpar.inspect.render import as_page
-
-    title = f"meshpar explain {subject.recipe.name}"
-    page = as_page(result.report, title=title, pictures=_plots(result), more=result.sections)
-    with writing(path):
-        Path(path).write_text(page, encoding="utf-8")
 
 
 # ---- Subject ---------------------------------------------------------------------------------------------------------
@@ -210,32 +182,21 @@ class Subject:
             require_aot(pod.name)
         recipe = load_recipe(path, devices=pod.num_devices if pod else len(jax.devices()))
         recipe = with_model(recipe.override(*layout, *assignments), from_hf, assignments)
-        mesh = _local_mesh(recipe) if pod is None else _mesh_on(recipe, pod)
-        return Subject(
-            path=path,
-            recipe=recipe,
-            cluster=pod,
-            mesh=mesh,
-            batch=batch_of(recipe, shapes),
-            layout=layout,
-            assignments=assignments,
-            shapes=shapes,
-            from_hf=from_hf,
-        )
+        options: Any = {"layout": layout, "assignments": assignments, "shapes": shapes, "from_hf": from_hf}
+        mesh, batch = _mesh_of(recipe, pod), batch_of(recipe, shapes)
+        return Subject(path=path, recipe=recipe, cluster=pod, mesh=mesh, batch=batch, **options)
 
     def against(self, other: str) -> Subject:
         """Return the subject that --against describes: another recipe, mesh, strategy or cluster."""
+        same: dict[str, Any] = {"assignments": self.assignments, "shapes": self.shapes}
         if re.search(r"\.py(:\w+)?$", other):
-            return Subject.of(other, self.cluster, layout=(), assignments=self.assignments, shapes=self.shapes)
+            return Subject.of(other, self.cluster, layout=(), **same)
         if "(" not in other and re.fullmatch(r"[A-Za-z0-9_\-]+:[0-9x]+|.*\.json", other):
-            return Subject.of(
-                self.path, other, layout=self.layout, assignments=self.assignments, shapes=self.shapes,
-                from_hf=self.from_hf,
-            )  # fmt: skip
+            return Subject.of(self.path, other, layout=self.layout, from_hf=self.from_hf, **same)
         field = "mesh" if "=" in other and "(" not in other else "strategy"
         recipe = self.recipe.override(f"{field}={other}")
-        mesh = _local_mesh(recipe) if self.cluster is None else _mesh_on(recipe, self.cluster)
-        return dataclasses.replace(self, recipe=recipe, mesh=mesh, batch=batch_of(recipe, self.shapes))
+        mesh, batch = _mesh_of(recipe, self.cluster), batch_of(recipe, self.shapes)
+        return dataclasses.replace(self, recipe=recipe, mesh=mesh, batch=batch)
 
     @property
     def target(self) -> str:
@@ -268,33 +229,25 @@ class Subject:
         return report_on(*self.step_and_state(), dict(self.batch), self.cluster, pod=pod)
 
 
-def _local_mesh(recipe: Recipe) -> AnyMesh:
+def _mesh_of(recipe: Recipe, cluster: Cluster | None) -> AnyMesh:
+    """Return the mesh of a recipe on a cluster, or on the first local devices."""
     import jax
 
-    devices = jax.devices()
-    sizes = list(recipe.mesh.values())
-    num_devices = math.prod(sizes) if -1 not in sizes else len(devices)
-    if num_devices > len(devices):
-        where = f"mesh {_axes(recipe.mesh)} of {num_devices:,} devices"
-        reason = f"there are only {len(devices)} ({devices[0].device_kind})"
-        fix = f"add --cluster h100:{-(-num_devices // 8)}x{min(num_devices, 8)}, or use a smaller --mesh"
-        raise problem(where, "compile for the local devices", reason, fix, code="out-of-range")
-    return recipe.mesh.build(devices[:num_devices])
-
-
-def _mesh_on(recipe: Recipe, cluster: Cluster) -> AnyMesh:
-    sizes = list(recipe.mesh.values())
-    size = math.prod(size for size in sizes if size != -1)
-    fits = cluster.num_devices % size == 0 if -1 in sizes else cluster.num_devices == size
-    if not fits:
+    sizes, takes_rest = [size for size in recipe.mesh.values() if size != -1], -1 in recipe.mesh.values()
+    size, available = math.prod(sizes), len(jax.devices()) if cluster is None else cluster.num_devices
+    fits = size <= available if cluster is None else size == available
+    if not (available % size == 0 if takes_rest else fits):
+        found = f"{available:,} local devices" if cluster is None else f"{cluster.name} has {available:,} GPUs"
+        gpu = "h100" if cluster is None else cluster.gpu.name
         raise problem(
-            f"--cluster {cluster.name}",
-            f"use mesh {_axes(recipe.mesh)} of {size:,} devices" + (" or a multiple" if -1 in sizes else ""),
-            f"the cluster has {cluster.num_devices:,} GPUs",
-            f"use --mesh fsdp={cluster.num_devices}, or --cluster {cluster.gpu.name}:{-(-size // 8)}x{min(size, 8)}",
-            code="wrong-shape",
-        )
-    return recipe.mesh.abstract(cluster.num_devices)
+            f"mesh {_axes(recipe.mesh)} of {size:,} devices" + " or a multiple" * takes_rest,
+            "compile the step", f"it does not match the {found}",
+            f"use --mesh fsdp={available}, or --cluster {gpu}:{-(-size // 8)}x{min(size, 8)}",
+            code="out-of-range" if cluster is None else "wrong-shape",
+        )  # fmt: skip
+    if cluster is not None:
+        return recipe.mesh.abstract(available)
+    return recipe.mesh.build(jax.devices()[: available if takes_rest else size])
 
 
 def _axes(mesh: Mapping[str, int]) -> str:
@@ -346,11 +299,8 @@ class Explained:
 
     report: Report
     comparison: Comparison | None = None
-    budget: Budget | None = None
-
-    @property
-    def differences(self) -> tuple[Difference, ...]:
-        return () if self.budget is None else self.budget.differences(self.report)
+    differences: Sequence[Difference] | None = None
+    """Differences from the budget; None without a budget."""
 
     @property
     def reasons(self) -> list[str]:
@@ -358,31 +308,28 @@ class Explained:
         from meshpar.inspect.render import unexpected_text
 
         unexpected = [f"unexpected: {unexpected_text(collective)}" for collective in self.report.promise.unexpected]
-        return unexpected + [f"over budget: {change.text}" for change in self.differences if change.is_over]
+        return unexpected + [f"over budget: {change.text}" for change in self.differences or () if change.is_over]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields of the report, with the additional fields `against` and `budget`."""
-        more: dict[str, Any] = {}
-        if self.comparison is not None:
-            more["against"] = self.comparison.to_json()
-        if self.budget is not None:
+        more: dict[str, Any] = {} if self.comparison is None else {"against": self.comparison.to_json()}
+        if self.differences is not None:
             is_over = any(change.is_over for change in self.differences)
             more["budget"] = plain({"differences": self.differences, "is_kept": not is_over})
         return {**self.report.to_json(), **more}
 
     @property
-    def sections(self) -> tuple[Any, ...]:
+    def sections(self) -> list[Any]:
         from meshpar.inspect.render import Cell, Section
 
         sections = [] if self.comparison is None else [*self.comparison.sections]
-        if self.budget is not None:
+        if self.differences is not None:
             lines = tuple(
                 Cell(("✘ " if change.is_over else "· ") + change.text, "bad" if change.is_over else "faint")
                 for change in self.differences
             )
-            parts = lines or (Cell("✔ matches the budget", "good"),)
-            sections.append(Section(title="Budget", parts=parts))
-        return tuple(sections)
+            sections.append(Section(title="Budget", parts=lines or (Cell("✔ matches the budget", "good"),)))
+        return sections
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -398,17 +345,17 @@ def _compile_report(subject: Subject, other: Subject | None, budget: Budget | No
 
     if sys.stderr.isatty():
         click.echo(f"compiling {subject.recipe.name} for {subject.target} …", err=True)
+    comparison = None
     try:
         with contextlib.nullcontext() if subject.cluster is None else PodProcess() as pod:
-            second = other.explained(pod) if other is not None else None
             report = subject.explained(pod)
+            if other is not None:
+                labels = (_label(subject, other), _label(other, subject))
+                comparison = Comparison(first=report, second=other.explained(pod), labels=labels)
     except PodError as error:
         raise click.ClickException(f"the compiler failed: {error}") from error
-    comparison = None
-    if second is not None and other is not None:
-        labels = (_label(subject, other), _label(other, subject))
-        comparison = Comparison(first=report, second=second, labels=labels)
-    return Explained(report=report, comparison=comparison, budget=budget)
+    differences = None if budget is None else budget.differences(report)
+    return Explained(report=report, comparison=comparison, differences=differences)
 
 
 def _label(subject: Subject, other: Subject) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,26 +52,35 @@ def generate(
     for text in prompts:
         check_unicode(text, "--prompt")
     layout = layout_of(mesh, strategy, devices)
-    from meshpar.interop.runs import opened
+    import numpy as np
+
+    from meshpar.interop.files import read_json
+    from meshpar.interop.hf import CONFIG
+    from meshpar.interop.runs import SOURCE_FOLDER, opened
 
     coder = _tokenizer(Path(folder), tokenizer)
     config, state = opened(folder, mesh=layout[0], strategy=layout[1], dtype=dtype)
     encode = getattr(coder, "encode_prompt", coder.encode)
     encoded = [encode(text).astype("int32").tolist() for text in prompts]
-    _check_prompts(prompts, encoded, config.vocab_size)
-    hf_config = _read_config(Path(folder))
-    eos_ids, max_positions = _eos_ids(hf_config), hf_config.get("max_position_embeddings")
+    for text, ids in zip(prompts, encoded, strict=True):
+        if not ids or max(ids) >= config.vocab_size:
+            reason = f"the tokenizer returned the ids {ids[:8]}, and the vocabulary size is {config.vocab_size}"
+            fix = "use a prompt with tokens and the tokenizer of the model: --tokenizer"
+            raise problem("--prompt", f"continue {text[:60]!r}", reason, fix, code="out-of-range")
+    files = [Path(folder, CONFIG), Path(folder, SOURCE_FOLDER, CONFIG)]  # the second one if a run was converted
+    hf_config = next((read_json(file) for file in files if file.exists()), {})
+    eos = hf_config.get("eos_token_id")
+    eos_ids, max_positions = eos if isinstance(eos, list) else [eos], hf_config.get("max_position_embeddings")
     if isinstance(max_positions, int) and (length := max(map(len, encoded)) + tokens) > max_positions:
         click.echo(f"note: {length:,} tokens exceed the {max_positions:,} positions in config.json", err=True)
     new_tokens: dict[int, list[int]] = {}
     for length in sorted({len(ids) for ids in encoded}):
         numbers = [number for number, ids in enumerate(encoded) if len(ids) == length]
-        batch = [encoded[number] for number in numbers]
-        outputs = continued(
-            state, config, batch, num_tokens=tokens, seed=seed, temperature=temperature, top_k=top_k, top_p=top_p
-        )
-        new_tokens |= {number: _cut(ids[length:], eos_ids) for number, ids in zip(numbers, outputs, strict=True)}
-    texts = [coder.decode(_array(encoded[number] + new_tokens[number])) for number in range(len(prompts))]
+        how: Any = {"num_tokens": tokens, "seed": seed, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        outputs = continued(state, config, [encoded[number] for number in numbers], **how)
+        for number, ids in zip(numbers, outputs, strict=True):
+            new_tokens[number] = list(itertools.takewhile(lambda token: token not in eos_ids, ids[length:]))
+    texts = [coder.decode(np.asarray(ids + new_tokens[number], np.int32)) for number, ids in enumerate(encoded)]
     if as_json:
         rows = zip(prompts, (new_tokens[number] for number in range(len(prompts))), texts, strict=True)
         print_json([dict(zip(("prompt", "tokens", "text"), row, strict=True)) for row in rows])
@@ -79,8 +90,13 @@ def generate(
         click.echo("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))
 
 
-def continued(state: Any, config: Any, batch: list[list[int]], *, num_tokens: int, seed: int, **how: Any) -> Any:
-    """Sample continuations of prompts with equal lengths; returns tokens as lists, [prompts, positions]."""
+def continued(
+    state: Any, config: Any, batch: Sequence[Any], *, num_tokens: int, seed: int, model: Any = None, **how: Any
+) -> Any:
+    """Sample continuations of prompts with equal lengths; returns tokens as lists, [prompts, positions].
+
+    The model is by default that of the state.
+    """
     import jax
     import numpy as np
 
@@ -91,16 +107,11 @@ def continued(state: Any, config: Any, batch: list[list[int]], *, num_tokens: in
 
     def run(params: Any, extra: Any, prompt: Any, key: Any) -> Any:
         with use_rules(setup.mesh, setup.strategy):
-            return sample(setup.model.bind(params, extra), prompt, config=config, num_tokens=num_tokens, key=key, **how)
+            bound = (model or setup.model).bind(params, extra)
+            return sample(bound, prompt, config=config, num_tokens=num_tokens, key=key, **how)
 
     tokens = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))
     return np.asarray(tokens).tolist()
-
-
-def _array(ids: list[int]) -> Any:
-    import numpy as np
-
-    return np.asarray(ids, np.int32)
 
 
 def _tokenizer(folder: Path, named: str | None) -> Tokenizer:
@@ -119,35 +130,3 @@ def _tokenizer(folder: Path, named: str | None) -> Tokenizer:
         reason, fix = "neither the folder nor its recipe has a tokenizer", "add --tokenizer tokenizer.json"
         raise problem(f"folder `{folder}`", "tokenize the prompts", reason, fix, code="not-found")
     return load_tokenizer(named)
-
-
-def _check_prompts(prompts: tuple[str, ...], encoded: list[list[int]], vocab_size: int) -> None:
-    for text, ids in zip(prompts, encoded, strict=True):
-        if not ids:
-            raise problem(
-                "--prompt", f"continue {text!r}", "it has no tokens", "use a longer prompt", code="out-of-range"
-            )
-        if max(ids) >= vocab_size:
-            reason = f"the tokenizer returned token {max(ids)}, but the vocabulary size is {vocab_size}"
-            fix = "set --tokenizer to the tokenizer of the model"
-            raise problem("--prompt", f"continue {text[:60]!r}", reason, fix, code="out-of-range")
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json of a folder, or of the folder that a run was converted from; {} if there is none."""
-    from meshpar.interop.files import read_json
-    from meshpar.interop.hf import CONFIG
-    from meshpar.interop.runs import SOURCE_FOLDER
-
-    files = [path / CONFIG for path in (folder, folder / SOURCE_FOLDER) if (path / CONFIG).exists()]
-    return read_json(files[0]) if files else {}
-
-
-def _eos_ids(hf_config: dict[str, Any]) -> set[int]:
-    value = hf_config.get("eos_token_id")
-    return {token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)}
-
-
-def _cut(ids: list[int], eos_ids: set[int]) -> list[int]:
-    end = next((index for index, token in enumerate(ids) if token in eos_ids), len(ids))
-    return ids[:end]

@@ -17,7 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -49,7 +49,9 @@ _LOG_NOTICE = "WARNING: All log messages before absl::InitializeLog() is called"
 # ---- Devices, before jax is imported ---------------------------------------------------------------------------------
 
 
-def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "nothing"] = "devices") -> None:
+def prepare_devices(
+    count: int | None, *, start: Literal["devices", "jax", "nothing"] = "devices", use_host: bool = False
+) -> None:
     """Choose the devices that jax uses. Call this before anything asks jax for devices.
 
     Args:
@@ -57,18 +59,19 @@ def prepare_devices(count: int | None, *, start: Literal["devices", "jax", "noth
         are none. `JAX_PLATFORMS` and `XLA_FLAGS` of the environment are kept unless they contradict `count`.
       start: how much of the host platform is started. "jax" only imports jax, for processes that have to join
         before they create devices. "nothing" is for commands that may not need jax.
+      use_host: use host devices, because nothing is computed and accelerators are slow to start.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")  # XLA's warnings and errors, but not its info messages
-    if count is None and ((os.environ.get("JAX_PLATFORMS") or "cpu") != "cpu" or _has_accelerator()):
+    platform = "cpu" if use_host else os.environ.get("JAX_PLATFORMS") or "cpu"
+    if count is None and (platform != "cpu" or (not use_host and _has_accelerator())):
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     given = os.environ.get("XLA_FLAGS", "").split()
     if given and not given[0].startswith("--"):  # XLA would read a file of this name, with our flags in its name
         reason, fix = f"`{given[0][:100]}` does not start with --", "write flags such as --xla_dump_to=/tmp/xla"
         raise problem("XLA_FLAGS", "add flags for host devices", reason, fix, code="bad-syntax")
-    flags = {flag.partition("=")[0]: flag for flag in given}
-    for name, value in _COLLECTIVE_TIMEOUTS_S.items():
-        flags.setdefault(name, f"{name}={value}")
+    flags = {name: f"{name}={value}" for name, value in _COLLECTIVE_TIMEOUTS_S.items()}
+    flags |= {flag.partition("=")[0]: flag for flag in given}
     if count is not None or _DEVICE_COUNT_FLAG not in flags:
         flags[_DEVICE_COUNT_FLAG] = f"{_DEVICE_COUNT_FLAG}={count or HOST_DEVICES}"
     os.environ["XLA_FLAGS"] = " ".join(flags.values())
@@ -129,32 +132,20 @@ def select_devices(count: int | None) -> Sequence[Any]:
 # ---- Commands --------------------------------------------------------------------------------------------------------
 
 
-class LazyCommand(NamedTuple):
-    """A command that is imported when it is used."""
-
-    target: str
-    """`module:attribute`."""
-    help: str
-    """Its line in the list of commands."""
-
-
 COMMANDS = {
-    name: LazyCommand(f"meshpar.cli.{name}_command:{name}", help)
-    for name, help in (
-        ("explain", "Show the collectives, memory and overlap of a compiled step, for any cluster."),
-        ("plan", "Rank the layouts of a recipe on a cluster by predicted speed."),
-        ("cost", "Show the time, bytes and formula of a collective for each algorithm."),
-        ("schedule", "Show a pipeline schedule: its table, bubbles and memory."),
-        ("convert", "Convert Hugging Face folders to runs, and runs to such folders."),
-        ("generate", "Continue prompts with the model of a run or of a Hugging Face folder."),
-        ("bench", "Measure collectives and a GPU, and save profiles for plan and explain."),
-        ("checkpoint", "List, inspect, verify and export checkpoints of a run, without its recipe."),
-        ("trace", "Read a profile of training steps and compare it with the prediction of explain."),
-        ("verify", "Compare random layouts and restarts of a recipe's model with one device."),
-        ("doctor", "Report versions, devices, links and environment, with a fix for each problem."),
-    )
+    "explain": "Show the collectives, memory and overlap of a compiled step, for any cluster.",
+    "plan": "Rank the layouts of a recipe on a cluster by predicted speed.",
+    "cost": "Show the time, bytes and formula of a collective for each algorithm.",
+    "schedule": "Show a pipeline schedule: its table, bubbles and memory.",
+    "convert": "Convert Hugging Face folders to runs, and runs to such folders.",
+    "generate": "Continue prompts with the model of a run or of a Hugging Face folder.",
+    "bench": "Measure collectives and a GPU, and save profiles for plan and explain.",
+    "checkpoint": "List, inspect, verify and export checkpoints of a run, without its recipe.",
+    "trace": "Read a profile of training steps and compare it with the prediction of explain.",
+    "verify": "Compare random layouts and restarts of a recipe's model with one device.",
+    "doctor": "Report versions, devices, links and environment, with a fix for each problem.",
 }
-"""Commands in modules of their own. `train` and `shard` are defined below."""
+"""Help of the commands in modules of their own. `train` and `shard` are defined below."""
 
 
 class _Group(click.Group):
@@ -174,13 +165,12 @@ class _Group(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return super().get_command(ctx, name)
-        module, _, attribute = COMMANDS[name].target.partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        return getattr(importlib.import_module(f"meshpar.cli.{name}_command"), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         eager = [(name, command.get_short_help_str(90)) for name, command in sorted(self.commands.items())]
         with formatter.section("Commands"):
-            formatter.write_dl([*eager, *((name, command.help) for name, command in COMMANDS.items())])
+            formatter.write_dl([*eager, *COMMANDS.items()])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
@@ -207,15 +197,21 @@ devices_option = click.option(
     "--devices", metavar="N", type=click.IntRange(1, MAX_HOST_DEVICES),
     help=f"Run on N XLA host devices. Default: the accelerators of this machine, or {HOST_DEVICES} host devices.",
 )  # fmt: skip
-layout_options = options(
-    click.option(
-        "--mesh", metavar="AXES", help="Replace the mesh, as in fsdp=64,tensor=8. -1 takes the remaining devices."
-    ),
-    click.option(
-        "--strategy", metavar="STRATEGY",
-        help="Replace the strategy, as in 'fsdp() | tensor_parallel(sequence=True)'.",
-    ),
-)  # fmt: skip
+mesh_option = click.option(
+    "--mesh", metavar="AXES", help="Replace the mesh, as in fsdp=64,tensor=8. -1 takes the remaining devices."
+)
+strategy_option = click.option(
+    "--strategy", metavar="STRATEGY", help="Replace the strategy, as in 'fsdp() | tensor_parallel(sequence=True)'."
+)
+layout_options = options(mesh_option, strategy_option)
+cluster_help = "h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json."
+
+
+def layout_fields(mesh: str | None, strategy: str | None) -> list[str]:
+    """Return `layout_options` as assignments to fields of the recipe."""
+    return [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+
+
 # `main` reads this flag from the arguments.
 traceback_option = click.option(
     "--traceback", is_flag=True, expose_value=False, help="Show the Python traceback of an error."
@@ -234,27 +230,22 @@ def cli() -> None:
 
 
 def _xla(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> None:
-    """Treat `--xla NAME=VALUE` as `--set xla.NAME=VALUE`. Click may process either option first."""
+    """Treat `--xla NAME=VALUE` as `--set xla.NAME=VALUE`. It is eager, so that click reads it before `--set`."""
     for value in values:
         if not re.fullmatch(r"[^=]+=.+", value):
             reason, fix = "it must be NAME=VALUE", "write it like --xla xla_gpu_async_dot=true"
             raise problem(f"--xla {value}", "set an XLA option", reason, fix, code="bad-syntax")
     context.meta[__name__] = tuple(f"xla.{value.lstrip('-')}" for value in values)
-    if "assignments" in context.params:
-        context.params["assignments"] += context.meta[__name__]
-
-
-def _set(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
-    return (*values, *context.meta.get(__name__, ()))
 
 
 field_options = options(
     click.option(
-        "--set", "assignments", metavar="FIELD=VALUE", multiple=True, callback=_set,
+        "--set", "assignments", metavar="FIELD=VALUE", multiple=True,
+        callback=lambda context, _, values: (*values, *context.meta.get(__name__, ())),
         help="Set a field of the recipe by its dotted path, as in mesh.fsdp=8. Repeatable.",
     ),
     click.option(
-        "--xla", metavar="NAME=VALUE", multiple=True, expose_value=False, callback=_xla,
+        "--xla", metavar="NAME=VALUE", multiple=True, expose_value=False, is_eager=True, callback=_xla,
         help="Set an XLA compile option, as in xla_gpu_all_gather_combine_threshold_bytes=1073741824. Repeatable.",
     ),
     output_options,
@@ -329,15 +320,9 @@ Those in the first row are compared later, as fields of the recipe. `as_json` is
     help="Write an XProf trace of these steps, as in 10:15, to profile/ of the run. Read it with `meshpar trace`.",
 )  # fmt: skip
 def train(
-    *,
-    devices: int | None,
-    stall_limit: float,
-    join_limit: int | None,
-    processes: int | None,
-    restarts: int,
-    shrink: bool,
-    **settings: Any,
-) -> None:
+    *, devices: int | None, stall_limit: float, join_limit: int | None, processes: int | None, restarts: int,
+    shrink: bool, **settings: Any,
+) -> None:  # fmt: skip
     """Train a recipe: `meshpar train recipes/gpt_stdlib.py`.
 
     Repeat the command to resume a run that has stopped.
@@ -371,23 +356,10 @@ def train(
 
 
 def _train(
-    *,
-    recipe: str,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    plan: str | None,
-    device_count: int | None,
-    steps: int | None,
-    name: str | None,
-    out: str,
-    fresh: bool,
-    accept_changes: bool,
-    text: tuple[str, ...],
-    tokenizer: str | None,
-    from_hf: str | None,
-    writers: tuple[str, ...],
-    profile: str | None,
-) -> None:
+    *, recipe: str, assignments: tuple[str, ...], as_json: bool, plan: str | None, device_count: int | None,
+    steps: int | None, name: str | None, out: str, fresh: bool, accept_changes: bool, text: tuple[str, ...],
+    tokenizer: str | None, from_hf: str | None, writers: tuple[str, ...], profile: str | None,
+) -> None:  # fmt: skip
     prepare_devices(device_count)
     devices = select_devices(device_count)
     import jax
@@ -396,12 +368,13 @@ def _train(
     from meshpar.cli.recipe import load_recipe
     from meshpar.cli.train_command import check_left_to_folder, with_plan
     from meshpar.cli.train_command import train as run
+    from meshpar.data import TextData
     from meshpar.loop.profiler import check_steps, parse_steps
 
     profiled_steps = None if profile is None else parse_steps(profile)
     config = load_recipe(recipe, devices=len(devices))
-    shortcuts = (("steps", steps), ("name", name), ("writers", ",".join(writers) or None))
-    fields = (*assignments, *(f"{field}={value}" for field, value in shortcuts if value is not None))
+    shortcuts = {"steps": steps, "name": name, "writers": ",".join(writers) or None}
+    fields = (*assignments, *(f"{field}={value}" for field, value in shortcuts.items() if value is not None))
     config = config.override(*fields) if plan is None else with_plan(config, plan, fields)
     config = config.replace(mesh=shrunk(config.mesh))
     if profiled_steps is not None:
@@ -409,7 +382,13 @@ def _train(
     if from_hf is not None:
         check_left_to_folder(from_hf, assignments, tokenizer)
     if text or tokenizer:
-        config = config.replace(data=_with_text(config.data, text, tokenizer))
+        data: Any = config.data
+        if not isinstance(data, TextData):
+            option, reason = "--text" if text else "--tokenizer", f"the data of the recipe is {type(data).__name__}"
+            fix = "use a recipe whose data is TextData, such as recipes/gpt_stdlib.py"
+            raise problem(option, "train on your text", reason, fix, code="conflict")
+        data = dataclasses.replace(data, files=tuple(text) or data.files, tokenizer=tokenizer or data.tokenizer)
+        config = config.replace(data=data)
     sets_vocab = any(assignment.startswith("model.vocab_size") for assignment in assignments)
     outcome = run(
         config,
@@ -428,43 +407,26 @@ def _train(
         sys.exit(signals.exit_code())
 
 
-def _with_text(data: Any, text: Sequence[str], tokenizer: str | None) -> Any:
-    from meshpar.data import TextData
-
-    if not isinstance(data, TextData):
-        reason = f"the data of the recipe is {type(data).__name__}"
-        fix = "use a recipe whose data is TextData, such as recipes/gpt_stdlib.py"
-        option = "--text" if text else "--tokenizer"
-        raise problem(option, "train on your text", reason, fix, code="conflict")
-    return dataclasses.replace(data, files=tuple(text) or data.files, tokenizer=tokenizer or data.tokenizer)
-
-
 @cli.command()
 @recipe_options
 @layout_options
 @hf_option
 @click.option("--devices", metavar="N", type=click.IntRange(min=1), help="Number of devices of the mesh.")
 def shard(
-    recipe: str,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    mesh: str | None,
-    devices: int | None,
-    strategy: str | None,
-    from_hf: str | None,
-) -> None:
+    recipe: str, assignments: tuple[str, ...], as_json: bool, mesh: str | None, devices: int | None,
+    strategy: str | None, from_hf: str | None,
+) -> None:  # fmt: skip
     """Show how the model of a recipe is sharded. Needs no devices.
 
     Lists the shape, logical names, matching rule and bytes per device of each array, and the totals.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # nothing is computed, so do not wait for an accelerator to start
-    prepare_devices(None)
+    prepare_devices(None, use_host=True)
     from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
     from meshpar.hardware.compile_options import check_options
     from meshpar.training.sharding_table import shardings
 
-    layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
-    config = with_model(load_recipe(recipe, devices=devices).override(*layout, *assignments), from_hf, assignments)
+    config = load_recipe(recipe, devices=devices).override(*layout_fields(mesh, strategy), *assignments)
+    config = with_model(config, from_hf, assignments)
     if devices is None and -1 in config.mesh.values():
         where = f"mesh {', '.join(f'{axis}={size}' for axis, size in config.mesh.items() if size != 1)}"
         reason = "the size of the axis with -1 follows from the number of devices"
@@ -518,21 +480,18 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 def check_output_file(path: str, suffixes: tuple[str, ...] = ()) -> None:
     """Check, before any long computation, that a file can be written and has one of the suffixes."""
-    where, requested = path, "write to it"
-    if suffixes and Path(path).suffix not in suffixes:
-        fix = f"name it {Path(path).stem or 'my'}{suffixes[0]}"
-        raise problem(where, requested, f"its name must end in {' or '.join(suffixes)}", fix, code="unknown-choice")
     check_local(path, path, "name a local file")
-    folder = Path(path).absolute().parent
-    if not folder.is_dir():
-        raise problem(
-            where, requested, f"there is no folder {folder}", f"make it: mkdir -p {folder}", code="missing-file"
-        )
-    if os.path.exists(path) and Path(path).is_fifo():
-        raise problem(where, requested, "it is a pipe, which may have no reader", "name a file", code="wrong-type")
-    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
-        fix = "name a file in a folder that you can write to"
-        raise problem(where, requested, "you do not have permission", fix, code="not-writable")
+    folder, exists = Path(path).absolute().parent, os.path.exists(path)
+    for is_wrong, reason, fix, code in (
+        (suffixes and Path(path).suffix not in suffixes, f"its name must end in {' or '.join(suffixes)}",
+         f"name it {Path(path).stem or 'my'}{(*suffixes, '')[0]}", "unknown-choice"),
+        (not folder.is_dir(), f"there is no folder {folder}", f"make it: mkdir -p {folder}", "missing-file"),
+        (exists and Path(path).is_fifo(), "it is a pipe, which may have no reader", "name a file", "wrong-type"),
+        (not os.access(path if exists else folder, os.W_OK), "you do not have permission",
+         "name a file in a folder that you can write to", "not-writable"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise problem(path, "write to it", reason, fix, code=code)
 
 
 @contextlib.contextmanager
@@ -554,7 +513,12 @@ def main(args: Sequence[str] | None = None) -> None:
     The exit code is 0, 1 for an unexpected error, 2 for an error of the user, or 128 plus the number of the signal
     that interrupted the command (130 for Ctrl-C).
     """
-    _reopen_closed_streams()
+    # Connect closed standard streams to /dev/null. Otherwise the next opened file would get their descriptor.
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - open until the process ends
     previous_format, warnings.formatwarning = warnings.formatwarning, _format_warning
     watch = signals.Watch(command=True) if threading.current_thread() is threading.main_thread() else None
     try:
@@ -565,19 +529,8 @@ def main(args: Sequence[str] | None = None) -> None:
             watch.close()
 
 
-def _format_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None
-) -> str:
+def _format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
     return f"meshpar: warning: {' '.join(str(message).split())}\n"
-
-
-def _reopen_closed_streams() -> None:
-    """Connect closed standard streams to /dev/null. Otherwise the next opened file would get their descriptor."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
-            os.set_inheritable(number, True)
-            setattr(sys, name, open(number, "w" if number else "r"))  # noqa: SIM115 - open until the process ends
 
 
 def _check_not_empty(args: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -35,10 +34,7 @@ _MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
 @field_options
 @hf_option
 @click.option(
-    "--cluster",
-    metavar="GPUS",
-    required=True,
-    help="Cluster: h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json.",
+    "--cluster", metavar="GPUS", required=True, help="Cluster: h100:8x8 (GPU:NODESxGPUS), or a saved profile: my.json."
 )
 @click.option("--top", metavar="N", default=5, show_default=True, type=click.IntRange(min=1), help="Number of plans.")
 @click.option(
@@ -50,26 +46,15 @@ _MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
 @click.option("--growth", is_flag=True, help="Show the fastest layout of each kind for up to 16,384 GPUs.")
 @click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False), help="With --growth: write a plot.")
 def plan(
-    recipe: str,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    from_hf: str | None,
-    cluster: str,
-    top: int,
-    verify: int,
-    save: str | None,
-    why_not: str | None,
-    strategy: str | None,
-    growth: bool,
-    plot: str | None,
-) -> None:
+    recipe: str, assignments: tuple[str, ...], as_json: bool, from_hf: str | None, cluster: str, top: int,
+    verify: int, save: str | None, why_not: str | None, strategy: str | None, growth: bool, plot: str | None,
+) -> None:  # fmt: skip
     """Find the fastest layouts: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
 
     The search covers meshes, strategies, rematerialization, micro-steps and slices for the recipe's model, global batch
     and optimizer. The layouts that fit in memory are sorted by predicted step time. The model is not run.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
-    prepare_devices(None)
+    prepare_devices(None, use_host=True)
     for path in (save, plot):
         if path:
             check_output_file(path)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from typing import Any
 
 import click
 
-from meshpar.cli.main import field_options, layout_options, prepare_devices, print_report
+from meshpar.cli.main import field_options, layout_fields, layout_options, prepare_devices, print_report
 
 
 @click.command()
@@ -25,24 +24,17 @@ from meshpar.cli.main import field_options, layout_options, prepare_devices, pri
     "--top", metavar="N", default=3, show_default=True, type=click.IntRange(min=1), help="Number of largest costs."
 )
 def trace(
-    file: str,
-    recipe: str | None,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    cluster: str | None,
-    mesh: str | None,
-    strategy: str | None,
-    top: int,
-) -> None:
+    file: str, recipe: str | None, assignments: tuple[str, ...], as_json: bool, cluster: str | None, mesh: str | None,
+    strategy: str | None, top: int,
+) -> None:  # fmt: skip
     """Compare a profile with its prediction: `meshpar trace runs/gpt_stdlib recipes/gpt_stdlib.py`.
 
     TRACE is an .xplane.pb file, or the folder of a run that was trained with --profile 10:15. If RECIPE is set, its
     step is compiled as in `explain`; use the same --set, --xla and --mesh as in the run. The report then shows the
     axes, bytes and predicted time of collectives, and the device time of the forward pass, backward pass and optimizer.
     """
-    if cluster is not None and not cluster.endswith(".json"):
-        os.environ["JAX_PLATFORMS"] = "cpu"  # accelerators are slow to start and not needed
-    prepare_devices(None, start="jax" if recipe is None else "devices")
+    use_host = cluster is not None and not cluster.endswith(".json")
+    prepare_devices(None, start="jax" if recipe is None else "devices", use_host=use_host)
     from meshpar.inspect import trace as reader
 
     reader.find(file)  # raise errors before compiling
@@ -55,7 +47,7 @@ def trace(
         profile = None if cluster is None else parse_profile(cluster)
         links = profile if isinstance(profile, Links) else None
         pod = None if isinstance(profile, Links) else profile
-        layout = [f"{field}={value}" for field, value in (("mesh", mesh), ("strategy", strategy)) if value]
+        layout = layout_fields(mesh, strategy)
         with contextlib.redirect_stdout(sys.stderr):
             subject = Subject.of(recipe, pod, layout=layout, assignments=assignments, shapes=None)
             with contextlib.nullcontext() if pod is None else PodProcess() as process:

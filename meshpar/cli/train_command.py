@@ -15,14 +15,14 @@ import os
 import shutil
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 import numpy as np
 
+from meshpar.cli.generate_command import continued
 from meshpar.cli.multihost import version_of
 from meshpar.cli.recipe import (
     Recipe,
@@ -46,14 +46,13 @@ from meshpar.layers.precision import cast_floating
 from meshpar.loop import expert_load as experts
 from meshpar.loop import heartbeat as watchdog
 from meshpar.loop.checkpoint import Checkpoints, barrier
-from meshpar.loop.coordination import Pod, check_shared, this_pod
+from meshpar.loop.coordination import check_shared, this_pod
 from meshpar.loop.fit import (
     Checkpointer,
     FitResult,
     Hook,
     Preemption,
     Record,
-    Run,
     Validator,
     fit,
     restore_or_init,
@@ -66,7 +65,6 @@ from meshpar.loop.profiler import Profile
 from meshpar.loop.progress_bar import ProgressBar
 from meshpar.moe.load_metrics import Loads
 from meshpar.optim.averages import averages_of, ema_params
-from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_local, check_memory, check_name, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import problem
@@ -149,7 +147,10 @@ def train(
         source = open_data(recipe)
     recipe = _with_vocab(recipe, source, fit_vocab, from_hf)
     check_ids(recipe, source)
-    _check_sample(recipe, source)
+    if recipe.sample is not None and not (hasattr(recipe.model, "vocab_size") and hasattr(source, "decode")):
+        names = f"the model is a {type(recipe.model).__name__} and the data is {type(recipe.data).__name__}"
+        reason, fix = f"a sample needs a TransformerConfig and text data, but {names}", "--set sample=none"
+        raise problem("Recipe.sample", "generate text after training", reason, fix, code="conflict")
     setup = _setup(recipe, mesh)
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as stack:
         if recipe.pgle:
@@ -157,34 +158,31 @@ def train(
         step = build_step(recipe)
         with screen.progress("tracing and lowering the training step"):
             program = StepProgram(recipe, setup, batches, step)
-        if pod is not None:
-            _agree(pod, setup, source, batches, str(program))
-        write = stack.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
+        if pod is not None:  # before a device waits for another one
+            data = {**source.describe(), "order": batches.get_state(), "fingerprint": source.fingerprint}
+            run_info = {"data": data, "sharding": setup.table.to_json(), "program": str(program)}
+            with watchdog.busy(watchdog.WAITS):
+                pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on every host")
+        stack.enter_context(_prepared(folder, program, fresh=fresh, accept=accept_changes, screen=screen))
         screen.fields("meshpar train", _run_description(recipe, setup, source, folder))
         with Checkpoints(folder / "checkpoints", keep=recipe.keep_checkpoints) as checkpoints:
             with screen.progress("restoring or initializing the state"), _cleaned_up(folder, checkpoints):
-                state = _state(recipe, setup, checkpoints, batches, folder, from_hf)
+                if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
+                    keep_source_files(from_hf, folder)  # records the initial weights, for the check on resume
+                init = Setup.init if from_hf is None else lambda setup, key: load_hf(from_hf, setup, key=key)
+                state = restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
             first_step = int(state.step)
             screen.print(_start_line(first_step, recipe.steps, folder))
             screen.print(str(program))
             goodput = Goodput(folder / "goodput.json", metrics=folder / "metrics.jsonl", began_s=start_time_s)
-            hooks = [_RunFolder(folder, write), *_hooks(recipe, setup, source, folder, checkpoints, screen, goodput)]
+            hooks = _hooks(recipe, setup, source, folder, checkpoints, screen, goodput)
             if profile is not None:
-                hooks.append(
-                    Profile(folder / "profile", first=profile[0], last=profile[1], about={"program": str(program)})
-                )
+                about = {"program": str(program)}
+                hooks.append(Profile(folder / "profile", first=profile[0], last=profile[1], about=about))
             result = fit(step, state, batches, hooks=hooks, **_fit_options(recipe, batches, setup))
             del state
     steps_taken = result.step - first_step
     return _report(recipe, result, source, folder, screen, steps_taken=steps_taken, goodput=goodput)
-
-
-def _check_metrics_complete(outcome: RunOutcome) -> None:
-    if outcome.reason == "done" and "missing_steps" in outcome.summary and jax.process_index() == 0:
-        ranges = ", ".join(f"{first} to {last}" for first, last in outcome.summary["missing_steps"][:4])
-        where, reason = f"run {outcome.folder}: metrics.jsonl", f"the metrics of steps {ranges} are missing"
-        fix = "restore the file from a copy and repeat the command; the checkpoints are complete"
-        raise problem(where, "report the metrics of all steps", reason, fix, code="damaged-file")
 
 
 def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
@@ -199,16 +197,6 @@ def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
         requested = f"train {totals.num_params:,} parameters on {len(local_devices)} host devices"
         check_memory("the training state", requested, needed, "make the model smaller, or shard it over more hosts")
     return setup
-
-
-def _state(
-    recipe: Recipe, setup: Setup, checkpoints: Checkpoints, batches: Batches, folder: Path, from_hf: str | Path | None
-) -> TrainState:
-    """Restore the newest checkpoint, or initialize the state."""
-    if from_hf is not None and jax.process_index() == 0 and not checkpoints.steps():
-        keep_source_files(from_hf, folder)  # records the initial weights, for the check on resume
-    init = Setup.init if from_hf is None else lambda setup, key: load_hf(from_hf, setup, key=key)
-    return restore_or_init(checkpoints, setup, key=recipe.seed, batches=batches, init=init)
 
 
 def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
@@ -264,17 +252,6 @@ def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ())
     return planned.override(f"accumulate={layout.accumulate}", *assignments)
 
 
-def _agree(pod: Pod, setup: Setup, source: Source, batches: Batches, program: str) -> None:
-    """Check that all processes have the same data, shardings and program, before a device waits for another one."""
-    run_info = {
-        "data": {**source.describe(), "order": batches.get_state(), "fingerprint": source.fingerprint},
-        "sharding": setup.table.to_json(),
-        "program": program,
-    }
-    with watchdog.busy(watchdog.WAITS):
-        pod.agree("run", run_info, fix="use the same data, recipe file and imported modules on every host")
-
-
 def _hooks(
     recipe: Recipe,
     setup: Setup,
@@ -307,44 +284,6 @@ def _hooks(
         Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps, retries=recipe.checkpoint_retries),
         Preemption(),
     ]
-
-
-class _RunFolder(Hook):
-    """Check after each step that the run folder exists, and create it again if it was removed or renamed.
-
-    Args:
-      folder: the run folder.
-      write: creates the folder and writes the files that describe the run. Called in process 0.
-    """
-
-    def __init__(self, folder: Path, write: Callable[[], None]) -> None:
-        self._folder, self._write = folder, write
-        self._stat: os.stat_result | None = None
-
-    def on_start(self, run: Run) -> None:
-        self._stat = self._folder.stat() if jax.process_index() == 0 else None
-
-    def on_dispatched(self, run: Run) -> None:
-        self._check()
-
-    def on_end(self, run: Run, reason: str) -> None:
-        self._check()
-
-    def _check(self) -> None:
-        if self._stat is None:
-            return
-        with contextlib.suppress(OSError):
-            if os.path.samestat(self._stat, self._folder.stat()) and (self._folder / "recipe.json").exists():
-                return
-        try:
-            self._write()
-            self._stat = self._folder.stat()
-        except OSError as error:
-            reason = f"it was removed or renamed ({error.strerror or error})"
-            fix = "move it back, and repeat the command"
-            raise problem(f"run {self._folder}", "continue to write to it", reason, fix, code="missing-file") from error
-        message = "was removed, renamed or emptied during training. It was created again, without earlier checkpoints."
-        warnings.warn(f"run {self._folder} {message}", stacklevel=2)
 
 
 def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
@@ -433,51 +372,33 @@ def check_ids(recipe: Recipe, source: Source) -> None:
                 raise problem(where, requested, reason, fix, code="out-of-range")
 
 
-def _check_sample(recipe: Recipe, source: Source) -> None:
-    from meshpar.models.config import TransformerConfig
-
-    if recipe.sample is None or (isinstance(recipe.model, TransformerConfig) and hasattr(source, "decode")):
-        return
-    reason = (
-        f"a sample needs a TransformerConfig and text data, but the model is a {type(recipe.model).__name__} and "
-        f"the data is {type(recipe.data).__name__}"
-    )
-    raise problem("Recipe.sample", "generate text after training", reason, "--set sample=none", code="conflict")
-
-
 @contextlib.contextmanager
-def _prepared(
-    folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen
-) -> Iterator[Callable[[], None]]:
-    """Lock the run folder and write the files that describe the run. Yields the function that writes them."""
-    recipe, setup, pod = program.recipe, program.setup, this_pod()
-
-    def write() -> None:
-        folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
-        _write_json(folder / "recipe.json", {**recipe.to_json(), "program": program.to_json()})
-        _write_json(folder / "sharding.json", setup.table.to_json())
-        replace_file(folder / "sharding.txt", f"{setup.table}\n")
-
+def _prepared(folder: Path, program: StepProgram, *, fresh: bool, accept: bool, screen: Screen) -> Iterator[None]:
+    """Lock the run folder and write the files that describe the run."""
+    pod, is_first = this_pod(), jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         existed = folder.exists()
         if pod is not None:
             check_shared(pod, folder)
-        if jax.process_index() == 0:
+        if is_first:
             stack.enter_context(lock_run_folder(folder, warn=screen.print))
         if not fresh:
             _check_same_run(folder, program, accept=accept, screen=screen)
         barrier("meshpar: folder checked")  # no process writes before all have read the folder
-        if jax.process_index() == 0:
+        if is_first:
             if fresh and existed:
                 number = 1
                 while (renamed := folder.with_name(f"{folder.name}.old{number}")).exists():
                     number += 1
                 screen.print(f"renamed the folder of the earlier run to {folder.rename(renamed)}")
-            write()
+            folder.mkdir(mode=RUN_MODE, parents=True, exist_ok=True)
+            _write_json(folder / "recipe.json", {**program.recipe.to_json(), "program": program.to_json()})
+            _write_json(folder / "sharding.json", program.setup.table.to_json())
+            replace_file(folder / "sharding.txt", f"{program.setup.table}\n")
         barrier("meshpar: folder prepared")
         if (watch := watchdog.current()) is not None:
             watch.log = folder / f"process-{jax.process_index()}.log"
-        yield write
+        yield
 
 
 @contextlib.contextmanager
@@ -495,29 +416,26 @@ def _cleaned_up(folder: Path, checkpoints: Checkpoints) -> Iterator[None]:
 
 def _check_same_run(folder: Path, program: StepProgram, *, accept: bool, screen: Screen) -> None:
     """Check that the run in this folder was started with the same recipe and the same program."""
-    path, recipe = folder / "recipe.json", program.recipe
+    path, recipe, where = folder / "recipe.json", program.recipe, f"run {folder}"
+    anew = f"use --name to start a new run, or --fresh to start over ({folder} is renamed)"
     if not path.exists():
         steps = [step for step in Checkpoints(folder / "checkpoints").steps() if step]
         if steps and not accept:  # `meshpar convert from-hf` writes a checkpoint 0 without a recipe
             reason = f"recipe.json is missing, so the recipe of its {steps[-1]} steps is unknown"
-            fix = (
-                "restore the file from a copy, use --accept-changes to resume with this recipe, or --name to start "
-                "a new run"
-            )
-            raise problem(f"run {folder}", "resume it", reason, fix, code="missing-file")
+            fix = f"restore the file from a copy, use --accept-changes to resume with this recipe, or {anew}"
+            raise problem(where, "resume it", reason, fix, code="missing-file")
         return
-    fix = f"restore it from a copy, use --name to start a new run, or --fresh to start over ({folder} is renamed)"
-    saved = read_json(path, f"run {folder}: {path.name}", fix)
+    fix = f"restore it from a copy, {anew}"
+    saved = read_json(path, f"{where}: {path.name}", fix)
     if not isinstance(saved, dict):
         reason = f"it contains a {type(saved).__name__} instead of an object"
-        raise problem(f"run {folder}: {path.name}", "read it", reason, fix, code="damaged-file")
+        raise problem(f"{where}: {path.name}", "read it", reason, fix, code="damaged-file")
     saved_program = saved.pop("program", None)
     changed = changes(saved, _json_finite(recipe.to_json()), _json_finite(defaults_of(recipe)))
     breaking = {name: values for name, values in changed.items() if breaks_resuming(name)}
     if breaking:
         reason = f"it was trained with another recipe: {_format_changes(breaking)}"
-        fix = f"use --name to start a new run, or --fresh to start over ({folder} is renamed)"
-        raise problem(f"run {folder}", "resume it", reason, fix, code="conflict")
+        raise problem(where, "resume it", reason, anew, code="conflict")
     if changed:
         screen.print(f"changed since the run started: {_format_changes(changed)}")
     if isinstance(saved_program, dict):
@@ -637,7 +555,10 @@ def _report(
 ) -> RunOutcome:
     done = result.reason == "done"
     curves = list(read_lines(folder / "metrics.jsonl"))
-    valid = _last_validation(curves)
+    validations = (
+        {name[4:]: value for name, value in line.items() if name.startswith("val_")} for line in curves[::-1]
+    )
+    valid = next(filter(None, validations), {})
     layers = next((line[experts.LAYERS] for line in reversed(curves) if experts.LAYERS in line), None)
     loads = None if layers is None else experts.loads_of(layers)
     summary: dict[str, Any] = {
@@ -655,7 +576,8 @@ def _report(
         "goodput": goodput.share,
         "wall_s": {name: round(seconds, 3) for name, seconds in goodput.seconds.items()},
     }
-    if missing := missing_steps(curves, result.step):
+    missing = missing_steps(curves, result.step)
+    if missing:
         summary["missing_steps"] = missing
     if loads is not None:
         summary["experts"] = experts.worst_layer(loads)
@@ -678,17 +600,12 @@ def _report(
             if "sample" in summary:
                 screen.text("sample", summary["sample"])
             screen.fields("result", _result(summary, folder))
-    outcome = RunOutcome(folder=folder, reason=result.reason, summary=summary)
-    _check_metrics_complete(outcome)
-    return outcome
-
-
-def _last_validation(curves: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    for line in reversed(curves):
-        metrics = {name.removeprefix("val_"): value for name, value in line.items() if name.startswith("val_")}
-        if metrics:
-            return metrics
-    return {}
+    if done and missing and jax.process_index() == 0:
+        where, ranges = f"run {folder}: metrics.jsonl", ", ".join(f"{first} to {last}" for first, last in missing[:4])
+        fix = "restore the file from a copy and repeat the command; the checkpoints are complete"
+        requested, reason = "report the metrics of all steps", f"the metrics of steps {ranges} are missing"
+        raise problem(where, requested, reason, fix, code="damaged-file")
+    return RunOutcome(folder=folder, reason=result.reason, summary=summary)
 
 
 def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[str, Any]:
@@ -708,28 +625,14 @@ def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[st
 
 def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:
     """Continue the prompt of the recipe on the training mesh, with averaged parameters if the optimizer has them."""
-    from meshpar.models import generate
-
     assert recipe.sample is not None
     state = state if averages_of(state.opt_state) is None else ema_params(state)
-    sample, setup = recipe.sample, state.setup
-    base_model = setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
-    prompt = np.asarray(source.encode(sample.prompt), np.int32)[None]
-
-    def generate_tokens(params: Any, extra: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
-        with use_rules(setup.mesh, setup.strategy):
-            model = base_model.bind(cast_floating(params, recipe.precision.compute), extra)
-            return generate(
-                model,
-                prompt,
-                config=recipe.model,  # type: ignore[arg-type]
-                num_tokens=sample.num_tokens,
-                key=key,
-                temperature=sample.temperature,
-            )
-
-    tokens = jax.jit(generate_tokens)(merged_params(state), state.extra, prompt, jax.random.key(recipe.seed))
-    return source.decode(np.asarray(tokens)[0])
+    model = state.setup.model if recipe.lora is None else build_model(recipe.replace(lora=None))
+    state = state.replace(params=cast_floating(merged_params(state), recipe.precision.compute))
+    prompt, num_tokens, temperature = dataclasses.astuple(recipe.sample)
+    batch, options = [source.encode(prompt)], {"num_tokens": num_tokens, "temperature": temperature}
+    (tokens,) = continued(state, recipe.model, batch, model=model, seed=recipe.seed, **options)
+    return source.decode(np.asarray(tokens))
 
 
 def _plot(
@@ -796,52 +699,40 @@ class Screen:
     """Progress and report of process 0: panels in a terminal, plain lines elsewhere."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self.stream = stream
+        self.stream, self._is_first = stream, jax.process_index() == 0
         self._console: Any = None
-        if stream.isatty() and os.environ.get("TERM") != "dumb":
+        if self._is_first and stream.isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console
 
             self._console = Console(file=stream, highlight=False)
 
     def print(self, text: str) -> None:
-        if jax.process_index() == 0:
+        if self._is_first:
             print(text, file=self.stream, flush=True)
 
-    @contextlib.contextmanager
-    def progress(self, activity: str) -> Iterator[None]:
-        """Show a spinner and the elapsed time during the block, if the stream is a terminal."""
-        if self._console is None or jax.process_index() != 0:
-            yield
-            return
-        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            progress.add_task(activity, total=None)
-            yield
+    def progress(self, activity: str) -> contextlib.AbstractContextManager[Any]:
+        """Show a spinner during the block, if the stream is a terminal."""
+        return contextlib.nullcontext() if self._console is None else self._console.status(activity)
 
     def fields(self, title: str, fields: Mapping[str, str]) -> None:
         """Show names and values, one pair per line."""
         if self._console is None:
-            for name, value in fields.items():
-                self.print(f"{name}: {value}")
-        elif jax.process_index() == 0:
-            from rich.table import Table
-            from rich.text import Text
+            self.print("\n".join(f"{name}: {value}" for name, value in fields.items()))
+            return
+        from rich.table import Table
+        from rich.text import Text
 
-            grid = Table.grid(padding=(0, 2))
-            for name, value in fields.items():
-                grid.add_row(Text(name, style="dim"), Text(value))
-            self._panel(title, grid)
+        grid = Table.grid(padding=(0, 2))
+        for name, value in fields.items():
+            grid.add_row(Text(name, style="dim"), Text(value))
+        self._panel(title, grid)
 
     def text(self, title: str, text: str) -> None:
         """Show generated text, with control characters replaced."""
         printable = "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "�" for c in text)
         if self._console is None:
-            self.print(f"{title}:")
-            for line in printable.splitlines():
-                self.print(f"  | {line}")
-        elif jax.process_index() == 0:
+            self.print("\n".join([f"{title}:", *(f"  | {line}" for line in printable.splitlines())]))
+        else:
             from rich.text import Text
 
             self._panel(title, Text(printable))

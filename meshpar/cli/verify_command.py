@@ -40,16 +40,9 @@ QUICKLY = ("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_p
 )  # fmt: skip
 @click.option("--devices", metavar="N", type=click.IntRange(2, 64), default=HOST_DEVICES, help="XLA host devices.")
 def verify(
-    recipe: str,
-    assignments: tuple[str, ...],
-    as_json: bool,
-    cases: int,
-    seed: int,
-    time_s: float | None,
-    case: str | None,
-    dtype: str,
-    devices: int,
-) -> None:
+    recipe: str, assignments: tuple[str, ...], as_json: bool, cases: int, seed: int, time_s: float | None,
+    case: str | None, dtype: str, devices: int,
+) -> None:  # fmt: skip
     """Compare random layouts with a single device: `meshpar verify recipes/gpt_stdlib.py`.
 
     Each layout is a random mesh, strategy, number of micro-steps and pipeline schedule, on host devices. The test

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ import jax
 import pytest
 
 from meshpar.cli import main as cli
-from meshpar.cli.train_command import _RunFolder
-from tests.errors import raises
 
 RECIPE = """
 from __future__ import annotations
@@ -227,35 +224,6 @@ def test_a_run_whose_numbers_are_lost_ends_with_2_until_they_are_back(meshpar, t
     with pytest.warns(UserWarning, match="metrics.jsonl: it lacks steps 1 to 5"):
         code, _, error = meshpar(*args, "--steps", 5)  # nothing is left to train, and nothing to show
     assert (code, "Traceback" in error) == (2, False)
-
-
-@pytest.mark.parametrize("how", ["removed", "renamed"])
-def test_a_run_folder_that_goes_away_is_made_again_at_the_next_step(tmp_path, how):
-    folder, written = tmp_path / "run", []
-
-    def write():
-        folder.mkdir()
-        (folder / "recipe.json").touch()
-        written.append(how)
-
-    write()
-    hook = _RunFolder(folder, write)
-    hook.on_start(None)
-    hook.on_dispatched(None)
-    assert len(written) == 1
-    if how == "removed":
-        shutil.rmtree(folder)
-    else:
-        folder.rename(tmp_path / "old")
-    with pytest.warns(UserWarning, match="was removed, renamed or emptied during training"):
-        hook.on_dispatched(None)
-    hook.on_end(None, "done")
-    assert len(written) == 2
-    (folder / "recipe.json").unlink()
-    folder.rmdir()
-    folder.touch()
-    with raises("missing-file", f"run {folder}"):
-        hook.on_dispatched(None)
 
 
 @pytest.mark.matrix

@@ -61,7 +61,7 @@ def source(tmp_path_factory):
     [
         (["--prompt", "a"], "neither the folder nor its recipe has a tokenizer"),
         (["--prompt", "", "--tokenizer", "bytes"], "its value is empty"),
-        (["--prompt", "a", "--tokenizer", "bytes", "--top-p", "2"], "above 0 and at most 1"),
+        (["--prompt", "a", "--tokenizer", "bytes", "--top-p", "2"], "generate(top_p=2.0)"),
         (["--prompt", "a", "--tokenizer", "bytes", "--temperature", "nan"], "finite and at least 0"),
         (["--prompt", "a", "--tokenizer", "bytes", "--tokens", "1000000000"], "is not in the range"),
         (["--prompt", "a", "--tokenizer", "bytes", "--seed", "10000000000"], "is not in the range"),
