@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +53,7 @@ def generate(
     layout = layout_of(mesh, strategy, devices)
     import numpy as np
 
+    from meshpar.cli.train_command import continued
     from meshpar.interop.files import read_json
     from meshpar.interop.hf import CONFIG
     from meshpar.interop.runs import SOURCE_FOLDER, opened
@@ -88,30 +88,6 @@ def generate(
     for text in texts:
         # Replace control codes, which could change the state of the terminal.
         click.echo("".join(c if c.isprintable() or c in "\n\t" else "�" for c in text))
-
-
-def continued(
-    state: Any, config: Any, batch: Sequence[Any], *, num_tokens: int, seed: int, model: Any = None, **how: Any
-) -> Any:
-    """Sample continuations of prompts with equal lengths; returns tokens as lists, [prompts, positions].
-
-    The model is by default that of the state.
-    """
-    import jax
-    import numpy as np
-
-    from meshpar.models.sampling import generate as sample
-    from meshpar.sharding.context import use_rules
-
-    setup = state.setup
-
-    def run(params: Any, extra: Any, prompt: Any, key: Any) -> Any:
-        with use_rules(setup.mesh, setup.strategy):
-            bound = (model or setup.model).bind(params, extra)
-            return sample(bound, prompt, config=config, num_tokens=num_tokens, key=key, **how)
-
-    tokens = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))
-    return np.asarray(tokens).tolist()
 
 
 def _tokenizer(folder: Path, named: str | None) -> Tokenizer:

@@ -22,7 +22,6 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from meshpar.cli.generate_command import continued
 from meshpar.cli.multihost import version_of
 from meshpar.cli.recipe import (
     Recipe,
@@ -65,6 +64,7 @@ from meshpar.loop.profiler import Profile
 from meshpar.loop.progress_bar import ProgressBar
 from meshpar.moe.load_metrics import Loads
 from meshpar.optim.averages import averages_of, ema_params
+from meshpar.sharding.context import use_rules
 from meshpar.sharding.host_resources import check_local, check_memory, check_name, read_json, replace_file
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import problem
@@ -621,6 +621,26 @@ def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[st
         "below_bigram_bits_per_byte": fitted - bits,
         "held_out_tokens": baseline.num_tokens,
     }
+
+
+def continued(
+    state: TrainState, config: Any, batch: Any, *, num_tokens: int, seed: int, model: Any = None, **how: Any
+) -> list[list[int]]:
+    """Sample continuations of prompts with equal lengths; returns tokens, [prompts, positions].
+
+    The model is by default that of the state.
+    """
+    from meshpar.models.sampling import generate
+
+    setup = state.setup
+
+    def run(params: Any, extra: Any, prompt: jax.Array, key: jax.Array) -> jax.Array:
+        with use_rules(setup.mesh, setup.strategy):
+            bound = (model or setup.model).bind(params, extra)
+            return generate(bound, prompt, config=config, num_tokens=num_tokens, key=key, **how)
+
+    tokens = jax.jit(run)(state.params, state.extra, np.asarray(batch, np.int32), jax.random.key(seed))
+    return np.asarray(tokens).tolist()
 
 
 def sample_text(recipe: Recipe, state: TrainState, source: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.cli import main as cli
-from meshpar.cli.generate_command import continued
+from meshpar.cli.train_command import continued
 from meshpar.interop.runs import opened
 from tests.grid import cases
 from tests.interop.folders import KINDS, folder_of, golden
