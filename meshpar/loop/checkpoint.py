@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import logging
 import math
@@ -29,6 +28,7 @@ import types
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import jax
@@ -39,7 +39,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshpar.optim.averages import averages_of
 from meshpar.sharding.context import apart
-from meshpar.sharding.types import MeshparError, PyTree, check_positive_int, path_str, problem
+from meshpar.sharding.types import MeshparError, check_positive_int, path_str, problem
 from meshpar.training.state import Setup, TrainState
 
 FORMAT = 2
@@ -71,8 +71,6 @@ class Restored:
     data_state: dict[str, Any] | None
     """The data position that was passed to `save`."""
     step: int
-    damaged: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    """Newer checkpoints that could not be read, with the reason."""
 
 
 class Checkpoints:
@@ -84,9 +82,6 @@ class Checkpoints:
     Args:
       folder: a local path or a bucket URL that orbax supports. It is created by the first `save`.
       keep: the number of newest checkpoints to keep.
-
-    Raises:
-      ValueError: `keep` is not a positive integer.
 
     Example:
       with mp.Checkpoints("runs/gpt/checkpoints", keep=3) as checkpoints:
@@ -103,24 +98,20 @@ class Checkpoints:
         _patch_orbax()
         self._is_local = "://" not in str(folder)
         self.folder = epath.Path(folder).absolute() if self._is_local else epath.Path(folder)
-        self.keep = keep
+        self._where = f"checkpoints in {self.folder}"
+        self.keep, self._failed = keep, False
         self._manager: Any = None
         self._current: int | None = None
-        self._failed = False
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in ascending order."""
-        if self._is_local:
-            # Complete local checkpoints are recognized by their names, which is faster than asking orbax.
-            return self._numbered(folders=True)
-        from orbax.checkpoint import path as ocp_path
+        """Return the steps of the complete checkpoints, in ascending order. Steps are int32."""
+        if not self._is_local:
+            from orbax.checkpoint import path as ocp_path
 
-        return sorted(checkpoint.step for checkpoint in ocp_path.step.standard_name_format().find_all(self.folder))
-
-    def _numbered(self, *, folders: bool) -> list[int]:
-        """Return the steps that name folders, or files, in a local folder. Steps are int32."""
+            return sorted(checkpoint.step for checkpoint in ocp_path.step.standard_name_format().find_all(self.folder))
+        # Complete local checkpoints are recognized by their names, which is faster than asking orbax.
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(str(self.folder)) as entries:
-            names = [entry.name for entry in entries if entry.is_dir() is folders]
+            names = [entry.name for entry in entries if entry.is_dir()]
             steps = [int(name) for name in names if name.isascii() and name.isdecimal() and name == str(int(name))]
             return sorted(step for step in steps if step <= np.iinfo(np.int32).max)
         return []
@@ -142,27 +133,22 @@ class Checkpoints:
           deleted in the meantime, a call with `wait=True` writes it again.
 
         Raises:
-          NoRoomError: the free disk space is smaller than the newest checkpoint.
-          ValueError: this or the previous checkpoint could not be written.
+          ValueError: this or the previous checkpoint could not be written. `NoRoomError`: this one was not started.
         """
         step = int(state.step)
         new = step != self._current
         if new or wait:
             self.wait()
-            steps, files = _broadcast(self.steps()), _broadcast(self._numbered(folders=False))
+            steps = _broadcast(self.steps())
             if self._current not in (None, *steps):
                 new = True
                 if jax.process_index() == 0:
-                    remaining = f"steps {', '.join(map(str, steps))} remain" if steps else "none remains"
-                    warnings.warn(
-                        f"{self.folder} was removed, renamed or emptied during the run: the checkpoint of step "
-                        f"{self._current} is gone, {remaining}. A new checkpoint is written now.",
-                        stacklevel=2,
-                    )
+                    text = f"was removed, renamed or emptied: the checkpoint of step {self._current} is gone"
+                    warnings.warn(f"{self.folder} {text}. A new one is written now.", stacklevel=2)
                 if self._manager is not None:
                     self._manager.reload()
         if new:
-            self._set_aside(sorted(later for later in {*steps, *files} if later >= step))
+            self._set_aside([later for later in steps if later >= step])
             self._write(step, state, data_state)
             self._current = step
         if wait:
@@ -194,45 +180,34 @@ class Checkpoints:
         setup = target if isinstance(target, Setup) else target.setup
         _concrete(setup)
         self.wait()
-        steps = _broadcast(self.steps())
-        where, damaged = f"checkpoints in {self.folder}", dict[int, str]()
-        if step is None:
-            files = [file for file in _broadcast(self._numbered(folders=False)) if file > max(steps, default=-1)]
-            damaged = dict.fromkeys(files, "it is a file, but a checkpoint is a folder")
-        elif step not in steps:
-            raise problem(
-                where, f"restore step {step}", f"there are steps {steps}", "choose a listed step", "not-found"
-            )
-        for candidate in [step] if step is not None else reversed(steps):
+        steps, damaged = self._available(step), dict[int, str]()
+        for candidate in reversed(steps):
             try:
                 restored = self._read(candidate, setup, weights_only)
             except _DamagedError as error:
                 damaged[candidate] = error.reason
                 continue
             for damaged_step, reason in damaged.items():
-                warnings.warn(
-                    f"{self.folder / str(damaged_step)} is damaged and skipped: {reason}. "
-                    f"Step {candidate} is used instead.",
-                    stacklevel=2,
-                )
+                text = f"is damaged and skipped: {reason}. Step {candidate} is used instead."
+                warnings.warn(f"{self.folder / str(damaged_step)} {text}", stacklevel=2)
             self._current = candidate
-            return dataclasses.replace(restored, damaged=damaged)
+            return restored
         if damaged:
-            raise problem(
-                where,
-                "restore " + ("the newest intact checkpoint" if step is None else f"step {step}"),
-                "; ".join(f"step {damaged_step} is damaged ({reason})" for damaged_step, reason in damaged.items()),
-                "restore the files from a backup, or move the folder away to start from step 0",
-                code="damaged-file",
-            )
+            reason = "; ".join(f"step {damaged_step} is damaged ({text})" for damaged_step, text in damaged.items())
+            fix = "restore the files from a backup, or move the folder away to start from step 0"
+            raise problem(self._where, "restore a checkpoint", reason, fix, code="damaged-file")
         return None
 
-    def wait(self) -> None:
-        """Block until all saves are on disk.
+    def _available(self, step: int | None) -> list[int]:
+        """Return all steps, or the requested step if it exists."""
+        steps = _broadcast(self.steps())
+        if step not in (None, *steps):
+            fix = "choose a listed step, or a different folder"
+            raise problem(self._where, f"read step {step}", f"there are steps {steps}", fix, "not-found")
+        return steps if step is None else [step]
 
-        Raises:
-          ValueError: the last save failed.
-        """
+    def wait(self) -> None:
+        """Block until all saves are on disk. Raises `ValueError` if the last save failed."""
         if self._manager is not None:
             with self._writing(f"finish the save of step {self._current}"):
                 self._manager.wait_until_finished()
@@ -260,10 +235,12 @@ class Checkpoints:
             error.add_note(str(save_error))  # the error that ended the block is more important
 
     def _write(self, step: int, state: TrainState, data_state: Mapping[str, Any] | None) -> None:
+        from flax.traverse_util import unflatten_dict
         from orbax.checkpoint import args
 
         leaves = _leaves(state)
-        arrays = {"leaves": _nested(_gather_small({path: x for path, x in leaves.items() if x.size}))}
+        stored = _gather_small({path: x for path, x in leaves.items() if x.size})
+        arrays = {"leaves": unflatten_dict(stored, sep="/")}
         index = _new_index(step, state, leaves, data_state)
         if self._failed:
             self._clear_failed()
@@ -282,18 +259,14 @@ class Checkpoints:
         steps = _broadcast(self.steps())
         if not steps or not self._is_local:
             return  # the size of the first checkpoint is unknown
-        needed = free = 0
+        is_full = False
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
-                needed, free = bytes_of(self.folder / str(steps[-1])), shutil.disk_usage(self.folder).free
-        if _broadcast([int(needed > free)]) == [1]:
-            raise NoRoomError(
-                f"checkpoints in {self.folder}",
-                f"save step {step}",
-                f"no space left on the disk for a checkpoint as large as that of step {steps[-1]}",
-                "free some disk space; earlier checkpoints are intact",
-                code="no-space",
-            )
+                is_full = bytes_of(self.folder / str(steps[-1])) > shutil.disk_usage(self.folder).free
+        if _broadcast([int(is_full)]) == [1]:
+            reason = f"no space left on the disk for a checkpoint as large as that of step {steps[-1]}"
+            fix = "free some disk space; earlier checkpoints are intact"
+            raise NoRoomError(self._where, f"save step {step}", reason, fix, code="no-space")
 
     def _clear_failed(self) -> None:
         """Remove the files of a failed save after its remaining writers have finished.
@@ -302,14 +275,14 @@ class Checkpoints:
         same step would use.
         """
         if jax.process_index() == 0:
-            files: list[str] | None = None
+            files: Any = None
             for _ in range(_MAX_POLLS):
                 time.sleep(_POLL_S)
-                levels = (self.folder.glob(f"*{_TEMPORARY}*" + "/*" * depth) for depth in range(1, 5))
-                files, previous = sorted(map(str, itertools.chain.from_iterable(levels))), files
+                folders = list(self.folder.glob(f"*{_TEMPORARY}*"))
+                files, previous = [list(folder.walk()) for folder in folders], files
                 if files == previous:
                     break
-            for folder in self.folder.glob(f"*{_TEMPORARY}*"):
+            for folder in folders:
                 folder.rmtree(missing_ok=True)
         barrier("meshpar: a failed save cleared")
         self._failed = False
@@ -328,10 +301,9 @@ class Checkpoints:
 
             # The callback runs before the new checkpoint is renamed, so a complete checkpoint must stay.
             remove = functools.partial(self._remove_old, max(self.keep - 1, 1))
+            in_background = ocp.options.AsyncOptions(post_finalization_callback=remove)
             options = ocp.CheckpointManagerOptions(
-                create=True,
-                cleanup_tmp_directories=True,
-                async_options=ocp.options.AsyncOptions(post_finalization_callback=remove),
+                create=True, cleanup_tmp_directories=True, async_options=in_background
             )
             handlers = {
                 "state": ocp.PyTreeCheckpointHandler(type_handler_registry=array_handlers()),
@@ -355,23 +327,16 @@ class Checkpoints:
                     folder.rmtree()
 
     def stored(self, step: int | None = None) -> Mapping[str, Any]:
-        """Return the shape and dtype of each array in a checkpoint, by path. The default step is the newest.
-
-        Raises:
-          ValueError: the checkpoint is missing or damaged.
-        """
-        steps = _broadcast(self.steps())
-        if not steps or step not in (None, *steps):
-            requested = "read the newest checkpoint" if step is None else f"read step {step}"
+        """Return the shape and dtype of each array in a checkpoint, by path. The default step is the newest."""
+        steps = self._available(step)
+        if not steps:
             fix = "train first, or choose a different folder"
-
-            raise problem(f"checkpoints in {self.folder}", requested, f"there are steps {steps}", fix, "not-found")
-        return read_index(self.folder, steps[-1] if step is None else step)["leaves"]
+            raise problem(self._where, "read the newest one", "there are none", fix, "not-found")
+        return read_index(self.folder, steps[-1])["leaves"]
 
     def _read(self, step: int, setup: Setup, weights_only: bool | Literal["averaged"]) -> Restored:
         """Read a checkpoint; raise `_DamagedError` if its content changed since the save."""
         run = read_index(self.folder, step)
-
         where = f"checkpoint {self.folder / str(step)}"
         _check_format(run, where)
         like, stored = _leaves(setup.abstract), run["leaves"]
@@ -399,11 +364,8 @@ class Checkpoints:
         if not steps:
             return
         folder = self.folder / SET_ASIDE
-        warnings.warn(
-            f"{self.folder}: this run restarted before step {min(steps)}; the checkpoints of steps "
-            f"{', '.join(map(str, steps))} are moved to {folder}.",
-            stacklevel=3,
-        )
+        text = f"this run restarted before step {min(steps)}; the checkpoints of steps {steps} are moved to {folder}"
+        warnings.warn(f"{self.folder}: {text}", stacklevel=3)
         if jax.process_index() == 0:
             folder.mkdir(parents=True, exist_ok=True)
             for step in steps:
@@ -419,7 +381,7 @@ class Checkpoints:
             yield
         except Exception as error:
             self._current, self._failed = None, True
-            raise _write_problem(requested, error, f"checkpoints in {self.folder}") from error
+            raise _write_problem(requested, error, self._where) from error
 
 
 class NoRoomError(MeshparError):
@@ -444,11 +406,7 @@ def bytes_of(folder: Any) -> int:
 
 
 def read_index(folder: Any, step: int) -> dict[str, Any]:
-    """Return the index of a checkpoint: format, versions, mesh, strategy, arrays by path and data position.
-
-    Args:
-      folder: the folder of the checkpoints.
-      step: the step of an available checkpoint.
+    """Return the index of an available step: format, versions, mesh, strategy, arrays by path and data position.
 
     Raises:
       ValueError: the checkpoint is damaged.
@@ -456,7 +414,9 @@ def read_index(folder: Any, step: int) -> dict[str, Any]:
     checkpoint = Checkpoints(folder).folder / str(step)
 
     def read() -> dict[str, Any]:
-        _check_files(checkpoint)
+        for path in Path(checkpoint).rglob("*") if os.path.isdir(checkpoint) else ():  # otherwise it is in a bucket
+            if not path.is_dir() and not (path.is_file() and os.access(path, os.R_OK)):  # a pipe would block
+                raise _damaged(checkpoint, f"{path.relative_to(checkpoint)} is not a readable file")
         sealed = json.loads((checkpoint / "run" / "metadata").read_text())
         if zlib.crc32(json.dumps(sealed["document"], sort_keys=True).encode()) != sealed["crc32"]:
             raise _damaged(checkpoint, "the checksum of run/metadata is wrong")
@@ -484,13 +444,7 @@ def damage_of(folder: Any, step: int) -> str | None:
 def read_leaf(folder: Any, index: Mapping[str, Any], path: str) -> np.ndarray:
     """Read an array of a checkpoint, unsharded, without a model, mesh or recipe, and check its fingerprint.
 
-    Args:
-      folder: the folder of the checkpoints.
-      index: the return value of `read_index`.
-      path: a key of `index["leaves"]`.
-
-    Raises:
-      ValueError: the checkpoint is damaged.
+    `index` is the return value of `read_index`, and `path` a key of `index["leaves"]`.
     """
     return np.asarray(_read_on_first_device(folder, index, [path])[path])
 
@@ -515,27 +469,11 @@ def _read_verified(folder: Any, like: Mapping[str, Any], index: Mapping[str, Any
     return arrays
 
 
-def _check_files(folder: Any) -> None:
-    """Check that all files in a local folder are readable: a pipe blocks, and tensorstore does not name the file."""
-    if not os.path.isdir(folder):
-        return  # in a bucket, or missing
-
-    def not_listed(error: OSError) -> None:
-        raise _damaged(folder, f"{os.path.relpath(error.filename, folder)} cannot be listed ({error.strerror})")
-
-    for parent, _, names in os.walk(folder, onerror=not_listed):
-        for name in names:
-            path = os.path.join(parent, name)
-            if not os.path.isfile(path):
-                raise _damaged(folder, f"{os.path.relpath(path, folder)} is not a file")
-            if not os.access(path, os.R_OK):
-                raise _damaged(folder, f"{os.path.relpath(path, folder)} is not readable")
-
-
 def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Read arrays by path. Arrays without elements are created, because orbax does not store them."""
     # Unlike the manager, the handler has no barriers, so a process that reads a damaged file does not block the rest.
     import orbax.checkpoint as ocp
+    from flax.traverse_util import flatten_dict, unflatten_dict
 
     arrays = {
         path: jax.make_array_from_callback(x.shape, x.sharding, np.zeros(x.shape, x.dtype).__getitem__)
@@ -543,7 +481,7 @@ def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
         if not x.size
     }
     if stored := {path: x for path, x in like.items() if x.size}:
-        target = {"leaves": _nested(stored)}
+        target = {"leaves": unflatten_dict(stored, sep="/")}
         handler = ocp.PyTreeCheckpointHandler()
         try:
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
@@ -554,8 +492,7 @@ def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
         # For arrays that are not in its index, orbax returns the leaves of the target.
         if missing := [x for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None) if not isinstance(x, jax.Array)]:
             raise _damaged(folder, f"{len(missing)} arrays are missing from the index of arrays")
-        for path in stored:
-            arrays[path] = functools.reduce(lambda node, key: node[key], path.split("/"), tree["leaves"])
+        arrays |= flatten_dict(tree["leaves"], sep="/")
     return {path: arrays[path] for path in like}
 
 
@@ -564,13 +501,11 @@ def _read_arrays(folder: Any, like: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 def _leaves(state: TrainState) -> dict[str, Any]:
     """Return the arrays by path, in the order of the state's leaves; "." and "/" in keys are escaped."""
-    leaves: dict[str, Any] = {}
-    for key_path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        path = _path(key_path)
-        if path in leaves:
-            reason, fix = "two arrays have this path", "rename a key; 1 and '1' are the same here"
-            raise problem(f"`{path}`", "save the array", reason, fix, code="conflict")
-        leaves[path] = leaf
+    keys, arrays = zip(*jax.tree_util.tree_leaves_with_path(state), strict=True)
+    leaves = dict(zip(map(_path, keys), arrays, strict=True))
+    if len(leaves) < len(arrays):
+        reason, fix = "two arrays have the same path", "rename a key; 1 and '1' are the same here"
+        raise problem("the state", "save its arrays", reason, fix, code="conflict")
     return leaves
 
 
@@ -615,18 +550,6 @@ def _path(keys: Iterable[Any]) -> str:
     # orbax joins keys with ".", so without escapes {"a.b": x} and {"a": {"b": y}} would be written to the same file.
     escapes = {ord("%"): "%25", ord("."): "%2E", ord("/"): "%2F"}
     return "/".join(path_str((key,)).translate(escapes) for key in keys)
-
-
-def _nested(leaves: Mapping[str, Any]) -> PyTree:
-    """Convert leaves by path to nested dicts, which orbax stores without custom classes and empty nodes."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *folders, name = path.split("/")
-        node = tree
-        for folder in folders:
-            node = node.setdefault(folder, {})
-        node[name] = leaf
-    return tree
 
 
 def _new_index(
@@ -710,28 +633,24 @@ def _check_fits(stored: Mapping[str, Any], like: Mapping[str, Any], where: str) 
     """Check that the checkpoint has the same arrays as the state, with the same shapes and dtypes."""
     missing = [path for path in like if path not in stored]
     unexpected = [path for path in stored if path not in like]
-    types = {
-        path: (f"{stored[path]['dtype']}{stored[path]['shape']}", f"{x.dtype.name}{list(x.shape)}")
-        for path, x in like.items()
-        if path in stored
-    }
-    different = {path: pair for path, pair in types.items() if pair[0] != pair[1]}
+    old = {path: f"{stored[path]['dtype']}{stored[path]['shape']}" for path in like if path in stored}
+    new = {path: f"{like[path].dtype.name}{list(like[path].shape)}" for path in old}
+    different = [path for path in old if old[path] != new[path]]
     if not (missing or unexpected or different):
         return
-    details = [f"{path} ({old} in the checkpoint, {new} in the state)" for path, (old, new) in different.items()]
     reasons = {
         "the checkpoint lacks": missing,
         "only the checkpoint has": unexpected,
-        "shapes or dtypes differ:": details,
+        "shapes or dtypes differ:": [f"{x} ({old[x]} in the checkpoint, {new[x]} in the state)" for x in different],
     }
-    fix = "use the model that it was trained with"
-    if all(path.startswith("opt_state/") for path in (*missing, *unexpected, *different)):
-        fix = "use the optimizer that it was trained with"
     same_shapes = all(tuple(stored[path]["shape"]) == tuple(like[path].shape) for path in different)
+    cause = "use the model"
     if same_shapes and not (missing or unexpected):
-        fix = "pass init_state the precision that it was trained with"
+        cause = "pass init_state the precision"
+    elif all(path.startswith("opt_state/") for path in (*missing, *unexpected, *different)):
+        cause = "use the optimizer"
     reason = "; ".join(f"{text} {_shorten(paths)}" for text, paths in reasons.items() if paths)
-    fix = f"{fix}, or choose a different checkpoint folder"
+    fix = f"{cause} that it was trained with, or choose a different checkpoint folder"
     raise problem(where, "restore it into this state", reason, fix, code="wrong-state")
 
 

@@ -146,7 +146,7 @@ jax.tree_util.register_pytree_with_keys(
 def test_restore_returns_identical_arrays_and_shardings(setup, two_steps):
     folder, values = two_steps
     restored = Checkpoints(folder).restore(setup)
-    assert (restored.step, restored.data_state, restored.damaged) == (2, {"step": 2}, {})
+    assert (restored.step, restored.data_state) == (2, {"step": 2})
     assert_same(restored.state, values[2])
     assert_same_shardings(restored.state, setup)
     assert_same(Checkpoints(folder).restore(setup.abstract).state, values[2])
@@ -182,14 +182,6 @@ def test_restore_onto_another_mesh_and_strategy(two_steps, other):
     assert np.isfinite(metrics["loss"])
 
 
-def test_restored_state_does_not_recompile_the_step(setup, two_steps):
-    step = mp.train_step(loss)
-    state, _ = step(trained(setup, 0), BATCH)
-    restored = Checkpoints(two_steps[0]).restore(setup).state
-    step(restored, BATCH)
-    assert step.jitted(state, BATCH)._cache_size() == 1
-
-
 def test_training_during_a_save_does_not_change_it(tmp_path):
     model = make_model(mlp=4096)  # large, so that steps run during the write
     setup = make(model=model)
@@ -220,7 +212,7 @@ def test_keep_removes_older_checkpoints(tmp_path, setup):
 
 @pytest.mark.parametrize(
     ("how", "last_step"),
-    [("removed", 3), ("renamed", 3), ("emptied", 3), ("newest replaced by a file", 3), ("removed", 2), ("emptied", 2)],
+    [("removed", 3), ("renamed", 3), ("emptied", 3), ("removed", 2)],
 )
 def test_lost_folder_is_reported_at_the_next_save(tmp_path, setup, how, last_step):
     """With `last_step` 2, the folder is lost after the last save of a run, which then writes the checkpoint again."""
@@ -232,12 +224,9 @@ def test_lost_folder_is_reported_at_the_next_save(tmp_path, setup, how, last_ste
             folder.rename(tmp_path / "elsewhere")
         else:
             shutil.rmtree(folder)
-        if how.startswith("newest"):
-            folder.mkdir()
-            (folder / "2").touch()
         if how == "emptied":
             folder.mkdir()
-        with pytest.warns(UserWarning, match="checkpoints was removed, .* of step 2 is gone, none remains") as warned:
+        with pytest.warns(UserWarning, match="checkpoints was removed, .* of step 2 is gone") as warned:
             checkpoints.save(last, wait=True)
         assert len(warned) == 1
         assert not checkpoints.save(last, wait=True)
@@ -408,7 +397,6 @@ DAMAGES = {
     "a pipe in place of the index": lambda step: replace(step / "run/metadata", os.mkfifo),
     "a folder in place of a file": lambda step: replace(step / "state/_METADATA", os.mkdir),
     "a link to itself": lambda step: replace(data_files(step)[-1], lambda path: os.symlink(path, path)),
-    "a file in its place": lambda step: (shutil.rmtree(step), step.write_text("")),
     "all files deleted": lambda step: [path.unlink() for path in files(step)],
     "folder emptied": lambda step: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in step.iterdir()],
 }
@@ -416,7 +404,7 @@ DAMAGES = {
 
 QUICK = (
     "data files deleted", "bits flipped", "run truncated", "run of the step before", "arrays of the step before",
-    "a pipe in place of the index", "a link to itself", "a file in its place",
+    "a pipe in place of the index", "a link to itself",
 )  # fmt: skip
 
 
@@ -427,33 +415,14 @@ def test_damaged_newest_checkpoint_is_skipped(setup, two_steps, folder, capfd, d
         restored = Checkpoints(folder).restore(setup)
     assert restored.step == 1
     assert restored.data_state == {"step": 1}
-    assert list(restored.damaged) == [2]
     assert_same(restored.state, two_steps[1][1])
     assert capfd.readouterr() == ("", "")  # the log lines of orbax are dropped
-
-
-def test_file_in_place_of_the_only_checkpoint_is_an_error(setup, tmp_path):
-    (tmp_path / "3").touch()
-    with raises("damaged-file") as error:
-        Checkpoints(tmp_path).restore(setup)
-    assert "step 3 is damaged (it is a file" in error.value.reason
-
-
-def test_save_moves_a_file_with_the_same_name_away(setup, folder):
-    DAMAGES["a file in its place"](folder / "2")
-    with Checkpoints(folder) as checkpoints:
-        with pytest.warns(UserWarning, match="2 is damaged and skipped: it is a file"):
-            checkpoints.restore(setup)
-        with pytest.warns(UserWarning, match="the checkpoints of steps 2 are moved"):
-            checkpoints.save(trained(setup, 2), wait=True)
-    assert Checkpoints(folder).restore(setup).step == 2
-    assert (folder / SET_ASIDE / "2").is_file()
 
 
 def test_unreadable_file_is_damage(setup, two_steps, folder, monkeypatch):
     access = os.access  # patched, because root may read all files
     monkeypatch.setattr(os, "access", lambda path, mode: "2/run/" not in str(path) and access(path, mode))
-    with pytest.warns(UserWarning, match=r"2 is damaged and skipped: run/metadata is not readable.*Step 1 is used"):
+    with pytest.warns(UserWarning, match="skipped: run/metadata is not a readable file.*Step 1 is used"):
         assert_same(Checkpoints(folder).restore(setup).state, two_steps[1][1])
 
 
@@ -527,19 +496,6 @@ def test_files_of_another_checkpoint_are_detected(setup, two_steps, folder):
     assert "metadata" in detected
 
 
-def test_wrong_fingerprint_is_damage(setup, two_steps, monkeypatch):
-    fingerprints = checkpoint._fingerprints
-
-    def wrong_fingerprints(*args):
-        first, *others = fingerprints(*args)
-        return [first ^ 1, *others]
-
-    monkeypatch.setattr(checkpoint, "_fingerprints", wrong_fingerprints)
-    with raises("damaged-file") as error:
-        Checkpoints(two_steps[0]).restore(setup, 2)
-    assert "changed since the save" in error.value.reason
-
-
 def test_failed_read_leaves_no_pending_work(setup, folder, monkeypatch):
     errors = []
     hooks = {"excepthook": lambda *error: errors.append(error), "unraisablehook": errors.append}
@@ -571,7 +527,7 @@ def test_save_sets_a_damaged_checkpoint_aside(setup, folder):
             state = checkpoints.restore(setup).state
         state, _ = STEP(state, BATCH)
         values = on_host(state)
-        with pytest.warns(UserWarning, match=r"steps 2 are moved to .*set_aside"):
+        with pytest.warns(UserWarning, match=r"steps \[2\] are moved to .*set_aside"):
             checkpoints.save(state, data_state={"step": 2})
         state, _ = STEP(state, BATCH)
         checkpoints.save(state)
@@ -609,11 +565,7 @@ def test_incomplete_checkpoint_is_ignored_then_removed(setup, folder):
 MISFITS = {
     "shapes": (
         lambda: make(model=make_model(mlp=32)),
-        [
-            "differ: ",
-            "`params/up/kernel (float32[16, 64] in the checkpoint, float32[16, 32] in the state)`",
-            "the model",
-        ],
+        ["`params/up/kernel (float32[16, 64] in the checkpoint, float32[16, 32] in the state)`", "the model"],
     ),
     "missing leaf": (
         lambda: make(model=make_model(bias=(EMBED,))),
@@ -654,9 +606,8 @@ def test_restore_rejects_other_formats(setup, folder, monkeypatch, version, fix)
 def test_steps_ignores_other_names(folder):
     for name in ("0002", "-3", "9999999999", "9" * 100, "٣", "2.bak"):
         shutil.copytree(folder / "2", folder / name)
-    (folder / "8888888888").touch()
+    (folder / "3").touch()
     assert Checkpoints(folder).steps() == [1, 2]
-    assert Checkpoints(folder)._numbered(folders=False) == []
 
 
 def test_restore_without_checkpoints_returns_none(tmp_path, setup):
@@ -800,13 +751,6 @@ def test_retry_waits_for_the_writers_of_a_failed_save(tmp_path, setup, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 
-def test_saving_and_restoring_is_silent(tmp_path, setup, capfd):
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(setup.init(0), wait=True)
-        checkpoints.restore(setup)
-    assert capfd.readouterr() == ("", "")
-
-
 # ---- Fingerprints ----------------------------------------------------------------------------------------------------
 
 
@@ -837,13 +781,6 @@ def test_fingerprint_detects_moved_elements():
     x = jnp.arange(24, dtype=jnp.float32).reshape(4, 6)
     others = [x.T.reshape(4, 6), x[::-1], jnp.roll(x, 1), x.at[0, 0].set(x[1, 0]).at[1, 0].set(x[0, 0])]
     assert len({int(FINGERPRINT(y)) for y in [x, *others]}) == 5
-
-
-def test_fingerprints_are_one_uint32_per_leaf(setup):
-    state = setup.init(0)
-    fingerprints = checkpoint._fingerprints(checkpoint._leaves(state), setup.mesh)
-    assert len(fingerprints) == len(jax.tree.leaves(state))
-    assert all(type(fingerprint) is int and 0 <= fingerprint < 2**32 for fingerprint in fingerprints)
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
