@@ -1,8 +1,7 @@
 """Agreement between the processes of a pod, through the key-value store of JAX's coordination service.
 
-    process i   put(digest of values) ─────┐
-    process 0   compares the digests ──────┴─► verdict: equal, or two processes that must send their values
-    these two   put(values) ─► all processes read both and raise the same error
+    all          receive the values of process 0, compare them with their own values, and send a difference
+    process 0    collects the differences and sends them to all, which raise the same error
 
 No device is involved. Processes with different programs would hang or abort in a collective; here they get an error.
 """
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -20,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -41,22 +39,19 @@ _VISIBLE_S = 10.0
 _ABSENT = "(absent)"
 
 
-class Client(Protocol):
-    """The methods of JAX's coordination service client that are used here."""
-
-    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
-    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
-    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
-
-
 class Pod:
     """The processes of a pod, seen from the local process: a key-value store and collective operations.
 
-
     All processes must call the collective methods (`agree`, `max`, `gather`, `broadcast`) in the same order.
+
+    Args:
+      client: the client of JAX's coordination service.
+      process_id: number of the local process.
+      num_processes: number of processes.
+      coordinator: address of the coordination service.
     """
 
-    def __init__(self, client: Client, *, process_id: int, num_processes: int, coordinator: str | None = None) -> None:
+    def __init__(self, client: Any, *, process_id: int, num_processes: int, coordinator: str | None = None) -> None:
         self._client, self.coordinator = client, coordinator
         self.process_id, self.num_processes = process_id, num_processes
         self._num_keys: collections.Counter[str] = collections.Counter()
@@ -112,32 +107,17 @@ class Pod:
           ValueError: on all processes: a process has different values (the error names the process, the first field
             that differs, and both values), or did not call this method in time.
         """
-        key = self.new_key(f"agree/{about}")
-        flat = dict(flatten(values))
-        digest = hashlib.sha256(json.dumps(flat).encode()).hexdigest()
-        self.put(f"{key}/digest/{self.process_id}", [digest, socket.gethostname()])
-        if self.process_id == 0:
-            self.put(f"{key}/verdict", self._verdict(f"{key}/digest", timeout_s))
-        verdict = self.get(f"{key}/verdict", timeout_s=2 * timeout_s)
-        missing, pair = ([0], []) if verdict is None else (verdict["missing"], verdict["differ"])
-        if self.process_id in pair:
-            self.put(f"{key}/facts/{self.process_id}", flat)
-        sent = {number: self.get(f"{key}/facts/{number}", timeout_s=timeout_s) for number in pair}
-        missing = missing or [number for number, received in sent.items() if received is None]
-        if missing:
-            raise self._missing(about, missing)
-        if pair:
-            (odd, first), (number, other) = sent.values(), pair
-            names = [name for name in {**first, **odd} if odd.get(name, _ABSENT) != first.get(name, _ABSENT)]
-            left, right = (_shorten(values.get(names[0], _ABSENT)) for values in (odd, first))
-            more = f" ({len(names) - 1} more {'differs' if len(names) == 2 else 'differ'})" if len(names) > 1 else ""
-            raise problem(
-                f"process {number} of {self.num_processes} (on {verdict['host']})",
-                f"compute together with process {other}",
-                f"the {about} differs: {names[0]} is {left} there and {right} in process {other}{more}",
-                fix,
-                code="conflict",
-            )
+        local = dict(flatten(values))
+        first = self.broadcast(about, local, timeout_s=timeout_s)
+        names = [name for name in {**first, **local} if local.get(name, _ABSENT) != first.get(name, _ABSENT)]
+        difference = [socket.gethostname(), len(names), *names[:1]]
+        difference += [_shorten(values.get(name, _ABSENT)) for name in names[:1] for values in (local, first)]
+        for number, (host, count, *texts) in self.gather(about, difference, timeout_s=timeout_s).items():
+            if count:
+                where = f"process {number} of {self.num_processes} (on {host})"
+                more = f" ({count - 1} more {'differs' if count == 2 else 'differ'})" if count > 1 else ""
+                reason = "the {} differs: {} is {} there and {} in process 0{}".format(about, *texts, more)
+                raise problem(where, "compute together with process 0", reason, fix, code="conflict")
 
     def max(self, key: str, value: int, *, timeout_s: float = WAIT_S) -> int:
         """Return the maximum value of all processes. Processes that do not respond in time are ignored."""
@@ -145,36 +125,28 @@ class Pod:
         return max(value, *values.values())
 
     def gather(self, about: str, value: Any, *, timeout_s: float = WAIT_S) -> dict[int, Any]:
-        """Return the JSON values of all processes, by process.
-
-        Raises:
-          ValueError: a process did not call this method in time.
-        """
+        """Return the JSON values of all processes, by process, or raise `ValueError` on all after a timeout."""
         values, missing = self._gather(self.new_key(f"gather/{about}"), value, timeout_s)
         if missing:
             raise self._missing(about, missing)
         return values
 
     def _gather(self, key: str, value: Any, timeout_s: float) -> tuple[dict[int, Any], list[int]]:
-        self.put(f"{key}/{self.process_id}", value)
+        self.put(f"{key}/each/{self.process_id}", value)
         deadline = time.monotonic() + timeout_s
-        while len(values := self.children(key)) < self.num_processes and time.monotonic() < deadline:
-            time.sleep(_SLEEP_S)
-        ordered = {number: values[str(number)] for number in range(self.num_processes) if str(number) in values}
-        return ordered, [number for number in range(self.num_processes) if number not in ordered]
+        if self.process_id == 0:
+            while len(values := self.children(f"{key}/each")) < self.num_processes and time.monotonic() < deadline:
+                time.sleep(_SLEEP_S)
+            self.put(f"{key}/all", values)
+        else:
+            values = self.get(f"{key}/all", timeout_s=2 * timeout_s)
+        if values is None:
+            return {}, [0]
+        missing = [number for number in range(self.num_processes) if str(number) not in values]
+        return {int(number): values[number] for number in sorted(values, key=int)}, missing
 
     def broadcast(self, about: str, value: Any, *, source: int = 0, timeout_s: float = WAIT_S) -> Any:
-        """Return the value of process `source` on all processes.
-
-        Args:
-          about: a name for the value, equal on all processes.
-          value: a JSON value, not None; ignored on processes other than `source`.
-          source: the process whose value is returned.
-          timeout_s: the time to wait for it, in seconds.
-
-        Raises:
-          ValueError: process `source` did not call this method in time.
-        """
+        """Return the JSON value of process `source` on all processes, or raise `ValueError` after a timeout."""
         key = self.new_key(f"first/{about}")
         if self.process_id == source:
             self.put(key, value)
@@ -183,23 +155,6 @@ class Pod:
         if received is None:
             raise self._missing(about, [source])
         return received
-
-    def _verdict(self, key: str, timeout_s: float) -> dict[str, Any]:
-        """Return the missing processes, or a process with an unusual digest and a process with the usual digest."""
-        deadline = time.monotonic() + timeout_s
-        digests: list[tuple[str, str]] = []
-        for number in range(self.num_processes):
-            digest = self.get(f"{key}/{number}", timeout_s=max(deadline - time.monotonic(), 0.001))
-            if digest is None:
-                present = self.children(key)
-                return {"missing": [n for n in range(self.num_processes) if str(n) not in present], "differ": []}
-            digests.append(digest)
-        usual = collections.Counter(digest for digest, _ in digests).most_common(1)[0][0]
-        is_usual = [digest == usual for digest, _ in digests]
-        if all(is_usual):
-            return {"missing": [], "differ": []}
-        odd = is_usual.index(False)
-        return {"missing": [], "differ": [odd, is_usual.index(True)], "host": digests[odd][1]}
 
     def _missing(self, about: str, missing: Sequence[int]) -> MeshparError:
         numbers = ", ".join(map(str, missing[:8])) + (", …" if len(missing) > 8 else "")
@@ -211,57 +166,47 @@ class Pod:
 def check_shared(pod: Pod, folder: Path) -> None:
     """Check that all processes can read and write the same folder, and create it if necessary.
 
-        process 0   writes a probe file ── all: read it, write their own file ── removes the probe file
-                                           failure: all raise an error, and the created folders are removed
+        process 0   writes a probe file ── all: find it, write their own file ── removes the probe file
 
     Raises:
       ValueError: on all processes: the first process that cannot access the folder.
     """
-    name, created, failure = f"{_PROBE}-{secrets.token_hex(8)}", list[Path](), ""
-    if pod.process_id == 0:
-        try:
-            created = [path for path in (*reversed(folder.parents), folder) if not path.exists()]
+    name, failure = f"{_PROBE}-{secrets.token_hex(8)}", ""
+    try:
+        if pod.process_id == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(name)
-        except OSError as error:
-            failure = f"that failed ({error.strerror or error})"
+            (folder / name).touch()
+    except OSError as error:
+        failure = f"that failed ({error.strerror or error})"
     name = pod.broadcast("probe", name)
     try:
         failures = pod.gather("probe", [socket.gethostname(), failure or _access_failure(folder, name, pod.process_id)])
-        for number, (host, failure) in failures.items():
-            if failure:
-                where = f"process {number} of {pod.num_processes} (on {host})"
-                fix = "choose a folder (--out) on a disk that all hosts mount at the same path with write access"
-                requested = f"share the folder {folder} with process 0"
-                raise problem(where, requested, failure, fix, code="missing-file")
-        created = []
     finally:
-        if pod.process_id == 0:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if pod.process_id == 0:
                 (folder / name).unlink()
-            for path in reversed(created):
-                with contextlib.suppress(OSError):
-                    path.rmdir()
+    for number, (host, failure) in failures.items():
+        if failure:
+            where, requested = f"process {number} of {pod.num_processes} (on {host})", f"share {folder} with process 0"
+            fix = "choose a folder (--out) on a disk that all hosts mount at the same path with write access"
+            raise problem(where, requested, failure, fix, code="missing-file")
 
 
 def _access_failure(folder: Path, name: str, process_id: int) -> str:
-    """Return why this process cannot read the probe file or write its own file, or an empty string."""
+    """Return why this process cannot find the probe file or write its own file, or an empty string."""
     deadline, own_file = time.monotonic() + _VISIBLE_S, folder / f"{name}.{process_id}"
-    while True:
-        with contextlib.suppress(OSError):
-            os.listdir(folder.parent)  # refreshes the cache of a network file system
-        try:
-            if (folder / name).read_text() != name:
-                return f"the probe file of process 0 ({name}) has different content on this host"
-            own_file.touch()
-            own_file.unlink()
-            return ""
-        except FileNotFoundError:
+    try:
+        while not (folder / name).exists():
             if time.monotonic() > deadline:
                 return "the probe file of process 0 is missing on this host"
-        except OSError as error:
-            return f"that failed ({error.strerror or error})"
-        time.sleep(_SLEEP_S)
+            time.sleep(_SLEEP_S)
+            with contextlib.suppress(OSError):
+                os.listdir(folder.parent)  # refreshes the cache of a network file system
+        own_file.touch()
+        own_file.unlink()
+    except OSError as error:
+        return f"that failed ({error.strerror or error})"
+    return ""
 
 
 class StopAgreement:
@@ -271,11 +216,7 @@ class StopAgreement:
         main:    blocks before the next step until all have announced ─► stops after the maximum
 
     The step itself sends no message. Processes that are blocked in a step still announce, in their threads.
-
-    Args:
-      pod: the local process's pod.
-      received: returns the number of the signal that this process has received, or None.
-      poll_s: seconds between two polls; `POLL_S` by default.
+    `received` returns the number of the signal that this process has received, or None.
     """
 
     def __init__(self, pod: Pod, received: Callable[[], int | None], *, poll_s: float | None = None) -> None:
@@ -288,18 +229,13 @@ class StopAgreement:
         self._thread.start()
 
     def is_over(self, step: int) -> bool:
-        """Return whether the run stops after this step, which the main thread has just dispatched.
-
-        Raises:
-          ValueError: a process does not respond.
-        """
+        """Return whether the run stops after this step, which the main thread has just dispatched."""
         with self._lock:
             self._step, requested = step, self._requested
         if requested and not self._settled.wait(_ANSWER_S):
             fix = "read the logs of the other processes; the last checkpoint is intact"
             action, reason = "stop all processes at the same step", "a process did not respond"
             raise problem("a stop signal", action, reason, fix, code="timeout")
-
         return self._last is not None and step >= self._last
 
     def end(self) -> int | None:
