@@ -196,16 +196,17 @@ class Run:
         """Seconds since the call of `fit`."""
         return time.perf_counter() - self._began_at
 
-    def drain(self) -> None:
-        """Wait for all dispatched steps and handle their records. Time that a hook spends afterwards is not counted."""
-        self._read(leave=0)
+    def drain(self, *, leave: int = 0) -> None:
+        """Wait for all dispatched steps except the last `leave`, and handle their records.
+
+        Time that a hook spends after `drain()` is not counted.
+        """
+        while len(self._in_flight) > leave:
+            step, metrics = self._in_flight.popleft()
+            self._handle(self._record(step, *_to_host(metrics)))
 
     def result(self) -> FitResult:
-        """Return the result.
-
-        Raises:
-          ValueError: there were too few batches.
-        """
+        """Return the result, or raise `ValueError` if there were too few batches."""
         assert self.reason is not None
         if self.reason == "exhausted":
             requested = f"read the batch of step {self.step + 1} of {self.steps}"
@@ -213,21 +214,9 @@ class Run:
             fix = f"use batches that repeat, or steps={self.step}"
             raise problem("batches", requested, reason, fix, code="exhausted")
         return FitResult(
-            state=self.state,
-            step=self.step,
-            reason=self.reason,
-            last=self.last,
-            validation=self.validation,
-            skipped=self.skipped,
-            tokens_per_s=self.tokens_per_s,
-            seconds=self.elapsed_s,
-        )
-
-    def publish(self, validation: Validation) -> None:
-        """Pass a validation to all hooks."""
-        self.validation = validation
-        for hook in self.hooks:
-            hook.on_validation(self, validation)
+            state=self.state, step=self.step, reason=self.reason, last=self.last, validation=self.validation,
+            skipped=self.skipped, tokens_per_s=self.tokens_per_s, seconds=self.elapsed_s,
+        )  # fmt: skip
 
     def data_state(self) -> dict[str, Any] | None:
         """Return the data position, or None if the batches have no `get_state`."""
@@ -255,12 +244,7 @@ class Run:
         self._in_flight.append((self.step, metrics))
         for hook in self.hooks:
             hook.on_dispatched(self)
-        self._read(leave=STEPS_IN_FLIGHT)
-
-    def _read(self, *, leave: int) -> None:
-        while len(self._in_flight) > leave:
-            step, metrics = self._in_flight.popleft()
-            self._handle(self._record(step, *_to_host(metrics)))
+        self.drain(leave=STEPS_IN_FLIGHT)
 
     def _record(self, step: int, scalars: dict[str, float], arrays: dict[str, np.ndarray]) -> Record:
         now = time.perf_counter()
@@ -268,15 +252,12 @@ class Run:
         lost, self._lost_at = sum(self.lost_s.values()) - sum(self._lost_at.values()), self.lost_s.copy()
         self.steps_s += max(seconds - lost, 0.0)
         tokens, flops, peak = self.tokens_per_step, self.flops_per_step, self.peak_flops_per_s
+        tokens_per_s = None if tokens is None else tokens / seconds
+        mfu = None if flops is None or not peak else flops / (seconds * peak)
         return Record(
-            step=step,
-            loss=scalars.pop("loss"),
-            seconds=seconds,
-            tokens_per_s=None if tokens is None else tokens / seconds,
-            mfu=None if flops is None or not peak else flops / (seconds * peak),
-            metrics=scalars,
+            step=step, loss=scalars.pop("loss"), seconds=seconds, tokens_per_s=tokens_per_s, mfu=mfu, metrics=scalars,
             arrays=arrays,
-        )
+        )  # fmt: skip
 
     def _handle(self, record: Record) -> None:
         finite = record.metrics.get("finite", True)
@@ -352,16 +333,10 @@ def fit(
     ):
         all_hooks.append(_CtrlC())
     run = Run(
-        state=state,
-        batches=batches,
-        steps=steps,
-        hooks=sorted(all_hooks, key=lambda hook: hook.order),
-        tokens_per_step=tokens_per_step,
-        flops_per_step=flops_per_step,
-        peak_flops_per_s=peak_flops_per_s,
-        raise_nonfinite=getattr(getattr(step, "options", None), "nonfinite", None) == "raise",
-        max_skipped=max_skipped,
-    )
+        state=state, batches=batches, steps=steps, hooks=sorted(all_hooks, key=lambda hook: hook.order),
+        tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops_per_s=peak_flops_per_s,
+        raise_nonfinite=getattr(getattr(step, "options", None), "nonfinite", None) == "raise", max_skipped=max_skipped,
+    )  # fmt: skip
     del state  # the first step donates it
     with _started_hooks(run):
         while run.step < run.steps and run.reason is None:
@@ -399,38 +374,18 @@ def _started_hooks(run: Run) -> Iterator[None]:
 
 
 def restore_or_init(
-    checkpoints: Checkpoints,
-    setup: Setup,
-    *,
-    key: jax.Array | int,
-    batches: Any = None,
+    checkpoints: Checkpoints, setup: Setup, *, key: jax.Array | int, batches: Any = None,
     init: Callable[[Setup, Any], TrainState] = Setup.init,
-) -> TrainState:
-    """Restore the newest intact checkpoint and the data position, or create a new state.
-
-    Args:
-      checkpoints: the checkpoints of the run.
-      setup: the setup of the state, from `meshpar.training.state.make_setup`.
-      key: the PRNG key of a new state, as in `init_state`.
-      batches: the training data, whose position is restored with `set_state`.
-      init: function that creates a new state from the setup and the key.
-
-    Returns:
-      The state.
-
-    Raises:
-      ValueError: as in `Checkpoints.restore`; or the data position cannot be restored.
-    """
+) -> TrainState:  # fmt: skip
+    """Restore the newest intact checkpoint and the position of the batches, or return `init(setup, key)`."""
     restored = checkpoints.restore(setup)
     if restored is None:
         return init(setup, key)
     if batches is not None:
         if restored.data_state is None or not hasattr(batches, "set_state"):
-            missing = f"{type(batches).__name__} has no set_state"
-            reason = "the checkpoint does not contain it" if restored.data_state is None else missing
-            where, fix = f"data of the run restored at step {restored.step}", "use batches with get_state and set_state"
-            fix = f"{fix}, or pass batches=None and set the position yourself"
-            raise problem(where, "restore the data position", reason, fix, code="not-found")
+            reason = "the checkpoint does not contain it, or the batches have no set_state"
+            fix = "use batches with get_state and set_state, or pass batches=None and set the position yourself"
+            raise problem(f"step {restored.step}", "restore the data position", reason, fix, code="not-found")
         batches.set_state(restored.data_state)
     return restored.state
 
@@ -478,17 +433,16 @@ class Checkpointer(Hook):
             with run.within("save"):
                 self._checkpoints.save(run.state, data_state=run.data_state())
         except MeshparError as error:  # of this save, or of the previous background save
-            steps = self._checkpoints.steps()
             if jax.process_count() > 1 and not isinstance(error, NoRoomError):
                 raise
             # A background save may fail after `save` has returned, so only a new checkpoint resets the count.
-            newest = max(steps, default=-1)
+            newest = max(self._checkpoints.steps(), default=-1)
             self._failures = self._failures + 1 if newest == self._newest else 1
             self._newest = newest
             if self._failures > self._retries:
                 error.add_note(f"the run stops: {self._failures} saves in a row failed")
                 raise
-            available = f"the newest checkpoint is step {newest}" if steps else "there is no checkpoint yet"
+            available = f"the newest checkpoint is step {newest}" if newest >= 0 else "there is no checkpoint yet"
             warnings.warn(f"{error} The run continues; {available}.", stacklevel=2)
 
     def on_end(self, run: Run, reason: str) -> None:
@@ -508,24 +462,16 @@ class Validator(Hook):
       batches: a list, or an object that yields the same batches in each iteration.
       every: steps between two validations; None validates after the last step only.
       of: function from the training state to the state to evaluate, such as `mp.ema_params`.
-
-    Raises:
-      ValueError: `batches` is an iterator, which is empty after the first validation; or `every` is invalid.
     """
 
     def __init__(
-        self,
-        step: Any,
-        batches: Iterable[PyTree],
-        *,
-        every: int | None,
+        self, step: Any, batches: Iterable[PyTree], *, every: int | None,
         of: Callable[[TrainState], TrainState] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if iter(batches) is batches:
             reason, fix = "an iterator is exhausted after one pass", "use a list, or a re-iterable object"
             raise problem("Validator(batches=...)", "validate repeatedly", reason, fix, code="wrong-type")
-        self._step, self._batches, self._every = step, batches, _check_every("Validator", every)
-        self._of = of
+        self._step, self._batches, self._every, self._of = step, batches, _check_every("Validator", every), of
 
     def on_dispatched(self, run: Run) -> None:
         if run.step == run.steps or (self._every is not None and run.step % self._every == 0):
@@ -533,7 +479,9 @@ class Validator(Hook):
             began = time.perf_counter()
             with run.within("validate"):
                 metrics = self._means(run.state if self._of is None else self._of(run.state))
-            run.publish(Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began))
+            run.validation = Validation(step=run.step, metrics=metrics, seconds=time.perf_counter() - began)
+            for hook in run.hooks:
+                hook.on_validation(run, run.validation)
 
     def _means(self, state: TrainState) -> dict[str, float]:
         """Combine the scalar metrics of all batches."""
@@ -577,21 +525,21 @@ class _WatchdogHook(Hook):
         self._watch = watch
 
     def on_start(self, run: Run) -> None:
-        self._watch.set_busy(PHASES["compile"])
+        self._watch.phase = PHASES["compile"]
 
     def on_dispatched(self, run: Run) -> None:
-        self._watch.set_step(run.step)
+        self._watch.step = run.step
 
     def on_record(self, run: Run, record: Record) -> None:
         if record.step > run.first_step + 1:  # the first step includes the compilation, here or on another process
-            self._watch.add_step_time(record.seconds)
-            self._watch.set_busy(None)
+            self._watch.slowest_s = max(self._watch.slowest_s, record.seconds)
+            self._watch.phase = None
 
     def on_end(self, run: Run, reason: str) -> None:
         error = sys.exc_info()[1]
         if reason == "error" and error is not None:
             self._watch.failed(error)
-        self._watch.set_busy("finishing")
+        self._watch.phase = "finishing"
 
 
 class Preemption(Hook):
@@ -604,9 +552,6 @@ class Preemption(Hook):
 
     Without this hook, Ctrl-C also stops and saves, unless a different handler is installed, but `fit` then raises
     KeyboardInterrupt.
-
-    Args:
-      grace_s: seconds after the first signal in which further signals are ignored.
     """
 
     order = 2  # after `Checkpointer`, so that a save at the end is still protected

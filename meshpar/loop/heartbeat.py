@@ -62,13 +62,7 @@ class Judge:
         """Exit code of all processes after a verdict."""
 
     def verdict(self, beats: Mapping[int, Mapping[str, Any]], now: float) -> str | None:
-        """Return which process is lost and why, or None.
-
-        Args:
-          beats: the heartbeats by process, with `count`, `host`, `step`, `busy` (the phase, None during steps),
-            `slowest_s` and `failed`.
-          now: the time at which they were read, in seconds of a monotonic clock.
-        """
+        """Return which process is lost and why, or None, from the heartbeats that were read at the time `now`."""
         self._beats.update(beats)
         for number, beat in beats.items():
             for name, value in (("count", beat["count"]), ("phase", (beat["step"], beat["busy"]))):
@@ -108,8 +102,7 @@ class Judge:
         if is_busy or since_s <= max(self.stall_s, _SLOW_FACTOR * slowest_s):
             return None
         subject = "all processes have" if len(slow) == len(live) else f"{self._name(slow[0])} has"
-        longest = f"the longest step took {slowest_s:.1f} s"
-        return f"{subject} been in step {last_step + 1} for {since_s:.0f} s ({longest})"
+        return f"{subject} been in step {last_step + 1} for {since_s:.0f} s (the longest step took {slowest_s:.1f} s)"
 
     def _name(self, number: int) -> str:
         return f"process {number} of {self.num_processes} (on {self._beats[number]['host']})"
@@ -130,22 +123,19 @@ class Watchdog:
     def __init__(self, pod: Pod, *, stall_s: float = STALL_S, leave: Callable[[str], None] | None = None) -> None:
         self._pod, self.stall_s, self._leave = pod, stall_s, leave or self._dump_and_exit
         self._stderr = os.dup(2)  # file descriptor 2 is redirected while jax compiles
-        self._step: int = 0
-        self._busy: str | None = "starting"
-        self._slowest_s, self._count = 0.0, 0
+        self.step, self.slowest_s = 0, 0.0
+        """Number of steps that the main thread has dispatched, and the longest time of a step."""
+        self.phase: str | None = "starting"
+        """The current phase, such as "saving", which may take longer than a step; None during steps."""
+        self._count, self._num_gone, self._code = 0, 0, EXIT_CODE
         self._failed: dict[str, Any] | None = None
-        self._response_at = time.monotonic()
-        self._judge = Judge(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
-        self._code = EXIT_CODE
         self._agreed: int | None = None
-        self._ended = threading.Event()
+        self._judge = Judge(pod.num_processes, stall_s=stall_s) if pod.process_id == 0 else None
+        self._response_at, self._coordinator_responds = time.monotonic(), True
+        self._ended, self._leaving = threading.Event(), threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._coordinator_responds = True
-        self._num_gone = 0
-        self._leaving = threading.Lock()
         self._native: int | None = None
         self._native_seen = self._native_shown = 0
-        self._on_abort: Any = None
 
     def start(self) -> None:
         """Start the threads that send heartbeats and watch process 0."""
@@ -188,26 +178,14 @@ class Watchdog:
                 os.write(self._stderr, os.pread(self._native, end - self._native_shown, self._native_shown))
             self._native_seen, self._native_shown = size, end
 
-    def set_step(self, step: int) -> None:
-        """Record the number of steps that the main thread has dispatched."""
-        self._step = step
-
-    def add_step_time(self, seconds: float) -> None:
-        """Record the time of a step. A later step counts as stalled after a multiple of the longest time."""
-        self._slowest_s = max(self._slowest_s, seconds)
-
-    def set_busy(self, phase: str | None) -> None:
-        """Set the current phase, such as "saving", which may take longer than a step; None during steps."""
-        self._busy = phase
-
     @contextlib.contextmanager
     def busy(self, phase: str) -> Iterator[None]:
         """Set the phase within a block."""
-        previous, self._busy = self._busy, phase
+        previous, self.phase = self.phase, phase
         try:
             yield
         finally:
-            self._busy = previous
+            self.phase = previous
 
     def failed(self, error: BaseException) -> None:
         """Report that this process will end due to an error. Only the first error counts.
@@ -241,7 +219,7 @@ class Watchdog:
 
         The threads end here. Python aborts if it finalizes while a thread is inside the service's client.
         """
-        self._agreed, self._busy = code, "done"
+        self._agreed, self.phase = code, "done"
         with contextlib.suppress(Exception):
             self._beat()
         self._ended.set()
@@ -256,14 +234,8 @@ class Watchdog:
 
     def _beat(self) -> None:
         self._count += 1
-        beat = {
-            "count": self._count,
-            "host": socket.gethostname(),
-            "step": self._step,
-            "busy": self._busy,
-            "slowest_s": self._slowest_s,
-            "failed": self._failed,
-        }
+        beat = {"count": self._count, "host": socket.gethostname(), "step": self.step, "busy": self.phase}
+        beat |= {"slowest_s": self.slowest_s, "failed": self._failed}
         self._pod.put(f"beat/{self._pod.process_id}", beat)
 
     def _run(self) -> None:
@@ -276,7 +248,7 @@ class Watchdog:
                 verdict = self._read_verdict()
                 self._response_at = time.monotonic()
             except Exception:
-                if self._busy == "done":
+                if self.phase == "done":
                     return
                 if self._judge is None and self._pod.is_coordinator_gone():
                     self._end_without_coordinator()
@@ -302,7 +274,7 @@ class Watchdog:
     def _guard(self) -> None:
         while not self._ended.wait(BEAT_S):
             silent_s = time.monotonic() - self._response_at
-            if self._busy == "done":
+            if self.phase == "done":
                 return
             if silent_s > self.stall_s:
                 name = f"process 0 of {self._pod.num_processes}, the coordinator,"
@@ -311,10 +283,9 @@ class Watchdog:
                 return
 
     def _interrupt(self, process: str, number: int) -> None:
-        if int(process) == self._pod.process_id or self._busy == "done":
+        if int(process) == self._pod.process_id or self.phase == "done":
             return
-        name = f"process {process} of {self._pod.num_processes}"
-        self.say(f"interrupted ({signal.Signals(number).name} in {name})")
+        self.say(f"interrupted ({signal.Signals(number).name} in process {process} of {self._pod.num_processes})")
         self._leave_pod()
         self._ended.set()
         os._exit(128 + number)
@@ -349,8 +320,7 @@ class Watchdog:
         if not self._leaving.acquire(blocking=False):
             self._ended.wait()  # a different thread ends this process
             return
-        fix = "All processes end. Saved checkpoints are intact; run the same command to continue."
-        self._leave(f"{verdict}. {fix}")
+        self._leave(f"{verdict}. All processes end. Saved checkpoints are intact; run the same command to continue.")
         self._ended.set()
 
     def _dump_and_exit(self, text: str) -> None:
@@ -417,5 +387,4 @@ def current() -> Watchdog | None:
 
 def busy(phase: str) -> contextlib.AbstractContextManager[None]:
     """Set the phase of the watchdog, such as "saving", within a block. Without a watchdog, it has no effect."""
-
     return contextlib.nullcontext() if _watchdog is None else _watchdog.busy(phase)

@@ -35,9 +35,7 @@ heirs: set[Callable[[], object]] = set()
 class Watch:
     """Signal handlers and a thread that reads the signals. Create it in the main thread.
 
-    Args:
-      signals: the signals to handle.
-      command: whether the process is a command, which a signal ends immediately unless there is work to save.
+    If the process is a command (`command=True`), a signal ends it immediately unless there is work to save.
     """
 
     def __init__(self, *, signals: Sequence[signal.Signals] = SIGNALS, command: bool = False) -> None:
@@ -61,11 +59,7 @@ class Watch:
         """Record the first signal in `received`, where the caller checks for it, saves and stops.
 
         A second signal ends the process immediately. In an interactive session, whose variables would be lost, it
-        raises KeyboardInterrupt instead.
-
-        Args:
-          has_work: returns whether there is anything to save. If not, the first signal ends a command.
-          grace_s: seconds after the first signal in which a second signal is ignored.
+        raises KeyboardInterrupt instead. If `has_work()` is False, the first signal ends a command.
         """
         for number in self._previous:  # libraries such as jax.distributed may have replaced the handlers
             signal.signal(number, self._handle)
