@@ -150,13 +150,11 @@ def _is_valid(field: str, value: Any) -> bool:
     if field == "mesh":
         return isinstance(value, dict) and {type(size) for size in value.values()} <= {int}
     if field == "totals":
-        kinds: list[Any] = list(value.values()) if isinstance(value, dict) else [None]
-        totals: list[Any] = []
-        for kind in kinds:
-            totals += kind.values() if isinstance(kind, dict) else [None]
-        return all(isinstance(total, dict) and set(total) == set(_NOTHING) for total in totals) and all(
-            _is_amount(number) for total in totals for number in total.values()
-        )
+        try:
+            totals = [total for kinds in value.values() for total in kinds.values()]
+            return all(total.keys() == _NOTHING.keys() and all(map(_is_amount, total.values())) for total in totals)
+        except AttributeError:  # not a dict
+            return False
     return isinstance(value, str)
 
 

@@ -56,14 +56,7 @@ from meshpar.training.state import Setup
 
 
 def expected_collectives(
-    setup: Setup,
-    options: StepOptions,
-    batch: Any,
-    *,
-    on_cpu: bool = False,
-    exchanges_rows: bool = False,
-    vocab_chunks: int = 1,
-    uses: Mapping[str, ParamUsage] | None = None,
+    setup: Setup, options: StepOptions, batch: Any, **program: Any
 ) -> tuple[ExpectedCollective, ...]:
     """Return the expected collectives of a training step without pipeline stages.
 
@@ -71,14 +64,10 @@ def expected_collectives(
       setup: model, mesh, strategy and sharding decisions of the state.
       options: the options of the step.
       batch: the global batch, as arrays or shapes.
-      on_cpu: whether XLA:CPU compiles it, which sends float32, and a sum of all-reduces instead of an all-reduce of
-        the sum.
-      exchanges_rows: whether the traced step uses `meshpar.models.embedding_lookup`.
-      vocab_chunks: number of vocabulary chunks of the output layer; see `traced_collectives.vocab_chunks`.
-      uses: uses of parameters by path, in a model without activation constraints; see `param_usage.uses`.
+      **program: fields of `StepSpec` that follow from the compiler and the traced step: `on_cpu`, `exchanges_rows`,
+        `vocab_chunks` and `uses`.
     """
-    step_spec = step_spec_of(setup, options, batch, on_cpu=on_cpu, uses=uses)
-    step_spec = dataclasses.replace(step_spec, exchanges_rows=exchanges_rows, vocab_chunks=vocab_chunks)
+    step_spec = step_spec_of(setup, options, batch, **program)
     unannotated = set(step_spec.unannotated_axes)
 
     def optional(collective: ExpectedCollective) -> ExpectedCollective:
@@ -92,12 +81,7 @@ def expected_collectives(
 
 
 def step_spec_of(
-    setup: Setup,
-    options: StepOptions,
-    batch: Any,
-    *,
-    on_cpu: bool = False,
-    uses: Mapping[str, ParamUsage] | None = None,
+    setup: Setup, options: StepOptions, batch: Any, *, uses: Mapping[str, ParamUsage] | None = None, **program: Any
 ) -> StepSpec:
     """Return the description of a training step; arguments as for `expected_collectives`."""
     sizes, batch_axes, rules = axis_sizes(setup.mesh), setup.batch_axes, setup.strategy.activations
@@ -120,8 +104,8 @@ def step_spec_of(
         low_precision=options.precision.narrow(paths),
         rowwise_fp8=options.precision.narrow(paths, BY_ROW),
         computes={path: dtype for path in paths if (dtype := rules.dtype_in(path))},
-        on_cpu=on_cpu,
         uses=uses or {},
+        **program,
     )
 
 

@@ -84,7 +84,13 @@ def _equation_flops(equation: Any, notes: dict[str, None], products: Mapping[str
     inner = [matmul_flops(jaxpr, notes, products=products) for jaxpr in core.jaxprs_in_params(params)]
     if name == "cond":
         return max(inner, default=0)
-    runs = num_trips(equation) if name == "while" else _times(name, params)
+    runs: int | None = 1
+    if name == "while":
+        runs = num_trips(equation)
+    elif name == "scan":
+        runs = int(params["length"])
+    elif name == "shard_map":
+        runs = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if runs is None and any(inner):
         notes["a `while` loop with matmuls is counted once, because its trip count is unknown"] = None
     if name == "pallas_call":
@@ -92,15 +98,6 @@ def _equation_flops(equation: Any, notes: dict[str, None], products: Mapping[str
     if not inner and name in _OPAQUE:
         notes[f"`{name}` is opaque: its FLOPs are not counted"] = None
     return (1 if runs is None else runs) * sum(inner)
-
-
-def _times(name: str, params: Mapping[str, Any]) -> int:
-    if name == "scan":
-        return int(params["length"])
-    if name == "shard_map":
-        sizes = dict(params["mesh"].shape)
-        return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
-    return 1
 
 
 def _dot_flops(equation: Any) -> int:

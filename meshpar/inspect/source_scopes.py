@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from meshpar.inspect.hlo.parser import Frame, Instruction, Module
+from meshpar.inspect.hlo.module import Frame, Instruction, Module
 
 _TRANSFORM = re.compile(r"([A-Za-z_]+)\((.*)\)\Z", re.DOTALL)
 _MACHINERY = frozenset(
@@ -46,33 +46,28 @@ def rule_for(module: str, scopes_above: int) -> str:
     return f'mp.Rules(activations={{r"{path}": ("batch", None, ...)}}), a name or None for each dim'
 
 
+def _split_top(text: str, separator: str) -> list[str]:
+    """Split text at the separators outside of round brackets, without empty parts."""
+    parts, depth, start = [], 0, 0
+    for index, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if char == separator and depth <= 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [part for part in (*parts, text[start:]) if part]
+
+
 def components(op_name: str) -> list[str]:
     """Split an op name at the slashes outside brackets."""
-    parts, depth, start = [], 0, 0
-    for index, char in enumerate(op_name):
-        depth += (char == "(") - (char == ")")
-        if char == "/" and depth <= 0:
-            parts.append(op_name[start:index])
-            start = index + 1
-    return [part for part in (*parts, op_name[start:]) if part]
+    return _split_top(op_name, "/")
 
 
 def members(op_name: str) -> list[str]:
     """Split an op name that XLA merged when it combined instructions: `a/(b/mul:c/dot)` -> `a/b/mul`, `a/c/dot`."""
-    parts = components(op_name)
-    merged = parts[-1] if parts else ""
-    if not (merged.startswith("(") and merged.endswith(")")):
+    *parents, last = components(op_name) or [""]
+    if not (last.startswith("(") and last.endswith(")")):
         return [op_name] if op_name else []
-    inner, before = merged[1:-1], "/".join(parts[:-1])
-    cuts = [
-        index
-        for index, char in enumerate(inner)
-        if char == ":" and inner.count("(", 0, index) == inner.count(")", 0, index)
-    ]
-    names = [
-        inner[start:stop] for start, stop in zip([0, *(index + 1 for index in cuts)], [*cuts, len(inner)], strict=True)
-    ]
-    return [f"{before}/{name}" if before else name for name in names]
+    return ["/".join((*parents, name)) for name in _split_top(last[1:-1], ":")]
 
 
 def primitive(op_name: str) -> str:

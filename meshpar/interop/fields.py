@@ -7,6 +7,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from flax import traverse_util
+
 from meshpar.models.config import LatentAttention, RopeScaling, TransformerConfig, YarnScaling
 from meshpar.moe.layer_config import MoEConfig
 from meshpar.moe.routing import Routing
@@ -77,15 +79,12 @@ def same(value: object, supported: object) -> bool:
 
 
 def built(values: Mapping[str, Any]) -> TransformerConfig:
-    """Build a config from its values."""
-    routing = {name.rpartition(".")[2]: value for name, value in values.items() if name.startswith("moe.routing.")}
-    moe = {name[4:]: value for name, value in values.items() if name.startswith("moe.") and name.count(".") == 1}
-    latent = {name[7:]: value for name, value in values.items() if name.startswith("latent.")}
-    parts: dict[str, Any] = {name: value for name, value in values.items() if "." not in name}
-    if routing:
-        parts["moe"] = MoEConfig(routing=Routing(**routing), **moe)
-    if latent:
-        parts["latent"] = LatentAttention(**latent)
+    """Build a config from its values by path."""
+    parts = traverse_util.unflatten_dict(dict(values), sep=".")
+    if "moe" in parts:
+        parts["moe"] = MoEConfig(**parts["moe"] | {"routing": Routing(**parts["moe"]["routing"])})
+    if "latent" in parts:
+        parts["latent"] = LatentAttention(**parts["latent"])
     return TransformerConfig(**parts)
 
 
@@ -155,25 +154,12 @@ def _mscale(factor: float, mscale: float) -> float:
 def write_rope(cfg: TransformerConfig) -> dict[str, Any] | None:
     """Return the `rope_scaling` field of config.json for a `TransformerConfig`."""
     if cfg.rope_scaling is not None:
-        llama = cfg.rope_scaling
-        return {
-            "rope_type": "llama3",
-            "factor": llama.factor,
-            "low_freq_factor": llama.low_freq_factor,
-            "high_freq_factor": llama.high_freq_factor,
-            "original_max_position_embeddings": llama.original_seq_len,
-        }
-    if cfg.rope_yarn is None:
+        kind, fields = "llama3", dataclasses.asdict(cfg.rope_scaling)
+    elif cfg.rope_yarn is not None:
+        kind, fields = "yarn", dataclasses.asdict(cfg.rope_yarn)
+        fields["attention_factor"], score_factor = fields.pop("rotated_factor"), fields.pop("score_factor")
+        if score_factor != 1:
+            fields["mscale_all_dim"] = round((math.sqrt(score_factor) - 1) / (0.1 * math.log(fields["factor"])), 12)
+    else:
         return None
-    yarn = cfg.rope_yarn
-    written = {
-        "rope_type": "yarn",
-        "factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_seq_len,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "attention_factor": yarn.rotated_factor,
-    }
-    if yarn.score_factor != 1:
-        written["mscale_all_dim"] = round((math.sqrt(yarn.score_factor) - 1) / (0.1 * math.log(yarn.factor)), 12)
-    return written
+    return {"rope_type": kind, "original_max_position_embeddings": fields.pop("original_seq_len"), **fields}

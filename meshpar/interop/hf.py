@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,9 +104,7 @@ def from_hf(
     Example:
       >>> cfg, state = from_hf("Llama-3.1-8B", mesh=mesh, strategy=mp.fsdp(), tx=optax.adamw(1e-5))
     """
-    described = describe(Path(folder))
-    with open_files(folder, described) as files:
-        _check(files, described)
+    with checked_files(folder) as (files, described):
         param_dtype = dtype or widest(files, described)
         check_dtype("from_hf", param_dtype)
         config = dataclasses.replace(described.config, param_dtype=param_dtype, **changes)
@@ -127,9 +125,7 @@ def load_hf(folder: str | Path, setup: Setup, *, key: jax.Array | int = 0) -> Tr
     Raises:
       ValueError: as `from_hf`, or the setup has another model.
     """
-    described = describe(Path(folder))
-    with open_files(folder, described) as files:
-        _check(files, described)
+    with checked_files(folder) as (files, described):
         warn_rounded(f"load_hf, `{folder}`", files, setup.abstract.params)
         return _load(files, described, setup, key)
 
@@ -139,9 +135,8 @@ def check_weights(folder: str | Path) -> None:
 
     Only headers are read, except to compare the head of a tied model with its embedding table.
     """
-    described = describe(Path(folder))
-    with open_files(folder, described) as files:
-        _check(files, described)
+    with checked_files(folder):
+        pass
 
 
 def config_of(folder: str | Path, **changes: Any) -> TransformerConfig:
@@ -291,8 +286,16 @@ def check_dtype(where: str, dtype: str) -> None:
     check_bits(f"{where}(dtype=...)", dtype)
 
 
+@contextlib.contextmanager
+def checked_files(folder: str | Path) -> Iterator[tuple[Folder, Described]]:
+    """Open the files of a folder that contain exactly the tensors of its family, with their shapes."""
+    described = describe(Path(folder))
+    with open_files(folder, described) as files:
+        _check(files, described)
+        yield files, described
+
+
 def _check(files: Folder, described: Described) -> None:
-    """Check that the files contain exactly the tensors of the family, with their shapes."""
     config, family, document, _ = described
     entries = files.entries
     expected = _shapes(family.tensors(config), len(entries), files.path)

@@ -14,17 +14,7 @@ from meshpar.inspect.hlo.module import Computation, Frame, Instruction, Metadata
 from meshpar.inspect.hlo.shapes import ArrayShape, TupleShape, parse_shape
 from meshpar.inspect.hlo.text import HloSyntaxError, split_top, unquote
 
-__all__ = [
-    "ArrayShape",
-    "Computation",
-    "Frame",
-    "HloSyntaxError",
-    "Instruction",
-    "Metadata",
-    "Module",
-    "TupleShape",
-    "parse",
-]
+__all__ = ["ArrayShape", "Computation", "HloSyntaxError", "Instruction", "Module", "TupleShape", "parse"]
 
 _HEADER = re.compile(r"\s*HloModule ([^\s,]+)")
 _COMPUTATION = re.compile(r"\s*(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{\s*$")
