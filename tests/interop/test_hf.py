@@ -18,10 +18,9 @@ from meshpar.interop import config_of, from_hf, load_hf, to_hf
 from meshpar.interop.files import Folder
 from meshpar.interop.hf import CheckpointTensors, copy_tokenizer, described, family_of, written
 from meshpar.models import next_token_loss
-from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import make_setup
 from tests.data.test_batches import run_processes
-from tests.equal import mesh_of, model_of, token_batches
+from tests.equal import mesh_of, model_of
 from tests.errors import raises
 from tests.grid import cases
 from tests.interop.folders import (
@@ -75,10 +74,8 @@ LAYOUTS = {
         mp.MeshSpec(stage=2, fsdp=2, tensor=2),
         mp.fsdp() | mp.tensor_parallel() | mp.pipeline_parallel(stages=2, microbatches=4, schedule="1f1b"),
     ),
-    "v": (mp.MeshSpec(stage=2, fsdp=4), mp.fsdp() | mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-v")),
     "experts": (mp.MeshSpec(fsdp=2, expert=4), mp.fsdp() | mp.expert_parallel()),
     "fsdp": (mp.MeshSpec(fsdp=8), mp.zero3()),
-    "one": (mp.MeshSpec(), mp.ddp()),
 }
 
 
@@ -95,8 +92,7 @@ LAYOUTS = {
 def test_bytes_roundtrip_over_meshes(kind, layout, dtype, tmp_path):
     if layout == "experts" and config_of(folder_of(kind, tmp_path / "look")).moe is None:
         pytest.skip(f"{kind} has no MoE layers")
-    source = folder_of(kind, tmp_path / "source")
-    spec, strategy = LAYOUTS[layout]
+    source, (spec, strategy) = folder_of(kind, tmp_path / "source"), LAYOUTS[layout]
     if layout == "stages" and config_of(source).num_moe_layers == 1:
         strategy, spec = mp.fsdp(), mp.MeshSpec(fsdp=8)  # one stacked layer is no two stages
     if layout == "fsdp":
@@ -114,51 +110,6 @@ def test_linen_decoder_has_the_same_logits(kind, tmp_path, mesh8):
     model = model_of("linen", config_of(source, attention="xla"), 8, tokens.shape[1])
     setup = make_setup(model, optax.identity(), mesh=mesh8, strategy=mp.fsdp() | mp.tensor_parallel())
     np.testing.assert_allclose(logits_of(load_hf(source, setup), tokens), logits, atol=TOLERANCE)
-
-
-def steps_of(source: Path, spec: mp.MeshSpec, strategy, num: int = 5):
-    """Losses and parameters of Adam's steps."""
-    config, state = from_hf(
-        source, mesh=mesh_of(spec), strategy=strategy, dtype="float32", tx=optax.adam(1e-3, eps=1e-6)
-    )
-    step, losses = mp.train_step(next_token_loss), []
-    for batch in token_batches(16, 8, num, vocab=config.vocab_size):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses, dict(tree_leaves_with_paths(jax.device_get(state.params)))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    cases(
-        ("qwen3", "fsdp"),
-        grid=[
-            *[(kind, "fsdp") for kind in KINDS],
-            ("llama", "stages"), ("qwen3", "stages"), ("llama", "v"), ("mixtral", "experts"), ("qwen3_moe", "experts"),
-            ("deepseek_v3", "experts"),
-        ],
-    ),
-)  # fmt: skip
-def test_five_steps_equal_a_single_device(kind, layout, tmp_path):
-    source = folder_of(kind, tmp_path / "source")
-    if layout == "v":  # two stages of two chunks each
-        source = deeper(source, tmp_path / "deeper")
-    spec, strategy = LAYOUTS[layout]
-    strategy = mp.zero2() if layout == "fsdp" else strategy
-    expected, params = steps_of(source, *LAYOUTS["one"])
-    found, sharded = steps_of(source, spec, strategy)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for path, x in sharded.items():
-        np.testing.assert_allclose(x, params[path], atol=2e-4, err_msg=path)  # a fifth of a step of Adam's
-
-
-def deeper(source: Path, to: Path) -> Path:
-    """Write the model with each layer twice."""
-    config, state = read_single(source)
-    params = dict(state.params)
-    params["layers"] = jax.tree.map(lambda x: np.concatenate([x, x]), jax.device_get(params["layers"]))
-    return to_hf(params, dataclasses.replace(config, num_layers=2 * config.num_layers), to)
 
 
 @pytest.mark.matrix

@@ -116,10 +116,7 @@ def layout_of(cfg: TransformerConfig, devices: int):
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    cases(
-        ("qwen3_235b", 512),
-        grid=[(name, devices) for name in PUBLISHED for devices in (64, 256, 512, 2048)],
-    ),
+    cases(("qwen3_235b", 512), grid=[(name, count) for name in PUBLISHED for count in (64, 512, 2048)]),
 )
 def test_it_lies_on_a_pod(name, devices):
     cfg = described(PUBLISHED[name]).config
