@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from meshpar.hardware.clusters import Cluster, cluster_here, gpu_of_kind, parse_cluster
+from meshpar.hardware.clusters import Cluster, cluster_here, parse_cluster
 from meshpar.hardware.compile_options import fingerprint, overlap_limit
 from meshpar.inspect.census import census
 from meshpar.inspect.lint import lint
-from meshpar.inspect.memory import memory_note, temporaries
+from meshpar.inspect.memory import limit_bytes, memory_note, temporaries
 from meshpar.inspect.model_flops import ModelFlops, matmul_flops
 from meshpar.inspect.pod import PodProcess
 from meshpar.inspect.program import Program, compile_here
@@ -166,9 +166,7 @@ def _meshes_in(jaxpr: Any) -> Iterable[AnyMesh]:
 
 
 def _memory(program: Program, mesh: AnyMesh | None, cluster: Cluster | None) -> FunctionMemory:
-    devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
-    gpu = cluster.gpu if cluster is not None else next((gpu_of_kind(device.device_kind) for device in devices), None)
-    limit, peak = None if gpu is None else int(gpu.memory_bytes), program.peak_bytes
+    limit, peak = limit_bytes(mesh, cluster), program.peak_bytes
     return FunctionMemory(
         argument_bytes=program.argument_bytes,
         output_bytes=program.output_bytes - program.alias_bytes,

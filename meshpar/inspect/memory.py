@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -32,6 +32,7 @@ from meshpar.parallel.strategy import Custom, Strategy
 from meshpar.sharding.printing import Plain
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
+    AnyMesh,
     Decision,
     Leaf,
     MeshparError,
@@ -126,17 +127,9 @@ class Memory(Plain):
 def memory(
     program: Program, setup: Setup, batch: PyTree, cluster: Cluster | None, *, options: StepOptions | None = None
 ) -> Memory:
-    """Return the memory of a training step per device.
-
-    Args:
-      program: the compiled step.
-      setup: the setup of the state.
-      batch: the global batch, as arrays or shapes.
-      cluster: the cluster whose GPU sets the limit. None means the GPU of the mesh, if it is in the catalogue.
-      options: the options of the step, by default `StepOptions()`.
-    """
+    """Return the memory of a training step per device; `options` are those of the step, by default `StepOptions()`."""
     params, optimizer, other = _state_bytes(setup)
-    limit = limit_bytes(setup, cluster)
+    limit = limit_bytes(setup.mesh, cluster)
     peak = program.peak_bytes
     return Memory(
         params_bytes=params,
@@ -156,12 +149,10 @@ def memory(
     )
 
 
-def limit_bytes(setup: Setup, cluster: Cluster | None) -> int | None:
+def limit_bytes(mesh: AnyMesh | None, cluster: Cluster | None) -> int | None:
     """Return the memory of the cluster's GPU or of the mesh's GPU, or None if the catalogue does not have it."""
-    if cluster is not None:
-        return int(cluster.gpu.memory_bytes)
-    devices = setup.mesh.devices.flat if isinstance(setup.mesh, Mesh) else ()
-    gpu = next((gpu_of_kind(device.device_kind) for device in devices), None)
+    devices = mesh.devices.flat if isinstance(mesh, Mesh) else ()
+    gpu = cluster.gpu if cluster is not None else next((gpu_of_kind(device.device_kind) for device in devices), None)
     return None if gpu is None else int(gpu.memory_bytes)
 
 
@@ -261,13 +252,13 @@ def temporaries(program: Program) -> list[Contributor]:
 # ---- Remedies --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class _Change:
     """A change of the strategy, of options of the step, or both."""
 
     strategy: Strategy | None = None
-    remat: str | None = None
-    accumulate: int | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Changed options of the step."""
     can_wait: int = 0
     """Changes with the highest number are dropped first if there are too many."""
 
@@ -277,10 +268,8 @@ class _Change:
         strategy = () if self.strategy is None else (str(self.strategy),)
         return strategy + tuple(f"{key}={value}" for key, value in self.options.items())
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The changed options of the step."""
-        return {key: value for key in ("remat", "accumulate") if (value := getattr(self, key)) is not None}
+    def remedy(self, peak_bytes: int | None = None, *, fits: bool = False, reason: str = "") -> Remedy:
+        return Remedy(change=" + ".join(self.parts), peak_bytes=peak_bytes, fits=fits, reason=reason)
 
 
 def remedies(
@@ -316,10 +305,10 @@ def remedies(
             changed = TrainStep(step.loss_fn, dataclasses.replace(step.options, **change.options))
             peak = compile(changed.trace(state, shapes)).peak_bytes
         except Exception as error:  # the user's model may raise any error for another batch shape
-            results.append(_not_compiled(change, str(error).partition("\n")[0] or type(error).__name__))
+            results.append(change.remedy(reason=str(error).partition("\n")[0] or type(error).__name__))
             failed.update(change.parts if len(change.parts) == 1 else ())
             continue
-        results.append(Remedy(change=" + ".join(change.parts), peak_bytes=peak, fits=peak <= limit_bytes))
+        results.append(change.remedy(peak, fits=peak <= limit_bytes))
         if results[-1].fits:
             break
     return (*results, *excluded)
@@ -334,28 +323,30 @@ def _candidates(options: StepOptions, setup: Setup, batch: PyTree) -> tuple[_Cha
     stages = _smaller(setup, options, state=True)
     early, last = stages[:-1], (stages[-1] if stages else None)
     pipelined = setup.strategy.pipeline
-    rows = _batch_rows(setup, batch) // (options.accumulate if pipelined is None else pipelined.microbatches)
+    rows = max((shape[0] for x in jax.tree.leaves(rows_of(batch)) if (shape := np.shape(x))), default=0)
+    rows //= num_shards(setup.batch_sharding.spec, setup.mesh)
+    rows //= options.accumulate if pipelined is None else pipelined.microbatches
     factors = [factor for factor in (2, 4, 8) if factor == 2 or rows % factor == 0]
     steps = [options.accumulate * factor for factor in factors if pipelined is None]
     by_path = _by_path(setup)
     policies = [] if options.remat == "full" or by_path else ["full"] if options.remat else ["dots", "full"]
-    remat = "full" if policies else None
+    remat = {"remat": "full"} if policies else {}
 
-    def with_remat(strategy: Strategy | None, **options: Any) -> _Change:
+    def with_remat(strategy: Strategy | None, can_wait: int = 0, **options: Any) -> _Change:
         if by_path is None:
-            return _Change(strategy=strategy, remat=remat, **options)
-        return _Change(strategy=(strategy or setup.strategy) | by_path, **options)
+            return _Change(strategy, remat | options, can_wait)
+        return _Change((strategy or setup.strategy) | by_path, options, can_wait)
 
     changes = [
-        *(_Change(strategy=strategy) for strategy in early),
-        *(_Change(accumulate=count, can_wait=2 * i) for i, count in enumerate(steps)),
-        *(_Change(strategy=strategy) for strategy in _smaller(setup, options, state=False)[: len(factors)]),
-        *(_Change(remat=policy, can_wait=0 if policy == "full" else 3) for policy in policies),
+        *(_Change(strategy) for strategy in early),
+        *(_Change(None, {"accumulate": count}, 2 * i) for i, count in enumerate(steps)),
+        *(_Change(strategy) for strategy in _smaller(setup, options, state=False)[: len(factors)]),
+        *(_Change(None, {"remat": policy}, 0 if policy == "full" else 3) for policy in policies),
         *([with_remat(None)] if by_path else []),
-        _Change(strategy=last),
-        *(with_remat(strategy, can_wait=1) for strategy in early),
+        _Change(last),
+        *(with_remat(strategy, 1) for strategy in early),
         with_remat(last),
-        *(with_remat(last, accumulate=count, can_wait=count != steps[-1]) for count in steps),
+        *(with_remat(last, int(count != steps[-1]), accumulate=count) for count in steps),
     ]
     return tuple({change.parts: change for change in changes[::-1] if change.parts}.values())[::-1]
 
@@ -395,14 +386,10 @@ def _sorted_out(
         if not reason:
             valid.append(change)
         elif len(change.parts) == 1:  # a combination fails for the same reason and is not listed
-            excluded.append(_not_compiled(change, reason))
+            excluded.append(change.remedy(reason=reason))
     while len(valid) > MOST_COMPILATIONS:
         valid.remove(max(reversed(valid), key=lambda change: change.can_wait))
     return valid, excluded
-
-
-def _not_compiled(change: _Change, reason: str) -> Remedy:
-    return Remedy(change=" + ".join(change.parts), peak_bytes=None, fits=False, reason=reason)
 
 
 def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
@@ -410,11 +397,6 @@ def _abstract(setup: Setup, strategy: Strategy) -> TrainState:
         return setup.abstract
     options: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
     return abstract_state(setup.model, setup.tx, mesh=setup.given_mesh, strategy=strategy, **options)
-
-
-def _batch_rows(setup: Setup, batch: PyTree) -> int:
-    rows = max((shape[0] for x in jax.tree.leaves(rows_of(batch)) if (shape := np.shape(x))), default=0)
-    return rows // num_shards(setup.batch_sharding.spec, setup.mesh)
 
 
 def _smaller(setup: Setup, options: StepOptions, *, state: bool) -> list[Strategy]:
