@@ -98,9 +98,6 @@ class Collectives(Printed, Plain):
         """Return the profile for `explain`, `cost` and `algorithm="auto"`, without fits that are not usable.
 
         It is a `Cluster` for GPUs of the catalogue, and `Links` for other devices.
-
-        Raises:
-          MeshparError: no fit is usable.
         """
         usable = [(fit.of, fit.axis, fit.link) for fit in self.fits if fit.link is not None and fit.verdict != "none"]
         links: dict[str, Any] = {of: {axis: link for for_, axis, link in usable if for_ == of} for of in FITTED}

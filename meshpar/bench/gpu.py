@@ -48,11 +48,7 @@ class Products(Printed, Plain):
     """Time between two small kernels."""
 
     def profile(self, path: str | Path) -> Cluster:
-        """Return the cluster profile of the file, or of a node of this GPU, with these rates added.
-
-        Raises:
-          MeshparError: the device is not in the catalogue, or the file is for other devices.
-        """
+        """Return the cluster profile of the file, or of a node of this GPU, with these rates added."""
         cluster = profile_of(self.device, path)
         source = "; ".join(filter(None, (cluster.source, self.source)))
         return dataclasses.replace(cluster, products=self.flops_per_s, launch_s=self.launch_s, source=source)
@@ -70,11 +66,7 @@ class Products(Printed, Plain):
 
 
 def profile_of(device: str, path: str | Path) -> Cluster:
-    """Return the profile for the rates of a device: that of the file, or else a node of this GPU.
-
-    Raises:
-      MeshparError: the device is not in the catalogue, or the file is for other devices.
-    """
+    """Return the profile for the rates of a device: that of the file, or else a node of this GPU."""
     gpu = gpu_of_kind(device)
     if gpu is None:
         fix = "measure a GPU of the catalogue"

@@ -30,13 +30,8 @@ XLA = "xla"
 # Names in the kernel and in `cost_breakdown`. The first of equal times wins. XLA's collective has the cost of
 # NCCL's ring, with which `meshpar bench collectives` fits its link.
 KERNELS: Mapping[str, Mapping[str, str]] = {
-    "all_reduce": {
-        XLA: "ring",
-        "ring": "ring",
-        "recursive_doubling": "recursive-doubling",
-        "halving_doubling": "halving-doubling",
-        "tree": "tree",
-    },
+    "all_reduce": {XLA: "ring"}
+    | {name: name.replace("_", "-") for name in ("ring", "recursive_doubling", "halving_doubling", "tree")},
     "all_gather": {XLA: "all-gather", "ring": "all-gather", "recursive_doubling": "doubling-all-gather"},
     "reduce_scatter": {XLA: "reduce-scatter", "ring": "reduce-scatter", "recursive_halving": "halving-reduce-scatter"},
 }
@@ -108,7 +103,7 @@ def choose(
         for name, priced in names.items()
     }
     xla = accounts[XLA]  # the ring that stands for XLA's collective
-    accounts[XLA] = dataclasses.replace(xla, algorithm=dataclasses.replace(xla.algorithm, name=XLA))
+    accounts[XLA] = dataclasses.replace(xla, algorithm=xla.algorithm._replace(name=XLA))
     ranked = dict(sorted(accounts.items(), key=lambda item: item[1].time_s))
     is_measured = not isinstance(over, Link) and over.compares(axes or ("ranks",))
     first = next(iter(ranked)) if is_measured else XLA
@@ -123,9 +118,6 @@ def links_here(kernel: str) -> Profile:
 
     This is the profile or cluster of `MESHPAR_CLUSTER`, or the data sheet for GPUs of the catalogue, or `HOST_DEVICES`
     for CPU devices.
-
-    Raises:
-      MeshparError: the links are unknown.
     """
     if from_environment := os.environ.get(VARIABLE):
         return parse_profile(from_environment)
@@ -141,14 +133,12 @@ def links_here(kernel: str) -> Profile:
     # An abstract mesh may stand for any devices, and several processes communicate over a network.
     if kind == "cpu" and (mesh.empty or mesh.abstract_device is not None) and jax.process_count() == 1:
         return HOST_DEVICES
-    raise problem(
-        kernel,
-        'use algorithm="auto"',
-        f"the links of the `{kind}` devices of this mesh are unknown",
+    reason = f"the links of the `{kind}` devices of this mesh are unknown"
+    fix = (
         f'set cluster="h100:8x8" or {VARIABLE}=h100:8x8, or measure them with '
-        'meshpar bench collectives --save my.json, and set cluster="my.json"',
-        code="unknown-links",
+        'meshpar bench collectives --save my.json, and set cluster="my.json"'
     )
+    raise problem(kernel, 'use algorithm="auto"', reason, fix, code="unknown-links")
 
 
 def _why(first: str, best: Account, rest: Sequence[tuple[str, Account]], *, is_measured: bool) -> str:

@@ -189,9 +189,6 @@ def calculate(name: str, numbers: Mapping[str, str | float], cluster: Cluster | 
       name: a key of `CALCULATORS`.
       numbers: positive integers by name, also as text: `70e9`, `70B`, `8k`.
       cluster: the cluster of `tp`.
-
-    Raises:
-      MeshparError: a number is unknown or invalid, or the cluster is too small or not supported by the calculator.
     """
     check_choice("meshpar cost", "a calculator", tuple(CALCULATORS), name=name)
     return CALCULATORS[name](**numbers, cluster=cluster)

@@ -130,11 +130,8 @@ class _Measured:
         """Return the link measured along mesh axes, or None.
 
         Combined axes have the link of their key. Without one, the largest latency and the smallest bandwidth of the
-        axes are used. `ANY` is used for axes without a link.
-
-        Args:
-          axes: mesh axes that are combined.
-          permute: whether the link is for single messages instead of XLA's collectives.
+        axes are used. `ANY` is used for axes without a link. `permute` selects the link for single messages instead of
+        that for XLA's collectives.
         """
         links = {**self.axes, **self.permutes} if permute else {**self.permutes, **self.axes}
         combined, separate = links.get("*".join(axes)), [links.get(axis, links.get(ANY)) for axis in axes]
@@ -261,14 +258,8 @@ class Cluster(_Measured):
     def layout(self, axes: Iterable[str], mesh: MeshLike) -> tuple[int, int]:
         """Return the number of nodes of a group of devices along mesh axes, and the number of devices per node.
 
-        If groups differ, these are the maximum number of nodes and the minimum number of devices.
-
-        Args:
-          axes: names of mesh axes.
-          mesh: the mesh, or its axis sizes in order. Devices are numbered in the order of the mesh.
-
-        Raises:
-          MeshparError: the mesh lacks an axis, or has more devices than the cluster.
+        If groups differ, these are the maximum number of nodes and the minimum number of devices. Devices are numbered
+        in the order of the mesh.
         """
         sizes, axes = axis_sizes(mesh), list(axes)
         for axis in axes:
@@ -300,11 +291,7 @@ class Cluster(_Measured):
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Cluster:
-        """Return the profile from plain data. The catalogue supplies missing values of `inside` and `across`.
-
-        Raises:
-          MeshparError: a field is missing, unknown or invalid.
-        """
+        """Return the profile from plain data. The catalogue supplies missing values of `inside` and `across`."""
         fields = _fields_from_json(Cluster, data)
         try:
             gpu = _gpu_from_json(data["gpu"]) if isinstance(data["gpu"], Mapping) else gpu_by_name(data["gpu"])
@@ -324,11 +311,7 @@ Profile: TypeAlias = Cluster | Links
 
 
 def parse_profile(text: str | Profile) -> Profile:
-    """Return the cluster of a text for `parse_cluster`, or the profile of a file.
-
-    Raises:
-      MeshparError: the text is invalid, or the GPU or the file does not exist.
-    """
+    """Return the cluster of a text for `parse_cluster`, or the profile of a file."""
     if isinstance(text, Cluster | Links):
         return text
     if not isinstance(text, str):
@@ -346,9 +329,6 @@ def parse_profile(text: str | Profile) -> Profile:
 
 def parse_cluster(text: str | Cluster) -> Cluster:
     """Return the cluster of a text: `h100:8x8` (GPU:NODESxGPUS), `h100:8` (a single node), or the file `my.json`.
-
-    Raises:
-      MeshparError: the text is invalid, the GPU or the file does not exist, or the profile is not for GPUs.
 
     Example:
       >>> parse_cluster("h100:8x8").num_devices

@@ -78,11 +78,7 @@ def check_kind(options: object) -> None:
 
 
 def check_options(options: Options) -> Options:
-    """Return the options after checking that XLA accepts them.
-
-    Raises:
-      MeshparError: a name is unknown to XLA, or a value has the wrong type.
-    """
+    """Return the options after checking that XLA accepts them."""
     check_kind(options)
     where = f"xla={dict(options)}"
     for name, value in options.items():

@@ -33,8 +33,7 @@ class Forms(NamedTuple):
     time: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """An algorithm for a collective."""
 
     name: str
@@ -47,55 +46,41 @@ class Algorithm:
     by_powers_of_two: bool = False
 
 
-_HALF = Forms(steps="N−1", bytes_sent="(N−1)/N · n", time="(N−1) α + (N−1)/N · n β")
-_HALF_DOUBLING = Forms(steps="log₂ N", bytes_sent="(N−1)/N · n", time="log₂ N α + (N−1)/N · n β")
-_WHOLE = Forms(steps="2(N−1)", bytes_sent="2(N−1)/N · n", time="2(N−1) α + 2(N−1)/N · n β")
-_ROOT = Forms(steps="2(N−1)", bytes_sent="(N−1) n at the root", time="2(N−1) (α + n β)")
-_SERVERS = Forms(steps="2(N−1)", bytes_sent="(N+S−2)/S · n at a server", time="2(N−1) (α + n/S · β)")
+_HALF = Forms("N−1", "(N−1)/N · n", "(N−1) α + (N−1)/N · n β")
+_HALF_DOUBLING = Forms("log₂ N", "(N−1)/N · n", "log₂ N α + (N−1)/N · n β")
+_WHOLE = Forms("2(N−1)", "2(N−1)/N · n", "2(N−1) α + 2(N−1)/N · n β")
+_ROOT = Forms("2(N−1)", "(N−1) n at the root", "2(N−1) (α + n β)")
+_SERVERS = Forms("2(N−1)", "(N+S−2)/S · n at a server", "2(N−1) (α + n/S · β)")
 _TWO_LEVELS = Forms(
-    steps="2(K−1) + 2(M−1)",
-    bytes_sent="2(K−1)/K · n inside + 2(M−1)/M · n/K across",
-    time="2(K−1) α₁ + 2(K−1)/K · n β₁ + 2(M−1) α₂ + 2(M−1)/M · n/K · β₂",
+    "2(K−1) + 2(M−1)",
+    "2(K−1)/K · n inside + 2(M−1)/M · n/K across",
+    "2(K−1) α₁ + 2(K−1)/K · n β₁ + 2(M−1) α₂ + 2(M−1)/M · n/K · β₂",
 )
-_TREE = Forms(steps="2⌈log₂ N⌉", bytes_sent="n ⌈log₂ N⌉ at the root", time="2⌈log₂ N⌉ (α + n β)")
-_DOUBLING = Forms(steps="log₂ N", bytes_sent="n log₂ N", time="log₂ N (α + n β)")
-_HALVING = Forms(steps="2 log₂ N", bytes_sent="2(N−1)/N · n", time="2 log₂ N α + 2(N−1)/N · n β")
-_BROADCAST = Forms(steps="N−1", bytes_sent="n", time="(N−1) α + n β")
-_MESSAGE = Forms(steps="1", bytes_sent="n", time="α + n β")
+_TREE = Forms("2⌈log₂ N⌉", "n ⌈log₂ N⌉ at the root", "2⌈log₂ N⌉ (α + n β)")
+_DOUBLING = Forms("log₂ N", "n log₂ N", "log₂ N (α + n β)")
+_HALVING = Forms("2 log₂ N", "2(N−1)/N · n", "2 log₂ N α + 2(N−1)/N · n β")
+_BROADCAST = Forms("N−1", "n", "(N−1) α + n β")
+_MESSAGE = Forms("1", "n", "α + n β")
 
 # `account` handles the two algorithms with additional arguments.
 _KNOWN = (
-    Algorithm(name="ring", kind="all-reduce", cost=cost.ring_all_reduce, lays_rings=True, forms=_WHOLE),
-    Algorithm(
-        name="recursive-doubling", kind="all-reduce", cost=cost.tree_all_reduce, by_powers_of_two=True, forms=_DOUBLING
-    ),
-    Algorithm(
-        name="halving-doubling",
-        kind="all-reduce",
-        cost=cost.halving_doubling_all_reduce,
-        by_powers_of_two=True,
-        forms=_HALVING,
-    ),
-    Algorithm(name="tree", kind="all-reduce", cost=cost.binomial_tree_all_reduce, forms=_TREE),
-    Algorithm(name="hierarchical", kind="all-reduce", cost=cost.ring_all_reduce, forms=_TWO_LEVELS),
-    Algorithm(name="root", kind="all-reduce", cost=cost.naive_root_all_reduce, forms=_ROOT),
-    Algorithm(name="parameter-server", kind="all-reduce", cost=cost.parameter_server_all_reduce, forms=_SERVERS),
-    Algorithm(
-        name="reduce-scatter", kind="reduce-scatter", cost=cost.ring_reduce_scatter, lays_rings=True, forms=_HALF
-    ),
-    Algorithm(name="all-gather", kind="all-gather", cost=cost.ring_all_gather, lays_rings=True, forms=_HALF),
-    Algorithm(name="doubling-all-gather", kind="all-gather", cost=cost.doubling_all_gather, forms=_HALF_DOUBLING),
-    Algorithm(
-        name="halving-reduce-scatter", kind="reduce-scatter", cost=cost.halving_reduce_scatter, forms=_HALF_DOUBLING
-    ),
-    Algorithm(name="all-to-all", kind="all-to-all", cost=cost.all_to_all, forms=_HALF),
-    Algorithm(
-        name="broadcast", kind="collective-broadcast", cost=cost.ring_broadcast, lays_rings=True, forms=_BROADCAST
-    ),
-    Algorithm(name="message", kind="collective-permute", cost=lambda n, _: cost.message(n), forms=_MESSAGE),
+    Algorithm("ring", "all-reduce", cost.ring_all_reduce, _WHOLE, lays_rings=True),
+    Algorithm("recursive-doubling", "all-reduce", cost.tree_all_reduce, _DOUBLING, by_powers_of_two=True),
+    Algorithm("halving-doubling", "all-reduce", cost.halving_doubling_all_reduce, _HALVING, by_powers_of_two=True),
+    Algorithm("tree", "all-reduce", cost.binomial_tree_all_reduce, _TREE),
+    Algorithm("hierarchical", "all-reduce", cost.ring_all_reduce, _TWO_LEVELS),
+    Algorithm("root", "all-reduce", cost.naive_root_all_reduce, _ROOT),
+    Algorithm("parameter-server", "all-reduce", cost.parameter_server_all_reduce, _SERVERS),
+    Algorithm("reduce-scatter", "reduce-scatter", cost.ring_reduce_scatter, _HALF, lays_rings=True),
+    Algorithm("all-gather", "all-gather", cost.ring_all_gather, _HALF, lays_rings=True),
+    Algorithm("doubling-all-gather", "all-gather", cost.doubling_all_gather, _HALF_DOUBLING),
+    Algorithm("halving-reduce-scatter", "reduce-scatter", cost.halving_reduce_scatter, _HALF_DOUBLING),
+    Algorithm("all-to-all", "all-to-all", cost.all_to_all, _HALF),
+    Algorithm("broadcast", "collective-broadcast", cost.ring_broadcast, _BROADCAST, lays_rings=True),
+    Algorithm("message", "collective-permute", lambda n, _: cost.message(n), _MESSAGE),
 )
 ALGORITHMS: Mapping[str, Algorithm] = {algorithm.name: algorithm for algorithm in _KNOWN}
-ALL_REDUCES = tuple(algorithm.name for algorithm in _KNOWN if algorithm.kind == "all-reduce")
+ALL_REDUCES = tuple(name for name, algorithm in ALGORITHMS.items() if algorithm.kind == "all-reduce")
 ALIASES: Mapping[str, str] = {
     "ring-all-reduce": "ring",
     "all-reduce": "ring",
@@ -108,11 +93,7 @@ ALIASES: Mapping[str, str] = {
 
 
 def bus_factor(kind: str, num_ranks: int) -> float:
-    """Return bus bandwidth over algorithm bandwidth: the fraction of the payload that a rank must send.
-
-    Raises:
-      MeshparError: the kind of collective is unknown.
-    """
+    """Return bus bandwidth over algorithm bandwidth: the fraction of the payload that a rank must send."""
     return cost.bytes_sent(kind, 1.0, num_ranks)
 
 
@@ -303,9 +284,6 @@ def account(
       mesh: the mesh with these axes, in the order of the cluster's devices.
       by_messages: whether rings use single messages and one port per rank, as `meshpar.collectives` does, instead of
         NCCL's rings.
-
-    Raises:
-      MeshparError: the algorithm is unknown, a size is invalid, the cluster is too small, or a link was not measured.
     """
     name = str(algorithm).lower().replace("_", "-")
     check_choice("cost", "an algorithm", (*ALGORITHMS, *ALIASES), algorithm=name)

@@ -77,18 +77,20 @@ def message(payload_bytes: float) -> Cost:
 
 def ring_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
     """Return the cost of a ring all-gather. The payload is the gathered array."""
-    sent = _all_but_own(payload_bytes, num_ranks)
+    _check(payload_bytes, num_ranks)
+    sent = (num_ranks - 1) * payload_bytes / num_ranks
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
 
 
-def ring_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
-    """Return the cost of a ring reduce-scatter. The payload is the array before scattering."""
-    return ring_all_gather(payload_bytes, num_ranks)
+ring_reduce_scatter = ring_all_gather
+"""Cost of a ring reduce-scatter. The payload is the array before scattering."""
+all_to_all = ring_all_gather
+"""Cost of an all-to-all: `n / N` bytes to each other rank. The payload is the array of a rank."""
 
 
 def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
     """Return the cost of an all-gather by recursive doubling: `log2 N` steps, if N is a power of two."""
-    sent = _all_but_own(payload_bytes, num_ranks)
+    sent = ring_all_gather(payload_bytes, num_ranks).bytes_sent
     rounds, rest = _doublings(num_ranks)
     if rest:
         reason = "the number of ranks must be a power of two"
@@ -96,14 +98,8 @@ def doubling_all_gather(payload_bytes: float, num_ranks: int) -> Cost:
     return Cost(steps=rounds, bytes_sent=sent, bytes_in_turn=sent)
 
 
-def halving_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
-    """Return the cost of a reduce-scatter by recursive halving: `log2 N` steps, if N is a power of two."""
-    return doubling_all_gather(payload_bytes, num_ranks)
-
-
-def all_to_all(payload_bytes: float, num_ranks: int) -> Cost:
-    """Return the cost of an all-to-all: `n / N` bytes to each other rank. The payload is the array of a rank."""
-    return ring_all_gather(payload_bytes, num_ranks)
+halving_reduce_scatter = doubling_all_gather
+"""Cost of a reduce-scatter by recursive halving: `log2 N` steps, if N is a power of two."""
 
 
 def ring_broadcast(payload_bytes: float, num_ranks: int) -> Cost:
@@ -125,12 +121,9 @@ def all_gather_matmul(payload_bytes: float, num_ranks: int, *, backward: bool = 
     return dataclasses.replace(gather + ring_reduce_scatter(payload_bytes, num_ranks), steps=gather.steps)
 
 
-def matmul_reduce_scatter(payload_bytes: float, num_ranks: int) -> Cost:
-    """Return the cost of the messages of `collectives.matmul_reduce_scatter`. The payload is the unsharded sum.
-
-    The forward pass is a bidirectional ring reduce-scatter. The backward pass, an all-gather, has the same cost.
-    """
-    return ring_reduce_scatter(payload_bytes, num_ranks)
+matmul_reduce_scatter = ring_reduce_scatter
+"""Cost of the messages of `collectives.matmul_reduce_scatter`, a bidirectional ring reduce-scatter. The payload is the
+unsharded sum. The backward pass, an all-gather, has the same cost."""
 
 
 # ---- All-reduce ------------------------------------------------------------------------------------------------------
@@ -188,9 +181,6 @@ def hierarchical_all_reduce(payload_bytes: float, num_ranks: int, *, inner: int)
 
     It is a reduce-scatter within groups of `inner` ranks, an all-reduce of `n / inner` between them, and an all-gather
     within them.
-
-    Raises:
-      MeshparError: `inner` does not divide the number of ranks.
     """
     _check(payload_bytes, num_ranks)
     nodes, inner = _nodes("hierarchical all-reduce", num_ranks, inner)
@@ -204,9 +194,6 @@ def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_ser
     Each rank sends `n / num_servers` to each server, which returns the sum. The link of a server carries this N-1 times
     in each direction. A single server is the hot spot of `naive_root_all_reduce`. With N servers the bytes are those of
     a ring.
-
-    Raises:
-      MeshparError: `num_servers` is not from 1 to N.
     """
     _check(payload_bytes, num_ranks)
     if not 1 <= num_servers <= num_ranks:
@@ -233,16 +220,9 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | N
     """Return the payload at which ring and tree all-reduce take the same time.
 
     The tree is faster below it, the ring above. If N is a power of two, it is
-    `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`.
-
-    Args:
-      num_ranks: N.
-      link: the link of the ring.
-      tree_link: the link of the tree, by default the same.
-
-    Returns:
-      Bytes. It is 0 on a link without latency, and None if there is no crossover: with two ranks the tree is always
-      faster, and a single rank sends no message.
+    `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`. It is 0 on a link without latency, and None if there is no
+    crossover: with two ranks the tree is always faster, and a single rank sends no message. `link` is the link of the
+    ring, and `tree_link` that of the tree, by default the same.
     """
     ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
     tree_link = tree_link or link
@@ -319,10 +299,7 @@ def ring_attention(kv_bytes: float, num_ranks: int) -> Cost:
 def ring_attention_backward(kv_bytes: float, gradient_bytes: float, num_ranks: int) -> Cost:
     """Return the cost of the backward pass of ring attention, which sends keys, values and their gradients.
 
-    Args:
-      kv_bytes: bytes of keys and values of a rank.
-      gradient_bytes: bytes of their gradients in the dtype of the sum, float32 for bfloat16.
-      num_ranks: N.
+    The gradients are in the dtype of their sum, float32 for bfloat16.
     """
     return ring_attention(kv_bytes, num_ranks) + ring_attention(gradient_bytes, num_ranks)
 
@@ -364,10 +341,8 @@ def dropless_bytes(
     """Return the maximum bytes of dropless dispatch and combine, forward and backward, without the experts.
 
     These are five arrays with `dropless_rows` rows and two with `T k` rows, with 16 bytes of indices per row. Chunks
-    are processed one after another. The bytes do not depend on the routing.
-
-    Args:
-      row_bytes: bytes of a row, the larger of the input and the output of the experts.
+    are processed one after another. The bytes do not depend on the routing. `row_bytes` are those of the larger of the
+    input and the output of the experts.
     """
     rows = chunks * dropless_rows(num_tokens // chunks, k, num_experts, num_ranks, bound_factor)
     return (5 * rows + 2 * num_tokens * k) * (row_bytes + 16)
@@ -376,10 +351,8 @@ def dropless_bytes(
 def moe_all_to_all(row_bytes: float, num_tokens: int, k: int, num_ranks: int, *, padding: float = 1.0) -> Cost:
     """Return the cost of dispatch or combine: `T k` rows per rank, of which `(N-1)/N` are sent.
 
-    Args:
-      row_bytes: bytes of a token's row as it is sent.
-      padding: rows sent per token-expert assignment: `E C / (T k)` with capacity C, `dropless_rows / (T k)` for
-        dropless dispatch with fixed sizes, and 1 for ragged messages.
+    `padding` is the number of rows sent per token-expert assignment: `E C / (T k)` with capacity C, `dropless_rows /
+    (T k)` for dropless dispatch with fixed sizes, and 1 for ragged messages.
     """
     return all_to_all(padding * num_tokens * k * row_bytes, num_ranks)
 
@@ -450,9 +423,6 @@ def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
       payload_bytes: bytes of the gathered array for an all-gather, of the array before scattering for a reduce-scatter,
         and of the local array otherwise.
       group_size: number of devices.
-
-    Raises:
-      MeshparError: the kind is unknown, or a size is out of range.
     """
     return as_sent(kind, payload_bytes, group_size).bytes_sent
 
@@ -491,11 +461,6 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
 def matmul_flops(rows: int, inner: int, columns: int) -> int:
     """Return the FLOPs of `[rows, inner] @ [inner, columns]`; a multiply-add is two FLOPs."""
     return 2 * rows * inner * columns
-
-
-def _all_but_own(payload_bytes: float, num_ranks: int) -> float:
-    _check(payload_bytes, num_ranks)
-    return (num_ranks - 1) * payload_bytes / num_ranks
 
 
 def _doublings(num_ranks: int) -> tuple[int, int]:

@@ -66,10 +66,6 @@ class PodProcess:
           traced: `jax.jit(f, ...).trace(*args)`; its mesh may be of CPU devices or abstract.
           cluster: `h100:8x8`, the path of a profile, or a Cluster with as many GPUs as the mesh has devices.
           options: XLA flags without dashes.
-
-        Raises:
-          MeshparError: no such cluster, another number of devices, or the `aot` extra is missing.
-          PodError: the compiler failed.
         """
         cluster = parse_cluster(cluster)
         require_aot(cluster.name)

@@ -32,9 +32,6 @@ def topology(cluster: str | Cluster) -> list[jax.Device]:
     """Return the compile-only devices of a cluster; device i is in node `i // gpus_per_node`.
 
     Build a Mesh of them and lower abstract inputs for it. They cannot run programs.
-
-    Raises:
-      ValueError: there is no such cluster, or the `aot` extra is not installed.
     """
     from jax.experimental import topologies
 
@@ -153,9 +150,6 @@ def stablehlo_of(traced: jax.stages.Traced | jax.stages.Lowered, cluster: Cluste
     Args:
       traced: the traced step on concrete devices or an `AbstractMesh`, or it lowered for CUDA.
       cluster: the pod, with as many GPUs as the mesh has devices.
-
-    Raises:
-      MeshparError: the mesh and the cluster have different numbers of devices.
     """
     lowered = traced if isinstance(traced, jax.stages.Lowered) else traced.lower(lowering_platforms=("cuda",))
     module: Any = lowered.compiler_ir("stablehlo")

@@ -130,11 +130,7 @@ class Trace(Printed, Plain):
 
 
 def find(path: str | Path) -> Path:
-    """Return the newest trace in the folder of a run or in its `profile/`, or the file itself.
-
-    Raises:
-      ValueError: there is no trace, or it cannot be read.
-    """
+    """Return the newest trace in the folder of a run or in its `profile/`, or the file itself."""
     file, fix = Path(path), "pass a .xplane.pb, or the folder of a run trained with --profile 10:15"
     if file.is_dir():
         files = sorted(file.glob("**/*.xplane.pb"), key=lambda file: (file.parent.name, file.name))
@@ -153,9 +149,6 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
       links: measured links between these devices, for collectives without a time in the report. Defaults to
         `hardware.clusters.HOST_DEVICES` on CPU host devices.
       top: number of largest costs to return.
-
-    Raises:
-      ValueError: the file does not exist, or contains no operations of a program.
     """
     file = find(path)
     data = _opened(file)

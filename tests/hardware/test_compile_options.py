@@ -142,7 +142,6 @@ def test_xla_option_names_have_no_fields(meshpar):
     code, _, error = meshpar("explain", "recipes/gpt_stdlib.py", "--xla", "xla_no.such=1")
     assert code == 2
     assert "`xla.xla_no.such`" in error
-    assert "a value without fields" in error
 
 
 @pytest.mark.parametrize(
