@@ -19,7 +19,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.profiler import ProfileData
@@ -45,8 +45,7 @@ _KIND = re.compile(rf"({'|'.join(sorted(KINDS, key=len, reverse=True))})(-start|
 _DERIVED = ("XLA Ops", "XLA Modules", "Steps", "Framework Name Scope", "Framework Ops", "Source code", "XLA TraceMe")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """An operation on a device, in nanoseconds of the trace's clock."""
 
     device: int
@@ -151,14 +150,21 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
       top: number of largest costs to return.
     """
     file = find(path)
-    data = _opened(file)
+    try:  # keep the data while its planes are in use, because they are views of its memory
+        data = ProfileData.from_file(str(file))
+    except Exception as error:  # the reader does not document its exceptions
+        reason, fix = f"the reader failed ({str(error)[:200]})", "pass a complete .xplane.pb; trace the steps again"
+        raise problem(f"trace `{file}`", "read it", reason, fix, code="damaged-file") from None
     with warnings.catch_warnings():  # the reader's types warn on Python 3.12, which aborts if warnings are errors
         warnings.simplefilter("ignore", DeprecationWarning)
         events, host, steps = _events(data.planes), *_host(data.planes)
     if not events:
         reason, fix = "it contains no operation of a program", "trace steps: meshpar train RECIPE --profile 10:15"
         raise problem(f"trace `{file}`", "read it", reason, fix, code="not-found")
-    program = _program(events)
+    taken: dict[str, float] = defaultdict(float)
+    for event in events:
+        taken[event.module] += event.end_ns - event.begin_ns
+    program = STEP if STEP in taken else max(taken, key=lambda module: taken[module])  # validation may take longer
     by_device: dict[int, list[Event]] = defaultdict(list)
     for event in events:
         if event.module == program:
@@ -173,12 +179,22 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     times = _times(by_device.values(), scale)
     predicted = {} if report is None else {sent.collective.name: sent for sent in report.collectives}
     links = HOST_DEVICES if links is None and report is not None and report.target == "cpu" else links
-    collectives = [_timed(name, t, predicted.get(name), links, num_steps * len(by_device)) for name, t in times.items()]
-    timed = tuple(sorted((one for one in collectives if one is not None), key=lambda one: -one.measured_s))
+    runs_on_all = num_steps * len(by_device)
+    collectives = (
+        _timed(name, time.kind, time, predicted.get(name), links, runs_on_all)
+        for name, time in times.items()
+        if time.kind is not None
+    )
+    timed = tuple(sorted(collectives, key=lambda one: -one.measured_s))
     module = None if report is None or report.program is None else report.program.module
     computations = () if module is None else module.computations.values()
     op_names = {ins.name: ins.metadata.op_name for computation in computations for ins in computation}
     idle_s = max(step_s - busy_s, 0.0)
+    phases: dict[str, float] = {}
+    if op_names:
+        phases = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
+        for name, time in times.items():
+            phases[_phase(op_names.get(name, ""))] += time.time_s
     return Trace(
         source=str(file),
         program=program,
@@ -188,7 +204,7 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
         busy_s=busy_s,
         idle_s=idle_s,
         predicted_step_s=None if report is None else report.compute.predicted_step_s,
-        phases=_phases(times, op_names) if op_names else {},
+        phases=phases,
         host={name: seconds / num_steps for name, seconds in host.items()},
         collectives=timed,
         costs=tuple(_costs(times, timed, idle_s, step_s, op_names)[:top]),
@@ -197,16 +213,6 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
 
 
 # ---- The file --------------------------------------------------------------------------------------------------------
-
-
-def _opened(file: Path) -> ProfileData:
-    """Open a file. Keep the result while its planes are in use, because they are views of its memory."""
-    try:
-        return ProfileData.from_file(str(file))
-    except Exception as error:  # the reader does not document its exceptions
-        reason = f"the reader failed ({str(error)[:200]})"
-        fix = "pass a complete .xplane.pb; trace the steps again"
-        raise problem(f"trace `{file}`", "read it", reason, fix, code="damaged-file") from None
 
 
 def _events(planes: Iterable[Any]) -> list[Event]:
@@ -231,30 +237,21 @@ def _of_plane(plane: Any) -> Iterator[Event]:
             if op is None and device is None:
                 continue
             number = int(device.group(1)) if device else int(stats.get("device_ordinal", 0))
-            yield Event(
-                device=number,
-                module=str(stats.get("hlo_module", "")),
-                run=stats.get("run_id"),
-                name=str(op if op is not None else event.name),
-                begin_ns=event.start_ns,
-                end_ns=event.start_ns + event.duration_ns,
-            )
+            module, name = str(stats.get("hlo_module", "")), str(event.name if op is None else op)
+            yield Event(number, module, stats.get("run_id"), name, event.start_ns, event.start_ns + event.duration_ns)
 
 
 def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
     """Return the seconds of each phase of the loop, and the numbers of the dispatched steps."""
     phases: dict[str, float] = defaultdict(float)
     steps: set[int] = set()
-    for plane in planes:
-        for line in plane.lines if plane.name.startswith("/host:") else ():
-            for event in line.events:
-                name = event.name.removeprefix("meshpar:")
-                if name == event.name:
-                    continue
-                if name == "step":
-                    steps.add(int(dict(event.stats).get("step_num", len(steps))))
-                else:
-                    phases[name] += event.duration_ns / 1e9
+    lines = (line for plane in planes if plane.name.startswith("/host:") for line in plane.lines)
+    for event in (event for line in lines for event in line.events if event.name.startswith("meshpar:")):
+        name = event.name.removeprefix("meshpar:")
+        if name == "step":
+            steps.add(int(dict(event.stats).get("step_num", len(steps))))
+        else:
+            phases[name] += event.duration_ns / 1e9
     return dict(phases), steps
 
 
@@ -269,14 +266,6 @@ class _Time:
     count: int = 0
     time_s: float = 0.0
     exposed_s: float = 0.0
-
-
-def _program(events: Sequence[Event]) -> str:
-    """Return the training step if there is one (validation may take longer), else the longest program."""
-    taken: dict[str, float] = defaultdict(float)
-    for one in events:
-        taken[one.module] += one.end_ns - one.begin_ns
-    return STEP if STEP in taken else max(taken, key=lambda module: taken[module])
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -314,9 +303,7 @@ def _times(devices: Iterable[Sequence[Event]], scale: float) -> dict[str, _Time]
     return times
 
 
-def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) -> MeasuredCollective | None:
-    if time.kind is None:
-        return None
+def _timed(name: str, kind: str, time: _Time, sent: Any, links: Links | None, runs: int) -> MeasuredCollective:
     collective: Collective | None = None if sent is None else sent.collective
     predicted_s = None if sent is None else sent.time_s
     hidden = None if sent is None else sent.hidden_fraction
@@ -327,7 +314,7 @@ def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) ->
             predicted_s = collective.count_per_step * run_s
     return MeasuredCollective(
         name=name,
-        kind=time.kind,
+        kind=kind,
         count=time.count / runs,
         measured_s=time.time_s,
         exposed_s=time.exposed_s,
@@ -336,13 +323,6 @@ def _timed(name: str, time: _Time, sent: Any, links: Links | None, runs: int) ->
         predicted_s=predicted_s,
         predicted_exposed_s=None if predicted_s is None or hidden is None else predicted_s * (1 - hidden),
     )
-
-
-def _phases(times: Mapping[str, _Time], op_names: Mapping[str, str]) -> dict[str, float]:
-    phases = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.0)
-    for name, time in times.items():
-        phases[_phase(op_names.get(name, ""))] += time.time_s
-    return phases
 
 
 def _phase(op_name: str) -> str:
@@ -396,8 +376,8 @@ def _notes(
 def _facts(trace: Trace) -> Any:
     rows = [("measured", si(trace.step_s, "s")), ("predicted", _time(trace.predicted_step_s))]
     for name, seconds in (("busy", trace.busy_s), ("idle", trace.idle_s)):
-        # If the clock is too coarse for a short program, the step time is 0.
-        rows.append((name, si(seconds, "s") + (f"  {seconds / trace.step_s:.0%}" if trace.step_s else "")))
+        share = f"  {seconds / trace.step_s:.0%}" if trace.step_s else ""  # 0 if the clock is too coarse
+        rows.append((name, si(seconds, "s") + share))
     rows += [(name, si(seconds, "s")) for name, seconds in trace.phases.items() if seconds]
     rows += [(f"loop: {name}", si(seconds, "s")) for name, seconds in trace.host.items()]
     return table("a step", ("", "mean"), [row for row in rows if row[1]], left=("",))

@@ -97,19 +97,14 @@ def test_fits_and_note_depend_on_the_peak(share, fits, note):
     program = Sizes(temporary_bytes=int(share * 80e9)).program()
     found = memory(program, state.setup, batch, H100)
     assert (found.limit_bytes, found.fits) == (80_000_000_000, fits)
-    assert note in found.note
-    assert bool(note) == bool(found.note)
+    assert (note in found.note, bool(found.note)) == (True, bool(note))
 
 
-def test_fits_is_none_without_a_gpu():
+def test_account_without_a_gpu_has_no_limit():
     state, batch = toy()
     found = memory(Sizes().program(), state.setup, batch, None)
     assert (found.limit_bytes, found.fits, found.note) == (None, None, "")
-
-
-def test_batch_bytes_use_canonical_dtypes():
-    state, batch = toy()
-    assert memory(Sizes().program(), state.setup, batch, None).batch_bytes == 16 * 64 * 4 // 8
+    assert found.batch_bytes == 16 * 64 * 4 // 8  # float64 examples become float32
 
 
 @pytest.mark.parametrize(
@@ -147,16 +142,6 @@ def test_largest_contributors_have_their_modules(compiled, target):
     # Activations saved by the forward loop are attributed to their layers.
     assert any(one.module.startswith("gradients/layers") and ".py:" in one.source for one in temporaries)
     assert len({(one.module, one.shape, one.source) for one in temporaries}) == len(temporaries)
-
-
-def test_account_is_plain_data(compiled):
-    import json
-
-    _, _, found = account(compiled, "fsdp_tensor", "pod")
-    data = json.loads(json.dumps(found.to_json()))
-    assert data["peak_bytes"] == found.peak_bytes
-    assert data["largest"][0]["module"] == found.largest[0].module
-    assert set(data) == {field.name for field in dataclasses.fields(found)}
 
 
 # Remedies

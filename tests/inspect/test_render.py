@@ -35,22 +35,12 @@ def report(reports):
 def empty(report):
     """A report without collectives and estimates."""
     memory = dataclasses.replace(report.memory, largest=(), remedies=(), note="")
-    compute = Compute(
-        flops_per_device=0, model_flops_per_device=None, ratio=None, predicted_step_s=None, utilisation=None,
-        bound=None, compute_s=None, memory_s=None, network_s={}, exposed_s={},
-    )  # fmt: skip
+    compute = Compute(flops_per_device=0, model_flops_per_device=None, ratio=None)
     return dataclasses.replace(
-        report,
-        mesh={"data": 1},
-        devices=1,
-        memory=memory,
-        collectives=(),
+        report, mesh={"data": 1}, devices=1, memory=memory, collectives=(), compute=compute, findings=(), notes=(),
         promise=MatchResult(kept=(), missing=(), unexpected=()),
         overlap=Overlap(hidden_fraction=None, per_axis={}, exposed=()),
-        compute=compute,
-        findings=(),
-        notes=(),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +208,6 @@ def test_memory_lists_remedies_if_it_does_not_fit(report):
     assert "✘ does not fit: 96 GB of 80 GB (120%)" in text
     assert re.search(r"✔ +remat=full +70 GB", text)
     assert re.search(r"✘ +strategy=zero2\(\) +– +the batch does not divide", text)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(11.13, "11.1 s"), (0.0381, "38.1 ms"), (2.5e-6, "2.5 µs"), (0.0, "0 s"), (250.0, "250 s")]
-)
-def test_human_time(seconds, text):
-    assert render.human_time(seconds) == text
 
 
 def test_places_are_short(tmp_path, monkeypatch):

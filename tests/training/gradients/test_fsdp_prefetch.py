@@ -12,8 +12,11 @@ import optax
 import pytest
 
 import meshpar as mp
+from meshpar.hardware.clusters import parse_cluster
+from meshpar.inspect.census import census
 from meshpar.inspect.model_flops import matmul_flops
 from meshpar.inspect.program import compile_here
+from meshpar.inspect.timeline.simulator import timeline
 from meshpar.inspect.traced_collectives import messages
 from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.layers.scan import Aux, scanned
@@ -23,7 +26,6 @@ from meshpar.training.gradients.fsdp_prefetch import LayerLayout, prefetched
 from tests.equal import assert_same, mesh_of, model_of
 from tests.errors import raises
 from tests.grid import cases
-from tests.inspect.overlap_counter import per_loop
 from tests.models import test_moe as moe
 from tests.parallel import test_equality as dense
 
@@ -236,8 +238,10 @@ def test_gathers_overlap_with_a_layer(pod):
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"), remat="full")
     options = {"xla_gpu_all_gather_combine_threshold_bytes": 2**30}
     program = pod.compile(step.trace(state, BATCH), "h100:1x8", options=options)
-    loops = [kinds for at, kinds in per_loop(program.text).items() if "main" not in at]
-    assert [kinds["all-gather"] for kinds in loops] == [(1, 1), (1, 1)]
+    collectives = census(program.module, spec.abstract())
+    timed = timeline(program.module, collectives, parse_cluster("h100:1x8")).collectives
+    gathers = [one for one in timed if one.collective.kind == "all-gather" and one.collective.in_loop]
+    assert [one.cover for one in gathers] == ["matmul", "matmul"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
