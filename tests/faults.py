@@ -257,7 +257,7 @@ FAULTS = (
     Fault("segments in the natural order, tokens in zigzag order", "models/context_attention.py",
         'segments_BT = constrain(zigzag(segments_BT, num_ranks), "batch", "seq")',
         'segments_BT = constrain(segments_BT, "batch", "seq")',
-        "parallel/test_context_parallel.py -k enter_in_one_order"),
+        "parallel/test_context_parallel.py -k prepare_reorders"),
     Fault("YaRN's factor of scores is left out", "models/latent_attention.py",
         "if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor != 1:",
         "if cfg.rope_yarn is not None and cfg.rope_yarn.score_factor > 9:",

@@ -16,9 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
-from meshpar.models import TransformerConfig, generate
 from meshpar.sharding.constraints import with_layout
-from tests.equal import model_of
 
 MESH = mp.MeshSpec(fsdp=-1).build()
 PLAIN = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
@@ -171,28 +169,6 @@ def test_model_and_step_calls_work_in_every_context(kind, name):
             np.testing.assert_allclose(y, expected, rtol=1e-5)
         if len(functions) > 1:
             assert float(jax.jit(lambda x: step(state, x)[1]["loss"])(sharded)) == pytest.approx(loss)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_generate_works_in_every_context(kind):
-    config = TransformerConfig(
-        vocab_size=32, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=16
-    )
-    model, found = model_of(kind, config, 8, 4), []
-    for name in ("none", "set_mesh(own)", "set_mesh(foreign)", "make_mesh"):
-        mesh = PLAIN if name == "make_mesh" else MESH
-
-        def continued(state, prompt, key, mesh=mesh):
-            with mp.use_rules(mesh, FSDP):
-                return generate(state.bound(), prompt, config=config, num_tokens=4, key=key)
-
-        with CONTEXTS[name]():
-            state = mp.init_state(model, optax.identity(), mesh=mesh, strategy=FSDP, key=0)
-            prompt = mp.shard_batch(np.arange(32, dtype=np.int32).reshape(8, 4), mesh, FSDP)
-            found.append(np.asarray(jax.jit(continued)(state, prompt, jax.random.key(0))))
-    for tokens in found:
-        np.testing.assert_array_equal(tokens, found[0])
 
 
 def _typed() -> mp.Model:

@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -38,13 +38,8 @@ def source_of(module: str) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-@cache
-def imports(tree: ast.Module) -> tuple[tuple[int, str], ...]:
-    """(line, absolute name) of every import, wherever in the file it stands; `from a import b` gives `a.b`."""
-    return tuple(_imports(tree))
-
-
-def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield (line, absolute name) of every import in a file; `from a import b` gives `a.b`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -102,57 +97,49 @@ def test_only_the_version_is_imported_from_the_package_root() -> None:
     assert not wrong, f"these of `meshpar` go around the list: import their modules: {wrong}"
 
 
-def test_flax_is_imported_by_adapters_and_models_only() -> None:
-    knowing = ("sharding.adapters", "training.lora")
-    others = [module for module in modules() if module.startswith(WITHOUT_FLAX) and module not in knowing]
-    lines = [(module, line) for module in others for line, name in imports(source_of(module)) if is_of(name, "flax")]
-    assert not lines, f"{lines}: only the adapters, lora.py and models/ import flax"
+@pytest.mark.parametrize(
+    ("folders", "packages", "exceptions"),
+    [
+        (WITHOUT_FLAX, {"flax"}, ("sharding.adapters", "training.lora")),
+        (("schedules",), {"jax", "flax"}, ()),
+    ],
+)
+def test_folders_do_not_import_some_packages(folders, packages, exceptions) -> None:
+    others = [module for module in modules() if module.startswith(folders) and module not in exceptions]
+    assert not [
+        (module, line, name)
+        for module in others
+        for line, name in imports(source_of(module))
+        if name.split(".")[0] in packages
+    ]
 
 
-def is_of(name: str, *packages: str) -> bool:
-    return name.split(".")[0] in packages
-
-
-def test_schedules_import_no_jax() -> None:
-    for module in modules():
-        if module.startswith("schedules"):
-            lines = [line for line, name in imports(source_of(module)) if is_of(name, "jax", "flax")]
-            assert not lines, f"{module}, line {lines[0]}: NumPy is sufficient here"
-
-
-def in_circles(parts: Callable[[ast.Module], list[ast.stmt]]) -> set[str]:
-    """Modules that need themselves, by the imports in these parts of each."""
+def cyclic_modules() -> set[str]:
+    """Return the modules that import themselves indirectly, including imports inside functions."""
     names = {f"meshpar.{module}" for module in modules()}
-    needs: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for module in modules():
-        found = {
-            name if name in names else name.rpartition(".")[0]
-            for _, name in imports(ast.Module(parts(source_of(module)), []))
-        }
-        needs[f"meshpar.{module}"] = (found & names) - {f"meshpar.{module}"}
-    for _ in needs:
-        further = {module: over.union(*(needs[one] for one in over)) for module, over in needs.items()}
-        if further == needs:
-            break
-        needs = further
-    return {module.removeprefix("meshpar.") for module, over in needs.items() if module in over}
+        tree, skipped = source_of(module), type_only(source_of(module))
+        nodes = [
+            node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Import) and node not in skipped
+        ]
+        targets = {name if name in names else name.rpartition(".")[0] for _, name in imports(ast.Module(nodes, []))}
+        imported[f"meshpar.{module}"] = (targets & names) - {f"meshpar.{module}"}
+    while True:
+        further = {module: over.union(*(imported[name] for name in over)) for module, over in imported.items()}
+        if further == imported:
+            return {module.removeprefix("meshpar.") for module, over in imported.items() if module in over}
+        imported = further
 
 
 def test_import_graph_has_no_cycles() -> None:
-    """What modules import when they are loaded goes round in no circle."""
-    assert not in_circles(lambda tree: [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)])
-
-
-def test_runtime_import_graph_has_no_cycles() -> None:
-    """Nor does what functions import, but for methods that lead to what is made of the object: a schedule read from a
-    file, a report as text, the model of a config."""
-    round_about = in_circles(lambda tree: [node for node in tree.body if ast.unparse(node)[:16] != "if TYPE_CHECKING"])
+    """Methods may import modules that use their class: a schedule from a file, a report as text, a config's model."""
     models = {
         f"models.{name}"
         for name in ("annotated", "config", "latent_attention", "layers", "overlapped_matmul", "transformer")
     }
     files = {"schedules.csv", "schedules.schedule"}
-    assert round_about <= {"inspect.render", "inspect.report"} | files | models, sorted(round_about)
+    assert cyclic_modules() <= {"inspect.render", "inspect.report"} | files | models
 
 
 def test_functions_are_short() -> None:
@@ -201,7 +188,7 @@ def test_import_loads_only_required_packages(statement: str, without: list[str])
 
 
 def test_plain_step_loads_no_optional_modules() -> None:
-    """And the packages that the README names are attributes all the same."""
+    """The packages that the README names are attributes of meshpar."""
     code = (
         "import sys, meshpar as mp; mp.ddp(); mp.train_step(lambda model, batch, key: (0, {})); print(*sys.modules)\n"
         "mp.collectives.all_reduce; assert 'meshpar.pipeline' not in sys.modules\n"

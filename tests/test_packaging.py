@@ -1,4 +1,4 @@
-"""What a clean checkout relies on: the pins, the environments made from them, and the names the package gives out."""
+"""Pinned dependencies, their environments, and the exported names."""
 
 from __future__ import annotations
 
@@ -91,24 +91,18 @@ def test_pins_contain_no_urls() -> None:
         assert not re.search(r"://|index-url|find-links|--hash", text.replace("--no-emit-index-url", "")), name
 
 
-def test_every_public_name_is_there() -> None:
-    missing = [name for name in dir(meshpar) if not hasattr(meshpar, name)]
-    assert not missing
-
-
-def test_a_type_checker_sees_every_public_name() -> None:
+def test_public_names_exist_and_are_typed() -> None:
+    assert not [name for name in dir(meshpar) if not hasattr(meshpar, name)]
     tree = ast.parse((ROOT / "meshpar" / "__init__.py").read_text())
-    checked = next(
-        node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    )
-    # What `__all__` names is what counts as given out, also under --strict.
-    seen = {alias.name for node in checked if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen | {"__version__"} == set(dir(meshpar)) == set(meshpar.__all__)
+    blocks = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    # Under --strict, type checkers treat only the names in `__all__` as exported.
+    typed = {alias.name for block in blocks for node in block.body for alias in getattr(node, "names", ())}
+    assert typed | {"__version__"} == set(dir(meshpar)) == set(meshpar.__all__)
     assert (ROOT / "meshpar" / "py.typed").exists()
 
 
 def make(*arguments: str) -> str:
-    """What make would run; without the flags of a make that is running these tests."""
+    """Return the commands that make would run, without the flags of a make that runs these tests."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
     command = ["make", "--no-print-directory", "-n", *arguments]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout

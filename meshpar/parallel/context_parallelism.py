@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, TypeAlias, get_args
 
@@ -52,16 +53,12 @@ class Context(Parallelism):
     def kernels(self, step: StepSpec) -> Iterator[ExpectedCollective]:
         """Yield the ring's messages: keys and values forward and backward, and their float32 gradients backward."""
         tokens = step.tokens if self.kind == "ring" and step.tokens else 0
-        for one in step.weights if tokens else ():
-            leaf = one.decision.leaf
-            if not {"kv_heads", "embed"} <= set(leaf.names or ()):
+        for decision in (weight.decision for weight in step.weights) if tokens else ():
+            leaf = decision.leaf
+            if not (leaf.has("kv_heads") and leaf.has("embed")):
                 continue
-            tensor = step.num_shards(set(split_axes(step, one.decision.spec)) & set(step.tensor_axes))
-            width = leaf.size // leaf.num_layers // one.decision.leaf.size_of("embed") // tensor
-            runs, compute = (
-                leaf.num_layers * step.accumulate,
-                step.wire(step.compute_dtype(one.decision)),
-            )
+            width = _elements_per_token(step, decision)
+            runs, compute = leaf.num_layers * step.accumulate, step.wire(step.compute_dtype(decision))
             for dtype, count in ((compute, runs * (1 + step.recomputed(leaf.num_layers))), ("f32", runs)):
                 yield ExpectedCollective(
                     role="keys and values round the ring",
@@ -70,7 +67,7 @@ class Context(Parallelism):
                     elements=tokens * width * step.num_shards(step.context_axes),
                     dtype=dtype,
                     count=(count, count),
-                    tensors=(one.decision.path,),
+                    tensors=(decision.path,),
                 )
 
     @classmethod
@@ -84,32 +81,37 @@ def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
 
     Layers that have weights with a `kv_heads` dim are attention layers.
     """
-    found: dict[tuple[str, int], dict[str, list[Decision]]] = {}
-    for decision in (one.decision for one in step.weights):
-        for name in ("kv_heads", "heads"):
-            if {name, "embed"} <= set(decision.leaf.names or ()):
-                layer = found.setdefault((parent(decision), decision.leaf.num_layers), {})
-                layer.setdefault(name, []).append(decision)
-    for (_, stack), of in found.items():
-        if "kv_heads" not in of or step.tokens is None:
+    layers: dict[tuple[str, int], tuple[list[Decision], list[Decision]]] = defaultdict(lambda: ([], []))
+    for decision in (weight.decision for weight in step.weights if weight.leaf.has("embed")):
+        for index, name in enumerate(("kv_heads", "heads")):
+            if decision.leaf.has(name):
+                layers[parent(decision), decision.leaf.num_layers][index].append(decision)
+    for (_, stack), (keys, heads) in layers.items():
+        if not keys or step.tokens is None:
             continue
-        slices = step.interleave if stack > 1 else 1
-        runs, weights = stack * step.accumulate * slices, (*of["kv_heads"], *of.get("heads", ()))
-        for numbers in _numbers_a_token(step, of["kv_heads"][0], of.get("heads", [])):
+        slices = step.slices(stack)
+        runs = stack * step.accumulate * slices
+        for elements in _elements_sent(step, keys[0], heads):
             for direction, most in (("forward", step.recomputed(stack)), ("backward", 1)):
                 yield ExpectedCollective(
                     role=f"heads scattered for attention, {direction}",
                     kind="exchange",
                     axes=step.context_axes,
-                    elements=step.tokens // slices * numbers,
-                    dtype=step.wire(step.compute_dtype(of["kv_heads"][0])),
+                    elements=step.tokens // slices * elements,
+                    dtype=step.wire(step.compute_dtype(keys[0])),
                     count=(runs, most * runs),
-                    tensors=tuple(decision.path for decision in weights),
+                    tensors=tuple(decision.path for decision in (*keys, *heads)),
                 )
 
 
-def _numbers_a_token(step: StepSpec, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
-    """Yield the numbers per token and device that the all-to-alls of queries, keys, output and values send.
+def _elements_per_token(step: StepSpec, decision: Decision) -> int:
+    """Return the number of elements per token and device that a projection of the residual stream computes."""
+    tensor = step.num_shards(set(split_axes(step, decision.spec)) & set(step.tensor_axes))
+    return decision.leaf.size // decision.leaf.num_layers // decision.leaf.size_of("embed") // tensor
+
+
+def _elements_sent(step: StepSpec, keys: Decision, heads: Sequence[Decision]) -> Iterator[int]:
+    """Yield the elements per token and device that the all-to-alls of queries, keys, output and values send.
 
     Queries and keys have the same head dim, and so have outputs and values.
     """
@@ -117,17 +119,12 @@ def _numbers_a_token(step: StepSpec, keys: Decision, heads: Sequence[Decision]) 
         num_heads, num_kv_heads = decision.leaf.size_of("heads"), keys.leaf.size_of("kv_heads")
         tensor = step.num_shards(set(split_axes(step, decision.spec)) & set(step.tensor_axes))
         times = repeats(num_heads, num_kv_heads, tensor * step.num_shards(step.context_axes))
-        numbers = decision.leaf.size // decision.leaf.num_layers // decision.leaf.size_of("embed") // tensor
-        yield from (numbers, numbers * num_kv_heads * times // num_heads)
+        elements = _elements_per_token(step, decision)
+        yield from (elements, elements * num_kv_heads * times // num_heads)
 
 
 def repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     """Return how often to repeat each key/value head so that the ranks have equally many.
-
-    Raises:
-      MeshparError: `num_ranks` does not divide `num_heads`.
-
-
     Example:
       >>> repeats(num_heads=32, num_kv_heads=8, num_ranks=16), repeats(num_heads=32, num_kv_heads=8, num_ranks=4)
       (2, 1)

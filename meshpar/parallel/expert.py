@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, parent
 from meshpar.parallel.parallelism import Axes, Parallelism, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.types import Decision
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -39,43 +38,38 @@ class Expert(Parallelism):
 
         In node-first dispatch over two axes, a token is sent at most once to each node over the first axis.
         """
-        layers = {
-            (parent(one), one.leaf.num_layers): one for one in (w.decision for w in step.weights) if one.leaf.is_router
-        }
+        routers = (weight.decision for weight in step.weights if weight.leaf.is_router)
+        layers = {(parent(router), router.leaf.num_layers): router for router in routers}
         tokens = 0 if step.is_by_device else step.tokens or 0
         for decision in layers.values() if tokens else ():
             stack = decision.leaf.num_layers
-            for axes, rows, ways in self._levels(step, step.recomputed(stack)):
+            width = decision.leaf.size_of("embed")
+            plain = width, step.wire(step.compute_dtype(decision))
+            for axes, rows, directions in self._levels(step, step.recomputed(stack)):
                 forms: Counter[tuple[int, str]] = Counter()
-                for way, times in ways.items():
-                    forms[self._row(step, decision, way)] += times * stack * step.accumulate
-                for (width, dtype), count in forms.items():
+                for direction, times in directions.items():
+                    nbytes = step.row_bytes and step.row_bytes(direction, width)
+                    forms[(nbytes, "u8") if nbytes else plain] += times * stack * step.accumulate
+                for (elements, dtype), count in forms.items():
                     yield ExpectedCollective(
                         role="rows to experts and back",
                         kind="exchange",
                         axes=axes,
-                        elements=tokens * rows * width,
+                        elements=tokens * rows * elements,
                         dtype=dtype,
                         count=(count, count),
                         tensors=(decision.path,),
                     )
 
-    def _row(self, step: StepSpec, router: Decision, way: str) -> tuple[int, str]:
-        """Return the number of elements and the dtype with which a token is sent."""
-        width = router.leaf.size_of("embed")
-        nbytes = step.row_bytes and step.row_bytes(way, width)
-        return (nbytes, "u8") if nbytes else (width, step.wire(step.compute_dtype(router)))
-
     def _levels(self, step: StepSpec, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
         """Yield axes, copies per token, and the number of exchanges per direction for each communication level."""
-        axes, given = step.ordered(axes_of(self.name, self.axis)), axes_of(self.name, self.axis)
-        whole = {"dispatch": forward, "combine": forward, "grad": 2}
-        if step.nodes_visited is None or len(given) != 2 or step.sizes.get(given[0], 1) == 1:
-            yield axes, step.experts_per_token, whole
+        axes, exchanges = axes_of(self.name, self.axis), {"dispatch": forward, "combine": forward, "grad": 2}
+        if step.nodes_visited is None or len(axes) != 2 or step.sizes.get(axes[0], 1) == 1:
+            yield step.ordered(axes), step.experts_per_token, exchanges
             return
-        yield step.ordered(given[:1]), step.nodes_visited(step.sizes[given[0]]), {**whole, "combine": 1}
-        if inside := step.ordered(given[1:]):
-            yield inside, step.experts_per_token, whole
+        yield step.ordered(axes[:1]), step.nodes_visited(step.sizes[axes[0]]), {**exchanges, "combine": 1}
+        if inside := step.ordered(axes[1:]):
+            yield inside, step.experts_per_token, exchanges
 
 
 @preset

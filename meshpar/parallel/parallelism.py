@@ -159,11 +159,7 @@ def replicated_all(origin: str) -> Rules:
 
 
 def axes_of(origin: str, axis: Axes) -> tuple[str, ...]:
-    """Return one or several mesh axes as a tuple.
-
-    Raises:
-      MeshparError: `axis` is not an axis name or a nonempty tuple of different names.
-    """
+    """Return one or several mesh axes as a tuple."""
     axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
     if not axes or not all(isinstance(name, str) and name for name in axes) or len(set(axes)) != len(axes):
         fix = 'write the name of a mesh axis, as in mp.fsdp(axis="data"), or several: mp.fsdp(axis=("data", "fsdp"))'

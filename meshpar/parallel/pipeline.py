@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 from meshpar.parallel.expected.step_spec import StepSpec
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, SearchSpace, activations, axes_of, split
 from meshpar.parallel.strategy import Strategy, preset
-from meshpar.sharding.errors import MeshparError, check_choice, check_positive_int, problem
+from meshpar.sharding.errors import MeshparError, check_cases, check_choice, check_positive_int, is_int, problem
 from meshpar.sharding.rules import BATCH_AXES
 
 if TYPE_CHECKING:
@@ -44,12 +44,11 @@ class Pipeline(Parallelism):
 
     def __post_init__(self) -> None:
         axes_of(self.name, self.axis)
-        fewer = self.stage_layer_offset
-        whole = isinstance(fewer, tuple) and all(type(count) is int and count >= 0 for count in fewer)
-        if not whole or len(fewer) != 2:
+        offset = self.stage_layer_offset
+        if not isinstance(offset, tuple) or len(offset) != 2 or not all(is_int(count, 0) for count in offset):
             reason = "it must be two nonnegative integers, for the first and the last chunk"
             fix = "write stage_layer_offset=(0, 1) for fewer layers in the last chunk"
-            raise problem("pipeline_parallel()", f"set stage_layer_offset={fewer!r}", reason, fix, code="not-an-int")
+            raise problem("pipeline_parallel()", f"set stage_layer_offset={offset!r}", reason, fix, code="not-an-int")
         for field in ("stages", "microbatches", *(() if self.chunks is None else ("chunks",))):
             check_positive_int("pipeline_parallel()", f"the number of {field}", **{field: getattr(self, field)})
         check_choice("pipeline_parallel()", "when weights are gathered", get_args(Gather), gather=self.gather)
@@ -58,20 +57,14 @@ class Pipeline(Parallelism):
             fix = 'write schedule="zb-h1", or the path of a file that Schedule.to_csv wrote'
             raise problem("pipeline_parallel()", f"set schedule={self.schedule!r}", reason, fix, code="wrong-type")
         if self.schedule.endswith(".csv"):
-            if self.chunks is not None:
-                reason = f"`{self.schedule}` determines the chunks of each stage"
-                raise problem(
-                    "pipeline_parallel()", f"set chunks={self.chunks}", reason, "remove chunks", code="conflict"
-                )
-        else:
-            self._check_table()
-
-    def _check_table(self) -> None:
-        """Check the schedule with few microbatches, because large tables are slow to build.
-
-        The short schedule is valid if the full one is: it preserves a minimum number of microbatches, their parity and
-        their divisibility by the number of stages.
-        """
+            reason, requested = f"`{self.schedule}` determines the chunks of each stage", f"set chunks={self.chunks}"
+            check_cases(
+                "pipeline_parallel()", requested, "conflict", (self.chunks is not None, reason, "remove chunks")
+            )
+            return
+        # Large tables are slow to build, so a schedule with few microbatches is checked first. It is valid if the full
+        # schedule is: it preserves a minimum number of microbatches, their parity and their divisibility by the number
+        # of stages.
         try:
             self.shortened()
         except MeshparError:
@@ -101,14 +94,10 @@ class Pipeline(Parallelism):
         for count in fits[-1:]:
             for schedule, parts in _TRIED.items():
                 if space.num_layers % (parts * stages) == 0:
-                    yield _piped(stages, count, schedule)
+                    yield _cached(stages, count, schedule)
 
     def layers_of_parts(self, num_layers: int, num_parts: int) -> tuple[int, ...]:
-        """Return the number of layers in each pipeline chunk. Inner chunks get the remainder of an uneven division.
-
-        Raises:
-          MeshparError: a chunk would have no layer.
-        """
+        """Return the number of layers in each pipeline chunk. Inner chunks get the remainder of an uneven division."""
         first, last = self.stage_layer_offset
         level, over = divmod(num_layers + first + last, num_parts)
         counts = [level] * num_parts
@@ -117,16 +106,13 @@ class Pipeline(Parallelism):
         counts[0] -= first
         counts[-1] -= last
         if min(counts) < 1:
-            lighter = any(self.stage_layer_offset)
             least = num_parts * (1 + max(first, last)) - first - last
-            raise problem(
-                f"{num_layers} stacked layers under pipeline_parallel(schedule={self.schedule!r})",
-                f"create {num_parts} chunks" + f" with stage_layer_offset={self.stage_layer_offset}" * lighter,
+            where = f"{num_layers} stacked layers under {self!r}"
+            reason, fix = (
                 "every chunk needs at least one layer",
-                f"use at least {least} layers, fewer stages or fewer chunks"
-                + ", or remove stage_layer_offset" * lighter,
-                code="out-of-range",
+                f"use at least {least} layers, or fewer stages or chunks",
             )
+            raise problem(where, f"create {num_parts} chunks", reason, fix, code="out-of-range")
         return tuple(counts)
 
     def rules(self) -> RuleSets:
@@ -155,7 +141,7 @@ def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> 
 
 
 @functools.lru_cache(maxsize=256)
-def _piped(stages: int, microbatches: int, schedule: str) -> Pipeline:
+def _cached(stages: int, microbatches: int, schedule: str) -> Pipeline:
     return Pipeline(stages=stages, microbatches=microbatches, schedule=schedule)
 
 
@@ -208,12 +194,7 @@ def pipeline_parallel(
       pipeline_parallel(stages=4, microbatches=16, schedule='zb-h1')
     """
     part = Pipeline(
-        stages=stages,
-        microbatches=microbatches,
-        schedule=schedule,
-        chunks=chunks,
-        gather=gather,
-        axis=axis,
+        stages=stages, microbatches=microbatches, schedule=schedule, chunks=chunks, gather=gather, axis=axis,
         stage_layer_offset=stage_layer_offset,
-    )
+    )  # fmt: skip
     return Strategy((part,))

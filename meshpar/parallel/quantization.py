@@ -65,19 +65,14 @@ class Quantize:
 def quantize_of(
     origin: str, axes: tuple[str, ...], given: str | Mapping[str, object] | Quantize | None
 ) -> Quantize | None:
-    """Convert the `quantize` argument of a preset over these axes to a `Quantize`.
-
-    Raises:
-      MeshparError: a format or field is unknown, or `secondary` is not a proper subset of the axes.
-    """
+    """Convert the `quantize` argument of a preset over these axes to a `Quantize`."""
     if given is None:
         return None
     if isinstance(given, Mapping):
         fields = [field.name for field in dataclasses.fields(Quantize)]
-        for name in given:
-            if name not in fields:
-                fix = near(str(name), fields)
-                raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", "it is unknown", fix, "unknown-name")
+        for name in given.keys() - set(fields):
+            fix = near(str(name), fields)
+            raise problem(f"{origin}(quantize={given!r})", f"set `{name}`", "it is unknown", fix, "unknown-name")
         given = Quantize(**given)  # type: ignore[arg-type]
     wire = given if isinstance(given, Quantize) else Quantize(weights=given, gradients=given)
     if wire.secondary is not None:

@@ -16,6 +16,7 @@ from meshpar.parallel.expected.matmuls import contracted
 from meshpar.parallel.expected.step_spec import ExpectedCollective, ParamUsage, StepSpec, Weight, merged
 from meshpar.parallel.parallelism import Parallelism, RequiredAxis, RuleSets, activations, axes_of
 from meshpar.sharding.errors import check_int
+from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import REFINES, USER, Rules, axes_in
 from meshpar.sharding.types import MeshLike, axes_of_spec, axis_sizes, near, problem
 
@@ -56,9 +57,8 @@ class Strategy:
     big_leaf_bytes: int = BIG_LEAF_BYTES
 
     def __post_init__(self) -> None:
-        if not (
-            isinstance(self.parts, tuple) and self.parts and all(isinstance(part, Parallelism) for part in self.parts)
-        ):
+        is_valid = isinstance(self.parts, tuple) and all(isinstance(part, Parallelism) for part in self.parts)
+        if not is_valid or not self.parts:
             reason, fix = "parts must be a nonempty tuple of Parallelism", "write mp.fsdp() | mp.Rules(mlp=None)"
             raise problem("Strategy()", f"set parts={self.parts!r}", reason, fix, code="wrong-type")
         check_int("Strategy()", "the maximum size of a replicated leaf", big_leaf_bytes=self.big_leaf_bytes)
@@ -138,13 +138,8 @@ class Strategy:
         width = axes_for(*(name for name in rules.names if name not in ("batch", "act_expert", "seq", *REFINES)))
         context = axes_for("seq") - width - set(batch_axes)
         sequence = axes_for("norm_seq") - context
-        decisions = [weight.decision for weight in weights]
-        unannotated = {
-            axis
-            for decision in decisions
-            if decision.leaf.names is None or decision.path in uses
-            for axis in axes_of_spec(decision.spec, sizes)
-        } - set(batch_axes)
+        specs = (weight.spec for weight in weights if weight.leaf.names is None or weight.leaf.path in uses)
+        unannotated = {axis for spec in specs for axis in axes_of_spec(spec, sizes)} - set(batch_axes)
         return StepSpec(
             sizes=sizes,
             weights=weights,
@@ -157,7 +152,7 @@ class Strategy:
             tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
             quantize=self.quantize,
             is_prefetched=bool(self.prefetched_axes),
-            is_tied=sum(decision.leaf.has("vocab") for decision in decisions) == 1,
+            is_tied=sum(weight.leaf.has("vocab") for weight in weights) == 1,
             **step,
         )
 
@@ -235,22 +230,15 @@ class Strategy:
                 raise problem(where, f"replace the first {origin}", reason, f"write {origin} once", code="conflict")
 
     def check_axes(self, mesh: MeshLike) -> None:
-        """Check that the mesh has the required axes.
-
-        Raises:
-          MeshparError: a required axis is missing or has size 1.
-        """
+        """Check that the mesh has the required axes."""
         sizes = axis_sizes(mesh)
         if math.prod(sizes.values()) == 1:  # With one device, all strategies compile to the same program.
             return
         for need in self.required_axes:
             if sizes.get(need.axis, 1) == 1:
-                axes = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+                where, requested = f"strategy {need.strategy}", f"use mesh axis `{need.axis}`"
                 fix = f"{need.why}, or set its size: MeshSpec({need.axis}=2, ...)"
-                reason = f"the mesh has {axes or 'no axis larger than 1'}"
-                raise problem(
-                    f"strategy {need.strategy}", f"use mesh axis `{need.axis}`", reason, fix, code="unknown-axis"
-                )
+                raise problem(where, requested, f"the mesh has {human_mesh(sizes)}", fix, code="unknown-axis")
 
 
 # ---- Custom rules ----------------------------------------------------------------------------------------------------
@@ -342,54 +330,41 @@ def as_strategy(rules: Strategy | Rules) -> Strategy:
     if isinstance(rules, Strategy):
         return rules
     if not isinstance(rules, Rules):
+        name, fix = getattr(rules, "__name__", rules), "write mp.fsdp() or mp.Rules(...)"
+        if isinstance(name, str):
+            fix = f"write mp.{name}()" if name in PRESETS else f"{fix}, or parse_strategy(text); {near(name, PRESETS)}"
         reason = f"expected a Strategy or Rules, got {type(rules).__name__}"
-        requested = f"use {getattr(rules, '__name__', repr(rules))}"
-        raise problem("strategy", requested, reason, _advice(rules), code="wrong-type")
+        raise problem("strategy", f"use {name}", reason, fix, code="wrong-type")
     return Strategy((Bare(rules),))
-
-
-def _advice(given: object) -> str:
-    name = getattr(given, "__name__", given)
-    if isinstance(name, str) and name in PRESETS:
-        return f"write mp.{name}()" + (" with its parentheses" if callable(given) else "")
-    if isinstance(given, str):
-        return f"write mp.fsdp() or mp.Rules(...), or read the text with parse_strategy; {near(given, PRESETS)}"
-    return "write mp.fsdp() or mp.Rules(...)"
 
 
 # ---- Parsing ---------------------------------------------------------------------------------------------------------
 
 
 def from_json(data: Mapping[str, Any]) -> Strategy:
-    """Read the output of `Strategy.to_json`.
-
-    Raises:
-      MeshparError: a component is unknown or has invalid arguments.
-    """
-    parts = [part for one in data["parts"] for part in _strategy_of(dict(one)).parts]
+    """Read the output of `Strategy.to_json`."""
+    parts: list[Parallelism] = []
+    for part in data["parts"]:
+        arguments = dict(part)
+        name = arguments.pop("part")
+        if name == Bare.name:
+            parts.append(Bare(Rules.from_json(arguments)))
+        elif name == Custom.name:
+            parts += custom(**{field: Rules.from_json(rules) for field, rules in arguments.items()}).parts
+        else:
+            values = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+            parts += _preset(f"strategy part `{name}`", str(name))(**values).parts
     return Strategy(tuple(parts), data.get("big_leaf_bytes", BIG_LEAF_BYTES))
 
 
-def _strategy_of(given: dict[str, Any]) -> Strategy:
-    name = given.pop("part")
-    if name == Bare.name:
-        return as_strategy(Rules.from_json(given))
-    if name == Custom.name:
-        return custom(**{field: Rules.from_json(rules) for field, rules in given.items()})
+def _preset(where: str, name: str) -> Callable[..., Strategy]:
     if name not in PRESETS:
-        raise problem(
-            f"strategy part `{name}`", "read it", "no preset has this name", near(str(name), PRESETS), "unknown-name"
-        )
-    arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return PRESETS[name](**arguments)
+        raise problem(where, f"use `{name[:100]}`", "no preset has this name", near(name, PRESETS), "unknown-name")
+    return PRESETS[name]
 
 
 def parse_strategy(text: str) -> Strategy:
     """Parse an expression such as "fsdp() | tensor_parallel(sequence=True)". Parentheses are optional.
-
-    Raises:
-      MeshparError: the text is not a sequence of presets with literal arguments.
-
     Example:
       >>> parse_strategy("fsdp | tensor_parallel(sequence=True)")
       fsdp() | tensor_parallel(sequence=True)
@@ -408,14 +383,7 @@ def _evaluate(node: object, text: str) -> Strategy:
     name = node.func if isinstance(node, ast.Call) else node
     if not isinstance(name, ast.Name):
         raise _unreadable(text, "it is not presets joined with `|`")
-    if name.id not in PRESETS:
-        raise problem(
-            f"strategy `{text[:100]}`",
-            f"use `{name.id[:100]}`",
-            "no preset has this name",
-            near(name.id, PRESETS),
-            code="unknown-name",
-        )
+    make = _preset(f"strategy `{text[:100]}`", name.id)
     if isinstance(node, ast.Call) and node.args:
         raise _unreadable(text, f"`{name.id}` takes its arguments by name")
     arguments = {}
@@ -425,16 +393,11 @@ def _evaluate(node: object, text: str) -> Strategy:
         except ValueError as error:
             raise _unreadable(text, f"`{keyword.arg}` is not a plain value") from error
     try:
-        return PRESETS[name.id](**arguments)
+        return make(**arguments)
     except TypeError as error:
         raise _unreadable(text, str(error)) from error
 
 
-def _unreadable(text: str, why: str) -> Exception:
-    return problem(
-        f"strategy `{text[:100]}`",
-        "read it",
-        why,
-        'write it like "fsdp() | tensor_parallel(sequence=True)"',
-        "bad-syntax",
-    )
+def _unreadable(text: str, reason: str) -> Exception:
+    fix = 'write it like "fsdp() | tensor_parallel(sequence=True)"'
+    return problem(f"strategy `{text[:100]}`", "read it", reason, fix, "bad-syntax")

@@ -115,8 +115,6 @@ def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
     Gradients are reduce-scattered, and the updated parameters are all-gathered once per step. Without gradient
     accumulation, ZeRO-1 and ZeRO-2 compile to the same program.
 
-    Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
-
     Args:
       axis: mesh axis, or axes, to shard over.
       min_bytes: unnamed leaves smaller than this are replicated.
@@ -136,14 +134,7 @@ def zero2(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
     """ZeRO-2: shard the optimizer state and the gradients over `axis`.
 
     Gradients are reduce-scattered in every micro-step, so accumulated gradients are sharded. The updated parameters are
-    all-gathered once per step (Rajbhandari et al. 2020).
-
-    Args:
-      axis: mesh axis, or axes, to shard over.
-      min_bytes: unnamed leaves smaller than this are replicated.
-
-    Raises:
-      MeshparError: `axis` or `min_bytes` is invalid.
+    all-gathered once per step. Arguments and errors are as in `zero1`.
 
     Example:
       >>> zero2().params, zero2().grads
@@ -162,17 +153,8 @@ def zero3(
 ) -> Strategy:
     """ZeRO-3: shard parameters, gradients and optimizer state over `axis`.
 
-    Weights are all-gathered in each layer, forward and backward, and gradients are reduce-scattered
-    (Rajbhandari et al. 2020).
-
-    Args:
-      axis: mesh axis, or axes, to shard over.
-      min_bytes: see `fsdp`.
-      quantize: see `fsdp`.
-      prefetch: see `fsdp`.
-
-    Raises:
-      MeshparError: an argument is invalid, or `quantize` and `prefetch=1` are combined.
+    Weights are all-gathered in each layer, forward and backward, and gradients are reduce-scattered. Arguments and
+    errors are as in `fsdp`.
 
     Example:
       >>> zero3(axis=("data", "fsdp")).params
@@ -231,16 +213,8 @@ def hsdp(
 
     All-gathers and reduce-scatters run over `axis`. Gradient shards are then all-reduced over `data`, which sends
     1/size of the gradients. `train_step(accumulate=n)` repeats this all-reduce in each micro-step.
-    `reduce_gradients="once"` sends it once, and accumulates unsharded gradients.
-
-    Args:
-      axis: mesh axis, or axes, to shard over.
-      min_bytes: see `fsdp`.
-      quantize: see `fsdp`. The all-reduce over `data` is quantized too.
-      prefetch: see `fsdp`.
-
-    Raises:
-      MeshparError: an argument is invalid, or `quantize` and `prefetch=1` are combined.
+    `reduce_gradients="once"` sends it once, and accumulates unsharded gradients. Arguments and errors are as in `fsdp`.
+    With `quantize`, the all-reduce over `data` is quantized, too.
 
     Example:
       >>> hsdp().params, hsdp().required_axes[0].axis

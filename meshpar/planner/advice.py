@@ -21,11 +21,6 @@ def advice(work: Workload, cluster: Cluster, limit_bytes: int) -> tuple[str, ...
     otherwise ZeRO-3, and HSDP if links between nodes are slow. Tensor parallelism within a node is added for large
     layers or small batches, and a pipeline, with at least four microbatches per stage, if links are too slow for that.
     Plans are ranked by estimated time instead.
-
-    Args:
-      work: the workload.
-      cluster: the GPUs.
-      limit_bytes: memory of a GPU that a plan may use.
     """
     params = sum(leaf.nbytes for leaf in work.leaves)
     optimizer = sum(slot.nbytes for slot in work.slots)

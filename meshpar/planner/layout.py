@@ -53,11 +53,7 @@ class Layout:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Layout:
-        """Return the layout that `to_json` described.
-
-        Raises:
-          MeshparError: a field is missing, unknown or has the wrong type.
-        """
+        """Return the layout that `to_json` described."""
         where = "a plan's `layout`"
         try:
             fields = {"mesh": MeshSpec(**data["mesh"]), "strategy": from_json(data["strategy"])}
@@ -304,15 +300,7 @@ class Placer:
         self._cache: dict[Any, Any] = {}
 
     def place(self, sizes: Mapping[str, int], strategy: Strategy) -> Placed:
-        """Return the sharding of all parameters by a strategy on a mesh.
-
-        Args:
-          sizes: size of each mesh axis, in the order of the mesh.
-          strategy: the strategy.
-
-        Raises:
-          MeshparError: a rule does not fit, or the mesh lacks a required axis.
-        """
+        """Return the sharding of all parameters by a strategy on a mesh."""
         sizes = dict(sizes)
         if math.prod(sizes.values()) > 1:
             strategy.check_axes(sizes)

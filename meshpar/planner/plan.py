@@ -444,11 +444,7 @@ def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) ->
 
 
 def load_plans(path: str | Path) -> Plans:
-    """Read plans that `Plans.save` or `meshpar plan --json` wrote.
-
-    Raises:
-      MeshparError: the file is missing or has no plans.
-    """
+    """Read plans that `Plans.save` or `meshpar plan --json` wrote."""
     where, fix = f"plans `{path}`", "create the file with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
         data = read_json(path, where, fix)

@@ -108,9 +108,6 @@ def grow(work: Workload, cluster: Cluster, *, max_gpus: int = MAX_GPUS) -> Growt
       cluster: its nodes are multiplied, starting with a single node. Measured links of mesh axes are ignored, because
         they belong to one cluster size.
       max_gpus: maximum number of GPUs.
-
-    Raises:
-      MeshparError: no layout fits on any size, or `max_gpus` is less than a node.
     """
     if max_gpus < cluster.gpus_per_node:
         reason, fix = f"a node has {cluster.gpus_per_node}", f"use at least {cluster.gpus_per_node}"

@@ -419,12 +419,7 @@ class Search:
         return min(fits, key=lambda layout: layout.time.step_s, default=smallest)
 
     def estimate(self, layout: Layout) -> Found:
-        """Return the estimates of a layout, whether it fits or not.
-
-        Raises:
-          MeshparError: the layout does not resolve, the batch is not divisible, the remat policy was not traced, or a
-            mesh axis shards nothing.
-        """
+        """Return the estimates of a layout, whether it fits or not."""
         check_choice("plan", "a traced remat policy", self.workload.policies, remat=layout.remat)
         if not self.workload.runs_layers and (layout.remat, layout.interleave) != (None, 1):
             requested = f"use remat={layout.remat!r}, interleave={layout.interleave}"

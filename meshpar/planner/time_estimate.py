@@ -314,14 +314,7 @@ def experts(placed: Placed) -> list[Decision]:
 def elements_per_expert(
     step: StepSpec, decision: Decision, num_experts: int, num_shards: Callable[..., Any] | None = None
 ) -> Any:
-    """Return the number of elements of one expert's gathered weight on a rank, over all layers.
-
-    Args:
-      step: the step.
-      decision: the sharding of the weight.
-      num_experts: number of experts per layer.
-      num_shards: returns the number of shards over some axes; by default that of `step`.
-    """
+    """Return the number of elements of one expert's gathered weight on a rank, over all layers."""
     owned = set(owned_axes(step, decision))
     tensor_axes = step.ordered(set(split_axes(step, decision.spec)) & set(step.tensor_axes) - owned)
     return decision.leaf.size / num_experts / (num_shards or step.num_shards)(tensor_axes)

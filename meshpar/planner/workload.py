@@ -185,19 +185,7 @@ def describe(
     row_bytes: Callable[[str, int], int | None] | None = None,
     remat: Remat = None,
 ) -> Workload:
-    """Trace a training step. Errors of the model and the loss are not caught.
-
-    Args:
-      model: the model.
-      batch: the global batch, as arrays or shapes.
-      loss: (model, batch, key) -> (loss, metrics).
-      tx: the optimizer.
-      precision: precision of the step.
-      loss_is: as in `train_step`.
-      cluster: the GPUs for which cuDNN's attention is traced.
-      bound_factor, nodes_visited, row_bytes: properties of MoE layers.
-      remat: a policy in addition to `POLICIES`, such as `save:query,attention_out`.
-    """
+    """Trace a training step. Errors of the model and the loss are not caught."""
     check_rows(batch, {}, 1, "examples", takes_scalars=True)
     batch = jax.tree.map(shape_of, batch)
     rows, tokens = rows_and_tokens(batch, 1)

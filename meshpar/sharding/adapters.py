@@ -217,7 +217,11 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
         requested, reason = f"use an existing {type(build).__name__}", "its arrays are on a single device"
         raise problem("from_nnx", requested, reason, f"pass a function that creates it: {fix}", code="wrong-type")
     signature = _with_signature(build)
-    by_name = _takes_rngs_by_name(signature)
+    try:
+        parameter = inspect.signature(signature).parameters.get("rngs")
+    except (TypeError, ValueError):  # not callable, or a C function without a signature
+        parameter = None
+    by_name = parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     args, name = () if by_name else ("an nnx.Rngs",), getattr(build, "__name__", "")
     check_takes("from_nnx", signature, args, fix, keywords=["rngs"] * by_name, name=name)
     module = _Nnx((lambda rngs: build(rngs=rngs)) if by_name else build)  # type: ignore[call-arg]
@@ -239,14 +243,6 @@ def _with_signature(build: Any) -> Any:
     if isinstance(build, functools.partial):
         return functools.partial(_with_signature(build.func), *build.args, **build.keywords)
     return functools.partial(build.__init__, None) if isinstance(build, type) else build  # type: ignore[misc]
-
-
-def _takes_rngs_by_name(build: Any) -> bool:
-    try:
-        parameter = inspect.signature(build).parameters.get("rngs")
-    except (TypeError, ValueError):  # not callable, or a C function without a signature
-        return False
-    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 class _Nnx:
@@ -305,7 +301,7 @@ class _Nnx:
     def names(self) -> Mapping[str, Names]:
         names = {}
         for path, x in _flat_state(self._structure[1]):
-            value, sharding = _value_of(x), x.get_metadata().get("out_sharding")
+            value, sharding = x.get_value(), x.get_metadata().get("out_sharding")
             if sharding and hasattr(value, "ndim"):
                 names[path] = _padded(sharding, value.ndim)
         return names
@@ -364,21 +360,15 @@ def _wrapped_class(cls: Any, through: Callable[..., Any]) -> Any:
 
         return wrapped
 
-    methods = {name: wrap(getattr(cls, name)) for name in _public_methods(cls)}
+    names = ["__call__"]
+    if not issubclass(cls, BoundLinen | _WithState):  # also the public methods that `nnx.Module` does not have
+        from flax import nnx
+
+        names += [name for name in dir(cls) if not (name.startswith("_") or hasattr(nnx.Module, name))]
+    methods = {
+        name: wrap(getattr(cls, name)) for name in names if inspect.isfunction(inspect.getattr_static(cls, name, None))
+    }
     return type(cls)(cls.__name__, (cls,), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **methods})
-
-
-def _public_methods(cls: Any) -> Iterator[str]:
-    """Yield `__call__` and the public methods that `nnx.Module` does not have."""
-    from flax import nnx
-
-    if issubclass(cls, BoundLinen | _WithState):
-        yield "__call__"
-        return
-    for name in dir(cls):
-        is_public = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
-        if is_public and inspect.isfunction(inspect.getattr_static(cls, name)):
-            yield name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,8 +410,11 @@ class _NnxBoundary:
 def _split(module: Any) -> Variables:
     from flax import nnx
 
+    def as_array(x: Any) -> Any:  # state may have Python numbers
+        return x if hasattr(x, "dtype") else jnp.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
+
     _, *states = nnx.split(module, nnx.Param, ...)
-    return Variables(*(jax.tree.map(_as_array, _with_string_keys(nnx.to_pure_dict(state))) for state in states))
+    return Variables(*(jax.tree.map(as_array, _with_string_keys(nnx.to_pure_dict(state))) for state in states))
 
 
 def _flat_state(state: Any) -> Iterator[tuple[str, Any]]:
@@ -445,18 +438,6 @@ def _filled(like: Any, values: PyTree) -> Any:
         # A variable has an array, a pytree or None. Arrays outside of variables are leaves themselves.
         filled.append((path, variable.replace(value) if isinstance(variable, nnx.Variable) else value))
     return nnx.from_flat_state(filled)
-
-
-def _value_of(x: Any) -> Any:
-    """Return the value of an NNX variable, or an array outside of variables as it is."""
-    from flax import nnx
-
-    return x.get_value() if isinstance(x, nnx.Variable) else x
-
-
-def _as_array(x: Any) -> Any:
-    """Convert Python numbers in the state to arrays."""
-    return x if hasattr(x, "dtype") else jnp.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
 
 
 def _padded(names: Any, ndim: int) -> Names:
@@ -491,11 +472,7 @@ class BoundLinen:
         self.module, self.info, self.params, self.extra = module, info, params, extra
 
     def __call__(self, *args: Any, rngs: Any = None, method: Any = None, mutable: Any = None, **kwargs: Any) -> Any:
-        """Call `module.apply` with the bound variables; `rngs` and `method` as in Linen.
-
-        Raises:
-          ValueError: `mutable` is not None.
-        """
+        """Call `module.apply` with the bound variables; `rngs` and `method` as in Linen."""
         if mutable is not None:
             reason = "all collections other than `params` are mutable and part of the training state"
             fix = "leave out mutable=; the call then returns the module's output alone"
@@ -599,7 +576,13 @@ class _Linen:
         return LinenInfo(names, frozenset(sown), jax.tree.map(_unboxed, params, is_leaf=_is_box))
 
     def _init_boxed(self, key: jax.Array) -> Any:
-        args, kwargs = jax.tree.map(_example_array, (self._args, self._kwargs))
+        def example(x: Any) -> Any:
+            if isinstance(x, jax.ShapeDtypeStruct):
+                return jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+            # jax converts NumPy's float64 and int64 to 32 bits unless x64 is enabled.
+            return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+        args, kwargs = jax.tree.map(example, (self._args, self._kwargs))
         params_key, dropout_key = jax.random.split(key_of(key))
         rngs = {"params": params_key, "dropout": dropout_key}
         return _without_mesh(functools.partial(self._module.init, rngs, *args, **kwargs))
@@ -640,9 +623,6 @@ def _linen_boundaries(shapes: PyTree) -> Iterator[None]:
 
     Args:
       shapes: shapes of the full parameters.
-
-    Raises:
-      ValueError: the model uses a name without a rule. Flax would replicate that dim.
     """
     from flax import linen as nn
 
@@ -785,13 +765,6 @@ def _on_host(x: Any) -> Any:
     return np.asarray(x)
 
 
-def _example_array(x: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jnp.zeros(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
-    # jax converts NumPy's float64 and int64 to 32 bits unless x64 is enabled.
-    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
-
-
 def _is_box(x: Any) -> bool:
     from flax.core import meta
 
@@ -855,7 +828,14 @@ def from_functions(
       >>> net = hk.without_apply_rng(hk.transform_with_state(forward))  # doctest: +SKIP
       >>> model = from_functions(lambda key: net.init(key, example), net.apply, keeps_state=True)  # doctest: +SKIP
     """
-    by_path = {path: _checked_names(path, dims) for path, dims in (names or {}).items()}
+    for path, dims in (names or {}).items():
+        if not isinstance(dims, tuple | list):
+            where, reason = (
+                f"from_functions(names={{{path!r}: {dims!r}}})",
+                f"it is a {type(dims).__name__}, not a tuple",
+            )
+            raise problem(where, "name the dims", reason, 'write {"up/kernel": ("embed", "mlp")}', code="wrong-type")
+    by_path = {path: tuple(dims) for path, dims in (names or {}).items()}
 
     def init_variables(key: jax.Array) -> Variables:
         out = init(key_of(key))
@@ -896,10 +876,3 @@ def _checked_pair(out: Any, function: str, pair: str) -> tuple[Any, Any]:
         return out
     where, reason = f"from_functions(keeps_state=True), `{function}`", f"it returns a {type(out).__name__}"
     raise problem(where, f"return {pair}", reason, f"return {pair}, or leave out keeps_state", code="wrong-type")
-
-
-def _checked_names(path: str, dims: Any) -> Names:
-    if isinstance(dims, tuple | list):
-        return tuple(dims)
-    where, reason = f"from_functions(names={{{path!r}: {dims!r}}})", f"it is a {type(dims).__name__}, not a tuple"
-    raise problem(where, "name the dims", reason, 'write {"up/kernel": ("embed", "mlp")}', code="wrong-type")

@@ -25,9 +25,6 @@ def with_layout(x: jax.Array, layout: PartitionSpec | NamedSharding) -> jax.Arra
     Args:
       x: an array of any shape.
       layout: a bare spec inside a `shard_map`, because the constraint must use the context mesh there.
-
-    Raises:
-      ValueError: the mesh does not have an axis in the layout (raised by jax).
     """
     mesh = jax.sharding.get_abstract_mesh()
     spec = layout.spec if isinstance(layout, NamedSharding) else layout

@@ -13,7 +13,7 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
-from meshpar.sharding.errors import MeshparError, problem
+from meshpar.sharding.errors import MeshparError, check_cases, problem
 from meshpar.sharding.units import human_bytes
 
 MAX_BYTES = 1 << 28
@@ -22,6 +22,7 @@ MAX_DIGITS = 100
 """Maximum number of digits of an integer in a settings file."""
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a pipe, which can block forever",
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
@@ -32,18 +33,13 @@ _FILE_TYPES = {
 def check_file(
     path: str | os.PathLike[str], where: str, fix: str, *, requested: str = "read it", max_bytes: int | None = MAX_BYTES
 ) -> Path:
-    """Check that a path is a regular file of limited size, without opening it, and return the path.
-
-    Raises:
-      ValueError: the file does not exist, is not a regular file, is too large, or has an invalid name.
-    """
+    """Return a path after checking that it is a regular file of limited size. The file is not opened."""
     file = Path(path)
     try:
         status = file.stat()
     except (OSError, ValueError) as error:
         raise _file_problem(where, requested, error, fix) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise problem(where, requested, f"it is {_file_type(status.st_mode)}", fix, code="wrong-type")
+    check_cases(where, requested, "wrong-type", (not stat.S_ISREG(status.st_mode), _file_type(status.st_mode), fix))
     if max_bytes is not None and status.st_size > max_bytes:
         reason = f"it has {human_bytes(status.st_size)}, and the limit is {human_bytes(max_bytes)}"
         raise problem(where, requested, reason, fix, code="out-of-range")
@@ -89,38 +85,27 @@ def read_text(path: str | os.PathLike[str], where: str, fix: str, *, requested: 
 def read_json(path: str | os.PathLike[str], where: str, fix: str, *, requested: str = "read it") -> Any:
     """Return the value of a small JSON file. Raises as `read_text` does, and for invalid JSON."""
     text = read_text(path, where, fix, requested=requested)
+
+    def parse_int(digits: str) -> int:
+        if len(digits) > MAX_DIGITS:  # a conversion to float64 could overflow
+            raise ValueError(f"a number has {len(digits):,} digits, and the limit is {MAX_DIGITS}")
+        return int(digits)
+
     try:
-        return json.loads(text, parse_int=_parse_int)
-    except RecursionError:
-        raise problem(where, requested, "its JSON is nested too deeply", fix, code="bad-syntax") from None
-    except ValueError as error:
-        raise problem(where, requested, f"it is no JSON ({str(error)[:200]})", fix, code="bad-syntax") from None
-
-
-def _parse_int(digits: str) -> int:
-    """Parse an integer in a JSON file. The limit ensures that a conversion to float64 does not overflow."""
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number has {len(digits):,} digits, and the limit is {MAX_DIGITS}")
-    return int(digits)
+        return json.loads(text, parse_int=parse_int)
+    except (RecursionError, ValueError) as error:
+        raise problem(where, requested, f"it is no valid JSON ({error!s:.200})", fix, code="bad-syntax") from None
 
 
 def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:
-    """Write a small UTF-8 file.
-
-    Raises:
-      ValueError: `path` is not a path, or the file cannot be written.
-    """
-    fix = "name a file in a folder that exists"
-    if not path or not isinstance(path, str | os.PathLike):
-        raise problem(f"{where} {path!r}", "be written", "it is not a path", fix, code="wrong-type")
+    """Write a small UTF-8 file."""
+    where, fix = f"{where} `{path}`", "name a file in a folder that exists"
+    is_path = bool(path) and isinstance(path, str | os.PathLike)
+    check_cases(where, "be written", "wrong-type", (not is_path, "it is not a path", fix))
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except FileNotFoundError:
-        raise problem(
-            f"{where} `{path}`", "be written", "its folder does not exist", fix, code="missing-file"
-        ) from None
     except (OSError, ValueError) as error:
-        raise _file_problem(f"{where} `{path}`", "be written", error, fix) from None
+        raise _file_problem(where, "be written", error, fix) from None
 
 
 def write_json(path: str | os.PathLike[str], data: Any, where: str) -> None:
@@ -129,37 +114,25 @@ def write_json(path: str | os.PathLike[str], data: Any, where: str) -> None:
 
 
 def open_no_link(path: Path, flags: int) -> int:
-    """Open a file with a predictable name without following links, and create it if necessary.
+    """Open a file with a predictable name, and create it if necessary. Return the file descriptor.
 
-    Returns:
-      The file descriptor.
-
-    Raises:
-      ValueError: the path is a link, which could lead to any file of the user, or is not a regular file.
-      OSError: the system cannot open the file.
+    A link is an error, because it could lead to any file of the user.
     """
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if path.is_symlink():
-            reason, fix = f"it is a link to {os.readlink(path)[:200]}", "remove the link"
-        elif path.is_dir():
-            reason, fix = "it is a folder", "move it away"
-        else:
-            raise
-        raise problem(str(path), "write to it", reason, fix, code="wrong-type") from error
-    if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        if stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+            return descriptor
         os.close(descriptor)
-        raise problem(str(path), "write to it", f"it is {_file_type(mode)}", "move it away", code="wrong-type")
-    return descriptor
+    except OSError:
+        if not path.is_symlink() and not path.is_dir():
+            raise
+        mode = path.lstat().st_mode
+    reason = _file_type(mode) + (f" to {os.readlink(path)[:200]}" if path.is_symlink() else "")
+    raise problem(str(path), "write to it", reason, "move it away", code="wrong-type")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a file of a run atomically: write a temporary file and rename it. Links are not followed.
-
-    Raises:
-      OSError: the file cannot be written. The error has the name of the file.
-    """
+    """Write a file of a run atomically: write a temporary file and rename it. Links are not followed."""
     temporary = path.with_name(f"{path.name}.new")
     try:
         temporary.unlink(missing_ok=True)  # left by a killed process, or a link
@@ -238,21 +211,20 @@ def unexpected(error: BaseException, *, command: str) -> MeshparError:
     message = " ".join(text.split())
     message = message[:300] + ("…" if len(message) > 300 else "")
     reason, line = f"{type(error).__name__} was raised" + (f" ({message})" if message else ""), user_line(error)
-    fix = "correct the cause; --traceback shows where it happened"
-    if line is not None:
-        reason, fix = f"{reason} at {line}", "correct that line; --traceback shows how it was reached"
+    reason += f" at {line}" if line else ""
+    fix = f"correct {'that line' if line else 'the cause'}; --traceback shows how it was reached"
     return problem(where, "run", reason, fix, code="unexpected")
 
 
 def _file_type(mode: int) -> str:
-    return _FILE_TYPES.get(stat.S_IFMT(mode), "not a file")
+    return f"it is {_FILE_TYPES.get(stat.S_IFMT(mode), 'not a file')}"
 
 
 def _file_problem(where: str, requested: str, error: BaseException, fix: str) -> MeshparError:
     """Convert an error of the file system or of a decoder."""
+    reason, code = f"that failed ({(isinstance(error, OSError) and error.strerror) or error})", "unusable-file"
     if isinstance(error, FileNotFoundError):
-        return problem(where, requested, "there is no such file", fix, code="missing-file")
+        reason, code = "there is no such file or folder", "missing-file"
     if isinstance(error, UnicodeDecodeError):
-        return problem(where, requested, f"it is not UTF-8 ({error.reason} at byte {error.start})", fix, "bad-syntax")
-    reason = (error.strerror if isinstance(error, OSError) else None) or error
-    return problem(where, requested, f"that failed ({reason})", fix, code="unusable-file")
+        reason, code = f"it is not UTF-8 ({error.reason} at byte {error.start})", "bad-syntax"
+    return problem(where, requested, reason, fix, code=code)

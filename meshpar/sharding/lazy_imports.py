@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 
 def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for a package.
-
-    Args:
-      package: `__name__` of a package with an `__all__`. Names imported under `if TYPE_CHECKING:` become available.
-    """
+    """Return `__getattr__` and `__dir__` for a package."""
     module = sys.modules[package]
 
     @functools.cache

@@ -55,9 +55,6 @@ def per_device(
       check_vma: as in `jax.shard_map`. Use False for a kernel that communicates over `outer_axes()`, because the
         region does not know which values vary over them.
       all_axes: whether the region is manual over all mesh axes, for kernels that the compiler cannot partition.
-
-    Raises:
-      ValueError: the outer axes follow the inner axes in the mesh. jax 0.12 cannot compile this.
     """
     context = ambient()
     assert context is not None

@@ -55,31 +55,33 @@ class MeshSpec(Mapping[str, int]):
     def __init__(
         self, *, inside_node: Sequence[str] = ("tensor",), axis_types: AxisTypes = "auto", **sizes: int
     ) -> None:
-        custom = [name for name in sizes if name not in AXES]
-        order = (*AXES[:-1], *custom, AXES[-1])
-        for name in custom:
-            _check_custom_name(name)
         for name, size in sizes.items():
+            similar = difflib.get_close_matches(name.lower(), AXES, n=1, cutoff=0.75) if name.isalpha() else []
+            if name not in AXES and similar:  # no rule uses the axis `fdsp`, so its devices would repeat the same work
+                reason = f"it looks like a typo of `{similar[0]}`; the standard axes are {', '.join(AXES)}"
+                fix = f"write {similar[0]}=..., or choose a less similar name: my_{name}=..."
+                raise problem(f"MeshSpec axis `{name}`", "add a custom axis", reason, fix, code="unknown-axis")
             if not is_int(size, -1) or size == 0:
                 reason = "a size is a positive integer, or -1 for the remaining devices"
                 fix = f"write {name}=4, or leave out {name}"
                 raise problem(f"MeshSpec axis `{name}`", f"have size {size!r}", reason, fix, code="not-an-int")
-        object.__setattr__(self, "_sizes", {name: int(sizes.get(name, 1)) for name in order})
+        order = (*AXES[:-1], *(name for name in sizes if name not in AXES), AXES[-1])
+        all_sizes = {name: int(sizes.get(name, 1)) for name in order}
+        remaining = [name for name, size in all_sizes.items() if size == -1]
+        if len(remaining) > 1:
+            reason, fix = "only one axis can have size -1", "choose the size of all other axes"
+            raise problem(f"MeshSpec axes {', '.join(remaining)}", "use size -1", reason, fix, code="conflict")
         inside_node = (inside_node,) if isinstance(inside_node, str) else inside_node
         where = f"MeshSpec(inside_node={inside_node!r})"
         if not isinstance(inside_node, Sequence) or not all(isinstance(name, str) for name in inside_node):
             fix = 'write inside_node=("tensor",), or inside_node=() to allow that axes cross nodes'
             raise problem(where, "keep these axes inside a node", "it must be a tuple of axes", fix, code="wrong-type")
+        for name in set(inside_node) - set(all_sizes):
+            requested, reason = f"keep `{name}` inside a node", f"the mesh has no axis `{name}`"
+            raise problem(where, requested, reason, near(name, all_sizes), code="unknown-axis")
+        object.__setattr__(self, "_sizes", all_sizes)
         object.__setattr__(self, "inside_node", tuple(inside_node))
-        object.__setattr__(self, "axis_types", _checked_types(axis_types, self._sizes))
-        remaining = [name for name, size in self._sizes.items() if size == -1]
-        if len(remaining) > 1:
-            reason, fix = "only one axis can have size -1", "choose the size of all other axes"
-            raise problem(f"MeshSpec axes {', '.join(remaining)}", "use size -1", reason, fix, code="conflict")
-        for name in inside_node:
-            if name not in self._sizes:
-                requested, reason = f"keep `{name}` inside a node", f"the mesh has no axis `{name}`"
-                raise problem(where, requested, reason, near(name, self._sizes), code="unknown-axis")
+        object.__setattr__(self, "axis_types", _checked_types(axis_types, all_sizes))
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError("a MeshSpec is immutable; use .replace(fsdp=8)")
@@ -129,11 +131,7 @@ class MeshSpec(Mapping[str, int]):
 
     @classmethod
     def parse(cls, text: str) -> MeshSpec:
-        """Return the spec for a text such as "fsdp=64,tensor=8".
-
-        Raises:
-          ValueError: an entry is not `axis=size`, or an axis is repeated.
-        """
+        """Return the spec for a text such as "fsdp=64,tensor=8". Raises `ValueError` for other texts."""
         sizes: dict[str, int] = {}
         for entry in filter(None, (entry.strip() for entry in text.split(","))):
             name, _, size = (token.strip() for token in entry.partition("="))
@@ -146,11 +144,7 @@ class MeshSpec(Mapping[str, int]):
         return _create(sizes, ("tensor",))
 
     def resolve(self, num_devices: int) -> dict[str, int]:
-        """Return the size of each axis for a number of devices, with -1 replaced.
-
-        Raises:
-          ValueError: the product of the sizes is not the number of devices.
-        """
+        """Return the size of each axis for a number of devices, with -1 replaced."""
         if not 1 <= num_devices <= MAX_DEVICES:
             requested = f"use {num_devices:,} devices"
             reason, fix = f"a mesh has 1 to {MAX_DEVICES:,} devices", "choose other sizes"
@@ -159,15 +153,11 @@ class MeshSpec(Mapping[str, int]):
         has_remaining = -1 in self._sizes.values()
         if num_devices % product or (not has_remaining and num_devices != product):
             reason = f"the product of the sizes is {product}"
-            if has_remaining:
-                reason += f", which does not divide {num_devices}"
-                fix = f"choose sizes whose product divides {num_devices}, or use a multiple of {product} devices"
-            elif num_devices % product:
-                fix = f"choose sizes whose product is {num_devices}, or use {product} devices"
-            else:
+            fix = f"choose sizes whose product {'divides' if has_remaining else 'is'} {num_devices}, or use "
+            fix += f"{'a multiple of ' * has_remaining}{product} devices (.abstract() needs no devices)"
+            if num_devices % product == 0:
                 fix = f"set an axis to -1, for example data=-1, to multiply it by {num_devices // product}"
                 fix += f", or use {product} of the devices: .build(jax.devices()[:{product}])"
-            fix += " (.abstract() needs no devices)" * bool(num_devices % product)
             raise problem(repr(self), f"use {num_devices} devices", reason, fix, code="indivisible")
         return {name: num_devices // product if size == -1 else size for name, size in self._sizes.items()}
 
@@ -203,14 +193,11 @@ class MeshSpec(Mapping[str, int]):
         return Mesh(grid.reshape(tuple(sizes.values())), tuple(sizes), axis_types=self.axis_types)
 
     def abstract(self, devices: int | None = None, *, devices_per_node: int | None = None) -> AbstractMesh:
-        """Return the mesh without devices, for planning.
+        """Return the mesh without devices, for planning. Raises like `build`.
 
         Args:
           devices: number of devices. Required if the size of an axis is -1.
           devices_per_node: if set, `inside_node` is checked as in `build`.
-
-        Raises:
-          ValueError: as in `build`.
         """
         if devices is None:
             if -1 in self._sizes.values():
@@ -239,15 +226,6 @@ def _create(sizes: Mapping[str, int], inside_node: Sequence[str], axis_types: Ax
     return MeshSpec(**args)
 
 
-def _check_custom_name(name: str) -> None:
-    """Refuse names such as `fdsp`, a custom axis that no rule uses: its devices would repeat the same work."""
-    similar = difflib.get_close_matches(name.lower(), AXES, n=1, cutoff=0.75) if name.isalpha() else []
-    if similar:
-        reason = f"it looks like a typo of `{similar[0]}`; the standard axes are {', '.join(AXES)}"
-        fix = f"write {similar[0]}=..., or choose a less similar name: my_{name}=..."
-        raise problem(f"MeshSpec axis `{name}`", "add a custom axis", reason, fix, code="unknown-axis")
-
-
 def _checked_types(value: AxisTypes, sizes: Mapping[str, int]) -> tuple[AxisType, ...]:
     """Return the type of each axis."""
     by_name = {axis_type.name.lower(): axis_type for axis_type in (AxisType.Auto, AxisType.Explicit)}
@@ -268,9 +246,6 @@ def with_auto_axes(where: str, mesh: Any) -> AnyMesh:
     """Return the mesh with Explicit axes changed to Auto. Steps are traced on it.
 
     Arrays between steps keep the types of the original mesh (`meshpar.sharding.constraints`).
-
-    Raises:
-      ValueError: `mesh` is not a mesh.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         reason, fix = f"it is of type {type(mesh).__name__}", "write mp.MeshSpec(fsdp=-1).build()"

@@ -223,12 +223,10 @@ class Rules:
         **by_name: DimRule,
     ) -> None:
         args = {"paths": paths, "activations": activations, "inputs": inputs, "precision": precision, "remat": remat}
-        for field, (argument, checked, example) in _PATTERNS.items():
-            rules = args[argument] or {}
+        for field, (argument, *_, example) in _PATTERNS.items():
             _check_mapping("Rules", args[argument], argument, example)
-            for pattern in rules:
-                check_pattern(pattern)
-            vars(self)[field] = tuple(_Rule(key, checked(key, value), is_path=True) for key, value in rules.items())
+            rules = (args[argument] or {}).items()
+            vars(self)[field] = tuple(_Rule(key, _checked_value(field, key, x), is_path=True) for key, x in rules)
         vars(self)["_by_name"] = {key: _Rule(key, _checked_dim_rule(key, value)) for key, value in by_name.items()}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -258,7 +256,7 @@ class Rules:
           known: names that are valid without a rule.
           everything: whether leaves that no rule shards are replicated on purpose.
           largest: rule for large leaves without names.
-          optional_axes: mesh axes to skip if the mesh does not have them.
+          optional_axes: axes that the mesh may lack.
         """
         return cls()._with(
             _by_name={key: _Rule(key, _checked_dim_rule(key, value), origin) for key, value in (by_name or {}).items()},
@@ -298,17 +296,21 @@ class Rules:
         lines: dict[str, list[tuple[int, Any]]] = {}
         listed_axes: set[str] = set()
         for number, line in enumerate(rules):
-            name, value = _checked_line(line)
+            name, value = line if isinstance(line, tuple | list) and len(line) == 2 else (None, None)
+            value = (tuple(value) if isinstance(value, list) else value) or None
+            if not isinstance(name, str) or not (value is None or isinstance(value, str) or _is_axes(value)):
+                expected = "an entry must be a logical name with a mesh axis, a list of different axes, or None"
+                raise _invalid(where, line, expected, '("mlp", "tensor")')
             listed_axes.update(spec_axes(value))
             renamed = [renames.get(axis, axis) for axis in spec_axes(value)]
             lines.setdefault(name, []).append((number, tuple(axis for axis in renamed if axis is not None) or None))
-        for axis in renames.keys() - listed_axes:
-            reason, fix = "the list does not contain this axis", near(axis, listed_axes)
-            raise problem(where, f"rename mesh axis `{axis}`", reason, fix, code="unknown-axis")
         batch = batch or next((name for name in ("batch", "activation_batch") if name in lines), None)
-        if batch is not None and batch not in lines:
-            reason, fix = "the list does not contain this name", near(batch, lines)
-            raise problem(where, f"use batch={batch!r}", reason, fix, code="unknown-name")
+        for name, known, code in (
+            *((axis, listed_axes, "unknown-axis") for axis in renames),
+            *([] if batch is None else [(batch, lines, "unknown-name")]),
+        ):
+            if name not in known:
+                raise problem(where, f"use `{name}`", "the list does not contain it", near(name, known), code=code)
         if batch is not None:
             lines["batch"] = lines[batch]
         by_name = {}
@@ -450,15 +452,6 @@ def _from_json(value: Any) -> Any:
 # ---- Checks ----------------------------------------------------------------------------------------------------------
 
 
-def _checked_line(line: Any) -> tuple[str, DimRule]:
-    if isinstance(line, tuple | list) and len(line) == 2 and isinstance(line[0], str):
-        value = tuple(line[1]) if isinstance(line[1], list) else line[1]
-        if value in (None, ()) or isinstance(value, str) or _is_axes(value):
-            return line[0], value or None
-    expected = "an entry must be a logical name with a mesh axis, a list of different axes, or None"
-    raise _invalid("Rules.from_logical_axis_rules", line, expected, '("mlp", "tensor")')
-
-
 def _checked_dim_rule(key: str, value: Any, where: str = "") -> DimRule:
     if isinstance(value, list):
         value = tuple(value)
@@ -495,55 +488,47 @@ def check_pattern(pattern: Any) -> None:
         raise _invalid("pattern", pattern, reason, example, code="bad-syntax") from error
 
 
-def _checked_path_rule(pattern: str, value: Any) -> PathRule:
-    where = f"path rule `{pattern}`"
-    if isinstance(value, _Replicated | NamesOf):
-        return value
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_PATTERNS: Mapping[str, tuple[str, Callable[[Any], bool], str, str, str]] = {
+    "_by_path": (
+        "paths", lambda value: isinstance(value, _Replicated | NamesOf | tuple),
+        "a path maps to replicated, names(...) or a tuple with one entry per dim", "wrong-type",
+        "{r'.*/scale': mp.replicated}",
+    ),
+    "by_module": (
+        "activations", lambda value: value is None or (isinstance(value, NamesOf) and not value.and_more),
+        "a module maps to None or to a name or None for each dim", "wrong-type",
+        "{r'.*/mlp': ('batch', None, None)}",
+    ),
+    "inputs": (
+        "inputs", lambda value: value is replicated or value == "batch",
+        'a leaf of the batch maps to "batch" or to replicated', "unknown-choice", "{r'graph/.*': 'batch'}",
+    ),
+    "precision": (
+        "precision", lambda value: value in _DTYPES,
+        f"the dtypes are {', '.join(_DTYPES)}", "unknown-choice", "{r'.*/router': 'float32'}",
+    ),
+    "remat": (
+        "remat", lambda value: value is None or isinstance(value, str),
+        "a module maps to the name of a policy or to None", "wrong-type", "{r'.*/mlp': 'full'}",
+    ),
+}  # fmt: skip
+"""Fields with patterns as keys: their argument, whether a value is valid, what is valid, the error code, an example."""
+
+
+def _checked_value(field: str, pattern: Any, value: Any) -> Any:
+    """Check a pattern and its value. Lists become tuples, and tuples of names become `names(...)`."""
+    check_pattern(pattern)
+    argument, is_valid, expected, code, example = _PATTERNS[field]
+    where = f"{argument.removesuffix('s')} rule `{pattern}`"
     if isinstance(value, PartitionSpec | tuple | list):
-        return tuple(_checked_dim_rule(str(dim), entry, f"{where} dim {dim}") for dim, entry in enumerate(value))
-    expected = "a path maps to replicated, names(...) or a tuple with one entry per dim"
-    raise _invalid(where, value, expected, f"({value!r}, None)" if isinstance(value, str) else "mp.replicated")
-
-
-def _checked_module_rule(pattern: str, value: Any) -> NamesOf | None:
-    if isinstance(value, tuple | list):
-        value = names(*value)
-    if value is None or (isinstance(value, NamesOf) and not value.and_more):
-        return value
-    expected = "a module maps to None or to a name or None for each dim"
-    raise _invalid(f"activation rule `{pattern}`", value, expected, '("batch", "seq", "act_mlp")')
-
-
-def _checked_dtype(pattern: str, value: Any) -> str:
-    dtypes = ("float64", "float32", "bfloat16", "float16")
-    if value not in dtypes:
-        expected = f"the dtypes are {', '.join(dtypes)}"
-        raise _invalid(f"precision rule `{pattern}`", value, expected, '"float32"', code="unknown-choice")
+        if field == "by_module":
+            value = names(*value)
+        elif field == "_by_path":
+            value = tuple(_checked_dim_rule(str(dim), x, f"{where} dim {dim}") for dim, x in enumerate(value))
+    if not is_valid(value):
+        raise _invalid(where, value, expected, f"{argument}={example}", code=code)
     return value
-
-
-def _checked_remat(pattern: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        expected = "a module maps to the name of a policy or to None"
-        raise _invalid(f"remat rule `{pattern}`", value, expected, '"full", "dots", "save:NAMES" or None')
-    return value
-
-
-def _checked_input(pattern: str, value: Any) -> Any:
-    if not isinstance(value, _Replicated) and value != "batch":
-        expected = 'a leaf of the batch maps to "batch" or to replicated'
-        raise _invalid(f"inputs rule `{pattern}`", value, expected, '"batch" or mp.replicated', code="unknown-choice")
-    return value
-
-
-_PATTERNS: Mapping[str, tuple[str, Callable[[str, Any], Any], str]] = {
-    "_by_path": ("paths", _checked_path_rule, "{r'.*/scale': mp.replicated}"),
-    "by_module": ("activations", _checked_module_rule, "{r'.*/mlp': ('batch', None, None)}"),
-    "inputs": ("inputs", _checked_input, "{r'graph/.*': 'batch'}"),
-    "precision": ("precision", _checked_dtype, "{r'.*/router': 'float32'}"),
-    "remat": ("remat", _checked_remat, "{r'.*/mlp': 'full'}"),
-}
-"""Fields with patterns as keys: their argument, the check of their values, and an example."""
 
 
 # ---- Resolution: from a leaf and rules to a decision -----------------------------------------------------------------
@@ -562,44 +547,27 @@ def resolve(leaf: Leaf, rules: Rules, mesh: MeshLike) -> Decision:
 
     Returns:
       The spec, with the rules that determined it.
-
-    Raises:
-      ValueError: a name or mesh axis is unknown, two dims use the same mesh axis, or a dim is not divisible.
     """
-    sizes = axis_sizes(mesh)
+    sizes, ndim = axis_sizes(mesh), len(leaf.shape)
     rule = rules.path_rule(leaf.path)
-    if rule is not None and not isinstance(rule.value, NamesOf):
-        return _by_path(leaf, rule, rules, sizes)
-    if rule is None and leaf.names is None:
-        return _unnamed(leaf, rules, sizes)
-    num_named = len(leaf.shape)
-    if rule is not None:
-        num_named = len(rule.value.names) if leaf.names is None else num_named
-        leaf = dataclasses.replace(leaf, names=_names_by_rule(leaf, rule))
-    return _by_names(leaf, rules, sizes, path_rule=rule, num_named=num_named)
-
-
-def _names_by_rule(leaf: Leaf, rule: _Rule) -> tuple[str | None, ...]:
-    """Return the names of a path rule, followed by the leaf's own names of the remaining dims."""
-    names, ndim = rule.value.names, len(leaf.shape)
-    if ndim == len(names) or (ndim > len(names) and rule.value.and_more):
-        return (*names, *(leaf.names or (None,) * ndim)[len(names) :])
-    where = f"`{leaf.path}` of shape {leaf.shape}"
-    reason = f"it has {ndim} dims, {'fewer than' if rule.value.and_more else 'not'} {len(names)}"
-    fix = "restrict the pattern, or name each dim; a final `...` keeps the names of the other dims"
-    raise problem(where, f"apply {rule.value!r} of path rule `{rule.key}`", reason, fix, code="wrong-shape")
-
-
-def _by_path(leaf: Leaf, rule: _Rule, rules: Rules, sizes: dict[str, int]) -> Decision:
-    ndim = len(leaf.shape)
-    if isinstance(rule.value, _Replicated):
+    if rule is None:
+        if leaf.names is None:
+            return _unnamed(leaf, rules, sizes)
+        return _by_names(leaf, rules, sizes, path_rule=None, num_named=ndim)
+    if rule.value is replicated:
         return _decision(leaf, str(rule), [None] * ndim, sizes, on_purpose=True, used=[rule])
-    if len(rule.value) > ndim:
+    is_names = isinstance(rule.value, NamesOf)
+    dims = rule.value.names if is_names else rule.value
+    if len(dims) > ndim or (is_names and len(dims) < ndim and not rule.value.and_more):
+        reason = f"it has {ndim} dims, not {len(dims)}"
+        fix = "restrict the pattern, or write an entry for each dim; names() with a final `...` keeps the other names"
         where, requested = f"`{leaf.path}` of shape {leaf.shape}", f"apply {rule.value!r} of path rule `{rule.key}`"
-        reason = f"it has {ndim} dims, fewer than the {len(rule.value)} of the rule"
-        fix = "write at most one entry per dim, or restrict the pattern"
         raise problem(where, requested, reason, fix, code="wrong-shape")
-    placement = _Placement(leaf, [*rule.value, *[None] * (ndim - len(rule.value))], [str(rule)] * ndim, rules, sizes)
+    if is_names:
+        num_named = len(dims) if leaf.names is None else ndim
+        leaf = dataclasses.replace(leaf, names=(*dims, *(leaf.names or (None,) * ndim)[len(dims) :]))
+        return _by_names(leaf, rules, sizes, path_rule=rule, num_named=num_named)
+    placement = _Placement(leaf, [*dims, *[None] * (ndim - len(dims))], [str(rule)] * ndim, rules, sizes)
     return _decision(leaf, str(rule), placement.entries, sizes, on_purpose=placement.on_purpose, used=[rule])
 
 
@@ -656,11 +624,7 @@ def _unnamed(leaf: Leaf, rules: Rules, sizes: dict[str, int]) -> Decision:
 def _shard_largest(
     leaf: Leaf, rules: Rules, sizes: dict[str, int], entries: list[Any], start: int = 0
 ) -> tuple[str, list[_Rule]]:
-    """Shard the largest divisible dim from `start` on, by the preset's rule for leaves without names.
-
-    Returns:
-      A label for the decision, and the rule if it sharded a dim.
-    """
+    """Shard the largest divisible dim from `start` on, by the preset's rule for leaves without names."""
     largest = rules.largest
     if largest is None or leaf.nbytes < largest.min_bytes:
         return "", []
@@ -726,16 +690,15 @@ class _Placement:
         if size % count:
             over = " × ".join(f"`{axis}` ({sizes[axis]})" for axis in axes if sizes[axis] > 1)
             name = leaf.names[dim] if leaf.names else None
-            unsharded = f"map `{name}` to None" if name else "leave this dim unsharded (None)"
-            fewer = filter(None, [fewer_devices(size, {axis: sizes[axis] for axis in axes})])
-            fallback = f"or write the fallback first({value!r}, None)"
+            unsharded, both = f"map `{name}` to None" if name else "leave this dim unsharded (None)", ""
             rule = self.rules.name_rule(name or "")
             if name in ACTIVATIONS_OF and rule is not None and rule.origin != USER:
-                unsharded = f"map `{name}` and `{ACTIVATIONS_OF[name]}` to None"
-                fallback += " for both"
+                unsharded, both = f"map `{name}` and `{ACTIVATIONS_OF[name]}` to None", " for both"
+            fewer = fewer_devices(size, {axis: sizes[axis] for axis in axes})
+            padded, fallback = f"pad it to {-(-size // count) * count}", f"or write the fallback first({value!r}, None)"
             requested, reason = f"shard over mesh axis {over} ({label})", f"{size} is not divisible by {count}"
-            fix = ", ".join((f"pad it to {-(-size // count) * count}", unsharded, *fewer, fallback))
-            raise problem(where, requested, reason, fix, code="indivisible")
+            fix = ", ".join(filter(None, (padded, unsharded, fewer, fallback)))
+            raise problem(where, requested, reason, fix + both, code="indivisible")
         self.entries[dim] = None if not axes else axes[0] if len(axes) == 1 else axes
 
     def _place_first(self, dim: int, value: First) -> None:

@@ -56,11 +56,7 @@ MAX_COUNT = 10**18
 
 
 def parse_bytes(text: str, *, minimum: float = -math.inf) -> float:
-    """Parse a number of bytes, such as `14e9`, `14GB` or `256 kB`.
-
-    Raises:
-      ValueError: the text has a different form, or the number is not between `minimum` and 1e24.
-    """
+    """Parse a number of bytes, such as `14e9`, `14GB` or `256 kB`."""
     match = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?) *([kmgt]?)b?", text.strip().lower())
     value = _scaled(match, _LARGE)
     if value is None or not minimum <= value <= MAX_BYTES:
@@ -71,15 +67,7 @@ def parse_bytes(text: str, *, minimum: float = -math.inf) -> float:
 
 
 def parse_count(text: str | float, where: str) -> int:
-    """Parse a count, such as `64`, `70e9`, `70B`, `8M` or `4k` (SI; `B` and `G` are 1e9).
-
-    Args:
-      text: the text, or a number.
-      where: the argument or option, for the error message.
-
-    Raises:
-      ValueError: the value is not an integer from 1 to 1e18.
-    """
+    """Parse a count, such as `64`, `70e9`, `70B`, `8M` or `4k` (SI; `B` and `G` are 1e9)."""
     match = re.fullmatch(r"([0-9.]+(?:e\+?[0-9]+)?) *([kmgbt]?)", str(text).strip().lower())
     value = _scaled(match, {**_LARGE, "b": 1e9})
     # A product such as 1.1 * 1e9 may differ from the integer by a rounding error.

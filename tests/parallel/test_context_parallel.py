@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -18,9 +19,9 @@ from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.timeline.simulator import timeline
 from meshpar.models import TransformerConfig, generate, next_token_loss
 from meshpar.models import context_attention as context
-from meshpar.parallel import parse_strategy
 from meshpar.sharding.context import spec_of
-from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
+from tests.equal import VOCAB, mesh_of
+from tests.errors import raises
 
 ROWS, SEQ, LAYERS = 4, 16, 2
 pytestmark = pytest.mark.call_stacks
@@ -33,76 +34,8 @@ def config(**changes):
     return TransformerConfig(**{**sizes, "head_dim": 4, "mlp_dim": 32, **changes})
 
 
-def run(framework, dtype, spec, strategy, start=None, **options):
-    model, batches = model_of(framework, config(param_dtype=dtype), ROWS, SEQ), token_batches(ROWS, SEQ, 2)
-    return train(model, batches, spec, strategy, start=start, **options)
-
-
-@functools.cache
-def on_one_device(framework, dtype):
-    return run(framework, dtype, mp.MeshSpec(), mp.ddp())
-
-
-KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None)
-ONCE = {"accumulate": 2, "reduce_gradients": "once"}
 CP, TP, TP_SEQ = mp.context_parallel(), mp.tensor_parallel(), mp.tensor_parallel(sequence=True)
 HEADS = mp.context_parallel(kind="all-to-all")
-OTHER_WAY_ROUND = mp.Rules(seq=("tensor", "context"), norm_seq=("tensor", "context"))
-CASES = {
-    "tensor before context": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | CP | OTHER_WAY_ROUND, {}),
-    "context 2": (mp.MeshSpec(context=2), mp.ddp() | CP, {}),
-    "context 4": (mp.MeshSpec(context=4), mp.ddp() | CP, {}),
-    "context 8": (mp.MeshSpec(context=8), mp.ddp() | CP, {}),
-    "fsdp": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | CP, {}),
-    "fsdp over both": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, {}),
-    "tensor": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | CP | TP, {}),
-    "tensor, sequence": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | TP_SEQ | CP, {}),
-    "all": (mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp(axis=BOTH) | CP | TP_SEQ, {"remat": "full"}),
-    "heads of keys whole": (mp.MeshSpec(context=2, tensor=4), mp.ddp() | CP | TP | KEYS_WHOLE, {}),
-    "accumulate each": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp() | CP, {"accumulate": 2}),
-    "accumulate once": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, {**ONCE, "remat": "all_dots"}),
-    "by heads": (mp.MeshSpec(context=2), mp.ddp() | HEADS, {}),
-    "by heads, of keys repeated": (mp.MeshSpec(context=4), mp.ddp() | HEADS, {}),
-    "by heads, of keys whole": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | TP | HEADS | KEYS_WHOLE, {}),
-    "by heads, tensor": (mp.MeshSpec(tensor=2, context=2), mp.ddp() | HEADS | TP, {}),
-    "by heads, all": (mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp(axis=BOTH) | HEADS | TP_SEQ, {"remat": "full"}),
-    "by heads, accumulate each": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp() | HEADS, {"accumulate": 2}),
-    "by heads, accumulate once": (
-        mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | HEADS, {**ONCE, "remat": "all_dots"}
-    ),
-}  # fmt: skip
-QUICK = [("nnx", "by heads, accumulate once")]
-
-
-@pytest.mark.parametrize(
-    ("framework", "case"),
-    [
-        pytest.param(framework, case, marks=() if (framework, case) in QUICK else matrix)
-        for framework in ("nnx", "linen")
-        for case in CASES
-        if framework == "nnx" or case in ("fsdp over both", "all", "accumulate once")
-    ],
-)
-def test_float64_losses_and_parameters_are_those_of_one_device(framework, case):
-    spec, strategy, options = CASES[case]
-    with jax.enable_x64(True):
-        expected = on_one_device(framework, "float64")
-        found = run(framework, "float64", spec, strategy, start=expected.start, **options)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
-    assert_same(found.params, expected.params, atol=1e-9)
-
-
-@pytest.mark.matrix
-def test_once_with_a_vocabulary_that_is_split_too_is_an_error_where_the_compiler_would_abort():
-    spec, strategy = mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp() | CP | TP
-    if jax.__version_info__ < (0, 12):
-        found = run("nnx", "float32", spec, strategy, **ONCE)
-        np.testing.assert_allclose(found.losses, on_one_device("nnx", "float32").losses, rtol=1e-5)
-        return
-    with pytest.raises(mp.MeshparError, match="reduce_gradients='each_microbatch'"):
-        run("nnx", "float32", spec, strategy, **ONCE)
-    found = run("nnx", "float32", spec, strategy | mp.Rules(vocab=None, act_vocab=None), **ONCE)
-    np.testing.assert_allclose(found.losses, on_one_device("nnx", "float32").losses, rtol=1e-5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,7 +53,7 @@ def sent():
     return census(hlo.parse(compiled.as_text()), mesh)
 
 
-def test_attention_sends_keys_and_values_round_the_ring_and_nothing_else(sent):
+def test_ring_attention_sends_only_keys_and_values(sent):
     kv_bytes = 4 * 2 * (ROWS // 2) * (SEQ // 4) * 2 * 4  # float32, two of them, rows, positions, heads, width
     inside = [c for c in sent if "ring_attention" in c.op_name]
     assert {(c.kind, c.axes) for c in inside} == {("collective-permute", ("context",))}
@@ -131,7 +64,7 @@ def test_attention_sends_keys_and_values_round_the_ring_and_nothing_else(sent):
         assert sum(c.bytes_sent_per_step for c in found) == LAYERS * expected.bytes_sent
 
 
-def test_the_sequence_is_gathered_nowhere_and_put_in_order_once(sent):
+def test_sequence_is_never_gathered_and_reordered_once(sent):
     others = [c for c in sent if "context" in c.axes and "ring_attention" not in c.op_name]
     # Gradients, and metrics, are summed over it.
     assert {c.kind for c in others} == {"all-reduce", "collective-permute"}
@@ -144,7 +77,7 @@ def test_the_sequence_is_gathered_nowhere_and_put_in_order_once(sent):
 
 
 @pytest.mark.pod
-def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus(pod):
+def test_ring_messages_overlap_with_matmuls_on_gpus(pod):
     """The step compiled for eight H100s, in bfloat16, with layers recomputed: the ring runs twice forward."""
     mesh = mp.MeshSpec(fsdp=2, context=4).abstract()
     cfg = config(vocab_size=512, embed_dim=256, num_heads=8, head_dim=64, mlp_dim=512)
@@ -165,7 +98,7 @@ def test_every_message_of_the_ring_is_hidden_behind_matmuls_on_gpus(pod):
 
 
 @matrix
-def test_a_policy_that_keeps_matmuls_keeps_no_scores():
+def test_remat_all_dots_saves_no_attention_scores():
     """Scores of a layer are 268 MB here, on one of two devices; what all matmuls with weights make is 2 MB."""
     state = mp.abstract_state(
         config().build(), optax.sgd(0.1), mesh=mesh_of(mp.MeshSpec(context=2)), strategy=mp.ddp() | CP
@@ -180,57 +113,48 @@ def test_a_policy_that_keeps_matmuls_keeps_no_scores():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", [CP | TP_SEQ, TP_SEQ | CP, mp.Rules(seq="context") | TP_SEQ], ids=str)
-def test_the_residual_stream_is_split_over_both_axes_in_either_order(strategy):
+NORM_SEQ = {"norm_seq": ("context", "tensor"), "seq": "context"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [
+        (CP | TP_SEQ, NORM_SEQ),
+        (TP_SEQ | CP, NORM_SEQ),
+        (mp.Rules(seq="context") | TP_SEQ, NORM_SEQ),
+        (CP | mp.Rules(norm_seq=None), {"norm_seq": None}),
+        (CP, {"norm_seq": "context"}),
+    ],
+    ids=str,
+)
+def test_residual_stream_is_sharded_over_both_axes(strategy, expected):
     x = jax.ShapeDtypeStruct((8, 16, 4), np.float32)
     with mp.use_rules(mp.MeshSpec(context=2, tensor=2).abstract(), strategy):
-        assert spec_of(x, None, "norm_seq", None)[1] == ("context", "tensor")
-        assert spec_of(x, None, "seq", None)[1] == "context"
+        assert {name: spec_of(x, None, name, None)[1] for name in expected} == expected
 
 
-def test_a_rule_of_the_users_for_the_residual_stream_counts():
-    x = jax.ShapeDtypeStruct((8, 16, 4), np.float32)
-    with mp.use_rules(mp.MeshSpec(context=2, tensor=2).abstract(), CP | mp.Rules(norm_seq=None)):
-        assert spec_of(x, None, "norm_seq", None)[1] is None
-    with mp.use_rules(mp.MeshSpec(context=2, tensor=2).abstract(), CP):
-        assert spec_of(x, None, "norm_seq", None)[1] == "context"
-
-
-def test_it_reads_back_and_needs_its_axis():
-    for strategy in (CP, HEADS, mp.fsdp(axis=BOTH) | mp.context_parallel(axis="ring")):
-        assert parse_strategy(strategy.label) == strategy
-    with pytest.raises(mp.MeshparError, match="context_parallel.*mesh axis `context`.*MeshSpec\\(context=2"):
+def test_context_parallel_requires_its_axis():
+    with raises("unknown-axis", "context_parallel()"):
         mp.shardings(config().build(), mp.MeshSpec(fsdp=8).abstract(), mp.fsdp() | CP)
 
 
-def traced(cfg, seq=SEQ, spec=None, strategy=CP):
-    mesh = (spec or mp.MeshSpec(context=4)).abstract()
-    state = mp.abstract_state(cfg.build(), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp() | strategy)
+@pytest.mark.parametrize(
+    ("seq", "sizes", "strategy", "where"),
+    [
+        (12, {"context": 4}, CP, "(4, 12)"),  # two chunks per rank
+        (10, {"context": 4}, HEADS, "`seq`, size 10"),
+        (SEQ, {"context": 8}, HEADS, "4 query heads"),
+        (SEQ, {"context": 4, "tensor": 2}, HEADS | TP, "4 query heads"),
+        (SEQ, {"context": 4}, HEADS | mp.Rules(attn_kv_heads="context"), "`attn_kv_heads`, size 2"),
+        (12, {"context": 4}, HEADS, None),
+    ],
+)
+def test_indivisible_sequences_and_heads_are_errors(seq, sizes, strategy, where):
+    mesh = mp.MeshSpec(**sizes).abstract()
+    state = mp.abstract_state(config().build(), optax.sgd(0.1), mesh=mesh, strategy=mp.ddp() | strategy)
     batch = {name: jax.ShapeDtypeStruct((ROWS, seq), np.int32) for name in ("inputs", "targets")}
-    return mp.train_step(next_token_loss).trace(state, batch)
-
-
-def test_sequences_are_two_chunks_for_each_rank():
-    with pytest.raises(mp.MeshparError, match="(4, 12).*12 is not divisible by 8.*length 16"):
-        traced(config(), seq=12)
-
-
-@pytest.mark.parametrize(("spec", "rules"), [({"context": 8}, HEADS), ({"context": 4, "tensor": 2}, HEADS | TP)])
-def test_heads_that_cannot_be_scattered_are_told_with_how_many_ranks_can(spec, rules):
-    wanted = "4 query heads: .*`context` \\(.*4 is not a multiple of 8.*Use 1, 2, 4 devices.*context_parallel\\(\\)"
-    with pytest.raises(mp.MeshparError, match=wanted):
-        traced(config(), spec=mp.MeshSpec(**spec), strategy=rules)
-
-
-def test_heads_of_keys_that_may_not_be_repeated():
-    with pytest.raises(mp.MeshparError, match="`attn_kv_heads`, size 2.*2 is not divisible by 4"):
-        traced(config(), strategy=HEADS | mp.Rules(attn_kv_heads="context"))
-
-
-def test_by_heads_a_sequence_is_a_multiple_of_its_ranks():
-    assert traced(config(), seq=12, strategy=HEADS)
-    with pytest.raises(mp.MeshparError, match="`seq`, size 10.*10 is not divisible by 4"):
-        traced(config(), seq=10, strategy=HEADS)
+    with contextlib.nullcontext() if where is None else raises("indivisible", where):
+        mp.train_step(next_token_loss).trace(state, batch)
 
 
 @pytest.fixture(scope="module", params=[CP, pytest.param(HEADS, marks=matrix)], ids=["ring", "heads"])
@@ -256,7 +180,7 @@ def bound(request):
 
 
 @matrix
-def test_logits_are_in_the_order_of_the_tokens_and_positions_go_with_them(bound):
+def test_logits_have_the_order_of_the_tokens(bound):
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 8), dtype=np.int32)
     positions = np.array([[0, 1, 2, 3, 0, 1, 2, 3], [5, 6, 7, 8, 9, 10, 11, 12]], np.int32)
     each = None, jnp.asarray(positions)
@@ -265,7 +189,7 @@ def test_logits_are_in_the_order_of_the_tokens_and_positions_go_with_them(bound)
 
 
 @matrix
-def test_decoding_with_a_cache_does_not_split_the_sequence(bound):
+def test_decoding_with_a_cache_keeps_the_sequence_unsharded(bound):
     """Prompts of any length: here of 3 tokens on 2 ranks."""
     prompt = np.random.default_rng(0).integers(0, VOCAB, (2, 3), dtype=np.int32)
     continued = functools.partial(generate, config=config(), num_tokens=4, key=jax.random.key(0), temperature=0)
@@ -273,7 +197,7 @@ def test_decoding_with_a_cache_does_not_split_the_sequence(bound):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_axes_of_one_rank_split_nothing():
+def test_sequence_axes_exclude_axes_of_size_1():
     x = jnp.zeros((2, 8), jnp.int32)
     assert context.sequence_axes(x) == ()
     with mp.use_rules(mp.MeshSpec(context=1, fsdp=2).abstract(), mp.fsdp() | CP):
@@ -286,7 +210,7 @@ def test_axes_of_one_rank_split_nothing():
 
 
 @pytest.mark.parametrize("given", ["positions", "no positions"])
-def test_tokens_positions_and_segments_enter_in_one_order(given):
+def test_prepare_reorders_tokens_positions_and_segments(given):
     tokens = np.arange(16, dtype=np.int32).reshape(2, 8)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 3], [4, 4, 5, 5, 5, 5, 5, 5]], np.int32)
     positions = np.array([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4, 5]], np.int32)

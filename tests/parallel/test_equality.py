@@ -18,35 +18,57 @@ import meshpar as mp
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.moe import MoEConfig, Routing
 from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
+from tests.errors import raises
 from tests.grid import cases
 
 ROWS, SEQ = 16, 8
-
+TP, TP_SEQUENCE = mp.tensor_parallel(), mp.tensor_parallel(sequence=True)
+CP, HEADS, BOTH = mp.context_parallel(), mp.context_parallel(kind="all-to-all"), ("fsdp", "context")
+REPLICATED_KEYS = mp.Rules(kv_heads=None, act_kv_heads=None)
+TENSOR_FIRST = mp.Rules(seq=("tensor", "context"), norm_seq=("tensor", "context"))
+REMAT, ONCE = {"remat": "full"}, {"accumulate": 2, "reduce_gradients": "once"}
+ONCE_DOTS = {**ONCE, "remat": "all_dots"}
 CASES = {
     "ddp": (mp.MeshSpec(data=8), mp.ddp(), {}),
     "zero1": (mp.MeshSpec(fsdp=8), mp.zero1(), {}),
     "zero2": (mp.MeshSpec(fsdp=8), mp.zero2(), {}),
     "zero3": (mp.MeshSpec(fsdp=8), mp.zero3(), {}),
     "hsdp": (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(), {}),
-    "tensor": (mp.MeshSpec(data=4, tensor=2), mp.tensor_parallel(), {}),
-    "tensor+sequence": (mp.MeshSpec(data=4, tensor=2), mp.tensor_parallel(sequence=True), {}),
-    "fsdp|tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {}),
-    "fsdp|tensor+sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
-    "hsdp|tensor": (mp.MeshSpec(data=2, fsdp=2, tensor=2), mp.hsdp() | mp.tensor_parallel(), {}),
-    "zero1|tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.zero1() | mp.tensor_parallel(), {}),
-    "fsdp|tensor|accumulate": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {"accumulate": 2}),
-    "fsdp|tensor|accumulate once": (
-        mp.MeshSpec(fsdp=4, tensor=2),
-        mp.fsdp() | mp.tensor_parallel(),
-        {"accumulate": 2, "reduce_gradients": "once"},
-    ),
+    "tensor": (mp.MeshSpec(data=4, tensor=2), TP, {}),
+    "tensor+sequence": (mp.MeshSpec(data=4, tensor=2), TP_SEQUENCE, {}),
+    "fsdp|tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | TP, {}),
+    "fsdp|tensor+sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | TP_SEQUENCE, {}),
+    "hsdp|tensor": (mp.MeshSpec(data=2, fsdp=2, tensor=2), mp.hsdp() | TP, {}),
+    "zero1|tensor": (mp.MeshSpec(fsdp=4, tensor=2), mp.zero1() | TP, {}),
+    "fsdp|tensor|accumulate": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | TP, {"accumulate": 2}),
+    "fsdp|tensor|accumulate once": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | TP, ONCE),
     "zero2|accumulate": (mp.MeshSpec(fsdp=8), mp.zero2(), {"accumulate": 2}),
-    # Keys have two heads, for four ranks.
-    "fsdp|context by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(kind="all-to-all"), {}),
     "fsdp|remat": (mp.MeshSpec(fsdp=8), mp.fsdp(), {"remat": "full"}),
+    "context 2": (mp.MeshSpec(context=2), mp.ddp() | CP, {}),
+    "context 4": (mp.MeshSpec(context=4), mp.ddp() | CP, {}),
+    "fsdp|context": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | CP, {}),
+    "fsdp over both": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, {}),
+    "context|tensor": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | CP | TP, {}),
+    "context|tensor+sequence": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | TP_SEQUENCE | CP, {}),
+    "tensor before context": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | CP | TENSOR_FIRST, {}),
+    "all|context": (mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp(axis=BOTH) | CP | TP_SEQUENCE, REMAT),
+    "context|replicated keys": (mp.MeshSpec(context=2, tensor=4), mp.ddp() | CP | TP | REPLICATED_KEYS, {}),
+    "context|accumulate": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp() | CP, {"accumulate": 2}),
+    "context|accumulate once": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | CP, ONCE_DOTS),
+    "heads 2": (mp.MeshSpec(context=2), mp.ddp() | HEADS, {}),
+    "heads|repeated keys": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | HEADS, {}),  # two key heads, four ranks
+    "heads|replicated keys": (mp.MeshSpec(context=2, tensor=2), mp.ddp() | TP | HEADS | REPLICATED_KEYS, {}),
+    "heads|tensor": (mp.MeshSpec(tensor=2, context=2), mp.ddp() | HEADS | TP, {}),
+    "all|heads": (mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp(axis=BOTH) | HEADS | TP_SEQUENCE, REMAT),
+    "heads|accumulate": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp() | HEADS, {"accumulate": 2}),
+    "heads|accumulate once": (mp.MeshSpec(fsdp=2, context=2), mp.fsdp(axis=BOTH) | HEADS, ONCE_DOTS),
 }
-
-
+NNX_ONLY = {
+    "zero2", "tensor", "tensor+sequence", "fsdp|tensor", "hsdp", "zero2|accumulate", "context 2", "context 4",
+    "fsdp|context", "context|tensor", "context|tensor+sequence", "tensor before context", "context|replicated keys",
+    "context|accumulate", *(name for name in CASES if "heads" in name),
+}  # fmt: skip
+"""The other decoders differ in their leaves, not in the step."""
 SIZES = {
     "vocab_size": VOCAB, "num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
     "mlp_dim": 32,
@@ -65,19 +87,12 @@ def single_device(framework, dtype):
     return five_steps(framework, dtype, mp.MeshSpec(), mp.ddp(), {})
 
 
-SPARED = ("zero2", "tensor", "tensor+sequence", "fsdp|tensor", "hsdp", "zero2|accumulate")
-"""Run with NNX alone: the other decoders differ from it in their leaves, not in the step."""
-ROWS_OF = [
-    (framework, case) for framework in ("nnx", "linen", "functions") for case in CASES
-    if framework == "nnx" or case not in SPARED
-]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("framework", "case"),
     cases(
         ("nnx", "fsdp|tensor|accumulate once"),
-        grid=ROWS_OF,
+        ("nnx", "heads|accumulate once"),
+        grid=[(f, case) for f in ("nnx", "linen", "functions") for case in CASES if f == "nnx" or case not in NNX_ONLY],
     ),
 )
 def test_float64_losses_and_parameters(framework, case):
@@ -89,31 +104,9 @@ def test_float64_losses_and_parameters(framework, case):
     assert {x.dtype for x in found.params.values()} == {np.dtype(np.float64)}
 
 
-CONTEXTS = {
-    "set_mesh(own)": lambda spec: jax.set_mesh(mesh_of(spec)),
-    "set_mesh(foreign)": lambda spec: jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"))),
-    "explicit": lambda spec: jax.set_mesh(mesh_of(spec)),
-}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize(("framework", "case"), ROWS_OF)
-def test_float64_in_contexts_of_jax_and_on_explicit_axes(framework, case, context):
-    spec, strategy, options = CASES[case]
-    spec = spec.replace(axis_types="explicit" if context == "explicit" else "auto")
-    with jax.enable_x64(True):
-        expected = single_device(framework, "float64")
-        with CONTEXTS[context](spec):
-            found = five_steps(framework, "float64", spec, strategy, options, start=expected.start)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
-    assert_same(found.params, expected.params, atol=1e-9)
-
-
 STAGES = mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")
 CHUNKED = {
     **CASES,
-    "context ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
     "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
 }
 
@@ -145,7 +138,7 @@ ON_TYPES = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("case", "types"), cases(("context ring", "all"), grid=itertools.product(ON_TYPES, ("all", "fsdp alone")))
+    ("case", "types"), cases(("fsdp|context", "all"), grid=itertools.product(ON_TYPES, ("all", "fsdp alone")))
 )
 def test_explicit_axes_run_the_program_of_auto_ones(case, types):
     """So they send the same, promise the same, and give the same numbers."""
@@ -170,3 +163,15 @@ def test_bfloat16_compute_follows_float32(framework):
     found = five_steps(framework, "float32", spec, strategy, {"precision": precision})
     np.testing.assert_allclose(found.losses, single_device(framework, "float32").losses, rtol=1e-2)
     assert {x.dtype for x in found.params.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.matrix
+def test_reduce_once_with_sharded_vocabulary_and_context():
+    """The compiler of jax 0.12 would abort, so this is an error there."""
+    spec, strategy = mp.MeshSpec(fsdp=2, context=2, tensor=2), mp.fsdp() | CP | TP
+    if jax.__version_info__ >= (0, 12):
+        with raises("unsupported-feature"):
+            five_steps("nnx", "float32", spec, strategy, ONCE)
+        strategy |= mp.Rules(vocab=None, act_vocab=None)
+    found = five_steps("nnx", "float32", spec, strategy, ONCE)
+    np.testing.assert_allclose(found.losses, single_device("nnx", "float32").losses, rtol=1e-5)

@@ -305,24 +305,9 @@ def test_names_of_plain_functions():
     assert [(leaf.path, leaf.names) for leaf in model.leaves()] == [("up/0", ("embed", "mlp")), ("up/1", None)]
 
 
-def test_annotated_nnx_arrays_are_created_sharded(mesh):
-    # By default NNX shards annotated arrays eagerly, over mesh axes with the names `embed` and `mlp`.
-    model = mp.from_nnx(lambda rngs: NamedNNX(rngs))
-    state = mp.init_state(model, optax.adam(0.1), mesh=mesh, strategy=mp.fsdp() | mp.tensor_parallel(), key=0)
-    assert shard_shapes(state) == {"up/kernel": (2, 8), "down/kernel": (8, 8), "down/bias": (8,)}
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Initialization, binding and collection of state
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model", [cnn, linen, attention])
-def test_abstract_returns_no_arrays(model):
-    params, extra = model().abstract()
-    for x in jax.tree.leaves((params, extra)):
-        assert isinstance(x, jax.ShapeDtypeStruct)
-    assert model().leaves()
 
 
 def test_params_and_extra_are_nested_dicts():
@@ -347,18 +332,6 @@ class Mini(nnx.Module):
 def test_from_nnx_passes_rngs_by_name_or_position(build, mesh):
     width = 8 if isinstance(build, functools.partial) else 4
     assert mp.from_nnx(build).abstract().params["linear"]["kernel"].shape == (4, width)
-
-
-def test_mesh_and_strategy_may_be_positional(mesh):
-    tx = optax.sgd(0.1)
-    for make, options in ((mp.init_state, {"key": 0}), (mp.abstract_state, {})):
-        states = (
-            make(mp.from_nnx(Mini), tx, mesh, mp.ddp(), **options),
-            make(mp.from_nnx(Mini), tx, mesh=mesh, strategy=mp.ddp(), **options),
-        )
-        assert str(states[0].table) == str(states[1].table)
-    with pytest.raises(mp.MeshparError):
-        mp.init_state(mp.from_nnx(Mini), tx, mp.ddp(), mesh, key=0)
 
 
 def test_bind_returns_the_nnx_module():
@@ -396,13 +369,6 @@ def test_bind_of_plain_functions():
     assert extra == {}
     np.testing.assert_allclose(model.bind(params, extra)(jnp.ones(3), scale=2), 2 * params.sum(), rtol=1e-6)
     assert model.leaves()[0].path == ""
-
-
-def test_init_accepts_typed_and_raw_keys():
-    for model in (cnn(), linen(), mp.from_functions(lambda key: jax.random.normal(key, (3,)), lambda w: w)):
-        typed = model.init(jax.random.key(5))
-        raw = model.init(jax.random.key_data(jax.random.key(5)))
-        jax.tree.map(np.testing.assert_array_equal, typed, raw)
 
 
 class Sows(nn.Module):

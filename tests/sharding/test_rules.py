@@ -249,31 +249,6 @@ def test_rules_are_immutable():
     assert joined == mp.Rules(embed="data")
 
 
-def test_later_rules_take_precedence():
-    a = mp.Rules(embed="fsdp", mlp="tensor", paths={"x": ("fsdp",), "y": ("fsdp",)})
-    b = mp.Rules(embed="data", paths={"x": mp.replicated})
-    assert a | b == mp.Rules(embed="data", mlp="tensor", paths={"y": ("fsdp",), "x": mp.replicated})
-    assert b | a == mp.Rules(embed="fsdp", mlp="tensor", paths={"x": ("fsdp",), "y": ("fsdp",)})
-    assert (a | b).patterns == ("y", "x")
-    assert (a | b) | mp.Rules(embed=None) == a | (b | mp.Rules(embed=None))
-
-
-def test_repeated_pattern_moves_to_the_end():
-    rules = mp.Rules(paths={".*": ("fsdp",), ".*/kernel": (None, "fsdp")}) | mp.Rules(paths={".*": ("tensor",)})
-    assert spec(rules, leaf(8, 16)) == P("tensor", None)
-
-
-def test_rules_join_with_rules_only():
-    with pytest.raises(TypeError):
-        mp.Rules() | {"embed": "fsdp"}
-
-
-def test_rules_without_paths():
-    rules = mp.Rules(embed="fsdp", paths={".*": mp.replicated})
-    assert rules.without_paths() == mp.Rules(embed="fsdp")
-    assert rules.patterns == (".*",)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Activations
 # ---------------------------------------------------------------------------------------------------------------------
