@@ -43,6 +43,7 @@ from meshpar.moe.grouped import SWIGLU, choose_grouped_matmul, has_kernels, has_
 from meshpar.parallel.batch import StepBatch, shape_of
 from meshpar.parallel.expected.step_spec import ParamUsage
 from meshpar.sharding.context import apart
+from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
@@ -124,28 +125,31 @@ def explain(
       >>> {(sent.collective.kind, *sent.collective.axes) for sent in report.collectives}
       {('all-reduce', 'tensor')}
     """
+    _check_arguments(step, args, in_shardings)
     if not isinstance(step, TrainStep):
-        _check_function(step, args)
         return explain_function(step, args, cluster=cluster, in_shardings=in_shardings, pod=pod)
-    state, batch, *rest = _check_arguments(args, in_shardings)
+    state, batch, *rest = args
     cluster = rest[0] if rest else cluster
+    cluster = None if cluster is None else parse_cluster(cluster)
     _check_equal_parts(state)
     batch = jax.tree.map(shape_of, batch)
+    state = _on_target(state, cluster)
     if cluster is None:
-        state = _here(state)
-        mesh = state.setup.mesh
-        devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else []
-        return _explain(step, state, batch, compile_here, cluster_here(devices), advise)
-    cluster = parse_cluster(cluster)
-    require_aot(cluster.name)
-    state = on_cluster(cluster, state)
+        return _explain(step, state, batch, compile_here, cluster_here(list(state.setup.mesh.devices.flat)), advise)
     with contextlib.ExitStack() as stack:
         process = pod or stack.enter_context(PodProcess())
         stack.enter_context(traced_for(cluster))
-        stack.enter_context(_refusals_explained())
         options = step.compile_options(state.setup)
         compiler = functools.partial(process.compile, cluster=cluster, options=options)
-        return _explain(step, state, batch, compiler, cluster, advise)
+        try:
+            return _explain(step, state, batch, compiler, cluster, advise)
+        except ValueError as error:
+            if "AbstractMesh cannot be used" not in str(error):
+                raise
+            requested = "compile a step with an operation that queries its devices, such as cuDNN's attention"
+            reason = "jax has disabled its CUDA plugin, because this process has no GPUs"
+            fix = "set JAX_PLATFORMS=cpu before Python starts"
+            raise problem("explain", requested, reason, fix, code="unsupported-feature") from error
 
 
 def _explain(
@@ -173,7 +177,10 @@ def _explain(
     match = check_collectives(
         setup, step.options, batch, collectives, traced.jaxpr, parts, on_cpu=on_cpu, uses=param_uses
     )
-    findings = lint(program, collectives, setup, step.options, cluster)
+    findings = [*lint(program, collectives, setup, step.options, cluster), *_other_dtypes(match, step.options)]
+    wide = wide_work(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
+    if wide is not None:
+        findings.append(Finding(rule="wide-compute", source=wide.where, what=str(wide), fix=wide.fix, nbytes=0))
     return Report(
         devices=setup.mesh.size,
         mesh=sizes,
@@ -192,7 +199,7 @@ def _explain(
             cells=counts,
             cluster=cluster,
         ),
-        findings=(*findings, *_other_dtypes(match, step.options), *_wide_compute(step, setup, traced.jaxpr)),
+        findings=tuple(findings),
         compile_s=program.compile_s,
         compile_options=options,
         fingerprint=fingerprint(lowered, options),
@@ -270,19 +277,6 @@ def _uses(step: TrainStep, state: TrainState, batch: PyTree) -> dict[str, ParamU
     return {decision.path: use for decision, use in zip(decisions, param_uses, strict=True)}
 
 
-@contextlib.contextmanager
-def _refusals_explained() -> Iterator[None]:
-    try:
-        yield
-    except ValueError as error:
-        if "AbstractMesh cannot be used" not in str(error):
-            raise
-        requested = "compile a step with an operation that queries its devices, such as cuDNN's attention"
-        reason = "jax has disabled its CUDA plugin, because this process has no GPUs"
-        fix = "set JAX_PLATFORMS=cpu before Python starts"
-        raise problem("explain", requested, reason, fix, code="unsupported-feature") from error
-
-
 def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Finding]:
     """Yield expected collectives in another dtype. 8-bit matmuls may round their operands before they are gathered."""
     rounded = {"f8e4m3fn", "f8e5m2", "f16"} if options.precision.matmul is not None else set()  # f16: by XLA:CPU
@@ -300,13 +294,6 @@ def _other_dtypes(promise: MatchResult, options: StepOptions) -> Iterator[Findin
                 "are reduced in Precision.reduce",
                 nbytes=int(entry.found_bytes),
             )
-
-
-def _wide_compute(step: TrainStep, setup: Setup, jaxpr: Any) -> Iterator[Finding]:
-    """Yield a finding if matmuls compute in a wider dtype than `Precision` requests."""
-    found = wide_work(jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
-    if found is not None:
-        yield Finding(rule="wide-compute", source=found.where, what=str(found), fix=found.fix, nbytes=0)
 
 
 def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
@@ -356,47 +343,40 @@ def _check_equal_parts(state: TrainState) -> None:
         )
 
 
-def _check_function(function: Any, args: tuple[Any, ...]) -> None:
-    if not callable(function) or any(isinstance(arg, TrainState) for arg in args[:1]):
-        requested, reason = (
-            f"inspect a {type(function).__name__}",
-            "it is neither a training step nor a function of arrays",
-        )
-        raise problem("explain", requested, reason, "make a step with mp.train_step(loss_fn)", code="wrong-type")
-
-
-def _check_arguments(args: tuple[Any, ...], in_shardings: Any) -> tuple[Any, ...]:
-    if not 2 <= len(args) <= 3 or not isinstance(args[0], TrainState):
-        requested = f"use ({', '.join(type(arg).__name__ for arg in args)}) as the arguments of the step"
+def _check_arguments(step: Any, args: tuple[Any, ...], in_shardings: Any) -> None:
+    is_step, has_state = isinstance(step, TrainStep), bool(args) and isinstance(args[0], TrainState)
+    code, requested = "wrong-type", f"inspect a {type(step).__name__}"
+    if not is_step and (has_state or not callable(step)):
         reason, fix = (
-            "a training step has a TrainState and a batch",
-            "make the state with mp.init_state or mp.abstract_state",
+            "it is neither a training step nor a function of arrays",
+            "make a step with mp.train_step(loss_fn)",
         )
-        raise problem("explain", requested, reason, fix, code="wrong-type")
-    if in_shardings is not None:
-        reason = "the strategy of the state determines the shardings of a training step"
-        raise problem("explain", "use `in_shardings`", reason, "remove it", code="conflict")
-    return args
+    elif is_step and not (has_state and len(args) in (2, 3)):
+        requested = f"use ({', '.join(type(arg).__name__ for arg in args)}) as the arguments of the step"
+        reason, fix = "a training step has a TrainState and a batch", "make the state with mp.init_state"
+    elif is_step and in_shardings is not None:
+        code, requested = "conflict", "use `in_shardings`"
+        reason, fix = "the strategy of the state determines the shardings of a training step", "remove it"
+    else:
+        return
+    raise problem("explain", requested, reason, fix, code=code)
 
 
-def _here(state: TrainState) -> TrainState:
-    if not isinstance(state.setup.mesh, Mesh):
-        reason = f"the state's mesh of {state.setup.mesh.size} devices is abstract"
+def _on_target(state: TrainState, cluster: Cluster | None) -> TrainState:
+    """Return the abstract state, on a mesh of the cluster's compile-only devices if there is a cluster."""
+    setup: Setup = state.setup
+    if cluster is None:
+        if isinstance(setup.mesh, Mesh):
+            return setup.abstract
+        reason = f"the state's mesh of {setup.mesh.size} devices is abstract"
         fix = 'name a cluster, explain(..., cluster="h100:1x8"), or build the mesh with MeshSpec.build()'
         raise problem("explain", "compile for the local devices", reason, fix, code="conflict")
-    return state.setup.abstract
-
-
-def on_cluster(cluster: Cluster, state: TrainState) -> TrainState:
-    """Return the abstract state on an abstract mesh with the cluster's number of devices."""
-    setup: Setup = state.setup
+    require_aot(cluster.name)
     if setup.mesh.size != cluster.num_devices:
-        sizes = ", ".join(f"{axis}={size}" for axis, size in axis_sizes(setup.mesh).items() if size > 1) or "one device"
-        requested = f"run a step over {setup.mesh.size} devices ({sizes})"
+        requested = f"run a step over {setup.mesh.size} devices ({human_mesh(axis_sizes(setup.mesh))})"
+        reason = f"it has {cluster.num_devices} GPUs"
         fix = f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster"
-        raise problem(
-            f"cluster `{cluster.name}`", requested, f"it has {cluster.num_devices} GPUs", fix, code="conflict"
-        )
+        raise problem(f"cluster `{cluster.name}`", requested, reason, fix, code="conflict")
     mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
     options: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}
     return abstract_state(setup.model, setup.tx, mesh=mesh, strategy=setup.strategy, **options)

@@ -48,10 +48,31 @@ class Sent:
         }
 
 
-class _Rendered(Plain):
-    """Base class of reports, which print as tables and display as HTML in notebooks."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ProgramReport(Plain):
+    """Contents of all reports, which print as tables and display as HTML in notebooks."""
 
+    devices: int
+    mesh: Mapping[str, int]
+    """Sizes of the mesh axes, in mesh order."""
+    target: str
+    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
     collectives: tuple[Sent, ...]
+    overlap: Overlap
+    compute: Compute
+    findings: tuple[Finding, ...]
+    """Findings of the lint rules, the most expensive first."""
+    compile_s: float
+    compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """XLA options that differ from the defaults of XLA."""
+    fingerprint: str
+    """Hash of the lowered program and its options. `meshpar train` prints it for the program that it runs."""
+    notes: tuple[str, ...] = ()
+    """Limitations of the numbers on this target."""
+    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
+    """The simulated step or call, for plots. Not part of the JSON."""
+    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
+    """The compiled program. Not part of the JSON."""
     derived = ("totals",)
 
     @property
@@ -76,35 +97,14 @@ class _Rendered(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report(_Rendered):
+class Report(_ProgramReport):
     """The result of `explain`. It prints as tables, displays as HTML in notebooks, and has `to_json`."""
 
-    devices: int
-    mesh: Mapping[str, int]
-    """Sizes of the mesh axes, in mesh order."""
-    target: str
-    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
     strategy: str
     memory: Memory
-    collectives: tuple[Sent, ...]
     promise: MatchResult
-    overlap: Overlap
-    compute: Compute
-    findings: tuple[Finding, ...]
-    """Findings of the lint rules, the most expensive first."""
-    compile_s: float
-    compile_options: Mapping[str, Any]
-    """XLA options that differ from the defaults of XLA."""
-    fingerprint: str
-    """Hash of the lowered program and its options. `meshpar train` prints it for the program that it runs."""
-    notes: tuple[str, ...] = ()
-    """Limitations of the numbers on this target."""
     stages: Stages | None = None
     """Summary of the pipeline schedule; None without pipeline stages."""
-    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
-    """The simulated step, for plots. Not part of the JSON."""
-    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The compiled program. Not part of the JSON."""
     unit: ClassVar[str] = "step"
     """Unit of the counts and times."""
 
@@ -149,32 +149,15 @@ class FunctionMemory(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FunctionReport(_Rendered):
-    """The result of `explain` for a function. It prints as tables, displays as HTML in notebooks, and has `to_json`."""
+class FunctionReport(_ProgramReport):
+    """The result of `explain` for a function. It prints as tables, displays as HTML in notebooks, and has `to_json`.
+
+    `compute` is for a call, and its model FLOPs are those of the matmuls of the traced function. `findings` come from
+    the lint rules that need no strategy.
+    """
 
     name: str
-    devices: int
-    mesh: Mapping[str, int]
-    """Sizes of the mesh axes, in mesh order."""
-    target: str
-    """The cluster (`h100:8x8`), or the platform of the local devices (`cpu`)."""
     memory: FunctionMemory
-    collectives: tuple[Sent, ...]
-    overlap: Overlap
-    compute: Compute
-    """FLOPs and predicted time of a call. `model_flops_per_device` counts the matmuls of the traced function."""
-    findings: tuple[Finding, ...]
-    """Findings of the lint rules that need no strategy, the most expensive first."""
-    compile_s: float
-    fingerprint: str
-    """Hash of the lowered program."""
-    notes: tuple[str, ...] = ()
-    """Limitations of the numbers on this target."""
-    compile_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
-    """The simulated call, for plots. Not part of the JSON."""
-    program: Program | None = dataclasses.field(default=None, repr=False, compare=False)
-    """The compiled program. Not part of the JSON."""
     unit: ClassVar[str] = "call"
     """Unit of the counts and times."""
 

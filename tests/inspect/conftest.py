@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import pickle
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,22 +12,15 @@ from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.program import compile_here
 from meshpar.inspect.target import missing_aot
+from tests.inspect import planted as mistakes
+from tests.inspect import programs as built
 from tests.inspect import saved as kept
-
-
-def _neighbour(name):
-    """A module of this folder, under a name of its own."""
-    spec = importlib.util.spec_from_file_location(f"compiled_{name}", Path(__file__).parent / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
 def programs():
     """The module that builds the test programs and reads the saved ones."""
-    return sys.modules.get("compiled_programs") or _neighbour("programs")
+    return built
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +37,7 @@ def saved(programs):
 @pytest.fixture(scope="session")
 def planted():
     """The module that builds programs with a mistake in them, and the reference decoder."""
-    return sys.modules.get("compiled_planted") or _neighbour("planted")
+    return mistakes
 
 
 @pytest.fixture(scope="session")
