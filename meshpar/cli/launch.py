@@ -121,7 +121,9 @@ def detect(env: Env) -> Launch | None:
         if not missing:
             return _read(launcher, env)
         if incomplete is None:
-            names = (launcher.process_id, *launcher.num_processes, *launcher.coordinator)
+            names = dict.fromkeys(
+                (*launcher.signs, launcher.process_id, *launcher.num_processes, *launcher.coordinator)
+            )
             present = [f"{name}={env[name]}" for name in names if _value(env, name)]
             fix = f"set {missing} for every process, or unset {present[0].split('=')[0]} to run a single process"
             incomplete = MeshparError(

@@ -581,7 +581,7 @@ def _usage(error: click.ClickException) -> str:
 
 
 def _fail(message: str, code: int) -> None:
-    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:200]}…", message)  # shorten very long values
+    message = re.sub(r"\S{400,}", lambda word: f"{word[0][:200]}…{word[0][-2:]}", message)  # shorten very long values
     click.secho(f"meshpar: {message}", fg="red", err=True)
     sys.exit(code)
 

@@ -15,6 +15,7 @@ import pytest
 
 from meshpar.cli import launch
 from meshpar.cli.launch import detect
+from tests.cli.pods import free_port
 from tests.errors import raises
 
 SLURM = {
@@ -255,9 +256,7 @@ PROCESS = textwrap.dedent("""
 
 
 def test_two_processes_join_and_sum() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     env = {
         **os.environ,
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+from tests.cli.pods import free_port
 
 CODE = 128 + signal.SIGTERM
 PROCESS = textwrap.dedent("""
@@ -44,10 +45,7 @@ PROCESS = textwrap.dedent("""
 @pytest.mark.matrix
 @pytest.mark.parametrize("plant", ["busy", "late", "inside", "lost"])
 def test_all_end_with_the_code_they_agreed_on(plant: str, child_env: dict[str, str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    pod = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    pod = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env = {
         **child_env, **pod, "PLANT": plant, "CODE": str(CODE),
         "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1",

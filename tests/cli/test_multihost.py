@@ -1,16 +1,15 @@
-"""Pods of two processes on this machine: one that differs, stops or dies is named by the others, and all end."""
+"""Test pods of two processes on this machine: a process that differs, stops or dies is named, and all end."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,10 +20,10 @@ from meshpar.cli import local_processes as processes
 from meshpar.cli import main as cli
 from meshpar.cli import multihost as together
 from meshpar.inspect import trace
+from tests.cli import pods
 from tests.errors import raises
 from tests.grid import cases
 
-PATIENCE_S = 600
 RECIPE = textwrap.dedent("""
     import os, time
     import numpy as np, jax.numpy as jnp
@@ -60,10 +59,7 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         (folder / "recipe.py").write_text(RECIPE)
-        self.folder = folder
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.folder, self.address = folder, f"127.0.0.1:{pods.free_port()}"
         self.processes: list[subprocess.Popen] = []
 
     def start(
@@ -73,43 +69,23 @@ class Pair:
         odd_args: tuple[str, ...] = (),
         odd_folder: Path | None = None,
     ) -> None:
-        """Start both; process 1 with variables, arguments and a working directory of its own."""
+        """Start both; process 1 with its own variables, arguments and working directory."""
         self.close()
+        pod = {"JAX_COORDINATOR_ADDRESS": self.address, "JAX_NUM_PROCESSES": "2"}
         for number in (0, 1):
-            env = {
-                **os.environ,
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-                "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{self.port}",
-                "JAX_NUM_PROCESSES": "2",
-                "JAX_PROCESS_ID": str(number),
-                **((odd or {}) if number else {}),
-            }
-            command = [sys.executable, "-m", "meshpar.cli.main", "train", "recipe.py", *args]
-            with (self.folder / f"log{number}").open("w") as log:
-                self.processes.append(
-                    subprocess.Popen(
-                        [*command, *(odd_args if number else ())],
-                        cwd=(odd_folder or self.folder) if number else self.folder,
-                        env=env,
-                        stdout=log,
-                        stderr=log,
-                    )
-                )
+            env = pod | {"JAX_PROCESS_ID": str(number), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+            env |= (odd or {}) if number else {}
+            more, cwd = (odd_args, odd_folder) if number else ((), None)
+            self.processes.append(pods.start(self.folder, *args, *more, log=f"log{number}", cwd=cwd, **env))
 
     def log(self, number: int) -> str:
         return (self.folder / f"log{number}").read_text()
 
-    def wait_for(self, number: int, text: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while text not in self.log(number):
-            assert self.processes[number].poll() is None, self.log(number)
-            assert time.monotonic() < deadline, self.log(number)
-            time.sleep(0.05)
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        pods.wait_until(condition, self.processes[0], self.folder / "log0")
 
-    def exit_of(self, number: int) -> int:
-        return self.processes[number].wait(timeout=PATIENCE_S)
+    def exit_codes(self) -> list[int]:
+        return [process.wait(timeout=pods.PATIENCE_S) for process in self.processes]
 
     def close(self) -> None:
         for process in self.processes:
@@ -125,16 +101,7 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     pair.close()
 
 
-METRICS = Path("runs", "pod", "metrics.jsonl")
-
-
-def losses(folder: Path) -> list[float]:
-    """Of every whole line."""
-    lines = [line for line in (folder / METRICS).read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
-
-
-def test_what_is_compared_is_what_must_be_alike() -> None:
+def test_environment_has_what_must_be_equal() -> None:
     env = {
         "XLA_FLAGS": "--xla_b=2 --xla_a --xla_dump_to=/tmp/7",
         "JAX_ENABLE_X64": "1",
@@ -151,55 +118,53 @@ def test_what_is_compared_is_what_must_be_alike() -> None:
     assert together.version_of("no-such-package") == "not installed"
 
 
-def test_a_process_on_its_own_has_nobody_to_agree_with() -> None:
+def test_a_single_process_just_runs_the_block() -> None:
     with together.pod(stall_s=40, command={}):
         pass
     with pytest.raises(ZeroDivisionError), together.pod(stall_s=40, command={}):
         raise ZeroDivisionError
 
 
-def test_an_error_before_processes_agree_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a file size limit of 0 in one process: the others would wait for it."""
-    told: list[Exception] = []
+class Watch:
+    """A watchdog whose methods fail, as if a file could not be written. It collects reported errors."""
 
-    class Watch:
-        interrupted = None
+    interrupted = None
 
-        def keep_native_text(self) -> None:
-            raise FileNotFoundError(2, "No usable temporary directory")
+    def __init__(self) -> None:
+        self.errors: list[Exception] = []
 
-    def end(watch: Watch, error: Exception) -> None:
-        told.append(error)
-        sys.exit(1)
+    def keep_native_text(self) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory")
 
+    def show_native_text(self) -> None:
+        raise OSError(28, "No space left on device")
+
+    def failed(self, error: Exception) -> None:
+        self.errors.append(error)
+
+    def wait_to_leave(self) -> None:
+        pass
+
+
+def test_an_error_before_processes_agree_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other processes would wait for it."""
+    watch = Watch()
     monkeypatch.setattr(together, "this_pod", object)
-    monkeypatch.setattr(together.watchdog, "watch", lambda *_, **__: Watch())
+    monkeypatch.setattr(together.watchdog, "watch", lambda *_, **__: watch)
     monkeypatch.setattr(together.checkpoint, "write_failure_callbacks", [])
-    monkeypatch.setattr(together, "_end", end)
+    monkeypatch.setattr(together.os, "_exit", sys.exit)
     with pytest.raises(SystemExit), together.pod(stall_s=40, command={}):
         pass
-    assert [type(error) for error in told] == [FileNotFoundError]
+    assert [type(error) for error in watch.errors] == [FileNotFoundError]
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_an_error_that_cannot_be_printed_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+def test_an_error_that_cannot_be_printed_is_reported(monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
     """Standard error is a closed pipe, or a log on a full disk."""
-    told: list[Exception] = []
-
-    class Watch:
-        def show_native_text(self) -> None:
-            raise OSError(28, "No space left on device")
-
-        def failed(self, error: Exception) -> None:
-            told.append(error)
-
-        def wait_to_leave(self) -> None:
-            pass
-
     monkeypatch.setattr(together.watchdog, "is_own", lambda error: own)
     monkeypatch.setattr(together.os, "_exit", lambda code: None)
-    together._end(Watch(), error := ValueError("no such batch"))
-    assert told == [error]
+    together._end(watch := Watch(), error := ValueError("no such batch"))
+    assert watch.errors == [error]
 
 
 ODD = {
@@ -222,13 +187,12 @@ ODD = {
 @pytest.mark.parametrize(
     "what", [pytest.param(what, marks=() if what == "profile" else pytest.mark.matrix) for what in ODD]
 )
-def test_processes_that_differ_are_told_apart_before_step_0(pair: Pair, what: str) -> None:
+def test_processes_that_differ_are_named_before_step_0(pair: Pair, what: str) -> None:
     env, args, words = ODD[what]
     pair.start(odd=env, odd_args=args)
+    assert pair.exit_codes() == [2, 2], pair.log(0)
     for number in (0, 1):
-        assert pair.exit_of(number) == 2, pair.log(number)
-        log = pair.log(number)
-        assert "meshpar: process 1 of 2 (on " in log
+        assert "meshpar: process 1 of 2 (on " in (log := pair.log(number))
         assert words in log
         assert "Traceback" not in log
     assert not (pair.folder / "runs").exists()
@@ -236,60 +200,61 @@ def test_processes_that_differ_are_told_apart_before_step_0(pair: Pair, what: st
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("before", ["nothing", "a folder", "a run there"])
-def test_a_process_without_the_disk_of_the_others_is_named_before_step_0(
-    pair: Pair, tmp_path_factory, before: str
-) -> None:
-    """Another working directory is what another host's own disk is: the same path, and other files."""
+def test_a_process_with_its_own_disk_is_named_before_step_0(pair: Pair, tmp_path_factory, before: str) -> None:
+    """Another working directory stands for the disk of another host: the same path with other files."""
     other = tmp_path_factory.mktemp("other")
     (other / "recipe.py").write_text(RECIPE)
     if before != "nothing":
         (other / "runs" / "pod").mkdir(parents=True)
     if before == "a run there":
         pair.start("--steps", "3")
-        assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
-    left = sorted(pair.folder.rglob("*"))
+        assert pair.exit_codes() == [0, 0], pair.log(0)
+
+    def files() -> list[Path]:
+        return [path for path in sorted(pair.folder.rglob("*")) if not path.name.startswith(("reading", "log"))]
+
+    left = files()
     pair.start("--fresh", odd_folder=other)
+    assert pair.exit_codes() == [2, 2], pair.log(0)
     for number in (0, 1):
-        assert pair.exit_of(number) == 2, pair.log(number)
         assert "meshpar: process 1 of 2 (on " in pair.log(number)
         assert "the file that process 0 wrote there is missing on this host" in pair.log(number)
         assert "Traceback" not in pair.log(number)
-    assert [path for path in sorted(pair.folder.rglob("*")) if not path.name.startswith(("reading", "log"))] == [
-        path for path in left if not path.name.startswith(("reading", "log"))
-    ]
+    assert files() == left
     assert not [path for path in other.rglob("*") if path.is_file() and path.name not in ("recipe.py", "reading1")]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_stops_or_dies_is_named_and_the_other_ends(pair: Pair, number: int, victim: int) -> None:
+def test_a_process_that_stops_or_dies_is_named(pair: Pair, number: int, victim: int) -> None:
     pair.start("--set", "steps=1000000", "--stall-limit", "10")
-    pair.wait_for(0, "step 1/")
+    pair.wait_until(lambda: "step 1/" in pair.log(0))
     time.sleep(1)
     pair.processes[victim].send_signal(number)
-    assert pair.exit_of(1 - victim) == 1, pair.log(1 - victim)
-    check_named(pair, victim, survivor=1 - victim)
-
-
-def check_named(pair: Pair, victim: int, *, survivor: int) -> None:
-    """Check that the first line of a survivor names the process that is gone, and that its stacks are in a file."""
-    lines = [line for line in pair.log(survivor).splitlines() if line.startswith("meshpar: ") and "warning" not in line]
-    assert lines[0].startswith(f"meshpar: process {victim} of 2"), pair.log(survivor)
+    survivor = 1 - victim
+    assert pair.processes[survivor].wait(timeout=pods.PATIENCE_S) == 1, pair.log(survivor)
     assert "recipe.py" not in pair.log(survivor)
-    assert "most recent call first" not in pair.log(survivor)
-    assert "stack trace" not in pair.log(survivor)
-    stacks = pair.folder / "runs" / "pod" / f"process-{survivor}.log"
-    assert lines[1] == f"meshpar: the stacks of process {survivor} are in {stacks.relative_to(pair.folder)}"
-    assert "most recent call first" in stacks.read_text()
+    check_named(pair.folder, pair.log(survivor), victim)
+
+
+def check_named(folder: Path, log: str, victim: int) -> None:
+    """Check that a log names the lost process first, and that the stacks of the survivor are in a file."""
+    survivor = 1 - victim
+    stacks = Path("runs", "pod", f"process-{survivor}.log")
+    first, second = (line for line in pods.errors_of(log) if not line.endswith("ended with SIGKILL"))
+    assert first.startswith(f"meshpar: process {victim} of 2"), log
+    assert second == f"meshpar: the stacks of process {survivor} are in {stacks}"
+    assert "most recent call first" in (folder / stacks).read_text()
+    assert not re.search("most recent call first|stack trace", log)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("steps", [3, 6])
-def test_where_one_cannot_write_its_part_of_a_checkpoint_all_end(pair: Pair, steps: int, monkeypatch) -> None:
+def test_a_checkpoint_that_cannot_be_written_ends_all(pair: Pair, steps: int, monkeypatch) -> None:
     monkeypatch.setenv("WIDTH", "50000")
     pair.start("--set", f"steps={steps}", odd={"QUOTA": "200000"})
-    assert [pair.exit_of(number) for number in (0, 1)] == [2, 2], pair.log(0) + pair.log(1)
+    assert pair.exit_codes() == [2, 2], pair.log(0) + pair.log(1)
     for number in (0, 1):
         assert "writing failed (" in pair.log(number)
         assert "Traceback" not in pair.log(number)
@@ -298,47 +263,41 @@ def test_where_one_cannot_write_its_part_of_a_checkpoint_all_end(pair: Pair, ste
 @pytest.mark.matrix
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)])
 def test_a_signal_before_the_first_step_ends_both(pair: Pair, victims: tuple[int, ...], monkeypatch) -> None:
-    """jax's own handler, put in place when processes join, would note it and tell nobody."""
+    """jax's own handler, which is installed when processes join, would ignore it."""
     monkeypatch.setenv("SLEEP", "600")
     pair.start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not all((pair.folder / f"reading{number}").exists() for number in (0, 1)):
-        assert time.monotonic() < deadline, pair.log(0)
-        time.sleep(0.05)
+    pair.wait_until(lambda: all((pair.folder / f"reading{number}").exists() for number in (0, 1)))
     for victim in victims:
         pair.processes[victim].send_signal(signal.SIGTERM)
-    assert [pair.exit_of(number) for number in (0, 1)] == [128 + signal.SIGTERM] * 2, pair.log(0) + pair.log(1)
+    assert pair.exit_codes() == [128 + signal.SIGTERM] * 2, pair.log(0) + pair.log(1)
     for number in (0, 1):
         assert "meshpar: interrupted" in pair.log(number)
         assert "most recent call first" not in pair.log(number)
 
 
 @pytest.mark.matrix
-def test_a_pod_that_was_killed_goes_on_with_the_losses_of_one_that_was_not(pair: Pair, tmp_path_factory) -> None:
+def test_a_pod_that_was_killed_resumes_with_equal_losses(pair: Pair, tmp_path_factory) -> None:
     whole = Pair(tmp_path_factory.mktemp("whole"))
     try:
         whole.start("--set", "steps=90")
-        assert [whole.exit_of(number) for number in (0, 1)] == [0, 0], whole.log(0)
+        assert whole.exit_codes() == [0, 0], whole.log(0)
     finally:
         whole.close()
     for lines in (5, 35, 65):
         pair.start("--set", "steps=90", "--stall-limit", "10")
-        deadline = time.monotonic() + PATIENCE_S
-        while not (pair.folder / METRICS).exists() or len(losses(pair.folder)) < lines:
-            assert pair.processes[0].poll() is None, pair.log(0)
-            assert time.monotonic() < deadline, pair.log(0)
+        pair.wait_until(lambda: len(pods.losses(pair.folder / pods.METRICS)) >= lines)  # noqa: B023
         pair.processes[1].kill()
-        assert pair.exit_of(0) != 0
+        assert pair.processes[0].wait(timeout=pods.PATIENCE_S) != 0
     pair.start("--set", "steps=90")
-    assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0)
+    assert pair.exit_codes() == [0, 0], pair.log(0)
     assert "resuming at step" in pair.log(0)
-    assert losses(pair.folder) == losses(whole.folder)
+    assert pods.losses(pair.folder / pods.METRICS) == pods.losses(whole.folder / pods.METRICS)
 
 
 @pytest.mark.matrix
 def test_processes_of_one_host_write_one_profile(pair: Pair) -> None:
     pair.start("--profile", "2:3")
-    assert [pair.exit_of(number) for number in (0, 1)] == [0, 0], pair.log(0) + pair.log(1)
+    assert pair.exit_codes() == [0, 0], pair.log(0) + pair.log(1)
     folder = pair.folder / "runs" / "pod" / "profile"
     (session,) = (folder / "plugins" / "profile").iterdir()
     assert [file.name.partition("_")[2] for file in sorted(session.glob("*.xplane.pb"))] == [
@@ -399,7 +358,7 @@ time.sleep(600)
 """
 
 
-def test_a_process_that_dies_before_it_joins_ends_the_others(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_death_before_joining_ends_the_other_processes(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(processes, "GRACE_S", 600)
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-c", JOINS))
@@ -409,7 +368,7 @@ def test_a_process_that_dies_before_it_joins_ends_the_others(monkeypatch: pytest
     assert capfd.readouterr().err.startswith("meshpar: process 1 of 3 ended with SIGKILL\n")
 
 
-def test_when_a_process_is_lost_the_others_start_again(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+def test_the_other_processes_restart_after_a_loss(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setattr(processes, "RESTART_GRACE_S", 0.2)
     monkeypatch.setattr(processes, "COMMAND", (sys.executable, "-S", "-c", CHILD))
@@ -419,7 +378,7 @@ def test_when_a_process_is_lost_the_others_start_again(monkeypatch: pytest.Monke
     assert "restarting with 1 processes from the newest checkpoint; restarts left: 0" in text
 
 
-def test_as_many_start_again_as_can_share_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarted_processes_share_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [processes._survivors(count, 8) for count in (8, 4, 2, 1)] == [4, 2, 1, 1]
     assert [processes._survivors(count, 6) for count in (6, 3, 2, 1)] == [3, 2, 1, 1]
     for name in ("RANK", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST", "CUDA_VISIBLE_DEVICES"):
@@ -433,7 +392,7 @@ def test_as_many_start_again_as_can_share_the_devices(monkeypatch: pytest.Monkey
     assert launch.detect(processes._environment(1, 2, port=5, began_with=8)).local_device_ids == (4, 5, 6, 7)
 
 
-def test_a_mesh_shrinks_by_the_processes_that_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mesh_shrinks_by_the_lost_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = mp.MeshSpec(data=4, fsdp=2)
     assert processes.shrunk(mesh) == mesh
     for now, data in ((4, 4), (2, 2), (1, 1)):
@@ -459,85 +418,61 @@ def test_restarts_and_shrink_need_other_options(args: list[str], option: str) ->
 
 
 def start_locally(folder: Path, *args: str) -> subprocess.Popen:
-    """`meshpar train recipe.py --processes 2` over two host devices, its words in `log`."""
+    """Start `meshpar train recipe.py --processes 2` with two host devices."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.py").write_text(RECIPE)
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu"}
-    base = [sys.executable, "-m", "meshpar.cli.main", "train", "recipe.py", "--processes", "2", "--devices", "2"]
-    with (folder / "log").open("w") as log:
-        return subprocess.Popen([*base, *args], cwd=folder, env=env, stdout=log, stderr=log)
+    return pods.start(folder, "--processes", "2", "--devices", "2", *args)
+
+
+def kill_child(process: subprocess.Popen, number: int) -> None:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[number]), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.matrix)], ids=["coordinator", "other"])
 def test_a_local_process_that_is_killed_is_named_first(tmp_path: Path, victim: int) -> None:
+    log = tmp_path / "log"
     with start_locally(tmp_path, "--set", "steps=1000000") as process:
         try:
-            log, deadline = tmp_path / "log", time.monotonic() + PATIENCE_S
-            while "step 1/" not in log.read_text():
-                assert process.poll() is None, log.read_text()
-                assert time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            os.kill(int(children[victim]), signal.SIGKILL)
+            pods.wait_until(lambda: "step 1/" in log.read_text(), process, log)
+            kill_child(process, victim)
             killed_s = time.monotonic()
-            assert process.wait(PATIENCE_S) == 128 + signal.SIGKILL, log.read_text()
+            assert process.wait(pods.PATIENCE_S) == 128 + signal.SIGKILL, log.read_text()
             assert time.monotonic() - killed_s < processes.GRACE_S
         finally:
             process.terminate()
-    said, survivor = log.read_text(), 1 - victim
-    by_meshpar = [line for line in said.splitlines() if line.startswith("meshpar: ") and "warning" not in line]
-    assert by_meshpar[0].startswith(f"meshpar: process {victim} of 2")
-    of_parent = f"meshpar: process {victim} of 2 ended with SIGKILL"
-    of_survivor = [line for line in by_meshpar if line != of_parent]
-    assert len(of_survivor) == 2
-    assert of_survivor[0].startswith(f"meshpar: process {victim} of 2")
-    assert of_survivor[1] == f"meshpar: the stacks of process {survivor} are in runs/pod/process-{survivor}.log"
-    assert "most recent call first" not in said
-    assert "stack trace" not in said
-    assert "most recent call first" in (tmp_path / "runs" / "pod" / f"process-{survivor}.log").read_text()
+    assert pods.errors_of(log.read_text())[0].startswith(f"meshpar: process {victim} of 2")
+    check_named(tmp_path, log.read_text(), victim)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("victim", "shrinks"), [(0, False), (1, False), (1, True)])
-def test_a_process_that_is_killed_is_done_without_in_the_same_command(
-    tmp_path: Path, victim: int, shrinks: bool
-) -> None:
+def test_a_killed_process_is_restarted_by_the_command(tmp_path: Path, victim: int, shrinks: bool) -> None:
     args = ["--set", "steps=300", *(("--set", "mesh=data=2", "--set", "strategy=ddp()") if shrinks else ())]
     with start_locally(tmp_path / "whole", *args) as whole:
-        assert whole.wait(PATIENCE_S) == 0
-    more = ["--restarts", "1", *(["--shrink"] if shrinks else [])]
-    with start_locally(tmp_path / "lost", *args, *more) as process:
-        log = tmp_path / "lost" / "log"
-        while not (tmp_path / "lost" / METRICS).exists() or len(losses(tmp_path / "lost")) < 20:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.02)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[victim]), signal.SIGKILL)
-        killed = time.monotonic()
-        while "resuming at step" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.02)
-        again_s = time.monotonic() - killed
-        print(f"on again after {again_s:.1f} s")
-        assert again_s < 60
-        assert process.wait(PATIENCE_S) == 0, log.read_text()
-    lost, whole_run = (losses(tmp_path / name) for name in ("lost", "whole"))
+        assert whole.wait(pods.PATIENCE_S) == 0
+    log, metrics = tmp_path / "lost" / "log", tmp_path / "lost" / pods.METRICS
+    with start_locally(tmp_path / "lost", *args, "--restarts", "1", *(["--shrink"] if shrinks else [])) as process:
+        pods.wait_until(lambda: len(pods.losses(metrics)) >= 20, process, log)
+        kill_child(process, victim)
+        killed_s = time.monotonic()
+        pods.wait_until(lambda: "resuming at step" in log.read_text(), process, log)
+        assert time.monotonic() - killed_s < 60
+        assert process.wait(pods.PATIENCE_S) == 0, log.read_text()
+    whole_losses = pods.losses(tmp_path / "whole" / pods.METRICS)
     assert ("mesh.data was 2 and is 1" in log.read_text()) == shrinks
-    # The same mesh: to the bit. On half of it sums are taken in another order.
-    assert lost == (pytest.approx(whole_run, rel=1e-5) if shrinks else whole_run)
+    # With the same mesh, losses are equal bit for bit. A smaller mesh sums in another order.
+    assert pods.losses(metrics) == (pytest.approx(whole_losses, rel=1e-5) if shrinks else whole_losses)
 
 
 @pytest.mark.matrix
-def test_one_command_trains_on_local_processes_and_obeys_a_signal(tmp_path: Path) -> None:
+def test_local_processes_obey_a_signal(tmp_path: Path) -> None:
+    log = tmp_path / "log"
     with start_locally(tmp_path, "--steps", "1000000") as process:
         try:
-            deadline = time.monotonic() + PATIENCE_S
-            while "step 1/" not in (tmp_path / "log").read_text():
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.05)
+            pods.wait_until(lambda: "step 1/" in log.read_text(), process, log)
             process.terminate()
-            assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+            assert process.wait(pods.PATIENCE_S) == 128 + signal.SIGTERM, log.read_text()
         finally:
             process.kill()
-    assert "Repeat the command to resume" in (tmp_path / "log").read_text()
+    assert "Repeat the command to resume" in log.read_text()

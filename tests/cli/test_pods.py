@@ -1,19 +1,16 @@
-"""One mesh over 1, 2 and 4 processes, layouts over 2, restarts on others: the same losses."""
+"""Test that losses do not depend on the number of processes, nor on restarts."""
 
 from __future__ import annotations
 
-import json
 import signal
-import subprocess
-import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-PATIENCE_S = 600
+from tests.cli import pods
+
 RECIPE = textwrap.dedent("""
     import os
     import numpy as np
@@ -53,43 +50,27 @@ Train = Callable[..., list[float]]
 
 @pytest.fixture
 def train(tmp_path: Path, child_env: dict[str, str]) -> Train:
-    """Train on so many processes, and give the losses that the run's folder has; several calls go on with one run."""
+    """Train with a number of processes, and return the losses of the run. Later calls resume it."""
     (tmp_path / "recipe.py").write_text(RECIPE)
 
     def run(
         processes: int, *args: str, out: str = "runs", layout: str = "fsdp and tensor", stop_at: int | None = None
     ) -> list[float]:
-        command = [sys.executable, "-m", "meshpar.cli.main", "train", "recipe.py", "--processes", str(processes)]
-        env = {**child_env, "LAYOUT": layout}
-        path = tmp_path / out / "pod" / "metrics.jsonl"
-        with (tmp_path / "log").open("w") as log:
-            process = subprocess.Popen(
-                [*command, "--devices", "8", "--out", out, *args], cwd=tmp_path, env=env, stdout=log, stderr=log
-            )
-            deadline = time.monotonic() + PATIENCE_S
+        path, log, env = tmp_path / out / "pod" / "metrics.jsonl", tmp_path / "log", {**child_env, "LAYOUT": layout}
+        command = ["--processes", str(processes), "--devices", "8", "--out", out]
+        with pods.start(tmp_path, *command, *args, **env) as process:
             try:
-                while process.poll() is None:
-                    assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-                    if stop_at is not None and path.exists() and len(losses(path)) >= stop_at:
-                        process.terminate()
-                        stop_at = None
-                    time.sleep(0.02)
-            finally:
-                if process.poll() is None:
+                if stop_at is not None:
+                    pods.wait_until(lambda: len(pods.losses(path)) >= stop_at, process, log)
                     process.terminate()
-                process.wait()
-        said = (tmp_path / "log").read_text()
-        assert process.returncode in (0, 128 + signal.SIGTERM), said
-        assert "Traceback" not in said, said
-        return losses(path)
+                process.wait(pods.PATIENCE_S)
+            finally:
+                process.terminate()
+        assert process.returncode in (0, 128 + signal.SIGTERM), log.read_text()
+        assert "Traceback" not in log.read_text(), log.read_text()
+        return pods.losses(path)
 
     return run
-
-
-def losses(path: Path) -> list[float]:
-    """Of every whole line."""
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
 
 
 @pytest.mark.matrix
@@ -109,7 +90,7 @@ def test_layouts_run_over_two_processes(train: Train, layout: str) -> None:
 
 
 @pytest.mark.matrix
-def test_a_run_goes_on_with_another_number_of_processes_and_on_another_mesh(train: Train) -> None:
+def test_a_run_resumes_with_other_processes_and_meshes(train: Train) -> None:
     whole = train(1, "--set", "steps=60", out="whole")
     begun = train(2, "--set", "steps=60", stop_at=5)
     assert 5 <= len(begun) < 60

@@ -13,6 +13,7 @@ import pytest
 
 from meshpar.cli import roll
 from meshpar.sharding.types import MeshparError
+from tests.cli.pods import free_port
 from tests.errors import raises
 
 
@@ -20,8 +21,7 @@ from tests.errors import raises
 def address(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(roll, "_GRACE_S", 0.2)
     monkeypatch.setattr(roll, "_POLL_S", 0.01)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return f"127.0.0.1:{free.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def port_of(address: str) -> tuple[str, int]:

@@ -6,14 +6,14 @@ Signals are sent when functions are called, whichever the clock says: see `signa
 from __future__ import annotations
 
 import signal
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from meshpar.loop.checkpoint import Checkpoints, read_index
-from tests.cli.test_multihost import RECIPE, losses
+from tests.cli.pods import METRICS, free_port, losses
+from tests.cli.test_multihost import RECIPE
 from tests.training_process import Runs
 
 STEPS = 40
@@ -33,9 +33,7 @@ def train(runs: Runs, folder: Path, *, victims: tuple[int, ...] = (), moment=())
     """Both processes of a pod, of which some get a signal at a moment; their exit codes."""
     folder.mkdir(exist_ok=True)
     (folder / "recipe.py").write_text(RECIPE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     args = ["train", "recipe.py", "--steps", str(STEPS), "--set", "checkpoint_every=4", "--set", "validate_every=6"]
     pids = []
     for number in (0, 1):
@@ -52,7 +50,7 @@ def said(folder: Path) -> str:
 
 def end(folder: Path) -> tuple[list[float], dict]:
     """Every loss, and the fingerprints of all arrays at the last step."""
-    return losses(folder), read_index(folder / "runs" / "pod" / "checkpoints", STEPS)["leaves"]
+    return losses(folder / METRICS), read_index(folder / "runs" / "pod" / "checkpoints", STEPS)["leaves"]
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +79,7 @@ MOMENTS = {  # and the first and the last step that may be the newest one saved;
 @pytest.mark.matrix
 @pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)], ids=["process 0", "process 1", "both"])
 @pytest.mark.parametrize(("moment", "first", "last"), MOMENTS.values(), ids=MOMENTS)
-def test_all_save_and_end_with_one_code_and_a_restart_goes_on_to_the_bit(
-    runs, whole, tmp_path, victims, moment, first, last
-):
+def test_all_save_and_end_and_a_restart_is_exact(runs, whole, tmp_path, victims, moment, first, last):
     assert train(runs, tmp_path, victims=victims, moment=moment) == [TERM, TERM], said(tmp_path)
     assert "interrupted" in said(tmp_path)
     assert "Traceback" not in said(tmp_path)
