@@ -166,11 +166,7 @@ class Subject:
         shapes: str | None,
         from_hf: str | None = None,
     ) -> Subject:
-        """Load a recipe and override its fields.
-
-        Raises:
-          ValueError: the recipe, the cluster or a field is invalid, or the mesh does not match the number of devices.
-        """
+        """Load a recipe and override its fields."""
         import jax
 
         from meshpar.cli.recipe import load_recipe

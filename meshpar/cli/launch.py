@@ -103,11 +103,7 @@ _LAUNCHERS = (
 
 
 def detect(env: Env) -> Launch | None:
-    """Return the number of this process in a pod and how to join it, or None without a launcher.
-
-    Raises:
-      MeshparError: variables are missing or contradict each other.
-    """
+    """Return the number of this process in a pod and how to join it, or None without a launcher."""
     if "," in env.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in env:
         return Launch(source="cloud-tpu")
     incomplete = None

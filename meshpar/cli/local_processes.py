@@ -42,20 +42,18 @@ _FOLLOW_S = 0.25
 def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool = False) -> int:
     """Run a command as several processes and wait for them. After a failure, the remaining processes are killed.
 
-    Signals are passed on to all processes. They end if this process dies.
+    The processes share the host devices of `XLA_FLAGS`, or the visible GPUs. Signals are passed on to all processes.
+    They end if this process dies.
 
     Args:
       args: arguments of the command, without the name of the program.
-      processes: number of processes. They share the host devices of `XLA_FLAGS`, or the visible GPUs.
+      processes: number of processes.
       restarts: number of restarts after a process is lost, which means killed or ended by the watchdog. The remaining
         processes share all devices, so that the mesh stays the same, and resume from the newest checkpoint.
       shrink: whether the devices of a lost process are lost, too, as on a pod; see `shrunk`.
 
     Returns:
       0, the exit code of the first process that failed, or 128 plus the number of the signal.
-
-    Raises:
-      ValueError: the processes cannot share the host devices equally, or this process already belongs to a pod.
     """
     watch = interrupts.current()
     if watch is not None:
@@ -99,10 +97,7 @@ def shrunk(mesh: MeshSpec) -> MeshSpec:
     """With `--shrink`, reduce the `data` axis of a mesh in proportion to the remaining processes.
 
     Each process then has as many parameters as before. The global batch and the order of the data do not change. A mesh
-    with an axis of size -1 is returned as it is.
-
-    Raises:
-      ValueError: the data axis is not divisible by the change. At the start, this is checked for the first loss.
+    with an axis of size -1 is returned as it is. At the start, the division is checked for the first loss.
     """
     began_with, now = int(os.environ.get(BEGAN_WITH, "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if not began_with or -1 in mesh.values():

@@ -28,8 +28,7 @@ _OF_A_HOST = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_TOPO_FILE", "NCCL_DEBUG
 def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     """End all processes if the block fails in any of them. A single process just runs the block.
 
-    Raises:
-      ValueError: in every process, if versions, flags or options differ between processes.
+    All processes raise an error if versions, flags or options differ between them.
     """
     here = this_pod()
     watch = watchdog.watch(here, stall_s=stall_s)

@@ -217,18 +217,10 @@ def curves(
     marks: Mapping[str, float] | None = None,
     healthy: float | None = None,
 ) -> Figure:
-    """Plot measured lines, and dashed lines of formulas.
+    """Plot measured lines, and dashed lines of formulas, by name.
 
-    Args:
-      x: x values.
-      measured: y values by name.
-      expected: y values of formulas by name.
-      x_label, y_label: labels of the axes.
-      title: title of the plot.
-      log: whether both scales are logarithmic.
-      x_unit, y_unit: SI units of the ticks. Without a unit of x, each x has a tick if `log`.
-      marks: x of vertical lines by name.
-      healthy: upper limit of a band of normal values.
+    The ticks have SI units. Without a unit of x, each x has a tick if the scales are logarithmic. `marks` are vertical
+    lines by name, and `healthy` is the upper limit of a band of normal values.
     """
     figure, (axes,) = figure_of(8.0, 4.2)
     expected = expected or {}
@@ -273,16 +265,8 @@ def sharding(
 ) -> Figure:
     """Plot the shards of an array, with the numbers of the devices that have each shard.
 
-    Two dims are drawn. If more dims are sharded, a cell lists the devices of all its shards along the other dims.
-
-    Args:
-      spec: the sharding of the array.
-      shape: the shape of the array.
-      mesh: the mesh. The devices of an abstract mesh are numbered in mesh order.
-      names: names of the dims for the labels.
-
-    Raises:
-      ValueError: the spec has more entries than dims, or a dim is not divisible.
+    Two dims are drawn. If more dims are sharded, a cell lists the devices of all its shards along the other dims. The
+    devices of an abstract mesh are numbered in mesh order. `names` of the dims are shown on the axes.
     """
     counts = [
         size // part for size, part in zip(shape, NamedSharding(mesh, spec).shard_shape(tuple(shape)), strict=True)
@@ -343,10 +327,6 @@ def timeline(timeline: Timeline, *, title: str | None = None) -> Figure:
     """Plot the simulated timeline of a layer: kernels, collectives, and where compute waits for them.
 
     One iteration of the innermost loop with the largest share of the step is drawn, or the program if it has no loop.
-
-    Args:
-      timeline: result of `meshpar.inspect.timeline.simulator.timeline`.
-      title: by default the loop and its duration.
     """
     innermost = [loop for loop in timeline.loops if all(op.kind != "loop" for op in loop.ops)]
     segment = max(innermost, key=lambda loop: loop.duration_s * (loop.trip_count or 1), default=timeline.segments[0])
@@ -425,10 +405,6 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
     """Plot the bytes that a device sends per step: a bar per report, colored by mesh axis and hatched by kind.
 
     Parts that are too small to see are left out.
-
-    Args:
-      reports: reports by label.
-      title: title of the plot.
     """
     sent = [
         {part: one.bytes_sent_per_device for part, one in flat(report.totals).items()} for report in reports.values()
@@ -459,11 +435,7 @@ def axes_bytes(reports: Mapping[str, Report], *, title: str = "") -> Figure:
 
 @styled
 def memory(reports: Mapping[str, Memory]) -> Figure:
-    """Plot the memory of a device by contents and the limit of the GPU, for several programs, by label.
-
-    Raises:
-      ValueError: there is no report.
-    """
+    """Plot the memory of a device by contents and the limit of the GPU, for several programs, by label."""
     if not reports:
         fix = "pass a label and a report.memory for each bar"
         raise problem("plots.memory", "draw reports", "there are none", fix, code="missing-argument")
@@ -612,10 +584,7 @@ def schedule_curves(
 ) -> Figure:
     """Plot quantities of pipeline schedules over the number of microbatches, with a panel per quantity.
 
-    Args:
-      microbatches: numbers of microbatches.
-      panels: quantity -> schedule -> values. Lines that coincide share a label.
-      title: title of the plot.
+    `panels` is quantity -> schedule -> values. Lines that coincide share a label.
     """
     figure, axes = figure_of(6.2 * len(panels), 3.9, columns=len(panels))
     colors = axis_colors(name for of_schedules in panels.values() for name in of_schedules)
@@ -652,16 +621,8 @@ def expert_load(
     """Plot the load of experts per layer, as a multiple of the mean of the layer. White is the mean.
 
     With several ranks, lines separate their experts, and bars show the busiest rank of each layer, for which the others
-    wait.
-
-    Args:
-      load: tokens [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers.
-      num_ranks: size of the mesh axis that shards the experts.
-      rows: labels of the rows, by default the layers.
-      title: title of the plot.
-
-    Raises:
-      ValueError: the shape of the load is not [layers, experts], or the experts are not divisible by the ranks.
+    wait. The load has the shape [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers. `rows`
+    are labels of the rows, by default the layers.
     """
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 

@@ -400,11 +400,7 @@ def build_optimizer(recipe: Recipe, model: Model, mesh: AnyMesh) -> optax.Gradie
 
 
 def open_data(recipe: Recipe, *, batch_size: int | None = None) -> Source:
-    """Open the data of a recipe for global batches of `batch_size`, by default those of the recipe.
-
-    Raises:
-      MeshparError: `open` of the data does not return a `Source`.
-    """
+    """Open the data of a recipe for global batches of `batch_size`, by default those of the recipe."""
     source = recipe.data.open(batch_size=batch_size or recipe.batch_size, seed=recipe.seed)
     if not isinstance(source, Source):
         where, reason = f"{type(recipe.data).__name__}.open", f"it returned {source!r:.100}"
@@ -422,14 +418,9 @@ def build_step(recipe: Recipe) -> TrainStep:
 
 
 def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
-    """Return the result of the function `recipe` of a file.
+    """Return the result of the function `recipe` of a file. The path `file.py:name` calls the function `name` instead.
 
-    Args:
-      path: a Python file. `file.py:name` calls the function `name` instead.
-      devices: number of devices, which is passed to a function with a parameter `devices`. None keeps its default.
-
-    Raises:
-      ValueError: the file or function does not exist, or the function does not return a Recipe.
+    The number of devices is passed to a function with a parameter `devices`. None keeps its default.
     """
     file, _, name = str(path).partition(":")
     name = name or "recipe"
@@ -452,9 +443,7 @@ def load_recipe(path: str | Path, *, devices: int | None = None) -> Recipe:
 def explain_recipe_errors(recipes: Sequence[str], requested: str) -> Iterator[None]:
     """Convert an exception of a recipe file to an error with its line. Errors of meshpar are not changed.
 
-    Args:
-      recipes: `file.py` or `file.py:name`. The first is named if the exception comes from another file.
-      requested: what the recipe was asked to do.
+    The recipes are paths as in `load_recipe`. The first one is named if the exception comes from another file.
     """
     try:
         yield
@@ -537,12 +526,9 @@ RESUMABLE = (
 def changes(
     before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the fields that differ between two recipes, as dotted path -> (before, after).
+    """Return the fields that differ between results of `to_json`, as dotted path -> (before, after).
 
-    Args:
-      before: result of `to_json` of the older recipe, possibly from a version with fewer fields.
-      after: result of `to_json` of the newer recipe.
-      defaults: values of fields that `before` does not have, from `defaults_of`.
+    The older recipe may be from a version with fewer fields, whose values are in `defaults`, from `defaults_of`.
     """
     absent = "(absent)"
     old, new = dict(_flat(before)), dict(_flat(after))
@@ -592,17 +578,11 @@ _Texts: TypeAlias = Mapping[tuple[str, ...], str]
 
 
 def override(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
-    """Return a recipe with fields set from text.
+    """Return a recipe with fields set from assignments "dotted.path=text".
 
-    Args:
-      recipe: the original recipe.
-      assignments: "dotted.path=text" each. The type of the field determines how the text is read: numbers, true and
-        false, none, words, `a,b` for tuples, `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the
-        strategy. All are applied together, so that the order of related fields does not matter. The last assignment
-        to a field wins.
-
-    Raises:
-      ValueError: a name is unknown, a text does not have the type of the field, or a value is invalid.
+    The type of the field determines how the text is read: numbers, true and false, none, words, `a,b` for tuples,
+    `fsdp=4,tensor=2` for the mesh, `fsdp() | tensor_parallel()` for the strategy. All are applied together, so that
+    the order of related fields does not matter. The last assignment to a field wins.
     """
     texts: dict[tuple[str, ...], str] = {}
     for assignment in assignments:
@@ -654,11 +634,7 @@ def _with(value: Any, texts: _Texts, path: tuple[str, ...]) -> Any:
 
 
 def _annotation(value: Any, name: str, path: tuple[str, ...]) -> Any:
-    """Return the type of a field of a config, a mesh or a mapping.
-
-    Raises:
-      ValueError: there is no such field. The message has similar names.
-    """
+    """Return the type of a field of a config, a mesh or a mapping."""
     where = f"`{'.'.join((*path, name))}`"
     if isinstance(value, MeshSpec):
         if name != "inside_node" and name not in value:
@@ -684,17 +660,7 @@ class _Unreadable(Exception):
 
 
 def read(text: str, hint: Any, path: tuple[str, ...], *, current: Any = None) -> Any:
-    """Convert text to a value of the type `hint`.
-
-    Args:
-      text: the text to convert.
-      hint: a type annotation.
-      path: path of the field, for the error.
-      current: current value of the field, for the error.
-
-    Raises:
-      ValueError: the text does not have that type.
-    """
+    """Convert text to a value of the type `hint`. The path and current value of the field are for the error."""
     try:
         return _read(text, hint)
     except _Unreadable as error:

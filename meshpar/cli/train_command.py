@@ -72,7 +72,7 @@ from meshpar.sharding.units import human_bytes
 from meshpar.training.lora import merged_params
 from meshpar.training.pgle import check_pgle, pgle_enabled
 from meshpar.training.state import Setup, TrainState, make_setup
-from meshpar.training.step import TrainStep, eval_step
+from meshpar.training.step import eval_step
 
 KEPT = ("attention", "tensor_matmul", "vocab_chunk", "param_dtype")
 """Model fields that the recipe keeps with --from-hf. The Hugging Face folder sets all others."""
@@ -155,9 +155,8 @@ def train(
     with source.train(setup.batch_sharding) as batches, contextlib.ExitStack() as stack:
         if recipe.pgle:
             stack.enter_context(pgle_enabled(Path(out)))
-        step = build_step(recipe)
         with screen.progress("tracing and lowering the training step"):
-            program = StepProgram(recipe, setup, batches, step)
+            program = StepProgram(recipe, setup, batches)
         if pod is not None:  # before a device waits for another one
             data = {**source.describe(), "order": batches.get_state(), "fingerprint": source.fingerprint}
             run_info = {"data": data, "sharding": setup.table.to_json(), "program": str(program)}
@@ -179,7 +178,7 @@ def train(
             if profile is not None:
                 about = {"program": str(program)}
                 hooks.append(Profile(folder / "profile", first=profile[0], last=profile[1], about=about))
-            result = fit(step, state, batches, hooks=hooks, **_fit_options(recipe, batches, setup))
+            result = fit(program.step, state, batches, hooks=hooks, **_fit_options(recipe, batches, setup))
             del state
     steps_taken = result.step - first_step
     return _report(recipe, result, source, folder, screen, steps_taken=steps_taken, goodput=goodput)
@@ -200,11 +199,7 @@ def _setup(recipe: Recipe, mesh: jax.sharding.Mesh) -> Setup:
 
 
 def with_hf(recipe: Recipe, folder: str | Path) -> Recipe:
-    """Return the recipe with the model of a Hugging Face folder, and its tokenizer if the data is text.
-
-    Raises:
-      ValueError: if the model of the recipe is not a `TransformerConfig`, or config.json is not supported.
-    """
+    """Return the recipe with the model of a Hugging Face folder, and its tokenizer if the data is text."""
     from meshpar.data import ChatData, TextData
     from meshpar.models.config import TransformerConfig
 
@@ -240,9 +235,6 @@ def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ())
 
     Plans assume that gradients are reduced after each microbatch. The assignments are applied together with the
     number of microbatches, which may only fit a batch size that they set.
-
-    Raises:
-      ValueError: if the file contains no plans.
     """
     from meshpar.planner.plan import load_plans
 
@@ -264,7 +256,8 @@ def _hooks(
     # Ten measurements in a short run, one per 100 steps in a long run.
     expert_load = experts.ExpertLoad(every=min(max(recipe.steps // 10, 1), 100), stream=screen.stream)
     validation = eval_step(recipe.loss, precision=recipe.precision, xla=recipe.xla)
-    params_for_validation = None if averages_of(setup.abstract.opt_state) is None else ema_params
+    averaged = None if averages_of(setup.abstract.opt_state) is None else ema_params
+    valid = source.valid(setup.batch_sharding)
 
     def more_metrics(record: Record) -> dict[str, Any]:
         return {**expert_load.line(record), **goodput.line(record)}
@@ -275,31 +268,24 @@ def _hooks(
         JsonlWriter(folder / "metrics.jsonl", also=more_metrics),
         *writers(recipe.writers, folder, config=_json_finite(recipe.to_json()), also=more_metrics),
         ProgressBar(stream=screen.stream, also=expert_load.words),
-        Validator(
-            validation,
-            source.valid(setup.batch_sharding),
-            every=recipe.validate_every or recipe.steps,
-            of=params_for_validation,
-        ),
+        Validator(validation, valid, every=recipe.validate_every or recipe.steps, of=averaged),
         Checkpointer(checkpoints, every=recipe.checkpoint_every or recipe.steps, retries=recipe.checkpoint_retries),
         Preemption(),
     ]
 
 
-def _program(step: TrainStep, setup: Setup, batches: Batches) -> str:
-    """Return the fingerprint of a training step and its compile options, in the form that `meshpar explain` prints."""
-    options = step.compile_options(setup)
-    option_words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
-    digest = fingerprint(step.lower(setup.abstract, batches.spec), options)
-    return f"program {digest}" + f" with {' '.join(option_words)}" * bool(option_words)
-
-
 class StepProgram:
-    """The lowered training step of a run. Its text is the fingerprint followed by the compile options."""
+    """The lowered training step of a run.
 
-    def __init__(self, recipe: Recipe, setup: Setup, batches: Batches, step: TrainStep) -> None:
-        self.recipe, self.setup, self._batches = recipe, setup, batches
-        self._text = _program(step, setup, batches)
+    Its text is the fingerprint followed by the compile options, as in `meshpar explain`.
+    """
+
+    def __init__(self, recipe: Recipe, setup: Setup, batches: Batches) -> None:
+        self.recipe, self.setup, self.batches, self.step = recipe, setup, batches, build_step(recipe)
+        options = self.step.compile_options(setup)
+        words = " ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
+        digest = fingerprint(self.step.lower(setup.abstract, batches.spec), options)
+        self._text = f"program {digest}" + f" with {words}" * bool(words)
 
     def __str__(self) -> str:
         return self._text
@@ -313,12 +299,6 @@ class StepProgram:
             "processes": jax.process_count(),
             **{f"{name} version": version_of(name) for name in ("meshpar", "jax", "flax", "optax")},
         }
-
-    def of(self, recipe: Recipe) -> StepProgram:
-        """Lower another recipe on the same mesh and batches."""
-        mesh = self.setup.mesh
-        assert isinstance(mesh, jax.sharding.Mesh)
-        return StepProgram(recipe, _setup(recipe, mesh), self._batches, build_step(recipe))
 
 
 def _start_line(step: int, steps: int, folder: Path) -> str:
@@ -462,7 +442,9 @@ def _check_same_program(
         screen.print(f"skipping the comparison with the program of the earlier steps: {', '.join(reasons)} changed")
         return
     if fields:
-        current = program.of(program.recipe.replace(**{name: changed[name][0] for name in fields})).to_json()
+        recipe, mesh = program.recipe.replace(**{name: changed[name][0] for name in fields}), program.setup.mesh
+        assert isinstance(mesh, jax.sharding.Mesh)
+        current = StepProgram(recipe, _setup(recipe, mesh), program.batches).to_json()
     if saved["fingerprint"] == current["fingerprint"]:
         return
     difference = f"the run was trained with {saved['fingerprint']}, and its fields now give {current['fingerprint']}"
@@ -587,25 +569,27 @@ def _report(
         summary |= _compare_with_bigrams(source, valid)
         if recipe.sample is not None:
             summary["sample"] = sample_text(recipe, result.state, source)
-    if jax.process_index() == 0:
-        if done:
-            _plot(folder, recipe, curves, summary, loads)
-        _write_json(folder / "summary.json", summary)
-        if not done:
-            screen.print(
-                f"{result.reason} at step {result.step} of {recipe.steps}. The checkpoint is in "
-                f"{folder / 'checkpoints'}. Repeat the command to resume."
-            )
-        else:
-            if "sample" in summary:
-                screen.text("sample", summary["sample"])
-            screen.fields("result", _result(summary, folder))
-    if done and missing and jax.process_index() == 0:
+    outcome = RunOutcome(folder=folder, reason=result.reason, summary=summary)
+    if jax.process_index() != 0:
+        return outcome
+    if done:
+        _plot(folder, recipe, curves, summary, loads)
+    _write_json(folder / "summary.json", summary)
+    if not done:
+        screen.print(
+            f"{result.reason} at step {result.step} of {recipe.steps}. The checkpoint is in {folder / 'checkpoints'}. "
+            "Repeat the command to resume."
+        )
+        return outcome
+    if "sample" in summary:
+        screen.text("sample", summary["sample"])
+    screen.fields("result", _result(summary, folder))
+    if missing:
         where, ranges = f"run {folder}: metrics.jsonl", ", ".join(f"{first} to {last}" for first, last in missing[:4])
         fix = "restore the file from a copy and repeat the command; the checkpoints are complete"
         requested, reason = "report the metrics of all steps", f"the metrics of steps {ranges} are missing"
         raise problem(where, requested, reason, fix, code="damaged-file")
-    return RunOutcome(folder=folder, reason=result.reason, summary=summary)
+    return outcome
 
 
 def _compare_with_bigrams(source: Source, valid: Mapping[str, float]) -> dict[str, Any]:

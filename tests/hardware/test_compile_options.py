@@ -14,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import meshpar as mp
 from meshpar.cli.explain_command import Subject
-from meshpar.cli.recipe import build_model, build_optimizer, build_step, load_recipe
-from meshpar.cli.train_command import _program
+from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
+from meshpar.cli.train_command import StepProgram
 from meshpar.hardware.clusters import parse_cluster
 from meshpar.hardware.compile_options import GPU_OPTIONS, LATENCIES, check_options, fingerprint, options_for
 from meshpar.inspect.target import missing_aot, topology, traced_for
@@ -179,5 +179,5 @@ def test_train_and_explain_compile_the_same_program(name):
     tx = build_optimizer(recipe, model, mesh)
     setup = make_setup(model, tx, mesh=mesh, strategy=recipe.strategy, precision=recipe.precision)
     with traced_for(cluster):
-        line = _program(build_step(recipe), setup, SimpleNamespace(spec=subject.batch))
+        line = str(StepProgram(recipe, setup, SimpleNamespace(spec=subject.batch)))
     assert re.match(r"program (\w{12}) with xla_gpu", line)[1] == fingerprint(*stopped.value.args)
