@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
 from meshpar.collectives import reference, ring
@@ -21,20 +22,44 @@ from meshpar.collectives.reduction import ALGORITHMS
 from tests.collectives.gradients import with_gradient
 from tests.grid import cases
 
-COUNTS = cases(3, grid=[1, 2, 3, 5, 8])
-
 
 class Case(NamedTuple):
     kernel: Callable
     reference: Callable
-    shape: Callable[[int], tuple[int, ...]]
+    shapes: Callable[[int], Any]
+    """Local shapes for a number of ranks: a shape, or a list or dict of shapes."""
+    has_levels: bool = False
+    """Whether the kernel has an axis within nodes and one across nodes."""
+    values: tuple[int, int] = (40, 3)
+    """Largest integer of the arrays, and a factor. Sums are exact in float32, but not in bfloat16, and have ties."""
+    atol: float = 1e-6
+    """Tolerance of gradients."""
 
 
-def case(name, shape, **options):
+def case(name, shapes, **options):
     """Return a kernel and the reference of the same name, which has no options of the algorithm."""
     shared = {k: v for k, v in options.items() if k not in ("algorithm", "channels", "num_servers")}
-    kernel = functools.partial(getattr(mc, name), axis="x", **options)
-    return Case(kernel, functools.partial(getattr(reference, name), **shared), shape)
+    reference_name = name.removeprefix("hierarchical_")
+    return Case(
+        functools.partial(getattr(mc, name), **options),
+        functools.partial(getattr(reference, reference_name), **shared),
+        shapes, has_levels=reference_name != name,
+    )  # fmt: skip
+
+
+def matmul(name, shapes, *, num_weights=1, **options):
+    """Return an overlapped matmul of a list of operands: rows, then weights."""
+
+    def kernel(operands, **axes):
+        rows, *weights = operands
+        return getattr(mc, name)(rows, weights[0] if num_weights == 1 else tuple(weights), **axes, **options)
+
+    def plain(operands):
+        products = tuple(getattr(reference, name)(operands[0], weight, **options) for weight in operands[1:])
+        return products[0] if num_weights == 1 else products
+
+    # Gradients are sums of up to 100 products with cosines, in float32.
+    return Case(kernel, plain, shapes, values=(5, 1), atol=1e-4)
 
 
 def any_shape(n):
@@ -47,6 +72,10 @@ def divisible(n):
 
 def per_rank(n):
     return (3, n)
+
+
+def gradients(n):
+    return {"w": (4, 6), "none": (0,), "scale": (), "layers": [(12,)] * 3}
 
 
 CASES = {
@@ -85,119 +114,222 @@ CASES = {
     "reduce_scatter xla mean": case("reduce_scatter", divisible, dim=1, op="mean", algorithm="xla"),
     "reduce_scatter xla max": case("reduce_scatter", divisible, dim=-1, op="max", algorithm="xla"),
     "all_reduce, servers": case("all_reduce", any_shape, algorithm="parameter_server", num_servers=1),
-}
+    "to_zigzag": case("to_zigzag", lambda n: (2, 6, 3)),
+    "from_zigzag": case("from_zigzag", lambda n: (2, 6, 3), dim=1),
+    "buckets": Case(
+        functools.partial(mc.bucketed_all_reduce, op="mean", bucket_bytes=100),
+        functools.partial(jax.tree.map, functools.partial(reference.all_reduce, op="mean")), gradients,
+    ),
+    "gather_matmul": matmul("all_gather_matmul", lambda n: [(3, 5), (5, 4)]),
+    "gather_matmul, one row": matmul("all_gather_matmul", lambda n: [(1, 5), (5, 4)]),
+    "gather_matmul, two weights": matmul(
+        "all_gather_matmul", lambda n: [(2, 3, 5), (5, 4), (5, 2, 3)], num_weights=2, dim=0
+    ),
+    "matmul_scatter": matmul("matmul_reduce_scatter", lambda n: [(2, 3 * n, 4), (4, 5)]),
+    "matmul_scatter, one row": matmul("matmul_reduce_scatter", lambda n: [(n, 4), (4, 5)]),
+    "matmul_scatter, two contracted": matmul(
+        "matmul_reduce_scatter", lambda n: [(2 * n, 3, 2, 2), (2, 2, 5)], dim=0
+    ),
+    **{f"levels {op}": case("hierarchical_all_reduce", any_shape, op=op) for op in ("sum", "mean", "max")},
+    "levels exchange": case("hierarchical_all_to_all", lambda n: (2, n), split_dim=1),
+    "levels exchange stacked": case("hierarchical_all_to_all", lambda n: (2, n), split_dim=1, tiled=False),
+}  # fmt: skip
 POWER_OF_TWO = {
     "all_gather doubling": case("all_gather", any_shape, algorithm="recursive_doubling"),
     "reduce_scatter halving": case("reduce_scatter", divisible, dim=1, algorithm="recursive_halving"),
 }
 EACH_MOTION = (
-    "shift back",
-    "reduce max",
-    "gather",
-    "all_gather, rings",
-    "reduce_scatter",
-    "all_to_all",
-    "all_reduce tree",
-)
+    "shift back", "reduce max", "gather", "all_gather, rings", "reduce_scatter", "all_to_all", "all_reduce tree",
+    "to_zigzag", "from_zigzag", "buckets", "gather_matmul", "matmul_scatter", "levels sum", "levels exchange",
+)  # fmt: skip
 
 
-def parts_of(shape, dtype="float32", seed=0):
-    """Return integers with ties, whose sums are exact in float32 but not in bfloat16."""
-    return (np.random.default_rng(seed).integers(-40, 40, shape) * 3).astype(jnp.dtype(dtype))
+def arrays_of(shapes, count, dtype="float32", values=(40, 3)):
+    """Return integers of all ranks for local shapes."""
+    largest, factor = values
+
+    def draw(shape):
+        integers = np.random.default_rng(len(shape)).integers(-largest, largest, (count, *shape))
+        return (integers * factor).astype(jnp.dtype(dtype))
+
+    return jax.tree.map(draw, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
-@pytest.fixture(scope="module")
-def outcomes(ranks):
-    """Return a function to the results of all kernels and references, with gradients for float32."""
+def run(row, names, dtype="float32", *, apply=with_gradient, table=CASES, check_vma=True):
+    """Return the results of kernels, computed in a program, and of their references, by name."""
+    chosen = {name: table[name] for name in names if len(row.axis) > 1 or not table[name].has_levels}
+    arrays = {name: arrays_of(case.shapes(row.count), row.count, dtype, case.values) for name, case in chosen.items()}
 
-    @functools.cache
-    def run(count, dtype="float32"):
-        row, apply = ranks(count), with_gradient if dtype == "float32" else lambda f, x: f(x)
+    def view(case):
+        axes = {"axis": row.axis if len(row.axis) > 1 else row.axis[0]}
+        axes = {"outer": row.axis[:1], "inner": row.axis[1:]} if case.has_levels else axes
+        return row.view(functools.partial(case.kernel, **axes), check_vma=check_vma)
 
-        def all_of(use):
-            return jax.jit(
-                lambda: {
-                    name: apply(use(case), parts_of((count, *case.shape(count)), dtype))
-                    for name, case in CASES.items()
-                    if dtype != "int32" or "mean" not in name
-                }
-            )()
-
-        return all_of(lambda case: row.view(case.kernel)), all_of(lambda case: case.reference)
-
-    return run
+    actual = jax.jit(lambda: {name: apply(view(case), arrays[name]) for name, case in chosen.items()})()
+    return actual, jax.jit(lambda: {name: apply(case.reference, arrays[name]) for name, case in chosen.items()})()
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", CASES)
-def test_matches_reference(outcomes, name, count):
-    actual, expected = outcomes(count)
-    np.testing.assert_array_equal(actual[name][0], expected[name][0])  # sums of integers are exact
-    np.testing.assert_allclose(actual[name][1], expected[name][1], rtol=1e-5, atol=1e-6)  # float32, up to 8 terms
+def assert_same(actual, expected):
+    for name, (value, gradient) in expected.items():
+        # Sums of integers are exact; a mean is rounded once or twice.
+        rtol = 1e-6 if "mean" in name or name == "buckets" else 0
+        close = functools.partial(np.testing.assert_allclose, err_msg=name)
+        jax.tree.map(functools.partial(close, rtol=rtol), actual[name][0], value)
+        atol = {**CASES, **POWER_OF_TWO}[name].atol
+        jax.tree.map(functools.partial(close, rtol=1e-5, atol=atol), actual[name][1], gradient)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("count", [6, 7])
-@pytest.mark.parametrize("name", [name for name in CASES if "mean" not in name])
-def test_integers_are_exact(outcomes, name, count):
-    actual, expected = outcomes(count, "int32")
-    assert actual[name].dtype == jnp.int32
-    np.testing.assert_array_equal(actual[name], expected[name])
+LEVELS = [name for name in CASES if name.startswith("levels")]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bfloat16_stays_bfloat16(outcomes, name):
-    actual, expected = outcomes(5, "bfloat16")
-    assert actual[name].dtype == jnp.bfloat16
-    # Four additions, each rounded to 2^-8 of sums up to 5 * 120.
-    atol = 4 * 5 * 120 / 256 if name.startswith(("reduce", "all_reduce")) else 0
-    if "max" in name or "min" in name:
-        atol = 0
-    np.testing.assert_allclose(actual[name].astype("float32"), expected[name].astype("float32"), rtol=0, atol=atol)
+@pytest.mark.parametrize("count", cases(3, grid=[1, 2, 3, 5, 8]))
+def test_kernels_match_references(ranks, count):
+    assert_same(*run(ranks(count), CASES))
 
 
-@pytest.mark.parametrize("root", cases(4, grid=[1, 4]))
-@pytest.mark.parametrize("name", ["broadcast", "reduce max", "scatter", "gather"])
-def test_any_rank_can_be_the_root(ranks, name, root):
-    case = CASES[name]
-    parts = parts_of((5, *case.shape(5)))
-    actual = jax.jit(ranks(5).view(functools.partial(case.kernel, root=root)))(parts)
-    np.testing.assert_array_equal(actual, case.reference(parts, root=root))
-
-
-@pytest.mark.parametrize("dtype", cases("bfloat16", grid=["bfloat16", "float32"]))
-@pytest.mark.usefixtures("strict")
-def test_no_implicit_promotion_or_broadcast(ranks, dtype):
-    for case in CASES.values():
-        parts = jax.ShapeDtypeStruct((5, *case.shape(5)), dtype)
-        view = ranks(5).view(case.kernel)
-        y = jax.eval_shape(lambda x, f=view: jax.vjp(f, x)[0], parts)
-        assert (y.shape, y.dtype) == (jax.eval_shape(case.reference, parts).shape, parts.dtype)
-
-
-def test_several_axes_act_as_one(ranks):
-    row, parts = ranks(outer=2, inner=3), parts_of((6, 4))
-    both = functools.partial(mc.all_gather, axis=("outer", "inner"))
-    np.testing.assert_array_equal(jax.jit(row.view(both))(parts), reference.all_gather(parts))
+@pytest.mark.parametrize(("outer", "inner"), cases((2, 3), grid=[(1, 3), (2, 3), (4, 2), (2, 1)]))
+def test_kernels_over_several_axes_match_references(ranks, outer, inner):
+    assert_same(*run(ranks(outer=outer, inner=inner), [*LEVELS, "all_gather"]))
 
 
 @pytest.mark.parametrize(
     "names", [EACH_MOTION, pytest.param((*CASES, *POWER_OF_TWO), marks=pytest.mark.matrix)], ids=["few", "all"]
 )
 def test_axes_in_another_order_than_the_mesh(out_of_order, names):
-    row = out_of_order
-    available = {**CASES, **(POWER_OF_TWO if row.count & (row.count - 1) == 0 else {})}
-    cases = {name: available[name] for name in names if name in available}
-    arrays = {name: parts_of((row.count, *case.shape(row.count))) for name, case in cases.items()}
+    table = {**CASES, **(POWER_OF_TWO if out_of_order.count & (out_of_order.count - 1) == 0 else {})}
+    assert_same(*run(out_of_order, [name for name in names if name in table], table=table))
 
-    def all_of(use):
-        return jax.jit(lambda: {name: with_gradient(use(case), arrays[name]) for name, case in cases.items()})()
 
-    actual = all_of(lambda case: row.view(functools.partial(case.kernel, axis=row.axis)))
-    expected = all_of(lambda case: case.reference)
-    for name in cases:
-        np.testing.assert_array_equal(actual[name][0], expected[name][0], err_msg=name)
-        np.testing.assert_allclose(actual[name][1], expected[name][1], rtol=1e-5, atol=1e-6, err_msg=name)
+@pytest.mark.parametrize(("dtype", "count"), cases(("bfloat16", 5), grid=[("bfloat16", 5), ("int32", 6), ("int32", 7)]))
+def test_other_dtypes_are_kept(ranks, dtype, count):
+    names = [name for name in CASES if dtype != "int32" or not ("mean" in name or name == "buckets")]
+    actual, expected = run(ranks(count), names, dtype, apply=lambda f, x: f(x))
+    for name, exact_tree in expected.items():
+        atol = 0.0
+        if dtype == "bfloat16" and "reduce" in name and not ("max" in name or "min" in name):
+            atol = 4 * 5 * 120 / 256  # four additions, each rounded to 2^-8 of sums up to 5 * 120
+        if dtype == "bfloat16" and ("matmul" in name or name == "buckets"):
+            atol = 4.0  # integers up to 512 are rounded to even integers, at most twice
+        for y, exact in zip(*map(jax.tree.leaves, (actual[name], exact_tree)), strict=True):
+            assert y.dtype == jnp.dtype(dtype), name
+            y, exact = (np.asarray(z, np.float64) for z in (y, exact))
+            np.testing.assert_allclose(y, exact, rtol=0, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("root", cases(4, grid=[1, 4]))
+@pytest.mark.parametrize("name", ["broadcast", "reduce max", "scatter", "gather"])
+def test_any_rank_can_be_the_root(ranks, name, root):
+    case = CASES[name]
+    parts = arrays_of(case.shapes(5), 5)
+    actual = jax.jit(ranks(5).view(functools.partial(case.kernel, axis="x", root=root)))(parts)
+    np.testing.assert_array_equal(actual, case.reference(parts, root=root))
+
+
+@pytest.mark.parametrize("dtype", cases("bfloat16", grid=["bfloat16", "float32"]))
+@pytest.mark.usefixtures("strict")
+def test_no_implicit_promotion_or_broadcast(ranks, dtype):
+    for name, case in CASES.items():
+        if case.has_levels:
+            continue
+        arrays = arrays_of(case.shapes(5), 5, dtype)
+        view = ranks(5).view(functools.partial(case.kernel, axis="x"))
+        actual = jax.eval_shape(functools.partial(with_gradient, view), arrays)
+        expected = jax.eval_shape(case.reference, arrays), arrays
+        assert jax.tree.map(lambda x: (x.shape, jnp.dtype(dtype)), expected) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), actual
+        ), name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Transforms
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def batched(f, x):
+    return jax.vmap(f, -1, -1)(jax.tree.map(lambda a: jnp.stack([a, -a, 2 * a], axis=-1), x))
+
+
+def scanned(f, x):
+    def body(total, scale):
+        y, gradient = with_gradient(f, jax.tree.map(lambda a: scale * a, x))
+        return total + sum(leaf.sum() for leaf in jax.tree.leaves(y)), gradient
+
+    return lax.scan(body, jnp.float32(0), jnp.arange(3.0))
+
+
+def curved(f, x):
+    """Return second derivatives, reverse over reverse."""
+    x = jax.tree.map(lambda a: a / 128, x)
+
+    def slope(x):
+        return jax.grad(lambda x: sum((jnp.sin(y) ** 3).sum() for y in jax.tree.leaves(f(x))))(x)
+
+    return jax.grad(lambda x: sum((jnp.cos(s) * s).sum() for s in jax.tree.leaves(slope(x))))(x)
+
+
+ALL_REDUCES = tuple(name for name in CASES if name.startswith("all_reduce"))
+
+
+@pytest.mark.parametrize(
+    ("transform", "names"),
+    [
+        (batched, EACH_MOTION),
+        (scanned, EACH_MOTION),
+        (with_gradient, EACH_MOTION),
+        *(
+            pytest.param(transform, names, marks=pytest.mark.matrix)
+            for transform, names in (
+                (batched, ALL_REDUCES),
+                (scanned, ALL_REDUCES),
+                (with_gradient, ALL_REDUCES),
+                (curved, ("all_gather", "all_reduce ring", "all_reduce ring mean", "gather_matmul", "matmul_scatter")),
+            )
+        ),
+    ],
+)
+def test_transforms_of_kernels(ranks, transform, names):
+    """Gradients are taken without `check_vma`, which a `shard_map` with it compares with the reference elsewhere."""
+    actual, expected = run(ranks(3), names, apply=transform, check_vma=transform is not with_gradient)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), actual, expected)
+
+
+def test_gradient_of_a_scan_with_a_reduced_carry(ranks):
+    def looped(reduce, x):
+        return lax.scan(lambda h, _: (jnp.sin(reduce(h)), None), x, length=3)[0]
+
+    x = arrays_of((3,), 5) / 128
+    mean = functools.partial(mc.all_reduce, axis="x", op="mean")
+    view = ranks(5).view(functools.partial(looped, mean))
+    expected = with_gradient(functools.partial(looped, functools.partial(reference.all_reduce, op="mean")), x)
+    actual = jax.jit(functools.partial(with_gradient, view))(x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), actual, expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradient_of_a_replicated_array(ranks, check_vma):
+    def total(x):
+        rank = lax.axis_index("x")
+        return mc.all_reduce(x * (rank + 1), axis="x")[None] + mc.all_reduce(x, axis="x", op="mean")[None]
+
+    shared = jax.shard_map(total, mesh=ranks(5).mesh, in_specs=P(), out_specs=P("x"), check_vma=check_vma)
+    weights = jnp.arange(15.0).reshape(5, 3)
+    actual = jax.jit(jax.grad(lambda x: (shared(x) * weights).sum()))(jnp.ones(3))
+    np.testing.assert_allclose(actual, (15 + 1) * weights.sum(0), rtol=1e-5)
+
+
+def test_gradient_inside_shard_map(ranks):
+    """The loss of each rank depends on the arrays of all ranks."""
+
+    def inside(x):
+        return jax.grad(lambda x: (mc.all_reduce(x, axis="x") * (lax.axis_index("x") + 1)).sum())(x)
+
+    actual = jax.jit(ranks(5).view(inside))(jnp.ones((5, 2)))
+    np.testing.assert_allclose(actual, jnp.full((5, 2), 15.0), rtol=1e-5)  # 1 + 2 + 3 + 4 + 5
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks and shapes
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_rank_numbers_follow_the_order_of_the_axes(ranks):
@@ -209,16 +341,16 @@ def test_rank_numbers_follow_the_order_of_the_axes(ranks):
         return mc.shift(x, axis=axis), mc.all_gather(x, axis=axis) - lax.all_gather(x, axis, tiled=True)
 
     def run(order):
-        return ranks(order=order, **sizes).view(functools.partial(kernel, order))(parts_of((2 ** len(order), 2)))
+        return ranks(order=order, **sizes).view(functools.partial(kernel, order))(arrays_of((2,), 2 ** len(order)))
 
     results = jax.jit(lambda: [run(order) for order in orders])()
     for order, (shifted, difference) in zip(orders, results, strict=True):
-        np.testing.assert_array_equal(shifted, reference.shift(parts_of(shifted.shape)), err_msg=str(order))
+        np.testing.assert_array_equal(shifted, reference.shift(arrays_of((2,), len(shifted))), err_msg=str(order))
         assert not np.asarray(difference).any(), order
 
 
 def test_all_reduce_over_an_axis_of_several(ranks):
-    parts = parts_of((6, 4))
+    parts = arrays_of((4,), 6)
     actual = jax.jit(ranks(outer=2, inner=3).view(functools.partial(mc.all_reduce, axis="outer")))(parts)
     by_group = jax.vmap(reference.all_reduce, in_axes=1, out_axes=1)(parts.reshape(2, 3, 4))
     np.testing.assert_array_equal(actual, by_group.reshape(6, 4))
@@ -287,7 +419,7 @@ def test_all_ranks_get_the_same_bits(all_algorithms, rows):
     op=st.sampled_from(["sum", "max", "min"]),
 )
 def test_any_shape(ranks, shape, algorithm, op):
-    parts = parts_of((3, *shape), "int32")
+    parts = arrays_of(tuple(shape), 3, "int32")
     actual = jax.jit(ranks(3).view(functools.partial(mc.all_reduce, axis="x", algorithm=algorithm, op=op)))(parts)
     np.testing.assert_array_equal(actual, reference.all_reduce(parts, op=op))
 
