@@ -137,9 +137,13 @@ def test_window_reaches_back_by_its_size(ranks, order):
         np.testing.assert_array_equal(np.asarray(o).reshape(16, 16) > 0, expected, err_msg=str(case))
 
 
-def test_window_gradients_on_four_ranks(ranks):
-    """With fewer ranks the backward pass has no steps between the first and the last."""
-    close(*both(ranks(4), ["zigzag, a window of several ranks"], "float32", B=1, H=2, K=1, D=2), 1e-5)
+def test_gradients_on_four_ranks_of_windows_and_capped_scores(ranks):
+    """With fewer ranks the backward pass has no steps between the first and the last.
+
+    Gradients include the slope of the cap. At a cap of 0.5 most scores are on its flat part.
+    """
+    names = ["zigzag, a window of several ranks", "zigzag, capped"]
+    close(*both(ranks(4), names, "float32", B=1, H=2, K=1, D=2), 1e-5)
 
 
 @pytest.mark.parametrize("options", [{"window": 4}, {"packed": True}])
@@ -163,9 +167,9 @@ def test_bfloat16(ranks):
 
 
 @pytest.mark.matrix
-def test_multi_query_and_multi_head_attention(ranks):
-    for num_kv_heads in (1, 4):
-        close(*both(ranks(2), ["zigzag"], "float32", K=num_kv_heads, B=1, t=2), 1e-5)
+@pytest.mark.parametrize("num_kv_heads", [1, 4])
+def test_multi_query_and_multi_head_attention(ranks, num_kv_heads):
+    close(*both(ranks(2), ["zigzag"], "float32", K=num_kv_heads, B=1, t=2), 1e-5)
 
 
 @pytest.mark.matrix
@@ -338,14 +342,11 @@ def test_ring_attention_checks_its_arguments(ranks, shapes, options, code):
         jax.eval_shape(ranks(2).view(lambda qkv: mc.ring_attention(*qkv, **{"axis": "x", **options})), qkv)
 
 
-def test_ring_attention_needs_equal_floating_dtypes(ranks):
+def test_ring_attention_checks_dtypes_and_its_context(ranks):
     for dtypes in (("float32", "bfloat16", "bfloat16"), ("int32",) * 3):
         qkv = tuple(jnp.ones((2, *shape), dtype) for shape, dtype in zip((Q, KV, KV), dtypes, strict=True))
         with raises("wrong-dtype", "ring_attention"):
             jax.eval_shape(ranks(2).view(kernel()), qkv)
-
-
-def test_ring_attention_outside_shard_map():
     with raises("unknown-axis", "ring_attention"):
         mc.ring_attention(*(jnp.ones(shape) for shape in (Q, KV, KV)), axis="x")
 
@@ -355,8 +356,3 @@ def test_zigzag_needs_a_divisible_sequence():
         with raises("indivisible") as error:
             move(jnp.ones((2, 8)), 3)
         assert error.value.fix == "pad it to 12"
-
-
-def test_gradients_of_capped_scores(ranks):
-    """Gradients include the slope of the cap. At a cap of 0.5 most scores are on its flat part."""
-    close(*both(ranks(2), ["zigzag, capped"], "float32", B=1, t=4, H=2, K=1, D=2), 1e-5)

@@ -90,15 +90,9 @@ def test_tiles_outside_the_window_are_skipped():
         ({"segments": jnp.zeros(6, jnp.int32)}, "wrong-shape"),
         ({"segments": jnp.zeros((2, 6))}, "wrong-dtype"),
         ({"tile": 0}, "not-an-int"),
+        ({"k": jnp.ones((2, 6, 3, 4)), "v": jnp.ones((2, 6, 3, 4))}, "indivisible"),
     ],
 )
-def test_blockwise_attention_checks_its_options(options, code):
-    q = jnp.ones((2, 6, 2, 4))
+def test_blockwise_attention_checks_its_arguments(options, code):
     with raises(code, "blockwise_attention"):
-        mc.blockwise_attention(q, q, q, **options)
-
-
-def test_blockwise_attention_checks_heads():
-    q, *_ = arrays()
-    with raises("indivisible", "blockwise_attention"):
-        mc.blockwise_attention(q, jnp.ones((B, T, 3, D)), jnp.ones((B, T, 3, D)))
+        mc.blockwise_attention(**{name: jnp.ones((2, 6, 2, 4)) for name in "qkv"} | options)

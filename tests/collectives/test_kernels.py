@@ -156,7 +156,7 @@ def arrays_of(shapes, count, dtype="float32", values=(40, 3)):
 
 
 def run(row, names, dtype="float32", *, apply=with_gradient, table=CASES, check_vma=True):
-    """Return the results of kernels, computed in a program, and of their references, by name."""
+    """Return the results of kernels and of their references by name, computed in a program per 16 kernels."""
     chosen = {name: table[name] for name in names if len(row.axis) > 1 or not table[name].has_levels}
     arrays = {name: arrays_of(case.shapes(row.count), row.count, dtype, case.values) for name, case in chosen.items()}
 
@@ -165,8 +165,16 @@ def run(row, names, dtype="float32", *, apply=with_gradient, table=CASES, check_
         axes = {"outer": row.axis[:1], "inner": row.axis[1:]} if case.has_levels else axes
         return row.view(functools.partial(case.kernel, **axes), check_vma=check_vma)
 
-    actual = jax.jit(lambda: {name: apply(view(case), arrays[name]) for name, case in chosen.items()})()
-    return actual, jax.jit(lambda: {name: apply(case.reference, arrays[name]) for name, case in chosen.items()})()
+    def results(use, names):
+        return jax.block_until_ready(
+            jax.jit(lambda: {name: apply(use(chosen[name]), arrays[name]) for name in names})()
+        )
+
+    actual, expected, names = {}, {}, list(chosen)
+    for first in range(0, len(names), 16):
+        actual |= results(view, names[first : first + 16])
+        expected |= results(lambda case: case.reference, names[first : first + 16])
+    return actual, expected
 
 
 def assert_same(actual, expected):
