@@ -116,7 +116,7 @@ def test_ring_attention_matches_reference(ranks, count):
         close(*both(ranks(count), cases, "float64"), 1e-12)
 
 
-@pytest.mark.parametrize("order", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("order", cases("zigzag", grid=["zigzag", "contiguous"]))
 def test_window_reaches_back_by_its_size(ranks, order):
     """Windows from within a tile to the full sequence, on four ranks."""
     row, (qkv, _) = ranks(4), arrays(4, B=1, t=4, H=1, K=1, D=16, dtype="float32")

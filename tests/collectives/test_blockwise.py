@@ -11,6 +11,7 @@ from meshpar import collectives as mc
 from meshpar.collectives import reference
 from meshpar.inspect.model_flops import matmul_flops
 from tests.errors import raises
+from tests.grid import cases
 
 B, T, H, K, D = 2, 23, 4, 2, 6
 SEGMENTS = np.sort(np.random.default_rng(1).integers(0, 4, (B, T)), axis=1).astype(np.int32)
@@ -35,7 +36,7 @@ def weighted_grad(attention, weights, **options):
     return jax.grad(lambda q, k, v: (attention(q, k, v, **options) * weights).sum(), (0, 1, 2))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases("window in tiles", "all", grid=CASES))
 def test_blockwise_attention_matches_reference(case):
     """float32 rounds at 6e-8, and sums over 23 positions are computed in another order."""
     *qkv, weights = arrays()

@@ -198,6 +198,7 @@ def test_layers_only_send_in_the_rings(step_sends, framework):
     assert sum(sent.values()) <= 2 * 4 * 8
 
 
+@matrix
 @pytest.mark.call_stacks
 def test_fsdp_gathers_each_weight_once_per_pass(step_sends):
     """Each gradient is reduced once, as with plain matmuls."""

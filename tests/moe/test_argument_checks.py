@@ -153,20 +153,37 @@ def test_invalid_arguments(call, code):
 
 
 @pytest.mark.parametrize(
-    ("call", "where"),
+    ("call", "where", "code"),
     [
-        (lambda: moe.auxiliary_loss(FLOATS, INTS, axis="data"), "auxiliary_loss"),
-        (lambda: moe.z_loss(FLOATS, axis="data"), "z_loss"),
-        (lambda: moe.update_bias(jnp.zeros(4), jnp.zeros(4), axis="data"), "update_bias"),
-        (lambda: report(loss=jnp.ones(3)), "report"),
-        (lambda: report(loss="x"), "report"),
-        (lambda: report(metrics=[1]), "report"),
-        (lambda: report(metrics={"a": None}), "`a`"),
+        (lambda: moe.auxiliary_loss(FLOATS, INTS, axis="data"), "auxiliary_loss", "unknown-axis"),
+        (lambda: moe.z_loss(FLOATS, axis="data"), "z_loss", "unknown-axis"),
+        (lambda: moe.update_bias(jnp.zeros(4), jnp.zeros(4), axis="data"), "update_bias", "unknown-axis"),
+        (lambda: dense(x=FLOATS[1:]), "reference.moe", "wrong-shape"),
+        (lambda: dense(token_ranks=3), "reference.moe", "indivisible"),
+        (lambda: dense(params=[jnp.ones((4, 1)), jnp.ones((3, 1))]), "reference.moe", "wrong-shape"),
     ],
 )
-def test_errors_of_axes_and_reports(call, where):
-    with pytest.raises(MeshparError) as error:
+def test_errors_of_axes_and_references(call, where, code):
+    with raises(code, where):
         call()
+
+
+def dense(x=FLOATS, params=FLOATS, **options):
+    return moe.reference.moe(x, INTS, jnp.ones((4, 2)), lambda w, x: x * w, params, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"loss": jnp.ones(3)}, "report"),
+        ({"loss": "x"}, "report"),
+        ({"metrics": [1]}, "report"),
+        ({"metrics": {"a": None}}, "`a`"),
+    ],
+)
+def test_errors_of_reports(options, where):
+    with pytest.raises(MeshparError) as error:
+        report(**options)
     assert where in error.value.where
 
 
@@ -293,37 +310,27 @@ def trace_dispatch(
     jax.eval_shape(run, *(jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)))
 
 
-@pytest.mark.parametrize(
-    ("rows", "weights", "sizes", "options", "code"),
-    [
-        ((4, 3), (2, 5, 3), 2, {}, "wrong-shape"),
-        ((4, 3), (2, 3, 3), 3, {}, "wrong-shape"),
-        ((4, 3), (0, 3, 3), 0, {}, "wrong-shape"),
-        ((4, 0), (2, 0, 3), 2, {}, "wrong-shape"),
-        ((4, 3), (2, 3, 3), 2, {"implementation": "blocks"}, "unknown-choice"),
-        ((4, 3), (2, 3, 3), 2, {"block": 0}, "not-an-int"),
-        ((4, 3), (2, 3, 3), 2, {"typical_rows": 0}, "not-an-int"),
-    ],
-)
-def test_invalid_shapes_and_options_of_grouped_matmul(rows, weights, sizes, options, code):
-    with raises(code, "grouped_matmul"):
-        grouped_matmul(jnp.ones(rows), jnp.ones(weights), jnp.ones(sizes, jnp.int32), **options)
-
-
-ROWS, WEIGHTS, SIZES = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.ones(2, jnp.int32)
+ROWS, WEIGHTS, SIZES, DOWN = jnp.ones((4, 3)), jnp.ones((2, 3, 5)), jnp.ones(2, jnp.int32), jnp.ones((2, 4, 3))
 
 
 @pytest.mark.parametrize(
     ("call", "code"),
     [
-        (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS[:, :, 1:], jnp.ones((2, 4, 3)), SIZES), "wrong-shape"),
-        (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS, jnp.ones((2, 4, 3)), SIZES), "wrong-shape"),
+        (lambda: grouped_matmul(ROWS, jnp.ones((2, 5, 3)), SIZES), "wrong-shape"),
+        (lambda: grouped_matmul(ROWS, WEIGHTS, jnp.ones(3, jnp.int32)), "wrong-shape"),
+        (lambda: grouped_matmul(ROWS, WEIGHTS[:0], SIZES[:0]), "wrong-shape"),
+        (lambda: grouped_matmul(ROWS[:, :0], WEIGHTS[:, :0], SIZES), "wrong-shape"),
+        (lambda: grouped_matmul(ROWS, WEIGHTS, SIZES, implementation="blocks"), "unknown-choice"),
+        (lambda: grouped_matmul(ROWS, WEIGHTS, SIZES, block=0), "not-an-int"),
+        (lambda: grouped_matmul(ROWS, WEIGHTS, SIZES, typical_rows=0), "not-an-int"),
+        (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS[:, :, 1:], DOWN, SIZES), "wrong-shape"),
+        (lambda: grouped_swiglu(ROWS, WEIGHTS, WEIGHTS, DOWN, SIZES), "wrong-shape"),
         (lambda: grouped_matmul(ROWS, WEIGHTS.astype("bfloat16"), SIZES), "wrong-dtype"),
         (lambda: grouped_matmul(ROWS, WEIGHTS, jnp.ones(2)), "wrong-dtype"),
         (lambda: grouped_matmul(ROWS, WEIGHTS, np.array([3, 2])), "out-of-range"),
         (lambda: grouped_matmul(ROWS, WEIGHTS, np.array([-1, 5])), "out-of-range"),
     ],
 )
-def test_invalid_operands_of_grouped_matmuls(call, code):
+def test_invalid_arguments_of_grouped_matmuls(call, code):
     with raises(code, "grouped_"):
         call()

@@ -80,7 +80,7 @@ def test_z_loss():
 def test_update_bias(dtype):
     loads = jnp.array([[10, 20, 30, 20], [7, 7, 7, 7]], dtype)
     bias = jnp.zeros((2, 4)).at[0, 0].set(0.5)
-    actual = moe.update_bias(bias, loads, rate=0.01)
+    actual = jax.jit(moe.update_bias)(bias, loads, rate=0.01)  # a traced rate, as from a schedule
     np.testing.assert_allclose(actual, [[0.51, 0, -0.01, 0], [0, 0, 0, 0]], rtol=1e-6)
 
 
@@ -136,18 +136,6 @@ def test_sharded_statistics_match_the_global_batch(mesh8, axis):
 
     local, *_ = jax.jit(jax.vmap(functools.partial(one_rank, axis=None)))(logits.reshape(4, 8, 8))
     assert abs(local.mean() - expected[0]) > 1e-3
-
-
-def test_gradient_outside_of_the_shard_map(mesh8):
-    logits = jnp.asarray(rng.normal(size=(32, 8)) + 3 * np.eye(8).repeat(4, axis=0), jnp.float32)
-
-    def loss(logits, axis):
-        routed = moe.route(logits, TOP2)
-        return moe.auxiliary_loss(routed.scores, routed.experts, axis=axis)
-
-    sharded = jax.shard_map(functools.partial(loss, axis="fsdp"), mesh=mesh8, in_specs=P("fsdp"), out_specs=P())
-    actual, expected = (jax.jit(jax.grad(f))(logits) for f in (sharded, functools.partial(loss, axis=None)))
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-9)
 
 
 # Effect on a skewed router -------------------------------------------------------------------------------------------
@@ -233,8 +221,3 @@ def test_auxiliary_loss_balances_within_150_steps():
     _, history = run(x, router)
     assert max_over_mean(history[0]) > 4.0
     assert max(map(max_over_mean, history[150:])) < 1.2
-
-
-def test_update_bias_with_a_traced_rate():
-    rate = jax.jit(lambda r: moe.update_bias(jnp.zeros(2), jnp.asarray([1, 3]), rate=r))(0.25)
-    assert rate.tolist() == [0.25, -0.25]

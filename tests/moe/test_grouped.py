@@ -300,18 +300,6 @@ def test_swiglu_flops_and_memory(checkpointed):
     assert temporaries <= 2 * rows + 2 * saved
 
 
-@pytest.mark.parametrize(("rows", "groups", "block"), [(0, 1, 8), (10, 4, 3), (3, 8, 16), (4096, 16, 32)])
-def test_grouped_rows_is_a_tight_bound(rows, groups, block):
-    bound = cost.grouped_rows(rows, groups, block)
-    draws = np.random.default_rng(0).multinomial(rows, np.full(groups, 1 / groups), size=200)
-    worst = np.zeros(groups, int)
-    worst[: min(groups, rows)] = 1  # as many partial blocks as possible
-    worst[0] += rows - worst.sum()
-    block_rows = [block * sum(-(-size // block) for size in sizes) for sizes in [*draws, worst]]
-    assert max(block_rows) <= bound < rows + groups * block
-    assert rows == 0 or block_rows[-1] >= bound - block
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Choice of the implementation
 # ---------------------------------------------------------------------------------------------------------------------

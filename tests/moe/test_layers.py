@@ -186,6 +186,7 @@ def test_moe_layer_without_mesh_matches_reference():
         check(jax.jit(run)(x, weights), expected, expected[0][1])
 
 
+@pytest.mark.matrix
 def test_capacity_is_per_device():
     """Eight devices route four tokens each, and an expert accepts one assignment of each device."""
     with jax.enable_x64(True):
@@ -345,7 +346,8 @@ def test_router_computes_in_float32():
     assert np.asarray(stats.load).tolist() == [0, 0, 0, 0, 0, 1, 0, 0]
 
 
-@pytest.mark.parametrize("nested", cases(True, grid=[False, True]))
+@pytest.mark.matrix
+@pytest.mark.parametrize("nested", [False, True])
 def test_bfloat16_with_sharded_hidden_dim(nested):
     """The layer sums over `tensor`. XLA aborts on such sums in bfloat16 on CPUs, so they are computed in float32."""
     cfg, strategy = config(auxiliary_weight=0.0, z_weight=0.0), mp.fsdp() | EXPERT | mp.tensor_parallel()

@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from meshpar import moe
-from tests.grid import cases
 
 measure = jax.jit(moe.measure, static_argnames="num_ranks")
 
@@ -51,25 +50,6 @@ def test_entropy_of_equal_and_of_certain_scores():
     experts = np.zeros((4, 1), np.int32)
     assert measure(experts, jnp.full((4, 8), 0.3)).router_entropy == pytest.approx(math.log(8), rel=1e-6)
     assert measure(experts, jnp.eye(8)[:4]).router_entropy == 0
-
-
-@pytest.mark.parametrize("top_k", cases(2, grid=[1, 2, 4]))
-def test_drop_rate_by_capacity(top_k):
-    tokens, num_experts = 32, 8
-    experts = (np.arange(tokens * top_k) % num_experts).reshape(tokens, top_k).astype(np.int32)
-    all_to_one = np.broadcast_to(np.arange(top_k), (tokens, top_k)).astype(np.int32)
-    scores = np.ones((tokens, num_experts), np.float32)
-
-    def drop_rate(experts, capacity):
-        _, kept = moe.kept(experts, capacity, num_experts)
-        return float(measure(experts, scores, kept=kept).drop_rate)
-
-    fair = tokens * top_k // num_experts
-    assert drop_rate(experts, fair) == 0  # factor 1, exactly full
-    assert drop_rate(experts, fair // 2) == 0.5
-    assert drop_rate(all_to_one, tokens) == 0  # capacity for all tokens
-    assert drop_rate(all_to_one, fair) == pytest.approx(1 - fair / tokens)
-    assert drop_rate(all_to_one, 0) == 1
 
 
 @pytest.mark.parametrize("unassigned", [2, -1])

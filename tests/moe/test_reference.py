@@ -11,8 +11,6 @@ import numpy as np
 import pytest
 
 from meshpar import moe
-from meshpar.moe import Routing
-from tests.errors import raises
 from tests.grid import cases
 
 WIDTH, HIDDEN = 6, 10
@@ -109,29 +107,6 @@ def test_gradients_match_finite_differences():
     kept = np.asarray(moe.kept(experts, 2, 4)[1])
     assert ((np.asarray(slopes[1]) != 0) == kept).all()
     assert not kept.all()
-
-
-def test_reference_with_expert_choice():
-    routing = Routing(num_experts=4, top_k=2, choice="expert", normalize=False, causal=False)
-    x, *_, params = case(4, 2)
-    routed = jax.jit(lambda x: moe.route(x[:, :4], routing))(x)
-    experts, weights = np.asarray(routed.experts), np.asarray(routed.weights)
-    expected, computed = by_hand(x, experts, weights, params)
-    assert computed.tolist() == [12] * 4
-    np.testing.assert_allclose(dense(x, experts, weights, params), expected, rtol=1e-4, atol=1e-5)
-    with_capacity = dense(x, experts, weights, params, capacity=12)  # other roundings than without
-    np.testing.assert_allclose(with_capacity, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_invalid_arguments():
-    x, experts, weights, params = case(4, 2)
-    reference = functools.partial(moe.reference.moe, expert_fn=mlp, params=params)
-    with raises("wrong-shape", "reference.moe"):
-        reference(x[:-1], experts, weights)
-    with raises("indivisible", "reference.moe"):
-        reference(x, experts, weights, token_ranks=5)
-    with raises("wrong-shape", "reference.moe"):
-        reference(x, experts, weights, params=params | {"up": params["up"][:3]})
 
 
 def test_nan_weights_of_unassigned_elements_are_ignored():

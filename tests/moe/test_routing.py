@@ -312,36 +312,6 @@ def test_invalid_expert_indices_are_unassigned(unassigned):
     assert np.asarray(slot)[[0, 1, 2, 2], [0, 1, 0, 1]].tolist() == [0, 0, 1, 1]
 
 
-def test_kept_and_count_in_a_shard_map_are_local(mesh8):
-    experts = random_experts("random", 16, 8, 2)
-    spec = jax.sharding.PartitionSpec("fsdp")
-
-    def kernel(experts):
-        slot, kept = moe.kept(experts, 1, 8)
-        return slot, kept, moe.count(experts, 8)
-
-    actual = jax.jit(jax.shard_map(kernel, mesh=mesh8, in_specs=spec, out_specs=spec))(experts)
-    each = [kept_by_hand(part, 1, 8) for part in experts.reshape(4, 4, 2)]
-    np.testing.assert_array_equal(actual[0], np.concatenate([slot for slot, _ in each]))
-    np.testing.assert_array_equal(actual[1], np.concatenate([kept for _, kept in each]))
-    np.testing.assert_array_equal(actual[2].reshape(4, 8).sum(0), np.bincount(experts.ravel(), minlength=8))
-
-
-def test_route_in_a_shard_map_matches_route(mesh8):
-    logits = logits_of(16, MIXTRAL)
-    spec = jax.sharding.PartitionSpec("fsdp")
-
-    def weights(logits):
-        return moe.route(logits, MIXTRAL, bias=jnp.zeros(8)).weights
-
-    sharded = jax.shard_map(weights, mesh=mesh8, in_specs=spec, out_specs=spec)
-    (_, actual), (_, expected) = (
-        jax.jit(jax.value_and_grad(lambda x, f=f: (f(x) ** 2).sum()))(logits) for f in (sharded, weights)
-    )
-    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
-    np.testing.assert_array_equal(jax.jit(sharded)(logits), jax.jit(weights)(logits))
-
-
 @pytest.mark.parametrize(
     ("tokens", "factor", "expected"),
     [(64, 1.0, 16), (64, 1.25, 20), (64, 2.0, 32), (100, 2.2, 55), (180, 2.2, 99), (65, 1.0, 17), (64, 100.0, 64),
