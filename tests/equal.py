@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -18,6 +19,10 @@ from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import TrainState, make_setup
 
 VOCAB = 32
+SIZES = {
+    "vocab_size": VOCAB, "num_layers": 2, "embed_dim": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4,
+    "mlp_dim": 32, "param_dtype": "float64",
+}  # fmt: skip
 
 
 class Trained(NamedTuple):
@@ -100,3 +105,44 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], *
     for path, x in found.items():
         assert x.dtype == expected[path].dtype, path
         np.testing.assert_allclose(x, expected[path], rtol=0, atol=atol, err_msg=path)
+
+
+ROWS, SEQ, STEPS = 16, 8, 2
+
+
+@functools.cache
+def _on_one_device(framework: str, fields: tuple[tuple[str, Any], ...], same: tuple[tuple[str, Any], ...]) -> Trained:
+    model = model_of(framework, TransformerConfig(**{**SIZES, **dict(fields)}), ROWS, SEQ)
+    return train(model, token_batches(ROWS, SEQ, STEPS), mp.MeshSpec(), mp.ddp(), **dict(same))
+
+
+def equals_one_device(
+    spec: mp.MeshSpec, strategy: mp.Strategy, *, framework: str = "nnx", fields: Any = (), same: Any = (),
+    atol: float = 1e-9, **options: Any,
+) -> tuple[Trained, Trained]:  # fmt: skip
+    """Compare a decoder trained in float64 on a mesh and on one device: metrics, parameters and other variables.
+
+    Args:
+      spec, strategy, options: of the run on the mesh.
+      framework: "nnx", "linen" or "functions".
+      fields: of `TransformerConfig`, in addition to `SIZES`.
+      same: options of both runs.
+      atol: tolerance of parameters, and relative tolerance of metrics.
+
+    Returns:
+      The runs on the mesh and on one device.
+    """
+    fields, same = tuple(dict(fields).items()), tuple(dict(same).items())
+    with jax.enable_x64(True):
+        expected = _on_one_device(framework, fields, same)
+        model = model_of(framework, TransformerConfig(**{**SIZES, **dict(fields)}), ROWS, SEQ)
+        batches = token_batches(ROWS, SEQ, STEPS)
+        actual = train(model, batches, spec, strategy, start=expected.start, **{**dict(same), **options})
+    for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
+        assert metrics.keys() == expected_metrics.keys()
+        for name, value in expected_metrics.items():
+            if name != "moe/rank_load":  # its shape depends on the mesh
+                np.testing.assert_allclose(metrics[name], value, rtol=atol, atol=1e-12, err_msg=name)
+    assert_same(actual.params, expected.params, atol=atol)
+    assert_same(actual.extra, expected.extra, atol=atol)
+    return actual, expected

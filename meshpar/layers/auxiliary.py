@@ -75,10 +75,10 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
     reports, boundaries = current().reports, current().boundaries
     if reports is None:
         return
-    for path in () if boundaries is None else sorted(boundaries.recomputed):
+    if boundaries is not None and boundaries.recomputed:
         reason = "values of a module that is recomputed in the backward pass cannot leave it"
-        fix = "let the remat rule match submodules that do not report"
-        raise problem(f"report(...) in `{path}`", "pass values to the step", reason, fix, "unsupported-feature")
+        where, fix = f"report(...) in `{min(boundaries.recomputed)}`", "let the remat rule match other modules"
+        raise problem(where, "pass values to the step", reason, fix, "unsupported-feature")
     if loss is not None:
         reports.losses.append(loss)
     reports.metrics.update({name: jax.lax.stop_gradient(x) for name, x in arrays.items()})
@@ -102,25 +102,21 @@ def is_counted(metric: Any) -> bool:
 def check_numbers(metrics: Mapping[str, Any]) -> None:
     """Check that the metrics of a loss function are scalars with names."""
     for name, value in metrics.items():
-        if not isinstance(name, str):
-            reason = f"{name!r} is a {type(name).__name__}, and the name of a metric is a string"
-            raise problem("metrics of the loss function", "use their names", reason, "use strings", "wrong-type")
         dtype = getattr(value, "dtype", np.dtype(type(value)) if isinstance(value, bool | int | float) else None)
-        where, requested = f"metric `{name}`", "use it as a scalar"
-        if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
-            reason = f"it is a {type(value).__name__}" + (f" of dtype {dtype}" if dtype is not None else "")
-            raise problem(where, requested, reason, "return a number, or leave it out", "wrong-type")
-        if jnp.shape(value):
-            fix = "return its mean, or its sum if it is a count"
-            raise problem(where, requested, f"it is of shape {jnp.shape(value)}", fix, "wrong-shape")
+        is_number = dtype is not None and (dtype == np.bool_ or jnp.issubdtype(dtype, np.number))
+        kind = f"{type(value).__name__} of dtype {dtype}" if dtype is not None else type(value).__name__
+        for is_wrong, code, reason, fix in (
+            (not isinstance(name, str), "wrong-type", f"its name is a {type(name).__name__}", "use strings"),
+            (not is_number, "wrong-type", f"it is a {kind}", "return a number, or leave it out"),
+            (is_number and jnp.shape(value), "wrong-shape", f"it is of shape {np.shape(value)}",
+             "return its mean, or its sum if it is a count"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise problem(f"metric `{name}`", "use it as a scalar", reason, fix, code)
 
 
 def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[str, Any]]:
-    """Return the output of a loss function as (loss, metrics).
-
-    Raises:
-      MeshparError: it is not a pair of a loss and a dict of scalars, or, for training, the loss is not floating.
-    """
+    """Return the output of a loss function as (loss, metrics), after checking it."""
     if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
         where, reason = f"loss function `{named(loss_fn)}`", f"it returned {type(out).__name__}"
         fix = "return a scalar, and a dict of scalars that may be empty"

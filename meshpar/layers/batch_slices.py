@@ -28,11 +28,7 @@ from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_size
 
 
 def split_batch(x: PyTree, count: int) -> tuple[PyTree, ...]:
-    """Divide a pytree of arrays `[batch, ...]` into slices, each with an equal part of the examples of all devices.
-
-    Raises:
-      MeshparError: the batch of a leaf is not divisible by the number of slices on all devices.
-    """
+    """Divide a pytree of arrays `[batch, ...]` into slices, each with an equal part of the examples of all devices."""
     leaves, structure = jax.tree.flatten(x)
     sliced = [_slice(leaf, count) for leaf in leaves]
     return tuple(jax.tree.unflatten(structure, [leaf[i] for leaf in sliced]) for i in range(count))
@@ -44,20 +40,14 @@ def join_batch(parts: tuple[PyTree, ...]) -> PyTree:
 
 
 def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
-    """Check that the first dim of x is the batch, and that `per_example` has a first dim of the batch size or 1.
-
-    Raises:
-      MeshparError: it is not, or `jax.vmap` hides the batch.
-    """
+    """Check that the first dim of x is the batch, and that `per_example` has a first dim of the batch size or 1."""
     where, requested = f"train_step(interleave={count})", f"run layers on {count} slices of the batch"
     leaves, boundaries = jax.tree.leaves(x), current().boundaries
     if any(type(leaf).__name__ == "BatchTracer" for leaf in leaves):  # the class is not public
         reason, fix = "the layers run under jax.vmap on a single example", "call scan_layers on the full batch"
         raise problem(where, requested, reason, f"{fix}, or use interleave=1", "unsupported-feature")
-    if boundaries is not None:
-        num_rows = boundaries.num_examples
-    else:
-        num_rows = leaves[0].shape[0] if leaves and jnp.ndim(leaves[0]) else 0
+    num_rows = leaves[0].shape[0] if leaves and jnp.ndim(leaves[0]) else 0
+    num_rows = num_rows if boundaries is None else boundaries.num_examples
     for name, tree, sizes, fix in (
         ("x", x, (num_rows,), "make the batch the first dim of all leaves"),
         ("per_example", per_example, (num_rows, 1), "make the batch the first dim, or use x[None] for all examples"),
@@ -92,7 +82,10 @@ def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) 
                 for i, (x, local) in enumerate(zip(xs, sliced, strict=True))
             ]
         ys, aux = (tuple(values) for values in zip(*outputs, strict=True))
-        return ys if aux[0] is None else (ys, jax.tree.map(_over_slices, *aux))
+        if aux[0] is None:
+            return ys
+        sums = jax.tree.map(lambda *values: sum(values[1:], values[0]), *aux)
+        return ys, jax.tree.map(lambda total: total if is_counted(total) else total / count, sums)
 
     return on_slices
 
@@ -107,11 +100,6 @@ def _explain_errors(count: int) -> Iterator[None]:
         where, reason = f"train_step(interleave={count})", str(error).partition("\n")[0].rstrip(".")
         fix = "pass arrays with a batch dim as scan_layers(per_example=...) instead of a closure, or use interleave=1"
         raise problem(where, "run a layer on a slice of the batch", reason, fix, "wrong-shape") from error
-
-
-def _over_slices(*values: jax.Array) -> jax.Array:
-    total = sum(values[1:], values[0])
-    return total if is_counted(total) else total / len(values)
 
 
 def _fold_in(tree: PyTree, index: int) -> PyTree:
@@ -143,10 +131,7 @@ def _constrain(x: jax.Array, *entries: Any) -> jax.Array:
 
 
 def _slice(x: jax.Array, count: int) -> list[jax.Array]:
-    where, requested = (
-        f"train_step(interleave={count})",
-        f"divide x of shape {x.shape} into {count} slices of the batch",
-    )
+    where, requested = f"train_step(interleave={count})", f"divide x of shape {x.shape} into slices of the batch"
     if x.ndim == 0:
         raise problem(where, requested, "it is a scalar", "make the batch the first dim of all leaves", "wrong-shape")
     axes, shards = _batch_axes(x)

@@ -62,11 +62,9 @@ class Scaled(NamedTuple):
 def scaled(
     x: Float[Array, ...], dtype: Any, scale: Float[Array, ...] | None = None, *, dims: tuple[int, ...] | None = None
 ) -> Scaled:
-    """Round an array to an 8-bit format.
+    """Round an array to an 8-bit format, `FORWARD` or `GRADIENT`.
 
     Args:
-      x: array of any shape.
-      dtype: `FORWARD` or `GRADIENT`.
       scale: the scale to use. None: the scale that maps the largest |x| to the largest number of the format.
       dims: the dims over which the largest |x| is computed. None: all dims, with a scalar scale.
     """

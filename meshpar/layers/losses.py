@@ -196,15 +196,9 @@ class Loss:
         return value, (metrics, after)
 
     def over_parts(
-        self,
-        where: str,
-        call: Callable[..., Any],
-        args: PyTree,
-        rows: PyTree,
-        keys: jax.Array,
-        *,
+        self, where: str, call: Callable[..., Any], args: PyTree, rows: PyTree, keys: jax.Array, *,
         axes: Mapping[str, int],
-    ) -> Loss:
+    ) -> Loss:  # fmt: skip
         """Return the loss with the normalizer of all parts of a batch.
 
         Args:
@@ -223,20 +217,12 @@ class Loss:
 
 
 def normalizer_of(
-    where: str,
-    terms: Callable[[PyTree, PyTree, jax.Array], LossTerms],
-    args: PyTree,
-    rows: PyTree,
-    keys: jax.Array,
-    *,
+    where: str, terms: Callable[[PyTree, PyTree, jax.Array], LossTerms], args: PyTree, rows: PyTree, keys: jax.Array, *,
     axes: Mapping[str, int],
-) -> Normalizer:
+) -> Normalizer:  # fmt: skip
     """Sum the weights of all parts of a batch. `Loss.over_parts` documents the arguments.
 
     The loss function is traced on the first part. Only the equations that the weight needs are evaluated.
-
-    Raises:
-      MeshparError: the loss is a scalar, or its weight depends on `args`.
     """
     num_parts = len(keys) * int(np.prod(list(axes.values()), dtype=int))
     if num_parts == 1:
@@ -249,46 +235,36 @@ def normalizer_of(
 
     closed, (_, out) = jax.make_jaxpr(traced, return_shape=True)(args, part, keys[0])
     if isinstance(out.loss, ScalarLoss):
-        raise problem(
-            where,
-            f"evaluate the loss function on {num_parts} parts of the batch",
-            "it returns a scalar, and the mean of the means of unequal parts is not the mean of the batch",
+        requested = f"evaluate the loss function on {num_parts} parts of the batch"
+        reason = "it returns a scalar, and the mean of the means of unequal parts is not the mean of the batch"
+        fix = (
             "return `mp.MeanLoss((losses * weights).sum(), weights.sum()), metrics` (or mp.SumLoss(losses.sum())); or, "
-            f'for a mean over examples that count the same, write `train_step(..., loss_is="{MEAN_OVER_EXAMPLES}")`',
-            "ambiguous-loss",
+            f'for a mean over examples that count the same, write `train_step(..., loss_is="{MEAN_OVER_EXAMPLES}")`'
         )
+        raise problem(where, requested, reason, fix, "ambiguous-loss")
     if not isinstance(out.loss, MeanLoss):
-        _check_constant(where, getattr(out.loss, "weight", None), num_parts, part)
+        # The weights of parts add up only if a constant weight is a multiple of the number of examples.
+        constant = getattr(out.loss, "weight", None)
+        num_examples = max((np.shape(x)[0] for x in jax.tree.leaves(part) if np.ndim(x)), default=1)
+        if constant is not None and constant % num_examples:
+            requested = f"add up the weights of {num_parts} parts of {num_examples} examples"
+            reason = "a constant is counted once for each part"
+            fix = f"return mp.SumLoss(total / {constant}), or a weight that sums over examples"
+            raise problem(f"MeanLoss(weight={constant}), under {where}", requested, reason, fix, "ambiguous-loss")
         return Normalizer(num_parts)
     weight, reads = _first_output(closed)
     num_args = len(jax.tree.leaves(args))
     if any(reads[:num_args]):
-        raise problem(
-            f"MeanLoss.weight, under {where}",
-            "sum the weights of all parts before their losses are computed",
-            "it depends on the model's parameters, variables or outputs",
-            "compute it from the batch and the key only, or add it to the batch",
-            "unsupported-feature",
-        )
+        requested = "sum the weights of all parts before their losses are computed"
+        reason = "it depends on the model's parameters, variables or outputs"
+        fix = "compute it from the batch and the key only, or add it to the batch"
+        raise problem(f"MeanLoss.weight, under {where}", requested, reason, fix, "unsupported-feature")
 
     def weight_of(rows: PyTree, key: jax.Array) -> jax.Array:
         return weight(*[None] * num_args, *jax.tree.leaves(rows), key)
 
     total = jax.vmap(weight_of)(rows, keys).sum()
     return Normalizer(num_parts, lax.psum(total, tuple(axes)) if axes else total)
-
-
-def _check_constant(where: str, weight: float | None, num_parts: int, part: PyTree) -> None:
-    """Check that a constant weight is a multiple of the number of examples, so that the weights of parts add up."""
-    num_examples = max((np.shape(x)[0] for x in jax.tree.leaves(part) if np.ndim(x)), default=1)
-    if weight is not None and weight % num_examples:
-        raise problem(
-            f"MeanLoss(weight={weight}), under {where}",
-            f"add up the weights of {num_parts} parts of {num_examples} examples",
-            "a constant is counted once for each part",
-            f"return mp.SumLoss(total / {weight}) for a constant divisor, or a weight that sums over examples",
-            "ambiguous-loss",
-        )
 
 
 def _first_output(closed: ClosedJaxpr) -> tuple[Callable[..., jax.Array], list[bool]]:

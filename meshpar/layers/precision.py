@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,11 +114,10 @@ _UNSUPPORTED = {
 
 def _check_dtype(field: str, value: str | None, choices: tuple[str, ...]) -> None:
     if field == "matmul" and value in _UNSUPPORTED:
-        reason, fix = _UNSUPPORTED[value], f"use {choices[-1]!r}"
-        raise problem("Precision()", f"use matmul={value!r}", reason, fix, "unsupported-feature")
-    if value is not None:
-        kind = "the format of matmuls" if field == "matmul" else f"the dtype of {field}"
-        check_choice("Precision()", kind, choices, **{field: value})
+        fix = f"use {choices[-1]!r}"
+        raise problem("Precision()", f"use matmul={value!r}", _UNSUPPORTED[value], fix, "unsupported-feature")
+    kind = "the format of matmuls" if field == "matmul" else f"the dtype of {field}"
+    check_choice("Precision()", kind, (*choices, None), **{field: value})
 
 
 def check_bits(where: str, dtype: str) -> None:
@@ -141,26 +140,13 @@ MIN_REPORTED_SHARE = 0.1
 """Smallest share of a step's matmul FLOPs that is reported. A router or an output layer in float32 is intended."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WideWork:
+class WideWork(NamedTuple):
     """Matmuls and convolutions of a step in a higher precision than `Precision.compute`."""
 
-    precision: Precision
-    share: float
-    """Share of all matmul and convolution FLOPs."""
-    dtype: str
     where: str
     """Source line with the most FLOPs."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.share:.0%} of the matmul FLOPs are in {self.dtype}, most of them at {self.where}, although "
-            f"Precision(compute={self.precision.compute!r}) casts the parameters"
-        )
-
-    @property
-    def fix(self) -> str:
-        return cast_back_fix(self.precision)
+    what: str
+    fix: str
 
 
 def cast_back_fix(precision: Precision) -> str:
@@ -174,10 +160,7 @@ def cast_back_fix(precision: Precision) -> str:
 def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> WideWork | None:
     """Return the matmuls of a traced step in a higher precision than requested, or None for a negligible share.
 
-    Args:
-      jaxpr: the traced step.
-      precision: the requested precision.
-      meant: dtypes that precision rules assign to modules. They are not reported.
+    Dtypes in `meant`, which precision rules assign to modules, are not reported.
     """
     if precision.compute is None:
         return None
@@ -193,7 +176,11 @@ def wide_work(jaxpr: Any, precision: Precision, meant: Collection[str] = ()) -> 
     if sum(flops_by_source.values()) < max(MIN_REPORTED_SHARE * all_flops, 1):
         return None
     dtype, where = max(flops_by_source, key=lambda key: flops_by_source[key])
-    return WideWork(precision=precision, share=sum(flops_by_source.values()) / all_flops, dtype=dtype, where=where)
+    what = (
+        f"{sum(flops_by_source.values()) / all_flops:.0%} of the matmul FLOPs are in {dtype}, most of them at {where}, "
+        f"although Precision(compute={precision.compute!r}) casts the parameters"
+    )
+    return WideWork(where, what, cast_back_fix(precision))
 
 
 def products(jaxpr: Any) -> Iterator[tuple[int, Any]]:
@@ -257,14 +244,14 @@ def check_wide(where: str, what: str, fix: str) -> None:
 
 def check_narrow(word: str, dtype: Any) -> None:
     """Check that 8-bit matmuls support the dtype of an operand."""
-    where = f"Precision(matmul={word!r})"
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        fix = "leave out matmul, or select modules with a mapping from patterns"
-        requested = f"multiply by a weight in {jnp.dtype(dtype).name}"
-        raise problem(where, requested, "8-bit floats have no imaginary part", fix, "wrong-dtype")
-    if dtype == jnp.float16:
-        reason = "sums of 8-bit products exceed the range of float16"
-        raise problem(where, "compute in float16", reason, 'use compute="bfloat16"', "wrong-dtype")
+    for is_wrong, reason in (
+        (jnp.issubdtype(dtype, jnp.complexfloating), "8-bit floats have no imaginary part"),
+        (dtype == jnp.float16, "sums of 8-bit products exceed the range of float16"),
+    ):
+        if is_wrong:
+            requested = f"multiply by a weight in {jnp.dtype(dtype).name}"
+            fix = 'use compute="bfloat16", or select modules with a mapping from patterns'
+            raise problem(f"Precision(matmul={word!r})", requested, reason, fix, "wrong-dtype")
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:
@@ -294,13 +281,10 @@ def dot_general(
     to Flax layers.
 
     Args:
-      lhs: activations.
-      rhs: weight.
-      dimension_numbers: see `lax.dot_general`, as are `precision` and further keywords.
-      precision: see `lax.dot_general`.
+      lhs, rhs: activations and weight.
+      dimension_numbers, precision, **kwargs: see `lax.dot_general`.
       narrow: whether `Precision.matmul` applies. False in output layers, for example.
       names: logical names of the weight's dims, which tell 8-bit matmuls the dims that tensor parallelism shards.
-      **kwargs: see `lax.dot_general`.
     """
     context = current().numerics
     contracting, batch = (tuple(map(tuple, dims)) for dims in dimension_numbers)
@@ -312,10 +296,8 @@ def dot_general(
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, precision=precision, **kwargs)
 
-    if context is None or not jnp.issubdtype(rhs.dtype, jnp.floating):
-        return plain(lhs, rhs)
-    reduce = context.precision.reduce_dtype(rhs.dtype)
-    if reduce == rhs.dtype:
+    reduce = weight_grad_dtype(rhs.dtype) if jnp.issubdtype(rhs.dtype, jnp.floating) else None
+    if reduce is None or reduce == rhs.dtype:
         return plain(lhs, rhs)
     return dot_with_gradient_dtype(plain, contracting, batch, reduce, lhs, rhs)
 

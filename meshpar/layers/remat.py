@@ -67,9 +67,6 @@ def remat_policy(remat: str, names: set[str] | None = None) -> Callable[..., Any
         `jax.ad_checkpoint.checkpoint_name` under these names, joined by commas; `offload:NAMES` to save them in
         pinned host memory.
       names: receives the names that the model uses, during differentiation.
-
-    Raises:
-      MeshparError: a term is unknown, names are missing, or a name is both saved and offloaded.
     """
     policies, saved, offloaded = _remat_terms(remat)
 
@@ -107,20 +104,20 @@ def _remat_terms(remat: str, where: str = "") -> tuple[list[str], list[str], lis
     """Return the policies, saved names and offloaded names of a specification."""
     where = where or f"remat={remat!r}"
     terms: dict[str, list[str]] = {"": [], "save": [], "offload": []}
-    for term in remat.split("+"):
-        kind, colon, listed = term.strip().partition(":")
+    for term in map(str.strip, remat.split("+")):
+        kind, colon, listed = term.partition(":")
         names = [name.strip() for name in listed.split(",")]
-        if not colon and kind not in REMAT_POLICIES:
-            fix = near(kind, [*REMAT_POLICIES, "save:NAMES", "offload:NAMES"])
-            raise problem(where, f"use the policy {kind!r}", "it is unknown", fix, "unknown-choice")
-        if colon and (kind not in ("save", "offload") or not all(names)):
-            reason, fix = "a colon is for `save:NAMES` and `offload:NAMES`", "write save:attention,mlp_out, for example"
-            raise problem(where, f"read {term.strip()!r}", reason, fix, "bad-syntax")
+        both = {*names} & {*terms["offload" if kind == "save" else "save"]} if colon else set()
+        for is_wrong, code, reason, fix in (
+            (not colon and kind not in REMAT_POLICIES, "unknown-choice", "the policy is unknown",
+             near(kind, [*REMAT_POLICIES, "save:NAMES", "offload:NAMES"])),
+            (colon and (kind not in ("save", "offload") or not all(names)), "bad-syntax",
+             "a colon is for `save:NAMES` and `offload:NAMES`", "write save:attention,mlp_out, for example"),
+            (both, "conflict", f"{sorted(both)} are both saved and offloaded", "name each array once"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise problem(where, f"use {term!r}", reason, fix, code)
         terms[kind if colon else ""] += names if colon else [kind]
-    both = sorted(set(terms["save"]) & set(terms["offload"]))
-    if both:
-        reason = "an array is saved either on the device or on the host"
-        raise problem(where, f"save and offload `{both[0]}`", reason, "name it once", "conflict")
     return terms[""], terms["save"], terms["offload"]
 
 

@@ -299,16 +299,11 @@ def check_alike(name: str, x: PyTree, y: PyTree) -> None:
     structures = [str(jax.tree.structure(tree)) for tree in (x, y)]
     if structures[0] == structures[1] and _types(x) == _types(y):
         return
-    where, reason = name, f"each takes {_types(x)}"
-    requested = f"pass its output, {_types(y)}, to the next"
-    fix, code = (
-        "return y with the structure, shapes and dtypes of x; change them before or after the layers",
-        "wrong-shape",
-    )
-    if structures[0] != structures[1]:
-        requested = f"pass its output, {_types(y)} in {structures[1]}, to the next"
-        reason = f"each takes {_types(x)} in {structures[0]}"
-    elif [jnp.shape(leaf) for leaf in jax.tree.leaves(x)] == [jnp.shape(leaf) for leaf in jax.tree.leaves(y)]:
+    where, reason = name, f"each takes {_types(x)} in {structures[0]}"
+    requested, code = f"pass its output, {_types(y)} in {structures[1]}, to the next", "wrong-shape"
+    fix = "return y with the structure, shapes and dtypes of x; change them before or after the layers"
+    shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (x, y)]
+    if structures[0] == structures[1] and shapes[0] == shapes[1]:
         code, context = "wrong-dtype", ambient()
         rules = [f"`{rule.key}`" for rule in context.rules.precision] if context is not None else []
         if rules:
@@ -327,14 +322,14 @@ def with_aux(output: Any) -> tuple[Any, Aux | None]:
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Aux)):
         return output, None
     x, aux = output
-    if jnp.shape(aux.loss) != ():
-        fix = "take its mean in the layer, and report values of examples or experts as Aux.metrics"
-        reason = f"it has shape {jnp.shape(aux.loss)}"
-        raise problem("the Aux of a layer", "add its loss to the loss", reason, fix, "wrong-shape")
-    if not isinstance(aux.metrics, Mapping):
-        requested = f"read metrics from a {type(aux.metrics).__name__}"
-        reason, fix = "metrics are a dict from names to arrays", "write Aux(loss, {})"
-        raise problem("the Aux of a layer", requested, reason, fix, "wrong-type")
+    for is_wrong, code, reason, fix in (
+        (jnp.shape(aux.loss) != (), "wrong-shape", f"its loss has shape {jnp.shape(aux.loss)}",
+         "take its mean in the layer, and report values of examples or experts as Aux.metrics"),
+        (not isinstance(aux.metrics, Mapping), "wrong-type", f"its metrics are a {type(aux.metrics).__name__}",
+         "write Aux(loss, {}), with a dict from names to arrays"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise problem("the Aux of a layer", "add it to the loss and the metrics", reason, fix, code)
     metrics = {name: jax.lax.stop_gradient(jnp.asarray(value)) for name, value in aux.metrics.items()}
     return x, Aux(jnp.asarray(aux.loss), metrics)
 
@@ -363,9 +358,6 @@ def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_
       path: path of the leaf in the layer.
       leaves: information on the parameters, by path in the model.
       layout: returns the layout of a parameter. All matching parameters must have the same layout.
-
-    Raises:
-      MeshparError: no parameter matches, or the layouts of the matches differ.
     """
     # NNX stores an array as the `value` of a variable.
     suffix = f"/{at}/{path.removesuffix('/value')}".rstrip("/")

@@ -62,10 +62,7 @@ class SliceRows:
     ) -> jax.Array:
         """Return the sum of matmuls like `product` for each rank, `[ranks, ...]`, followed by changes of the layout.
 
-        Args:
-          lhs, rhs: operands of the matmuls.
-          product: a matmul that contracts the batch, with the dimension numbers of all of them.
-          layouts: transposes and reshapes of the result.
+        All matmuls have the dimension numbers of `product`, which contracts the batch.
         """
         contracting, _ = product.params["dimension_numbers"]
         numbers: Any = tuple(tuple(dim + 1 for dim in dims) for dims in contracting), ((0,), (0,))

@@ -55,8 +55,12 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
         raise problem(where, "average parameters", reason, "use decay=0.999", code="out-of-range")
 
     def init(params: PyTree) -> EmaState:
-        # A copy, because a step donates both the parameters and the averages.
-        return EmaState(tx.init(params), jax.tree.map(lambda p: jnp.array(p, _average_dtype(p), copy=True), params))
+        def average(p: Any) -> jax.Array:
+            # bfloat16 would lose steps of 1 - decay. A copy, because a step donates parameters and averages.
+            dtype = jnp.promote_types(p.dtype, jnp.float32) if jnp.issubdtype(p.dtype, jnp.inexact) else p.dtype
+            return jnp.array(p, dtype, copy=True)
+
+        return EmaState(tx.init(params), jax.tree.map(average, params))
 
     def update(grads: PyTree, state: EmaState, params: PyTree = None, **kwargs: Any) -> tuple[PyTree, EmaState]:
         if params is None:
@@ -74,11 +78,6 @@ def averages_of(opt_state: PyTree) -> tuple[Any, EmaState] | None:
     """Return the key path and the state of `mp.ema` in an optimizer state, or None."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, EmaState))
     return next((leaf for leaf in leaves if isinstance(leaf[1], EmaState)), None)
-
-
-def _average_dtype(x: Any) -> Any:
-    # bfloat16 would lose steps of 1 - decay.
-    return jnp.promote_types(x.dtype, jnp.float32) if jnp.issubdtype(x.dtype, jnp.inexact) else x.dtype
 
 
 @apart()

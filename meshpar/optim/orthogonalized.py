@@ -136,12 +136,15 @@ def muon(
         # Without momentum the transformation is the iteration alone, for which optax has no public function.
         return transform.update(x, transform.init(x))[0]  # type: ignore[return-value]
 
+    def is_dims(x: Any) -> bool:
+        return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
+
     def dims_of(tree: PyTree) -> dict[str, Dims | None]:
         dims = muon_weight_dimension_numbers
         if dims is None:
             dims = jax.tree.map(lambda x: Dims() if x.ndim == 2 else None, tree)
         dims = dims(tree) if callable(dims) else dims
-        return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(dims, is_leaf=_is_dims)}
+        return {path_str(path): x for path, x in jax.tree_util.tree_leaves_with_path(dims, is_leaf=is_dims)}
 
     def labels(params: PyTree) -> PyTree:
         dims = dims_of(params)
@@ -158,23 +161,17 @@ def muon(
     return optax.partition({"muon": orthogonalized, "adam": adam}, labels)
 
 
-def _is_dims(x: Any) -> bool:
-    return x is None or isinstance(x, optax.contrib.MuonDimensionNumbers)
-
-
 def _label(path: str, x: Any, dims: Mapping[str, Dims | None]) -> str:
     """Return the optimizer that updates an array, "muon" or "adam"."""
     if dims.get(path, path) is None or 0 in x.shape:  # the scale of an empty matrix is not defined
         return "adam"
-    where, fix = f"muon, `{path}` of shape {tuple(x.shape)}", "None leaves it to Adam"
-    if path not in dims:
-        reason, fix = "muon_weight_dimension_numbers has no entry for it", f"add MuonDimensionNumbers; {fix}"
-        raise problem(where, "find its rows and columns", reason, fix, code="not-found")
-    rows, columns = _sides(dims[path], x.ndim)
-    if not rows or not columns or len({*rows, *columns}) < len((*rows, *columns)) or max(*rows, *columns) >= x.ndim:
-        reason = f"both need different dims out of {x.ndim}"
-        requested = f"use {rows} as rows and {columns} as columns"
-        raise problem(where, requested, reason, f"write MuonDimensionNumbers((0,), (1,)); {fix}", code="wrong-shape")
+    rows, columns = _sides(dims[path], x.ndim) if path in dims else ((), ())
+    sides = (*rows, *columns)
+    if not rows or not columns or len(set(sides)) < len(sides) or max(sides) >= x.ndim:
+        reason = f"rows and columns need different dims out of {x.ndim}, and they are {rows} and {columns}"
+        where, code = f"muon, `{path}` of shape {tuple(x.shape)}", "wrong-shape" if path in dims else "not-found"
+        fix = "write MuonDimensionNumbers((0,), (1,)) in muon_weight_dimension_numbers; None leaves it to Adam"
+        raise problem(where, "find its rows and columns", reason, fix, code=code)
     return "muon"
 
 

@@ -25,7 +25,7 @@ from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, is_int, num_shards, problem, spec_axes
 from meshpar.training.options import StepOptions
-from meshpar.training.sharding_table import ByStage
+from meshpar.training.sharding_table import resolve_by_stage
 
 Of = TypeVar("Of")
 
@@ -331,8 +331,7 @@ class Placer:
         axes = self._once((key, "axes"), lambda: sorted(rules.axes))
 
         def decide() -> Sequence[Decision]:
-            by_stage = ByStage.of(strategy, sizes)
-            return [by_stage.resolve(leaf, rules) for leaf in self.workload.leaves]
+            return [resolve_by_stage(leaf, rules, sizes, strategy) for leaf in self.workload.leaves]
 
         return self._once((key, tuple(sizes.get(axis) for axis in axes)), decide)
 

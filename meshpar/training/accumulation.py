@@ -25,9 +25,8 @@ def micro_step(loss: Loss, options: StepOptions, setup: Setup, params: PyTree, e
     """Return loss and gradients of a micro-step. Frozen parameters have no gradient."""
 
     def loss_of_trained(trained: PyTree, overwritten: PyTree) -> Any:
-        return loss(
-            setup.with_frozen(trained, params), {**extra, **overwritten} if overwritten else extra, examples, key
-        )
+        variables = {**extra, **overwritten} if overwritten else extra
+        return loss(setup.with_frozen(trained, params), variables, examples, key)
 
     value_and_grad = jax.value_and_grad(loss_of_trained, argnums=(0, 1), has_aux=True)
     (value, (metrics, after)), (grads, overwritten) = value_and_grad(setup.trained(params), setup.overwritten(extra))
@@ -66,9 +65,7 @@ def grad_specs(setup: Setup, options: StepOptions) -> PyTree:
 
 def compute_params(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
     """Return sharded parameters in the compute dtype. The cast comes before the gather."""
-    if dtype is None:
-        return params
-    return constrained(in_compute(setup, params, dtype), setup.named(setup.layout.params))
+    return params if dtype is None else constrained(in_compute(setup, params, dtype), setup.named(setup.layout.params))
 
 
 def in_compute(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:

@@ -84,15 +84,37 @@ def rebalance_experts(
         the routers of the model; called inside `jax.jit`.
     """
     is_state = isinstance(state, TrainState)
-    _check_arguments(loads, is_state, names, num_ranks)
+    missing = [name for name, value in (("names", names), ("num_ranks", num_ranks)) if value is None and not is_state]
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(loads))
+    for is_wrong, code, reason, fix in (
+        (isinstance(loads, Mapping) and not loads, "missing-argument", "`loads` is empty",
+         'pass {"decoder/moe": tokens of each expert}, or an array'),
+        (is_traced, "wrong-type", "loads are unknown while jax.jit traces a program", "call it outside of jax.jit"),
+        (missing, "missing-argument", f"a tree of arrays has no {' and '.join(missing)}",
+         "pass the TrainState, or names=model.names() and num_ranks=mesh.shape['expert']"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise problem("rebalance_experts", "place experts", reason, fix, code=code)
     trees = {"params": state.params, "opt_state": state.opt_state, "extra": state.extra} if is_state else {"": state}
-    leaves = _leaves_of_state(state, names or {}) if is_state else {"": _with_paths(expert_leaves(state, names or {}))}
+    leaves = _leaves_of_state(state, names or {}) if is_state else {"": _with_paths(state, names or {})}
     num_ranks = num_ranks if num_ranks is not None else _num_expert_ranks(state)
     configs = _moe_configs(state.bound()) if is_state else []
-    _check_groups(configs, groups)
+    known = {config.routing.groups for config in configs}
+    if known and groups not in known:
+        where, reason = f"rebalance_experts(groups={groups})", f"the model's routers have groups {sorted(known)}"
+        raise problem(where, "place experts in these groups", reason, f"use groups={max(known)}", code="conflict")
     placements = {}
     for scope, of_scope in (loads if isinstance(loads, Mapping) else {"": loads}).items():
-        _check_router(leaves["params" if is_state else ""], scope)
+        params = {
+            path: dims for path, (dims, _) in leaves["params" if is_state else ""].items() if is_below(path, scope)
+        }
+        if not any(map(_is_router, params.values())):
+            reason = f"no router is among the leaves with a dim named `expert` ({', '.join([*params][:4]) or 'none'})"
+            where, fix = (
+                f"leaves below `{scope}`" if scope else "parameters",
+                "name the last dim of the router's kernel [d, E] `expert`",
+            )
+            raise problem(where, "rebalance experts", reason, fix, code="not-found")
         loads_LE = np.atleast_2d(np.asarray(of_scope))
         placements[scope] = tuple(place(loads_E, num_ranks, groups=groups) for loads_E in loads_LE)
         order = np.array([placement.order for placement in placements[scope]]).reshape(np.shape(of_scope))
@@ -109,33 +131,31 @@ def rebalance_experts(
 # ---- Arrays of the experts -------------------------------------------------------------------------------------------
 
 
-def _with_paths(names: dict[str, Names]) -> ExpertLeaves:
-    return {path: (dims, path) for path, dims in names.items()}
+def _with_paths(tree: PyTree, names: Mapping[str, Names]) -> ExpertLeaves:
+    return {path: (dims, path) for path, dims in expert_leaves(tree, names).items()}
 
 
 def _leaves_of_state(state: TrainState, names: Mapping[str, Names]) -> dict[str, ExpertLeaves]:
     known = {decision.path: decision.leaf.names for decision in state.table.params if decision.leaf.names is not None}
-    params = expert_leaves(state.params, {**known, **names})
+    params = _with_paths(state.params, {**known, **names})
     slots: ExpertLeaves = {}
     for decision in state.table.optimizer:
         path = decision.path.removeprefix("opt_state/")
         if "expert" in (decision.leaf.names or ()):
             slots[path] = (decision.leaf.names or (), owner_of(path, params))
-    extra = _vectors_of_routers(state.extra, state.params, params, names)
-    return {"params": _with_paths(params), "opt_state": slots, "extra": extra}
+    return {"params": params, "opt_state": slots, "extra": _vectors_of_routers(state, params, names)}
 
 
-def _vectors_of_routers(
-    extra: PyTree, params: PyTree, names_of_params: dict[str, Names], names: Mapping[str, Names]
-) -> ExpertLeaves:
+def _vectors_of_routers(state: TrainState, params: ExpertLeaves, names: Mapping[str, Names]) -> ExpertLeaves:
     """Return the variables in the modules of routers whose shape is the number of experts."""
-    leaves = _with_paths(expert_leaves(extra, names))
-    shapes = {path: x.shape for path, x in tree_leaves_with_paths(params)}
-    for router in filter(lambda path: _is_router(names_of_params[path]), names_of_params):
-        dims = zip(names_of_params[router], shapes[router], strict=True)
-        sizes = {name: size for name, size in dims if name in ("layers", "expert")}
+    leaves = _with_paths(state.extra, names)
+    shapes = {path: x.shape for path, x in tree_leaves_with_paths(state.params)}
+    for router, (router_dims, _) in params.items():
+        if not _is_router(router_dims):
+            continue
+        sizes = {n: size for n, size in zip(router_dims, shapes[router], strict=True) if n in ("layers", "expert")}
         module = router.rpartition("/")[0]
-        for path, x in tree_leaves_with_paths(extra):
+        for path, x in tree_leaves_with_paths(state.extra):
             # In Linen, paths begin with the name of the collection.
             for inside in (path, path.partition("/")[2]):
                 is_near = inside and inside.rpartition("/")[0] in (module, module.rpartition("/")[0])
@@ -151,13 +171,9 @@ def _num_expert_ranks(state: TrainState) -> int:
             if name == "expert":
                 num_ranks = max(num_ranks, math.prod(sizes[axis] for axis in spec_axes(entry)))
     if num_ranks == 1:
-        raise problem(
-            "rebalance_experts(state, loads)",
-            "place experts on ranks",
-            "the rules of the state shard no dim named `expert`",
-            "create the state with mp.expert_parallel() on a mesh with expert > 1, or pass num_ranks",
-            code="missing-argument",
-        )
+        reason = "the rules of the state shard no dim named `expert`"
+        fix = "create the state with mp.expert_parallel() on a mesh with expert > 1, or pass num_ranks"
+        raise problem("rebalance_experts", "place experts on ranks", reason, fix, code="missing-argument")
     return num_ranks
 
 
@@ -221,49 +237,3 @@ def _rounding_reasons(
             "stay equal if the rule for `batch` names the axes of the experts"
         )
     return reasons
-
-
-# ---- Checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check_arguments(loads: Any, is_state: bool, names: object, num_ranks: object) -> None:
-    if isinstance(loads, Mapping) and not loads:
-        fix = 'pass {"decoder/moe": tokens of each expert}, or an array'
-        raise problem("rebalance_experts", "place experts", "`loads` is empty", fix, code="missing-argument")
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(loads)):
-        requested, reason = "place experts inside jax.jit", "loads are unknown while a program is traced"
-        raise problem("rebalance_experts", requested, reason, "call it outside of jax.jit", code="wrong-type")
-    missing = [name for name, value in (("names", names), ("num_ranks", num_ranks)) if value is None]
-    if missing and not is_state:
-        raise problem(
-            "rebalance_experts",
-            f"place the experts of parameters without {' and '.join(missing)}",
-            "a tree of arrays has neither",
-            "pass the TrainState, or names=model.names() and num_ranks=mesh.shape['expert']",
-            code="missing-argument",
-        )
-
-
-def _check_router(leaves: ExpertLeaves, scope: str) -> None:
-    names = {path: dims for path, (dims, _) in leaves.items() if is_below(path, scope)}
-    if not any(map(_is_router, names.values())):
-        shown = ", ".join(f"`{path}`" for path in list(names)[:4]) or "none"
-        raise problem(
-            f"leaves below `{scope}`" if scope else "parameters",
-            "rebalance experts",
-            f"no router is among the leaves with a dim named `expert` ({shown})",
-            "name the last dim of the router's kernel [d, E] `expert`",
-            code="not-found",
-        )
-
-
-def _check_groups(configs: Sequence[MoEConfig], groups: int) -> None:
-    known = {config.routing.groups for config in configs}
-    if known and groups not in known:
-        raise problem(
-            f"rebalance_experts(groups={groups})",
-            "place experts in these groups",
-            f"the routers of the model have {' or '.join(map(str, sorted(known)))}",
-            f"use groups={max(known)}",
-            code="conflict",
-        )

@@ -7,13 +7,7 @@ Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Each exper
 experts have a pair like a linear layer.
 
 Flax's `nnx.LoRA` wraps an `nnx.Linear`. It does not support several input or output dims, or Linen. qwix 0.1.8 supports
-adapters with int8 and nf4 bases for models of plain layers:
-
-    mp.from_nnx(lambda rngs: qwix.apply_lora_to_model(Net(rngs), provider, x, rngs=rngs)), trainable=r".*lora_[ab]"
-
-It fails for stacked layers, as in the decoders, in int8 and in nf4. Its pairs have no layers dim to scan over
-(IndexError). `qwix.quantize_model(..., PtqProvider(...))` quantizes the layer inside the scan's body and stores it in
-place of the stack (assertion: shape (16, 2, 8), names `layers, embed, heads, head_dim`), with our adapters or without.
+adapters with int8 and nf4 bases, but fails for stacked layers, as in the decoders: its pairs have no layers dim.
 """
 
 from __future__ import annotations
@@ -75,22 +69,19 @@ class Lora:
         if not is_number or not 0 < self.alpha < math.inf:
             reason, fix = "it must be a finite number above 0", "use alpha=16.0"
             raise problem("lora", f"set alpha={self.alpha!r}", reason, fix, code="out-of-range")
-        if not _is_pattern(self.modules):
-            reason, fix = (
-                "it must be a regular expression for full paths of linear layers",
-                "use a str that re compiles",
-            )
-            raise problem("lora", f"set modules={self.modules!r}", reason, fix, code="bad-syntax")
+        try:
+            re.compile(self.modules)
+        except (re.error, TypeError) as error:
+            reason, fix = "it must be a regular expression for full paths of linear layers", "use a str"
+            raise problem("lora", f"set modules={self.modules!r}", reason, fix, code="bad-syntax") from error
 
     @property
     def scale(self) -> float:
         """The scale of the product of the pair."""
         return self.alpha / self.rank
 
-    @property
-    def trained(self) -> str:
-        """The default pattern of trainable parameters."""
-        return TRAINED
+    trained = TRAINED
+    """Default pattern of trainable parameters."""
 
     def __call__(self, model: Model) -> Model:
         """Add a trainable pair to each matching layer of a model, and freeze all other parameters.
@@ -99,17 +90,16 @@ class Lora:
           MeshparError: an unsupported model (no `Model`, from plain functions, explicit, or with adapters); a pattern
             that matches no linear layer, or a router or embedding table; a 64-bit dtype without jax_enable_x64.
         """
-        where, requested = f"lora(modules={self.modules!r})", "add adapters to the model"
-        if not isinstance(model, Model):
-            reason, fix = f"it is a {type(model).__name__}, not a Model", "wrap it: mp.from_nnx(lambda rngs: ...)"
-            raise problem(where, requested, reason, fix, code="wrong-type")
-        for is_unsupported, reason, fix in (
-            (model.lora is not None, "it already has adapters", "use the model without adapters"),
-            (model.is_explicit, "adapters do not support mp.explicit", "remove mp.explicit"),
-            (model.kind == "functions", "plain functions have no named layers", "add x @ a @ b, and use trainable="),
-        ):
-            if is_unsupported:
-                raise problem(where, requested, reason, fix, code="unsupported-feature")
+        is_model = isinstance(model, Model)
+        for is_wrong, code, reason, fix in (
+            (not is_model, "wrong-type", f"it is a {type(model).__name__}", "wrap it: mp.from_nnx(lambda rngs: ...)"),
+            (is_model and model.lora is not None, "unsupported-feature", "it has adapters", "use the original model"),
+            (is_model and model.is_explicit, "unsupported-feature", "adapters do not support mp.explicit", "remove it"),
+            (is_model and model.kind == "functions", "unsupported-feature", "plain functions have no named layers",
+             "add x @ a @ b, and use trainable="),
+        ):  # fmt: skip
+            if is_wrong:
+                raise problem(f"lora(modules={self.modules!r})", "add adapters to the model", reason, fix, code=code)
         check_bits("lora(dtype=...)", self.dtype)
         return _on_nnx(self, model) if model.kind == "nnx" else _on_linen(self, model)
 
@@ -134,12 +124,7 @@ class Lora:
         return (kernel + self.scale * product.reshape(kernel.shape)).astype(kernel.dtype)
 
     def matches(self, layers: Collection[str], params: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return the paths of matching linear layers.
-
-        Args:
-          layers: paths of all linear layers.
-          params: shapes of parameters by path.
-        """
+        """Return the paths of matching linear layers, from all their paths and the shapes of parameters."""
         where, pattern = f"lora(modules={self.modules!r})", re.compile(self.modules)
         for path, shape in params.items():
             module = path.rpartition("/")[0]
@@ -223,13 +208,6 @@ def merged_params(state: TrainState) -> PyTree:
     return state.setup.jit(lora.merged, jax.tree.unflatten(jax.tree.structure(like), shardings))(state.params)
 
 
-def _is_pattern(text: Any) -> bool:
-    try:
-        return isinstance(text, str) and re.compile(text) is not None
-    except re.error:
-        return False
-
-
 # ---- Pairs ----------------------------------------------------------------------------------------------------------
 
 
@@ -270,22 +248,6 @@ class _Layer(NamedTuple):
         first, last = self.num_stacked, self.num_stacked + self.num_in
         return dims[:first], dims[first:last], dims[last:]
 
-    @property
-    def is_between_blocks(self) -> bool:
-        """True if the output is the residual stream between blocks, or a low-rank projection."""
-        outputs = (self.names or ())[len(self.shape) - self.num_out :]
-        return outputs in (("embed",), (None,))
-
-
-def _like_tokens(xa: jax.Array, layer: _Layer) -> jax.Array:
-    """Shard x A, [batch, sequence, rank], like the tokens.
-
-    Without the constraint, XLA shards the rank if devices have few tokens, which communicates more bytes.
-    """
-    if layer.names is None or xa.ndim != 3:
-        return xa
-    return _by_names(xa, "batch", "norm_seq" if layer.is_between_blocks else "seq", None)
-
 
 def _like_residual(a: jax.Array, b: jax.Array, layer: _Layer) -> tuple[jax.Array, jax.Array]:
     """Shard the embed dim of a pair like the residual stream, if it is the input or output of the layer.
@@ -318,18 +280,19 @@ def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: 
     dtype, (a, b) = jnp.result_type(x, a), _like_residual(a, b, layer)
     dims = tuple(range(num_lead, x.ndim)), tuple(range(num_in))
     x, b = x.astype(dtype), b.astype(dtype)
-    if axes := _output_axes(layer, b):
+    output_names = () if layer.names is None else layer.names[layer.num_stacked + layer.num_in :]
+    # Mesh axes, other than batch axes, that shard the outputs.
+    if layer.names is not None and (axes := weight_axes(b, None, *output_names)[1]):
         product = _by_shard(x, a, b, axes)
     else:
-        xa = _like_tokens(dot_general(x, a.astype(dtype), (dims, ((), ())), narrow=False), layer)
+        xa = dot_general(x, a.astype(dtype), (dims, ((), ())), narrow=False)
+        if layer.names is not None and xa.ndim == 3:
+            # Sharded like the tokens: XLA would shard the rank if devices have few tokens, and send more bytes. Layers
+            # that return the residual stream or a low-rank projection have the tokens of the norms.
+            is_between_blocks = output_names in (("embed",), (None,))
+            xa = _by_names(xa, "batch", "norm_seq" if is_between_blocks else "seq", None)
         product = dot_general(xa, b, (((num_lead,), (0,)), ((), ())), narrow=False)
     return y + (lora.scale * product).astype(y.dtype)
-
-
-def _output_axes(layer: _Layer, b: jax.Array) -> tuple[str, ...]:
-    """Return the mesh axes, other than batch axes, that shard the outputs of a layer."""
-    names = layer.names
-    return () if names is None else weight_axes(b, None, *names[layer.num_stacked + layer.num_in :])[1]
 
 
 def _by_shard(x: jax.Array, a: jax.Array, b: jax.Array, axes: tuple[str, ...]) -> jax.Array:
@@ -408,26 +371,21 @@ class _NnxAdapters:
         """Return a cached subclass of a layer, whose `__call__` adds the output of the pair."""
         lora, used = self._lora, self._used
 
-        def call(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+        def pair_of(owner: Any) -> tuple[jax.Array, jax.Array]:
             used.add(path)
-            y = cls.__call__(self, inputs, *args, **kwargs)
-            return _added(lora, path, layer, y, inputs, getattr(self, INWARD)[...], getattr(self, OUTWARD)[...])
+            return getattr(owner, INWARD)[...], getattr(owner, OUTWARD)[...]
+
+        def call(self: Any, inputs: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
+            return _added(lora, path, layer, cls.__call__(self, inputs, *args, **kwargs), inputs, *pair_of(self))
 
         def product(self: Any, inputs: jax.Array, name: str) -> jax.Array:
             y = cls.product(self, inputs, name)
-            if name != path.rpartition("/")[2]:
-                return y
-            used.add(path)
-            pair = getattr(self, name + BESIDE)
-            return _added(lora, path, layer, y, inputs, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...])
+            is_adapted = name == path.rpartition("/")[2]
+            return _added(lora, path, layer, y, inputs, *pair_of(getattr(self, name + BESIDE))) if is_adapted else y
 
         def weight(self: Any, name: str) -> Any:
-            matrix = cls.weight(self, name)
-            if name != path.rpartition("/")[2]:
-                return matrix
-            used.add(path)
-            pair = getattr(self, name + BESIDE)
-            return Adapted(matrix, getattr(pair, INWARD)[...], getattr(pair, OUTWARD)[...], lora.scale)
+            matrix, is_adapted = cls.weight(self, name), name == path.rpartition("/")[2]
+            return Adapted(matrix, *pair_of(getattr(self, name + BESIDE)), lora.scale) if is_adapted else matrix
 
         if (cls, path) not in self._classes:
             methods = {"weight": weight, "product": product} if layer.of_experts else {"__call__": call}

@@ -17,15 +17,7 @@ CACHE_FOLDER = "jax_cache"
 
 
 def check_pgle(mesh: jax.sharding.Mesh, profile: tuple[int, int] | None = None) -> None:
-    """Check that JAX can profile and recompile a step on this mesh.
-
-    Args:
-      mesh: mesh of the step.
-      profile: steps that `--profile` traces, if any.
-
-    Raises:
-      MeshparError: the devices are not GPUs, `--profile` is set, or JAX's own options forbid it.
-    """
+    """Check that JAX can profile and recompile a step on this mesh. `profile` is the option `--profile`."""
     platform, config = mesh.devices.flat[0].platform, _config()
     for is_wrong, code, reason, fix in (
         (platform != "gpu", "unsupported-feature", "only the GPU compiler of XLA uses the profile, and these devices "

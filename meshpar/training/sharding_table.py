@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec
 from meshpar.layers.precision import Precision, cast_floating
 from meshpar.optim.moments import on_host
 from meshpar.parallel import Strategy, as_strategy
-from meshpar.parallel.pipeline import Pipeline as PipelinePart
 from meshpar.sharding.adapters import Model, Variables
 from meshpar.sharding.context import apart, tracing
 from meshpar.sharding.mesh import with_auto_axes
@@ -27,7 +26,6 @@ from meshpar.sharding.types import (
     Decision,
     Leaf,
     MeshLike,
-    Names,
     PyTree,
     axes_of_spec,
     axis_sizes,
@@ -99,7 +97,18 @@ class ShardingTable(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as plain data: `mesh, strategy, leaves, totals`."""
-        leaves = [_decision_json(decision) for decision in self.params]
+        leaves = [
+            {
+                "path": d.path,
+                "shape": list(d.leaf.shape),
+                "dtype": d.leaf.dtype.name,
+                "names": None if d.leaf.names is None else list(d.leaf.names),
+                "rule": d.rule,
+                "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in d.spec],
+                "bytes_per_device": d.bytes_per_device,
+            }
+            for d in self.params
+        ]
         return {"mesh": self.mesh, "strategy": self.strategy, "leaves": leaves, "totals": self.totals._asdict()}
 
     def __rich__(self) -> Any:
@@ -113,7 +122,11 @@ class ShardingTable(Printed):
             f"grads {human_bytes(totals.grads_bytes)}, optimizer {human_bytes(totals.optimizer_bytes)}, "
             f"state {human_bytes(totals.state_bytes)}"
             + f", on the host {human_bytes(totals.host_bytes)}" * bool(totals.host_bytes)
-            + "".join(map(self._idle_line, self.idle)),
+            + "".join(
+                f"\nno rule uses mesh axis `{axis}`: its {self.mesh[axis]} devices repeat work, "
+                "unless the model shards over it"
+                for axis in self.idle
+            ),
         )
         for column in ("path", "shape", "dtype", "names", "rule", "spec"):
             table.add_column(column, overflow="fold")
@@ -126,26 +139,10 @@ class ShardingTable(Printed):
             table.add_row(*map(Text, cells), human_bytes(d.bytes_per_device))
         return table
 
-    def _idle_line(self, axis: str) -> str:
-        repeats = f"its {self.mesh[axis]} devices repeat work, unless the model shards over it"
-        return f"\nno rule uses mesh axis `{axis}`: {repeats}"
-
 
 def spec_text(spec: PartitionSpec) -> str:
     """Return a spec as text, such as "fsdp, –, tensor"."""
     return ", ".join("–" if e is None else e if isinstance(e, str) else "×".join(e) for e in spec)
-
-
-def _decision_json(d: Decision) -> dict[str, Any]:
-    return {
-        "path": d.path,
-        "shape": list(d.leaf.shape),
-        "dtype": d.leaf.dtype.name,
-        "names": None if d.leaf.names is None else list(d.leaf.names),
-        "rule": d.rule,
-        "spec": [list(entry) if isinstance(entry, tuple) else entry for entry in d.spec],
-        "bytes_per_device": d.bytes_per_device,
-    }
 
 
 def shardings(
@@ -220,12 +217,14 @@ def lay_out(
     if precision.params is not None:
         cast = jax.eval_shape(lambda params: cast_floating(params, precision.params), variables.params)
         variables = variables._replace(params=cast)
-    leaves, extra_leaves = _leaves(variables.params, names), _leaves(variables.extra, {})
+    leaves = [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(variables.params)]
+    extra_leaves = [leaf_of(path, x) for path, x in tree_leaves_with_paths(variables.extra)]
     leaves = _with_frozen(leaves, model.lora.trained if trainable is None and model.lora is not None else trainable)
     trained = [leaf.is_trained for leaf in leaves]
     rule_sets = (strategy.params, strategy.grads, strategy.optimizer)
-    by_stage = ByStage.of(strategy, mesh)
-    decided = {rules: [by_stage.resolve(leaf, rules) for leaf in leaves] for rules in dict.fromkeys(rule_sets)}
+    decided = {
+        rules: [resolve_by_stage(leaf, rules, mesh, strategy) for leaf in leaves] for rules in dict.fromkeys(rule_sets)
+    }
     params, grads, updates = (decided[rules] for rules in rule_sets)
     _check_duplicate_paths(params, updates)
     _check_rules_used(leaves, extra_leaves, [*params, *grads, *updates], strategy)
@@ -262,55 +261,40 @@ def lay_out(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ByStage:
-    """Resolves leaves if pipeline stages may have unequal numbers of layers."""
+def resolve_by_stage(leaf: Leaf, rules: Rules, mesh: MeshLike, strategy: Strategy) -> Decision:
+    """Return the decision of `rules.resolve`, unless pipeline stages have unequal numbers of layers.
 
-    mesh: MeshLike
-    pipeline: PipelinePart | None
-    num_parts: int
-
-    @staticmethod
-    def of(strategy: Strategy, mesh: MeshLike) -> ByStage:
-        pipeline = strategy.pipeline
-        num_parts = 1 if pipeline is None else pipeline.shortened().num_parts
-        return ByStage(mesh=mesh, pipeline=pipeline, num_parts=num_parts)
-
-    def resolve(self, leaf: Leaf, rules: Rules) -> Decision:
-        """Return the decision of `rules.resolve`, unless the layers are distributed unequally.
-
-        Shards have equal sizes. Unequal stacks of layers are therefore sharded over the stages along another dim
-        between steps, and a step sends the layers to their stages.
-        """
-        rule, sizes = rules.name_rule("layers"), axis_sizes(self.mesh)
-        axis = None if self.pipeline is None else self.pipeline.axis
-        if self.pipeline is None or axis is None or rule is None or rule.value != axis or sizes.get(axis, 1) == 1:
-            return resolve(leaf, rules, self.mesh)
-        decision = resolve(leaf, rules | Rules(layers=None), self.mesh)
-        if not decision.leaf.is_stacked or axis in axes_of_spec(decision.spec):
-            return resolve(leaf, rules, self.mesh)
-        counts = self.pipeline.layers_of_parts(leaf.shape[0], self.num_parts)
-        if len(set(counts)) == 1:
-            return resolve(leaf, rules, self.mesh)
-        entries = [spec_axes(entry) for entry in decision.spec]
-        divisible = [
-            dim
-            for dim, (size, axes) in enumerate(zip(leaf.shape, entries, strict=True))
-            if dim and size and size % math.prod(sizes[a] for a in (*axes, axis)) == 0
-        ]
-        layout = "replicated over the stages between steps"
-        if divisible:
-            dim = max(divisible, key=lambda dim: (not entries[dim], leaf.shape[dim], -dim))
-            entries[dim] = (*entries[dim], axis)
-            layout = f"dim {dim} sharded over `{axis}` between steps"
-        spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
-        return dataclasses.replace(
-            decision,
-            rule=f"{rule}, {'+'.join(map(str, counts))} layers: {layout}" + f"; {decision.rule}" * any(decision.spec),
-            spec=spec,
-            shards=num_shards(spec, self.mesh),
-            sources=decision.sources - {(USER, "layers")} | {(rule.origin, rule.key)},
-        )
+    Shards have equal sizes. Unequal stacks of layers are therefore sharded over the stages along another dim between
+    steps, and a step sends the layers to their stages.
+    """
+    pipeline, rule, sizes = strategy.pipeline, rules.name_rule("layers"), axis_sizes(mesh)
+    axis = None if pipeline is None else pipeline.axis
+    if pipeline is None or axis is None or rule is None or rule.value != axis or sizes.get(axis, 1) == 1:
+        return resolve(leaf, rules, mesh)
+    decision = resolve(leaf, rules | Rules(layers=None), mesh)
+    is_over_stages = decision.leaf.is_stacked and axis not in axes_of_spec(decision.spec)
+    counts = pipeline.layers_of_parts(leaf.shape[0], pipeline.shortened().num_parts) if is_over_stages else ()
+    if len(set(counts)) <= 1:
+        return resolve(leaf, rules, mesh)
+    entries = [spec_axes(entry) for entry in decision.spec]
+    divisible = [
+        dim
+        for dim, (size, axes) in enumerate(zip(leaf.shape, entries, strict=True))
+        if dim and size and size % math.prod(sizes[a] for a in (*axes, axis)) == 0
+    ]
+    layout = "replicated over the stages between steps"
+    if divisible:
+        dim = max(divisible, key=lambda dim: (not entries[dim], leaf.shape[dim], -dim))
+        entries[dim] = (*entries[dim], axis)
+        layout = f"dim {dim} sharded over `{axis}` between steps"
+    spec = PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+    return dataclasses.replace(
+        decision,
+        rule=f"{rule}, {'+'.join(map(str, counts))} layers: {layout}" + f"; {decision.rule}" * any(decision.spec),
+        spec=spec,
+        shards=num_shards(spec, mesh),
+        sources=decision.sources - {(USER, "layers")} | {(rule.origin, rule.key)},
+    )
 
 
 def only(selected: Sequence[bool], tree: PyTree, like: PyTree) -> PyTree:
@@ -323,14 +307,11 @@ def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
     if trainable is None:
         return leaves
     where, requested, paths = f"trainable={trainable!r}", "select parameters", [leaf.path for leaf in leaves]
-    if not (isinstance(trainable, str) or callable(trainable)):
-        reason = f"it is a {type(trainable).__name__}, and must be a pattern or a predicate of the path"
-        raise problem(where, requested, reason, "write trainable=r'.*/(lora_a|lora_b)'", code="wrong-type")
     try:
-        predicate = re.compile(trainable).fullmatch if isinstance(trainable, str) else trainable
-    except re.error as error:
-        reason, fix = f"it is not a regular expression ({error})", "write a pattern for full parameter paths"
-        raise problem(where, requested, reason, fix, code="bad-syntax") from error
+        predicate = trainable if callable(trainable) else re.compile(trainable).fullmatch
+    except (re.error, TypeError) as error:
+        code, fix = "bad-syntax" if isinstance(error, re.error) else "wrong-type", "write r'.*/(lora_a|lora_b)'"
+        raise problem(where, requested, f"it is not a pattern of paths or predicate ({error})", fix, code) from error
     selected = {path: predicate(path) for path in paths}
     for path in (path for path in paths if callable(trainable) and not isinstance(selected[path], bool)):
         reason = f"for `{path}` it returned {selected[path]!r} instead of True or False"
@@ -338,12 +319,8 @@ def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
     if not any(selected.values()):
         reason = f"it selects none of the model's {len(paths)} parameters"
         fix = near_or(str(trainable), paths, "use the full path of a parameter")
-        raise problem(where, "train something", reason, fix, code="unknown-name")
+        raise problem(where, requested, reason, fix, code="unknown-name")
     return [dataclasses.replace(leaf, is_trained=bool(selected[leaf.path])) for leaf in leaves]
-
-
-def _leaves(tree: PyTree, names: Mapping[str, Names]) -> list[Leaf]:
-    return [leaf_of(path, x, names.get(path)) for path, x in tree_leaves_with_paths(tree)]
 
 
 def optimizer_decisions(
@@ -352,15 +329,22 @@ def optimizer_decisions(
     """Return the decisions for optimizer state, from its parameters. Other leaves, such as counts, are replicated."""
     by_path = {decision.path: decision for decision in updates if decision.leaf.is_trained}
 
+    no_owner = object()  # None would be an empty subtree
+
     def owners_of(tree: PyTree) -> PyTree:
         # By path and not by structure, because of masks and of optimizers with a list per parameter.
-        return jax.tree_util.tree_map_with_path(lambda path, _: _owner(path_str(path), by_path), tree)
+        def owner(path: Any, _: Any) -> Any:
+            parts = path_str(path).split("/")
+            prefixes = ("/".join(parts[:end]) for end in range(len(parts), -1, -1))
+            return next((by_path[prefix] for prefix in prefixes if prefix in by_path), no_owner)
+
+        return jax.tree_util.tree_map_with_path(owner, tree)
 
     def find_owners() -> None:
         slots = optax.tree_utils.tree_map_params(
-            tx, owners_of, opt_state, transform_non_params=lambda _: _NO_OWNER, is_leaf=lambda _: True
+            tx, owners_of, opt_state, transform_non_params=lambda _: no_owner, is_leaf=lambda _: True
         )
-        owners.extend(None if owner is _NO_OWNER else owner for owner in jax.tree.leaves(slots))
+        owners.extend(None if owner is no_owner else owner for owner in jax.tree.leaves(slots))
 
     leaves, owners = tree_leaves_with_paths(opt_state), list[Decision | None]()
     try:
@@ -369,29 +353,16 @@ def optimizer_decisions(
     except Exception:
         # It passes placeholders to `tx.init`, which label functions and L-BFGS reject. Then the owner of a leaf is the
         # parameter whose full path is the end of the path of the leaf.
-        owners = [_owner_by_end(path, by_path) for path, _ in leaves]
+        suffixes = (
+            ["/".join(keys[start:]) for start in range(len(keys))] for keys in (path.split("/") for path, _ in leaves)
+        )
+        owners = [next((by_path[suffix] for suffix in each if suffix in by_path), None) for each in suffixes]
     decisions = [_slot_decision(path, x, owner, mesh) for (path, x), owner in zip(leaves, owners, strict=True)]
     offloaded = jax.tree.leaves(on_host(opt_state))
     return [
         dataclasses.replace(d, is_on_host=is_offloaded and bool(d.leaf.shape))
         for d, is_offloaded in zip(decisions, offloaded, strict=True)
     ]
-
-
-_NO_OWNER = object()
-"""Marks leaves without an owner, because None would be an empty subtree."""
-
-
-def _owner(path: str, by_path: Mapping[str, Decision]) -> Any:
-    while path and path not in by_path:
-        path = path.rpartition("/")[0]
-    return by_path.get(path, _NO_OWNER)
-
-
-def _owner_by_end(path: str, by_path: Mapping[str, Decision]) -> Decision | None:
-    keys = path.split("/")
-    suffixes = ("/".join(keys[start:]) for start in range(len(keys)))
-    return next((by_path[suffix] for suffix in suffixes if suffix in by_path), None)
 
 
 def _slot_decision(path: str, x: Any, owner: Decision | None, mesh: MeshLike) -> Decision:
@@ -422,18 +393,17 @@ def _kept_dims(shape: tuple[int, ...], param: tuple[int, ...]) -> tuple[int | No
     return None
 
 
-# ---- Checks of all decisions -----------------------------------------------------------------------------------------
-
-
 def _check_kinds(model: Any, tx: Any) -> None:
     """Check the types of the model and the optimizer."""
-    if not isinstance(model, Model):
-        requested, reason = f"shard a {type(model).__name__}", "it is not a Model"
-        fix = "wrap it: mp.from_nnx(lambda rngs: ...), mp.from_linen(module, example_batch) or mp.from_functions(...)"
-        raise problem("model", requested, reason, fix, code="wrong-type")
-    if tx is not None and not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
-        requested, reason = f"train with {getattr(tx, '__name__', repr(tx))}", "it is not an optax optimizer"
-        raise problem("optimizer", requested, reason, "write optax.adamw(3e-4)", code="wrong-type")
+    is_optimizer = tx is None or (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)))
+    for name, value, is_valid, fix in (
+        ("model", model, isinstance(model, Model), "mp.from_nnx(lambda rngs: ...), mp.from_linen(module, batch) or "
+         "mp.from_functions(init, apply)"),
+        ("optimizer", tx, is_optimizer, "optax.adamw(3e-4)"),
+    ):  # fmt: skip
+        if not is_valid:
+            reason = f"it is a {type(value).__name__}"
+            raise problem(name, f"use {getattr(value, '__name__', value)!r}", reason, f"write {fix}", code="wrong-type")
 
 
 def _check_duplicate_paths(*decision_lists: Sequence[Decision]) -> None:
@@ -444,8 +414,7 @@ def _check_duplicate_paths(*decision_lists: Sequence[Decision]) -> None:
             first = by_path.setdefault(second.path, second)
             if (first.leaf, first.spec) != (second.leaf, second.spec):
                 reason = " and ".join(f"one is {list(d.leaf.shape)} sharded as {d.spec}" for d in (first, second))
-                fix = "rename one of them: the keys `a/b` and `a: {b}` have the same path"
-                where = f"two parameters with path `{second.path}`"
+                where, fix = f"two parameters with path `{second.path}`", "rename one of them"
                 raise problem(where, "shard them by their path", reason, fix, code="conflict")
 
 
@@ -456,17 +425,16 @@ def _check_rules_used(
     paths = [leaf.path for leaf in (*leaves, *extra)]
     names = {name for d in decisions for name in d.leaf.names or () if name}
     for rules in (strategy.params, strategy.grads, strategy.optimizer):
-        for pattern in rules.patterns:
-            if not any(re.fullmatch(pattern, path) for path in paths):
-                fix = near_or(pattern, paths, "write a pattern that matches a full path")
-                reason = f"it matches none of {len(paths)} paths"
-                raise problem(f"path rule `{pattern}`", "apply it", reason, fix, code="unmatched-rule")
-        for name in rules.user_names:
-            # Names of activations are known only during a trace, so rules for the standard names are accepted.
-            if name not in names and name not in ACTIVATION_NAMES:
-                fix = near_or(name, names, "use a name of the model, or for activations Strategy.activations")
-                reason = "no leaf of the model has this name"
-                raise problem(f"rule for the name `{name}`", "apply it", reason, fix, code="unmatched-rule")
+        patterns = (p for p in rules.patterns if not any(re.fullmatch(p, path) for path in paths))
+        unmatched = [
+            (f"path rule `{p}`", near_or(p, paths, "write a pattern that matches a full path")) for p in patterns
+        ]
+        # Names of activations are known only during a trace, so rules for the standard names are accepted.
+        for name in (name for name in rules.user_names if name not in names and name not in ACTIVATION_NAMES):
+            fix = near_or(name, names, "use a name of the model, or for activations Strategy.activations")
+            unmatched.append((f"rule for the name `{name}`", fix))
+        for where, fix in unmatched:
+            raise problem(where, "apply it", "no leaf of the model matches", fix, code="unmatched-rule")
         _check_presets_used(rules, leaves, decisions, names)
 
 
@@ -482,43 +450,34 @@ def _check_presets_used(rules: Rules, leaves: Sequence[Leaf], decisions: Sequenc
         by_size = LARGEST_DIM in keys[origin]
         indivisible = any(d.rule.startswith(f"{origin}: no dim divides") for d in decisions)
         condition = "has such a name" + (" or is large enough" + " and divisible" * indivisible if by_size else "")
-        raise problem(
-            f"strategy {origin}",
-            f"shard leaves by {', '.join(f'`{key}`' for key in keys[origin])}",
-            f"none of the model's {len(leaves)} leaves ({examples}) {condition}; "
-            f"their names are {', '.join(f'`{name}`' for name in sorted(names)) or 'none'}",
-            "annotate the model, or add rules by path: mp.Rules(paths={r'.*/kernel': mp.names(...)})"
-            + _alternatives(origin, by_size=by_size, indivisible=indivisible),
-            code="unmatched-rule",
-        )
-
-
-def _alternatives(origin: str, *, by_size: bool, indivisible: bool) -> str:
-    if indivisible:
-        return "; or pad a dim, change the size of the axis, or replicate all leaves with mp.ddp()"
-    return f"; or shard small leaves too: mp.{origin}(min_bytes=0)" if by_size else ""
+        reason = f"none of the model's {len(leaves)} leaves ({examples}) {condition}; their names are "
+        reason += ", ".join(f"`{name}`" for name in sorted(names)) or "none"
+        fix = "annotate the model, or add rules by path: mp.Rules(paths={r'.*/kernel': mp.names(...)})"
+        if indivisible:
+            fix += "; or pad a dim, change the size of the axis, or replicate all leaves with mp.ddp()"
+        elif by_size:
+            fix += f"; or shard small leaves too: mp.{origin}(min_bytes=0)"
+        requested = f"shard leaves by {', '.join(f'`{key}`' for key in keys[origin])}"
+        raise problem(f"strategy {origin}", requested, reason, fix, code="unmatched-rule")
 
 
 def _check_replication(decision: Decision, strategy: Strategy, mesh: AnyMesh) -> None:
     if decision.replicated_on_purpose or decision.shards > 1 or mesh.size == 1:
         return
-    leaf = decision.leaf
+    leaf, sizes = decision.leaf, axis_sizes(mesh)
     if leaf.layer_nbytes < strategy.big_leaf_bytes:
         return
-    idle = sorted({axis for axis, size in axis_sizes(mesh).items() if size == 1} & set(axes_of_spec(decision.spec)))
+    used = {axis: size for axis, size in sizes.items() if size > 1}
+    idle = sorted(set(axes_of_spec(decision.spec)) - used.keys())
     cause = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule is: {decision.rule}"
-    dims = " × ".join(map(str, leaf.shape))
-    axes = ", ".join(f"`{name}` ({size})" for name, size in axis_sizes(mesh).items() if size > 1)
-    where = f"`{leaf.path}` ({dims} {leaf.dtype.name}, {human_bytes(leaf.nbytes)}, names {leaf.names})"
+    where = f"`{leaf.path}` ({leaf.dtype.name}{list(leaf.shape)}, {human_bytes(leaf.nbytes)}, names {leaf.names})"
     reason = f"it would be replicated on all devices, and no rule requests that ({cause})"
-    fix = f"{_advice(leaf)}, or raise the limit: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})"
-    if idle and (sizes := {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}).get("data"):
-        moved = ", ".join(f"{axis}={size}" for axis, size in {idle[0]: sizes.pop("data"), **sizes}.items())
-        fix = f"give `{idle[0]}` the devices of `data`, MeshSpec({moved}); or {fix}"
-    raise problem(where, f"place it on a mesh with axes {axes}", reason, fix, code="replicated-by-accident")
-
-
-def _advice(leaf: Leaf) -> str:
+    fix = f"shard a dim with a rule, or replicate it with mp.Rules(paths={{r'{re.escape(leaf.path)}': mp.replicated}})"
     if leaf.path.startswith("opt_state/"):
-        return "use an optimizer whose state has the dims of its parameters"
-    return f"shard a dim with a rule, or replicate it with mp.Rules(paths={{r'{re.escape(leaf.path)}': mp.replicated}})"
+        fix = "use an optimizer whose state has the dims of its parameters"
+    fix += f", or raise the limit: strategy.replace(big_leaf_bytes={leaf.nbytes + 1})"
+    requested = f"place it on a mesh with axes {', '.join(f'`{name}` ({size})' for name, size in used.items())}"
+    if idle and "data" in used:
+        moved = ", ".join(f"{axis}={size}" for axis, size in {idle[0]: used.pop("data"), **used}.items())
+        fix = f"give `{idle[0]}` the devices of `data`, MeshSpec({moved}); or {fix}"
+    raise problem(where, requested, reason, fix, code="replicated-by-accident")

@@ -137,10 +137,6 @@ class Setup:
         """Return NamedShardings for specs, for arrays between steps."""
         return jax.tree.map(lambda spec: NamedSharding(self.given_mesh, spec), specs, is_leaf=is_spec)
 
-    def _between_steps(self, shardings: PyTree) -> PyTree:
-        """Move offloaded optimizer state to pinned host memory."""
-        return self._offloaded(lambda sharding: sharding.with_memory_kind("pinned_host"), shardings)
-
     def _offloaded(self, f: Callable[[Any], Any], opt_state: PyTree) -> PyTree:
         """Apply `f` to the offloaded leaves of the optimizer state."""
         pairs = zip(jax.tree.leaves(opt_state), self.table.optimizer, strict=True)
@@ -156,31 +152,24 @@ class Setup:
 
     @functools.cached_property
     def shardings(self) -> TrainState:
-        """The sharding of each array of the state."""
-        return TrainState(
-            step=self.whole,
-            params=self._on_given_mesh(self.layout.params),
-            opt_state=self._between_steps(self._on_given_mesh(self.layout.optimizer)),
-            extra=self._on_given_mesh(self.layout.extra),
-            key=self.whole,
-            skipped=self.whole,
-            setup=self,
-        )
+        """The sharding of each array of the state. Offloaded optimizer state is in pinned host memory."""
+        optimizer = self._on_given_mesh(self.layout.optimizer)
+        optimizer = self._offloaded(lambda sharding: sharding.with_memory_kind("pinned_host"), optimizer)
+        params, extra = self._on_given_mesh(self.layout.params), self._on_given_mesh(self.layout.extra)
+        return self._state(params, optimizer, extra, self.whole, (self.whole, self.whole))
 
     @functools.cached_property
     def abstract(self) -> TrainState:
         """Shape, dtype and sharding of each array of the state."""
-        shapes = TrainState(
-            step=jax.ShapeDtypeStruct((), np.int32),
-            params=self.layout.variables.params,
-            opt_state=self.layout.opt_state,
-            extra=self.layout.variables.extra,
-            key=key_data_like(),
-            skipped=jax.ShapeDtypeStruct((), np.int32),
-            setup=self,
-        )
+        (params, extra), count = self.layout.variables, jax.ShapeDtypeStruct((), np.int32)
+        shapes = self._state(params, self.layout.opt_state, extra, key_data_like(), (count, count))
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.shardings
+        )
+
+    def _state(self, params: PyTree, opt_state: PyTree, extra: PyTree, key: Any, counts: tuple[Any, Any]) -> TrainState:
+        return TrainState(
+            step=counts[0], params=params, opt_state=opt_state, extra=extra, key=key, skipped=counts[1], setup=self
         )
 
     def called(self, f: Callable[..., PyTree], *args: Any, **kwargs: Any) -> PyTree:
@@ -216,10 +205,8 @@ class Setup:
         shardings = self.shardings
         program = self.jit(init_rest, (shardings.opt_state, shardings.key))
         opt_state, step_key = program(key_words(key), self.trained(params))
-        step, skipped = self.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, (shardings.step, shardings.skipped))()
-        return TrainState(
-            step=step, params=params, opt_state=opt_state, extra=extra, key=step_key, skipped=skipped, setup=self
-        )
+        counts = self.jit(lambda: (jnp.zeros((), jnp.int32),) * 2, (shardings.step, shardings.skipped))()
+        return self._state(params, opt_state, extra, step_key, counts)
 
     @apart()
     def lower_init(self) -> Any:
@@ -233,15 +220,8 @@ class Setup:
             with tracing(self.mesh, self.strategy):
                 params, extra = self.model.init(jax.random.key_data(init_key))
             params = cast_floating(params, self.precision.params)
-            return TrainState(
-                step=jnp.zeros((), jnp.int32),
-                params=params,
-                opt_state=self.tx.init(self.trained(params)),
-                extra=extra,
-                key=jax.random.key_data(step_key),
-                skipped=jnp.zeros((), jnp.int32),
-                setup=self,
-            )
+            opt_state, counts = self.tx.init(self.trained(params)), (jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
+            return self._state(params, opt_state, extra, jax.random.key_data(step_key), counts)
 
         return self.jit(make, self.shardings)
 
@@ -291,14 +271,9 @@ class TrainState:
 
 
 def check_state(where: str, state: Any) -> None:
-    """Check that `state` is a `TrainState` with live buffers.
-
-    Raises:
-      MeshparError: it is of a different type, or its buffers were deleted.
-    """
+    """Check that `state` is a `TrainState` with live buffers."""
     if not isinstance(state, TrainState):
-        reason = f"its first argument is a {type(state).__name__}"
-        fix = "pass the TrainState that mp.init_state(model, tx, mesh=..., strategy=..., key=...) returns first"
+        reason, fix = f"it is a {type(state).__name__}", "pass the TrainState that mp.init_state(...) returns first"
         raise problem(where, "use the training state", reason, fix, code="wrong-type")
     arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
     if any(x.is_deleted() for x in arrays):
@@ -433,17 +408,17 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
     _check_devices("load_params", setup.given_mesh)
     params = params.to_pure_dict() if hasattr(params, "to_pure_dict") else params
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(setup.layout.variables.params)]
-    name = _names_of(paths)
+    counts = collections.Counter(map(path_str, paths))
+
+    def name(path: tuple[Any, ...]) -> str:  # the keys `a/b` and `a: {b}` would have the same path
+        return path_str(path) if counts[path_str(path)] < 2 else jax.tree_util.keystr(path)
+
     weights = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
     decisions = dict(zip(map(name, paths), setup.table.params, strict=True))
-    from_state = "use that of the state: {**state.params, ...}"
+    from_state = "pass all arrays, {**state.params, ...}"
     if decisions and not weights:
         reason = f"there are none, and the model has {len(decisions)} parameters, such as `{next(iter(decisions))}`"
-        fix = f"pass an array for each parameter, or {from_state}"
-        raise problem("load_params", "load weights", reason, fix, code="missing-argument")
-    for path in sorted(path for path, x in weights.items() if x is None and path in decisions):
-        fix = f"pass an array, or {from_state}"
-        raise problem(f"load_params, `{path}`", "load it", "the weight is None", fix, code="wrong-type")
+        raise problem("load_params", "load weights", reason, from_state, code="missing-argument")
     for path in sorted(decisions.keys() ^ weights.keys()):
         is_param = path in decisions
         reason = f"none of the {len(weights)} weights has this path" if is_param else "the model has no such parameter"
@@ -472,46 +447,30 @@ def _without_aliases(arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -
     return result
 
 
-def _names_of(paths: Sequence[tuple[Any, ...]]) -> Callable[[tuple[Any, ...]], str]:
-    """Return a function from key paths to unique names. The keys `a/b` and `a: {b}` would have the same path."""
-    counts = collections.Counter(map(path_str, paths))
-    return lambda path: path_str(path) if counts[path_str(path)] < 2 else jax.tree_util.keystr(path)
-
-
 def _cast(path: str, x: Any, leaf: Leaf) -> Any:
     """Return a weight in the dtype of its parameter, after checking its shape and values."""
+    where = f"load_params, `{path}`"
+    if x is None:
+        raise problem(where, "load it", "the weight is None", "pass an array", code="wrong-type")
     x = x if isinstance(x, jax.Array) else np.asarray(x)
-    kinds = [_kind(dtype) for dtype in (x.dtype, leaf.dtype)]
-    if x.shape != leaf.shape or kinds[0] != kinds[1]:
+    kinds = [
+        next((kind for kind in (jnp.complexfloating, jnp.floating) if jnp.issubdtype(dtype, kind)), None)
+        for dtype in (x.dtype, leaf.dtype)
+    ]
+    if x.shape != leaf.shape or kinds[0] is not kinds[1]:
         requested, reason = f"load {x.dtype.name}{list(x.shape)}", f"the model has {leaf.dtype.name}{list(leaf.shape)}"
-        fix = "transpose, reshape or cast it first"
-        raise problem(f"load_params, `{path}`", requested, reason, fix, code="wrong-shape")
-    if kinds[0] == "exact":
-        _check_range(path, x, leaf.dtype, bool(np.all(x.astype(leaf.dtype) == x)))
-        return x.astype(leaf.dtype)
+        raise problem(where, requested, reason, "transpose, reshape or cast it first", code="wrong-shape")
     # NumPy's isfinite does not support bfloat16.
-    values = x if isinstance(x, jax.Array) or kinds[0] == "complex" else x.astype(np.float64)
-    if not bool((jnp if isinstance(x, jax.Array) else np).isfinite(values).all()):
-        reason, fix = "some are infinite or not a number", "check their origin"
-        raise problem(f"load_params, `{path}`", "use these weights", reason, fix, code="not-finite")
+    values = x if isinstance(x, jax.Array) else x.astype(np.complex128 if kinds[0] is jnp.complexfloating else float)
+    if kinds[0] is not None and not bool((jnp if values is x else np).isfinite(values).all()):
+        raise problem(where, "use these weights", "some are not finite", "check their origin", code="not-finite")
     with np.errstate(over="ignore"):
         cast = x.astype(leaf.dtype)
-    _check_range(path, x, leaf.dtype, bool(jnp.isfinite(cast).all()))
-    return cast
-
-
-def _kind(dtype: Any) -> str:
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return "complex"
-    return "real" if jnp.issubdtype(dtype, jnp.floating) else "exact"
-
-
-def _check_range(path: str, x: Any, dtype: np.dtype, is_in_range: bool) -> None:
-    if not is_in_range:
-        reason = f"its largest value, {float(abs(x).max()):.3g}, is out of the range of {dtype.name}"
+    if not bool((jnp.isfinite(cast) if kinds[0] is not None else cast == x).all()):
+        reason = f"its largest value, {float(abs(x).max()):.3g}, is out of the range of {leaf.dtype.name}"
         fix = "scale or clip it first, or create the state with mp.Precision(params=...) of a larger dtype"
-        requested = f"convert {x.dtype.name} to {dtype.name}"
-        raise problem(f"load_params, `{path}`", requested, reason, fix, code="out-of-range")
+        raise problem(where, f"convert {x.dtype.name} to {leaf.dtype.name}", reason, fix, code="out-of-range")
+    return cast
 
 
 def key_words(key: jax.Array | int) -> np.ndarray:

@@ -15,7 +15,6 @@ import re
 import warnings
 import weakref
 from collections.abc import Callable
-from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -60,40 +59,36 @@ Losses and metrics that the model reports (`meshpar.layers.auxiliary`) are added
 class _Program:
     """A function of (state, batch) that is compiled once per setup."""
 
-    _num_micro_steps = _num_slices = 1
-    _xla: Options = MappingProxyType({})
-
-    def __init__(self) -> None:
+    def __init__(self, xla: Options, accumulate: int = 1, interleave: int = 1) -> None:
+        self._xla, self._divisions = xla, {"accumulate": accumulate, "interleave": interleave}
         self._programs: weakref.WeakKeyDictionary[Setup, Any] = weakref.WeakKeyDictionary()
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         """Return the XLA options for the devices of a setup, including the user's."""
         return options_for(setup.mesh, self._xla)
 
-    def _jit(self, setup: Setup, traced_losses: list[Boundaries]) -> Any:
-        """Return the jitted function. A trace adds the constraints of the loss function to `traced_losses`."""
+    def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
+        """Return the jitted function. Each trace of the loss function appends its `Boundaries` to `traced`."""
         raise NotImplementedError
 
     def _prepare(self, state: TrainState, batch: PyTree) -> tuple[Any, StepBatch]:
         """Return the jitted function and the batch as it takes it."""
         check_state("step(state, batch)", state)
-        setup, rules = state.setup, state.setup.strategy.activations
-        batch = StepBatch.of(
-            batch, setup.batch_sharding, rules, accumulate=self._num_micro_steps, interleave=self._num_slices
-        )
+        setup = state.setup
+        batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations, **self._divisions)
         if setup not in self._programs:
             check_options(self._xla)
-            traced_losses: list[Boundaries] = []
-            program = self._jit(setup, traced_losses)
-            if not setup.has_free_activations and self._may_move_activations(setup):
+            traced: list[Boundaries] = []
+            program = self._jit(setup, traced)
+            if not setup.has_free_activations and self._may_constrain_outputs(setup):
                 program.trace(state, batch)  # jit reuses this trace for the call
-                if not any(boundaries.num_constrained for boundaries in traced_losses):
+                if not any(boundaries.num_constrained for boundaries in traced):
                     setup.unconstrained_losses.append(self)
                     program = self._jit(setup, [])
             self._programs[setup] = program
         return self._programs[setup], batch
 
-    def _may_move_activations(self, setup: Setup) -> bool:
+    def _may_constrain_outputs(self, setup: Setup) -> bool:
         """Return whether outputs of modules are constrained if the model constrains none of its activations."""
         return setup.model.kind != "functions" and _may_move_activations(setup)
 
@@ -108,20 +103,17 @@ class _Program:
         program, batch = self._prepare(state, batch)
         return program.trace(state, batch)
 
-    @apart()
     def lower(self, state: TrainState, batch: PyTree) -> Any:
         """Return the lowered program, as from `jax.jit(...).lower`. Arrays may be abstract."""
-        program, batch = self._prepare(state, batch)
-        return program.lower(state, batch)
+        return self.trace(state, batch).lower()
 
 
 class TrainStep(_Program):
     """A training step, `(state, batch) -> (state, metrics)`. Created by `train_step`."""
 
     def __init__(self, loss_fn: LossFn, options: StepOptions) -> None:
-        super().__init__()
+        super().__init__(options.xla, options.accumulate, options.interleave)
         self.loss_fn, self.options = loss_fn, options
-        self._num_micro_steps, self._num_slices, self._xla = options.accumulate, options.interleave, options.xla
         self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
 
     def _engine(self, setup: Setup) -> GradientEngine:
@@ -135,25 +127,24 @@ class TrainStep(_Program):
         return loss_of(self.loss_fn, setup, traced, loss_is=self.options.loss_is)
 
     def _numerics(self) -> contextlib.AbstractContextManager[Numerics]:
-        options = self.options
-        return numerics(options.precision, options.remat, options.interleave)
+        return numerics(self.options.precision, self.options.remat, self.options.interleave)
 
-    def _jit(self, setup: Setup, traced_losses: list[Boundaries]) -> Any:
+    def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
         _check_parameters(setup, self.options.precision)
         check_setup(setup, self.options)
         _check_precision_rules(setup, self.options.precision)
         for rule in setup.strategy.activations.remat:
             check_remat(rule.value, f"remat rule `{rule.key}`: {rule.value!r}")
         return setup.jit(
-            functools.partial(self._step, traced_losses),
+            functools.partial(self._step, traced),
             (setup.shardings, setup.whole),
             donate_argnums=0,  # the new state reuses the buffers of the old one
             in_shardings=(setup.shardings, setup.batch_shardings),
             compiler_options=dict(self.compile_options(setup)) or None,
         )
 
-    def _may_move_activations(self, setup: Setup) -> bool:
-        return not self._engine(setup).uses_local_batch and super()._may_move_activations(setup)
+    def _may_constrain_outputs(self, setup: Setup) -> bool:
+        return not self._engine(setup).uses_local_batch and super()._may_constrain_outputs(setup)
 
     @apart()
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
@@ -163,11 +154,11 @@ class TrainStep(_Program):
             jaxpr = program.trace(state, batch).jaxpr.jaxpr  # jit reuses this trace for the call
             wide = wide_work(jaxpr, self.options.precision, state.setup.strategy.activations.dtypes)
             if wide is not None:
-                warnings.warn(f"{wide}. To change it, {wide.fix}.", stacklevel=3)
+                warnings.warn(f"{wide.what}. To change it, {wide.fix}.", stacklevel=3)
         return program(state, batch)
 
     def _step(
-        self, traced_losses: list[Boundaries], state: TrainState, batch: StepBatch
+        self, traced: list[Boundaries], state: TrainState, batch: StepBatch
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Compute gradients and update the state."""
         setup, options = state.setup, self.options
@@ -175,7 +166,7 @@ class TrainStep(_Program):
         check_batch_supported(setup, options, batch)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         with tracing(setup.mesh, setup.strategy), self._numerics() as context, jax.named_scope("gradients"):
-            loss = self.loss_of(setup, traced_losses)
+            loss = self.loss_of(setup, traced)
             totals = self._engine(setup).gradients(loss, options, state, batch, key)
         _check_layers(setup, options, context)
         with jax.named_scope("update"):
@@ -273,24 +264,24 @@ class EvalStep(_Program):
     """An evaluation step, `(state, batch) -> metrics`. Created by `eval_step`."""
 
     def __init__(self, loss_fn: LossFn, precision: Precision, xla: Options) -> None:
-        super().__init__()
-        self.loss_fn, self.precision, self._xla = loss_fn, precision, xla
+        super().__init__(xla)
+        self.loss_fn, self.precision = loss_fn, precision
 
-    def _jit(self, setup: Setup, traced_losses: list[Boundaries]) -> Any:
+    def _jit(self, setup: Setup, traced: list[Boundaries]) -> Any:
         return setup.jit(
-            functools.partial(self._evaluate, traced_losses),
+            functools.partial(self._evaluate, traced),
             setup.whole,
             in_shardings=(setup.shardings, setup.batch_shardings),
             compiler_options=dict(self.compile_options(setup)) or None,
         )
 
-    def _evaluate(self, traced_losses: list[Boundaries], state: TrainState, batch: StepBatch) -> dict[str, jax.Array]:
+    def _evaluate(self, traced: list[Boundaries], state: TrainState, batch: StepBatch) -> dict[str, jax.Array]:
         setup = state.setup
         _check_state(state)
         key = jax.random.wrap_key_data(state.key)
         with tracing(setup.mesh, setup.strategy), numerics(self.precision, None):
             params = compute_params(setup, state.params, self.precision.compute)
-            evaluate = loss_of(self.loss_fn, setup, traced_losses, trains=False)
+            evaluate = loss_of(self.loss_fn, setup, traced, trains=False)
             loss, (metrics, _) = evaluate(params, state.extra, batch, key)
         if LOSS_WEIGHT not in metrics:  # a scalar or a sum: the weight of a batch is its number of examples
             num_examples = max(_batch_sizes(batch), default=1)
@@ -333,93 +324,73 @@ def check_loss(where: str, loss_fn: Any) -> None:
 
 def _check_parameters(setup: Setup, precision: Precision) -> None:
     """Check that dtypes of parameters fit the precision, can be differentiated, and can be quantized."""
+    quantize = setup.strategy.quantize
     for leaf in (decision.leaf for decision in setup.table.params):
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        if precision.params is not None and is_float and leaf.dtype != jnp.dtype(precision.params):
-            raise problem(
-                f"train_step(precision=Precision(params={precision.params!r}))",
-                f"keep `{leaf.path}` in {precision.params}",
-                f"its dtype in the state is {leaf.dtype.name}",
-                "pass the same precision to init_state",
-                code="wrong-dtype",
-            )
-        if leaf.is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            raise problem(
-                f"train_step, parameter `{leaf.path}`",
-                "compute its gradient",
-                f"its dtype is {leaf.dtype.name}, and integers have no gradient",
-                "freeze it with init_state(trainable=...), or store it outside of the parameters (an nnx.Variable, a "
-                "Linen collection, from_functions(keeps_state=True))",
-                code="wrong-dtype",
-            )
-        if setup.strategy.quantize is not None and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            raise problem(
-                f"parameter `{leaf.path}` under {setup.strategy.label}",
-                f"quantize {leaf.dtype.name}",
-                "the kernels quantize real numbers and would drop the imaginary part",
-                "remove quantize, or store the real and the imaginary part as two parameters",
-                code="wrong-dtype",
-            )
+        is_cast = precision.params is not None and leaf.dtype != jnp.dtype(precision.params)
+        for is_wrong, requested, reason, fix in (
+            (is_cast and jnp.issubdtype(leaf.dtype, jnp.floating), f"keep it in {precision.params}",
+             "init_state had another precision", f"pass precision=mp.Precision(params={precision.params!r}) to it"),
+            (leaf.is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact), "compute its gradient",
+             "integers have no gradient", "freeze it with init_state(trainable=...), or store it outside of the "
+             "parameters (an nnx.Variable, a Linen collection, from_functions(keeps_state=True))"),
+            (quantize is not None and jnp.issubdtype(leaf.dtype, jnp.complexfloating), "quantize it",
+             "the kernels quantize real numbers", "remove quantize, or store the real and imaginary parts separately"),
+        ):  # fmt: skip
+            if is_wrong:
+                where = f"train_step, parameter `{leaf.path}` of dtype {leaf.dtype.name}"
+                raise problem(where, requested, reason, fix, code="wrong-dtype")
 
 
 def _check_precision_rules(setup: Setup, precision: Precision) -> None:
     """Check that precision rules match modules with parameters, and widen their compute dtype."""
     strategy, compute = setup.strategy, precision.compute
     paths = [decision.path for decision in setup.table.params]
+    modules = {path.rpartition("/")[0] for path in paths}
     for rule in strategy.activations.precision:
-        where, requested = f"precision rule `{rule.key}`", f"compute in {rule.value}"
-        if not any(Rules(precision={rule.key: rule.value}).dtype_in(path) for path in paths):
-            modules = {path.rpartition("/")[0] for path in paths}
-            reason = f"it matches none of the {len(modules)} modules that have parameters"
-            fix = near_or(rule.key, modules, "write a pattern that matches the full path of a module")
-            raise problem(where, requested, reason, fix, code="unknown-name")
-        if compute is None or jnp.dtype(rule.value).itemsize <= jnp.dtype(compute).itemsize:
-            reason = f"the rule must be wider than train_step(precision=Precision(compute={compute!r}))"
-            fix = 'use compute="bfloat16" and a wider rule, or remove the rule'
-            raise problem(where, requested, reason, fix, code="wrong-dtype")
+        where = f"precision rule `{rule.key}`"
+        is_matched = any(Rules(precision={rule.key: rule.value}).dtype_in(path) for path in paths)
+        is_wider = compute is not None and jnp.dtype(rule.value).itemsize > jnp.dtype(compute).itemsize
+        for is_wrong, code, reason, fix in (
+            (not is_matched, "unknown-name", f"it matches none of the {len(modules)} modules that have parameters",
+             near_or(rule.key, modules, "write a pattern that matches the full path of a module")),
+            (not is_wider, "wrong-dtype", f"it must be wider than train_step(precision=Precision(compute={compute!r}))",
+             'use compute="bfloat16" and a wider rule, or remove the rule'),
+            (strategy.quantize is not None, "conflict", f"{strategy.label} gathers all weights in the compute dtype",
+             "remove quantize, or the rule"),
+        ):  # fmt: skip
+            if is_wrong:
+                raise problem(where, f"compute in {rule.value}", reason, fix, code=code)
         check_bits(where, rule.value)
-        if strategy.quantize is not None:
-            reason = f"{strategy.label} gathers all weights in the compute dtype"
-            raise problem(where, requested, reason, "remove quantize, or the rule", code="conflict")
 
 
 def _check_state(state: TrainState) -> None:
     """Check shapes and dtypes of arrays that may come from `state.replace`."""
-    expected = jax.tree.leaves(state.setup.abstract)
-    for (path, x), like in zip(tree_leaves_with_paths(state), expected, strict=True):
+    for (path, x), like in zip(tree_leaves_with_paths(state), jax.tree.leaves(state.setup.abstract), strict=True):
         if (x.shape, x.dtype) != (like.shape, like.dtype):
-            raise problem(
-                f"`{path}` of the state",
-                f"train it as {x.dtype.name}{list(x.shape)}",
-                f"the state was created with {like.dtype.name}{list(like.shape)}",
-                "load weights with mp.load_params(state, params), which casts and shards them; choose another dtype of "
-                "parameters with init_state(precision=mp.Precision(params=...))",
-                code="wrong-shape" if x.shape != like.shape else "wrong-dtype",
-            )
+            requested = f"train it as {x.dtype.name}{list(x.shape)}"
+            reason = f"the state was created with {like.dtype.name}{list(like.shape)}"
+            fix = "load weights with mp.load_params; choose dtypes with init_state(precision=mp.Precision(params=...))"
+            code = "wrong-shape" if x.shape != like.shape else "wrong-dtype"
+            raise problem(f"`{path}` of the state", requested, reason, fix, code=code)
 
 
 def _check_layers(setup: Setup, options: StepOptions, context: Numerics) -> None:
     """Check, after the model was traced, that `remat`, `interleave` and `matmul` matched layers and marked arrays."""
-    remat, interleave = options.remat, options.interleave
-    for option, requested, alternative in (
-        (f"remat={remat!r}" if remat else "", "recompute layers in the backward pass", "Flax's own remat"),
-        (f"interleave={interleave}" if interleave > 1 else "", "run layers on slices of the batch", "1"),
+    for option, is_set in (
+        (f"remat={options.remat!r}", options.remat),
+        (f"interleave={options.interleave}", options.interleave > 1),
     ):
-        if option and not context.num_scans:
+        if is_set and not context.num_scans:
             reason = "the model marks no layer: it never calls meshpar.scan_layers"
-            fix = f"run its stacked layers with mp.scan_layers(layer, x, params), or use {alternative}"
-            raise problem(f"train_step({option})", requested, reason, fix, code="unsupported-feature")
+            fix = "run its stacked layers with mp.scan_layers(layer, x, params), or use Flax's own remat"
+            raise problem(f"train_step({option})", "change how layers run", reason, fix, code="unsupported-feature")
     if (pattern := options.precision.unmatched(context.matched)) is not None:
-        raise problem(
-            f"Precision(matmul=...), modules `{pattern}`",
-            "compute their matmuls in 8 bits",
-            "none of their matmuls calls meshpar.layers.precision.dot_general",
-            "write a pattern that matches the full path of a module, such as r'layers/mlp/.*', pass "
-            "dot_general=meshpar.layers.precision.dot_general to the model's layers, or remove matmul",
-            code="unknown-name",
-        )
+        reason = "none of their matmuls calls meshpar.layers.precision.dot_general"
+        fix = "write a pattern for the full path of a module, or pass dot_general=... to the layers of the model"
+        where = f"Precision(matmul=...), modules `{pattern}`"
+        raise problem(where, "compute their matmuls in 8 bits", reason, fix, code="unknown-name")
     rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
-    for where, value in ((f"train_step(remat={remat!r})", remat), *rules):
+    for where, value in ((f"train_step(remat={options.remat!r})", options.remat), *rules):
         for name in () if value is None else named_in(value):
             if name not in context.names:
                 marked = sorted(context.names - {MATMUL, SECOND_SHARD})
@@ -430,18 +401,20 @@ def _check_layers(setup: Setup, options: StepOptions, context: Numerics) -> None
 
 def _check_extra(before: PyTree, after: PyTree) -> None:
     """Check that the forward pass keeps structure, shapes and dtypes of the model's variables."""
-    requested = "carry it from step to step"
-    paths = [{path for path, _ in tree_leaves_with_paths(tree)} for tree in (before, after)]
-    for path in sorted(paths[0] ^ paths[1]):
-        reason = f"it exists only {'after' if path in paths[1] else 'before'} the forward pass"
-        fix = "return it from the loss function as a metric, or create it with the model (NNX's `sow` creates it later)"
-        raise problem(f"`{path}` of the model", requested, reason, fix, code="wrong-shape")
-    for (path, old), new in zip(tree_leaves_with_paths(before), jax.tree.leaves(after), strict=True):
-        shapes, dtypes = [jnp.shape(x) for x in (old, new)], [jnp.result_type(x) for x in (old, new)]
-        if shapes[0] != shapes[1] or (dtypes[0] != dtypes[1] and jnp.promote_types(*dtypes) != dtypes[0]):
-            was, now = (f"{dtype.name}{list(shape)}" for dtype, shape in zip(dtypes, shapes, strict=True))
+    types: list[dict[str, Any]] = [
+        {path: (jnp.shape(x), jnp.result_type(x)) for path, x in tree_leaves_with_paths(t)} for t in (before, after)
+    ]
+    for path in sorted(types[0].keys() | types[1].keys()):
+        old, new = (of_tree.get(path, ((), None)) for of_tree in types)
+        if old[1] is None or new[1] is None:
+            reason = f"it exists only {'after' if old[1] is None else 'before'} the forward pass"
+            fix = "return it from the loss function as a metric, or create it with the model (NNX's `sow` does later)"
+        elif old[0] != new[0] or (old[1] != new[1] and jnp.promote_types(old[1], new[1]) != old[1]):
+            was, now = (f"{dtype.name}{list(shape)}" for shape, dtype in (old, new))
             reason, fix = f"it is {was} before the forward pass and {now} after it", "keep its shape and dtype"
-            raise problem(f"`{path}` of the model", requested, reason, fix, code="wrong-shape")
+        else:
+            continue
+        raise problem(f"`{path}` of the model", "carry it from step to step", reason, fix, code="wrong-shape")
 
 
 # ---- The loss --------------------------------------------------------------------------------------------------------
@@ -487,13 +460,10 @@ def _call(loss_fn: LossFn, model: Any, examples: PyTree, key: jax.Array) -> Any:
         axis = re.search(r"unbound axis name: (\w+)", str(error))
         if axis is None:
             raise
-        raise problem(
-            f"axis name `{axis[1]}` in the model",
-            "reduce over it, as BatchNorm(axis_name=...) does",
-            "the loss function receives the global batch, so means and sums are global without a collective",
-            f"remove axis_name={axis[1]!r}",
-            code="unsupported-feature",
-        ) from error
+        reason = "the loss function receives the global batch, so means and sums are global without a collective"
+        where, requested = f"axis name `{axis[1]}` in the model", "reduce over it, as BatchNorm(axis_name=...) does"
+        fix = f"remove axis_name={axis[1]!r}"
+        raise problem(where, requested, reason, fix, code="unsupported-feature") from error
 
 
 def _refusing_other_axes(loss: Evaluate, setup: Setup) -> Evaluate:
@@ -515,13 +485,10 @@ def _refusing_other_axes(loss: Evaluate, setup: Setup) -> Evaluate:
         except Exception as error:
             if type(error).__name__ != "ForbiddenCollectiveError":
                 raise
-            raise problem(
-                f"mp.explicit(model) and {setup.strategy.label}",
-                f"communicate over {', '.join(f'`{axis}`' for axis in sorted(unused))}, which no rule names",
-                " ".join(str(error).split()),
-                "keep the sharding of arrays over that axis, or add a strategy that shards over it",
-                code="unknown-axis",
-            ) from error
+            where, reason = f"mp.explicit(model) and {setup.strategy.label}", " ".join(str(error).split())
+            requested = f"communicate over {', '.join(f'`{axis}`' for axis in sorted(unused))}, which no rule names"
+            fix = "keep the sharding of arrays over that axis, or add a strategy that shards over it"
+            raise problem(where, requested, reason, fix, code="unknown-axis") from error
 
     return evaluate
 
@@ -541,12 +508,8 @@ def _constraining_modules(
         other_batch_sizes=frozenset(sizes),
         sharded_modules=setup.splitting_modules,
         dot_general=None if is_explicit else functools.partial(dot_general, narrow=False),
-        policy=_remat_policy if trains else None,
+        policy=(lambda remat: remat_policy(remat, current().numerics.names)) if trains else None,
     )
-
-
-def _remat_policy(remat: str) -> Callable[..., Any]:
-    return remat_policy(remat, current().numerics.names)
 
 
 def _may_move_activations(setup: Setup) -> bool:
@@ -591,10 +554,9 @@ def _optimizer_update(
     try:
         with within(updates=setup.updating):
             updates, new = update(grads, opt_state, params, **extra_args)
-        if jax.tree.structure(new) != jax.tree.structure(opt_state):  # type: ignore[operator]
-            raise TypeError("the update changes the structure of its state")
-        if jax.tree.structure(updates) != jax.tree.structure(params):  # type: ignore[operator]
-            raise TypeError("the tree of updates has another structure than the parameters")
+        for name, tree, like in (("state", new, opt_state), ("parameters", updates, params)):
+            if jax.tree.structure(tree) != jax.tree.structure(like):  # type: ignore[operator]
+                raise TypeError(f"the new {name} has another structure than the old one")
         for (path, param), change in zip(tree_leaves_with_paths(params), jax.tree.leaves(updates), strict=True):
             if jnp.shape(change) not in ((), param.shape):
                 raise TypeError(f"the update of `{path}` has shape {jnp.shape(change)} instead of {param.shape}")
@@ -602,14 +564,13 @@ def _optimizer_update(
     except MeshparError:
         raise
     except Exception as error:
-        raise problem(
-            "the optimizer's update",
-            f"update {len(jax.tree.leaves(params))} parameters with their gradients",
-            f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+        requested = f"update {len(jax.tree.leaves(params))} parameters with their gradients"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        fix = (
             "use an optimizer whose update takes gradients, state and parameters, and by name at most value, grad, "
-            "value_fn and obj_fn",
-            code="unsupported-feature",
-        ) from error
+            "value_fn and obj_fn"
+        )
+        raise problem("the optimizer's update", requested, reason, fix, code="unsupported-feature") from error
 
 
 def _update(

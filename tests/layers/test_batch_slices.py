@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from typing import Any
 
 import jax
@@ -18,81 +16,12 @@ from meshpar.layers.precision import Precision, numerics
 from meshpar.models import TransformerConfig
 from meshpar.parallel import parse_strategy
 from meshpar.sharding.activations import constrain_module_outputs
-from meshpar.sharding.types import tree_leaves_with_paths
-from tests.equal import VOCAB, assert_same, mesh_of, model_of, train
+from tests.equal import VOCAB, mesh_of, model_of, train
 from tests.errors import raises
 from tests.grid import cases
-from tests.models import test_moe as moe
 from tests.parallel import test_equality as dense
 
-STAGES = "pipeline_parallel(stages=2, microbatches=2"
-SEQUENCE = "fsdp() | tensor_parallel(sequence=True)"
 AHEAD = "fsdp(prefetch=1) | tensor_parallel(sequence=True)"
-CASES = {
-    **{name: case for name, case in dense.CASES.items() if "accumulate" not in name},
-    "ahead": (mp.MeshSpec(fsdp=4, tensor=2), parse_strategy(AHEAD), {"remat": "full"}),
-    "once": (mp.MeshSpec(fsdp=2, tensor=2), mp.fsdp(), {"accumulate": 2, "reduce_gradients": "once"}),
-    "ring": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | mp.context_parallel(), {}),
-    "explicit": (mp.MeshSpec(fsdp=4, tensor=2, axis_types="explicit"), parse_strategy(AHEAD), {"remat": "full"}),
-    "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), parse_strategy(f"{SEQUENCE} | {STAGES}, schedule='zb-h1')"), {}),
-    "stages, chunks": (
-        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
-        parse_strategy(f"{SEQUENCE} | {STAGES}, schedule='1f1b', gather='microbatch')"),
-        {"remat": "full"},
-    ),
-    "stages, whole": (
-        mp.MeshSpec(stage=2, data=2, tensor=2),
-        parse_strategy(f"ddp() | tensor_parallel() | {STAGES})"),
-        {},
-    ),
-}
-
-
-@pytest.mark.parametrize(
-    ("framework", "case"), cases(("nnx", "ahead"), grid=itertools.product(("nnx", "linen"), CASES))
-)
-def test_training_equals_training_without_slices(framework, case):
-    spec, strategy, options = CASES[case]
-    with jax.enable_x64(True):
-        expected = dense.single_device(framework, "float64")
-        actual = dense.five_steps(framework, "float64", spec, strategy, {**options, "interleave": 2}, expected.start)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-9)
-    assert_same(actual.params, expected.params, atol=1e-9)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-@pytest.mark.parametrize("case", ["ahead", "once", "explicit"])
-def test_frozen_parameters_with_slices(framework, case):
-    spec, strategy, options = CASES[case]
-    frozen = {"trainable": r"layers/(attention|mlp/down)/.*"}
-    with jax.enable_x64(True):
-        expected = dense.five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), frozen)
-        options = {**options, **frozen, "interleave": 2}
-        actual = dense.five_steps(framework, "float64", spec, strategy, options, expected.start)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-9)
-    np.testing.assert_allclose(
-        [m["grad_norm"] for m in actual.metrics], [m["grad_norm"] for m in expected.metrics], rtol=1e-9
-    )
-    assert_same(actual.params, expected.params, atol=1e-9)
-    start = dict(tree_leaves_with_paths(actual.start.params))
-    changed = {path for path, x in actual.params.items() if (x != start[path]).any()}
-    assert changed == {path for path in start if re.fullmatch(frozen["trainable"], path)} != set()
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-@pytest.mark.parametrize("cfg", [moe.mixtral_like, moe.deepseek_like])
-def test_moe_losses_and_loads_with_slices(framework, cfg):
-    """Without auxiliary losses the steps are equal. Counts are summed over slices."""
-    cfg = cfg(param_dtype="float64", losses={"auxiliary_weight": 0.0, "z_weight": 0.0})
-    expected = moe.five_steps(cfg, framework, *moe.ONE)
-    actual = moe.five_steps.__wrapped__(cfg, framework, *moe.SHARDED, start=expected.start, interleave=2)
-    for metrics, reference in zip(actual.metrics, expected.metrics, strict=True):
-        np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-9)
-        np.testing.assert_array_equal(metrics["moe/load"], reference["moe/load"])
-    assert_same(actual.params, expected.params, atol=1e-9)
-    assert_same(actual.extra, expected.extra, atol=1e-9)
 
 
 @pytest.mark.matrix
@@ -260,18 +189,3 @@ def test_microbatches_must_be_divisible():
     with pytest.raises(mp.MeshparError, match="microbatches=2, interleave=2") as error:
         mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
     assert "batch of 8" in error.value.fix
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_moe_in_stages_with_slices(framework):
-    """Without auxiliary losses, losses and loads equal those of a single device."""
-    cfg = moe.mixtral_like(param_dtype="float64", losses={"auxiliary_weight": 0.0, "z_weight": 0.0})
-    expected = moe.five_steps(cfg, framework, *moe.ONE)
-    strategy = parse_strategy(f"fsdp() | expert_parallel() | {STAGES}, schedule='eager-1f1b')")
-    spec = mp.MeshSpec(stage=2, fsdp=2, expert=2)
-    actual = moe.five_steps.__wrapped__(cfg, framework, spec, strategy, start=expected.start, interleave=2)
-    for metrics, reference in zip(actual.metrics, expected.metrics, strict=True):
-        np.testing.assert_allclose(metrics["loss"], reference["loss"], rtol=1e-9)
-        np.testing.assert_array_equal(metrics["moe/load"], reference["moe/load"])
-    assert_same(actual.params, expected.params, atol=1e-9)

@@ -144,25 +144,6 @@ def test_remat_policies_change_memory_but_not_the_step():
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_bfloat16_compute_with_float32_parameters_trains():
-    state = mp.init_state(deep_model(), optax.adam(1e-2), mesh=mp.MeshSpec(fsdp=8).build(), strategy=mp.fsdp(), key=0)
-    dtypes = []
-
-    def loss_fn(model, batch, key):
-        dtypes.extend(x.dtype for x in jax.tree.leaves(model.args))
-        return deep_loss(model, batch.astype(jnp.bfloat16), key)
-
-    step = mp.train_step(loss_fn, precision=mp.Precision(params="float32", compute="bfloat16"))
-    batch = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
-    losses = []
-    for _ in range(5):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert set(dtypes) == {jnp.dtype("bfloat16")}
-    assert state.params["w"].dtype == jnp.float32
-    assert losses[-1] < losses[0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Models that compute in a higher precision
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,15 +12,12 @@ import optax
 import pytest
 from flax import linen, nnx
 from flax.nnx import bridge
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
 from meshpar import moe
 from meshpar.models import TransformerConfig
 from meshpar.moe import MoEConfig, Routing
 from meshpar.moe.nnx import MoE
-from meshpar.sharding.types import MeshparError
 from tests.equal import linen_decoder
 from tests.errors import raises
 from tests.grid import cases
@@ -201,7 +198,7 @@ def test_rebalancing_requires_the_router():
     without = {path: names for path, names in NAMES.items() if "router" not in path}
     other, _ = forward(moe.permute(params, placed.order, names=without), x, routing)
     assert np.abs(other - y).max() > 0.1
-    with pytest.raises(MeshparError, match="no router is among the leaves with a dim named `expert` .*`moe/bias`"):
+    with raises("not-found", "parameters"):
         mp.rebalance_experts(params, loads, names=without, num_ranks=4)
 
 
@@ -240,23 +237,6 @@ def test_layers_with_separate_paths():
         (placed,) = done.placements[scope]
         np.testing.assert_array_equal(done.state[block]["moe"]["up"], tree[block]["moe"]["up"][list(placed.order)])
     assert done.state["block_10"]["moe"]["up"] is tree["block_10"]["moe"]["up"]
-
-
-def test_arrays_keep_their_sharding_and_dtype(mesh8):
-    specs = {"router": {"kernel": P(None, "fsdp")}, "up": P("fsdp", None, "tensor"), "down": P("fsdp", "tensor")}
-    params = model()
-    del params["moe"]["bias"]
-    placed_on = jax.tree.map(lambda spec: NamedSharding(mesh8, spec), specs, is_leaf=lambda x: isinstance(x, P))
-    sharded = params | {"moe": jax.device_put(jax.tree.map(jnp.bfloat16, params["moe"]), placed_on)}
-    loads = zipf(NUM_EXPERTS)
-    found = mp.rebalance_experts(sharded, loads, names=NAMES, num_ranks=4).state["moe"]
-    expected = mp.rebalance_experts(params, loads, names=NAMES, num_ranks=4).state["moe"]
-    for (path, one), other, where in zip(
-        jax.tree_util.tree_leaves_with_path(found), *map(jax.tree.leaves, (expected, placed_on)), strict=True
-    ):
-        assert one.sharding.is_equivalent_to(where, one.ndim), path
-        assert one.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(one, other.astype(jnp.bfloat16))
 
 
 # Errors --------------------------------------------------------------------------------------------------------------
@@ -376,7 +356,7 @@ def test_rebalancing_requires_ranks_and_names():
     state, _, _ = trained("nnx")
     mesh = mp.MeshSpec(fsdp=8).build()
     unsharded = mp.init_state(state.setup.model, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=0), key=0)
-    with raises("missing-argument", "state, loads"):
+    with raises("missing-argument", "rebalance_experts"):
         mp.rebalance_experts(unsharded, zipf(NUM_EXPERTS))
     assert mp.rebalance_experts(unsharded, zipf(NUM_EXPERTS), num_ranks=4).gain > 1
     with raises("missing-argument"):
@@ -435,31 +415,30 @@ def test_logits_are_bitwise_equal_if_tokens_travel(config):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("kind", ["nnx", pytest.param("linen", marks=pytest.mark.matrix)])
-def test_rebalancing_warns_about_bound_factor(kind):
-    state, logits, loads = decoder(bound_factor=1.0, kind=kind)
-    with pytest.warns(UserWarning, match=r"bound_factor=1\.0.*with bound_factor=4"):
-        done = mp.rebalance_experts(state, loads)
-    assert np.abs(logits(done.state) - logits(state)).max() > 0.1
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", ["tokens replicated", "experts choose", "node first"])
-def test_rebalancing_warns_about_rounding(case):
-    if case == "tokens replicated":
-        options = {"strategy": mp.fsdp() | mp.expert_parallel() | mp.Rules(batch=("fsdp",))}
-        warning = "replicated over `expert`.*by rounding"
-    elif case == "node first":
-        levels = mp.expert_parallel(axis=("data", "expert"))
-        options = {"mesh": mp.MeshSpec(data=2, expert=4), "strategy": mp.ddp() | levels, "implementation": "node-first"}
-        warning = "between 2 nodes.*by rounding.*hierarchical"
-    else:
-        routing = Routing(num_experts=NUM_EXPERTS, top_k=2, choice="expert", force=True, normalize=False)
-        options, warning = {"routing": routing}, "that choose tokens"
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        ({"bound_factor": 1.0}, r"bound_factor=1\.0.*with bound_factor=4"),
+        ({"bound_factor": 1.0, "kind": "linen"}, r"bound_factor=1\.0.*with bound_factor=4"),
+        ({"strategy": mp.fsdp() | mp.expert_parallel() | mp.Rules(batch=("fsdp",))}, "replicated over `expert`"),
+        (
+            {"mesh": mp.MeshSpec(data=2, expert=4), "implementation": "node-first",
+             "strategy": mp.ddp() | mp.expert_parallel(axis=("data", "expert"))},
+            "between 2 nodes.*hierarchical",
+        ),
+        (
+            {"routing": Routing(num_experts=NUM_EXPERTS, top_k=2, choice="expert", force=True, normalize=False)},
+            "that choose tokens",
+        ),
+    ],
+    ids=["bound", "bound, linen", "replicated tokens", "node first", "experts choose"],
+)  # fmt: skip
+def test_rebalancing_warns_if_outputs_change(options, warning):
     state, logits, loads = decoder(**options)
     with pytest.warns(UserWarning, match=warning):
         done = mp.rebalance_experts(state, loads)
-    np.testing.assert_allclose(logits(done.state), logits(state), atol=1e-5)  # float32 sums, logits up to 3
+    change = np.abs(logits(done.state) - logits(state)).max()
+    assert change > 0.1 if "bound_factor" in options else change < 1e-4  # float32 sums, logits up to 3
 
 
 def test_no_warning_if_no_expert_moves():

@@ -29,7 +29,6 @@ from tests.equal import assert_same
 from tests.grid import cases
 from tests.layers.test_precision import PRODUCTS
 from tests.linen_decoder import linen_model
-from tests.parallel.test_equality import CASES, EXPERTS, five_steps
 
 FP8, BY_ROW = mp.Precision(matmul="fp8"), mp.Precision(matmul="fp8-rowwise")
 CONFIG = TransformerConfig(
@@ -138,49 +137,6 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none(x):
     np.testing.assert_array_equal(out, x[:, :2] * 3)
 
 
-@pytest.mark.parametrize("precision", cases(BY_ROW, grid=[FP8, BY_ROW]), ids=lambda one: one.matmul)
-@pytest.mark.parametrize(
-    ("framework", "case"),
-    cases(
-        ("nnx", "fsdp|tensor+sequence"),
-        grid=[
-            *(("nnx", one) for one in ("zero1", "zero3", "fsdp|tensor+sequence", "fsdp|remat")),
-            ("linen", "fsdp|tensor"),
-        ],
-    ),
-)
-def test_scales_are_those_of_all_shards(framework, case, precision):
-    """Float64 around the 8 bits: sums in another order hardly ever round to another number of 8 bits."""
-    spec, strategy, options = CASES[case]
-    with jax.enable_x64(True):
-        expected = five_steps(framework, "float64", mp.MeshSpec(), mp.ddp(), {"precision": precision})
-        options = {**options, "precision": precision}
-        found = five_steps(framework, "float64", spec, strategy, options, start=expected.start)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
-    assert_same(found.params, expected.params, atol=1e-5)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("sequence", [False, True], ids=["1f1b", "zb-h1, sequence"])
-def test_by_row_stages_give_what_one_device_gives(sequence):
-    """A row's scale is its own and a column's that of the whole weight: no microbatch changes either."""
-    spec, inside, schedule = mp.MeshSpec(stage=2, fsdp=4), mp.fsdp(), "1f1b"
-    if sequence:
-        spec, schedule = mp.MeshSpec(stage=2, fsdp=2, tensor=2), "zb-h1"
-        inside = mp.fsdp() | mp.tensor_parallel(sequence=True)
-    strategy, options = (
-        inside | mp.pipeline_parallel(stages=2, microbatches=4, schedule=schedule),
-        {"precision": BY_ROW},
-    )
-    with jax.enable_x64(True):
-        expected = five_steps("nnx", "float64", mp.MeshSpec(), mp.ddp(), options)
-        found = five_steps("nnx", "float64", spec, strategy, options, start=expected.start)
-        wide = five_steps("nnx", "float64", spec, strategy, {}, start=expected.start)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-9)
-    assert_same(found.params, expected.params, atol=1e-9)
-    assert np.abs(np.subtract(found.losses, wide.losses)).min() > 1e-4  # 8 bits they are
-
-
 @pytest.mark.parametrize("word", EMULATED)
 @pytest.mark.parametrize("sizes", cases("5 0 9", grid=["5 0 9", "6 6 6"]))
 def test_experts_rows_and_weights_are_rounded_each_by_a_scale_of_its_own(sizes, word):
@@ -239,28 +195,6 @@ def test_by_path(framework):
     assert len(kept) == 2
     assert not narrow & kept
     assert sum("/mlp/" in path for path in narrow) == 3
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("word", EMULATED)
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}], ids=str)
-def test_experts_lie_as_they_like(mesh, word):
-    """Float64 around the 8 bits, as above. No scale is of what several devices hold."""
-    spec, strategy = mp.MeshSpec(**mesh), mp.fsdp() | mp.expert_parallel() if "expert" in mesh else mp.fsdp()
-    with jax.enable_x64(True):
-        options = {"precision": mp.Precision(matmul={r"layers/mlp": word})}
-        expected = five_steps("nnx", "float64", mp.MeshSpec(), mp.ddp(), options, **EXPERTS)
-        found = five_steps("nnx", "float64", spec, strategy, options, expected.start, **EXPERTS)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6)
-    assert_same(found.params, expected.params, atol=1e-5)
-
-
-@pytest.mark.matrix
-def test_micro_steps_and_a_smaller_dtype_learn():
-    """Every micro-step has scales of its own rows."""
-    options = {"accumulate": 2, "precision": dataclasses.replace(FP8, compute="bfloat16")}
-    found = five_steps("nnx", "float32", mp.MeshSpec(data=2), mp.ddp(), options)
-    assert found.losses[-1] < found.losses[0] - 0.1
 
 
 def traced(model, precision):

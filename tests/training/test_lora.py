@@ -158,30 +158,25 @@ def test_expected_collectives_of_pairs_with_fewer_shards(sequence):
 
 
 @pytest.mark.pod
-def test_frozen_experts_have_no_gradients_on_gpus():
-    config = dataclasses.replace(WIDE, moe=dataclasses.replace(MOE, mlp_dim=512))
-    strategy = mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()
-    mesh = mp.MeshSpec(fsdp=2, expert=2, tensor=2).abstract()
-    state = mp.abstract_state(mp.lora(modules=ALL)(config.build()), optax.adam(1e-3), mesh=mesh, strategy=strategy)
+@pytest.mark.parametrize(
+    ("moe", "mesh", "strategy"),
+    [
+        (dataclasses.replace(MOE, mlp_dim=512), "fsdp=2,expert=2,tensor=2",
+         mp.fsdp() | mp.expert_parallel() | mp.tensor_parallel()),
+        (None, "fsdp=2,tensor=4", mp.fsdp() | mp.tensor_parallel(sequence=True)),
+    ],
+    ids=["experts", "dense"],
+)  # fmt: skip
+def test_expected_collectives_of_pairs_on_gpus(moe, mesh, strategy):
+    """Matrices and pairs of a block share an all-reduce, and frozen experts have no gradients."""
+    model = mp.lora(modules=ALL)(dataclasses.replace(WIDE, moe=moe).build())
+    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mp.MeshSpec.parse(mesh).abstract(), strategy=strategy)
     batch = {name: jax.ShapeDtypeStruct((64, 512), np.int32) for name in BATCH}
     step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
     report = mp.explain(step, state, batch, "h100:1x8")
     assert report.is_as_promised, str(report)
     assert not report.promise.missing, "the full experts of all layers would be saved for the backward pass"
     assert all(of_pair(path) for one in report.promise.kept if one.role == "gradients" for path in one.tensors)
-
-
-@pytest.mark.pod
-def test_block_reduces_input_gradients_once_on_gpus():
-    """Matrices and pairs share an all-reduce. Otherwise the collectives would differ from the expected ones."""
-    mesh, strategy = mp.MeshSpec(fsdp=2, tensor=4).abstract(), mp.fsdp() | mp.tensor_parallel(sequence=True)
-    model = mp.lora(rank=8, modules=ALL)(decoder("nnx", WIDE))
-    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
-    batch = {name: jax.ShapeDtypeStruct((8, 1024), np.int32) for name in BATCH}
-    step = mp.train_step(next_token_loss, precision=mp.Precision(compute="bfloat16"))
-    report = mp.explain(step, state, batch, "h100:1x8")
-    assert report.is_as_promised, str(report)
-    assert not report.promise.missing
 
 
 def test_path_rules_and_bfloat16_matrices():
@@ -274,53 +269,6 @@ def test_matrix_multiplied_outside_its_layer_is_an_error():
     state = mp.abstract_state(adapted, optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp())
     with pytest.raises(mp.MeshparError, match="lora.*use the kernel without its adapters.*Exclude the layer"):
         mp.train_step(next_token_loss).trace(state, BATCH)
-
-
-@pytest.mark.matrix
-def test_checkpoint_stores_alpha(tmp_path):
-    mesh = mp.MeshSpec().build(jax.devices()[:1])
-    states = [
-        mp.init_state(mp.lora(rank=2, alpha=alpha)(CONFIG.build()), optax.sgd(1.0), mesh=mesh, strategy=mp.ddp(), key=0)
-        for alpha in (4, 8)
-    ]
-    with mp.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(states[0], wait=True)
-        assert checkpoints.restore(states[0].setup) is not None
-        for weights_only in (False, True):
-            with pytest.raises(mp.MeshparError, match="lora.alpha=8.*trained with alpha=4.*use lora.alpha=4"):
-                checkpoints.restore(states[1].setup, weights_only=weights_only)
-
-
-@pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore")  # warnings of qwix about Flax
-@pytest.mark.parametrize("base", ["int8", "nf4"])
-def test_qwix_adapters_with_quantized_matrices(base):
-    qwix = pytest.importorskip("qwix", reason="not installed: pip install qwix")
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(16, 32, rngs=rngs)
-            self.second = nnx.Linear(32, 16, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.relu(self.first(x)))
-
-    tiles = {"tile_size": 8} if base == "nf4" else {}
-    provider = qwix.LoraProvider(module_path=".*", rank=4, alpha=8, weight_qtype=base, **tiles)
-    model = mp.from_nnx(lambda rngs: qwix.apply_lora_to_model(Net(rngs), provider, jnp.ones((8, 16)), rngs=rngs))
-    rules = mp.Rules(
-        batch="data", paths={r".*/qvalue": (None, "data"), r".*lora_b": (None, "data"), ".*": mp.replicated}
-    )
-    options = {"mesh": mp.MeshSpec(data=8).build(), "strategy": rules, "key": 0, "trainable": r".*lora_[ab]"}
-    state = mp.init_state(model, optax.adam(1e-2), **options)
-    assert state.params["first"]["kernel"]["array"]["qvalue"].dtype.itemsize == 1
-    assert {x.shape for x in jax.tree.leaves(state.opt_state)} == {(), (16, 4), (4, 32), (32, 4), (4, 16)}
-    step = mp.train_step(lambda model, x, key: (((model(x) - 1) ** 2).mean(), {}))
-    losses = []
-    for _ in range(3):
-        state, metrics = step(state, np.ones((8, 16), np.float32))
-        losses.append(float(metrics["loss"]))
-    assert losses[2] < losses[0]
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])

@@ -5,7 +5,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding
@@ -72,10 +71,6 @@ def owner_of(path: str) -> str | None:
 EVERYTHING = set(FOLLOWED)
 OPTIMIZERS = {
     "adamw": (optax.adamw(1e-3), EVERYTHING, 2),
-    "sgd": (optax.sgd(0.1), set(), 0),
-    "momentum": (optax.sgd(0.1, momentum=0.9), EVERYTHING, 1),
-    "lion": (optax.lion(1e-3), EVERYTHING, 1),
-    "adam in bfloat16": (optax.adam(1e-3, mu_dtype=jnp.bfloat16), EVERYTHING, 2),
     "clip and schedule": (
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-3, 10))),
         EVERYTHING,
@@ -102,10 +97,7 @@ OPTIMIZERS = {
         {"up/kernel", "up/bias", "stack/kernel"},
         2,
     ),
-    "weight decay mask": (optax.adamw(1e-3, mask=is_matrix), EVERYTHING, 2),
     "ema": (optax.chain(optax.adam(1e-3), optax.ema(0.9)), EVERYTHING, 3),
-    "schedule free": (optax.contrib.schedule_free_adamw(1e-3), EVERYTHING, 2),
-    "apply if finite": (optax.apply_if_finite(optax.adam(1e-3), 3), EVERYTHING, 2),
     "noise": (optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.adam(1e-3)), EVERYTHING, 2),
 }
 
@@ -259,18 +251,6 @@ def test_totals_add_up(table):
     }
 
 
-def test_a_parameter_dtype_is_counted(table):
-    half = mp.shardings(
-        MODEL,
-        MESH,
-        mp.fsdp() | mp.tensor_parallel(),
-        tx=optax.adamw(1e-3),
-        precision=mp.Precision(params="bfloat16"),
-    )
-    assert half.totals.params_bytes * 2 == table.totals.params_bytes
-    assert half["up/kernel"].leaf.dtype == jnp.bfloat16
-
-
 def test_json_is_plain_and_complete(table):
     data = json.loads(json.dumps(table.to_json()))
     assert data["mesh"] == {"data": 1, "stage": 1, "fsdp": 4, "expert": 1, "tensor": 2}
@@ -303,41 +283,3 @@ def test_the_printed_table_shows_every_leaf_and_the_totals(table):
 def test_specs_for_people():
     assert spec_text(P("fsdp", None, ("data", "tensor"))) == "fsdp, –, data×tensor"
     assert spec_text(P()) == ""
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Pods
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_llama3_405b_on_4096_devices_without_any():
-    layers, embed, mlp, heads, kv_heads, head_dim, vocab = 126, 16384, 53248, 128, 8, 128, 128256
-    shapes = {
-        "embed/table": ((vocab, embed), ("vocab", "embed")),
-        "layers/attention/query": ((layers, embed, heads, head_dim), ("layers", "embed", "heads", "head_dim")),
-        "layers/attention/key": ((layers, embed, kv_heads, head_dim), ("layers", "embed", "kv_heads", "head_dim")),
-        "layers/attention/value": ((layers, embed, kv_heads, head_dim), ("layers", "embed", "kv_heads", "head_dim")),
-        "layers/attention/out": ((layers, heads, head_dim, embed), ("layers", "heads", "head_dim", "embed")),
-        "layers/mlp/gate": ((layers, embed, mlp), ("layers", "embed", "mlp")),
-        "layers/mlp/up": ((layers, embed, mlp), ("layers", "embed", "mlp")),
-        "layers/mlp/down": ((layers, mlp, embed), ("layers", "mlp", "embed")),
-        "layers/norm1/scale": ((layers, embed), ("layers", "embed")),
-        "layers/norm2/scale": ((layers, embed), ("layers", "embed")),
-        "norm/scale": ((embed,), ("embed",)),
-        "head/kernel": ((embed, vocab), ("embed", "vocab")),
-    }
-    model = mp.from_functions(
-        lambda key: {path: jnp.zeros(shape) for path, (shape, _) in shapes.items()},
-        lambda params: params,
-        names={path: names for path, (_, names) in shapes.items()},
-    )
-    mesh = mp.MeshSpec(data=8, fsdp=64, tensor=8).abstract()
-    table = mp.shardings(model, mesh, mp.hsdp() | mp.tensor_parallel(), tx=optax.adamw(1e-3))
-    assert table.totals.num_params == 405_853_388_800
-    assert table["layers/mlp/up"].spec == P(None, "fsdp", "tensor")
-    assert table["layers/mlp/up"].bytes_per_device == layers * embed * mlp * 4 // 512
-    # Norm scales, 4.1 MB of them, are split over fsdp only.
-    split = 405_853_388_800 - 253 * embed
-    assert table.totals.params_bytes == 4 * (split // 512 + 253 * embed // 64)
-    assert table.totals.state_bytes == 3 * table.totals.params_bytes + 4
-    np.testing.assert_allclose(table.totals.state_bytes, 9.51e9, rtol=1e-3)

@@ -115,7 +115,7 @@ def test_precision_sets_the_parameter_dtype():
     state = mp.init_state(make_model(), optax.adam(1e-3), mesh=mesh, strategy=mp.fsdp(), key=0, precision=precision)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
     assert state.table.totals.params_bytes == NUM_PARAMS * 2 // 8
-    with raises("wrong-dtype", "params='float32'"):
+    with raises("wrong-dtype", "parameter `"):
         mp.train_step(loss, precision=mp.Precision(params="float32")).lower(state, {"x": jnp.ones((8, 3))})
 
 

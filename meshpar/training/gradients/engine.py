@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 
 from meshpar.hardware.compile_options import Options
 from meshpar.layers.losses import Loss, MicrobatchTotals
 from meshpar.sharding.adapters import OVERWRITTEN
-from meshpar.sharding.types import MeshparError, PyTree
+from meshpar.sharding.types import MeshparError, PyTree, problem
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState
 
@@ -55,76 +54,55 @@ class GradientEngine:
     """XLA options that the engine needs."""
 
 
-class Unsupported(NamedTuple):
-    """The error for a feature that an engine does not support."""
-
-    subject: str
-    requested: str
-    reason: str
-    fix: str
-
-
 PLAIN = 'use reduce_gradients="each_microbatch" and a strategy without stages and quantize'
 LOCAL = 'stages, prefetch, quantize and reduce_gradients="once" evaluate the model on the local batch of each device'
 UNSUPPORTED = {
-    Feature.ACCUMULATION: Unsupported(
-        "train_step(accumulate=...)",
-        "accumulate gradients over micro-steps",
-        "a pipeline already accumulates gradients over its microbatches",
-        "use accumulate=1 and more microbatches",
+    Feature.ACCUMULATION: (
+        "train_step(accumulate=...)", "accumulate gradients over micro-steps",
+        "a pipeline already accumulates gradients over its microbatches", "use accumulate=1 and more microbatches",
     ),
-    Feature.QUANTIZE: Unsupported(
-        "quantize",
-        "quantize parameters and gradients",
-        "pipelines do not support quantized gathers",
+    Feature.QUANTIZE: (
+        "quantize", "quantize parameters and gradients", "pipelines do not support quantized gathers",
         "remove quantize from the strategy",
     ),
-    Feature.PREFETCH: Unsupported(
-        "prefetch",
-        "prefetch the weights of the next layer",
+    Feature.PREFETCH: (
+        "prefetch", "prefetch the weights of the next layer",
         'stages, quantize and reduce_gradients="once" do not support prefetching',
         'remove prefetch, or stages and quantize, and use reduce_gradients="each_microbatch"',
     ),
-    Feature.HOST_OFFLOAD: Unsupported(
-        "remat with `offload:`",
-        "keep the activations of a microbatch in host memory",
+    Feature.HOST_OFFLOAD: (
+        "remat with `offload:`", "keep the activations of a microbatch in host memory",
         "stages keep them in device buffers between the forward and the backward pass",
         "use save:NAMES, or remove the stages",
     ),
-    Feature.EXPLICIT_AXES: Unsupported(
-        "mp.explicit(model)",
-        "trace the model on Explicit axes",
+    Feature.EXPLICIT_AXES: (
+        "mp.explicit(model)", "trace the model on Explicit axes",
         "the model would run inside shard_map, and JAX does not support Explicit next to Manual axes",
         f"{PLAIN}, or remove mp.explicit",
     ),
-    Feature.DELAYED_SCALING: Unsupported(
-        f"collection `{OVERWRITTEN}` of the model",
-        "measure its scales over the global batch",
-        LOCAL,
+    Feature.DELAYED_SCALING: (
+        f"collection `{OVERWRITTEN}` of the model", "measure its scales over the global batch", LOCAL,
         f'{PLAIN}, or mp.Precision(matmul="fp8")',
     ),
-    Feature.BATCH_STATISTICS: Unsupported(
-        "batch statistics of the model",
-        "compute them over the global batch",
-        LOCAL,
+    Feature.BATCH_STATISTICS: (
+        "batch statistics of the model", "compute them over the global batch", LOCAL,
         f"{PLAIN}, or normalize without batch statistics (LayerNorm, GroupNorm)",
     ),
-    Feature.REPLICATED_INPUTS: Unsupported(
-        "an inputs rule with `replicated`",
-        "replicate a leaf of the batch",
-        LOCAL,
+    Feature.REPLICATED_INPUTS: (
+        "an inputs rule with `replicated`", "replicate a leaf of the batch", LOCAL,
         f"{PLAIN}, or repeat the leaf for each example",
     ),
-    Feature.LOSS_AT_OTHER_PARAMS: Unsupported(
+    Feature.LOSS_AT_OTHER_PARAMS: (
         "the optimizer's update",
         "evaluate the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
         "stages, prefetch, quantize and accumulate evaluate the loss only on parts of the batch",
         "use accumulate=1 and a strategy without stages, prefetch and quantize, or a different optimizer",
     ),
-}
+}  # fmt: skip
+"""For each feature, the parts of the error if an engine does not support it: subject, request, reason, fix."""
 
 
 def unsupported(feature: Feature, label: str) -> MeshparError:
     """Return the error for a feature that the engine of a strategy does not support."""
-    row = UNSUPPORTED[feature]
-    return MeshparError(f"{row.subject} with {label}", row.requested, row.reason, row.fix, "unsupported-feature")
+    subject, requested, reason, fix = UNSUPPORTED[feature]
+    return problem(f"{subject} with {label}", requested, reason, fix, "unsupported-feature")

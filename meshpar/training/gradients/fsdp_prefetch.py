@@ -35,11 +35,7 @@ from meshpar.training.state import Setup, TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Return loss, metrics and gradients of a batch, summed over micro-steps; see `xla.gradients`.
-
-    Raises:
-      MeshparError: the model never calls `scan_layers`.
-    """
+    """Return loss, metrics and gradients of a batch, summed over micro-steps; see `xla.gradients`."""
     context, strategy = current().numerics, state.setup.strategy
     assert context is not None
     context.prefetch = functools.partial(_run_layers, state.setup)
@@ -47,9 +43,8 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     if not context.num_scans:
         reason = "the model marks no layer: it never calls meshpar.scan_layers"
         fix = "run its stacked layers with mp.scan_layers(layer, x, params), or remove prefetch"
-        raise problem(
-            f"strategy {strategy.label}", "gather weights one layer ahead", reason, fix, code="unsupported-feature"
-        )
+        where, requested = f"strategy {strategy.label}", "gather weights one layer ahead"
+        raise problem(where, requested, reason, fix, code="unsupported-feature")
     return sums
 
 
@@ -73,16 +68,12 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
             scattered_bytes = gradient_bytes * options.interleave
             result |= {"xla_gpu_reduce_scatter_combine_threshold_bytes": scattered_bytes, **APART}
     else:
-        if _has_local_experts(setup):  # tokens travel to the experts during the gathers
+        stacks = [decision for decision in setup.table.params if decision.leaf.num_layers > 1]
+        remaining = set().union(*(axes_of_spec(_gathered_spec(stack, setup.batch_axes)) for stack in stacks))
+        if remaining & set(setup.batch_axes):  # they shard experts: tokens travel to these during the gathers
             result[OVERLAP_LIMIT] = 4
         result["xla_gpu_reduce_scatter_combine_threshold_bytes"] = max(gradient_bytes // 3, 1)
     return {**result, **pipelined("reduce_scatter"), **pipelined("all_reduce")}
-
-
-def _has_local_experts(setup: Setup) -> bool:
-    """Return whether batch axes shard experts, which are not gathered."""
-    stacks = [decision for decision in setup.table.params if decision.leaf.num_layers > 1]
-    return any(set(axes_of_spec(_gathered_spec(stack, setup.batch_axes))) & set(setup.batch_axes) for stack in stacks)
 
 
 def bytes_of_a_layer(setup: Setup, options: StepOptions) -> tuple[int, int]:

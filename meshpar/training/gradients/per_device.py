@@ -22,7 +22,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from meshpar.layers.losses import Loss, MicrobatchTotals
-from meshpar.layers.precision import Numerics
 from meshpar.layers.scan import gathering
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
 from meshpar.training.accumulation import (
@@ -42,12 +41,7 @@ from meshpar.training.state import Setup, TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Return loss, metrics and gradients of a batch, summed over micro-steps and devices; see `xla.gradients`.
-
-    Raises:
-      MeshparError: the strategy quantizes, and no parameter is sharded over a batch axis or the model never calls
-        `scan_layers`.
-    """
+    """Return loss, metrics and gradients of a batch, summed over micro-steps and devices; see `xla.gradients`."""
     quantized = make_quantized_gather(state.setup, options.precision, state.setup.batch_axes)
     if quantized is None:
         return _reduced_once(loss, options, state, batch, key)
@@ -65,8 +59,7 @@ def _reduced_once(
     That sends the same bytes for gradients, and in addition the loss of each micro-step. JAX up to version 0.12 refuses
     such weights where they are added to or multiplied with activations, as biases and norm scales are.
     """
-    setup = state.setup
-    axes = setup.batch_axes
+    setup, axes = state.setup, state.setup.batch_axes
     params = in_compute(setup, state.params, options.precision.compute)
     specs = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
     params = constrained(params, setup.named(specs))
@@ -92,7 +85,7 @@ def _reduced_once(
     # jnp.sum would reduce low-precision dtypes in float32.
     summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
     grads = constrained(summed, setup.named(setup.trained(setup.layout.grads)))
-    return sums.replace(grads=grads, count=_num_local_batches(setup, options, axes))
+    return sums.replace(grads=grads, count=options.accumulate * _size(setup, axes))
 
 
 def _quantized(
@@ -128,12 +121,11 @@ def _quantized(
     run = _by_device(local, setup, axes, quantized.specs, setup.trained(quantized.specs))
     sums = run(state.params, state.extra, batch, key, noise)
     grads = constrained(sums.grads, setup.named(setup.trained(grad_specs(setup, options))))
-    return sums.replace(grads=grads, count=_num_local_batches(setup, options, axes))
+    return sums.replace(grads=grads, count=options.accumulate * _size(setup, axes))
 
 
-def _num_local_batches(setup: Setup, options: StepOptions, axes: tuple[str, ...]) -> int:
-    """Return the number of micro-steps times the number of shards of the batch."""
-    return options.accumulate * math.prod(setup.sizes[axis] for axis in axes)
+def _size(setup: Setup, axes: tuple[str, ...]) -> int:
+    return math.prod(setup.sizes[axis] for axis in axes)
 
 
 def _by_device(
@@ -161,18 +153,24 @@ def _by_device(
 
 
 def _with_gathered_weights(
-    setup: Setup, quantized: QuantizedGather, noise: jax.Array, terms: Any, params: PyTree, extra: PyTree,
-    examples: PyTree, key: jax.Array,
-) -> Any:  # fmt: skip
+    setup: Setup, quantized: QuantizedGather, noise: jax.Array, terms: Callable[..., Any], params: PyTree, *args: Any
+) -> Any:
     """Evaluate a loss on sharded parameters. Stacked layers are gathered layer by layer, other weights in advance."""
     with gathering(functools.partial(quantized.gather_layer, noise)) as context:
-        context.num_scans = 0
+        context.num_scans, cause, out = 0, None, None
         try:
-            out = terms(quantized.gather_unstacked(params, noise), extra, examples, key)
+            out = terms(quantized.gather_unstacked(params, noise), *args)
         except (TypeError, ValueError) as error:
-            _check_layers_gathered(setup, quantized, context, error)
-            raise
-        _check_layers_gathered(setup, quantized, context, None)
+            cause = error
+        # Layers outside of `scan_layers` fail, because their weights are shards.
+        if quantized.per_layer and not context.num_scans:
+            where = f"`{quantized.per_layer[0]}` under the strategy {setup.strategy.label}"
+            reason = "the model marks no layer: it never calls meshpar.scan_layers"
+            fix = "run its stacked layers with mp.scan_layers(layer, x, params)"
+            requested, code = "gather the weights of each layer", "unsupported-feature"
+            raise problem(where, requested, reason, fix, code=code) from cause
+        if cause is not None:
+            raise cause
     return out
 
 
@@ -190,38 +188,14 @@ def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> Mic
     return micro_step
 
 
-def _check_layers_gathered(
-    setup: Setup, quantized: QuantizedGather, context: Numerics, cause: Exception | None
-) -> None:
-    """Check that the model calls `scan_layers`. Otherwise its layers fail because their weights are shards."""
-    if quantized.per_layer and not context.num_scans:
-        where = f"`{quantized.per_layer[0]}` under the strategy {setup.strategy.label}"
-        reason = "the model marks no layer: it never calls meshpar.scan_layers"
-        fix = "run its stacked layers with mp.scan_layers(layer, x, params)"
-        requested, code = "gather the weights of each layer", "unsupported-feature"
-        raise problem(where, requested, reason, fix, code=code) from cause
-
-
 def _local_sums(
-    loss: Loss,
-    call: Callable[..., Any],
-    step: Callable[[Loss], MicroStep],
-    options: StepOptions,
-    setup: Setup,
-    axes: tuple[str, ...],
-    params: PyTree,
-    extra: PyTree,
-    examples: PyTree,
-    key: jax.Array,
-) -> MicrobatchTotals:
+    loss: Loss, call: Callable[..., Any], step: Callable[[Loss], MicroStep], options: StepOptions, setup: Setup,
+    axes: tuple[str, ...], params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array,
+) -> MicrobatchTotals:  # fmt: skip
     """Sum the micro-steps of the local batch, with random keys that differ between devices.
 
-    Args:
-      loss, options, setup: as for `gradients`.
-      call: function (terms, params, extra, examples, key) that evaluates the loss on a part of the batch.
-      step: function that returns the micro-step of a loss.
-      axes: batch axes.
-      params, extra, examples, key: local arguments of the loss.
+    `call` is a function (terms, params, extra, examples, key) that evaluates the loss on a part of the batch. `step`
+    returns the micro-step of a loss.
     """
     random_keys = setup.model.random_keys()
     local_key = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key

@@ -15,12 +15,7 @@ from meshpar.training.state import Setup
 
 
 def engine_of(strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...]) -> GradientEngine:
-    """Return the engine that computes the gradients of a step.
-
-    Args:
-      strategy, options: strategy and options of the step.
-      batch_axes: mesh axes that shard the batch.
-    """
+    """Return the engine that computes the gradients of a step, whose batch is sharded over `batch_axes`."""
     # Local imports: `xla` needs neither the kernels nor the pipeline package.
     if strategy.pipeline is not None:
         from meshpar.training.gradients import stages
@@ -40,20 +35,12 @@ def engine_of(strategy: Strategy, options: StepOptions, batch_axes: tuple[str, .
 
 
 def check_options(strategy: Strategy, options: StepOptions, batch_axes: tuple[str, ...]) -> None:
-    """Check that the engine of a strategy supports the options of a step.
-
-    Raises:
-      MeshparError: the engine does not support a feature.
-    """
+    """Check that the engine of a strategy supports the options of a step."""
     _check(engine_of(strategy, options, batch_axes), _requested_by(strategy, options), strategy, options)
 
 
 def check_setup(setup: Setup, options: StepOptions) -> None:
-    """Check that the engine of a step supports its model and its options.
-
-    Raises:
-      MeshparError: the engine does not support a feature.
-    """
+    """Check that the engine of a step supports its model and its options."""
     features = [*_requested_by(setup.strategy, options), *_needed_by(setup)]
     _check(engine_of(setup.strategy, options, setup.batch_axes), features, setup.strategy, options)
 

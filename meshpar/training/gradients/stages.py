@@ -33,7 +33,6 @@ from meshpar.sharding.types import (
     Leaf,
     Names,
     PyTree,
-    axis_sizes,
     is_spec,
     problem,
     scores_experts,
@@ -48,29 +47,15 @@ from meshpar.training.state import Setup, TrainState
 
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
-    """Return loss, metrics and gradients of a batch as means over microbatches, which replace micro-steps.
-
-    Args:
-      loss: loss of the full model.
-      options: options of the step.
-      state: training state, whose strategy has stages.
-      batch, key: arguments of the step.
-
-    Raises:
-      MeshparError: options or a strategy that stages do not support; layers that are not stacked, fewer than the chunks
-        of the schedule, or not run by `meshpar.scan_layers`; a batch that is not divisible by the microbatches; a use
-        of an `Aux` that `meshpar.layers.scan.Aux` excludes.
-    """
-    params = compute_params(state.setup, state.params, options.precision.compute)
-    batch_axes = state.setup.batch_axes
+    """Return loss, metrics and gradients of a batch as means over microbatches, which replace micro-steps."""
     setup, pipeline = state.setup, state.setup.strategy.pipeline
     assert pipeline is not None
-    schedule = pipeline.table()
-    _check(setup, schedule, pipeline, batch_axes)
-    sizes = axis_sizes(setup.mesh)
+    params = compute_params(setup, state.params, options.precision.compute)
+    batch_axes, schedule = setup.batch_axes, pipeline.table()
+    _check(setup, schedule, pipeline)
     count, slices = schedule.microbatches, options.interleave
     unit = "microbatches" if slices == 1 else f"slices (microbatches={count}, interleave={slices})"
-    check_rows(batch, {axis: sizes[axis] for axis in batch_axes}, count * slices, unit)
+    check_rows(batch, {axis: setup.sizes[axis] for axis in batch_axes}, count * slices, unit)
     chunked = _ChunkedModel.of(setup, schedule, pipeline)
     epilogue = _Epilogue.of(loss, params, state.extra, batch, key, f"strategy {setup.strategy.label}")
     run = StagedRun(
@@ -108,10 +93,7 @@ def reads_of_layers(
 ) -> dict[str, tuple[bool, bool, bool]]:
     """Return, by path, whether the F, B and W operations of a microbatch read a parameter of the layers.
 
-    Args:
-      loss, setup: as for `gradients`.
-      params: shapes, in the compute dtype.
-      extra, examples, key: shapes of a microbatch on one device, and of the key data.
+    Parameters (in the compute dtype), extra, and a microbatch of a device are shapes. `key` is key data.
     """
     pipeline = setup.strategy.pipeline
     assert pipeline is not None
@@ -153,14 +135,10 @@ class _ChunkedModel:
         is_layer = tuple(leaf.is_stacked for leaf in leaves)
         counts = {leaf.shape[0] for leaf in leaves if leaf.is_stacked}
         if len(counts) != 1:
-            raise problem(
-                f"strategy {setup.strategy.label}",
-                f"assign layers to {schedule.stages} stages",
-                f"there are stacks of {sorted(counts)} layers" if counts else "no parameter has a dim named `layers`",
-                "stack the layers' parameters along a first dim named `layers`, by metadata or a path rule "
-                'mp.names("layers", ...), and run them with meshpar.scan_layers',
-                code="conflict" if counts else "not-found",
-            )
+            where, requested = f"strategy {setup.strategy.label}", f"assign layers to {schedule.stages} stages"
+            reason = f"there are stacks of {sorted(counts)} layers" if counts else "no parameter has a dim `layers`"
+            fix = "name the first dim of stacked parameters `layers`, and run them with meshpar.scan_layers"
+            raise problem(where, requested, reason, fix, code="conflict" if counts else "not-found")
         return _ChunkedModel(
             structure=jax.tree.structure(setup.layout.variables.params),
             names=tuple(leaf.names or () for leaf in leaves),
@@ -202,12 +180,7 @@ class _ChunkedModel:
         return np.minimum(np.arange(counts.max()), counts - 1) + counts.cumsum()[:, None] - counts
 
     def specs(self, specs: PyTree, *, at_rest: bool = False) -> Params:
-        """Return the specs of `split`.
-
-        Args:
-          specs: specs of the parameters.
-          at_rest: for uneven chunks, keep the sharding that the parameters have between steps.
-        """
+        """Return the specs of `split`. Uneven chunks at rest keep the sharding of the parameters between steps."""
         stacks, embedding_and_head = self.partition(jax.tree.leaves(specs, is_leaf=is_spec))
         if self.is_even:
             return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], embedding_and_head)
@@ -362,11 +335,7 @@ class _Epilogue:
 
     @staticmethod
     def of(loss: Loss, params: PyTree, extra: PyTree, batch: PyTree, key: jax.Array, where: str) -> _Epilogue:
-        """Extract the computations from a loss function.
-
-        Raises:
-          MeshparError: a metric or variable uses both the `Aux` and values of single microbatches.
-        """
+        """Extract the computations from a loss function."""
         y, aux = _results_of_layers(loss, params, extra, batch, key)
         if aux is None and not jax.tree.leaves(extra):
             return _Epilogue(aux=None, metrics=frozenset(), share=0.0, _run=lambda extra, aux: ({}, extra))
@@ -454,42 +423,24 @@ class _Dependencies:
 
     def check(self, where: str, aux_metrics: list[str]) -> None:
         """Check that no result needs the `Aux` of all microbatches and values of a single microbatch."""
-        fix = "use only the Aux, constants, and the values that the model's variables had before the step"
-        reason = "the Aux is complete only after all microbatches, when their other values are no longer available"
-        for name in aux_metrics:
-            if self.on_others[1][name]:
-                where, requested = f"metric `{name}` under {where}", "combine the layers' Aux with other values"
-                raise problem(where, requested, reason, fix, code="unsupported-feature")
-        for path, depends_on_examples in tree_leaves_with_paths(self.on_others[2]):
-            if depends_on_examples:
-                raise problem(
-                    f"`{path}` of the model under {where}",
-                    "update a variable in each microbatch",
-                    "stages run microbatches in different orders, and no stage runs all of the model",
-                    "compute it from the Aux that meshpar.scan_layers returns, or remove it",
-                    code="unsupported-feature",
-                )
-        if self.loss_on_metrics:
-            raise problem(
-                f"the loss under {where}",
-                "use the metrics in the layers' Aux",
-                "metrics have no gradient, and they are complete only after all microbatches",
-                "add the value to Aux.loss in the layer",
-                code="unsupported-feature",
-            )
+        mixed = [f"metric `{name}`" for name in aux_metrics if self.on_others[1][name]]
+        updated = [f"`{path}` of the model" for path, is_used in tree_leaves_with_paths(self.on_others[2]) if is_used]
+        for names, requested, reason, fix in (
+            (mixed, "combine the layers' Aux with other values", "the Aux is complete only after all microbatches",
+             "use only the Aux, constants, and the values that the model's variables had before the step"),
+            (updated, "update a variable in each microbatch", "stages run microbatches in different orders",
+             "compute it from the Aux that meshpar.scan_layers returns, or remove it"),
+            (["the loss"] * self.loss_on_metrics, "use the metrics in the layers' Aux",
+             "metrics have no gradient, and are complete only after all microbatches", "add the value to Aux.loss"),
+        ):  # fmt: skip
+            for name in names:
+                raise problem(f"{name} under {where}", requested, reason, fix, code="unsupported-feature")
 
 
 def _loss_share(
     traced: Callable[..., Any], args: tuple[PyTree, Any, PyTree], where: str, *, is_weighted: bool
 ) -> jax.Array:
-    """Return the constant factor of the auxiliary loss in the loss.
-
-    Args:
-      traced: function of `args` that returns the loss as its first result.
-      args: (variables, `Aux`, other values).
-      where: for the error.
-      is_weighted: True if the loss is a `MeanLoss`.
-    """
+    """Return the constant factor of the auxiliary loss in the loss, the first result of `traced`."""
 
     def slope(extra: PyTree, aux: Aux, others: PyTree) -> Any:
         return jax.grad(lambda loss: traced(extra, aux._replace(loss=loss), others)[0])(aux.loss), ()
@@ -511,9 +462,6 @@ def _zeros(like: PyTree) -> Any:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
-# ---- Checks ----------------------------------------------------------------------------------------------------------
-
-
 def _check_single_call(calls: int) -> None:
     if calls != 1:
         reason = f"it calls meshpar.scan_layers {calls or 'no'} times"
@@ -522,26 +470,22 @@ def _check_single_call(calls: int) -> None:
         raise problem(where, requested, reason, fix, code="unsupported-feature")
 
 
-def _check(setup: Setup, schedule: Schedule, pipeline: Pipeline, batch_axes: tuple[str, ...]) -> None:
-    where, sizes = f"strategy {setup.strategy.label}", axis_sizes(setup.mesh)
-    requested = f"run {schedule.stages} stages over mesh axis `{pipeline.axis}`"
-    if pipeline.axis in batch_axes:
-        fix = "use a separate mesh axis: MeshSpec(stage=...)"
-        raise problem(where, requested, "that axis shards the batch", fix, code="axis-used-twice")
-    if schedule.microbatches != pipeline.microbatches:
-        raise problem(
-            where,
-            f"split the batch into {pipeline.microbatches} microbatches",
-            f"schedule `{pipeline.schedule}` runs {schedule.microbatches}",
-            f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or use another schedule file",
-            code="conflict",
-        )
-    if sizes.get(pipeline.axis) != schedule.stages:
-        reason = f"the mesh has {', '.join(f'{axis}={size}' for axis, size in sizes.items())}"
-        fix = (
-            f"write MeshSpec({pipeline.axis}={schedule.stages}, ...), or change stages in pipeline_parallel(stages=...)"
-        )
-        raise problem(where, requested, reason, fix, code="conflict")
+def _check(setup: Setup, schedule: Schedule, pipeline: Pipeline) -> None:
+    where, axis = f"strategy {setup.strategy.label}", pipeline.axis
+    mesh = ", ".join(f"{axis}={size}" for axis, size in setup.sizes.items())
+    for is_wrong, code, requested, reason, fix in (
+        (axis in setup.batch_axes, "axis-used-twice", f"run stages over mesh axis `{axis}`",
+         "that axis shards the batch", "use a separate mesh axis: MeshSpec(stage=...)"),
+        (schedule.microbatches != pipeline.microbatches, "conflict",
+         f"split the batch into {pipeline.microbatches} microbatches",
+         f"schedule `{pipeline.schedule}` runs {schedule.microbatches}",
+         f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or use another schedule file"),
+        (setup.sizes.get(axis) != schedule.stages, "conflict",
+         f"run {schedule.stages} stages over mesh axis `{axis}`", f"the mesh has {mesh}",
+         f"write MeshSpec({axis}={schedule.stages}, ...), or change pipeline_parallel(stages=...)"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise problem(where, requested, reason, fix, code=code)
     for path in sorted(setup.model.random_keys()):
         reason = "a random stream of the model would repeat its numbers in all microbatches"
         fix = "draw random numbers from the key that the loss function receives"
@@ -551,11 +495,11 @@ def _check(setup: Setup, schedule: Schedule, pipeline: Pipeline, batch_axes: tup
 
 def _activation_axes(setup: Setup) -> tuple[str, ...]:
     """Return the mesh axes, other than batch axes, that shard the activations between layers."""
-    sizes, axes = axis_sizes(setup.mesh), []
+    axes: list[str] = []
     for names in (("batch", "norm_seq", "act_embed"), ("batch", "seq", "act_embed")):
         like = Leaf(path="activations", shape=(setup.mesh.size,) * 3, dtype=np.dtype(np.float32), names=names)
         for entry in resolve(like, setup.strategy.activations, setup.mesh).spec[1:]:
-            axes += [axis for axis in spec_axes(entry) if sizes[axis] > 1]
+            axes += [axis for axis in spec_axes(entry) if setup.sizes[axis] > 1]
     return tuple(dict.fromkeys(axes))
 
 

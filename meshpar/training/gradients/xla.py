@@ -18,15 +18,7 @@ from meshpar.training.state import TrainState
 def gradients(
     loss: Loss, options: StepOptions, state: TrainState, batch: StepBatch, key: jax.Array
 ) -> MicrobatchTotals:
-    """Return loss, metrics and gradients of a batch, summed over micro-steps.
-
-    Args:
-      loss: loss of the model.
-      options: options of the step.
-      state: parameters, variables and setup.
-      batch: global batch.
-      key: PRNG key of the step.
-    """
+    """Return loss, metrics and gradients of a batch, summed over micro-steps."""
     setup = state.setup
     params = compute_params(setup, state.params, options.precision.compute)
     shardings = setup.named(setup.trained(grad_specs(setup, options)))

@@ -29,7 +29,7 @@ from meshpar.layers.precision import Precision
 from meshpar.layers.remat import SECOND_SHARD
 from meshpar.layers.scan import leaf_at
 from meshpar.parallel import Quantize
-from meshpar.sharding.types import Decision, PyTree, axis_sizes, path_str, problem, spec_axes
+from meshpar.sharding.types import PyTree, axis_sizes, path_str, problem, spec_axes
 from meshpar.training.state import Setup
 
 
@@ -57,9 +57,6 @@ class _Leaf:
     def gathered_axes(self) -> tuple[str, ...]:
         return tuple(axis for dim in self.batch for axis in dim)
 
-    def without_layers_dim(self) -> _Leaf:
-        return dataclasses.replace(self, batch=self.batch[1:], others=self.others[1:])
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedGather:
@@ -86,27 +83,17 @@ class QuantizedGather:
     def gather_unstacked(self, params: PyTree, key: jax.Array) -> PyTree:
         """Gather all weights except for the stacks that `gather_layer` gathers. Gradients are scattered.
 
-        Args:
-          params: shards, in float32 or a larger dtype. Gradients have the same dtype.
-          key: PRNG key for stochastic rounding, equal on all ranks.
+        Shards are float32 or a larger dtype, and so are gradients. The PRNG key is equal on all ranks.
         """
         return self._map(lambda leaf, x: x if leaf.per_layer else self._gather(leaf, x, key), params)
 
     def gather_layer(self, key: jax.Array, at: str, params: PyTree) -> PyTree:
-        """Gather the weights of a layer. Gradients are scattered.
-
-        Args:
-          key: PRNG key, as for `gather_unstacked`.
-          at: path, or end of the path, of the stacked layers in the model.
-          params: shards of the layer's weights.
-
-        Raises:
-          MeshparError: a path matches no parameter, or parameters with different shardings.
-        """
+        """Gather the weights of a layer, whose path in the model ends in `at`. Gradients are scattered."""
 
         def gather(path: Any, x: jax.Array) -> jax.Array:
             leaf = leaf_at(at, path_str(path), self.leaves, lambda leaf: (leaf.batch, leaf.others, leaf.per_layer))
-            return self._gather(leaf.without_layers_dim(), x, key) if leaf.per_layer else x
+            layer = dataclasses.replace(leaf, batch=leaf.batch[1:], others=leaf.others[1:])
+            return self._gather(layer, x, key) if leaf.per_layer else x
 
         return jax.tree_util.tree_map_with_path(gather, params)
 
@@ -261,19 +248,27 @@ class QuantizedGather:
 
 
 def make_quantized_gather(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]) -> QuantizedGather | None:
-    """Return the gather of a strategy, or None if it does not quantize or no mesh axis shards the batch.
-
-    Raises:
-      MeshparError: no parameter is sharded over a batch axis.
-    """
+    """Return the gather of a strategy, or None if it does not quantize or no mesh axis shards the batch."""
     quantize = setup.strategy.quantize
     if quantize is None or not batch_axes:
         return None
     sizes = axis_sizes(setup.mesh)
-    leaves = {
-        decision.path: _leaf(index, decision, precision, batch_axes, sizes)
-        for index, decision in enumerate(setup.table.params)
-    }
+    leaves: dict[str, _Leaf] = {}
+    for index, decision in enumerate(setup.table.params):
+        leaf = decision.leaf
+        by_dim = [tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in decision.spec]
+        batch = tuple(tuple(axis for axis in dim if axis in batch_axes) for dim in by_dim)
+        exact, compute = leaf.layer_ndim < 2, jnp.dtype(precision.compute or leaf.dtype)
+        leaves[decision.path] = _Leaf(
+            path=decision.path,
+            index=index,
+            batch=batch,
+            others=tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim),
+            per_layer=leaf.is_stacked and not batch[0] and any(batch) and not exact,
+            exact=exact,
+            compute=compute,
+            reduce=precision.reduce_dtype(compute),
+        )
     if not any(leaf.gathered_axes for leaf in leaves.values()):
         reason = f"no parameter is sharded over a batch axis ({', '.join(f'`{axis}`' for axis in batch_axes)})"
         fix = "use a size above 1 for the mesh axis that shards the parameters, or remove `quantize`"
@@ -287,27 +282,6 @@ def make_quantized_gather(setup: Setup, precision: Precision, batch_axes: tuple[
         sizes=sizes,
         leaves=leaves,
         specs=jax.tree.unflatten(jax.tree.structure(setup.layout.variables.params), specs),
-    )
-
-
-def _leaf(
-    index: int, decision: Decision, precision: Precision, batch_axes: tuple[str, ...], sizes: Mapping[str, int]
-) -> _Leaf:
-    leaf = decision.leaf
-    by_dim = [tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1) for entry in decision.spec]
-    batch = tuple(tuple(axis for axis in dim if axis in batch_axes) for dim in by_dim)
-    others = tuple(tuple(axis for axis in dim if axis not in batch_axes) for dim in by_dim)
-    exact = leaf.layer_ndim < 2
-    compute = jnp.dtype(precision.compute or leaf.dtype)
-    return _Leaf(
-        path=decision.path,
-        index=index,
-        batch=batch,
-        others=others,
-        per_layer=leaf.is_stacked and not batch[0] and any(batch) and not exact,
-        exact=exact,
-        compute=compute,
-        reduce=precision.reduce_dtype(compute),
     )
 
 

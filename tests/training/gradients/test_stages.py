@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 
 import meshpar as mp
 from meshpar.layers.auxiliary import report
 from meshpar.models import TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
-from tests.equal import VOCAB, assert_same, mesh_of, model_of, token_batches, train
+from tests.equal import VOCAB, assert_same, mesh_of, token_batches, train
 from tests.errors import raises
 from tests.grid import cases
 
@@ -31,148 +29,14 @@ def config(dtype: str = "float64", *, num_layers: int = 8, tied: bool = False) -
     )  # fmt: skip
 
 
-@functools.cache
-def on_one_device(framework, cfg, batch):
-    return train(model_of(framework, cfg, batch, SEQ), token_batches(batch, SEQ, STEPS), mp.MeshSpec(), mp.ddp())
-
-
-def check(framework, cfg, batch, spec, strategy, atol, **options):
-    expected, batches = on_one_device(framework, cfg, batch), token_batches(batch, SEQ, STEPS)
-    actual = train(model_of(framework, cfg, batch, SEQ), batches, spec, strategy, start=expected.start, **options)
-    for metrics, expected_metrics in zip(actual.metrics, expected.metrics, strict=True):
-        assert metrics.keys() == expected_metrics.keys()
-        for name, value in expected_metrics.items():
-            assert metrics[name] == pytest.approx(value, rel=atol), name
-    assert_same(actual.params, expected.params, atol=atol * 100)
-
-
-CASES = {
-    "1f1b": (mp.MeshSpec(stage=4), {"stages": 4, "microbatches": 4}, mp.ddp()),
-    "gpipe, one microbatch": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 1, "schedule": "gpipe"}, mp.ddp()),
-    "zb-h1 | fsdp": (
-        mp.MeshSpec(stage=4, fsdp=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h1"}, mp.fsdp()
-    ),
-    "zb-v | tensor": (
-        mp.MeshSpec(stage=4, tensor=2), {"stages": 4, "microbatches": 8, "schedule": "zb-v"}, mp.tensor_parallel()
-    ),
-    "interleaved | fsdp | tensor": (
-        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
-        {"stages": 2, "microbatches": 4, "schedule": "interleaved-1f1b"},
-        mp.fsdp() | mp.tensor_parallel(),
-    ),
-    "dualpipe | data": (
-        mp.MeshSpec(stage=4, data=2), {"stages": 4, "microbatches": 8, "schedule": "dualpipe"}, mp.ddp()
-    ),
-    "zb-h2 | expert": (
-        mp.MeshSpec(stage=4, expert=2), {"stages": 4, "microbatches": 8, "schedule": "zb-h2"}, mp.ddp()
-    ),
-    "1f1b | fsdp per microbatch": (
-        mp.MeshSpec(stage=2, fsdp=2, tensor=2),
-        {"stages": 2, "microbatches": 2, "gather": "microbatch"},
-        mp.fsdp() | mp.tensor_parallel(),
-    ),
-    "1f1b | zero1": (mp.MeshSpec(stage=2, fsdp=4), {"stages": 2, "microbatches": 2}, mp.zero1()),
-    "zb-h1 | sequence": (
-        mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 4, "schedule": "zb-h1"},
-        mp.tensor_parallel(sequence=True),
-    ),
-    "1f1b | sequence": (
-        mp.MeshSpec(stage=2, tensor=2), {"stages": 2, "microbatches": 4}, mp.tensor_parallel(sequence=True)
-    ),
-    "1f1b | heads": (
-        mp.MeshSpec(stage=2, context=2), {"stages": 2, "microbatches": 4}, mp.context_parallel(kind="all-to-all")
-    ),
-    "zb-v | fsdp | sequence": (
-        mp.MeshSpec(stage=2, fsdp=2, tensor=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"},
-        mp.fsdp() | mp.tensor_parallel(sequence=True),
-    ),
-}  # fmt: skip
-QUICK = ("interleaved | fsdp | tensor",)
-
-
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):
         yield
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", cases(*QUICK, grid=CASES))
-def test_nnx_stages_match_one_device(name, x64):
-    spec, options, strategy = CASES[name]
-    check("nnx", config(), 16, spec, mp.pipeline_parallel(**options) | strategy, 1e-12)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", ["1f1b", "interleaved | fsdp | tensor"])
-def test_linen_stages_match_one_device(name, x64):
-    spec, options, strategy = CASES[name]
-    check("linen", config(), 16, spec, mp.pipeline_parallel(**options) | strategy, 1e-12)
-
-
-@pytest.mark.matrix
-def test_tied_embeddings_with_remat_match_one_device(x64):
-    strategy = mp.pipeline_parallel(stages=4, microbatches=4, schedule="zb-h1") | mp.tensor_parallel()
-    check("nnx", config(tied=True), 8, mp.MeshSpec(stage=4, tensor=2), strategy, 1e-12, remat="full")
-
-
-DIVISIONS = {
-    "none": (mp.MeshSpec(), mp.ddp(), {}),
-    "micro-steps": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4}),
-    "devices": (mp.MeshSpec(fsdp=2), mp.fsdp(), {"accumulate": 4, "reduce_gradients": "once"}),
-    "stages": (mp.MeshSpec(stage=2, fsdp=2), mp.pipeline_parallel(stages=2, microbatches=4) | mp.fsdp(), {}),
-}
-
-
-@pytest.mark.parametrize("kind", cases("MeanLoss", grid=["MeanLoss", "SumLoss", "scalar"]))
-def test_counts_are_summed_and_floats_averaged(kind):
-    names = {"layers/w": ("layers", "embed", None)}
-    model = mp.from_functions(lambda key: {"layers": {"w": jnp.full((2, 4, 4), 0.5)}}, run_layers, names=names)
-
-    def loss(model, batch, key):
-        y, ids = model(batch["x"]), batch["ids"]
-        metrics = {"tokens": ids.sum(), "is_big": (y > 2).any()}
-        if kind == "MeanLoss":
-            weighted = [(x * ids[:, None]).sum() for x in (y**2, y > 2)]
-            return mp.MeanLoss(weighted[0], ids.sum()), {**metrics, "big": weighted[1] / ids.sum()}
-        loss = (y**2).mean() if kind == "scalar" else mp.SumLoss((y**2).sum())
-        return loss, {**metrics, "big": (y > 2).mean()}
-
-    loss_is = "mean_over_examples" if kind == "scalar" else None
-    # The first microbatch has weight 0, so its metric is 0 / 0.
-    ids = np.arange(16, dtype=np.int32) // 2
-    batch = {"x": np.arange(64, dtype=np.float32).reshape(16, 4) / 16, "ids": ids}
-    results = {}
-    for name, (spec, strategy, options) in DIVISIONS.items():
-        mesh = mesh_of(spec)
-        state = mp.init_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
-        _, metrics = mp.train_step(loss, loss_is=loss_is, **options)(state, batch)
-        assert metrics["tokens"].dtype == jnp.int32
-        results[name] = jax.tree.map(float, metrics)
-    assert {metrics["tokens"] for metrics in results.values()} == {batch["ids"].sum()}
-    assert {metrics.get("loss_weight") for metrics in results.values()} == {ids.sum() if kind == "MeanLoss" else None}
-    for metrics in results.values():
-        for name in ("loss", "big"):
-            assert metrics[name] == pytest.approx(results["none"][name], rel=1e-6), name
-    # A boolean is averaged over microbatches and devices.
-    assert results["devices"]["is_big"] == pytest.approx(results["stages"]["is_big"], rel=1e-6)
-
-
 def run_layers(params, x):
     return mp.pipeline.scan_layers(lambda x, weights: jnp.tanh(x @ weights["w"]) + x, x, params["layers"])
-
-
-@pytest.mark.parametrize("strategy", [mp.ddp(), mp.pipeline_parallel(stages=2, microbatches=2)], ids=str)
-@pytest.mark.parametrize("metric", [None, "big", np.ones(2)], ids=str)
-def test_step_refuses_metrics_that_are_not_scalars(strategy, metric):
-    spec = mp.MeshSpec() if strategy.pipeline is None else mp.MeshSpec(stage=2)
-    names = {"layers/w": ("layers", "embed", None)}
-    model = mp.from_functions(lambda key: {"layers": {"w": jnp.ones((2, 4, 4))}}, run_layers, names=names)
-    mesh = spec.build(jax.devices()[: spec["stage"]])
-    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh, strategy=strategy)
-    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {"odd": metric}))
-    with pytest.raises(mp.MeshparError, match="metric `odd`: cannot use it as a scalar.*(a NoneType|a str|of shape)"):
-        step.lower(state, {"x": np.ones((4, 4), np.float32)})
 
 
 @pytest.mark.parametrize(
@@ -186,124 +50,6 @@ def test_step_refuses_metrics_that_are_not_scalars(strategy, metric):
 def test_layers_of_parts_are_balanced(num_layers, chunks, offset, counts):
     pipeline = mp.pipeline_parallel(stages=chunks, microbatches=1, stage_layer_offset=offset).pipeline
     assert pipeline.layers_of_parts(num_layers, chunks) == counts
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("num_layers", "stages", "options"),
-    [
-        (5, 2, {"schedule": "zb-v"}),
-        *(
-            pytest.param(*case, marks=pytest.mark.matrix)
-            for case in (
-                (5, 4, {}), (4, 2, {"stage_layer_offset": (0, 2)}),
-                (6, 4, {"schedule": "zb-h2"}), (3, 2, {"schedule": "zb-h1"}), (5, 2, {"schedule": "dualpipe-v"}),
-                (7, 2, {"schedule": "interleaved-1f1b", "chunks": 3}),
-                (9, 4, {"schedule": "dualpipe", "stage_layer_offset": (1, 1)}),
-            )
-        ),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_uneven_chunks_match_one_device(num_layers, stages, options, x64):
-    names = {"layers/w": ("layers", "embed", None), "layers/odd": ("layers", None)}
-
-    def start(key):
-        return {"layers": {"w": 0.4 * jax.random.normal(key, (num_layers, 4, 4)), "odd": jnp.ones((num_layers, 3))}}
-
-    def model(params, x):
-        def layer(x, weights):
-            return jnp.tanh(x @ weights["w"]) * weights["odd"].prod() + x
-
-        return mp.pipeline.scan_layers(layer, x, params["layers"])
-
-    batch = {"x": np.random.default_rng(0).normal(size=(8, 4))}
-    results = []
-    for spec, strategy in (
-        (mp.MeshSpec(), mp.ddp()),
-        (mp.MeshSpec(stage=stages), mp.pipeline_parallel(stages=stages, microbatches=4, **options) | mp.ddp()),
-    ):
-        mesh = spec.build(jax.devices()[: spec["stage"]])
-        state = mp.init_state(
-            mp.from_functions(start, model, names=names), optax.adam(1e-2), mesh=mesh, strategy=strategy, key=0
-        )  # fmt: skip
-        step = mp.train_step(lambda model, batch, key: (mp.SumLoss((model(batch["x"]) ** 2).sum()), {}))
-        state, metrics = step(state, batch)
-        results.append((float(metrics["loss"]), jax.device_get((state.params, state.opt_state))))
-    assert results[1][0] == pytest.approx(results[0][0], rel=1e-12)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), results[0][1], results[1][1])
-    # Between steps a divisible dim is sharded.
-    assert state.table["layers/w"].shards == stages
-    assert state.table["layers/odd"].shards == 1
-    assert "replicated over the stages" in state.table["layers/odd"].rule
-
-
-class ParamStack(nn.Module):
-    """Stacked layers from `self.param`: an array, and a dict of two arrays."""
-
-    depth: int
-
-    @nn.compact
-    def __call__(self, x):
-        def normal(key, *shape):
-            return nn.with_logical_partitioning(nn.initializers.normal(0.5), ("layers", "embed", None))(key, shape)
-
-        def biases(key):
-            return {"in": normal(key, self.depth, 1, 8), "out": normal(key, self.depth, 1, 8)}
-
-        stack = self.param("stack", normal, self.depth, 8, 8), self.param("biases", biases)
-
-        def layer(x, weights):
-            kernel, biases = weights
-            return jnp.tanh((x + biases["in"]) @ kernel) + biases["out"]
-
-        return mp.scan_layers(layer, x, stack)
-
-
-class AroundParamStack(nn.Module):
-    depth: int
-
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(8, param_dtype="float64", name="out")(ParamStack(self.depth, name="layers")(x))
-
-
-@pytest.mark.parametrize(
-    ("depth", "stages", "schedule"),
-    cases((3, 2, "zb-h1"), grid=[(4, 2, "1f1b"), (3, 2, "zb-h1"), (4, 2, "zb-v")]),
-)
-def test_linen_stack_from_param(depth, stages, schedule, x64):
-    """Flax compares the shape of a parameter with its initializer, and a stage has fewer layers."""
-    x = {"x": np.random.default_rng(0).normal(size=(8, 8))}
-    model = mp.from_linen(AroundParamStack(depth), x["x"])
-
-    def loss(model, batch, key):
-        square = model(batch["x"]) ** 2
-        return mp.MeanLoss(square.sum(), square.size), {}
-
-    expected = train(model, [x], mp.MeshSpec(), mp.ddp(), loss=loss)
-    strategy = mp.pipeline_parallel(stages=stages, microbatches=4, schedule=schedule)
-    actual = train(model, [x], mp.MeshSpec(stage=stages), strategy, loss=loss, start=expected.start)
-    np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-12)
-    assert_same(actual.params, expected.params, atol=1e-12)
-    with pytest.raises(flax.errors.ScopeParamShapeError):
-        model.bind(jax.tree.map(lambda leaf: leaf[..., :4], expected.start.params), {})(x["x"])
-
-
-@pytest.mark.parametrize("offset", [(0, -1), (1,), [0, 1], (0, 0.5), 1])
-def test_pipeline_parallel_refuses_invalid_layer_offset(offset):
-    with pytest.raises(mp.MeshparError, match="two nonnegative integers.*Write stage_layer_offset"):
-        mp.pipeline_parallel(stages=2, microbatches=2, stage_layer_offset=offset)
-
-
-def test_explain_refuses_uneven_chunks():
-    strategy = mp.pipeline_parallel(stages=4, microbatches=4) | mp.ddp()
-    state = mp.abstract_state(
-        config("float32", num_layers=10).build(), optax.adam(1e-2), strategy=strategy,
-        mesh=mp.MeshSpec(stage=4).build(jax.devices()[:4]),
-    )  # fmt: skip
-    with pytest.raises(mp.MeshparError, match=r"2\+3\+3\+2 layers.*chosen at run time.*with 8 or 12 layers"):
-        mp.explain(mp.train_step(next_token_loss), state, token_batches(16, SEQ, 1)[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -439,75 +185,149 @@ UNSUPPORTED = {
 @pytest.mark.parametrize("name", cases("metric of both", "variable of examples", "weighted slope", grid=UNSUPPORTED))
 def test_stages_refuse_early_uses_of_aux(name):
     loss, build, where = UNSUPPORTED[name]
-    model, strategy = mp.from_nnx(lambda rngs: build(rngs)), mp.pipeline_parallel(stages=2, microbatches=4)
-    mesh = mesh_of(mp.MeshSpec(stage=2))
-    state = mp.abstract_state(model, optax.adam(1e-2), mesh=mesh, strategy=strategy)
     with raises("unsupported-feature", where):
-        mp.train_step(loss).lower(state, balanced_batches()[0])
+        lower(mp.from_nnx(lambda rngs: build(rngs)), {"microbatches": 4}, loss=loss, batch=balanced_batches()[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Errors, models without names, and checkpoints
 # ---------------------------------------------------------------------------------------------------------------------
 
-INVALID = {
-    "mesh": (mp.MeshSpec(stage=4), {"stages": 2, "microbatches": 4}, mp.ddp(), {}, "MeshSpec(stage=2, ...)"),
-    "layers": (
-        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "schedule": "zb-v"}, mp.ddp(), {}, "at least 4 layers",
-    ),
-    "offset": (
-        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 4, "stage_layer_offset": (0, 4)}, mp.ddp(), {},
-        "at least 6 layers",
-    ),
-    "batch": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 7}, mp.ddp(), {}, "a batch of 21"),
-    "axis": (mp.MeshSpec(data=2), {"stages": 2, "microbatches": 2, "axis": "data"}, mp.ddp(), {}, "a separate mesh"),
-    "no file": (mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2, "schedule": "no.csv"}, mp.ddp(), {}, "0F0,0B0"),
-    "accumulate": (
-        mp.MeshSpec(stage=2), {"stages": 2, "microbatches": 2}, mp.ddp(), {"accumulate": 2}, "accumulate=1",
-    ),
-    "ring": (
-        mp.MeshSpec(stage=2, context=2), {"stages": 2, "microbatches": 2}, mp.context_parallel(), {},
-        "ring communication",
-    ),
-}  # fmt: skip
-"""Each with a part of the fix, because most of them name a computed value."""
+
+def lower(model, pipeline, inside=None, spec=None, *, loss=next_token_loss, batch=None, **options):
+    """Lower a step with stages, by default two with two microbatches."""
+    strategy = mp.pipeline_parallel(**{"stages": 2, "microbatches": 2, **pipeline}) | (inside or mp.ddp())
+    mesh = mesh_of(mp.MeshSpec(**(spec or {"stage": 2})))
+    state = mp.abstract_state(model, optax.adam(1e-2), mesh=mesh, strategy=strategy)
+    mp.train_step(loss, **options).lower(state, token_batches(16, SEQ, 1)[0] if batch is None else batch)
 
 
-@pytest.mark.parametrize("name", cases("mesh", "layers", "batch", "ring", grid=INVALID))
-def test_invalid_pipelines_raise_before_tracing(name):
-    spec, pipeline, strategy, options, fix = INVALID[name]
-    cfg = config("float32", num_layers=3 if name == "layers" else 4)
-    mesh = mesh_of(spec)
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        *(({"stage_layer_offset": offset}, "wrong-type") for offset in ((0, -1), (1,), [0, 1], (0, 0.5), 1)),
+        ({"schedule": "zb-h"}, "unknown-name"),
+        ({"stages": 0}, "not-an-int"),
+        ({"schedule": "file.csv", "chunks": 2}, "conflict"),
+    ],
+    ids=str,
+)
+def test_pipeline_parallel_refuses_invalid_options(options, code):
+    with raises(code):
+        mp.pipeline_parallel(**{"stages": 2, "microbatches": 2, **options})
 
-    def lower():
-        strategies = mp.pipeline_parallel(**pipeline) | strategy
-        state = mp.abstract_state(cfg.build(), optax.adam(1e-2), mesh=mesh, strategy=strategies)
-        mp.train_step(next_token_loss, **options).lower(state, token_batches(16, SEQ, 1)[0])
 
+@pytest.mark.parametrize(
+    ("pipeline", "strategy", "spec", "options", "fix"),
+    cases(
+        ({"microbatches": 4}, mp.ddp(), {"stage": 4}, {}, "MeshSpec(stage=2, ...)"),
+        ({"microbatches": 7}, mp.ddp(), {"stage": 2}, {}, "a batch of 21"),
+        grid=[
+            ({"microbatches": 4}, mp.ddp(), {"stage": 4}, {}, "MeshSpec(stage=2, ...)"),
+            ({"microbatches": 4, "stages": 4, "schedule": "zb-v"}, mp.ddp(), {"stage": 4}, {}, "at least 8 layers"),
+            ({"microbatches": 4, "stage_layer_offset": (0, 4)}, mp.ddp(), {"stage": 2}, {}, "at least 6 layers"),
+            ({"microbatches": 7}, mp.ddp(), {"stage": 2}, {}, "a batch of 21"),
+            ({"axis": "data"}, mp.ddp(), {"data": 2}, {}, "a separate mesh"),
+            ({"schedule": "no.csv"}, mp.ddp(), {"stage": 2}, {}, "0F0,0B0"),
+            ({}, mp.ddp(), {"stage": 2}, {"accumulate": 2}, "accumulate=1"),
+            ({}, mp.context_parallel(), {"stage": 2, "context": 2}, {}, "ring communication"),
+        ],
+    ),
+    ids=str,
+)
+def test_invalid_pipelines_raise_before_tracing(pipeline, strategy, spec, options, fix):
+    """Most errors name a computed value in their fix."""
     with pytest.raises(mp.MeshparError) as error:
-        lower()
+        lower(config("float32", num_layers=4).build(), pipeline, strategy, spec, **options)
     assert fix in error.value.fix
 
 
-def test_pipeline_parallel_refuses_invalid_schedules():
-    with raises("unknown-name") as error:
-        mp.pipeline_parallel(stages=2, microbatches=2, schedule="zb-h")
-    assert "zb-h1" in error.value.fix
-    with raises("not-an-int"):
-        mp.pipeline_parallel(stages=0, microbatches=2)
-    with raises("conflict"):
-        mp.pipeline_parallel(stages=2, microbatches=2, schedule="file.csv", chunks=2)
+@pytest.mark.matrix
+@pytest.mark.parametrize("num_layers", [4, 5])
+def test_path_rule_names_the_layers_of_a_stack(num_layers):
+    def loss(model, batch, key):
+        logits = model(batch["inputs"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return mp.MeanLoss((losses * batch["weights"]).sum(), batch["weights"].sum()), {}
+
+    model = mp.from_nnx(lambda rngs: Stack(rngs, num_layers))
+    # Adam would amplify rounding errors: the exact gradient of the key biases is zero.
+    trained = functools.partial(train, model, token_batches(16, SEQ, STEPS), loss=loss, tx=optax.sgd(0.1))
+    expected = trained(mp.MeshSpec(), mp.ddp())
+    staged = mp.pipeline_parallel(stages=2, microbatches=2) | mp.Rules(paths={r"blocks/.*": mp.names("layers", ...)})
+    for spec, strategy in (
+        (mp.MeshSpec(stage=2), staged),
+        (mp.MeshSpec(stage=2, fsdp=4), staged | mp.fsdp(min_bytes=0)),
+    ):
+        actual = trained(spec, strategy, start=expected.start)
+        assert_same(actual.params, expected.params, atol=1e-6)  # float32 sums in a different order
+    table = mp.shardings(model, mesh_of(spec), strategy)
+    assert all(param.shards == 8 for param in table.params if param.path.startswith("blocks/") and num_layers == 4)
+
+
+def test_uneven_stacks_are_sharded_along_another_dim_between_steps():
+    names = {"layers/w": ("layers", "embed", None), "layers/odd": ("layers", None)}
+    params = {"layers": {"w": jnp.zeros((5, 4, 4)), "odd": jnp.ones((5, 3))}}
+    model = mp.from_functions(lambda key: params, run_layers, names=names)
+    table = mp.shardings(model, mp.MeshSpec(stage=2).abstract(), mp.pipeline_parallel(stages=2, microbatches=4))
+    assert table["layers/w"].shards == 2
+    assert table["layers/odd"].shards == 1
+    assert "replicated over the stages" in table["layers/odd"].rule
 
 
 def test_schedule_file_with_other_microbatches(tmp_path):
     path = str(tmp_path / "four.csv")
     mp.pipeline.make("1f1b", 2, 4).to_csv(path)
-    state = mp.abstract_state(
-        config("float32", num_layers=4).build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(stage=2)),
-        strategy=mp.pipeline_parallel(stages=2, microbatches=2, schedule=path),
-    )  # fmt: skip
     with raises("conflict", "strategy"):
-        mp.train_step(next_token_loss).lower(state, token_batches(16, SEQ, 1)[0])
+        lower(config("float32", num_layers=4).build(), {"schedule": path})
+
+
+def test_stages_refuse_layers_they_cannot_divide():
+    """Layers with parameters outside of the stack, and activations without constraints under sequence parallelism."""
+
+    def outer(params, x):
+        return mp.scan_layers(lambda x, weights: x @ weights["w"] @ params["outer"], x, params["layers"])
+
+    def unconstrained(params, x):
+        return mp.scan_layers(lambda x, weights: x @ weights["up"] @ weights["down"], x, params["layers"])
+
+    def loss(model, batch, key):
+        return mp.SumLoss((model(batch["x"]) ** 2).sum()), {}
+
+    for apply, layers, strategy, spec, match in (
+        (outer, {"w": (2, 4, 4)}, mp.ddp(), {}, "is not part of the stacked layers"),
+        (unconstrained, {"up": (2, 4, 8), "down": (2, 8, 4)}, mp.tensor_parallel(sequence=True), {"tensor": 2},
+         'suitable meshpar.constrain(.|\n)*"norm_seq"'),
+    ):  # fmt: skip
+        params = {"layers": {name: jnp.ones(shape) for name, shape in layers.items()}, "outer": jnp.ones((4, 4))}
+        names = {"layers/w": ("layers", None, None), "layers/up": ("layers", "embed", "mlp"),
+                 "layers/down": ("layers", "mlp", "embed"), "outer": (None, None)}  # fmt: skip
+        named = {path: names[path] for path, _ in tree_leaves_with_paths(params)}
+        model = mp.from_functions(lambda key, params=params: params, apply, names=named)
+        with pytest.raises(mp.MeshparError, match=match):
+            lower(model, {}, strategy, {"stage": 2, **spec}, loss=loss, batch={"x": np.ones((4, 4, 4), np.float32)})
+
+
+@pytest.mark.parametrize("strategy", [mp.ddp(), mp.pipeline_parallel(stages=2, microbatches=2)], ids=str)
+@pytest.mark.parametrize(("metric", "code"), [(None, "wrong-type"), ("big", "wrong-type"), (np.ones(2), "wrong-shape")])
+def test_step_refuses_metrics_that_are_not_scalars(strategy, metric, code):
+    spec = mp.MeshSpec() if strategy.pipeline is None else mp.MeshSpec(stage=2)
+    names = {"layers/w": ("layers", "embed", None)}
+    model = mp.from_functions(lambda key: {"layers": {"w": jnp.ones((2, 4, 4))}}, run_layers, names=names)
+    state = mp.abstract_state(model, optax.sgd(0.1), mesh=mesh_of(spec), strategy=strategy)
+    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {"odd": metric}))
+    with raises(code, "metric `odd`"):
+        step.lower(state, {"x": np.ones((4, 4), np.float32)})
+
+
+def test_explain_refuses_uneven_chunks():
+    strategy = mp.pipeline_parallel(stages=4, microbatches=4) | mp.ddp()
+    state = mp.abstract_state(
+        config("float32", num_layers=10).build(), optax.adam(1e-2), strategy=strategy,
+        mesh=mesh_of(mp.MeshSpec(stage=4)),
+    )  # fmt: skip
+    with pytest.raises(mp.MeshparError, match=r"2\+3\+3\+2 layers.*chosen at run time.*with 8 or 12 layers"):
+        mp.explain(mp.train_step(next_token_loss), state, token_batches(16, SEQ, 1)[0])
 
 
 @pytest.mark.parametrize(
@@ -548,96 +368,6 @@ class Stack(nnx.Module):
             return nnx.merge(graph, params, rest)(x)
 
         return self.head(mp.scan_layers(run, self.embed(ids), params, extra=rest, at="blocks"))
-
-
-class LinenBlock(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        y = nn.LayerNorm()(x)
-        return x + nn.MultiHeadDotProductAttention(4)(y) + nn.Dense(16)(nn.gelu(nn.Dense(32)(y))), None
-
-
-class LinenStack(nn.Module):
-    num_layers: int
-
-    @nn.compact
-    def __call__(self, ids):
-        x = nn.Embed(VOCAB, 16)(ids)
-        if self.is_initializing():
-            stacked = nn.scan(
-                LinenBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.num_layers
-            )
-            x, _ = stacked(name="blocks")(x, None)
-        else:
-
-            def run(x, params):
-                return LinenBlock(parent=None).apply({"params": params}, x)[0]
-
-            x = mp.scan_layers(run, x, self.variables["params"]["blocks"], at="blocks")
-        return nn.Dense(VOCAB)(x)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("num_layers", [4, 5])
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_path_rule_names_the_layers_of_a_stack(framework, num_layers):
-    def loss(model, batch, key):
-        logits = model(batch["inputs"])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return mp.MeanLoss((losses * batch["weights"]).sum(), batch["weights"].sum()), {}
-
-    batches = token_batches(16, SEQ, STEPS)
-    if framework == "nnx":
-        model = mp.from_nnx(lambda rngs: Stack(rngs, num_layers))
-    else:
-        model = mp.from_linen(LinenStack(num_layers), jax.ShapeDtypeStruct((16, SEQ), np.int32))
-    # Adam would amplify rounding errors: the exact gradient of the key biases is zero.
-    trained = functools.partial(train, model, batches, loss=loss, tx=optax.sgd(0.1))
-    expected = trained(mp.MeshSpec(), mp.ddp())
-    staged = mp.pipeline_parallel(stages=2, microbatches=2) | mp.Rules(paths={r"blocks/.*": mp.names("layers", ...)})
-    for spec, strategy in (
-        (mp.MeshSpec(stage=2), staged),
-        (mp.MeshSpec(stage=2, fsdp=4), staged | mp.fsdp(min_bytes=0)),
-    ):
-        actual = trained(spec, strategy, start=expected.start)
-        assert_same(actual.params, expected.params, atol=1e-6)  # float32 sums in a different order
-    table = mp.shardings(model, mesh_of(spec), strategy)
-    assert all(param.shards == 8 for param in table.params if param.path.startswith("blocks/") and num_layers == 4)
-
-
-def test_stages_refuse_layers_that_use_outer_parameters():
-    def init(key):
-        return {"layers": {"w": jnp.ones((2, 4, 4))}, "outer": jnp.ones((4, 4))}
-
-    def apply(params, x):
-        return mp.pipeline.scan_layers(lambda x, weights: x @ weights["w"] @ params["outer"], x, params["layers"])
-
-    model = mp.from_functions(init, apply, names={"layers/w": ("layers", None, None), "outer": (None, None)})
-    state = mp.abstract_state(
-        model, optax.sgd(0.1), mesh=mp.MeshSpec(stage=2).build(jax.devices()[:2]),
-        strategy=mp.pipeline_parallel(stages=2, microbatches=2),
-    )  # fmt: skip
-    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
-    with pytest.raises(mp.MeshparError, match="is not part of the stacked layers"):
-        step.lower(state, {"x": np.ones((4, 4), np.float32)})
-
-
-def test_stages_require_constrained_activations():
-    def init(key):
-        return {"layers": {"up": jnp.ones((2, 4, 8)), "down": jnp.ones((2, 8, 4))}}
-
-    def apply(params, x):
-        return mp.pipeline.scan_layers(lambda x, weights: x @ weights["up"] @ weights["down"], x, params["layers"])
-
-    names = {"layers/up": ("layers", "embed", "mlp"), "layers/down": ("layers", "mlp", "embed")}
-    state = mp.abstract_state(
-        mp.from_functions(init, apply, names=names), optax.sgd(0.1),
-        mesh=mp.MeshSpec(stage=2, tensor=2).build(jax.devices()[:4]),
-        strategy=mp.pipeline_parallel(stages=2, microbatches=2) | mp.tensor_parallel(sequence=True),
-    )  # fmt: skip
-    step = mp.train_step(lambda model, batch, key: ((model(batch["x"]) ** 2).mean(), {}))
-    with pytest.raises(mp.MeshparError, match='suitable meshpar.constrain(.|\n)*"norm_seq"'):
-        step.lower(state, {"x": np.ones((4, 4, 4), np.float32)})
 
 
 @pytest.mark.matrix
