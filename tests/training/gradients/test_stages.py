@@ -205,7 +205,7 @@ def lower(model, pipeline, inside=None, spec=None, *, loss=next_token_loss, batc
 @pytest.mark.parametrize(
     ("options", "code"),
     [
-        *(({"stage_layer_offset": offset}, "wrong-type") for offset in ((0, -1), (1,), [0, 1], (0, 0.5), 1)),
+        *(({"stage_layer_offset": offset}, "not-an-int") for offset in ((0, -1), (1,), [0, 1], (0, 0.5), 1)),
         ({"schedule": "zb-h"}, "unknown-name"),
         ({"stages": 0}, "not-an-int"),
         ({"schedule": "file.csv", "chunks": 2}, "conflict"),
