@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshpar.sharding.context import current, within
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import named, problem
 
 
@@ -65,20 +66,18 @@ def report(*, loss: jax.Array | None = None, metrics: Mapping[str, jax.Array] | 
     """
     if loss is not None:
         loss = _as_array("report(loss=...)", loss)
-        if loss.shape:
-            fix = "take its mean over the batch"
-            raise problem("report(loss=...)", "add it to the loss", f"it has shape {loss.shape}", fix, "wrong-shape")
-    if metrics is not None and not isinstance(metrics, Mapping):
-        requested, reason = f"use a {type(metrics).__name__}", "metrics are a dict from names to arrays"
-        raise problem("report(metrics=...)", requested, reason, 'pass {"my/metric": array}', "wrong-type")
+        case = loss.shape != (), f"it has shape {loss.shape}", "take its mean over the batch"
+        check_cases("report(loss=...)", "add it to the loss", "wrong-shape", case)
+    case = metrics is not None and not isinstance(metrics, Mapping), "it is not a dict", 'pass {"my/metric": array}'
+    check_cases("report(metrics=...)", f"use a {type(metrics).__name__}", "wrong-type", case)
     arrays = {name: _as_array(f"report(metrics=...), `{name}`", x) for name, x in (metrics or {}).items()}
     reports, boundaries = current().reports, current().boundaries
     if reports is None:
         return
-    if boundaries is not None and boundaries.recomputed:
+    for path in () if boundaries is None else sorted(boundaries.recomputed):
         reason = "values of a module that is recomputed in the backward pass cannot leave it"
-        where, fix = f"report(...) in `{min(boundaries.recomputed)}`", "let the remat rule match other modules"
-        raise problem(where, "pass values to the step", reason, fix, "unsupported-feature")
+        fix = "let the remat rule match submodules that do not report"
+        raise problem(f"report(...) in `{path}`", "pass values to the step", reason, fix, "unsupported-feature")
     if loss is not None:
         reports.losses.append(loss)
     reports.metrics.update({name: jax.lax.stop_gradient(x) for name, x in arrays.items()})
@@ -117,17 +116,16 @@ def check_numbers(metrics: Mapping[str, Any]) -> None:
 
 def checked(out: Any, loss_fn: Any, *, trains: bool = True) -> tuple[Any, dict[str, Any]]:
     """Return the output of a loss function as (loss, metrics), after checking it."""
-    if not (isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)):
-        where, reason = f"loss function `{named(loss_fn)}`", f"it returned {type(out).__name__}"
-        fix = "return a scalar, and a dict of scalars that may be empty"
-        raise problem(where, "return (loss, metrics)", reason, fix, "wrong-type")
+    is_pair = isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict)
+    reason, fix = f"it returned {type(out).__name__}", "return a scalar, and a dict of scalars that may be empty"
+    check_cases(f"loss function `{named(loss_fn)}`", "return (loss, metrics)", "wrong-type", (not is_pair, reason, fix))
     loss, metrics = out
     values = {field: getattr(loss, field) for field in ("total", "weight") if hasattr(loss, field)}
     check_numbers({**({f"loss.{field}": x for field, x in values.items()} or {"loss": loss}), **metrics})
     dtype = jnp.result_type(values.get("total", loss))
-    if trains and not jnp.issubdtype(dtype, jnp.floating):
-        reason = f"it is {dtype.name}, which has no gradient"
-        raise problem("loss function, its loss", "differentiate it", reason, "return a floating mean", "wrong-dtype")
+    is_exact = trains and not jnp.issubdtype(dtype, jnp.floating)
+    case = is_exact, f"it is {dtype.name}, which has no gradient", "return a floating mean"
+    check_cases("loss function, its loss", "differentiate it", "wrong-dtype", case)
     return loss, metrics
 
 

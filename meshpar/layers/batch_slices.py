@@ -24,6 +24,7 @@ from meshpar.layers.auxiliary import is_counted
 from meshpar.sharding.activations import batch_divided
 from meshpar.sharding.constraints import with_layout
 from meshpar.sharding.context import ambient, current, spec_of
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import MeshparError, PyTree, axes_of_spec, axis_sizes, check_divides, problem
 
 
@@ -43,9 +44,10 @@ def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
     """Check that the first dim of x is the batch, and that `per_example` has a first dim of the batch size or 1."""
     where, requested = f"train_step(interleave={count})", f"run layers on {count} slices of the batch"
     leaves, boundaries = jax.tree.leaves(x), current().boundaries
-    if any(type(leaf).__name__ == "BatchTracer" for leaf in leaves):  # the class is not public
-        reason, fix = "the layers run under jax.vmap on a single example", "call scan_layers on the full batch"
-        raise problem(where, requested, reason, f"{fix}, or use interleave=1", "unsupported-feature")
+    is_mapped = any(type(leaf).__name__ == "BatchTracer" for leaf in leaves)  # the class is not public
+    reason = "the layers run under jax.vmap on a single example"
+    fix = "call scan_layers on the full batch, or use interleave=1"
+    check_cases(where, requested, "unsupported-feature", (is_mapped, reason, fix))
     num_rows = leaves[0].shape[0] if leaves and jnp.ndim(leaves[0]) else 0
     num_rows = num_rows if boundaries is None else boundaries.num_examples
     for name, tree, sizes, fix in (
@@ -53,9 +55,9 @@ def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
         ("per_example", per_example, (num_rows, 1), "make the batch the first dim, or use x[None] for all examples"),
     ):
         for leaf in jax.tree.leaves(tree):
-            if jnp.shape(leaf)[:1] not in [(size,) for size in sizes]:
-                reason = f"`{name}` of scan_layers has shape {jnp.shape(leaf)}, and the batch has {num_rows} examples"
-                raise problem(where, requested, reason, f"{fix}, or use interleave=1", "wrong-shape")
+            is_wrong = jnp.shape(leaf)[:1] not in [(size,) for size in sizes]
+            reason = f"`{name}` of scan_layers has shape {jnp.shape(leaf)}, and the batch has {num_rows} examples"
+            check_cases(where, requested, "wrong-shape", (is_wrong, reason, f"{fix}, or use interleave=1"))
 
 
 def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) -> Callable[..., Any]:
@@ -132,8 +134,8 @@ def _constrain(x: jax.Array, *entries: Any) -> jax.Array:
 
 def _slice(x: jax.Array, count: int) -> list[jax.Array]:
     where, requested = f"train_step(interleave={count})", f"divide x of shape {x.shape} into slices of the batch"
-    if x.ndim == 0:
-        raise problem(where, requested, "it is a scalar", "make the batch the first dim of all leaves", "wrong-shape")
+    case = x.ndim == 0, "it is a scalar", "make the batch the first dim of all leaves"
+    check_cases(where, requested, "wrong-shape", case)
     axes, shards = _batch_axes(x)
     fix = f"use a multiple of {shards * count} examples per micro-step, or interleave=1"
     check_divides(where, f"{requested} on each of {shards} shards", x.shape[0], shards * count, fix)

@@ -17,6 +17,7 @@ from jax.extend import source_info_util
 
 from meshpar.layers.fp8_dot import WeightSharding, dot_with_gradient_dtype, fp8_dot_general, rowwise_fp8_dot_general
 from meshpar.sharding.context import ambient, current, within
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.jaxprs import equations
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.rules import check_pattern
@@ -113,18 +114,19 @@ _UNSUPPORTED = {
 
 
 def _check_dtype(field: str, value: str | None, choices: tuple[str, ...]) -> None:
-    if field == "matmul" and value in _UNSUPPORTED:
-        fix = f"use {choices[-1]!r}"
-        raise problem("Precision()", f"use matmul={value!r}", _UNSUPPORTED[value], fix, "unsupported-feature")
+    reason = _UNSUPPORTED.get(value or "") if field == "matmul" else None
+    case = reason is not None, reason or "", f"use {choices[-1]!r}"
+    check_cases("Precision()", f"use matmul={value!r}", "unsupported-feature", case)
     kind = "the format of matmuls" if field == "matmul" else f"the dtype of {field}"
     check_choice("Precision()", kind, (*choices, None), **{field: value})
 
 
 def check_bits(where: str, dtype: str) -> None:
     """Check that a 64-bit dtype is only used if jax supports 64 bits."""
-    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
-        reason = "jax rounds 64-bit dtypes to 32 bits unless jax_enable_x64 is set"
-        raise problem(where, f"use {dtype!r}", reason, 'use "float32", or set jax_enable_x64', "unsupported-feature")
+    is_rounded = jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype)
+    reason = "jax rounds 64-bit dtypes to 32 bits unless jax_enable_x64 is set"
+    case = is_rounded, reason, 'use "float32", or set jax_enable_x64'
+    check_cases(where, f"use {dtype!r}", "unsupported-feature", case)
 
 
 def cast_floating(tree: PyTree, dtype: str | None) -> PyTree:
@@ -237,21 +239,18 @@ def matmul_here() -> str | None:
 
 def check_wide(where: str, what: str, fix: str) -> None:
     """Check that the module does not request 8-bit matmuls, for kernels that do not support them."""
-    if (word := matmul_here()) is not None:
-        requested = f"compute {what} in 8 bits for Precision(matmul={word!r})"
-        raise problem(where, requested, "its kernel has no 8-bit matmuls", fix, "unsupported-feature")
+    requested = f"compute {what} in 8 bits for Precision(matmul={(word := matmul_here())!r})"
+    check_cases(where, requested, "unsupported-feature", (word is not None, "its kernel has no 8-bit matmuls", fix))
 
 
 def check_narrow(word: str, dtype: Any) -> None:
     """Check that 8-bit matmuls support the dtype of an operand."""
-    for is_wrong, reason in (
-        (jnp.issubdtype(dtype, jnp.complexfloating), "8-bit floats have no imaginary part"),
-        (dtype == jnp.float16, "sums of 8-bit products exceed the range of float16"),
-    ):
-        if is_wrong:
-            requested = f"multiply by a weight in {jnp.dtype(dtype).name}"
-            fix = 'use compute="bfloat16", or select modules with a mapping from patterns'
-            raise problem(f"Precision(matmul={word!r})", requested, reason, fix, "wrong-dtype")
+    fix = 'use compute="bfloat16", or select modules with a mapping from patterns'
+    check_cases(
+        f"Precision(matmul={word!r})", f"multiply by a weight in {jnp.dtype(dtype).name}", "wrong-dtype",
+        (jnp.issubdtype(dtype, jnp.complexfloating), "8-bit floats have no imaginary part", fix),
+        (dtype == jnp.float16, "sums of 8-bit products exceed the range of float16", fix),
+    )  # fmt: skip
 
 
 def weight_grad_dtype(dtype: Any) -> jnp.dtype | None:

@@ -18,6 +18,7 @@ from meshpar.layers.batch_slices import check_batch_dims, join_batch, layer_on_s
 from meshpar.layers.precision import Numerics
 from meshpar.layers.remat import regathering, remat_policy
 from meshpar.sharding.context import ambient, current, within
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.types import PyTree, near_or, problem
 
 _Leaf = TypeVar("_Leaf")
@@ -220,10 +221,9 @@ def scan_layers(
 
         with jax.named_scope(at):
             return _on_slices(num_slices, x, in_sequence)
-    if caches is not None:
-        reason = "pipeline stages run full sequences and keep no caches"
-        fix = "decode with a strategy without stages, to which checkpoints can be moved"
-        raise problem("scan_layers(caches=...)", "decode in stages", reason, fix, "unsupported-feature")
+    reason = "pipeline stages run full sequences and keep no caches"
+    case = caches is not None, reason, "decode with a strategy without stages, to which checkpoints can be moved"
+    check_cases("scan_layers(caches=...)", "decode in stages", "unsupported-feature", case)
     return run.run(body if num_slices == 1 else _OnSlices(body, num_slices), x, inputs)
 
 
@@ -279,10 +279,9 @@ def scanned(layer: Layer, x: Any, inputs: PyTree, *, with_caches: bool = False) 
 
     def step(x: Any, layer_inputs: PyTree) -> Any:
         out, aux = with_aux(layer(x, layer_inputs))
-        if with_caches and not (isinstance(out, tuple) and len(out) == 2):
-            fix = "return (x, cache), or ((x, cache), Aux)"
-            requested, reason = "update the cache of a layer", "the layer does not return a cache"
-            raise problem("scan_layers(caches=...)", requested, reason, fix, "wrong-signature")
+        is_wrong = with_caches and not (isinstance(out, tuple) and len(out) == 2)
+        case = is_wrong, "the layer does not return a cache", "return (x, cache), or ((x, cache), Aux)"
+        check_cases("scan_layers(caches=...)", "update the cache of a layer", "wrong-signature", case)
         y, cache = out if with_caches else (out, None)
         # A weakly typed x takes the dtype of the layer's output, so it cannot be checked.
         if not any(jax.typeof(leaf).weak_type for leaf in jax.tree.leaves(x)):

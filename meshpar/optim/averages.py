@@ -10,7 +10,8 @@ import optax
 
 from meshpar.optim.moments import checked
 from meshpar.sharding.context import apart
-from meshpar.sharding.types import PyTree, problem
+from meshpar.sharding.errors import check_cases
+from meshpar.sharding.types import PyTree
 
 if TYPE_CHECKING:
     from meshpar.training.state import TrainState
@@ -50,9 +51,9 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
       >>> eval_step(loss)(ema_params(state), batch)  # doctest: +SKIP
     """
     tx = optax.with_extra_args_support(checked("ema", tx))
-    if isinstance(decay, bool) or not (isinstance(decay, int | float) and 0 <= decay < 1):
-        where, reason = f"ema(decay={decay!r})", "the decay must be a number in [0, 1)"
-        raise problem(where, "average parameters", reason, "use decay=0.999", code="out-of-range")
+    is_wrong = isinstance(decay, bool) or not (isinstance(decay, int | float) and 0 <= decay < 1)
+    case = is_wrong, "the decay must be a number in [0, 1)", "use decay=0.999"
+    check_cases(f"ema(decay={decay!r})", "average parameters", "out-of-range", case)
 
     def init(params: PyTree) -> EmaState:
         def average(p: Any) -> jax.Array:
@@ -63,9 +64,8 @@ def ema(tx: optax.GradientTransformation, decay: float) -> optax.GradientTransfo
         return EmaState(tx.init(params), jax.tree.map(average, params))
 
     def update(grads: PyTree, state: EmaState, params: PyTree = None, **kwargs: Any) -> tuple[PyTree, EmaState]:
-        if params is None:
-            fix = "call tx.update(grads, state, params)"
-            raise problem("ema, its update", "average parameters", "`params` is None", fix, code="wrong-signature")
+        case = params is None, "`params` is None", "call tx.update(grads, state, params)"
+        check_cases("ema, its update", "average parameters", "wrong-signature", case)
         updates, inner = tx.update(grads, state.inner, params, **kwargs)
         new = optax.apply_updates(params, updates)
         average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), state.average, new)
@@ -93,9 +93,8 @@ def ema_params(state: TrainState) -> TrainState:
       ValueError: the optimizer has no averages.
     """
     setup = state.setup
-    if averages_of(state.opt_state) is None:
-        fix = "use the optimizer mp.ema(tx, 0.999) in init_state"
-        raise problem("ema_params", "return averages", "the optimizer has no averages", fix, code="not-found")
+    case = averages_of(state.opt_state) is None, "the optimizer has no averages", "use mp.ema(tx, 0.999) in init_state"
+    check_cases("ema_params", "return averages", "not-found", case)
 
     def cast(opt_state: PyTree, params: PyTree) -> PyTree:
         averages = averages_of(setup.for_update((), opt_state)[1])

@@ -26,6 +26,7 @@ from meshpar.layers.precision import cast_floating, check_bits, dot_general
 from meshpar.layers.scan import Adapted
 from meshpar.sharding.adapters import BoundLinen, Model, Variables, key_of, linen_methods
 from meshpar.sharding.context import ambient, apart, spec_of, tracing
+from meshpar.sharding.errors import check_cases, check_number
 from meshpar.sharding.manual_regions import outer_axes, weight_axes
 from meshpar.sharding.types import (
     BESIDE,
@@ -65,10 +66,7 @@ class Lora:
         check_positive_int("lora", "the inner dimension of the pair", rank=self.rank)
         dtypes = ("float32", "bfloat16", "float16", "float64")
         check_choice("lora", "the dtype of the pairs", dtypes, dtype=self.dtype)
-        is_number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
-        if not is_number or not 0 < self.alpha < math.inf:
-            reason, fix = "it must be a finite number above 0", "use alpha=16.0"
-            raise problem("lora", f"set alpha={self.alpha!r}", reason, fix, code="out-of-range")
+        check_number("lora", "16.0", alpha=self.alpha)
         try:
             re.compile(self.modules)
         except (re.error, TypeError) as error:
@@ -90,16 +88,15 @@ class Lora:
           MeshparError: an unsupported model (no `Model`, from plain functions, explicit, or with adapters); a pattern
             that matches no linear layer, or a router or embedding table; a 64-bit dtype without jax_enable_x64.
         """
-        is_model = isinstance(model, Model)
-        for is_wrong, code, reason, fix in (
-            (not is_model, "wrong-type", f"it is a {type(model).__name__}", "wrap it: mp.from_nnx(lambda rngs: ...)"),
-            (is_model and model.lora is not None, "unsupported-feature", "it has adapters", "use the original model"),
-            (is_model and model.is_explicit, "unsupported-feature", "adapters do not support mp.explicit", "remove it"),
-            (is_model and model.kind == "functions", "unsupported-feature", "plain functions have no named layers",
-             "add x @ a @ b, and use trainable="),
-        ):  # fmt: skip
-            if is_wrong:
-                raise problem(f"lora(modules={self.modules!r})", "add adapters to the model", reason, fix, code=code)
+        where, requested = f"lora(modules={self.modules!r})", "add adapters to the model"
+        reason, fix = f"it is a {type(model).__name__}", "wrap it: mp.from_nnx(lambda rngs: ...)"
+        check_cases(where, requested, "wrong-type", (not isinstance(model, Model), reason, fix))
+        check_cases(
+            where, requested, "unsupported-feature",
+            (model.lora is not None, "it already has adapters", "use the model without adapters"),
+            (model.is_explicit, "adapters do not support mp.explicit", "remove mp.explicit"),
+            (model.kind == "functions", "plain functions have no named layers", "add x @ a @ b, and use trainable="),
+        )  # fmt: skip
         check_bits("lora(dtype=...)", self.dtype)
         return _on_nnx(self, model) if model.kind == "nnx" else _on_linen(self, model)
 
@@ -128,17 +125,15 @@ class Lora:
         where, pattern = f"lora(modules={self.modules!r})", re.compile(self.modules)
         for path, shape in params.items():
             module = path.rpartition("/")[0]
-            if len(shape) < 2 or {path, module} & set(layers):
-                continue
-            if pattern.fullmatch(path) or pattern.fullmatch(module):
-                reason = f"`{path}` {list(shape)} is not the matrix of a linear layer; routers and tables are not"
-                fix = "write a pattern that does not match it"
-                raise problem(where, "add adapters to it", reason, fix, code="unsupported-feature")
+            is_other = len(shape) > 1 and not {path, module} & set(layers)
+            is_matched = is_other and (pattern.fullmatch(path) or pattern.fullmatch(module))
+            reason = f"`{path}` {list(shape)} is not the matrix of a linear layer; routers and tables are not"
+            fix = "write a pattern that does not match it"
+            check_cases(where, "add adapters to it", "unsupported-feature", (is_matched, reason, fix))
         paths = [path for path in sorted(layers) if pattern.fullmatch(path)]
-        if not paths:
-            reason = f"it matches none of the {len(layers)} linear layers"
-            fix = near_or(self.modules, layers, "write a pattern that matches full paths of layers")
-            raise problem(where, "add adapters to the model", reason, fix, code="unknown-name")
+        reason = f"it matches none of the {len(layers)} linear layers"
+        fix = near_or(self.modules, layers, "write a pattern that matches full paths of layers")
+        check_cases(where, "add adapters to the model", "unknown-name", (not paths, reason, fix))
         return paths
 
 
@@ -272,11 +267,11 @@ def _by_names(x: jax.Array, *names: str | None) -> jax.Array:
 def _added(lora: Lora, path: str, layer: _Layer, y: jax.Array, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
     """Add the output of the pair to the output of a layer."""
     num_in, num_lead = a.ndim - 1, x.ndim - a.ndim + 1
-    if y.shape != (*x.shape[:num_lead], *b.shape[1:]):
-        reason = f"for x {list(x.shape)}, its output is {list(y.shape)}: its matrix is multiplied outside of the layer"
-        fix = 'exclude it from `modules`, or in the decoders use tensor_matmul="xla"'
-        requested = f"add {[*x.shape[:num_lead], *b.shape[1:]]} to the output of the layer"
-        raise problem(f"lora, `{path}`", requested, reason, fix, code="wrong-shape")
+    shape = (*x.shape[:num_lead], *b.shape[1:])
+    reason = f"for x {list(x.shape)}, its output is {list(y.shape)}: its matrix is multiplied outside of the layer"
+    fix = 'exclude it from `modules`, or in the decoders use tensor_matmul="xla"'
+    requested = f"add {list(shape)} to the output of the layer"
+    check_cases(f"lora, `{path}`", requested, "wrong-shape", (y.shape != shape, reason, fix))
     dtype, (a, b) = jnp.result_type(x, a), _like_residual(a, b, layer)
     dims = tuple(range(num_lead, x.ndim)), tuple(range(num_in))
     x, b = x.astype(dtype), b.astype(dtype)

@@ -31,6 +31,7 @@ from meshpar.sharding.adapters import (
 )
 from meshpar.sharding.constraints import abstract_of, is_typed, with_auto_types, without_types
 from meshpar.sharding.context import apart, replacing_mesh, tracing
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.mesh import with_auto_axes
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import AnyMesh, Leaf, PyTree, axes_of_spec, axis_sizes, is_spec, near_or, path_str, problem
@@ -272,14 +273,12 @@ class TrainState:
 
 def check_state(where: str, state: Any) -> None:
     """Check that `state` is a `TrainState` with live buffers."""
-    if not isinstance(state, TrainState):
-        reason, fix = f"it is a {type(state).__name__}", "pass the TrainState that mp.init_state(...) returns first"
-        raise problem(where, "use the training state", reason, fix, code="wrong-type")
+    reason, fix = f"it is a {type(state).__name__}", "pass the TrainState that mp.init_state(...) returns first"
+    check_cases(where, "use the training state", "wrong-type", (not isinstance(state, TrainState), reason, fix))
     arrays = (x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))
-    if any(x.is_deleted() for x in arrays):
-        reason = "its buffers were deleted or donated: a training step donates the buffers of its input state"
-        fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) makes a copy"
-        raise problem(where, "use this state", reason, fix, code="deleted")
+    reason = "its buffers were deleted or donated: a training step donates the buffers of its input state"
+    fix = "use the new state, `state, metrics = step(state, batch)`; jax.tree.map(jnp.copy, state) makes a copy"
+    check_cases(where, "use this state", "deleted", (any(x.is_deleted() for x in arrays), reason, fix))
 
 
 def make_setup(
@@ -380,9 +379,8 @@ def init_state(
 
 
 def _check_devices(where: str, mesh: AnyMesh) -> None:
-    if not isinstance(mesh, Mesh):
-        reason, fix = "the mesh is abstract and has no devices", "use MeshSpec.build(), or abstract_state"
-        raise problem(where, "create arrays", reason, fix, code="abstract-mesh")
+    reason, fix = "the mesh is abstract and has no devices", "use MeshSpec.build(), or abstract_state"
+    check_cases(where, "create arrays", "abstract-mesh", (not isinstance(mesh, Mesh), reason, fix))
 
 
 @apart()
@@ -416,14 +414,14 @@ def load_params(state: TrainState, params: PyTree) -> TrainState:
     weights = {name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: x is None)}
     decisions = dict(zip(map(name, paths), setup.table.params, strict=True))
     from_state = "pass all arrays, {**state.params, ...}"
-    if decisions and not weights:
-        reason = f"there are none, and the model has {len(decisions)} parameters, such as `{next(iter(decisions))}`"
-        raise problem("load_params", "load weights", reason, from_state, code="missing-argument")
+    reason = f"there are none, and the model has {len(decisions)} parameters, such as `{next(iter(decisions), '')}`"
+    check_cases("load_params", "load weights", "missing-argument", (decisions and not weights, reason, from_state))
     for path in sorted(decisions.keys() ^ weights.keys()):
-        is_param = path in decisions
-        reason = f"none of the {len(weights)} weights has this path" if is_param else "the model has no such parameter"
-        fix = near_or(path, weights, from_state) if is_param else near_or(path, decisions, "leave it out")
-        raise problem(f"load_params, `{path}`", "load it", reason, fix, code="unknown-name")
+        check_cases(
+            f"load_params, `{path}`", "load it", "unknown-name",
+            (path in decisions, "none of the weights has this path", near_or(path, weights, from_state)),
+            (True, "the model has no such parameter", near_or(path, decisions, "leave it out")),
+        )  # fmt: skip
     loaded = [
         jax.device_put(_cast(path, weights[path], decision.leaf), NamedSharding(setup.given_mesh, decision.spec))
         for path, decision in decisions.items()
@@ -450,20 +448,19 @@ def _without_aliases(arrays: Sequence[jax.Array], others: Sequence[jax.Array]) -
 def _cast(path: str, x: Any, leaf: Leaf) -> Any:
     """Return a weight in the dtype of its parameter, after checking its shape and values."""
     where = f"load_params, `{path}`"
-    if x is None:
-        raise problem(where, "load it", "the weight is None", "pass an array", code="wrong-type")
+    check_cases(where, "load it", "wrong-type", (x is None, "the weight is None", "pass an array"))
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     kinds = [
         next((kind for kind in (jnp.complexfloating, jnp.floating) if jnp.issubdtype(dtype, kind)), None)
         for dtype in (x.dtype, leaf.dtype)
     ]
-    if x.shape != leaf.shape or kinds[0] is not kinds[1]:
-        requested, reason = f"load {x.dtype.name}{list(x.shape)}", f"the model has {leaf.dtype.name}{list(leaf.shape)}"
-        raise problem(where, requested, reason, "transpose, reshape or cast it first", code="wrong-shape")
+    requested, reason = f"load {x.dtype.name}{list(x.shape)}", f"the model has {leaf.dtype.name}{list(leaf.shape)}"
+    is_other = x.shape != leaf.shape or kinds[0] is not kinds[1]
+    check_cases(where, requested, "wrong-shape", (is_other, reason, "transpose, reshape or cast it first"))
     # NumPy's isfinite does not support bfloat16.
     values = x if isinstance(x, jax.Array) else x.astype(np.complex128 if kinds[0] is jnp.complexfloating else float)
-    if kinds[0] is not None and not bool((jnp if values is x else np).isfinite(values).all()):
-        raise problem(where, "use these weights", "some are not finite", "check their origin", code="not-finite")
+    is_finite = kinds[0] is None or bool((jnp if values is x else np).isfinite(values).all())
+    check_cases(where, "use it", "not-finite", (not is_finite, "some values are not finite", "check their origin"))
     with np.errstate(over="ignore"):
         cast = x.astype(leaf.dtype)
     if not bool((jnp.isfinite(cast) if kinds[0] is not None else cast == x).all()):

@@ -32,6 +32,7 @@ from meshpar.layers.scan import is_part
 from meshpar.parallel.batch import StepBatch, as_given, rows_of
 from meshpar.sharding.activations import Boundaries, check_rules_matched, constrain_module_outputs
 from meshpar.sharding.context import ambient, apart, auto_sizes, current, tracing, within
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import Rules
 from meshpar.sharding.types import (
     MeshparError,
@@ -324,21 +325,18 @@ def check_loss(where: str, loss_fn: Any) -> None:
 
 def _check_parameters(setup: Setup, precision: Precision) -> None:
     """Check that dtypes of parameters fit the precision, can be differentiated, and can be quantized."""
-    quantize = setup.strategy.quantize
     for leaf in (decision.leaf for decision in setup.table.params):
-        is_cast = precision.params is not None and leaf.dtype != jnp.dtype(precision.params)
-        for is_wrong, requested, reason, fix in (
-            (is_cast and jnp.issubdtype(leaf.dtype, jnp.floating), f"keep it in {precision.params}",
-             "init_state had another precision", f"pass precision=mp.Precision(params={precision.params!r}) to it"),
-            (leaf.is_trained and not jnp.issubdtype(leaf.dtype, jnp.inexact), "compute its gradient",
-             "integers have no gradient", "freeze it with init_state(trainable=...), or store it outside of the "
-             "parameters (an nnx.Variable, a Linen collection, from_functions(keeps_state=True))"),
-            (quantize is not None and jnp.issubdtype(leaf.dtype, jnp.complexfloating), "quantize it",
-             "the kernels quantize real numbers", "remove quantize, or store the real and imaginary parts separately"),
-        ):  # fmt: skip
-            if is_wrong:
-                where = f"train_step, parameter `{leaf.path}` of dtype {leaf.dtype.name}"
-                raise problem(where, requested, reason, fix, code="wrong-dtype")
+        is_other = precision.params is not None and leaf.dtype != jnp.dtype(precision.params)
+        is_quantized, is_exact = setup.strategy.quantize is not None, not jnp.issubdtype(leaf.dtype, jnp.inexact)
+        check_cases(
+            f"train_step, parameter `{leaf.path}` of dtype {leaf.dtype.name}", "train it", "wrong-dtype",
+            (is_other and jnp.issubdtype(leaf.dtype, jnp.floating), "init_state had another precision",
+             f"pass precision=mp.Precision(params={precision.params!r}) to it"),
+            (leaf.is_trained and is_exact, "integers have no gradient", "freeze it with init_state(trainable=...), or "
+             "store it as an nnx.Variable, in a Linen collection, or with from_functions(keeps_state=True)"),
+            (is_quantized and jnp.issubdtype(leaf.dtype, jnp.complexfloating), "the kernels quantize real numbers",
+             "remove quantize, or store the real and imaginary parts separately"),
+        )  # fmt: skip
 
 
 def _check_precision_rules(setup: Setup, precision: Precision) -> None:
@@ -347,19 +345,17 @@ def _check_precision_rules(setup: Setup, precision: Precision) -> None:
     paths = [decision.path for decision in setup.table.params]
     modules = {path.rpartition("/")[0] for path in paths}
     for rule in strategy.activations.precision:
-        where = f"precision rule `{rule.key}`"
+        where, requested = f"precision rule `{rule.key}`", f"compute in {rule.value}"
         is_matched = any(Rules(precision={rule.key: rule.value}).dtype_in(path) for path in paths)
+        reason = f"it matches none of the {len(modules)} modules that have parameters"
+        fix = near_or(rule.key, modules, "write a pattern that matches the full path of a module")
+        check_cases(where, requested, "unknown-name", (not is_matched, reason, fix))
         is_wider = compute is not None and jnp.dtype(rule.value).itemsize > jnp.dtype(compute).itemsize
-        for is_wrong, code, reason, fix in (
-            (not is_matched, "unknown-name", f"it matches none of the {len(modules)} modules that have parameters",
-             near_or(rule.key, modules, "write a pattern that matches the full path of a module")),
-            (not is_wider, "wrong-dtype", f"it must be wider than train_step(precision=Precision(compute={compute!r}))",
-             'use compute="bfloat16" and a wider rule, or remove the rule'),
-            (strategy.quantize is not None, "conflict", f"{strategy.label} gathers all weights in the compute dtype",
-             "remove quantize, or the rule"),
-        ):  # fmt: skip
-            if is_wrong:
-                raise problem(where, f"compute in {rule.value}", reason, fix, code=code)
+        reason = f"it must be wider than train_step(precision=Precision(compute={compute!r}))"
+        fix = 'use compute="bfloat16" and a wider rule, or remove the rule'
+        check_cases(where, requested, "wrong-dtype", (not is_wider, reason, fix))
+        case = strategy.quantize is not None, f"{strategy.label} gathers all weights in the compute dtype", "remove it"
+        check_cases(where, requested, "conflict", case)
         check_bits(where, rule.value)
 
 
@@ -376,27 +372,25 @@ def _check_state(state: TrainState) -> None:
 
 def _check_layers(setup: Setup, options: StepOptions, context: Numerics) -> None:
     """Check, after the model was traced, that `remat`, `interleave` and `matmul` matched layers and marked arrays."""
-    for option, is_set in (
-        (f"remat={options.remat!r}", options.remat),
-        (f"interleave={options.interleave}", options.interleave > 1),
-    ):
-        if is_set and not context.num_scans:
-            reason = "the model marks no layer: it never calls meshpar.scan_layers"
-            fix = "run its stacked layers with mp.scan_layers(layer, x, params), or use Flax's own remat"
-            raise problem(f"train_step({option})", "change how layers run", reason, fix, code="unsupported-feature")
-    if (pattern := options.precision.unmatched(context.matched)) is not None:
-        reason = "none of their matmuls calls meshpar.layers.precision.dot_general"
-        fix = "write a pattern for the full path of a module, or pass dot_general=... to the layers of the model"
-        where = f"Precision(matmul=...), modules `{pattern}`"
-        raise problem(where, "compute their matmuls in 8 bits", reason, fix, code="unknown-name")
+    uses_layers = options.remat is not None or options.interleave > 1
+    where = f"train_step(remat={options.remat!r}, interleave={options.interleave})"
+    reason = "the model marks no layer: it never calls meshpar.scan_layers"
+    fix = "run its stacked layers with mp.scan_layers(layer, x, params), or use Flax's own remat"
+    is_unused = uses_layers and not context.num_scans
+    check_cases(where, "change how layers run", "unsupported-feature", (is_unused, reason, fix))
+    pattern = options.precision.unmatched(context.matched)
+    where, requested = f"Precision(matmul=...), modules `{pattern}`", "compute their matmuls in 8 bits"
+    reason = "none of their matmuls calls meshpar.layers.precision.dot_general"
+    fix = "write a pattern for the full path of a module, or pass dot_general=... to the layers of the model"
+    check_cases(where, requested, "unknown-name", (pattern is not None, reason, fix))
     rules = [(f"remat rule `{rule.key}`", rule.value) for rule in setup.strategy.activations.remat]
+    marked = sorted(context.names - {MATMUL, SECOND_SHARD})
+    reason = f"the layers mark {', '.join(f'`{mark}`' for mark in marked) or 'nothing'}"
     for where, value in ((f"train_step(remat={options.remat!r})", options.remat), *rules):
         for name in () if value is None else named_in(value):
-            if name not in context.names:
-                marked = sorted(context.names - {MATMUL, SECOND_SHARD})
-                reason = f"the layers mark {', '.join(f'`{mark}`' for mark in marked) or 'nothing'}"
-                fix = near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")')
-                raise problem(where, f"save arrays marked `{name}`", reason, fix, code="unknown-name")
+            fix = near_or(name, marked, f'mark it: jax.ad_checkpoint.checkpoint_name(x, "{name}")')
+            case = name not in context.names, reason, fix
+            check_cases(where, f"save arrays marked `{name}`", "unknown-name", case)
 
 
 def _check_extra(before: PyTree, after: PyTree) -> None:

@@ -28,6 +28,7 @@ from meshpar.pipeline.executor import Functions, MicrobatchInputs, Params, split
 from meshpar.pipeline.gradients import StagedRun
 from meshpar.pipeline.jaxpr_slicing import Cut, depends, flat_jaxpr
 from meshpar.schedules import Schedule
+from meshpar.sharding.errors import check_cases
 from meshpar.sharding.rules import resolve
 from meshpar.sharding.types import (
     Leaf,
@@ -434,7 +435,7 @@ class _Dependencies:
              "metrics have no gradient, and are complete only after all microbatches", "add the value to Aux.loss"),
         ):  # fmt: skip
             for name in names:
-                raise problem(f"{name} under {where}", requested, reason, fix, code="unsupported-feature")
+                check_cases(f"{name} under {where}", requested, "unsupported-feature", (True, reason, fix))
 
 
 def _loss_share(
@@ -463,29 +464,24 @@ def _zeros(like: PyTree) -> Any:
 
 
 def _check_single_call(calls: int) -> None:
-    if calls != 1:
-        reason = f"it calls meshpar.scan_layers {calls or 'no'} times"
-        fix = "run all layers of the stages in one call of scan_layers"
-        where, requested = "the model under pipeline_parallel", "divide it into stages"
-        raise problem(where, requested, reason, fix, code="unsupported-feature")
+    reason, fix = f"it calls meshpar.scan_layers {calls or 'no'} times", "run all layers of the stages in one call"
+    where, requested = "the model under pipeline_parallel", "divide it into stages"
+    check_cases(where, requested, "unsupported-feature", (calls != 1, reason, fix))
 
 
 def _check(setup: Setup, schedule: Schedule, pipeline: Pipeline) -> None:
     where, axis = f"strategy {setup.strategy.label}", pipeline.axis
-    mesh = ", ".join(f"{axis}={size}" for axis, size in setup.sizes.items())
-    for is_wrong, code, requested, reason, fix in (
-        (axis in setup.batch_axes, "axis-used-twice", f"run stages over mesh axis `{axis}`",
-         "that axis shards the batch", "use a separate mesh axis: MeshSpec(stage=...)"),
-        (schedule.microbatches != pipeline.microbatches, "conflict",
-         f"split the batch into {pipeline.microbatches} microbatches",
-         f"schedule `{pipeline.schedule}` runs {schedule.microbatches}",
+    requested = f"run {schedule.stages} stages over mesh axis `{axis}`"
+    case = axis in setup.batch_axes, "that axis shards the batch", "use a separate mesh axis: MeshSpec(stage=...)"
+    check_cases(where, requested, "axis-used-twice", case)
+    check_cases(
+        where, requested, "conflict",
+        (schedule.microbatches != pipeline.microbatches,
+         f"schedule `{pipeline.schedule}` runs {schedule.microbatches} microbatches, not {pipeline.microbatches}",
          f"write pipeline_parallel(microbatches={schedule.microbatches}, ...), or use another schedule file"),
-        (setup.sizes.get(axis) != schedule.stages, "conflict",
-         f"run {schedule.stages} stages over mesh axis `{axis}`", f"the mesh has {mesh}",
+        (setup.sizes.get(axis) != schedule.stages, f"the mesh has sizes {setup.sizes}",
          f"write MeshSpec({axis}={schedule.stages}, ...), or change pipeline_parallel(stages=...)"),
-    ):  # fmt: skip
-        if is_wrong:
-            raise problem(where, requested, reason, fix, code=code)
+    )  # fmt: skip
     for path in sorted(setup.model.random_keys()):
         reason = "a random stream of the model would repeat its numbers in all microbatches"
         fix = "draw random numbers from the key that the loss function receives"
