@@ -63,15 +63,10 @@ def check_batch_dims(x: PyTree, per_example: PyTree, count: int) -> None:
 def layer_on_slices(layer: Callable[..., Any], per_example: PyTree, count: int) -> Callable[..., Any]:
     """Return a layer that runs on a tuple of slices of x, with the same weights for all slices.
 
-    Args:
-      layer: function `(x, params, *inputs, per_example) -> (x, Aux or None)`, without `per_example` if that is None.
-      per_example: inputs of all layers. Arrays with a first dim of 1 are used for all slices. Larger arrays are sliced.
-      count: number of slices.
-
-    Returns:
-      A function `(slices of x, params, *inputs) -> slices of x`, or `-> (slices of x, Aux)`. Counts in the `Aux` are
-      summed over slices. The loss and floating metrics are averaged. Typed PRNG keys (`jax.random.key`) in the inputs
-      are different for each slice. With other keys, and with keys in closures, all slices draw the same numbers.
+    `layer` is a function `(x, params, *inputs, per_example) -> (x, Aux or None)`, without `per_example` if it is None.
+    Arrays in `per_example` with a first dim of 1 are used for all slices, larger arrays are sliced. Counts in the `Aux`
+    are summed over slices. The loss and floating metrics are averaged. Typed PRNG keys (`jax.random.key`) in the inputs
+    are different for each slice. With other keys, and with keys in closures, all slices draw the same numbers.
     """
     leaves, structure = jax.tree.flatten(per_example)
     pieces = [[leaf] * count if jnp.shape(leaf)[0] == 1 else _slice(leaf, count) for leaf in leaves]

@@ -205,9 +205,8 @@ class Loss:
           where: the options that divide the batch, for error messages.
           call: `(terms, args, rows, key) -> (LossTerms, extra)`, calls `terms` on a part as the engine does.
           args: parameters and other values that weights must not depend on.
-          rows: `[part, ...]`, the local parts inside a `shard_map`, and otherwise all parts.
-          keys: `[part]`.
-          axes: inside a `shard_map`, names and sizes of the mesh axes over which parts differ.
+          rows, keys: `[part, ...]`, inside a `shard_map` the local parts.
+          axes: sizes of the mesh axes over which the parts of a `shard_map` differ.
         """
 
         def terms(args: PyTree, rows: PyTree, key: jax.Array) -> LossTerms:

@@ -350,13 +350,9 @@ def gathering(gather: Gather) -> Iterator[Numerics]:
 
 
 def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:
-    """Return the information on the model parameter that a leaf of a layer belongs to.
+    """Return the item of `leaves` (by path in the model) for the leaf of a layer with this path below `at`.
 
-    Args:
-      at: the argument of `scan_layers`.
-      path: path of the leaf in the layer.
-      leaves: information on the parameters, by path in the model.
-      layout: returns the layout of a parameter. All matching parameters must have the same layout.
+    Stacks at several paths may match if their `layout` is equal.
     """
     # NNX stores an array as the `value` of a variable.
     suffix = f"/{at}/{path.removesuffix('/value')}".rstrip("/")

@@ -113,14 +113,9 @@ class Own:
 def summed_first(fn: Callable[..., Any], marks: PyTree, rows: SliceRows | None) -> Callable[..., Any]:
     """Return a backward pass whose weight gradients are summed before they are rounded and reduced.
 
-    Args:
-      fn: the backward pass, a function of arrays.
-      marks: prefix tree of booleans for the results, True for the gradients of weights.
-      rows: the batch of a slice. None: matmuls over the batch are reduced directly.
-
-    Returns:
-      A function with the same results, except for the marked ones. Sums of matmuls over the batch are returned as
-      `Own`. Other values that were rounded from float32, and sums of such values, are returned in float32.
+    `marks` is a prefix tree of booleans, True for results that are gradients of weights. With `rows`, the batch of a
+    slice, sums of matmuls over the batch are returned as `Own`. Marked values that were rounded from float32, and sums
+    of such values, are returned in float32. Other results are the same.
     """
 
     def run(*args: Any) -> Any:

@@ -52,15 +52,9 @@ def exchange(num_matrices: int, *, ranks: int, replicas: int = 1) -> tuple[Liter
         owners  2 (N-1)/N · C + (R-1) · C     C = ceil(K / (N R)) matrices per rank: to their owners, and back
         gather    (N-1)/N · K                 each rank orthogonalizes all matrices
 
-    Args:
-      num_matrices: K, the number of matrices with the same shape.
-      ranks: N, the number of shards of each matrix.
-      replicas: R, the number of ranks that have the same shard and share the work. With 1 they repeat it.
-
-    Returns:
-      The algorithm, and the volume that a rank sends, in matrices. If both send the same volume, the result is
-      "owners", which computes less. Replicas that share the work exchange results, and replicas that repeat it send
-      nothing: the caller chooses.
+    K is `num_matrices` of the same shape, N the number of shards of each, and R that of replicas, which have the same
+    shard and share the work; with R = 1 they repeat it and send nothing. The volume is the number of matrices that a
+    rank sends. If both send the same volume, the result is "owners", which computes less.
 
     Source: Liu et al. 2025, "Muon is Scalable for LLM Training" (owners that gather, with ZeRO-1).
     """

@@ -54,13 +54,9 @@ class Lora:
     """Adapters of a model; see `lora`."""
 
     rank: int = 8
-    """Inner dimension of the pair."""
     alpha: float = 16.0
-    """The product of the pair is scaled by `alpha / rank`."""
     modules: str = ATTENTION
-    """Pattern that matches the full paths of linear layers and expert matrices to adapt."""
     dtype: str = "float32"
-    """Dtype of the pairs, independent of the dtype of the matrices."""
 
     def __post_init__(self) -> None:
         check_positive_int("lora", "the inner dimension of the pair", rank=self.rank)
@@ -520,7 +516,7 @@ def _linen_dims(module: Any) -> tuple[int, int] | None:
 
 
 def _below(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name
+    return f"{path}/{name}".removeprefix("/")
 
 
 def _with(tree: PyTree, path: list[str], entries: Mapping[str, Any]) -> PyTree:

@@ -31,9 +31,7 @@ def test_quantized_fsdp_with_slices():
     np.testing.assert_allclose(sliced.losses, full.losses, rtol=1e-2)  # gradients have 8 bits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Inputs and outputs of layers
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Inputs and outputs of layers ------------------------------------------------------------------------------------
 
 CONFIG = TransformerConfig(
     vocab_size=VOCAB, num_layers=2, embed_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16
@@ -116,9 +114,7 @@ def test_collectives_are_as_expected(mesh, strategy):
     assert mp.explain(step, state, batch).is_as_promised
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "2"])

@@ -63,9 +63,7 @@ def owner_of(path: str) -> str | None:
     return max(found, key=len) if found else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Optimizer state follows its own rules
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Optimizer state follows its own rules ---------------------------------------------------------------------------
 
 # name -> (optimizer, paths of parameters whose state it keeps, copies of each)
 EVERYTHING = set(FOLLOWED)
@@ -201,9 +199,7 @@ def test_optimizer_state_of_another_shape_is_replicated_if_small():
         mp.shardings(MODEL, MESH, STRATEGY.replace(big_leaf_bytes=2**18), tx=doubled())
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model keeps beside parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- What a model keeps beside parameters ----------------------------------------------------------------------------
 
 
 def with_statistics() -> mp.Model:
@@ -227,9 +223,7 @@ def test_extras_are_whole_unless_a_path_says_otherwise():
         mp.shardings(model, MESH, mp.fsdp(min_bytes=0).replace(big_leaf_bytes=512))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Totals and how they are shown
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Totals and how they are shown -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -168,16 +168,10 @@ def _gathered_spec(decision: Decision, axes: tuple[str, ...]) -> PartitionSpec:
 
 
 def prefetched(layer: Layer, x: Any, inputs: tuple[PyTree, PyTree], layout: LayerLayout) -> Any:
-    """Run stacked layers in sequence, and gather the weights of each layer while the previous layer computes.
+    """Run stacked layers like `layers.scanned`, and gather the weights of each layer while the previous layer computes.
 
-    The results equal `layers.scanned`.
-
-    Args:
-      layer: (x, (weights, extra, None)) -> x, or -> (x, Aux). The `jax.checkpoint` policy saves no weight for the
-        backward pass, which gathers the weights again.
-      x: input of the first layer.
-      inputs: stacked parameters and extra inputs.
-      layout: shardings of the weights of a layer.
+    `layer` is a function (x, (weights, extra, None)) -> x, or -> (x, Aux). Its `jax.checkpoint` policy saves no weight
+    for the backward pass, which gathers the weights again. `inputs` are stacked parameters and extra inputs.
     """
     params, extra = inputs
     leaves, structure = jax.tree.flatten(extra)

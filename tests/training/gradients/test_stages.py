@@ -52,9 +52,7 @@ def test_layers_of_parts_are_balanced(num_layers, chunks, offset, counts):
     assert pipeline.layers_of_parts(num_layers, chunks) == counts
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Layers with an Aux, and variables of the model
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Layers with an Aux, and variables of the model ------------------------------------------------------------------
 
 WIDTH, EXPERTS, DEPTH = 8, 4, 4
 
@@ -189,9 +187,7 @@ def test_stages_refuse_early_uses_of_aux(name):
         lower(mp.from_nnx(lambda rngs: build(rngs)), {"microbatches": 4}, loss=loss, batch=balanced_batches()[0])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors, models without names, and checkpoints
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Errors, models without names, and checkpoints -------------------------------------------------------------------
 
 
 def lower(model, pipeline, inside=None, spec=None, *, loss=next_token_loss, batch=None, **options):
