@@ -42,7 +42,7 @@ from meshpar.training.state import Setup, TrainState
 
 def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array) -> MicrobatchTotals:
     """Return loss, metrics and gradients of a batch, summed over micro-steps and devices; see `xla.gradients`."""
-    quantized = make_quantized_gather(state.setup, options.precision, state.setup.batch_axes)
+    quantized = make_quantized_gather(state.setup, options.precision)
     if quantized is None:
         return _reduced_once(loss, options, state, batch, key)
     return _quantized(loss, options, state, batch, key, quantized)
@@ -65,27 +65,20 @@ def _reduced_once(
     params = constrained(params, setup.named(specs))
 
     def local(params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> MicrobatchTotals:
-        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> Any:
-            return terms(params, extra, examples, key)
-
         def step(loss: Loss) -> MicroStep:
             return functools.partial(micro_step, loss, options, setup, params)
 
-        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, examples, key)
-        if not axes:
-            return sums
-        # Gradients have a new first dim, which is sharded over the batch axes.
+        sums = _local_sums(loss, _evaluate, step, options, setup, params, extra, examples, key)
         sums = _reduce_all_but_gradients(sums, axes)
+        # Gradients have a new first dim, which is sharded over the batch axes.
         return sums.replace(grads=jax.tree.map(lambda g: g[None], sums.grads))
 
-    if not axes:
-        return local(params, state.extra, batch, key).replace(count=options.accumulate)
-    sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
+    sums = _by_device(local, setup, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
     # XLA chooses the reduce-scatter. A psum_scatter would first gather the dims that other mesh axes shard.
     # jnp.sum would reduce low-precision dtypes in float32.
     summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
     grads = constrained(summed, setup.named(setup.trained(setup.layout.grads)))
-    return sums.replace(grads=grads, count=options.accumulate * _size(setup, axes))
+    return sums.replace(grads=grads, count=_num_parts(setup, options))
 
 
 def _quantized(
@@ -100,39 +93,39 @@ def _quantized(
     noise = jax.random.fold_in(key, options.accumulate)  # micro-steps fold in smaller integers
 
     def local(params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array, noise: jax.Array) -> MicrobatchTotals:
-        if options.is_once:
-            params = quantized.gather_all(params, noise)
-
-        def call(terms: Callable[..., Any], params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> Any:
-            if options.is_once:
-                return terms(params, extra, examples, key)
-            return _with_gathered_weights(setup, quantized, noise, terms, params, extra, examples, key)
+        call = _evaluate if options.is_once else functools.partial(_with_gathered_weights, setup, quantized, noise)
+        params = quantized.gather_all(params, noise) if options.is_once else params
 
         def step(loss: Loss) -> MicroStep:
             if options.is_once:
                 return functools.partial(micro_step, loss, options, setup, params)
             return _sharded_step(functools.partial(call, loss), setup, params)
 
-        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, examples, key)
+        sums = _local_sums(loss, call, step, options, setup, params, extra, examples, key)
         if options.is_once:
             sums = sums.replace(grads=quantized.scatter_all(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
 
-    run = _by_device(local, setup, axes, quantized.specs, setup.trained(quantized.specs))
+    run = _by_device(local, setup, quantized.specs, setup.trained(quantized.specs))
     sums = run(state.params, state.extra, batch, key, noise)
     grads = constrained(sums.grads, setup.named(setup.trained(grad_specs(setup, options))))
-    return sums.replace(grads=grads, count=options.accumulate * _size(setup, axes))
+    return sums.replace(grads=grads, count=_num_parts(setup, options))
 
 
-def _size(setup: Setup, axes: tuple[str, ...]) -> int:
-    return math.prod(setup.sizes[axis] for axis in axes)
+def _evaluate(terms: Callable[..., Any], *args: Any) -> Any:
+    return terms(*args)
+
+
+def _num_parts(setup: Setup, options: StepOptions) -> int:
+    """Return the number of micro-steps on all devices."""
+    return options.accumulate * math.prod(setup.sizes[axis] for axis in setup.batch_axes)
 
 
 def _by_device(
-    local: Callable[..., MicrobatchTotals], setup: Setup, axes: tuple[str, ...], param_specs: PyTree, grad_specs: PyTree
+    local: Callable[..., MicrobatchTotals], setup: Setup, param_specs: PyTree, grad_specs: PyTree
 ) -> Callable[..., MicrobatchTotals]:
     """Return `local`, a function of (params, extra, examples, *keys), in a `shard_map` over the batch axes."""
-    replicated = PartitionSpec()
+    replicated, axes = PartitionSpec(), setup.batch_axes
 
     def run(params: PyTree, extra: PyTree, examples: PyTree, *keys: jax.Array) -> MicrobatchTotals:
         def inside(params: PyTree, extra: PyTree, examples: PyTree, *keys: jax.Array) -> MicrobatchTotals:
@@ -167,8 +160,7 @@ def _with_gathered_weights(
             where = f"`{quantized.per_layer[0]}` under the strategy {setup.strategy.label}"
             reason = "the model marks no layer: it never calls meshpar.scan_layers"
             fix = "run its stacked layers with mp.scan_layers(layer, x, params)"
-            requested, code = "gather the weights of each layer", "unsupported-feature"
-            raise problem(where, requested, reason, fix, code=code) from cause
+            raise problem(where, "gather the weights of each layer", reason, fix, "unsupported-feature") from cause
         if cause is not None:
             raise cause
     return out
@@ -190,15 +182,15 @@ def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> Mic
 
 def _local_sums(
     loss: Loss, call: Callable[..., Any], step: Callable[[Loss], MicroStep], options: StepOptions, setup: Setup,
-    axes: tuple[str, ...], params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array,
+    params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array,
 ) -> MicrobatchTotals:  # fmt: skip
     """Sum the micro-steps of the local batch, with random keys that differ between devices.
 
     `call` is a function (terms, params, extra, examples, key) that evaluates the loss on a part of the batch. `step`
     returns the micro-step of a loss.
     """
-    random_keys = setup.model.random_keys()
-    local_key = jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+    random_keys, axes = setup.model.random_keys(), setup.batch_axes
+    local_key = jax.random.fold_in(key, lax.axis_index(axes))
     local_extra = _local_keys(extra, random_keys, axes)
     count = options.accumulate
     micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), examples)
@@ -221,7 +213,7 @@ def _local_keys(extra: PyTree, random_keys: Mapping[str, str], axes: tuple[str, 
     """Fold the rank into the PRNG keys of the model. With equal keys, all devices would drop the same units."""
 
     def fold(path: Any, x: jax.Array) -> jax.Array:
-        if not axes or path_str(path) not in random_keys:
+        if path_str(path) not in random_keys:
             return x
         keys = jax.random.wrap_key_data(x, impl=random_keys[path_str(path)]).reshape(-1)
         folded = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, lax.axis_index(axes))
@@ -240,7 +232,7 @@ def _common_keys(
     """
 
     def common(path: Any, old: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-        if not axes or path_str(path) not in random_keys:
+        if path_str(path) not in random_keys:
             return end
         new = jnp.where(jnp.all(end == start), old, end)
         return lax.psum(jnp.where(lax.axis_index(axes) == 0, new, jnp.zeros_like(new)), axes)

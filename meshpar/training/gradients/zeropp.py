@@ -247,10 +247,10 @@ class QuantizedGather:
         return run
 
 
-def make_quantized_gather(setup: Setup, precision: Precision, batch_axes: tuple[str, ...]) -> QuantizedGather | None:
-    """Return the gather of a strategy, or None if it does not quantize or no mesh axis shards the batch."""
-    quantize = setup.strategy.quantize
-    if quantize is None or not batch_axes:
+def make_quantized_gather(setup: Setup, precision: Precision) -> QuantizedGather | None:
+    """Return the gather of a strategy, or None if it does not quantize."""
+    quantize, batch_axes = setup.strategy.quantize, setup.batch_axes
+    if quantize is None:
         return None
     sizes = axis_sizes(setup.mesh)
     leaves: dict[str, _Leaf] = {}
