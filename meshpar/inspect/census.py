@@ -336,12 +336,7 @@ def _first_named(computation: Computation, instructions: Sequence[Instruction]) 
 
 
 def _parts(
-    module: Module,
-    visit: Visit,
-    ins: Instruction,
-    arrays: Sequence[ArrayShape],
-    combined: Instruction,
-    group_size: int,
+    module: Module, visit: Visit, ins: Instruction, arrays: Sequence[ArrayShape], combined: Instruction, group_size: int
 ) -> tuple[Member, ...]:
     """Split a combined collective into its arrays. `combined` has the name of an array without its own name."""
     computation, kind = visit.computation, ins.opcode.removesuffix("-start")

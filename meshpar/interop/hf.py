@@ -199,7 +199,7 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
         **family.write_more(config),
         "torch_dtype": config.param_dtype,
     }
-    actual, expected = (dict(tree_leaves_with_paths(_architecture(c))) for c in (described(document).config, config))
+    actual, expected = _architecture(described(document).config), _architecture(config)
     for name in sorted(expected.keys() | actual.keys()):  # a field that is None has no leaf
         if actual.get(name) != expected.get(name):
             where = f"TransformerConfig.{name.replace('/', '.')} ({expected.get(name)!r})"
@@ -208,22 +208,18 @@ def written(config: TransformerConfig, family: Family) -> dict[str, Any]:
     return document
 
 
-_RUNTIME_FIELDS = {"attention", "tensor_matmul", "vocab_chunk", "param_dtype"}
-_RUNTIME_MOE_FIELDS = {
-    "auxiliary_weight", "z_weight", "bias_rate", "implementation", "bound_factor", "payload", "chunks",
-}  # fmt: skip
-_RUNTIME_ROUTING_FIELDS = {"capacity_factor", "causal", "force"}
+_RUNTIME_FIELDS = re.compile(
+    r"attention|tensor_matmul|vocab_chunk|param_dtype|moe/routing/(capacity_factor|causal|force)"
+    r"|moe/(auxiliary_weight|z_weight|bias_rate|implementation|bound_factor|chunks|payload(/.*)?)"
+)
+"""Paths of the fields about the implementation and the training of a model."""
 
 
 def _architecture(config: TransformerConfig) -> dict[str, Any]:
-    """Return the fields that define the forward pass, without those about its implementation and training."""
-    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _RUNTIME_FIELDS}
-    if config.moe is not None:
-        moe = fields["moe"]
-        routing = {name: value for name, value in moe["routing"].items() if name not in _RUNTIME_ROUTING_FIELDS}
-        moe = {name: value for name, value in moe.items() if name not in _RUNTIME_MOE_FIELDS}
-        fields["moe"] = {**moe, "routing": routing, "is_biased": config.moe.is_biased}
-    return fields
+    """Return the fields that define the forward pass, by path."""
+    fields = dict(tree_leaves_with_paths(dataclasses.asdict(config)))
+    fields["is_biased"] = config.moe is not None and config.moe.is_biased
+    return {name: value for name, value in fields.items() if not _RUNTIME_FIELDS.fullmatch(name)}
 
 
 def family_of(config: TransformerConfig) -> Family:
@@ -241,23 +237,20 @@ INV_FREQ = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Names of buffers with rotary frequencies. config.json determines their values, and transformers ignores them."""
 
 
-def open_files(folder: str | Path, described: Described) -> Folder:
+@contextlib.contextmanager
+def open_files(folder: str | Path, described: Described) -> Iterator[Folder]:
     """Open the files of a folder, without rotary buffers and with one copy of a tied embedding table."""
-    files = Folder(folder, block=described.block)
-    with contextlib.ExitStack() as until_checked:
-        until_checked.enter_context(files)
+    with Folder(folder, block=described.block) as files:
         files.entries = {name: entry for name, entry in files.entries.items() if not INV_FREQ.fullmatch(name)}
         if described.config.tied_embeddings and HEAD in files.entries:
             if TABLE not in files.entries:
                 files.rename(HEAD, TABLE)
-            elif files.are_equal(HEAD, TABLE):
-                del files.entries[HEAD]
-            else:
+            elif not files.are_equal(HEAD, TABLE):
                 reason = f"config.json ties it to `{TABLE}` (tie_word_embeddings), which has different values"
                 fix = "use the config.json of these files"
                 raise problem(f"{files.path}, `{HEAD}`", "read the tensor", reason, fix, code="conflict")
-        until_checked.pop_all()
-    return files
+            files.entries.pop(HEAD, None)
+        yield files
 
 
 def widest(files: Folder, described: Described) -> str:

@@ -76,10 +76,7 @@ STACKED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 MERGE = "merge the adapter into its model with PEFT, and load the merged model"
 """Fix for unsupported adapters."""
-SUPPORTED = {
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
-    "peft_type": ("LORA",),
-}
+SUPPORTED = {"init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"), "peft_type": ("LORA",)}
 """Values of `READ` fields. Other initializations subtract the initial product from the base weights."""
 
 
@@ -145,15 +142,24 @@ def lora_of_peft(folder: str | Path, config: TransformerConfig, *, like: str | P
       ValueError: a file is damaged, or the adapter has unsupported options.
     """
     path = Path(folder) / CONFIG
-    document = _document(path)
-    lora = _plain_lora(document, path)
+    document, lora = _read_config(path)
     with Folder(folder, single=WEIGHTS) as files:
         modules = _modules(files, _rows(config, like, document, path), lora.rank, path)
     return dataclasses.replace(lora, modules="|".join(map(re.escape, modules)))
 
 
-def _plain_lora(document: Mapping[str, Any], path: Path) -> Lora:
-    """Return the rank and scale of an adapter_config.json, and check that the scale is the same for all modules."""
+def _read_config(path: Path) -> tuple[dict[str, Any], Lora]:
+    """Read an adapter_config.json, and check that it describes LoRA with the same scale for all modules."""
+    document, plain = read_json(path), PLAIN | NEWER
+    for name, value in {"peft_type": None, **document}.items():
+        if name not in READ | HARMLESS | plain.keys():
+            reason = "the field is unknown, and it may affect the adapter"
+            raise bad_value(str(path), name, value, reason, MERGE, code="unknown-name")
+        supported = SUPPORTED.get(name, (plain.get(name),))
+        if name in SUPPORTED | plain and value not in supported and (value or any(supported)):
+            # PEFT cannot merge adapters that apply only after an invocation.
+            fix = "use an adapter without it" if name == "alora_invocation_tokens" else MERGE
+            raise bad_value(str(path), name, value, f"it must be one of {supported}", fix)
     rank, alpha = document.get("r"), document.get("lora_alpha")
     try:
         lora = Lora(rank=rank, alpha=alpha)  # type: ignore[arg-type]
@@ -168,22 +174,7 @@ def _plain_lora(document: Mapping[str, Any], path: Path) -> Lora:
         if not is_number or not math.isclose(numbers[0] * numbers[1], numbers[2] * numbers[3]):
             field, reason = ("rank" if name in ranks else "alpha"), "alpha / rank must be the same for all modules"
             raise bad_value(str(path), f"{field}_pattern", ranks or alphas, reason, MERGE)
-    return lora
-
-
-def _document(path: Path) -> dict[str, Any]:
-    """Read an adapter_config.json and check that it describes plain LoRA."""
-    document, plain = read_json(path), PLAIN | NEWER
-    for name, value in {"peft_type": None, **document}.items():
-        if name not in READ | HARMLESS | plain.keys():
-            reason = "the field is unknown, and it may affect the adapter"
-            raise bad_value(str(path), name, value, reason, MERGE, code="unknown-name")
-        supported = SUPPORTED.get(name, (plain.get(name),))
-        if name in SUPPORTED | plain and value not in supported and (value or any(supported)):
-            # PEFT cannot merge adapters that apply only after an invocation.
-            fix = "use an adapter without it" if name == "alora_invocation_tokens" else MERGE
-            raise bad_value(str(path), name, value, f"it must be one of {supported}", fix)
-    return document
+    return document, lora
 
 
 @apart()
@@ -203,16 +194,15 @@ def load_peft(
         or have the wrong shape.
     """
     lora, path = _lora_of(state, "load_peft"), Path(folder) / CONFIG
-    document = _document(path)
-    scale = _plain_lora(document, path).scale
-    if not math.isclose(scale, lora.scale):
+    document, saved = _read_config(path)
+    if not math.isclose(saved.scale, lora.scale):
         reason = f"the adapters of the model have alpha / rank {lora.scale:g}"
-        requested, fix = f"use lora_alpha / r {scale:g}", "build the model with lora_of_peft(...)"
+        requested, fix = f"use lora_alpha / r {saved.scale:g}", "build the model with lora_of_peft(...)"
         raise problem(f"load_peft, {path}", requested, reason, fix, code="conflict")
     leaves = dict(tree_leaves_with_paths(state.setup.abstract.params))
     rows = _rows(config, like, document, path)
     with Folder(folder, single=WEIGHTS) as files:
-        tensors = _tensors(rows, {path: leaves[path] for path in leaves if of_pair(path)}, lora.rank, files)
+        tensors = _tensors(rows, filter(of_pair, leaves), lora.rank, files)
         shapes = {name: pair.file_shape for pair in tensors for name, _ in pair.tensors()}
         for name in sorted(shapes.keys() | files.entries.keys()):
             shape = files.entries[name].shape if name in files.entries else None
@@ -263,13 +253,13 @@ def _rows(
 
 
 def _tensors(
-    table: list[WeightMapping], pairs: Mapping[str, Any], rank: int, files: Folder | None = None
+    table: list[WeightMapping], pairs: Iterable[str], rank: int, files: Folder | None = None
 ) -> list[WeightMapping]:
     """Return the mappings between our adapters and the tensors of PEFT, in existing files or in files to write."""
     by_path = {row.path: row for row in table}
-    matrices = [by_path.get(matrix_of(path.rpartition("/")[0])) for path in sorted(pairs)]
-    mappings = []
-    for path, matrix in zip(sorted(pairs), matrices, strict=True):
+    matrix_by_pair = {path: by_path.get(matrix_of(path.rpartition("/")[0])) for path in sorted(pairs)}
+    matrices, mappings = list(matrix_by_pair.values()), []
+    for path, matrix in matrix_by_pair.items():
         if matrix is None:
             reason, fix = "the family has no such matrix", "merge the adapters, and use to_hf"
             raise problem(f"adapters, `{path}`", "convert the pair to PEFT", reason, fix, code="unsupported-feature")
@@ -280,16 +270,12 @@ def _tensors(
         ]
         pair = _pair_of(matrix, path, is_inward=path.endswith(PAIR[0]), rank=rank)
         start, width = same_tensor.index(matrix.path) * rank, len(same_tensor) * rank
-        if len(same_tensor) > 1 and not _is_shared(files, pair):
+        # In a file, the matrices may share a pair instead of having a block each.
+        entry = None if files is None else files.entries.get(next(name for name, _ in pair.tensors()))
+        if len(same_tensor) > 1 and (entry is None or entry.shape != pair.file_shape):
             pair = dataclasses.replace(pair, parts={**pair.parts, "Z": contiguous(start, start + rank, width)})
         mappings.append(pair)
     return mappings
-
-
-def _is_shared(files: Folder | None, pair: WeightMapping) -> bool:
-    """Return whether matrices of the model share a pair in the file, instead of having a block each."""
-    entry = None if files is None else files.entries.get(next(name for name, _ in pair.tensors()))
-    return entry is not None and entry.shape == pair.file_shape
 
 
 def _pair_of(matrix: WeightMapping, path: str, *, is_inward: bool, rank: int) -> WeightMapping:

@@ -244,8 +244,7 @@ VARIANTS = {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("case", "variant"),
-    [("fsdp_tensor", "latent"), *(("fsdp_sequence", one) for one in VARIANTS)],
+    ("case", "variant"), [("fsdp_tensor", "latent"), *(("fsdp_sequence", one) for one in VARIANTS)]
 )
 def test_shapes_of_the_decoder_are_part_of_the_promise(planted, case, variant):
     config = dataclasses.replace(planted.CONFIG, **VARIANTS[variant])
