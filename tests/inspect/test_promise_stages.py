@@ -252,19 +252,6 @@ def test_what_goes_from_stage_to_stage_is_what_the_table_says(built, name):
     assert {c.bytes_sent_per_device for c in found} == {4 * math.prod(x.shape)}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_layer_gradients_meet_once_behind_the_loop(built, name):
-    one, sizes = built(name), ALL[name].mesh
-    axes = {axis for axis in ("data", "fsdp") if sizes[axis] > 1}
-    sums = ("all-reduce", "reduce-scatter")
-    found = [c for c in one.collectives if set(c.axes) & axes and c.kind in sums and c.payload_bytes > 4 * SMALL]
-    assert not [c for c in found if c.loops]
-    layers = [decision.leaf.size for decision in one.setup.table.params if is_layer(decision)]
-    assert bool(found) == bool(axes)
-    if axes and sizes["tensor"] == sizes["expert"] == 1:
-        assert sum(c.payload_bytes for c in found) >= 4 * sum(layers) / sizes["stage"]
-
-
 def test_a_stage_runs_what_the_table_gives_it(built):
     """Of dualpipe's three microbatches two begin on the first stage and one on the other."""
     one = built("zb-h1")
