@@ -166,21 +166,6 @@ def test_fsdp_sends_1_5_times_the_bytes_of_ddp():
     assert 140e9 * in_messages == pytest.approx(210e9)
 
 
-def test_bytes_hardly_depend_on_the_number_of_ranks():
-    many, more = (cost.ring_all_reduce(25e6, ranks).bytes_sent for ranks in (64, 4096))
-    assert more == pytest.approx(many, rel=0.02)
-
-
-def test_tensor_parallel_message_time_against_matmul_time():
-    """FACTS 4: 4096 tokens of width 4096 in bfloat16 over 600 GB/s, and their MLP matmul to four times the width."""
-    payload = 2 * 4096 * 4096
-    assert payload == 32 * 2**20
-    sending_s = cost.message(payload).time_s(Link(alpha_s=0, bytes_per_s=600e9))
-    assert round(sending_s * 1e3, 3) == 0.056
-    computing_s = cost.matmul_flops(4096, 4096, 4 * 4096) / 312e12
-    assert round(computing_s * 1e3, 2) == 1.76
-
-
 # Collectives as the compiler names them
 
 

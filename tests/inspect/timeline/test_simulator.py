@@ -94,55 +94,44 @@ def check(found: Timeline):
 # Hiding
 
 
-def test_fully_hidden():
-    found = clock("\n".join([start(), work_("k1"), work_("k2", "k1"), f"ROOT {done()}"]))
+DOT = "k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+"""It takes 2 ms: 2e6 FLOPs at 1e9 per second."""
+UPDATE = "u = (f32[250000], f32[250000]) collective-permute-update(s)"
+TWICE = [line.replace("250000", "500000").replace("(x)", "(y)") for line in (start(), done())]
+HIDING = {
+    "fully hidden": ([start(), work_("k1"), work_("k2", "k1"), done()], 2, 1, 1, "kernels"),
+    "half hidden": (["y = f32[500000] parameter(4)", TWICE[0], work_(), TWICE[1]], 2, 2, 1, "kernels"),
+    "exposed": ([work_("k1"), start(), done(), work_("k2", "k1")], 3, 1, 0, "nothing"),
+    "synchronous": ([f"s = f32[250000] collective-permute(x), {PAIRS}", work_()], 2, 1, 0, "nothing"),
+    "synchronous by its configuration": ([start(more=f", {SYNC}"), work_(), done()], 2, 1, 0, "nothing"),
+    "behind a matmul": ([start(), DOT, done()], 2, 1, 1, "matmul"),
+    "without a done": ([start(), HALF_A_MS], 1, 1, 0.5, "kernels"),
+    "done of an update": ([start(), UPDATE, done(of="u"), work_()], 2, 1, 0, "nothing"),
+}
+
+
+@pytest.mark.parametrize(("body", "step", "time", "hidden", "cover"), HIDING.values(), ids=HIDING)
+def test_collective_hides_behind_work_until_its_done(body, step, time, hidden, cover):
+    found = clock("\n".join([*body[:-1], f"ROOT {body[-1]}"]))
     (one,) = found.collectives
-    assert found.step_s == pytest.approx(2 * MS)
-    assert (one.time_s, one.hidden_s) == (pytest.approx(MS), pytest.approx(MS))
-    assert (one.cover, one.hidden_fraction, one.has_nothing_to_hide_behind) == ("kernels", pytest.approx(1), False)
-    assert found.network_s == {"tensor": pytest.approx(MS)}
-    assert found.exposed_s == {"tensor": pytest.approx(0)}
-    assert found.bound == "memory"
+    assert found.step_s == pytest.approx(step * MS)
+    assert (one.time_s, one.hidden_s) == (pytest.approx(time * MS), pytest.approx(hidden * MS))
+    assert one.exposed_s == found.exposed_s["tensor"] == pytest.approx((time - hidden) * MS)
+    assert (one.cover, one.has_nothing_to_hide_behind) == (cover, hidden == 0)
+    assert one.hidden_fraction == pytest.approx(hidden / time)
     check(found)
 
 
-def test_half_hidden():
-    body = [start().replace("250000", "500000"), work_(), f"ROOT {done()}".replace("250000", "500000")]
-    found = clock("\n".join(["y = f32[500000] parameter(4)", *body]).replace("(x)", "(y)"))
-    (one,) = found.collectives
-    assert found.step_s == pytest.approx(2 * MS)
-    assert (one.time_s, one.hidden_s, one.exposed_s) == (2 * MS, pytest.approx(MS), pytest.approx(MS))
-    assert one.hidden_fraction == pytest.approx(0.5)
-    check(found)
-
-
-def test_exposed():
-    found = clock("\n".join([work_("k1"), start(), done(), f"ROOT {work_('k2', 'k1')}"]))
-    (one,) = found.collectives
-    assert found.step_s == pytest.approx(3 * MS)
-    assert (one.hidden_s, one.cover, one.has_nothing_to_hide_behind) == (0, "nothing", True)
-    assert [(op.name, op.stream, round(op.start_s / MS), round(op.end_s / MS)) for op in found.segments[0].ops] == [
-        ("k1", "compute", 0, 1),
-        ("s", "communication", 1, 2),
-        ("k2", "compute", 2, 3),
+def test_ops_of_both_streams_are_in_order():
+    found = clock("\n".join([work_("k1"), start(), DOT, f"ROOT {done()}"]))
+    assert [
+        (op.name, op.stream, op.kind, round(op.start_s / MS), round(op.end_s / MS)) for op in found.segments[0].ops
+    ] == [
+        ("k1", "compute", "kernel", 0, 1),
+        ("s", "communication", "collective-permute", 1, 2),
+        ("k", "compute", "matmul", 1, 3),
     ]
-    check(found)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        [f"s = f32[250000] collective-permute(x), {PAIRS}", f"ROOT {work_()}"],
-        [start(more=f", {SYNC}"), work_(), f"ROOT {done()}"],
-    ],
-    ids=["plain", "said to be synchronous"],
-)
-def test_synchronous(body):
-    found = clock("\n".join(body))
-    (one,) = found.collectives
-    assert found.step_s == pytest.approx(2 * MS)
-    assert (one.hidden_s, one.cover, one.has_nothing_to_hide_behind) == (0, "nothing", True)
-    check(found)
+    assert (found.compute_s, found.memory_s, found.bound) == (pytest.approx(2 * MS), pytest.approx(MS), "compute")
 
 
 def test_kernels_last_at_least_a_launch():
@@ -156,16 +145,6 @@ def test_kernels_last_at_least_a_launch():
     check(found)
     longest = clock(body, cluster=dataclasses.replace(SLOW, launch_s=10 * MS))
     assert (longest.step_s, longest.bound) == (pytest.approx(30 * MS), "launches")
-
-
-def test_matmul_between_start_and_done_covers():
-    dot = "k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
-    found = clock("\n".join([start(), dot, f"ROOT {done()}"]))
-    assert found.step_s == pytest.approx(2 * MS)  # 2e6 FLOPs at 1e9 a second
-    assert (found.compute_s, found.memory_s, found.bound) == (pytest.approx(2 * MS), 0, "compute")
-    assert found.collectives[0].cover == "matmul"
-    assert [op.kind for op in found.segments[0].ops] == ["collective-permute", "matmul"]
-    check(found)
 
 
 def test_two_collectives_queue():
@@ -200,20 +179,6 @@ def test_queue_wait_is_charged_to_running_collective():
     assert found.exposed_s == {"tensor": pytest.approx(11 * MS), "data": pytest.approx(1 * MS)}
     assert found.hidden_s == {"tensor": pytest.approx(1 * MS), "data": pytest.approx(0)}
     assert found.bound == "network:tensor"
-    check(found)
-
-
-def test_collective_without_done_ends_with_program():
-    found = clock(f"{start()}\nROOT {HALF_A_MS}")
-    assert found.step_s == pytest.approx(MS)
-    assert found.collectives[0].hidden_s == pytest.approx(0.5 * MS)
-    check(found)
-
-
-def test_done_is_matched_through_updates():
-    update = "u = (f32[250000], f32[250000]) collective-permute-update(s)"
-    found = clock("\n".join([start(), update, done(of="u"), f"ROOT {work_()}"]))
-    assert found.step_s == pytest.approx(2 * MS)
     check(found)
 
 
