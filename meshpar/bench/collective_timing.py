@@ -172,9 +172,15 @@ def collectives(
                 progress(f"{name} of {si(size, 'B')} over {'*'.join(ranks)}")
                 case = _Case(name, over, ranks, size, element_type, op)
                 measured += case.measured(algorithms, repeats=repeats, target_s=target_s)
-        axis_fits = _fits("*".join(ranks), measured)
-        rows += [_predict(row, form, axis_fits) for row, form in measured]
-        fits += axis_fits
+        points: dict[str, list[Point]] = {}
+        for row, form in (pair for pair in measured if pair[0].algorithm not in UNFITTED):
+            points.setdefault(row.of, []).append(Point(form.steps, form.bytes_in_turn, row.time_s))
+        axis_fits = {of: fit_link("*".join(ranks), of, points[of]) for of in FITTED if of in points}
+        for row, form in measured:
+            fit = axis_fits.get(row.of)
+            predicted_s = None if fit is None else fit.time_s(form.steps, form.bytes_in_turn)
+            rows.append(dataclasses.replace(row, predicted_s=predicted_s))
+        fits += axis_fits.values()
     return Collectives(
         devices=over.devices.flat[0].device_kind,
         mesh=axis_sizes(over),
@@ -396,22 +402,7 @@ def _in_turn(runs: Mapping[str, Callable[[int], float]], repeats: int, target_s:
     return measured
 
 
-# ---- Links -----------------------------------------------------------------------------------------------------------
-
-
-def _fits(axis: str, measured: Sequence[tuple[CollectiveRow, cost.Cost]]) -> list[Fit]:
-    points: dict[str, list[Point]] = {of: [] for of in FITTED}
-    for row, form in (pair for pair in measured if pair[0].algorithm not in UNFITTED):
-        of = "axes" if row.algorithm == XLA else "permutes"
-        points[of].append(Point(form.steps, form.bytes_in_turn, row.time_s))
-    return [fit_link(axis, of, measured_points) for of, measured_points in points.items() if measured_points]
-
-
-def _predict(row: CollectiveRow, form: cost.Cost, fits: Sequence[Fit]) -> CollectiveRow:
-    of = "axes" if row.algorithm == XLA else "permutes"
-    fit = next((fit for fit in fits if fit.of == of), None)
-    predicted_s = None if fit is None else fit.time_s(form.steps, form.bytes_in_turn)
-    return dataclasses.replace(row, predicted_s=predicted_s)
+# ---- Notes -----------------------------------------------------------------------------------------------------------
 
 
 def _notes(mesh: Mesh, rows: Sequence[CollectiveRow]) -> Iterator[str]:

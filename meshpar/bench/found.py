@@ -52,6 +52,11 @@ class CollectiveRow(Plain):
     derived = ("algorithm_bytes_per_s", "bus_bytes_per_s")
 
     @property
+    def of(self) -> str:
+        """The link that the algorithm uses, a key of `FITTED`."""
+        return "axes" if self.algorithm == XLA else "permutes"
+
+    @property
     def algorithm_bytes_per_s(self) -> float:
         return self.size_bytes / self.time_s
 

@@ -81,17 +81,16 @@ class Roofline:
         """Yield (FLOPs, seconds) of each matmul or attention kernel in an instruction."""
         product = self._matmuls.get((computation.name, ins.name))
         if product is not None:
-            yield product.flops, product.flops / self._rate(computation, ins, product)
+            forward, backward = self._rates.gpu.attention_flops_per_s
+            rates = {"forward": forward, "backward": backward}
+            rate = rates.get(product.attention) or self._rates.product_flops_per_s(
+                _widest(computation, ins), product.flops
+            )
+            yield product.flops, product.flops / rate
         for callee in runs(ins) if hops else ():
             inner = self._module.computations[callee]
             for one in inner:
                 yield from self._products(inner, one, hops - 1)
-
-    def _rate(self, computation: Computation, ins: Instruction, product: work.Matmul) -> float:
-        if product.attention:
-            forward, backward = self._rates.gpu.attention_flops_per_s
-            return forward if product.attention == "forward" else backward
-        return self._rates.product_flops_per_s(_widest(computation, ins), product.flops)
 
     # Bytes
 
