@@ -77,7 +77,7 @@ class Rates:
         return self.gpu.bf16_flops_per_s if bits <= 16 else self.gpu.fp32_flops_per_s
 
     def share_of_peak(self, flops: float) -> float:
-        """Return the fraction of the peak of a matmul with this number of FLOPs, as that of a square matmul."""
+        """Return the fraction of the peak of a matmul with this number of FLOPs, as if it were square."""
         if not self.products:
             return self.efficiency
         sizes = sorted(self.products)
@@ -110,7 +110,7 @@ class _Measured:
     """Links measured by mesh axis."""
 
     axes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
-    """Links as XLA's collectives use them, by axis. The key of combined axes is `data*fsdp`, that of other axes `*`."""
+    """Links as XLA's collectives use them, by axis. `data*fsdp` stands for combined axes, and `*` for all others."""
     permutes: Mapping[str, Link] = dataclasses.field(default_factory=dict, hash=False)
     """Links as single messages use them, for `meshpar.collectives`. `axes` is used for missing axes."""
     source: str = ""
@@ -185,7 +185,7 @@ ANY = "*"
 """Key of mesh axes without a measurement."""
 
 MAX_LAUNCH_S = 1e-3
-"""Upper limit of a kernel launch, 100 times that of a GPU, to detect a profile in another unit."""
+"""Upper limit of a kernel launch, 100 times the time on a GPU, to detect profiles with different units."""
 
 HOST_DEVICES = Links(
     devices="cpu",

@@ -192,7 +192,7 @@ def parameter_server_all_reduce(payload_bytes: float, num_ranks: int, *, num_ser
     """Return the cost of a parameter server. The servers are ranks, too.
 
     Each rank sends `n / num_servers` to each server, which returns the sum. The link of a server carries this N-1 times
-    in each direction. A single server is the hot spot of `naive_root_all_reduce`. With N servers the bytes are those of
+    in each direction. A single server is the hot spot of `naive_root_all_reduce`. With N servers it sends as much as
     a ring.
     """
     _check(payload_bytes, num_ranks)
@@ -222,7 +222,7 @@ def ring_tree_crossover_bytes(num_ranks: int, link: Link, *, tree_link: Link | N
     The tree is faster below it, the ring above. If N is a power of two, it is
     `(2(N-1) - log2 N) alpha / ((log2 N - 2(N-1)/N) beta)`. It is 0 on a link without latency, and None if there is no
     crossover: with two ranks the tree is always faster, and a single rank sends no message. `link` is the link of the
-    ring, and `tree_link` that of the tree, by default the same.
+    ring. `tree_link` is the link of the tree, by default the same.
     """
     ring, tree = ring_all_reduce(1.0, num_ranks), tree_all_reduce(1.0, num_ranks)
     tree_link = tree_link or link
@@ -290,7 +290,7 @@ def _nodes(where: str, num_ranks: int, inner: int | None) -> tuple[int, int]:
 
 
 def ring_attention(kv_bytes: float, num_ranks: int) -> Cost:
-    """Return the cost of the forward pass of ring attention (Liu et al. 2023). `kv_bytes` are those of a rank."""
+    """Return the cost of the forward pass of ring attention (Liu et al. 2023). `kv_bytes` are per rank."""
     _check(kv_bytes, num_ranks)
     sent = float((num_ranks - 1) * kv_bytes)
     return Cost(steps=num_ranks - 1, bytes_sent=sent, bytes_in_turn=sent)
@@ -341,8 +341,8 @@ def dropless_bytes(
     """Return the maximum bytes of dropless dispatch and combine, forward and backward, without the experts.
 
     These are five arrays with `dropless_rows` rows and two with `T k` rows, with 16 bytes of indices per row. Chunks
-    are processed one after another. The bytes do not depend on the routing. `row_bytes` are those of the larger of the
-    input and the output of the experts.
+    are processed sequentially. The bytes do not depend on the routing. `row_bytes` is the size of a row, the larger of
+    the experts' input and output.
     """
     rows = chunks * dropless_rows(num_tokens // chunks, k, num_experts, num_ranks, bound_factor)
     return (5 * rows + 2 * num_tokens * k) * (row_bytes + 16)
@@ -410,7 +410,7 @@ _MESSAGES = frozenset({"collective-permute", "send", "recv"})
 
 
 def as_sent(kind: str, payload_bytes: float, group_size: int) -> Cost:
-    """Return the cost of a collective with its ring algorithm. Arguments and errors are those of `bytes_sent`."""
+    """Return the cost of a collective with its ring algorithm; see `bytes_sent` for the arguments."""
     check_choice("cost model", "a collective", KINDS, kind=kind)
     return _AS_SENT[kind](payload_bytes, group_size)
 
@@ -430,7 +430,7 @@ def bytes_sent(kind: str, payload_bytes: float, group_size: int) -> float:
 def collective_time_s(kind: str, payload_bytes: float, group_size: int, link: Link) -> float:
     """Return the time of a collective over a link, by rings; for an all-reduce, the faster of ring and tree.
 
-    Arguments and errors are those of `bytes_sent`.
+    See `bytes_sent` for the arguments.
     """
     time_s = as_sent(kind, payload_bytes, group_size).time_s(link)
     return time_s if kind != "all-reduce" else min(time_s, tree_all_reduce(payload_bytes, group_size).time_s(link))
@@ -440,9 +440,9 @@ def collective_link(kind: str, cluster: Cluster, *, num_nodes: int, per_node: in
     """Return the link of a collective over groups of `num_nodes * per_node` GPUs.
 
     This is the measured link of the mesh axes, if the profile has one, or the link within a node. Between nodes, NCCL
-    builds `per_node` rings, each through the network port of another GPU (NVIDIA/nccl, src/graph/tuning.cc, version
-    2.23, 2024). Rings therefore have the bandwidth of `per_node` ports, at most that of a node, and `num_nodes - 1` of
-    the N-1 steps have the latency of the network. Other collectives use a single port.
+    builds `per_node` rings, each through the network port of a different GPU (NVIDIA/nccl, src/graph/tuning.cc, version
+    2.23, 2024). Rings therefore have the bandwidth of `per_node` ports, at most the bandwidth inside a node, and
+    `num_nodes - 1` of the N-1 steps have the latency of the network. Other collectives use a single port.
     """
     check_positive_int(f"cluster `{cluster.name}`", "a group size", num_nodes=num_nodes, per_node=per_node)
     measured = cluster.measured(axes, permute=kind in _MESSAGES)

@@ -305,7 +305,7 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
     if options.precision.matmul is None:
         why = choose_grouped_matmul("cuda", dtype).why
         if has_kernels() and not has_tokamax():
-            why += "; with the extras cuda12 or cuda13 the pod runs another program than this one"
+            why += "; with the extras cuda12 or cuda13 the pod runs a different program"
     yield f"expert matmuls use the blocked implementation: {why}"
 
 
@@ -375,7 +375,7 @@ def _on_target(state: TrainState, cluster: Cluster | None) -> TrainState:
     if setup.mesh.size != cluster.num_devices:
         requested = f"run a step over {setup.mesh.size} devices ({human_mesh(axis_sizes(setup.mesh))})"
         reason = f"it has {cluster.num_devices} GPUs"
-        fix = f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or name another cluster"
+        fix = f"make the mesh with MeshSpec(...).abstract(devices={cluster.num_devices}), or use a different cluster"
         raise problem(f"cluster `{cluster.name}`", requested, reason, fix, code="conflict")
     mesh = mesh_on(cluster, setup.given_mesh, offloads=any(decision.is_on_host for decision in setup.table.optimizer))
     options: dict[str, Any] = {"precision": setup.precision, "trainable": setup.trainable}

@@ -492,13 +492,13 @@ _RULES_OF_PROGRAMS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _CollectiveRule(
         rule="sliced-all-reduce",
         matches=lambda context, array: context.is_gpu and all(array.sliced),
-        what="every device keeps only a slice of the result, so a reduce-scatter would send half the bytes",
+        what="each device keeps only a slice of the result, so a reduce-scatter would send half the bytes",
         fix="use lax.psum_scatter, or slice by the device's index, which the compiler turns into a reduce-scatter",
     ),
     _CollectiveRule(
         rule="loop-invariant",
         matches=_is_repeated,
-        what="every iteration of a loop sends the same data",
+        what="all iterations of a loop send the same data",
         fix="move it before the loop, if there is memory for its result during the loop",
     ),
 )
@@ -508,7 +508,7 @@ _RULES: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _CollectiveRule(
         rule="whole-batch",
         matches=_gathers_batch,
-        what="every device gathers the activations of the global batch and repeats the same work",
+        what="all devices gather the activations of the global batch and repeat the same work",
         fix=_fix_of_whole_batch,
     ),
     _CollectiveRule(

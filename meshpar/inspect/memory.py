@@ -127,7 +127,7 @@ class Memory(Plain):
 def memory(
     program: Program, setup: Setup, batch: PyTree, cluster: Cluster | None, *, options: StepOptions | None = None
 ) -> Memory:
-    """Return the memory of a training step per device; `options` are those of the step, by default `StepOptions()`."""
+    """Return the memory of a training step per device. The step's options are `StepOptions()` by default."""
     params, optimizer, other = _state_bytes(setup)
     limit = limit_bytes(setup.mesh, cluster)
     peak = program.peak_bytes
@@ -285,13 +285,6 @@ def remedies(
     layers (by a rule if the layers are not stacked). Cheap changes are compiled first, then combinations. The search
     stops at the first variant that fits, and compiles at most `MOST_COMPILATIONS`. Invalid variants, and variants
     whose state and batch exceed the limit, are not compiled and have a reason instead.
-
-    Args:
-      step: a training step that exceeds the limit.
-      setup: the setup of the state.
-      batch: the global batch, as arrays or shapes.
-      compile: compiles a traced step.
-      limit_bytes: memory of a device.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     results: list[Remedy] = []

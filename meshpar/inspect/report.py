@@ -152,7 +152,7 @@ class FunctionMemory(Plain):
 class FunctionReport(_ProgramReport):
     """The result of `explain` for a function. It prints as tables, displays as HTML in notebooks, and has `to_json`.
 
-    `compute` is for a call, and its model FLOPs are those of the matmuls of the traced function. `findings` come from
+    `compute` is for a call, and its model FLOPs count the matmuls of the traced function. `findings` come from
     the lint rules that need no strategy.
     """
 

@@ -118,7 +118,7 @@ def compute(
       model_flops: FLOPs of the model itself.
       timeline: the simulated program; None for the `reason`.
       reason: why there is no timeline.
-      cells: counts of a pipelined program; the results are then those of the mean stage.
+      cells: counts of a pipelined program; the results are then averages over stages.
       cluster: the cluster of the timeline, for its error bar.
     """
     flops = work.flops_per_step(module, cells)
