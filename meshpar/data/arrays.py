@@ -102,11 +102,11 @@ def _loaded(arrays: Arrays | Callable[[], Arrays]) -> dict[str, np.ndarray]:
 
 
 def _num_examples(field: str, arrays: dict[str, np.ndarray]) -> int:
-    sizes = {array.shape[:1] for array in arrays.values()}
-    if sizes in (set(), {(0,)}):
-        raise problem(f"`ArrayData.{field}`", "open it", "it has no examples", "add an example", "not-found")
-    if len(sizes) > 1 or () in sizes:
-        reason = f"their shapes are { ({name: array.shape for name, array in arrays.items()}) }"
-        fix = "make the first dim of all arrays the example"
-        raise problem(f"`ArrayData.{field}`", "match the examples of the arrays", reason, fix, "wrong-shape")
+    shapes = {name: array.shape for name, array in arrays.items()}
+    sizes = {shape[:1] for shape in shapes.values()}
+    if len(sizes) != 1 or sizes <= {(), (0,)}:
+        fix, code = "make the first dim of all arrays the example", "wrong-shape"
+        if sizes <= {(0,)}:
+            fix, code = "add an example", "not-found"
+        raise problem(f"`ArrayData.{field}`", "find the examples", f"the shapes are {shapes}", fix, code)
     return sizes.pop()[0]

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import hashlib
 import math
-import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int64
 
 from meshpar.data.rows import Rows
-from meshpar.sharding.errors import check_divides, check_positive_int, problem
+from meshpar.sharding.errors import check_divides, check_int, check_positive_int, problem
 from meshpar.sharding.host_resources import check_memory
 from meshpar.sharding.types import spec_axes
 
@@ -143,7 +142,6 @@ class Batches(Iterator[Batch]):
         self.step = 0
         """Index of the next batch."""
         self._stream: _Stream | None = None
-        self._closed = False
 
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step. Does not change the position."""
@@ -159,8 +157,6 @@ class Batches(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        if self._closed:
-            raise problem("Batches", f"return batch {self.step}", "it is closed", "open the data again", "conflict")
         if self._stream is None:
             self._stream = _Stream(self.batch_at, self.step, sys.maxsize // self._batch_size, self._prefetch)
         batch = next(self._stream)
@@ -172,39 +168,29 @@ class Batches(Iterator[Batch]):
         return {"step": self.step, **self._identity}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue at the step of a state that `get_state` returned.
-
-        Raises:
-          MeshparError: the data, batch size or seed is different, or the state is damaged.
-        """
-        where, step = "Batches.set_state", operator.index(state.get("step", -1))
-        if step < 0 or not state.keys() >= self._identity.keys():
-            fix = "pass the result of `get_state`"
-            raise problem(where, f"continue at {dict(state)}", "it is not a complete state", fix, "unknown-name")
+        """Continue at the step of a state that `get_state` returned for the same data, batch size and seed."""
+        check_int("Batches.set_state", "the index of the next batch", step=state.get("step"))
         for key, expected in self._identity.items():
-            if state[key] != expected:
-                restored = "restore the data (files, tokenizer, separator, split)"
-                change = restored if key == "fingerprint" else f"set {key} to {state[key]}"
-                requested, reason = f"resume a run with {key} {state[key]!r}", f"this run has {key} {expected!r}"
-                raise problem(where, requested, reason, f"{change}, or start a new run", "conflict")
-        self._stop_stream()
-        self.step = step
+            if state.get(key) != expected:
+                requested, reason = f"resume a run with {key} {state.get(key)!r}", f"this run has {key} {expected!r}"
+                fix = f"set {key} to {state.get(key)}, or start a new run"
+                if key == "fingerprint":
+                    fix = "restore the data (files, tokenizer, separator, split), or start a new run"
+                raise problem("Batches.set_state", requested, reason, fix, "conflict")
+        self.close()
+        self.step = state["step"]
 
     def close(self) -> None:
         """Stop prefetching, and wait for the batch in progress. May be called several times."""
-        self._closed = True
-        self._stop_stream()
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
     def __enter__(self) -> Batches:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _stop_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
 
 
 class ValidBatches:

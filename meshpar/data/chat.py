@@ -25,7 +25,7 @@ from meshpar.data.batches import PREFETCH
 from meshpar.data.rows import ArrayRows
 from meshpar.data.source import TokenSource, check_fields, checked_files
 from meshpar.data.split import split_rows
-from meshpar.data.streams import mapped, spooled, zeros
+from meshpar.data.streams import mapped, spooled, writing, zeros
 from meshpar.data.template import DATE, EXTRAS, Template, check_day
 from meshpar.data.text import find, records
 from meshpar.data.tokens import Tokenizer, load_tokenizer, token_dtype
@@ -97,12 +97,8 @@ class ChatData:
                 rendered = template.render(record.where, fields.pop(self.field), **fields)
                 yield [_tokens(tokenizer, text, spans) for text, spans in rendered]
 
-        try:
+        with writing("`ChatData.files`"):
             return ChatSource(self, tokenizer, conversations(), unused, batch_size=batch_size, seed=seed)
-        except OSError as error:
-            requested, reason = "write tokens to a temporary file", f"the system reports: {error.strerror}"
-            fix = "free disk space, or set TMPDIR to a folder with enough space"
-            raise problem("`ChatData.files`", requested, reason, fix, "not-writable") from error
 
 
 class Conversation(NamedTuple):

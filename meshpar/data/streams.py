@@ -68,17 +68,22 @@ def token_streams(
       cache: a folder for the result, or None for a temporary file. An existing result is verified and reused. If
         processes need the same result at the same time, the first process writes it and the other processes wait.
     """
-    try:
+    with writing("`TextData.cache`", cache), contextlib.ExitStack() as stack:
         if cache is not None:
             return _open(_cached(cache, reading, tokenizer, valid_fraction), tokenizer)
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(spooled()) for _ in SIDES]
-            return _mapped_streams(files, tokenizer, _write(files, reading, tokenizer, valid_fraction))
+        files = [stack.enter_context(spooled()) for _ in SIDES]
+        return _mapped_streams(files, tokenizer, _write(files, reading, tokenizer, valid_fraction))
+
+
+@contextlib.contextmanager
+def writing(where: str, folder: str | None = None) -> Iterator[None]:
+    """Convert errors of the system while tokens are written to a folder, by default that of temporary files."""
+    try:
+        yield
     except OSError as error:
-        folder = tempfile.gettempdir() if cache is None else cache
-        fix = "free disk space, or set `cache` to a writable folder with enough space"
+        folder, fix = folder or tempfile.gettempdir(), "free disk space, or set `cache` or TMPDIR to another folder"
         reason = f"the system reports: {error.strerror}"
-        raise problem("`TextData.cache`", f"write tokens to {folder}", reason, fix, "not-writable") from error
+        raise problem(where, f"write tokens to {folder}", reason, fix, "not-writable") from error
 
 
 def _write(files: Sequence[IO[bytes]], reading: Reading, tokenizer: Tokenizer, valid_fraction: float) -> dict[str, Any]:
@@ -94,10 +99,7 @@ def _write(files: Sequence[IO[bytes]], reading: Reading, tokenizer: Tokenizer, v
         for batch in _batched(_cut_at_token_boundaries(split(reading), tokenizer)):
             encoded = tokenizer.encode_many([document.text for document, _ in batch])
             for (document, is_held_out), ids in zip(batch, encoded, strict=True):
-                if len(ids) and (largest := int(ids.max())) >= tokenizer.vocab_size:
-                    reason = f"the tokenizer returns id {largest}, and its vocabulary has {tokenizer.vocab_size} tokens"
-                    fix = "use the tokenizer.json of the model's release"
-                    raise problem(f"document `{document.name}`", "tokenize it", reason, fix, "damaged-file")
+                assert ids.max(initial=0) < tokenizer.vocab_size
                 file, count = files[is_held_out], counts[is_held_out]
                 end = b"" if document.goes_on else separator
                 file.write(ids.astype(dtype, copy=False).tobytes())

@@ -106,14 +106,13 @@ class Template:
         if self._tool_template is not None and extras["tools"] is not None:
             return self._tool_template.render(where, messages, **extras)
         reply = self._process.ask((_messages(where, messages), extras))
-        if "rejected" in reply:
-            reason = f"{self.where} renders the messages before it differently if it follows"
-            fix = "use a template that renders them identically, or that marks answers with {% generation %}"
-            message_where = f"{where}, message {reply['rejected']}"
-            raise problem(message_where, "find the answer in the text", reason, fix, "unsupported-feature")
-        if "error" in reply:
-            fix = "fix the conversation, or use a different template"
-            raise problem(where, f"render it with {self.where}", reply["error"], fix, "render-failed")
+        if "result" not in reply:
+            requested, fix, code = f"render it with {self.where}", "use a different template", "render-failed"
+            if "rejected" in reply:
+                where, code = f"{where}, message {reply['rejected']}", "unsupported-feature"
+                reply["error"] = "the messages before it are rendered differently if it follows"
+                fix = "use a template that renders them identically, or that marks answers with {% generation %}"
+            raise problem(where, requested, reply["error"], fix, code)
         return [Rendered(text, [(start, stop) for start, stop in spans]) for text, spans in reply["result"]]
 
 

@@ -53,8 +53,6 @@ _SHARE_FROM_BYTES = 1 << 20
 """Minimum bytes per replica for which processes share the write of a replicated array. The slices are computed before
 training continues, which costs more than it saves for small arrays. If no dim is divisible by the number of replicas,
 a single process writes the array."""
-_GATHER_BELOW_BYTES = 1 << 20
-"""Size below which a single-process run gathers an array before writing: orbax uses 0.2 ms of CPU time per shard."""
 _POLL_S = 0.25
 _MAX_POLLS = 40
 
@@ -180,7 +178,7 @@ class Checkpoints:
         setup = target if isinstance(target, Setup) else target.setup
         _concrete(setup)
         self.wait()
-        steps, damaged = self._available(step), dict[int, str]()
+        steps, damaged = self._available(step, required=step is not None), dict[int, str]()
         for candidate in reversed(steps):
             try:
                 restored = self._read(candidate, setup, weights_only)
@@ -198,12 +196,13 @@ class Checkpoints:
             raise problem(self._where, "restore a checkpoint", reason, fix, code="damaged-file")
         return None
 
-    def _available(self, step: int | None) -> list[int]:
-        """Return all steps, or the requested step if it exists."""
+    def _available(self, step: int | None, *, required: bool) -> list[int]:
+        """Return all steps, or the requested step."""
         steps = _broadcast(self.steps())
-        if step not in (None, *steps):
-            fix = "choose a listed step, or a different folder"
-            raise problem(self._where, f"read step {step}", f"there are steps {steps}", fix, "not-found")
+        if required and (not steps or step not in (None, *steps)):
+            requested = "read a checkpoint" if step is None else f"read step {step}"
+            fix = "train first, or choose a listed step or a different folder"
+            raise problem(self._where, requested, f"there are steps {steps}", fix, "not-found")
         return steps if step is None else [step]
 
     def wait(self) -> None:
@@ -239,8 +238,7 @@ class Checkpoints:
         from orbax.checkpoint import args
 
         leaves = _leaves(state)
-        stored = _gather_small({path: x for path, x in leaves.items() if x.size})
-        arrays = {"leaves": unflatten_dict(stored, sep="/")}
+        arrays = {"leaves": unflatten_dict({path: x for path, x in leaves.items() if x.size}, sep="/")}
         index = _new_index(step, state, leaves, data_state)
         if self._failed:
             self._clear_failed()
@@ -305,10 +303,14 @@ class Checkpoints:
             options = ocp.CheckpointManagerOptions(
                 create=True, cleanup_tmp_directories=True, async_options=in_background
             )
-            handlers = {
-                "state": ocp.PyTreeCheckpointHandler(type_handler_registry=array_handlers()),
-                "run": ocp.JsonCheckpointHandler(),
-            }
+            arrays = ocp.type_handlers.ArrayHandler(
+                use_replica_parallel=True,
+                min_slice_bytes_for_replica_parallel=_SHARE_FROM_BYTES,
+                enable_write_sharding_file=False,  # `restore` uses the shardings of its target
+            )
+            registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+            state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+            handlers = {"state": state, "run": ocp.JsonCheckpointHandler()}
             self._manager = ocp.CheckpointManager(self.folder, item_handlers=handlers, options=options)
         return self._manager
 
@@ -328,11 +330,7 @@ class Checkpoints:
 
     def stored(self, step: int | None = None) -> Mapping[str, Any]:
         """Return the shape and dtype of each array in a checkpoint, by path. The default step is the newest."""
-        steps = self._available(step)
-        if not steps:
-            fix = "train first, or choose a different folder"
-            raise problem(self._where, "read the newest one", "there are none", fix, "not-found")
-        return read_index(self.folder, steps[-1])["leaves"]
+        return read_index(self.folder, self._available(step, required=True)[-1])["leaves"]
 
     def _read(self, step: int, setup: Setup, weights_only: bool | Literal["averaged"]) -> Restored:
         """Read a checkpoint; raise `_DamagedError` if its content changed since the save."""
@@ -507,32 +505,6 @@ def _leaves(state: TrainState) -> dict[str, Any]:
         reason, fix = "two arrays have the same path", "rename a key; 1 and '1' are the same here"
         raise problem("the state", "save its arrays", reason, fix, code="conflict")
     return leaves
-
-
-def array_handlers() -> Any:
-    """Return the orbax handlers for arrays on devices and on the host."""
-    import orbax.checkpoint as ocp
-
-    sharded = ocp.type_handlers.ArrayHandler(
-        use_replica_parallel=True,
-        min_slice_bytes_for_replica_parallel=_SHARE_FROM_BYTES,
-        enable_write_sharding_file=False,  # `restore` uses the shardings of its target
-    )
-    gathered = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)  # `_gather_small` has already copied them
-    return ocp.type_handlers.create_type_handler_registry((jax.Array, sharded), (np.ndarray, gathered))
-
-
-def _gather_small(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Gather small arrays on the host in a single-process run.
-
-    With multiple processes they stay on the devices, because orbax writes host arrays on the first process only.
-    """
-    if jax.process_count() > 1:
-        return dict(leaves)
-    small = {path: x for path, x in leaves.items() if x.nbytes < _GATHER_BELOW_BYTES}
-    # On CPU, `jax.device_get` may return a view of the buffer, which the next step overwrites.
-    gathered = (np.array(x) for x in jax.device_get(list(small.values())))
-    return {**leaves, **dict(zip(small, gathered, strict=True))}
 
 
 def _averages_like(like: Mapping[str, Any], index: Mapping[str, Any]) -> dict[str, Any]:

@@ -171,9 +171,10 @@ def check_shared(pod: Pod, folder: Path) -> None:
     Raises:
       ValueError: on all processes: the first process that cannot access the folder.
     """
-    name, failure = f"{_PROBE}-{secrets.token_hex(8)}", ""
+    name, created, failure = f"{_PROBE}-{secrets.token_hex(8)}", list[Path](), ""
     try:
         if pod.process_id == 0:
+            created = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
     except OSError as error:
@@ -187,6 +188,9 @@ def check_shared(pod: Pod, folder: Path) -> None:
                 (folder / name).unlink()
     for number, (host, failure) in failures.items():
         if failure:
+            with contextlib.suppress(OSError):
+                for path in created:
+                    path.rmdir()
             where, requested = f"process {number} of {pod.num_processes} (on {host})", f"share {folder} with process 0"
             fix = "choose a folder (--out) on a disk that all hosts mount at the same path with write access"
             raise problem(where, requested, failure, fix, code="missing-file")

@@ -564,13 +564,7 @@ class Preemption(Hook):
         self._stopped = False
 
     def on_start(self, run: Run) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            reason = "Python supports signal handlers in the main thread only"
-            fix = "call fit in the main thread, or remove the hook"
-            raise problem("Preemption", "handle signals", reason, fix, code="wrong-thread")
-        if jax.process_count() > 1:
-            pod = this_pod()
-            assert pod is not None
+        if (pod := this_pod()) is not None:
             self._agreement = StopAgreement(pod, lambda: None if self._watch is None else self._watch.received)
         watch = interrupts.current()
         self._watch = watch if watch is not None and watch.command else interrupts.Watch(signals=self._signals)

@@ -36,31 +36,21 @@ def check_steps(first: int, last: int, *, done: int, steps: int) -> None:
     """Check that step `last` is ahead for a run of `steps` steps that has finished `done` steps.
 
     A resumed run may already have finished some of the profiled steps.
-
-    Raises:
-      ValueError: the run does not include step `last`.
     """
     if not done < last <= steps:
-        reason, fix = f"the run computes steps {done + 1} to {steps}", "choose steps in this range"
-        if done >= steps:
-            reason, fix = f"the run has already finished its {steps} steps", "remove --profile, or increase --steps"
+        reason, fix = f"{done} of {steps} steps are finished", "choose remaining steps, or increase --steps"
         raise problem("--profile", f"profile steps {first} to {last}", reason, fix, code="out-of-range")
 
 
 class Profile(Hook):
-    """Hook that traces steps with `jax.profiler`, on all processes. Devices are idle when the trace starts and ends.
+    """Hook that traces steps `first` to `last`, counted from 1, and saves the values `about` in about.json.
 
-    All processes write to the same profile. The trace of process 3 is `<host>_process_3.xplane.pb`.
+    All processes write to the same profile. The trace of process 3 is `<host>_process_3.xplane.pb`. Devices are idle
+    when the trace starts and ends.
 
     Host threads have an event `meshpar:step` for each dispatch, and `meshpar:data`, `:compile`, `:save` and
     `:validate` for the other phases of the loop. Device operations carry their scope: `gradients` (with
     `transpose(...)` in the backward pass) and `update` (the optimizer).
-
-    Args:
-      folder: the profile's folder.
-      first: the first step to trace, counted from 1.
-      last: the last step to trace.
-      about: JSON values to save in about.json.
     """
 
     order = 3  # after `Checkpointer`, so that a save after the last step is traced and a save before the first is not

@@ -11,7 +11,6 @@ transformation in front of the optimizer records the gradients for the compariso
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
@@ -90,25 +89,15 @@ class Case:
 
 
 def named(name: str) -> Case:
-    """Parse the name of a layout: "fsdp=4,tensor=2; fsdp() | tensor_parallel(); accumulate=2".
-
-    Raises:
-      ValueError: the text is malformed, or contains unknown options.
-    """
-    where = f"case {name!r}"
-    mesh, _, text = name.partition(";")
-    strategy, _, text = text.partition(";")
-    options = {}
-    for option in filter(None, map(str.strip, text.split(","))):
-        key, _, value = option.partition("=")
-        if key not in OPTIONS or not value:
-            reason = f"the options are {', '.join(OPTIONS)}"
-            raise problem(where, f"parse `{option}`", reason, "write for example accumulate=2", code="unknown-name")
-        options[key] = value if not value.isdigit() else ast.literal_eval(value)
-    if not strategy.strip():
-        reason, fix = "expected `mesh; strategy; options`", "write 'fsdp=4,tensor=2; fsdp() | tensor_parallel()'"
-        raise problem(where, "parse it", reason, fix, code="bad-syntax")
-    return Case(mesh=MeshSpec.parse(mesh), strategy=parse_strategy(strategy), options=options)
+    """Parse the name of a layout: "fsdp=4,tensor=2; fsdp() | tensor_parallel(); accumulate=2"."""
+    mesh, strategy, text = map(str.strip, f"{name};;".split(";")[:3])
+    options = dict(option.strip().partition("=")[::2] for option in text.split(",") if option.strip())
+    if not strategy or not options.keys() <= OPTIONS.keys():
+        reason = f"expected `mesh; strategy; options`, with the options {', '.join(OPTIONS)}"
+        fix, code = "write for example 'fsdp=4; fsdp(); accumulate=2'", "unknown-name" if strategy else "bad-syntax"
+        raise problem(f"case {name!r}", "parse it", reason, fix, code)
+    values = {key: int(value) if value.isdigit() else value for key, value in options.items()}
+    return Case(mesh=MeshSpec.parse(mesh), strategy=parse_strategy(strategy), options=values)
 
 
 class Outcome(NamedTuple):
@@ -384,9 +373,8 @@ class _Verifier:
                 return Outcome(case.name, "refused", str(error))
             message = str(error).strip().split("\n")[0][:300]
             return Outcome(case.name, "differs", f"it cannot {action}: {type(error).__name__}: {message}")
-        if difference:
-            return Outcome(case.name, "differs", difference)
-        return Outcome(case.name, "same", f"largest deviation {largest:.1e}")
+        verdict = "differs" if difference else "same"
+        return Outcome(case.name, verdict, difference or f"largest deviation {largest:.1e}")
 
     def _compare(self, setup: Setup, step: TrainStep) -> tuple[str | None, float]:
         """Return the difference, or None and the largest deviation within the tolerance."""
@@ -418,13 +406,11 @@ class _Verifier:
         with Checkpoints(folder) as checkpoints:
             restored = checkpoints.restore(setup)
         assert restored is not None
-        state, difference = restored.state, None
+        state, differences = restored.state, []
         for number in range(1, STEPS):
             state, result = self.step(step, state)
-            difference = (
-                difference or self._difference(f"step {number + 1} {context}", result, expected[number], limit)[0]
-            )
-        return difference
+            differences.append(self._difference(f"step {number + 1} {context}", result, expected[number], limit)[0])
+        return next(filter(None, differences), None)
 
     def _difference(
         self, context: str, result: _StepResult, expected: _StepResult, limit: float
@@ -481,16 +467,15 @@ class _Verifier:
 
     def _on_mesh(self, case: Case, sizes: Mapping[str, int]) -> Iterator[Case]:
         """Yield the same strategy on a smaller mesh, without parallelisms whose axis is missing."""
-        parts = {type(part): part for part in case.strategy.parts}
+        old = {type(part): part for part in case.strategy.parts}
         sizes = {**dict.fromkeys(self._axes(), 1), **sizes}
-
-        def with_values_of(part: Parallelism, old: Parallelism | None) -> Parallelism:
-            return _replace(part, {name: getattr(old, name, values[0]) for name, values in VARIED.items()})
-
         for strategy in candidates(self._search_space(sizes)):
             with contextlib.suppress(MeshparError):
-                new = tuple(with_values_of(part, parts.get(type(part))) for part in strategy.parts)
-                yield self._case(sizes, new, case.options)
+                parts = []
+                for part in strategy.parts:
+                    before = old.get(type(part))
+                    parts.append(_replace(part, {name: getattr(before, name, x[0]) for name, x in VARIED.items()}))
+                yield self._case(sizes, tuple(parts), case.options)
 
 
 def _features(case: Case) -> Iterator[str]:

@@ -126,9 +126,11 @@ def test_set_state_rejects_another_run(change):
         batches(**{"extra": {"seq_len": 8}, **change}).set_state(state)
 
 
-@pytest.mark.parametrize("broken", [{}, {"step": 3}, {"step": -1, "seed": 0, "batch_size": 4, "fingerprint": "f"}])
-def test_set_state_rejects_damaged_states(broken):
-    with raises("unknown-name", "set_state"):
+@pytest.mark.parametrize(
+    ("broken", "code"), [({}, "not-an-int"), ({"step": -1}, "not-an-int"), ({"step": 3}, "conflict")]
+)
+def test_set_state_rejects_damaged_states(broken, code):
+    with raises(code, "set_state"):
         batches().set_state(broken)
 
 
@@ -144,8 +146,6 @@ def test_close_stops_the_prefetch_thread():
     assert not worker.is_alive()
     assert len(rows.reads) == reads
     it.close()
-    with raises("conflict", "Batches"):
-        next(it)
 
 
 def test_close_waits_for_the_batch_in_progress():

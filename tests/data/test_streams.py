@@ -317,14 +317,6 @@ def test_lock_must_be_a_regular_file(corpus, tmp_path, kind):
     assert victim.read_text() == "mine"
 
 
-def test_tokenizer_ids_must_be_in_the_vocabulary(corpus, tmp_path):
-    class Wrong(ByteTokenizer):
-        vocab_size = 100
-
-    with raises("damaged-file", "document"):
-        make_streams(corpus[0], Wrong(), cache=str(tmp_path))
-
-
 def test_truncated_cache_raises_an_error_while_reading(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "_IN_MEMORY_BYTES", 100)
     data = TextData(files=(str(corpus[0]),), seq_len=16, valid_fraction=0.2, cache=str(tmp_path), prefetch=0)

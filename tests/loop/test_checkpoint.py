@@ -21,7 +21,6 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 import meshpar as mp
 from meshpar.loop import checkpoint
@@ -424,26 +423,6 @@ def test_unreadable_file_is_damage(setup, two_steps, folder, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: "2/run/" not in str(path) and access(path, mode))
     with pytest.warns(UserWarning, match="skipped: run/metadata is not a readable file.*Step 1 is used"):
         assert_same(Checkpoints(folder).restore(setup).state, two_steps[1][1])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "bool"])
-def test_small_arrays_are_gathered_before_the_write(tmp_path, dtype, monkeypatch):
-    import orbax.checkpoint as ocp
-
-    monkeypatch.setattr(checkpoint, "_GATHER_BELOW_BYTES", 1000)
-    mesh = mp.MeshSpec(fsdp=8).build()
-    sharded = NamedSharding(mesh, PartitionSpec("fsdp"))
-    leaves = {
-        name: jax.device_put((np.arange(rows * 8) % 13).reshape(rows, 8).astype(jnp.dtype(dtype)), sharded)
-        for name, rows in (("small", 8), ("large", 128))
-    }
-    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=checkpoint.array_handlers())
-    handler.save(tmp_path / "state", args=ocp.args.PyTreeSave(checkpoint._gather_small(leaves)))
-    handler.finalize(tmp_path / "state")
-    arrays = handler.metadata(tmp_path / "state").tree
-    rows = {name: array.storage.chunk_shape[0] for name, array in arrays.items()}
-    assert rows == {"small": 8, "large": 16}
-    assert_same(checkpoint._read_arrays(tmp_path, leaves), [leaves[name] for name in sorted(leaves)])
 
 
 @pytest.mark.matrix

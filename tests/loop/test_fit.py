@@ -7,7 +7,6 @@ import itertools
 import math
 import os
 import signal
-import threading
 import types
 from collections.abc import Iterator
 
@@ -607,21 +606,6 @@ def test_ctrl_c_with_a_user_handler_is_left_alone():
 
 def test_two_simultaneous_signals_count_once():
     assert run(10_000, hooks=[Preemption(), Send(signal.SIGTERM, 3), Send(signal.SIGTERM, 3)]).reason == "interrupted"
-
-
-def test_preemption_requires_the_main_thread():
-    caught = []
-
-    def work():
-        try:
-            run(1, hooks=[Preemption()])
-        except MeshparError as error:
-            caught.append(error.code)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert caught == ["wrong-thread"]
 
 
 # ---- Real training steps ---------------------------------------------------------------------------------------------
