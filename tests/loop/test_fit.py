@@ -138,9 +138,6 @@ def test_fit_continues_from_the_step_of_the_state():
     log = Log()
     assert run(5, hooks=[log], state=State(3)).step == 5
     assert [record.step for record in log.records] == [4, 5]
-
-
-def test_finished_run_takes_no_step():
     log = Log()
     result = run(3, hooks=[log], state=State(3))
     assert log.log == ["start 3", "end done"]
@@ -156,12 +153,6 @@ def test_rates_are_computed_from_the_step_time():
         assert record.metrics == {"finite": True, "grad_norm": 2.0}
     assert result.tokens_per_s == pytest.approx(500 / sum(record.seconds for record in log.records[1:]))
     assert sum(record.seconds for record in log.records) <= result.seconds
-
-
-def test_rates_are_none_without_tokens_or_flops():
-    for options in ({}, {"flops_per_step": 1.0}, {"peak_flops_per_s": 1.0}):
-        assert run(2, **options).last.mfu is None
-        assert run(2, **options).last.tokens_per_s is None
 
 
 def test_time_after_drain_is_not_counted(monkeypatch):
@@ -421,24 +412,15 @@ def test_steps_are_recorded_before_they_are_saved():
     ]  # fmt: skip
 
 
-def test_checkpointer_without_data_position():
+@pytest.mark.parametrize(("bad", "num_batches", "code", "saved"), [
+    ([4], 1000, "not-finite", []), ([], 3, "exhausted", ["save 3 {'position': 3} wait"]),
+])  # fmt: skip
+def test_finite_state_is_saved_at_the_end(bad, num_batches, code, saved):
     log: list[str] = []
-    run(1, hooks=[Checkpointer(FakeCheckpoints(log), every=9)])
-    assert log == ["save 1 None wait"]
-
-
-def test_nonfinite_state_is_not_saved():
-    log: list[str] = []
-    with pytest.raises(MeshparError):
-        run(9, hooks=[Checkpointer(FakeCheckpoints(log), every=4)], step=FakeStep(bad=[4]), batches=CountingBatches())
-    assert log == []
-
-
-def test_state_is_saved_if_the_batches_end_early():
-    log: list[str] = []
-    with raises("exhausted"):
-        run(9, hooks=[Checkpointer(FakeCheckpoints(log), every=100)], batches=CountingBatches(3))
-    assert log == ["save 3 {'position': 3} wait"]
+    hooks = [Checkpointer(FakeCheckpoints(log), every=4)]
+    with raises(code):
+        run(9, hooks=hooks, step=FakeStep(bad=bad), batches=CountingBatches(num_batches))
+    assert log == saved
 
 
 class FlakyCheckpoints:
@@ -527,19 +509,6 @@ def test_signal_saves_and_returns(number, capfd):
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
     assert number.name in capfd.readouterr().err
-
-
-def test_signal_handlers_are_restored_after_an_error():
-    # If a shell starts the tests in the background, SIGINT is ignored and Python does not install its handler.
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(MeshparError):
-            run(9, hooks=[Preemption()], step=FakeStep(bad=[2]))
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 class SendInFinalizer(Hook):
@@ -652,11 +621,8 @@ def test_restore_or_init_restores_state_and_data(setup, tmp_path):
         assert (int(restored.step), data.position) == (1, 7)
         with raises("not-found"):
             restore_or_init(checkpoints, setup, key=0, batches=iter([]))
-
-
-def test_restore_or_init_requires_a_data_position(setup, tmp_path):
-    with Checkpoints(tmp_path) as checkpoints:
+        assert int(restore_or_init(checkpoints, setup, key=0).step) == 1
+    with Checkpoints(tmp_path / "without position") as checkpoints:
         checkpoints.save(setup.init(0))
         with raises("not-found"):
-            restore_or_init(checkpoints, setup, key=0, batches=CountingBatches())
-        assert int(restore_or_init(checkpoints, setup, key=0).step) == 0
+            restore_or_init(checkpoints, setup, key=0, batches=data)

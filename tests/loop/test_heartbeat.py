@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 import time
@@ -47,74 +48,80 @@ def pair() -> Simulation:
     return pair
 
 
-def test_progress_gives_no_verdict(pair: Simulation) -> None:
-    assert pair.run(4000, stepping=(0, 1)) is None
+def both_step(pair: Simulation) -> str | None:
+    return pair.run(4000, stepping=(0, 1))
 
 
-def test_silent_process_is_lost(pair: Simulation) -> None:
-    verdict = pair.run(60, beating=(0,))
-    assert verdict is not None
-    assert verdict.startswith("process 1 of 2 (on host1) sent no heartbeat for 4")
-    assert "while in step 16: it died or was stopped" in verdict
+def is_silent(pair: Simulation) -> str | None:
+    return pair.run(60, beating=(0,))
 
 
-def test_process_in_an_earlier_step_is_stalled(pair: Simulation) -> None:
+def is_behind(pair: Simulation) -> str | None:
     pair.beats[0]["step"] += 3
-    verdict = pair.run(60)
-    assert verdict is not None
-    assert verdict.startswith("process 1 of 2 (on host1) has been in step 16 for 4")
+    return pair.run(60)
 
 
-def test_all_processes_stalled(pair: Simulation) -> None:
-    assert (pair.run(60) or "").startswith("all processes have been in step 16 for 4")
-
-
-def test_stall_limit_grows_with_the_longest_step(pair: Simulation) -> None:
+def has_slow_steps(pair: Simulation) -> str | None:
     pair.beats[1]["slowest_s"] = 30.0
     assert pair.run(140) is None
-    assert "have been in step 16" in (pair.run(30) or "")
+    return pair.run(30)
 
 
-def test_busy_process_has_a_longer_limit(pair: Simulation) -> None:
+def saves(pair: Simulation) -> str | None:
     pair.beats[1]["busy"] = "saving"
     pair.beats[0]["step"] += 3
     assert pair.run(590) is None
-    assert (pair.run(30) or "").startswith("process 1 of 2 (on host1) has been saving for 60")
+    return pair.run(30)
 
 
-def test_reading_data_may_take_hours(pair: Simulation) -> None:
+def reads_data(pair: Simulation) -> str | None:
     pair.beats[0]["busy"], pair.beats[1]["busy"] = watchdog.READS, watchdog.WAITS
     assert pair.run(10_000) is None
-    verdict = pair.run(80_000)
-    assert verdict is not None
-    assert "has been reading data for 86" in verdict
+    return pair.run(80_000)
 
 
-def test_silent_process_is_lost_while_busy(pair: Simulation) -> None:
+def is_silent_while_saving(pair: Simulation) -> str | None:
     pair.beats[1]["busy"] = "saving"
-    assert "while saving: it died" in (pair.run(60, beating=(0,)) or "")
+    return pair.run(60, beating=(0,))
 
 
-def test_process_that_is_done_may_be_silent(pair: Simulation) -> None:
-    pair.beats[1]["busy"] = "done"
-    pair.beats[0]["busy"] = "finishing"
-    assert pair.run(500, beating=(0,)) is None
+def is_done(pair: Simulation) -> str | None:
+    pair.beats[1]["busy"], pair.beats[0]["busy"] = "done", "finishing"
+    return pair.run(500, beating=(0,))
 
 
-def test_own_error_is_reported_immediately(pair: Simulation) -> None:
+def raises_own_error(pair: Simulation) -> str | None:
     pair.beats[1]["failed"] = {"text": "ValueError: no such batch", "own": True}
-    assert pair.run(BEAT_S) == "process 1 of 2 (on host1) failed: ValueError: no such batch"
+    return pair.run(BEAT_S)
 
 
-def test_failed_message_reports_the_silent_process(pair: Simulation) -> None:
+def loses_a_message_of_a_silent_process(pair: Simulation) -> str | None:
     pair.beats[0]["failed"] = {"text": "JaxRuntimeError: connection closed by peer", "own": False}
-    verdict = pair.run(30, beating=(0,))
-    assert (verdict or "").startswith("process 1 of 2 (on host1) sent no heartbeat for 1")
+    return pair.run(30, beating=(0,))
 
 
-def test_failed_message_without_a_silent_process(pair: Simulation) -> None:
+def loses_a_message(pair: Simulation) -> str | None:
     pair.beats[0]["failed"] = {"text": "JaxRuntimeError: out of memory", "own": False}
-    assert pair.run(30) == "process 0 of 2 (on host0) failed: JaxRuntimeError: out of memory"
+    return pair.run(30)
+
+
+@pytest.mark.parametrize(("happens", "verdict"), [
+    (both_step, None),
+    (is_silent, "process 1 of 2 (on host1) sent no heartbeat for 4. s while in step 16: it died or was stopped"),
+    (is_behind, "process 1 of 2 (on host1) has been in step 16 for 4"),
+    (lambda pair: pair.run(60), "all processes have been in step 16 for 4"),
+    (has_slow_steps, "all processes have been in step 16 for 15"),
+    (saves, "process 1 of 2 (on host1) has been saving for 60"),
+    (reads_data, "process 0 of 2 (on host0) has been reading data for 86"),
+    (is_silent_while_saving, "process 1 of 2 (on host1) sent no heartbeat for 4. s while saving: it died"),
+    (is_done, None),
+    (raises_own_error, "process 1 of 2 (on host1) failed: ValueError: no such batch"),
+    (loses_a_message_of_a_silent_process, "process 1 of 2 (on host1) sent no heartbeat for 1"),
+    (loses_a_message, "process 0 of 2 (on host0) failed: JaxRuntimeError: out of memory"),
+])  # fmt: skip
+def test_judge_names_the_lost_process(pair: Simulation, happens, verdict: str | None) -> None:
+    result = happens(pair)
+    assert result is verdict or re.match(verdict.replace("(", r"\(").replace(")", r"\)"), result), result
 
 
 def watchdogs(left: dict[int, str]) -> list[Watchdog]:

@@ -32,9 +32,6 @@ def test_plain_lines_without_a_terminal(monkeypatch):
     assert shown[1].split("  ")[2].endswith("tokens/s")
     assert shown[1].endswith("0:00 left")
     assert "left" not in shown[0] + shown[3]
-
-
-def test_plain_lines_are_limited_by_every_s():
     assert [line.split("  ")[0] for line in plain_lines(50, every_s=1000)] == ["step 1/50", "step 50/50"]
 
 
@@ -76,13 +73,6 @@ def test_bar_in_a_terminal(monkeypatch, columns):
     text = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
     assert re.search(r"4/4 loss 0.25  val 0.125  [0-9.]+[kMG]? tokens/s", text)  # the bar is shortened
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor is shown again
-
-
-def test_dumb_terminal_shows_plain_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    run(2, hooks=[ProgressBar(stream=stream)])
-    assert "\x1b" not in stream.getvalue()
 
 
 def test_cursor_is_restored_after_an_error(monkeypatch):
