@@ -110,22 +110,12 @@ class Batches(Iterator[Batch]):
       sharding: sharding of the batches. Each process reads only the examples for its devices.
       prefetch: number of batches prepared in the background.
       extra: additional values that a state must match.
-
-    Raises:
-      MeshparError: there are fewer examples than `batch_size`, or the sharding does not divide the batch.
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        *,
-        batch_size: int,
-        seed: int,
-        fingerprint: str,
-        sharding: Sharding = None,
-        prefetch: int = PREFETCH,
-        extra: Mapping[str, Any] | None = None,
-    ) -> None:
+        self, rows: Rows, *, batch_size: int, seed: int, fingerprint: str, sharding: Sharding = None,
+        prefetch: int = PREFETCH, extra: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         import grain
 
         self._assembly = _Assembly(rows, batch_size, sharding, dataset="training set")
@@ -194,28 +184,15 @@ class Batches(Iterator[Batch]):
 
 
 class ValidBatches:
-    """Batches of selected examples, identical in all iterations.
+    """Batches of the examples with the indices `row_numbers`, identical in all iterations; see `Batches`.
 
-    Args:
-      rows: the examples.
-      row_numbers: indices of the examples to serve, in order. Their number is a multiple of `batch_size`.
-      batch_size: number of examples in a global batch.
-      sharding: sharding of the batches.
-      prefetch: number of batches prepared in the background.
-
-    Raises:
-      MeshparError: there are fewer examples than `batch_size`, or the sharding does not divide the batch.
+    The number of indices is a multiple of `batch_size`.
     """
 
     def __init__(
-        self,
-        rows: Rows,
-        row_numbers: Int64[np.ndarray, " rows"],
-        *,
-        batch_size: int,
-        sharding: Sharding = None,
+        self, rows: Rows, row_numbers: Int64[np.ndarray, " rows"], *, batch_size: int, sharding: Sharding = None,
         prefetch: int = PREFETCH,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._assembly = _Assembly(rows, batch_size, sharding, dataset="validation set")
         self.spec = self._assembly.spec
         """Global shape, dtype and sharding of the arrays of a batch."""

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -111,33 +112,18 @@ class Conversation(NamedTuple):
         return Conversation(self.ids[tokens], self.is_answer[tokens])
 
 
-class Conversations(Sequence[Conversation]):
-    """Conversations, concatenated into two arrays that may be mapped from files."""
-
-    def __init__(self, tokens: Conversation, bounds: Integer[np.ndarray, "some 2"]):
-        self._tokens, self._bounds = tokens, bounds
-
-    @staticmethod
-    def of(conversations: Iterable[Conversation], vocab_size: int) -> Conversations:
-        """Store conversations. Large amounts are written to temporary files."""
-        dtypes, ends = (token_dtype(vocab_size), np.dtype(np.uint8)), [0]
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(spooled()) for _ in dtypes]
-            for conversation in conversations:
-                for file, array, dtype in zip(files, conversation, dtypes, strict=True):
-                    file.write(array.astype(dtype).tobytes())
-                ends.append(ends[-1] + len(conversation.ids))
-            ids, is_answer = (mapped(file, ends[-1], dtype) for file, dtype in zip(files, dtypes, strict=True))
-        return Conversations(Conversation(ids, is_answer), np.array([ends[:-1], ends[1:]], np.int64).T)
-
-    def take(self, indices: Integer[np.ndarray, " fewer"]) -> Conversations:
-        return Conversations(self._tokens, self._bounds[indices])
-
-    def __len__(self) -> int:
-        return len(self._bounds)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._tokens.part(slice(*self._bounds[index]))
+def stored(conversations: Iterable[Conversation], vocab_size: int) -> list[Conversation]:
+    """Return conversations as views of two arrays. Large arrays are mapped from temporary files."""
+    dtypes, ends = (token_dtype(vocab_size), np.dtype(np.uint8)), [0]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(spooled()) for _ in dtypes]
+        for conversation in conversations:
+            for file, array, dtype in zip(files, conversation, dtypes, strict=True):
+                file.write(array.astype(dtype).tobytes())
+            ends.append(ends[-1] + len(conversation.ids))
+        arrays = (mapped(file, ends[-1], dtype) for file, dtype in zip(files, dtypes, strict=True))
+        tokens = Conversation(*map(np.asarray, arrays))
+    return [tokens.part(slice(start, end)) for start, end in itertools.pairwise(ends)]
 
 
 class ChatSource(TokenSource):
@@ -159,7 +145,7 @@ class ChatSource(TokenSource):
                 yield from truncated
                 starts.extend([starts[-1] + len(truncated)] if truncated else [])
 
-        texts, num_conversations = Conversations.of(trainable(), tokenizer.vocab_size), len(starts) - 1
+        texts, num_conversations = stored(trainable(), tokenizer.vocab_size), len(starts) - 1
         if unused:
             counts = ", ".join(f"`{name}` ({count:,} records)" for name, count in sorted(unused.items()))
             logger.warning("ChatData: these fields of the records are not used: %s", counts)
@@ -168,9 +154,9 @@ class ChatSource(TokenSource):
             fix = "add conversations, or increase seq_len"
             raise problem("`ChatData.files`", "create a training set and a validation set", reason, fix, "out-of-range")
         # All texts of a conversation are in the same set, because they have common messages.
-        owners = np.repeat(np.arange(num_conversations), np.diff(starts))
         sets = split_rows(num_conversations, data.valid_fraction)
-        self._packed = [packed(texts.take(np.flatnonzero(np.isin(owners, x))), data.seq_len) for x in sets]
+        texts_of = ([text for i in indices for text in texts[starts[i] : starts[i + 1]]] for indices in sets)
+        self._packed = [packed(texts, data.seq_len) for texts in texts_of]
         train, valid = (ArrayRows(rows, np.arange(len(rows["inputs"]))) for rows in self._packed)
         self._num_conversations = [len(indices) for indices in sets]
         self._num_in_parts = int((np.diff(starts) > 1).sum())

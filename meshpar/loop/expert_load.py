@@ -31,10 +31,6 @@ class ExpertLoad(Hook):
 
     Pass `line` to `JsonlWriter(path, also=...)` and `words` to `ProgressBar(also=...)`. Each kind of advice is printed
     when it first applies, and again only after a report to which it did not apply.
-
-    Args:
-      every: steps between two reports.
-      stream: output stream of the advice, or None.
     """
 
     order = -1  # before the hooks that call `line` and `words`

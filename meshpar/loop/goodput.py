@@ -31,12 +31,8 @@ WRITE_EVERY_S = 10.0
 class Goodput(Hook):
     """Hook that adds up the wall time by phase, on process 0, in a file that a resumed run continues.
 
-    Pass it to `fit` before the `JsonlWriter`, which removes the lines of the steps to repeat.
-
-    Args:
-      path: the JSON file with the time by phase.
-      metrics: the run's metrics.jsonl. The steps in it after the restored checkpoint are counted as redone.
-      began_s: start of this process, from `time.time`.
+    Pass it to `fit` before the `JsonlWriter`, which removes the lines of the steps to repeat: the steps in `metrics`
+    (metrics.jsonl) after the restored checkpoint are counted as redone. `began_s` is the start of this process.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, metrics: str | os.PathLike[str], began_s: float) -> None:
@@ -51,7 +47,8 @@ class Goodput(Hook):
         self._run, self._before, account = run, {}, self._read()
         if account is not None:
             repeated = range(run.first_step + 1, account["step"] + 1)
-            lost_s = sum(_step_seconds(line) for line in read_lines(self._metrics) if line["step"] in repeated)
+            lines = [line for line in read_lines(self._metrics) if line["step"] in repeated and "loss" in line]
+            lost_s = sum(x for line in lines if isinstance(x := line.get("seconds"), int | float))
             lost_s = min(lost_s, account["seconds"].get("steps", 0.0))
             self._before = _sum(account["seconds"], {"steps": -lost_s, "redone": lost_s})
         resumed = account is not None and account["reason"] != "done"
@@ -104,13 +101,9 @@ class Goodput(Hook):
         if self._run is None:
             return
         self._written_s = time.time()
-        step = 0 if self._run.last is None else self._run.last.step
-        account = {
-            "seconds": {name: round(seconds, 3) for name, seconds in self.seconds.items()},
-            "step": max(step, self._run.first_step),
-            "seen_s": round(self._written_s, 3),
-            "reason": reason,
-        }
+        step = self._run.first_step if self._run.last is None else self._run.last.step
+        seconds = {name: round(seconds, 3) for name, seconds in self.seconds.items()}
+        account = {"seconds": seconds, "step": step, "seen_s": round(self._written_s, 3), "reason": reason}
         with contextlib.suppress(OSError):  # if the disk is full, `JsonlWriter` warns
             replace_file(self._path, json.dumps(account) + "\n")
 
@@ -125,8 +118,3 @@ def words(seconds: Mapping[str, float]) -> str:
 
 def _sum(*accounts: Mapping[str, float]) -> dict[str, float]:
     return {name: sum(account.get(name, 0.0) for account in accounts) for name in dict.fromkeys(chain(*accounts))}
-
-
-def _step_seconds(line: Mapping[str, Any]) -> float:
-    seconds = line.get("seconds")
-    return float(seconds) if "loss" in line and isinstance(seconds, int | float) else 0.0

@@ -25,14 +25,8 @@ Also = Callable[[Record], Mapping[str, Any]]
 class Writer(Hook, abc.ABC):
     """Base class of hooks that log metrics to a logging library, on process 0.
 
-
     If the library raises during the run, a warning is printed once and logging to it stops. The run continues, and
-    metrics.jsonl stays complete. Subclasses define `_open`, `_log` and `_close`.
-
-    Args:
-      folder: the folder of the run.
-      config: the recipe, shown next to the metrics.
-      also: function from a record to additional metrics by name.
+    metrics.jsonl stays complete. `config` is the recipe, and `also` returns additional metrics of a record.
     """
 
     name = ""
@@ -70,8 +64,8 @@ class Writer(Hook, abc.ABC):
             return call()
         except Exception as error:  # the libraries do not document which exceptions they raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            message = f"{self.name} could not {action} ({reason}). The run continues without it"
-            warnings.warn(f"{message}; metrics.jsonl has all metrics.", stacklevel=3)
+            text = "The run continues without it; metrics.jsonl has all metrics."
+            warnings.warn(f"{self.name} could not {action} ({reason}). {text}", stacklevel=3)
             self._library = None
 
     @abc.abstractmethod
@@ -147,11 +141,7 @@ WRITERS: dict[str, type[Writer]] = {writer.name: writer for writer in (TensorBoa
 
 
 def check_writers(names: Sequence[str]) -> None:
-    """Check that the writers exist and that their packages are installed.
-
-    Raises:
-      ValueError: a name is not in `WRITERS`, or its package is missing.
-    """
+    """Check that the writers exist and that their packages are installed."""
     for name in names:
         check_choice("writers", "the name of a metric writer", tuple(WRITERS), name=name)
         if importlib.util.find_spec(WRITERS[name].package) is None:

@@ -26,12 +26,9 @@ class ProgressBar(Hook):
     """
 
     def __init__(
-        self,
-        *,
-        stream: IO[str] | None = None,
-        every_s: float = 10.0,
+        self, *, stream: IO[str] | None = None, every_s: float = 10.0,
         also: Callable[[Record], Sequence[str]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._stream, self._every_s, self._also = stream, every_s, also
         self._bar: Any = None
         self._task: Any = None
@@ -114,10 +111,6 @@ def _rich_bar(stream: IO[str], run: Run) -> Any:
             status = f"{PHASES[phase[0]]}, {since_s:.0f} s  " if phase is not None and since_s > 0.2 else ""
             return Text(status + task.fields["numbers"])
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        Status(table_column=Column(no_wrap=True)),
-    )
+    status = Status(table_column=Column(no_wrap=True))
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), status
     return Progress(*columns, console=Console(file=stream, force_terminal=True), refresh_per_second=4, expand=True)

@@ -330,8 +330,13 @@ class _Verifier:
         counts = [count for count in range(2, len(self.devices) + 1) if len(self.devices) % count == 0]
         for _ in range(limit if counts else 0):
             sizes = dict.fromkeys(axes, 1)
-            for prime in _primes(rng.choice([*counts, counts[-1]])):
-                sizes[rng.choice(axes)] *= prime
+            remaining, factor = rng.choice([*counts, counts[-1]]), 2
+            while remaining > 1:
+                if remaining % factor:
+                    factor += 1
+                else:
+                    remaining //= factor
+                    sizes[rng.choice(axes)] *= factor
             strategies = list(candidates(self._search_space(sizes)))
             if not strategies:
                 continue
@@ -503,13 +508,3 @@ def _record_gradients() -> optax.GradientTransformation:
         return grads, jax.tree.map(lambda g, like: g.astype(like.dtype), grads, state)
 
     return optax.GradientTransformation(init, update)
-
-
-def _primes(number: int) -> list[int]:
-    factors, factor = [], 2
-    while number > 1:
-        while number % factor == 0:
-            factors.append(factor)
-            number //= factor
-        factor += 1
-    return factors
