@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 
 import meshpar as mp
 from meshpar.layers.precision import NamedDot
@@ -50,9 +51,9 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, h_BTE: jax.Array) -> jax.Array:
         cfg, h_BTE = self.cfg, layers.block_input(h_BTE)
-        gate_BTM = linear(cfg, "gate", cfg.mlp_dim, ("embed", "mlp"))(h_BTE)
-        up_BTM = linear(cfg, "up", cfg.mlp_dim, ("embed", "mlp"))(h_BTE)
-        return linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"))(layers.swiglu(*layers.gated(gate_BTM, up_BTM)))
+        both = [linear(cfg, name, cfg.mlp_dim, ("embed", "mlp"))(h_BTE) for name in ("gate", "up")]
+        named = (checkpoint_name(x_BTM, name) for x_BTM, name in zip(both, ("gate", "up"), strict=True))
+        return linear(cfg, "down", cfg.embed_dim, ("mlp", "embed"))(layers.swiglu(*named))
 
 
 class Block(nn.Module):

@@ -34,13 +34,9 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self._compiled = str(folder)
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore::RuntimeWarning", "-W", "ignore::DeprecationWarning", __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
+        ignored = ("-W", "ignore::RuntimeWarning", "-W", "ignore::DeprecationWarning")
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, *ignored, __file__], env=env, **pipes)
         self._answers: dict[int, int] = {}
         self._pids: list[int] = []
         self._news = threading.Condition()
@@ -143,11 +139,9 @@ def run_and_exit(request: dict[str, Any]) -> None:
 
 
 def signal_at(number: int, moment: list[list[Any]]) -> None:
-    """Send this process a signal when functions were called so often, in whichever thread: no clock decides.
+    """Send this process a signal after given numbers of calls, in any thread, so that no clock decides.
 
-    Args:
-      number: of the signal.
-      moment: ("module:function", n) one after another; each is counted from when the one before has been.
+    `moment` contains pairs ("module:function", n). Calls of a pair are counted after the previous pair is complete.
     """
     left = [list(each) for each in moment]
     lock = threading.Lock()
@@ -228,15 +222,10 @@ def train(
     compiled: str | None = None,
     grace_s: float = 0.5,
 ) -> None:
-    """Train until `steps`, with all hooks; writes `metrics.jsonl`, `checkpoints/` and `result.json` into the folder.
+    """Train with all hooks, and write `metrics.jsonl`, `checkpoints/` and `result-PROCESS.json` into the folder.
 
-    Args:
-      pause_s: time the data takes for a batch, so that there is something to interrupt.
-      hang_at: a step after which the process is stuck for a minute outside Python, as in a compilation.
-      num_devices: of this process.
-      pod: what `jax.distributed.initialize` takes.
-      compiled: a folder for compiled programs: what one run has compiled the next one loads.
-      grace_s: of `Preemption`.
+    `pause_s` slows down each step, so that a test can interrupt it. After step `hang_at`, the process is stuck for a
+    minute outside Python, as in a compilation. `pod` contains the arguments of `jax.distributed.initialize`.
     """
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices} --xla_cpu_multi_thread_eigen=false"
     import jax

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from meshpar.layers.precision import NamedDot
 from meshpar.layers.scan import keeps_are_others
@@ -57,8 +57,8 @@ def bare(layer: nnx.LinearGeneral) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def rms_norm(eps: float, x: Float[Array, "... E"], scale: Float[Array, " E"]) -> Float[Array, "... E"]:
-    """Return `x / rms(x) * scale`, computed in float32 or higher precision (Zhang and Sennrich 2019).
+def rms_norm(eps: float, x: Array, scale: Array) -> Array:
+    """Return `x / rms(x) * scale` of x `[..., E]`, computed in float32 or higher precision (Zhang and Sennrich 2019).
 
     Only x and the scale are saved for the backward pass, and no float32 arrays. The backward pass uses the scale once,
     so that a sharded scale is all-gathered once. Reference: "Root Mean Square Layer Normalization".

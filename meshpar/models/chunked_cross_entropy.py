@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float
 
 from meshpar.collectives.attention import capped
 from meshpar.layers.precision import weight_grad_dtype
 from meshpar.sharding.context import ambient, constrain, spec_of
-from meshpar.sharding.types import axis_sizes, spec_axes
+from meshpar.sharding.types import num_shards
 
 SCOPE = "vocabulary_chunks"
 """Name scope of the loops over chunks, for the inspection of traced steps."""
@@ -59,14 +58,14 @@ class TokenLosses(NamedTuple):
     log_z_BT: Float[Array, "B T"]
     """Logarithm of the sum of the exponentials of the logits."""
 
-    def only_in_vocab(self, targets_BT: Integer[Array, "B T"], vocab_size: int) -> TokenLosses:
+    def only_in_vocab(self, targets_BT: Array, vocab_size: int) -> TokenLosses:
         """Return the losses with nan, and `best_BT` False, for targets outside the vocabulary."""
         in_vocab_BT = (targets_BT >= 0) & (targets_BT < vocab_size)
         nats_BT = jnp.where(in_vocab_BT, self.nats_BT, jnp.nan)
         return TokenLosses(nats_BT, self.best_BT & in_vocab_BT, self.log_z_BT)
 
 
-def chunked_cross_entropy(logits: Unembedding, targets_BT: Integer[Array, "B T"]) -> TokenLosses:
+def chunked_cross_entropy(logits: Unembedding, targets_BT: Array) -> TokenLosses:
     """Compute the results of `cross_entropy` without the full logits.
 
     The largest array has the logits of a chunk, `[B, T, C]` in float32 or higher precision. The backward pass
@@ -99,7 +98,7 @@ class _Plan:
         vocab, context = matrix.shape[logits.vocab_dim], ambient()
         spec = spec_of(jax.ShapeDtypeStruct((vocab,), matrix.dtype), "act_vocab")
         assert context is not None
-        ranks = math.prod(axis_sizes(context.mesh)[axis] for entry in spec for axis in spec_axes(entry))
+        ranks = num_shards(spec, context.mesh)
         return _Plan(logits.vocab_dim, ranks, vocab // ranks, -(-vocab // ranks // logits.chunk_size), logits.cap)
 
     @property

@@ -20,20 +20,19 @@ Shape suffixes as in `meshpar.models.layers`.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array
 
 from meshpar.collectives import from_zigzag, ring_attention, zigzag
 from meshpar.collectives.attention import TileKernel
 from meshpar.parallel.context_parallelism import repeats
 from meshpar.sharding.context import ambient, constrain, spec_of
 from meshpar.sharding.manual_regions import outer_axes, per_device
-from meshpar.sharding.types import axis_sizes, check_divides, problem, spec_axes
+from meshpar.sharding.types import axis_sizes, check_divides, num_shards, problem, spec_axes
 
 
 def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
@@ -44,13 +43,12 @@ def sequence_axes(x: Array, name: str = "attn_seq") -> tuple[str, ...]:
     context = ambient()
     if context is None or context.mesh.size == 1:
         return ()
-    spec = spec_of(x, None, name, *[None] * (x.ndim - 2))
-    return tuple(axis for axis in spec_axes(spec[1]) if axis_sizes(context.mesh)[axis] > 1)
+    return _axes(spec_of(x, None, name, *[None] * (x.ndim - 2))[1])
 
 
 def prepare(
-    tokens_BT: Integer[Array, "B T"], positions_BT: Int[Array, "B T"] | None, segments_BT: Int[Array, "B T"] | None
-) -> tuple[Integer[Array, "B T"], Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
+    tokens_BT: Array, positions_BT: Array | None, segments_BT: Array | None
+) -> tuple[Array, Array | None, Array | None]:
     """Return tokens, positions and segment ids in the order in which the layers process a full sequence.
 
     By default, positions restart at each change of the segment id.
@@ -62,7 +60,7 @@ def prepare(
     axes = sequence_axes(tokens_BT)
     if not axes:
         return tokens_BT, positions_BT, segments_BT
-    num_ranks = math.prod(map(_size_of, axes))
+    num_ranks = _num_ranks(axes)
     length, unit = tokens_BT.shape[1], 2 * num_ranks
     requested = f"shard it over {axes} ({num_ranks} devices) in zigzag order, with two chunks on each device"
     fix = f"use sequences of length {-(-length // unit) * unit}"
@@ -74,7 +72,7 @@ def prepare(
     return constrain(zigzag(tokens_BT, num_ranks), "batch", "seq"), positions_BT, segments_BT
 
 
-def natural_order(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+def natural_order(h_BTE: Array) -> Array:
     """Restore the natural order of the hidden states of a full sequence."""
     axes = sequence_axes(h_BTE)
     if not axes:
@@ -84,16 +82,16 @@ def natural_order(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
 
 
 def ring(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    v_BTKD: Float[Array, "B T K D"],
-    segments_BT: Int[Array, "B T"] | None = None,
+    q_BTHD: Array,
+    k_BTKD: Array,
+    v_BTKD: Array,
+    segments_BT: Array | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
     cap: float | None = None,
     kernel: TileKernel | None = None,
-) -> Float[Array, "B T H D"]:
+) -> Array:
     """Compute causal ring attention over a sequence in zigzag order, sharded over `sequence_axes`.
 
     The batch and head dims are manual axes of the region, too. If the rules shard query heads but not key heads, the
@@ -115,17 +113,12 @@ def ring(
 
 
 def by_device(
-    kernel: Callable[..., Array],
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    *,
-    kv_heads: str,
-    check_vma: bool = True,
+    kernel: Callable[..., Array], q_BTHD: Array, k_BTKD: Array, *, kv_heads: str, check_vma: bool = True
 ) -> Callable[..., Array]:
     """Wrap an attention kernel in a `shard_map` over all mesh axes, because XLA cannot partition library kernels.
 
-    The kernel takes queries, keys and values `[B, T, H or K, D]` and optional arrays `[B, T]`. If the key heads have
-    fewer shards than the query heads, each device receives all key heads and selects the ones of its queries.
+    Its arguments are queries, keys and values `[B, T, H or K, D]`, and optional arrays `[B, T]`. If the key heads have
+    fewer shards than the query heads, each device receives all key heads and selects the heads of the local queries.
     """
     if ambient() is None:
         return kernel
@@ -139,7 +132,7 @@ def by_device(
 
     if q[2] == kv[2]:
         return sharded(kernel, q)
-    axes = tuple(axis for axis in spec_axes(q[2]) if _size_of(axis) > 1)
+    axes = _axes(q[2])
     shared = q_BTHD.shape[2] // k_BTKD.shape[2]
 
     def with_local_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, *extra: Array) -> Array:
@@ -152,18 +145,16 @@ def by_device(
     return sharded(with_local_heads, rows)
 
 
-def shared_heads(
-    q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], v_BTKW: Float[Array, "B T K W"]
-) -> tuple[Array, Array, str]:
+def shared_heads(q_BTHD: Array, k_BTKD: Array, v_BTKW: Array) -> tuple[Array, Array, str]:
     """Return keys and values for attention on gathered sequences, and the logical name of their heads.
 
     If attention gathers the sequence and the key heads have fewer shards than the query heads, the key and value heads
     are repeated so that each device has at least one. Their name is then `heads` instead of `kv_heads`.
     """
     axes = _scattered_axes(q_BTHD)
-    if not axes or _heads_spec(k_BTKD, "attn_kv_heads") == axes:
+    if not axes or _axes(spec_of(k_BTKD, "batch", "attn_seq", "attn_kv_heads", "act_head_dim")[2]) == axes:
         return k_BTKD, v_BTKW, "kv_heads"
-    times = repeats(q_BTHD.shape[2], k_BTKD.shape[2], math.prod(map(_size_of, axes)))
+    times = repeats(q_BTHD.shape[2], k_BTKD.shape[2], _num_ranks(axes))
     return jnp.repeat(k_BTKD, times, axis=2), jnp.repeat(v_BTKW, times, axis=2), "heads"
 
 
@@ -174,40 +165,37 @@ def _scattered_axes(q_BTHD: Array) -> tuple[str, ...]:
         return ()
     batch, seq, num_heads, width = q_BTHD.shape
     like = jax.ShapeDtypeStruct((batch, seq, num_heads * context.mesh.size, width), q_BTHD.dtype)
-    axes = _heads_spec(like, "attn_heads")
-    num_ranks = math.prod(map(_size_of, axes))
+    axes = _axes(spec_of(like, "batch", "attn_seq", "attn_heads", "act_head_dim")[2])
+    num_ranks = _num_ranks(axes)
     if num_heads % num_ranks:
         divisors = [str(ranks) for ranks in range(1, num_heads + 1) if num_heads % ranks == 0]
         where, reason = f"attention with {num_heads} query heads", f"{num_heads} is not a multiple of {num_ranks}"
-        requested = f"scatter them over {' × '.join(f'`{axis}` ({_size_of(axis)})' for axis in axes)}"
+        requested = f"scatter them over {' × '.join(f'`{axis}` ({_num_ranks((axis,))})' for axis in axes)}"
         fix = f"use {', '.join(divisors)} devices, or context_parallel(), which supports any number of heads"
         raise problem(where, requested, reason, fix, code="indivisible")
     return axes
 
 
-def _heads_spec(x_BTHD: Array | jax.ShapeDtypeStruct, heads: str) -> tuple[str, ...]:
-    entry = spec_of(x_BTHD, "batch", "attn_seq", heads, "act_head_dim")[2]
-    return tuple(axis for axis in spec_axes(entry) if _size_of(axis) > 1)
-
-
-def check_lookup(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> None:
+def check_lookup(table_VE: Array, tokens_BT: Array) -> None:
     """Refuse embedding lookups that crash XLA in jax 0.12: sharded tables and positions in a nested `shard_map`."""
     outer, axes = outer_axes(), sequence_axes(tokens_BT, "seq")
     if not outer or not axes or jax.__version_info__ < (0, 12):
         return
-    rows = [axis for axis in spec_axes(spec_of(table_VE, "act_vocab", "act_embed")[0]) if _size_of(axis) > 1]
+    rows = _axes(spec_of(table_VE, "act_vocab", "act_embed")[0])
     if rows:
-        raise problem(
-            f"the embedding of shape {table_VE.shape} inside a shard_map (reduce_gradients='once' or quantize=...)",
-            f"shard it over {', '.join(rows)} and the positions over {', '.join(axes)}",
-            f"the compiler of jax {jax.__version__} crashes on this lookup",
-            "use reduce_gradients='each_microbatch' without quantize, replicate the table with "
-            "mp.Rules(vocab=None, act_vocab=None), or use jax 0.10",
-            code="unsupported-feature",
-        )
+        where = f"embedding of shape {table_VE.shape} inside a shard_map (reduce_gradients='once' or quantize=...)"
+        requested = f"shard it over {', '.join(rows)} and the positions over {', '.join(axes)}"
+        reason = f"the compiler of jax {jax.__version__} crashes on this lookup"
+        fix = "replicate the table with mp.Rules(vocab=None, act_vocab=None), or use reduce_gradients='each_microbatch'"
+        raise problem(where, requested, reason, fix, code="unsupported-feature")
 
 
-def _size_of(axis: str) -> int:
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the mesh axes of an entry of a spec that have more than one device."""
+    return tuple(axis for axis in spec_axes(entry) if _num_ranks((axis,)) > 1)
+
+
+def _num_ranks(axes: tuple[str, ...]) -> int:
     context = ambient()
     assert context is not None
-    return axis_sizes(context.mesh)[axis]
+    return num_shards(axes, axis_sizes(context.mesh))

@@ -2,9 +2,9 @@
 
     tokens of the group ─► lookup in the local columns ─► all-to-all ─► full embeddings of the local tokens
 
-An all-gather of the table communicates all rows, although a device needs only the rows of its tokens, and the gradient
-reduction has the same size. Instead, each device looks up the tokens of its group in its columns of the table, and an
-all-to-all returns the full embeddings of the local tokens. The backward pass exchanges gradients in the opposite
+An all-gather of the table communicates all rows, although a device needs only the rows of the local tokens, and the
+gradient reduction has the same size. Instead, each device looks up the tokens of its group in its columns of the table,
+and an all-to-all returns the full embeddings of the local tokens. The backward pass exchanges gradients in the opposite
 direction, so no reduction over the group is needed.
 
 Shape suffixes: B local batch, G batch of the group, T positions, V local vocabulary, E embedding dimension, W local
@@ -15,17 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array
 
 from meshpar.sharding.context import ambient, param_spec, spec_of
 from meshpar.sharding.manual_regions import outer_axes, per_device
-from meshpar.sharding.types import axis_sizes, spec_axes
+from meshpar.sharding.types import axis_sizes, num_shards, spec_axes
 
 SCOPE = "exchanged_rows"
 """Name scope of this lookup, for the inspection of traced steps."""
@@ -51,7 +50,7 @@ class Lookup:
     num_rows: int
 
 
-def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -> Lookup | None:
+def lookup_of(table_VE: Array, tokens_BT: Array) -> Lookup | None:
     """Return the shardings for `exchanged_rows`, or None if it does not apply or all-gathering the table is cheaper."""
     context = ambient()
     if context is None or context.mesh.size == 1 or outer_axes():
@@ -70,12 +69,8 @@ def lookup_of(table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]) -
     positions = tuple(axis for axis in between if axis not in seq)
     if not width or not set(width) <= set(batch) or between != (*seq, *positions) or not set(positions) <= set(vocab):
         return None
-
-    def num_shards(axes: tuple[str, ...]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
-
-    tokens = math.prod(tokens_BT.shape) // num_shards((*batch, *between))
-    if not exchange_is_cheaper(tokens, table_VE.shape[0] // num_shards(vocab), table_VE.dtype):
+    tokens = tokens_BT.size // num_shards((*batch, *between), sizes)
+    if not exchange_is_cheaper(tokens, table_VE.shape[0] // num_shards(vocab, sizes), table_VE.dtype):
         return None
     return Lookup(
         width=width,
@@ -101,9 +96,7 @@ def exchange_is_cheaper(tokens: int, rows: int, dtype: jax.typing.DTypeLike) -> 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def exchanged_rows(
-    how: Lookup, table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"]
-) -> Float[Array, "B T E"]:
+def exchanged_rows(how: Lookup, table_VE: Array, tokens_BT: Array) -> Array:
     """Return `table[tokens]`, sharded as the residual stream. Embeddings of invalid tokens are NaN."""
 
     def kernel(table_VW: Array, tokens_BT: Array) -> Array:
@@ -127,7 +120,7 @@ def _backward(how: Lookup, tokens_BT: Array, g_BTE: Array) -> tuple[Array, None]
     # A frequent token accumulates thousands of gradients, so they are summed in float32 or higher precision.
     dtype = jnp.promote_types(g_BTE.dtype, jnp.float32)
     sizes = axis_sizes(ambient().mesh)  # type: ignore[union-attr]
-    num_rows = how.num_rows // math.prod(sizes[axis] for axis in how.vocab)
+    num_rows = how.num_rows // num_shards(how.vocab, sizes)
 
     def kernel(tokens_BT: Array, g_BTE: Array) -> Array:
         g_GTW = lax.all_to_all(g_BTE, how.width, split_axis=2, concat_axis=0, tiled=True)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from meshpar.models import layers
 from meshpar.models.annotated import bare, into_residual, nnx_linear, nnx_norm
@@ -84,14 +84,7 @@ class NNXLatentAttention(nnx.Module):
         return self.out(o_BTHW), cache
 
 
-def attend(
-    cfg: TransformerConfig,
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTHN: Float[Array, "B T H N"],
-    r_BTR: Float[Array, "B T R"],
-    v_BTHW: Float[Array, "B T H W"],
-    angles: Rope,
-) -> Float[Array, "B T H W"]:
+def attend(cfg: TransformerConfig, q_BTHD: Array, k_BTHN: Array, r_BTR: Array, v_BTHW: Array, angles: Rope) -> Array:
     """Return the attention over a full sequence, with per-head keys and values.
 
     The rotary embedding is applied here: to the last R dimensions of the queries, and to the keys `r_BTR`, which all
@@ -111,15 +104,15 @@ def attend(
 
 def attend_to_latents(
     cfg: TransformerConfig,
-    q_BTHD: Float[Array, "B T H D"],
-    c_BTC: Float[Array, "B T C"],
-    r_BTR: Float[Array, "B T R"],
-    key_up_CHN: Float[Array, "C H N"],
-    value_up_CHW: Float[Array, "C H W"],
+    q_BTHD: Array,
+    c_BTC: Array,
+    r_BTR: Array,
+    key_up_CHN: Array,
+    value_up_CHW: Array,
     angles: Rope,
     cache: LayerCache,
-    length: Int[Array, ""] | None,
-) -> tuple[Float[Array, "B T H W"], LayerCache]:
+    length: Array | None,
+) -> tuple[Array, LayerCache]:
     """Return the attention over cached latents (C + R numbers per position) without expanding keys and values.
 
     The up-projections are absorbed: the queries are projected to the latent space, `(U c) · q = c · (Uᵀ q)`, and the

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Float, Int
 
 from meshpar.collectives import blockwise_attention, cudnn, flash
 from meshpar.collectives.attention import capped
@@ -33,7 +33,7 @@ from meshpar.sharding.types import axes_of_spec, problem, spec_axes
 # ---- The layout of activations ---------------------------------------------------------------------------------------
 
 
-def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+def residual(x_BTE: Array) -> Array:
     """Constrain the residual stream, or an update of it, to its sharding.
 
     After a row-parallel matmul, this constraint reduces the partial sums: with an all-reduce, or with a reduce-scatter
@@ -42,12 +42,12 @@ def residual(x_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
     return constrain(x_BTE, "batch", "norm_seq", "act_embed")
 
 
-def block_output(y_BTE: Float[Array, "B T E"], name: str) -> Float[Array, "B T E"]:
+def block_output(y_BTE: Array, name: str) -> Array:
     """Constrain the output of a block to the sharding of the residual stream, and name it for remat policies."""
     return checkpoint_name(residual(y_BTE), name)
 
 
-def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+def block_input(h_BTE: Array) -> Array:
     """Constrain the output of a norm to the input sharding of column-parallel matmuls.
 
     Under sequence parallelism this constraint is the all-gather, which must follow the norm. In the backward pass it is
@@ -59,9 +59,7 @@ def block_input(h_BTE: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
 # ---- Embedding -------------------------------------------------------------------------------------------------------
 
 
-def embed(
-    table_VE: Float[Array, "V E"], tokens_BT: Integer[Array, "B T"], *, is_tied: bool = False
-) -> Float[Array, "B T E"]:
+def embed(table_VE: Array, tokens_BT: Array, *, is_tied: bool = False) -> Array:
     """Look up token embeddings, sharded as the residual stream.
 
     There are two algorithms:
@@ -87,7 +85,7 @@ def embed(
 
 
 @jax.custom_vjp
-def gathered_table(table_VE: Float[Array, "V E"]) -> Float[Array, "V E"]:
+def gathered_table(table_VE: Array) -> Array:
     """Return the embedding table sharded over the vocabulary only, as lookups and logits need it.
 
     The gradient is not constrained, so that its reduction can be a reduce-scatter to the sharding of the parameter.
@@ -117,9 +115,7 @@ _take.defvjp(lambda size, table_VE, tokens_BT: (_take(size, table_VE, tokens_BT)
 # ---- Head ------------------------------------------------------------------------------------------------------------
 
 
-def reduced_first(
-    x_BTE: Float[Array, "B T E"], kernel_EV: Float[Array, "E V"]
-) -> tuple[Float[Array, "B T E"], Float[Array, "E V"]]:
+def reduced_first(x_BTE: Array, kernel_EV: Array) -> tuple[Array, Array]:
     """Return both arguments unchanged, but reduce the kernel gradient before the backward pass of the layers.
 
     This gradient is the largest message of a step. By default XLA reduces it after the loop over layers, with no
@@ -146,7 +142,7 @@ _reduced_first.defvjp(
 )
 
 
-def logits(h_BTE: Float[Array, "B T E"], matrix: Array, vocab_dim: int) -> Float[Array, "B T V"]:
+def logits(h_BTE: Array, matrix: Array, vocab_dim: int) -> Array:
     """Return logits computed with the kernel of the output layer, or with the embedding table if `vocab_dim` is 0.
 
     The table is all-gathered over its width, as for the lookup. A kernel promotes the dtype as in Flax's layers.
@@ -171,9 +167,7 @@ class Rope(NamedTuple):
     """Segment ids of packed sequences. Positions attend only within their segment. `None` means no packing."""
 
 
-def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None
-) -> Float[np.ndarray, " F"]:
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None = None) -> np.ndarray:
     """Return the rotary frequency of each pair of dimensions, in radians per position: `theta ** (-2 i / head_dim)`.
 
     Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
@@ -182,8 +176,8 @@ def rope_frequencies(
     if scaling is None:
         return frequencies_F
     if isinstance(scaling, YarnScaling):
-        # The ramp goes from the pair with `beta_fast` rotations to the pair with `beta_slow`. Its bounds are those of
-        # the official code, which clips at twice the number of pairs.
+        # The ramp starts at the pair with `beta_fast` rotations and ends at the pair with `beta_slow`. As in the
+        # official code, it is clipped at twice the number of pairs.
         pairs, turns = len(frequencies_F), (scaling.beta_fast, scaling.beta_slow)
         at = [pairs * np.log(scaling.original_seq_len / (beta * 2 * np.pi)) / np.log(theta) for beta in turns]
         low, high = max(np.floor(at[0]), 0), min(np.ceil(at[1]), 2 * pairs - 1)
@@ -194,13 +188,13 @@ def rope_frequencies(
     return kept_F * frequencies_F + (1 - kept_F) * frequencies_F / scaling.factor
 
 
-def rope(positions_BT: Int[Array, "B T"], frequencies_F: Float[np.ndarray, " F"], dtype: jax.typing.DTypeLike) -> Rope:
+def rope(positions_BT: Array, frequencies_F: np.ndarray, dtype: jax.typing.DTypeLike) -> Rope:
     """Return the rotary cosines and sines of positions, in float32 or higher precision."""
     angles_BTF = positions_BT[..., None] * jnp.asarray(frequencies_F, jnp.promote_types(dtype, jnp.float32))
     return Rope(jnp.cos(angles_BTF), jnp.sin(angles_BTF))
 
 
-def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H D"]:
+def rotate(x_BTHD: Array, angles: Rope) -> Array:
     """Rotate the pairs of dimensions (i, i + D/2) of each head by the angles of its position."""
     cos_BT1F, sin_BT1F = angles.cos_BTF[:, :, None], angles.sin_BTF[:, :, None]
     a_BTHF, b_BTHF = jnp.split(x_BTHD.astype(cos_BT1F.dtype), 2, axis=-1)
@@ -212,15 +206,15 @@ def rotate(x_BTHD: Float[Array, "B T H D"], angles: Rope) -> Float[Array, "B T H
 
 
 def causal_attention(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    v_BTKW: Float[Array, "B T K W"],
-    segments_BT: Int[Array, "B T"] | None = None,
+    q_BTHD: Array,
+    k_BTKD: Array,
+    v_BTKW: Array,
+    segments_BT: Array | None = None,
     *,
     implementation: Attention = "xla",
     window: int | None = None,
     cap: float | None = None,
-) -> Float[Array, "B T H W"]:
+) -> Array:
     """Compute causal softmax attention.
 
     Args:
@@ -261,16 +255,16 @@ def _refuse(subject: str, **options: object) -> None:
 
 
 def cached_attention(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BSKD: Float[Array, "B S K D"],
-    v_BSKW: Float[Array, "B S K W"],
-    segments_BT: Int[Array, "B T"] | None = None,
+    q_BTHD: Array,
+    k_BSKD: Array,
+    v_BSKW: Array,
+    segments_BT: Array | None = None,
     *,
-    first_position: Int[Array, ""] | int,
+    first_position: Array | int,
     scale: float | None = None,
     window: int | None = None,
     cap: float | None = None,
-) -> Float[Array, "B T H W"]:
+) -> Array:
     """Compute causal attention of T queries at consecutive positions over the keys at positions 0 to S - 1.
 
     Scores and softmax are computed in float32, or in float64 for float64 inputs (`jax.nn.dot_product_attention` always
@@ -332,12 +326,7 @@ LayerCache = tuple[Float[Array, "B S K D"], Float[Array, "B S K W"]]
 
 
 def extend(
-    cache: LayerCache,
-    length: Int[Array, ""],
-    k_BTKD: Float[Array, "B T K D"],
-    v_BTKW: Float[Array, "B T K W"],
-    *,
-    heads: str | None = "act_kv_heads",
+    cache: LayerCache, length: Array, k_BTKD: Array, v_BTKW: Array, *, heads: str | None = "act_kv_heads"
 ) -> LayerCache:
     """Append the keys and values of T new positions to a cache."""
     k_BSKD, v_BSKW = (
@@ -347,21 +336,21 @@ def extend(
     return heads_layout(k_BSKD, heads), heads_layout(v_BSKW, heads)
 
 
-def heads_layout(x_BTHD: Float[Array, "B T H D"], heads: str | None, seq: str = "seq") -> Float[Array, "B T H D"]:
+def heads_layout(x_BTHD: Array, heads: str | None, seq: str = "seq") -> Array:
     """Constrain the sharding of queries, keys, values or the attention output."""
     return constrain(x_BTHD, "batch", seq, heads, "act_head_dim")
 
 
 def attend(
     cfg: TransformerConfig,
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    v_BTKD: Float[Array, "B T K D"],
+    q_BTHD: Array,
+    k_BTKD: Array,
+    v_BTKD: Array,
     angles: Rope,
     *,
     cache: LayerCache | None = None,
-    length: Int[Array, ""] | None = None,
-) -> tuple[Float[Array, "B T H D"], LayerCache | None]:
+    length: Array | None = None,
+) -> tuple[Array, LayerCache | None]:
     """Apply rotary embeddings, update the cache, and compute causal attention. Return the output and the cache.
 
     Under context parallelism, full sequences are in the order of `meshpar.models.context_attention`, and keys and
@@ -380,12 +369,8 @@ def attend(
 
 
 def full_attention(
-    cfg: TransformerConfig,
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    v_BTKW: Float[Array, "B T K W"],
-    segments_BT: Int[Array, "B T"] | None = None,
-) -> Float[Array, "B T H W"]:
+    cfg: TransformerConfig, q_BTHD: Array, k_BTKD: Array, v_BTKW: Array, segments_BT: Array | None = None
+) -> Array:
     """Compute causal attention over a full sequence, with the parallelism of the current rules.
 
     If the rules shard `attn_seq`, this is ring attention on a sequence in zigzag order. "xla" and "blockwise" then both
@@ -406,7 +391,7 @@ def full_attention(
             varies = implementation != "tokamax"  # its kernels do not support JAX's check of varying mesh axes
             attention = context.by_device(attention, q_BTHD, k_BTKD, kv_heads=f"attn_{kv_heads}", check_vma=varies)
         o_BTHW = attention(q_BTHD, k_BTKD, v_BTKW, *(() if segments_BT is None else (segments_BT,)))
-        # The kernels name their outputs and residuals themselves. Another name would save the output twice.
+        # The kernels name their outputs and residuals themselves. A second name would save the output twice.
         o_BTHW = checkpoint_name(o_BTHW, ATTENTION) if implementation == "xla" else o_BTHW
         return heads_layout(o_BTHW, "attn_heads", "attn_seq")
     if implementation == "tokamax":
@@ -424,17 +409,10 @@ def full_attention(
 
 
 MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-"""Policy for `swiglu` and the next matmul: save no outputs except those of the first matmul of adapters."""
+"""Policy for `swiglu` and the next matmul: save only the outputs of the first matmul of adapters."""
 
 
-def gated(
-    gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]
-) -> tuple[Float[Array, "B T M"], Float[Array, "B T M"]]:
-    """Name both projections for remat policies."""
-    return checkpoint_name(gate_BTM, "gate"), checkpoint_name(up_BTM, "up")
-
-
-def swiglu(gate_BTM: Float[Array, "B T M"], up_BTM: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+def swiglu(gate_BTM: Array, up_BTM: Array) -> Array:
     """Return `silu(gate) * up` (Shazeer 2020, "GLU Variants Improve Transformer").
 
     Call this function and the next matmul under `jax.checkpoint`, which saves only the two inputs. Without it, six

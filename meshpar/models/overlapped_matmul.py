@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from meshpar.collectives import all_gather_matmul, matmul_reduce_scatter
 from meshpar.layers.precision import check_wide, weight_grad_dtype
@@ -29,7 +29,7 @@ from meshpar.sharding.manual_regions import per_device
 from meshpar.sharding.types import axis_sizes, problem, spec_axes
 
 
-def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache: bool) -> bool:
+def overlaps(cfg: TransformerConfig, x_BTE: Array, *, has_cache: bool) -> bool:
     """Return whether a layer uses overlapped matmuls.
 
     They are used if the config selects them and the sequence is sharded over more than one device. With a cache,
@@ -46,10 +46,8 @@ def overlaps(cfg: TransformerConfig, x_BTE: Float[Array, "B T E"], *, has_cache:
     return axis_sizes(context.mesh)[axis] > 1
 
 
-def gathered_matmul(
-    h_BTE: Float[Array, "B T E"], kernels: Sequence[Float[Array, "E ..."]], names: Sequence[str]
-) -> list[Float[Array, "B T ..."]]:
-    """Multiply h by each kernel, overlapped with the all-gather of h."""
+def gathered_matmul(h_BTE: Array, kernels: Sequence[Array], names: Sequence[str]) -> list[Array]:
+    """Multiply h by each kernel `[E, ...]`, overlapped with the all-gather of h over its sequence."""
     axis = _axis(h_BTE)
     shared = jnp.result_type(h_BTE, *kernels)
     h_BTE, *kernels = (x.astype(shared) for x in (h_BTE, *kernels))
@@ -64,8 +62,8 @@ def gathered_matmul(
     return [checkpoint_name(y, MATMUL) for y in split(h_BTE, list(kernels))]
 
 
-def matmul_scattered(h_BT: Float[Array, "B T ..."], kernel: Float[Array, "... E"], name: str) -> Float[Array, "B T E"]:
-    """Multiply h by a kernel, overlapped with the reduce-scatter of the result over the sequence."""
+def matmul_scattered(h_BT: Array, kernel: Array, name: str) -> Array:
+    """Multiply h `[B, T, ...]` by a kernel `[..., E]`, overlapped with the reduce-scatter over the sequence."""
     shared = jnp.result_type(h_BT, kernel)
     h_BT, kernel = h_BT.astype(shared), kernel.astype(shared)
     axis = _axis(jax.ShapeDtypeStruct((*h_BT.shape[:2], kernel.shape[-1]), h_BT.dtype))

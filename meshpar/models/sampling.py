@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Int, Integer
 
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import KVCache
@@ -100,8 +100,8 @@ def generate(
 
 
 def sample_token(
-    logits_BV: Float[Array, "B V"], key: jax.Array, *, temperature: float, top_k: int | None, top_p: float | None = None
-) -> Int[Array, " B"]:
+    logits_BV: Array, key: jax.Array, *, temperature: float, top_k: int | None, top_p: float | None = None
+) -> Array:
     """Sample a token for each example, with the options of `generate`.
 
     `top_p` is nucleus sampling (Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration").

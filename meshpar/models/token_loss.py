@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array
 
 from meshpar.layers.losses import MeanLoss
 from meshpar.models.chunked_cross_entropy import TokenLosses, Unembedding, chunked_cross_entropy
@@ -71,7 +71,7 @@ def next_token_loss(
         return MeanLoss(nats + z_loss * total(jnp.square(log_z_BT)), weight), {**metrics, "nats": mean(nats_BT)}
 
 
-def cross_entropy(logits_BTV: Float[Array, "B T V"], targets_BT: Integer[Array, "B T"]) -> TokenLosses:
+def cross_entropy(logits_BTV: Array, targets_BT: Array) -> TokenLosses:
     """Compute the cross entropy with integer targets.
 
     All operations over the vocabulary are element-wise or reductions, so logits stay sharded, and devices communicate

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Int, Integer
 
 from meshpar.collectives.attention import capped
@@ -93,7 +94,7 @@ class MLP(nnx.Module):
             h_BTE = layers.block_input(h_BTE)
             both = [self.gate(h_BTE), self.up(h_BTE)]
         run = down if keeps_are_others() else jax.checkpoint(down, prevent_cse=False, policy=layers.MATMULS)
-        return run(*layers.gated(*both))
+        return run(*(checkpoint_name(x_BTM, name) for x_BTM, name in zip(both, ("gate", "up"), strict=True)))
 
 
 class Block(nnx.Module):
@@ -151,8 +152,8 @@ class Transformer(nnx.Module):
                 rngs=rngs,
             )
             if cfg.num_dense_layers:
-                # The dense layers have another structure than the MoE layers, so they are a separate stack. Without the
-                # name `layers` they are not distributed over pipeline stages: the first stage runs all of them.
+                # The dense layers have a different structure than the MoE layers, so they are a separate stack. It does
+                # not have the name `layers`, so it is not distributed over pipeline stages: the first stage runs it.
                 self.dense_layers = _stacked_blocks(cfg, cfg.num_dense_layers, False, None, rngs)
             rest = cfg.num_layers - cfg.num_dense_layers
             self.layers = _stacked_blocks(cfg, rest, cfg.moe is not None, "layers", rngs)
@@ -262,11 +263,11 @@ def run_layers(
 
 def rope_of(
     cfg: TransformerConfig,
-    tokens_BT: Integer[Array, "B T"],
-    positions_BT: Int[Array, "B T"] | None,
+    tokens_BT: Array,
+    positions_BT: Array | None,
     cache: KVCache | None,
     dtype: jax.typing.DTypeLike,
-    segments_BT: Int[Array, "B T"] | None = None,
+    segments_BT: Array | None = None,
 ) -> Rope:
     """Return the rotary cosines and sines of the tokens, which all layers share."""
     if segments_BT is not None and cache is not None:
@@ -285,7 +286,7 @@ def rope_of(
 
 
 def embedding_init() -> Initializer:
-    """Return an initializer with rows of unit norm, so that tied logits start with a variance of one."""
+    """Return an initializer with rows of unit norm, so that tied logits start with variance 1."""
     return nnx.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 

@@ -178,7 +178,7 @@ class Plan:
         return {name: int(count.max(initial=0)) for name, count in self.slots.counts().items()}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Executor:
     """Runs a plan in the per-device view, inside a `shard_map` that is manual over `axis`."""
 
@@ -191,46 +191,42 @@ class Executor:
     """Gathers the sharded weights of a chunk in each tick that uses them."""
     constrain_grads: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda chunks, other: (chunks, other)
     """Applies the sharding constraints of accumulated gradients over the axes that are left to XLA."""
+    params: PyTree
+    """Parameters of the chunks of this stage, `[chunk, ...]`."""
+    embedding_and_head: PyTree
+    """Unsharded parameters of `first` and `last`."""
+    examples: PyTree
+    """`[microbatch, examples, ...]`"""
+    key: jax.Array
+    """PRNG key of this data-parallel rank."""
+    extra: PyTree = ()
+    """Variables of the model other than parameters."""
 
-    def __call__(self, columns: Columns, params: PyTree, embedding_and_head: PyTree, examples: PyTree,
-                 key: jax.Array, late: jax.Array, extra: PyTree = ()) -> tuple[StageTotals, jax.Array]:  # fmt: skip
-        """Return the sums over all microbatches, and the sum of `late` over all stages.
-
-        `columns` are those of this stage, `[tick, ...]`; `params` are its chunks, `[chunk, ...]`; `examples` are
-        `[microbatch, examples, ...]`. The key is that of the data-parallel rank, and `late` is `[n]`.
-        """
-        trace = _Trace(self, params, embedding_and_head, examples, key, extra)
-
-        def tick(carry: _Carry, xs: Any) -> tuple[_Carry, None]:
-            column, moves = xs
-            return trace.tick(carry, column, moves, late), None
-
-        carry, _ = lax.scan(tick, trace.zeros(late), (columns, jnp.asarray(self.plan.moves)))
-        return carry.totals, carry.below + late + carry.above
-
-
-class _Trace:
-    """Arguments of a trace of the loop, and shapes that follow from them."""
-
-    def __init__(self, executor: Executor, params: PyTree, embedding_and_head: PyTree, examples: PyTree, key: jax.Array,
-                 extra: PyTree) -> None:  # fmt: skip
-        self.executor, self.plan, self.axis = executor, executor.plan, executor.axis
-        self.params, self.embedding_and_head, self.examples = params, embedding_and_head, examples
-        self.key, self.extra = key, extra
-        self.num_chunks = self.plan.schedule.chunks
-        self.functions = executor.functions
-        self._trained = self.functions.of_trained
+    def __post_init__(self) -> None:
+        self.num_chunks, self._trained = self.plan.schedule.chunks, self.functions.of_trained
         zero = jnp.zeros((), jnp.int32)
         inputs = self.inputs(zero, zero)
-        self.x = jax.eval_shape(self.functions.first, embedding_and_head, inputs)
-        self.x_specs = layout_of(self.functions.first, embedding_and_head, inputs)
-        self.chunk_params = jax.eval_shape(lambda params: executor.gather_weights(self._chunk(params, zero)), params)
+        self.x = jax.eval_shape(self.functions.first, self.embedding_and_head, inputs)
+        self.x_specs = layout_of(self.functions.first, self.embedding_and_head, inputs)
+        self.chunk_params = jax.eval_shape(lambda params: self.gather_weights(self._chunk(params, zero)), self.params)
         self.split = split_stage(self.functions, self.chunk_params, self.x, inputs)
         (_, self.aux_loss), self.aux = jax.eval_shape(
             _stage(self.functions), self.chunk_params, (self.x, _with_key_data(inputs))
         )
-        self.loss_totals, _ = jax.eval_shape(self._last, embedding_and_head, self.x, inputs)
+        self.loss_totals, _ = jax.eval_shape(self._last, self.embedding_and_head, self.x, inputs)
         self.deferred = self.split.deferred_weight_grads if self.plan.buffers()["deferred_weight_grads"] else ()
+
+    def __call__(self, columns: Columns, late: jax.Array) -> tuple[StageTotals, jax.Array]:
+        """Return the sums over all microbatches, and the sum of `late` over all stages.
+
+        Both arguments are the part of this stage: `columns` has leaves `[tick, ...]`, and `late` has shape `[n]`.
+        """
+
+        def tick(carry: _Carry, xs: tuple[Columns, jax.Array]) -> tuple[_Carry, None]:
+            return self.tick(carry, *xs, late), None
+
+        carry, _ = lax.scan(tick, self.zeros(late), (columns, jnp.asarray(self.plan.moves)))
+        return carry.totals, carry.below + late + carry.above
 
     # -- The model ----------------------------------------------------------------------------------------------------
 
@@ -276,7 +272,7 @@ class _Trace:
             return jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), like)
 
         def grad_sums(like: PyTree, *lead: int) -> PyTree:
-            return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.executor.grad_dtype(x.dtype)), like)
+            return jax.tree.map(lambda x: jnp.zeros((*lead, *x.shape), self.grad_dtype(x.dtype)), like)
 
         def aux_sum(x: Any) -> jax.Array:
             dtype = jnp.float32 if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.int32
@@ -284,7 +280,7 @@ class _Trace:
 
         chunks = grad_sums(self._trained(self.chunk_params, "chunks"), self.num_chunks)
         embedding_and_head = grad_sums(self._trained(self.embedding_and_head, "embedding_and_head"))
-        grads = Params(*self.executor.constrain_grads(chunks, embedding_and_head))
+        grads = Params(*self.constrain_grads(chunks, embedding_and_head))
         aux = {k: aux_sum(x) for k, x in self.aux.items()}
         return _Carry(
             saved_activations=buffer(self.split.saved_activations, counts["saved_activations"]),
@@ -345,7 +341,7 @@ class _Trace:
                     args = receive_buffer, out, slot
                     if sends.all():
                         receive_buffer = send(*args)
-                    else:  # The condition is the same on all stages, so there is no deadlock.
+                    else:  # The condition is the same on all stages, which excludes a deadlock.
                         receive_buffer = lax.cond(moves[direction, lane] > 0, send, lambda b, *_: b, *args)
         return receive_buffer
 
@@ -402,7 +398,7 @@ class _Trace:
         def weights_of(kind: int) -> PyTree:
             key = 0 if self.num_chunks == 1 else kind
             if key not in gathered:
-                gathered[key] = self.executor.gather_weights(self._chunk(self.params, column.chunk[kind]))
+                gathered[key] = self.gather_weights(self._chunk(self.params, column.chunk[kind]))
             return gathered[key]
 
         return weights_of
@@ -492,7 +488,7 @@ def _stage(functions: Functions) -> Callable[[PyTree, tuple[PyTree, Any]], Any]:
 
 
 def layout_of(first: First, embedding_and_head: PyTree, inputs: MicrobatchInputs) -> list[PartitionSpec | None]:
-    """Return the PartitionSpecs of the outputs of `first`; None for outputs without a sharding constraint."""
+    """Return the PartitionSpec of each output of `first`, or None without a sharding constraint."""
     closed, _ = flat_jaxpr(
         lambda params, data: (first(params, _with_typed_key(data)), ()), embedding_and_head, _with_key_data(inputs)
     )

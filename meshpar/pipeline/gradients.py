@@ -115,7 +115,7 @@ class StagedRun:
             axis_names=set(device.manual),
             # Gradients are computed inside, so replication does not need to be checked.
             check_vma=False,
-        )(device.executor.plan.columns, entry_params, batch, jax.random.key_data(key), late, extra)
+        )(device.plan.columns, entry_params, batch, jax.random.key_data(key), late, extra)
         with jax.named_scope("reduce_gradients"):
             chunks = jax.tree.map(lambda g: _summed(g, 0), grads.chunks)
             other = jax.tree.map(lambda g: _summed(g, 1), grads.embedding_and_head)
@@ -176,14 +176,15 @@ class _PerDevice:
             lambda spec: without_axes(spec, {*axes_of_spec(spec)} - {*self.manual}), self.entry_specs
         )
         auto = _each(lambda spec: without_axes(spec, self.manual), specs)
-        self.executor = Executor(
-            plan=Plan.of(run.schedule),
-            functions=run.functions,
+        self.plan = Plan.of(run.schedule)
+        manual = _each(_without_axes_of, self.manual_specs.chunks, self.expert_specs)
+        self.gather_weights = self._gather_weights(manual, auto.chunks)
+        self.executor = functools.partial(
+            Executor,
+            plan=self.plan,
             axis=run.axis,
             grad_dtype=run.grad_dtype,
-            gather_weights=self._gather_weights(
-                _each(_without_axes_of, self.manual_specs.chunks, self.expert_specs), auto.chunks
-            ),
+            gather_weights=self.gather_weights,
             constrain_grads=lambda chunks, other: (
                 _constrained(chunks, auto.chunks),
                 _constrained(other, auto.embedding_and_head),
@@ -211,7 +212,7 @@ class _PerDevice:
         examples = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), examples)
         chunks = params.chunks if self.placement.moves_shards else self.placement.spread(params.chunks)
         # The functions are checked here, where the axes of their collectives are bound.
-        chunk_params = self.executor.gather_weights(jax.tree.map(lambda p: p[0], chunks))
+        chunk_params = self.gather_weights(jax.tree.map(lambda p: p[0], chunks))
         inputs = MicrobatchInputs(jax.tree.map(lambda x: x[0], examples), key, jnp.zeros((), jnp.int32), extra)
         owners = jax.tree.unflatten(
             jax.tree.structure(params.embedding_and_head),
@@ -219,11 +220,13 @@ class _PerDevice:
         )
         owners = run.functions.of_trained(owners, "embedding_and_head")
         self.owners = jax.tree.leaves(owners, is_leaf=lambda x: isinstance(x, set))
-        normalizer = self._normalizer(params.embedding_and_head, examples, key, extra)
+        arrays: dict[str, Any] = {"examples": examples, "key": key, "extra": extra}
+        normalizer = self._normalizer(params.embedding_and_head, **arrays)
         functions = dataclasses.replace(run.functions, normalizer=normalizer)
-        (sums, aux), late = dataclasses.replace(self.executor, functions=functions)(
-            columns, chunks, params.embedding_and_head, examples, key, late[0], extra
+        executor = self.executor(
+            functions=functions, params=chunks, embedding_and_head=params.embedding_and_head, **arrays
         )
+        (sums, aux), late = executor(columns, late[0])
         grads = sums.grads
         if not self.placement.moves_shards:
             grads = grads._replace(chunks=self.placement.collect(grads.chunks))

@@ -119,6 +119,7 @@ class _Loop:
         self.eqn = eqn
         inner = eqn.params["jaxpr"]
         self.body: ClosedJaxpr = inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
+        self.length, self.reverse = int(eqn.params["length"]), bool(eqn.params["reverse"])
         # Stacked values have an additional dim outside the body. Equation parameters differ between jax versions.
         self.num_carry = _lead(eqn.outvars, self.body.jaxpr.outvars)
         self.num_consts = _lead(eqn.invars, self.body.jaxpr.invars) - self.num_carry
@@ -130,16 +131,10 @@ class _Loop:
 
     def run(self, body: Callable[..., Any], carry: list[Value], xs: Any, names: Any = None) -> list[Value]:
         """Run a different body over the same steps, and return the final carry and the stacked outputs."""
-        params = self.eqn.params
+        options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         with _as_traced(self.eqn, names):
-            carry, ys = lax.scan(
-                body, carry, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
-            )
+            carry, ys = lax.scan(body, carry, xs, **options)
         return [*carry, *ys]
-
-    def pending(self, body: Callable[..., Any], carry: list[Value], xs: Any) -> PendingLoop:
-        """Return the same as `run`, to be executed by `together`."""
-        return PendingLoop(self, body, carry, xs, _scopes(self.eqn))
 
 
 class PendingLoop(NamedTuple):
@@ -151,14 +146,6 @@ class PendingLoop(NamedTuple):
     xs: Any
     names: Any
     """Named scopes of the loop."""
-
-    @property
-    def length(self) -> int:
-        return int(self.loop.eqn.params["length"])
-
-    @property
-    def reverse(self) -> bool:
-        return bool(self.loop.eqn.params["reverse"])
 
 
 Result = TypeVar("Result")
@@ -192,8 +179,8 @@ def together(*programs: Steps[Any]) -> list[Any]:
         advance(index, None)
     while pending:
         # Shortest first, so that the main stacks of layers meet after different leading or trailing layers.
-        shortest = min(p.length for p in pending.values())
-        selected = [index for index, p in pending.items() if p.length == shortest]
+        shortest = min(p.loop.length for p in pending.values())
+        selected = [index for index, p in pending.items() if p.loop.length == shortest]
         for index, outputs in zip(selected, _run_loops([pending[index] for index in selected]), strict=True):
             advance(index, outputs)
     return results
@@ -204,7 +191,7 @@ def _run_loops(loops: Sequence[PendingLoop]) -> list[list[Value]]:
     if len(loops) == 1:
         (p,) = loops
         return [p.loop.run(p.body, p.carry, p.xs, p.names)]
-    length, outside = loops[0].length, source_info_util.current_name_stack()
+    length, outside = loops[0].loop.length, source_info_util.current_name_stack()
 
     def run_step(p: PendingLoop, carry: list[Value], index: Value) -> tuple[list[Value], list[Value]]:
         xs = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), p.xs)
@@ -219,7 +206,7 @@ def _run_loops(loops: Sequence[PendingLoop]) -> list[list[Value]]:
     def body(state: list[tuple[list[Value], list[Value]]], step: Value) -> Any:
         out = []
         for p, (carry, ys) in zip(loops, state, strict=True):
-            index = length - 1 - step if p.reverse else step
+            index = length - 1 - step if p.loop.reverse else step
             carry, updates = run_step(p, carry, index)
             ys = [lax.dynamic_update_index_in_dim(y, new, index, 0) for y, new in zip(ys, updates, strict=True)]
             out.append((carry, ys))
@@ -373,10 +360,6 @@ class Cut:
         """Run the first half, and return all outputs (None if the second half computes them) and the saved values."""
         return alone(self.first(args))
 
-    def run_second(self, args: Sequence[Value], saved: Sequence[Value]) -> list[Value]:
-        """Run the second half with the saved values, and return all outputs (None if the first half computes them)."""
-        return alone(self.second(args, saved))
-
     def first(self, args: Sequence[Value]) -> Steps[tuple[list[Value], list[Value]]]:
         """Return `run_first` as steps."""
         env = _Env(self.closed, args)
@@ -393,7 +376,7 @@ class Cut:
         return env.results(self.closed.jaxpr.outvars), [*env.read(self.crossing), *saved]
 
     def second(self, args: Sequence[Value], saved: Sequence[Value]) -> Steps[list[Value]]:
-        """Return `run_second` as steps."""
+        """Run the second half with the saved values, and return all outputs (None if the first half computes them)."""
         env = _Env(self.closed, args)
         env.write(self.crossing, saved[: len(self.crossing)])
         remaining = list(saved[len(self.crossing) :])
@@ -468,7 +451,7 @@ class _CutLoop:
 
     def second_half(self, args: Sequence[Value], saved: Sequence[Value]) -> Steps[list[Value]]:
         def body(full: list[Value], *stacked: Value) -> tuple[list[Value], list[Value]]:
-            return self.cut.run_second(full, stacked), []
+            return alone(self.cut.second(full, stacked)), []
 
         out, _ = yield from self._half(args, self.second, self.cut.second_needs, body, saved)
         return out
@@ -491,7 +474,7 @@ class _CutLoop:
             used = [value for value, keep in zip(out, outputs, strict=True) if keep]
             return used[:count], [*used[count:], *saved_ys]
 
-        out = yield self.loop.pending(step, used_carry, (used_xs, list(saved)))
+        out = yield PendingLoop(self.loop, step, used_carry, (used_xs, list(saved)), _scopes(self.loop.eqn))
         num_outputs = sum(outputs)
         return _spread(out[:num_outputs], outputs), out[num_outputs:]
 

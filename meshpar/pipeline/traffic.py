@@ -37,7 +37,7 @@ class StageTraffic:
     messages: int
     """Number of results used on a different stage than their own, summed over stages."""
     rounds: int
-    """Number of permutes that move weights to the stages of the schedule. As many move gradients back."""
+    """Number of permutes that move weights to the stages of the schedule. Gradients need the same number."""
 
     @property
     def first_stages(self) -> frozenset[int]:
@@ -97,7 +97,7 @@ def gathers_in_cells(schedule: Schedule, reads: Sequence[bool]) -> np.ndarray:
     """Return the number of gathers per step of a weight that ticks gather, int `[stage]`.
 
     Ops of the same chunk in a tick share a gather: all ops if a stage has a single chunk, otherwise a B and its own W.
-    `reads` says whether F, B and W read the weight; see `SplitVjp.reads`.
+    `reads` contains whether F, B and W read the weight; see `SplitVjp.reads`.
     """
     reading = (schedule.table[..., 0] >= 0) & np.asarray(reads)
     if schedule.chunks == 1:

@@ -30,7 +30,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
       The validated schedule.
 
     Raises:
-      MeshparError: `stages` or `microbatches` is not a positive integer.
+      MeshparError: an argument is not a positive integer.
 
     Example:
       >>> print(gpipe(stages=2, microbatches=2))
@@ -69,16 +69,7 @@ def interleaved_1f1b(stages: int, microbatches: int, *, chunks: int = 2) -> Sche
     multiple of p and m > p. Groups of at least p microbatches pass through the chunks in turn; a group of g > p
     microbatches has the same bubble and adds (v−1)(g−p)/v · M. Narayanan et al., arXiv 2104.04473.
 
-    Args:
-      stages: p.
-      microbatches: m.
-      chunks: chunks per stage, v.
-
-    Returns:
-      The validated schedule.
-
-    Raises:
-      MeshparError: an argument is not a positive integer.
+    `chunks` is the number of chunks per stage, v. Other args, returns and raises as in `gpipe`.
 
     Example:
       >>> print(interleaved_1f1b(stages=2, microbatches=2, chunks=2))
@@ -160,17 +151,9 @@ def zb_h2(stages: int, microbatches: int, *, limit: int | None = None) -> Schedu
     for k microbatches, the bubble is (2p−1−k)W more and the activations are k·M. Qi et al., Zero Bubble Pipeline
     Parallelism, arXiv 2401.10241.
 
-    Args:
-      stages: p.
-      microbatches: m.
-      limit: maximum number of microbatches with saved activations on a stage. The default, 2p−1, leaves no bubble if
-        F = B = W. The formula is valid for limits of at least p; with a lower limit, stages wait for memory.
-
-    Returns:
-      The validated schedule.
-
-    Raises:
-      MeshparError: an argument is not a positive integer.
+    `limit` is the maximum number of microbatches with saved activations on a stage. The default, 2p−1, leaves no bubble
+    if F = B = W. The formula is valid for limits of at least p; with a lower limit, stages wait for memory. Other args,
+    returns and raises as in `gpipe`.
 
     Example:
       >>> print(zb_h2(stages=2, microbatches=3))
@@ -213,15 +196,7 @@ def dualpipe(stages: int, microbatches: int) -> Schedule:
     formula, a longer F or W a larger bubble. Activations (p+1)·M, and two copies of the parameters. DeepSeek-AI,
     DeepSeek-V3, arXiv 2412.19437.
 
-    Args:
-      stages: p, an even number.
-      microbatches: m.
-
-    Returns:
-      The validated schedule.
-
-    Raises:
-      MeshparError: an argument is not a positive integer, or `stages` is odd.
+    Args, returns and raises as in `gpipe`. The number of stages must be even.
 
     Example:
       >>> print(dualpipe(stages=2, microbatches=4))

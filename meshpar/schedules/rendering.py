@@ -22,25 +22,8 @@ def grid(schedule: Schedule) -> list[list[str]]:
     ]
 
 
-def picture(schedule: Schedule, *, width: int | None = None) -> str:
-    """Return the schedule as text, with a line per stage and a column per tick."""
-    cells = grid(schedule)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    label_width = len(f"stage {schedule.stages - 1}")
-    bands = [
-        "\n".join(
-            f"stage {stage}".ljust(label_width) + "  " + " ".join(row[t].ljust(widths[t]) for t in band).rstrip()
-            for stage, row in enumerate(cells)
-        )
-        for band in bands_of(widths, None if width is None else width - label_width - 2)
-    ]
-    return "\n\n".join(bands)
-
-
-def bands_of(widths: list[int], room: int | None) -> list[range]:
+def bands_of(widths: list[int], room: int) -> list[range]:
     """Group columns into bands of at most `room` characters."""
-    if room is None:
-        return [range(len(widths))]
     bands, begin, used = [], 0, 0
     for column, width in enumerate(widths):
         if used and used + 1 + width > room:

@@ -83,21 +83,19 @@ class Schedule:
           parts: `[stage][chunk]`, model part of each chunk. Default: a part per stage, in order.
           microbatches: number of microbatches. Default: the number that occurs in the rows.
 
-        Returns:
-          The validated schedule.
-
         Raises:
           MeshparError: the order is a deadlock, or the schedule is invalid.
         """
         stage_parts = _stage_parts(name, parts, len(rows))
         chunks = stage_parts.shape[1]
-        numbered = ((stage, *item) for stage, row in enumerate(rows) for item in enumerate(row))
-        for stage, number, op in ((stage, number, op) for stage, number, block in numbered for op in block):
-            if op.kind not in tuple(KINDS) or op.microbatch < 0 or not 0 <= op.chunk < chunks:
-                where = f"schedule `{name}`, stage {stage}, block {number}"
-                reason = f"an op is F, B or W of a microbatch (at least 0) and a chunk from 0 to {chunks - 1}"
-                fix = "correct the op, or pass `parts` with a column for each chunk"
-                raise problem(where, f"run {op.text()}", reason, fix, code="bad-op")
+        for stage, row in enumerate(rows):
+            for number, block in enumerate(row):
+                for op in block:
+                    if op.kind not in tuple(KINDS) or op.microbatch < 0 or not 0 <= op.chunk < chunks:
+                        where = f"schedule `{name}`, stage {stage}, block {number}"
+                        reason = f"an op is F, B or W of a microbatch (at least 0) and a chunk from 0 to {chunks - 1}"
+                        fix = "correct the op, or pass `parts` with a column for each chunk"
+                        raise problem(where, f"run {op.text()}", reason, fix, code="bad-op")
         if microbatches is None:
             microbatches = 1 + max((op.microbatch for row in rows for block in row for op in block), default=-1)
         table, joined = order.paired(*order.placed(rows, order.starts(name, rows, stage_parts)))
@@ -115,9 +113,6 @@ class Schedule:
           parts: `[stage][chunk]`, model part of each chunk. Default: a part per stage, in order.
           microbatches: number of microbatches. Default: the number that occurs in the table.
           name: name of the schedule.
-
-        Returns:
-          The validated schedule.
 
         Raises:
           MeshparError: an op has an invalid form, or the schedule is invalid.
@@ -149,14 +144,7 @@ class Schedule:
         overlapped pair, and an empty cell is an idle tick. Only the order of the cells in a row is used; ticks are
         derived from it. The communication actions of compute_comms (`0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1`, the same
         with `_B`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, `0WAIT_REDUCE_GRAD`) are ignored, because a schedule implies
-        them.
-
-        Args:
-          path: the file.
-          name: name of the schedule. Default: the name of the file.
-
-        Returns:
-          The validated schedule.
+        them. By default, the schedule has the name of the file.
 
         Raises:
           MeshparError: the file is missing, a cell has an invalid form, or the order is invalid.
@@ -167,14 +155,7 @@ class Schedule:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schedule:
-        """Return the schedule that `to_json` wrote.
-
-        Args:
-          data: requires `table` only; the arguments of `from_table` and `joined` are optional.
-
-        Raises:
-          MeshparError: the schedule is invalid.
-        """
+        """Return the schedule that `to_json` wrote. Only `table` is required."""
         schedule = cls.from_table(
             data["table"], **{field: data[field] for field in ("name", "microbatches", "parts") if field in data}
         )
@@ -322,12 +303,6 @@ class Schedule:
 
         return assign(self)
 
-    def text(self, *, width: int | None = None) -> str:
-        """Return the table as plain text, a line per stage and a column per tick, wrapped at `width` characters."""
-        from meshpar.schedules.rendering import picture
-
-        return picture(self, width=width)
-
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write the schedule in the compute_only format of torch.distributed.pipelining.
 
@@ -340,11 +315,7 @@ class Schedule:
         write_text(path, csv.text(self), "schedule")
 
     def to_json(self, *, simulation: Simulation | None = None) -> dict[str, Any]:
-        """Return the schedule as plain data.
-
-        Args:
-          simulation: source of makespan and bubbles. Default: F = B = W = 1 and no message latency.
-        """
+        """Return the schedule as plain data, by default with makespan and bubbles for F = B = W = 1 without latency."""
         times = simulation or self._unit_simulation
         cells = ([list(map(list, self.cell(tick, s))) for s in range(self.stages)] for tick in range(self.ticks))
         return {
@@ -377,7 +348,16 @@ class Schedule:
         return f"Schedule({self.name!r}, stages={self.stages}, microbatches={self.microbatches}, ticks={self.ticks})"
 
     def __str__(self) -> str:
-        return self.text()
+        """Return the table as plain text, with a line per stage and a column per tick."""
+        from meshpar.schedules.rendering import grid
+
+        cells = grid(self)
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        label_width = len(f"stage {self.stages - 1}")
+        return "\n".join(
+            f"{f'stage {stage}'.ljust(label_width)}  {' '.join(map(str.ljust, row, widths)).rstrip()}"
+            for stage, row in enumerate(cells)
+        )
 
 
 _INDEX_LIMIT = 10**9

@@ -26,7 +26,7 @@ def test_text_shows_the_table_and_statistics(schedule):
     assert (code, err) == (0, "")
     lines = out.splitlines()
     table = make("zb-h2", 4, 8)
-    assert [line.split() for line in lines[:4]] == [line.split() for line in table.text().splitlines()]
+    assert [line.split() for line in lines[:4]] == [line.split() for line in str(table).splitlines()]
     assert "zb-h2: 4 stages, 8 microbatches, 27 ticks, parameters 1x" in lines
     assert "makespan 27, with lockstep ticks 27; bubble fraction of a step 11.11%, of a stage span 0.00%" in lines
     assert "peak activations by stage: 7 7 7 7" in lines

@@ -15,7 +15,6 @@ import meshpar as mp
 
 ROWS, SEQ, VOCAB, WIDTH, LABELS = 32, 8, 64, 32, 8
 IDS = np.zeros((ROWS, SEQ), np.int32)
-ONES = np.ones_like(IDS)
 PLACES = np.broadcast_to(np.arange(SEQ, dtype=np.int32), IDS.shape)
 PIXELS = np.zeros((ROWS, 3, 16, 16), np.float32)
 
@@ -56,6 +55,20 @@ def causal_mask(rows: int) -> jax.Array:
     return jnp.broadcast_to(jnp.tril(jnp.ones((SEQ, SEQ), bool)), (rows, SEQ, SEQ))
 
 
+def language_model(module: Any, args: str, paths: dict[str, Any]) -> Case:
+    """A Linen module of transformers that is called with token ids and other arrays of their shape, by name."""
+
+    def inputs(ids):
+        places = jnp.broadcast_to(PLACES[:1], ids.shape)
+        arrays = {"ids": ids, "ones": jnp.ones_like(ids), "zeros": ids * 0, "places": places, "none": None}
+        return [arrays[name] for name in args.split()]
+
+    def loss(model, batch):
+        return cross_entropy(model(*inputs(batch["inputs"])).logits, batch["targets"])
+
+    return Case(mp.from_linen(module, *inputs(IDS)), loss, tokens, paths)
+
+
 # ---- transformers, Linen ---------------------------------------------------------------------------------------------
 
 
@@ -67,16 +80,15 @@ def gpt2() -> Case:
         attn_pdrop=0.0,
     )  # fmt: skip
     module = transformers.FlaxGPT2LMHeadModel(config, _do_init=False).module
-
-    def loss(model, batch):
-        ids = batch["inputs"]
-        return cross_entropy(
-            model(ids, jnp.ones_like(ids), jnp.broadcast_to(PLACES[:1], ids.shape)).logits, batch["targets"]
-        )
-
     # Its `Conv1D` keeps (out, in).
     paths = {r".*/(c_attn|c_fc)/kernel": ("tensor", "fsdp"), r".*/h/.*/c_proj/kernel": ("fsdp", "tensor")}
-    return Case(mp.from_linen(module, IDS, ONES, PLACES), loss, tokens, paths)
+    return language_model(module, "ids ones places", paths)
+
+
+ENCODER_SPLIT = {
+    r".*/(query|key|value|intermediate/dense)/kernel": ("fsdp", "tensor"),
+    r".*/layer/.*/output/dense/kernel": ("tensor", "fsdp"),
+}
 
 
 def bert() -> Case:
@@ -87,17 +99,7 @@ def bert() -> Case:
         max_position_embeddings=SEQ, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     module = transformers.FlaxBertForMaskedLM(config, _do_init=False).module
-
-    def loss(model, batch):
-        ids = batch["inputs"]
-        places = jnp.broadcast_to(PLACES[:1], ids.shape)
-        return cross_entropy(model(ids, jnp.ones_like(ids), ids * 0, places, None).logits, batch["targets"])
-
-    paths = {
-        r".*/(query|key|value|intermediate/dense)/kernel": ("fsdp", "tensor"),
-        r".*/layer/.*/output/dense/kernel": ("tensor", "fsdp"),
-    }
-    return Case(mp.from_linen(module, IDS, ONES, IDS, PLACES, None), loss, tokens, paths)
+    return language_model(module, "ids ones zeros places none", ENCODER_SPLIT)
 
 
 def vit() -> Case:
@@ -108,16 +110,12 @@ def vit() -> Case:
         patch_size=4, num_labels=LABELS, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     module = transformers.FlaxViTForImageClassification(config, _do_init=False).module
-    paths = {
-        r".*/(query|key|value|intermediate/dense)/kernel": ("fsdp", "tensor"),
-        r".*/layer/.*/output/dense/kernel": ("tensor", "fsdp"),
-    }
     # The module itself takes channels last.
     return Case(
         mp.from_linen(module, PIXELS.transpose(0, 2, 3, 1)),
         lambda model, batch: cross_entropy(model(batch["inputs"].transpose(0, 2, 3, 1)).logits, batch["targets"]),
         images,
-        paths,
+        ENCODER_SPLIT,
     )
 
 
@@ -129,18 +127,8 @@ def llama() -> Case:
         max_position_embeddings=64,
     )  # fmt: skip
     module = transformers.FlaxLlamaForCausalLM(config, _do_init=False).module
-
-    def loss(model, batch):
-        ids = batch["inputs"]
-        return cross_entropy(
-            model(ids, jnp.ones_like(ids), jnp.broadcast_to(PLACES[:1], ids.shape)).logits, batch["targets"]
-        )
-
-    paths = {
-        r".*/(q|k|v|gate|up)_proj/kernel": ("fsdp", "tensor"),
-        r".*/(o|down)_proj/kernel": ("tensor", "fsdp"),
-    }
-    return Case(mp.from_linen(module, IDS, ONES, PLACES), loss, tokens, paths)
+    paths = {r".*/(q|k|v|gate|up)_proj/kernel": ("fsdp", "tensor"), r".*/(o|down)_proj/kernel": ("tensor", "fsdp")}
+    return language_model(module, "ids ones places", paths)
 
 
 def resnet() -> Case:
@@ -167,17 +155,11 @@ def bart() -> Case:
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, max_position_embeddings=SEQ, dropout=0.0,
     )  # fmt: skip
     module = transformers.FlaxBartForConditionalGeneration(config, _do_init=False).module
-
-    def loss(model, batch):
-        ids = batch["inputs"]
-        places, ones = jnp.broadcast_to(PLACES[:1], ids.shape), jnp.ones_like(ids)
-        return cross_entropy(model(ids, ones, ids, ones, places, places).logits, batch["targets"])
-
     paths = {
         r".*/(q_proj|k_proj|v_proj|fc1)/kernel": ("fsdp", "tensor"),
         r".*/(out_proj|fc2)/kernel": ("tensor", "fsdp"),
     }
-    return Case(mp.from_linen(module, IDS, ONES, IDS, ONES, PLACES, PLACES), loss, tokens, paths)
+    return language_model(module, "ids ones ids ones places places", paths)
 
 
 # ---- Other packages, Linen -------------------------------------------------------------------------------------------

@@ -373,7 +373,7 @@ def faulty(program_of):
 
     def compile_with(fault):
         step, state, batch = case.step(case.mesh.build(jax.devices()[:4]), rows=64)
-        added, sent, plan = executor._sum, executor._Trace._messages, executor.Plan.of
+        added, sent, plan = executor._sum, executor.Executor._messages, executor.Plan.of
 
         def reduced(totals, grads, index=None):
             return added(totals, jax.tree.map(lambda g: lax.psum(g, "data"), grads), index)
@@ -391,7 +391,7 @@ def faulty(program_of):
             if kind == "all-reduce":
                 patch.setattr(executor, "_sum", reduced)
             elif kind == "all-gather":
-                patch.setattr(executor._Trace, "_messages", stray)
+                patch.setattr(executor.Executor, "_messages", stray)
             else:
                 patch.setattr("meshpar.pipeline.gradients.Plan.of", staticmethod(eager))
             return compile_here(step.trace(state, batch))

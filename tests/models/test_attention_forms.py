@@ -13,7 +13,7 @@ import meshpar as mp
 from meshpar.models import LatentAttention, TransformerConfig, next_token_loss
 from meshpar.models.layers import KVCache
 from meshpar.models.transformer import rope_of
-from tests.equal import linen_decoder, mesh_of
+from tests.equal import mesh_of
 from tests.errors import raises
 from tests.grid import cases
 
@@ -48,11 +48,9 @@ def packed():
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments}
 
 
-def after_a_step(cfg, case, batch, framework="nnx"):
+def after_a_step(cfg, case, batch):
     spec, strategy, options = case
-    like = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
-    model = cfg.build() if framework == "nnx" else mp.from_linen(linen_decoder(cfg), like)
-    state = mp.init_state(model, optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy, key=0)
+    state = mp.init_state(cfg.build(), optax.sgd(1.0), mesh=mesh_of(spec), strategy=strategy, key=0)
     state, metrics = mp.train_step(next_token_loss, **options)(state, batch)
     return float(metrics["loss"]), jax.device_get(state.params)
 
@@ -73,14 +71,11 @@ def test_a_step_is_the_plain_form_s_on_one_device(form, case):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("latent", [None, LATENT])
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
 @pytest.mark.parametrize("case", ["fsdp|tensor", "ring"])
-def test_both_frameworks_and_latent_heads(framework, latent, case):
-    changes = {} if latent is None else {"latent": latent, "num_kv_heads": 4, "head_dim": 8}
-    expected = after_a_step(config(**changes), MESHES["one"], packed(), framework)
-    found = after_a_step(config(attention="blockwise", **changes), MESHES[case], packed(), framework)
-    assert_equal(found, expected)
+def test_latent_heads(case):
+    changes = {"latent": LATENT, "num_kv_heads": 4, "head_dim": 8}
+    expected = after_a_step(config(**changes), MESHES["one"], packed())
+    assert_equal(after_a_step(config(attention="blockwise", **changes), MESHES[case], packed()), expected)
 
 
 def test_packed_sequences_have_the_logits_they_have_alone():

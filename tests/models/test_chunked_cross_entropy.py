@@ -155,8 +155,7 @@ def assert_as_promised(report):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("case", "tied"),
-    cases(("fsdp|sequence", True), grid=itertools.product(PROMISES, (False, True))),
+    ("case", "tied"), cases(("fsdp|sequence", True), grid=itertools.product(PROMISES, (False, True)))
 )
 def test_each_chunk_is_gathered_and_its_gradient_scattered(case, tied):
     report = explained(case, tied)

@@ -21,12 +21,11 @@ from meshpar.models.layers import cached_attention
 from meshpar.models.published_configs import llama3_8b
 from tests.collectives.tiles import STAND_IN
 from tests.grid import cases
+from tests.models.test_attention_forms import KEYS_WHOLE, MESHES, STAGES, after_a_step, assert_equal
 
 ROWS, SEQ = 16, 32
 FSDP_TP = (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {})
 HEADS = mp.context_parallel(kind="all-to-all")
-KEYS_WHOLE = mp.Rules(kv_heads=None, act_kv_heads=None, attn_kv_heads=None)
-STAGES = mp.pipeline_parallel(stages=2, microbatches=4, schedule="zb-h1")
 GRID = {
     "keys whole, queries split": (mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel() | KEYS_WHOLE, {}),
     "sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
@@ -65,13 +64,6 @@ def batch():
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def after_a_step(cfg, spec, strategy, options):
-    mesh = spec.build(jax.devices()[: math.prod(spec.values())])
-    state = mp.init_state(cfg.build(), optax.sgd(1.0), mesh=mesh, strategy=strategy, key=0)
-    state, metrics = mp.train_step(next_token_loss, **options)(state, batch())
-    return float(metrics["loss"]), jax.device_get(state.params)
-
-
 @pytest.mark.parametrize("case", EACH)
 def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
     given = set()
@@ -82,7 +74,7 @@ def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
         return cached_attention(q, k, v, first_position=0, scale=scale)
 
     monkeypatch.setattr(layers, "_by_cudnn", attention)
-    (loss, params), (expected_loss, expected) = (after_a_step(config(name), *case) for name in ("cudnn", "xla"))
+    (loss, params), (expected_loss, expected) = (after_a_step(config(name), case, batch()) for name in ("cudnn", "xla"))
     assert loss == pytest.approx(expected_loss, rel=1e-6)
     # Rounding of weights to a byte may fall the other way for a sum in another order.
     atol = 3e-3 if "quantize" in str(case[1]) else 2e-6
@@ -95,7 +87,7 @@ def test_given_own_rows_and_heads_it_is_the_same(monkeypatch, case):
 @pytest.mark.parametrize("case", [FSDP_TP, RINGS["once"]], ids=["all positions", "ring"])
 def test_cudnn_rejects_cpu_devices(case):
     with pytest.raises(mp.MeshparError, match="mesh is of CPU devices.*meshpar\\[cuda12\\].*model.attention=blockwise"):
-        after_a_step(config("cudnn"), *case)
+        after_a_step(config("cudnn"), case, batch())
 
 
 def test_what_cudnn_refuses_is_told_with_the_way_round(monkeypatch):
@@ -119,11 +111,9 @@ def test_its_tiles_go_round_the_ring(monkeypatch, case):
 
     monkeypatch.setattr(cudnn, "TILES", STAND_IN._replace(forward=forward))
     changes = {"num_kv_heads": 8, "head_dim": 16, "latent": LATENT} if case == "latent" else {}
-    spec, strategy, options = RINGS[case]
-    found = after_a_step(config("cudnn", **changes), spec, strategy, options)
-    expected = after_a_step(config("xla", **changes), mp.MeshSpec(), mp.ddp(), {})
-    assert found[0] == pytest.approx(expected[0], rel=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), found[1], expected[1])
+    spec, _, _ = RINGS[case]
+    found = after_a_step(config("cudnn", **changes), RINGS[case], batch())
+    assert_equal(found, after_a_step(config("xla", **changes), MESHES["one"], batch()))
     tensor, ranks = spec.get("tensor", 1), spec["context"]
     assert given == {((8 // tensor, SEQ // ranks // 2), max((8 if changes else 2) // tensor, 1))}
 

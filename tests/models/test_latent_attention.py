@@ -141,11 +141,10 @@ def test_split_over_devices_it_is_the_same_to_the_last_digits(alone, framework, 
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12, err_msg=path)
 
 
-@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
-def test_behind_a_cache_of_latents_it_is_the_same(one_device, framework):
+def test_behind_a_cache_of_latents_it_is_the_same(one_device):
     with jax.enable_x64(True):
         cfg = CONFIG(param_dtype="float64")
-        params, model = random_params(cfg), models(cfg)[framework]
+        params, model = random_params(cfg), models(cfg)["linen"]
         cache = empty_cache(cfg, 4, 8, jnp.float64)
 
         @jax.jit
@@ -201,8 +200,7 @@ def test_model_flops_are_those_of_its_matmuls():
     assert cfg.flops_per_token(8) == 6 * matmuls + 3 * 2 * 2 * 4 * (10 + 14) * 8
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_yarns_factor_of_scores_multiplies_them(one_device, framework):
+def test_yarns_factor_of_scores_multiplies_them(one_device):
     """Queries that are as many times as large give the same scores, over a sequence and with a cache."""
     yarn = YarnScaling(factor=4.0, original_seq_len=4, score_factor=1.75)
     plain = CONFIG(rope_yarn=dataclasses.replace(yarn, score_factor=1.0))
@@ -211,7 +209,7 @@ def test_yarns_factor_of_scores_multiplies_them(one_device, framework):
     larger["layers"]["attention"]["query_up"]["kernel"] *= np.float32(1.75)
 
     def logits(cfg, params):
-        bound = models(cfg)[framework].bind(params, {})
+        bound = cfg.build().bind(params, {})
         cached, _ = bound(TOKENS[:1], cache=empty_cache(cfg, 1, 8, jnp.float32))
         return bound(TOKENS[:1]), cached
 

@@ -19,9 +19,8 @@ from meshpar.inspect.census import census
 from meshpar.inspect.hlo.parser import parse
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.remat import REMAT_POLICIES
-from meshpar.models import RopeScaling, Transformer, TransformerConfig, YarnScaling, next_token_loss
+from meshpar.models import Transformer, TransformerConfig, YarnScaling, next_token_loss
 from meshpar.models.transformer import MLP
-from meshpar.sharding.types import tree_leaves_with_paths
 from tests.equal import linen_decoder, mean_loss, mesh_of
 from tests.grid import cases
 from tests.models import by_hand
@@ -99,32 +98,8 @@ def test_float64_equals_the_decoder_by_hand(one_device, framework, tied):
     np.testing.assert_allclose(logits, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
-def test_a_token_changes_no_logits_before_it(one_device, framework):
-    cfg = CONFIG()
-    model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
-    changed = TOKENS.copy()
-    changed[:, 4] = (changed[:, 4] + 1) % 24
-    before, after = forward(model, params), forward(model, params, changed)
-    np.testing.assert_array_equal(before[:, :4], after[:, :4])
-    assert (np.abs(before[:, 4:] - after[:, 4:]).max(-1) > 1e-3).all()
-
-
-def test_linen_and_nnx_are_the_same_function(one_device):
-    cfg = CONFIG(tied_embeddings=True, rope_scaling=RopeScaling(original_seq_len=16))
-    params = random_params(cfg)
-    found = {name: loss_and_gradient(model, params) for name, model in (("nnx", cfg.build()), ("linen", linen(cfg)))}
-    # The same operations in the same order; only how XLA fuses them may differ.
-    for (path, a), (_, b) in zip(*map(tree_leaves_with_paths, found.values()), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=path)
-    _, gradient = found["nnx"]
-    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradient))
-
-
-@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
-def test_positions_count_by_their_distance(one_device, framework):
-    cfg = CONFIG()
-    model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
+def test_positions_count_by_their_distance(one_device):
+    model, params = CONFIG().build(), random_params(CONFIG())
     row, counted = TOKENS[:1], np.arange(7)
     default = forward(model, params, row)[0]
     positions = jnp.asarray([counted, counted + 50, 2 * counted])
@@ -135,10 +110,8 @@ def test_positions_count_by_their_distance(one_device, framework):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
-def test_rematerialisation_computes_again_what_the_policy_says(one_device, framework):
-    cfg = CONFIG(attention="blockwise")
-    model, params = cfg.build() if framework == "nnx" else linen(cfg), random_params(cfg)
+def test_rematerialisation_computes_again_what_the_policy_says(one_device):
+    model, params = CONFIG().build(), random_params(CONFIG())
 
     def gradient(params):
         return jax.grad(lambda p: mean_loss(model.bind(p, {}), BATCH)[0])(params)
@@ -242,30 +215,19 @@ def num_dots(jaxpr):
     return inner + sum(e.primitive.name == "dot_general" for e in jaxpr.eqns)
 
 
-@pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
-def test_the_trace_does_not_grow_with_depth(one_device, framework):
+def test_the_trace_does_not_grow_with_depth(one_device):
     sizes = []
     for num_layers in (4, 64):
-        cfg = CONFIG(num_layers=num_layers)
-        model = cfg.build() if framework == "nnx" else linen(cfg)
+        model = CONFIG(num_layers=num_layers).build()
 
         def loss(params, model=model):
             return mean_loss(model.bind(params, {}), BATCH)[0]
 
-        sizes.append(num_equations(jax.make_jaxpr(jax.grad(loss))(cfg.build().abstract().params).jaxpr))
+        sizes.append(num_equations(jax.make_jaxpr(jax.grad(loss))(model.abstract().params).jaxpr))
     assert sizes[0] == sizes[1] > 100
 
 
 # --- what the compiler makes of it
-
-
-def collectives_of_a_step(spec, strategy, cfg, framework="nnx"):
-    mesh = mesh_of(spec)
-    rows = jax.ShapeDtypeStruct((8, 16), np.int32)
-    model = cfg.build() if framework == "nnx" else mp.from_linen(linen_decoder(cfg), rows)
-    state = mp.abstract_state(model, optax.adam(1e-3), mesh=mesh, strategy=strategy)
-    compiled = mp.train_step(next_token_loss).lower(state, {"inputs": rows, "targets": rows}).compile()
-    return census(parse(compiled.as_text()), mesh)
 
 
 @pytest.mark.call_stacks
@@ -274,7 +236,10 @@ def collectives_of_a_step(spec, strategy, cfg, framework="nnx"):
 def test_fsdp_gathers_weights_and_moves_nothing_about(tied):
     cfg = CONFIG(embed_dim=32, tied_embeddings=tied)
     strategy = mp.fsdp() | mp.tensor_parallel(sequence=True)
-    found = collectives_of_a_step(mp.MeshSpec(fsdp=4, tensor=2), strategy, cfg)
+    mesh, rows = mesh_of(mp.MeshSpec(fsdp=4, tensor=2)), jax.ShapeDtypeStruct((8, 16), np.int32)
+    state = mp.abstract_state(cfg.build(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
+    compiled = mp.train_step(next_token_loss).lower(state, {"inputs": rows, "targets": rows}).compile()
+    found = census(parse(compiled.as_text()), mesh)
     assert {c.kind for c in found} <= {"all-reduce", "all-gather", "reduce-scatter"}
     gathered = sum(len(c.arrays) for c in found if c.in_loop and not c.is_backward and c.axes == ("fsdp",))
     assert gathered == 9  # a layer's seven matrices and two norms
@@ -296,14 +261,12 @@ def test_linen_trains_in_a_mesh(mesh8):
     assert second["loss"] < first["loss"]
 
 
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_yarns_factor_of_rotations_multiplies_queries_and_keys(one_device, framework):
+def test_yarns_factor_of_rotations_multiplies_queries_and_keys(one_device):
     yarn = YarnScaling(factor=4.0, original_seq_len=4)
     factored, plain = CONFIG(rope_yarn=dataclasses.replace(yarn, rotated_factor=1.5)), CONFIG(rope_yarn=yarn)
     params = random_params(plain)
     larger = jax.tree.map(np.copy, params)
     for name in ("query", "key"):
         larger["layers"]["attention"][name]["kernel"] *= np.float32(1.5)
-    models = [linen(cfg) if framework == "linen" else cfg.build() for cfg in (factored, plain)]
-    found, expected = (forward(*one) for one in zip(models, (params, larger), strict=True))
+    found, expected = forward(factored.build(), params), forward(plain.build(), larger)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)

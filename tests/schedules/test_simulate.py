@@ -44,14 +44,6 @@ def test_span_bubble_is_at_most_the_formula(name, p, m):
             assert span == pytest.approx(bound)
 
 
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
-@pytest.mark.parametrize("p", [2, 4, 8])
-def test_dualpipe_bubble_equals_formula_if_f_equals_b(name, p):
-    for w in (0.4, 0.7, 1.0):
-        span = make(name, p, 2 * p).simulate(w=w).free.span_bubble.max()
-        assert span == pytest.approx(CLOSED[name](p, 1, 1, w, 2 + w))
-
-
 def test_faster_pair_shortens_the_step():
     schedule = make("dualpipe", 4, 16)
     plain, hiding = schedule.simulate(), schedule.simulate(pair=2.0)
