@@ -43,10 +43,11 @@ def test_a_narrow_terminal_wraps_the_table():
     plain = Console(width=60, highlight=False)
     with plain.capture() as shown:
         plain.print(command.Look(table, table.simulate()))
-    grid = shown.get().split("\n\ndualpipe:")[0]
-    assert [line.split() for line in grid.splitlines()] == [
-        line.split() for line in table.text(width=60).splitlines()
-    ]  # fmt: skip
+    lines = shown.get().split("\n\ndualpipe:")[0].splitlines()
+    assert len(lines) > 4
+    for stage, row in enumerate(str(table).splitlines()):
+        bands = [line.removeprefix(f"stage {stage}") for line in lines if line.startswith(f"stage {stage}")]
+        assert " ".join(bands).split() == row.removeprefix(f"stage {stage}").split()
 
 
 def test_json_has_the_fields(schedule):
