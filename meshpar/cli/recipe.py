@@ -60,7 +60,7 @@ from meshpar.sharding.types import (
     problem,
 )
 from meshpar.training.lora import Lora
-from meshpar.training.options import StepOptions
+from meshpar.training.options import ReduceGradients, StepOptions
 from meshpar.training.step import TrainStep
 
 _POSITIVE: tuple[Callable[[Any], bool], str] = (lambda value: value > 0, "it must be positive")
@@ -305,8 +305,8 @@ class Recipe:
     """Examples of the global batch of one update, over all devices and micro-steps."""
     accumulate: int = 1
     """Micro-steps per update."""
-    reduce_gradients: Literal["each_microbatch", "once"] = "each_microbatch"
-    """Reduce gradients to shards in each micro-step, or keep unreduced sums and reduce them once per update."""
+    reduce_gradients: ReduceGradients | None = None
+    """When gradients are reduced over devices, as in `train_step`."""
     loss_is: Literal["mean_over_examples"] | None = None
     """States that a scalar loss is a mean over examples with equal weights, as in `train_step`."""
     precision: Precision = dataclasses.field(default_factory=Precision)

@@ -240,7 +240,7 @@ def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ())
 
     layout = load_plans(path)[0].layout
     fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(layout)}
-    planned = recipe.replace(**{**fields, "accumulate": 1, "reduce_gradients": "each_microbatch"})
+    planned = recipe.replace(**{**fields, "accumulate": 1, "reduce_gradients": None})
     return planned.override(f"accumulate={layout.accumulate}", *assignments)
 
 

@@ -51,6 +51,7 @@ from meshpar.parallel.expected.step_spec import (
 from meshpar.pipeline.traffic import StageTraffic, traffic
 from meshpar.schedules.ops import F, W
 from meshpar.sharding.types import axis_sizes, is_spec
+from meshpar.training.gradients.selection import deferred_axes_of
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
 
@@ -97,6 +98,7 @@ def step_spec_of(
         tokens=tokens,
         accumulate=options.accumulate,
         is_once=options.is_once,
+        deferred_axes=deferred_axes_of(setup, options),
         is_remat=options.remat is not None or any(rule.value is not None for rule in rules.remat),
         interleave=options.interleave,
         compute=options.precision.compute,

@@ -45,6 +45,7 @@ from meshpar.parallel.expected.step_spec import ParamUsage
 from meshpar.sharding.context import apart
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.types import PyTree, axes_of_spec, axis_sizes, problem
+from meshpar.training.gradients.selection import deferred_axes_of
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup, TrainState, abstract_state
 from meshpar.training.step import TrainStep
@@ -310,8 +311,10 @@ def _grouped_note(program: Program, options: StepOptions) -> Iterator[str]:
 
 
 def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[str]:
-    """Note that with HSDP each micro-step all-reduces its gradient shards across groups."""
+    """Note that each micro-step all-reduces its gradient shards across groups."""
     if options.accumulate == 1 or options.is_once or setup.strategy.pipeline is not None:
+        return
+    if deferred_axes_of(setup, options):
         return
     for decision in setup.table.params:
         axes = set(axes_of_spec(decision.spec, setup.sizes)) & set(setup.batch_axes)
@@ -319,7 +322,7 @@ def _repeated_reductions_note(setup: Setup, options: StepOptions) -> Iterator[st
             over = ", ".join(f"`{axis}`" for axis in setup.batch_axes if axis in others)
             yield (
                 f"gradient shards are all-reduced over {over} in each of {options.accumulate} micro-steps; "
-                'reduce_gradients="once" reduces them once, and keeps unsharded gradients until then'
+                'reduce_gradients="once_across_groups" accumulates them and reduces them once'
             )
             return
 

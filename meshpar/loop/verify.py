@@ -54,7 +54,7 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 """Fields of parallelisms that change how a step is computed but not its result. The simplest value is first."""
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "accumulate": (1, 2),
-    "reduce_gradients": ("each_microbatch", "once"),
+    "reduce_gradients": (None, "each_microbatch", "once_across_groups", "once"),
     "interleave": (1, 2),
     "remat": (None, "full", "dots"),
 }

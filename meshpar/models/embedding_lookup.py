@@ -53,12 +53,12 @@ class Lookup:
 def lookup_of(table_VE: Array, tokens_BT: Array) -> Lookup | None:
     """Return the shardings for `exchanged_rows`, or None if it does not apply or all-gathering the table is cheaper."""
     context = ambient()
-    if context is None or context.mesh.size == 1 or outer_axes():
+    if context is None or context.mesh.size == 1:
         return None
-    sizes = axis_sizes(context.mesh)
+    sizes, outer = axis_sizes(context.mesh), outer_axes()
 
     def ranks(entry: object) -> tuple[str, ...]:
-        return tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1)  # type: ignore[arg-type]
+        return tuple(axis for axis in spec_axes(entry) if sizes[axis] > 1 and axis not in outer)  # type: ignore[arg-type]
 
     vocab = ranks(spec_of(table_VE, "act_vocab", "act_embed")[0])
     table_spec = (*param_spec(table_VE, "vocab", "embed"), None, None)

@@ -110,6 +110,15 @@ class Strategy:
         return () if part is None else axes_of(part.name, part.axis)  # type: ignore[attr-defined]
 
     @property
+    def is_hybrid(self) -> bool:
+        """Whether `hsdp` shards the state inside groups that replicate each other."""
+        return any(part.name == "hsdp" for part in self.parts)
+
+    def group_axes(self, batch_axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the batch axes that shard no parameter. They connect groups with equal shards."""
+        return tuple(axis for axis in batch_axes if axis not in self.params.axes)
+
+    @property
     def pipeline(self) -> Pipeline | None:
         """The pipeline component, or None."""
         return next((part for part in reversed(self.parts) if part.name == "pipeline_parallel"), None)  # type: ignore[return-value]

@@ -212,9 +212,9 @@ def hsdp(
     """Hybrid sharded data parallelism: `fsdp` over `axis`, replicated over `data` (Zhao et al. 2023).
 
     All-gathers and reduce-scatters run over `axis`. Gradient shards are then all-reduced over `data`, which sends
-    1/size of the gradients. `train_step(accumulate=n)` repeats this all-reduce in each micro-step.
-    `reduce_gradients="once"` sends it once, and accumulates unsharded gradients. Arguments and errors are as in `fsdp`.
-    With `quantize`, the all-reduce over `data` is quantized, too.
+    1/size of the gradients. With `train_step(accumulate=n)`, each micro-step reduce-scatters gradients over `axis`, and
+    the accumulated shards are all-reduced over `data` once (`reduce_gradients="once_across_groups"`). Arguments and
+    errors are as in `fsdp`. With `quantize`, the all-reduce over `data` is quantized, too.
 
     Example:
       >>> hsdp().params, hsdp().required_axes[0].axis

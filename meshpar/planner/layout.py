@@ -24,6 +24,7 @@ from meshpar.sharding.mesh import MeshSpec
 from meshpar.sharding.printing import human_mesh
 from meshpar.sharding.rules import Rules, resolve
 from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, is_int, num_shards, problem, spec_axes
+from meshpar.training.gradients.selection import deferred_axes
 from meshpar.training.options import StepOptions
 from meshpar.training.sharding_table import resolve_by_stage
 
@@ -204,6 +205,7 @@ class Placed:
             accumulate=layout.microbatches,
             interleave=layout.interleave,
             is_once=pipeline is not None,
+            deferred_axes=deferred_axes(self.strategy, StepOptions(accumulate=layout.microbatches), self.batch_axes),
             is_remat=layout.remat is not None,
             is_pipelined=pipeline is not None,
             experts_per_token=work.experts_per_token,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import MEAN_OVER_EXAMPLES
@@ -11,13 +11,15 @@ from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.remat import check_remat
 from meshpar.sharding.types import check_choice, check_positive_int
 
+ReduceGradients: TypeAlias = Literal["each_microbatch", "once_across_groups", "once"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Options of a training step; see `train_step`."""
 
     accumulate: int = 1
-    reduce_gradients: Literal["each_microbatch", "once"] = "each_microbatch"
+    reduce_gradients: ReduceGradients | None = None
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | None = None
     interleave: int = 1
@@ -28,7 +30,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_positive_int("train_step", "the number of micro-steps per update", accumulate=self.accumulate)
         check_positive_int("train_step", "the number of batch slices", interleave=self.interleave)
-        modes = ("each_microbatch", "once")
+        modes = (None, "each_microbatch", "once_across_groups", "once")
         check_choice("train_step", "when gradients are reduced", modes, reduce_gradients=self.reduce_gradients)
         reactions = ("raise", "skip", "ignore")
         check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)

@@ -47,8 +47,8 @@ from meshpar.sharding.types import (
 )
 from meshpar.training.accumulation import compute_params, constrained, wide
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
-from meshpar.training.gradients.selection import check_batch_supported, check_setup, engine_of
-from meshpar.training.options import StepOptions
+from meshpar.training.gradients.selection import check_batch_supported, check_setup, engine_of_setup
+from meshpar.training.options import ReduceGradients, StepOptions
 from meshpar.training.state import Setup, TrainState, check_state
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
@@ -118,7 +118,7 @@ class TrainStep(_Program):
         self._called: weakref.WeakSet[Setup] = weakref.WeakSet()
 
     def _engine(self, setup: Setup) -> GradientEngine:
-        return engine_of(setup.strategy, self.options, setup.batch_axes)
+        return engine_of_setup(setup, self.options)
 
     def compile_options(self, setup: Setup) -> dict[str, Value]:
         return options_for(setup.mesh, self._xla, self._engine(setup).compile_options(setup, self.options))
@@ -193,7 +193,7 @@ def train_step(
     loss_fn: LossFn,
     *,
     accumulate: int = 1,
-    reduce_gradients: Literal["each_microbatch", "once"] = "each_microbatch",
+    reduce_gradients: ReduceGradients | None = None,
     precision: Precision | None = None,
     remat: str | None = None,
     interleave: int = 1,
@@ -209,7 +209,10 @@ def train_step(
         `model` is the NNX module, the bound Linen module, or `apply` with its parameters.
       accumulate: number of micro-steps per update. Every device divides its local batch.
       reduce_gradients: when gradients are reduced over devices. "each_microbatch" reduces them in every micro-step into
-        shards. "once" accumulates unreduced gradients and reduces them after the loop. It gathers sharded parameters
+        shards. "once_across_groups" does so only over the axes that shard gradients, and reduces the accumulated shards
+        over the other batch axes once, after the loop; the loss receives the batch of a group. It is the default of
+        `hsdp()`, if the model has no batch statistics and no other feature that needs the global batch. "once"
+        accumulates unreduced gradients and reduces them after the loop. It gathers sharded parameters
         once and keeps them replicated, and the loss receives the local batch of a device. `key` and the random streams
         of an NNX module then differ between devices.
       precision: dtypes of parameters, compute and gradient reduction.

@@ -88,6 +88,10 @@ FAULTS = {
         "training.gradients.per_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
         f"data=2; ddp(); {ONCE}", words="step 1: gradient",
     ),
+    "gradients of one group": Fault(
+        "training.gradients.per_device", "lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,))", "g[0]",
+        "data=2,fsdp=2; hsdp(min_bytes=0); accumulate=2", words="step 1: gradient",
+    ),
     "a reduction over the wrong axis": Fault(
         "training.gradients.per_device", "sums = _reduce_all_but_gradients(sums, axes)",
         "sums = _reduce_all_but_gradients(sums, axes[:1])", f"data=2,fsdp=2; hsdp(min_bytes=0); {ONCE}",
@@ -160,7 +164,10 @@ def plant(monkeypatch):
     return planted
 
 
-@pytest.mark.parametrize("name", cases("a dropped psum of the loss", "a mean of the means of micro-steps", grid=FAULTS))
+@pytest.mark.parametrize(
+    "name",
+    cases("a dropped psum of the loss", "gradients of one group", "a mean of the means of micro-steps", grid=FAULTS),
+)
 def test_verify_finds_a_planted_fault(plant, name):
     plant(FAULTS[name])
     result = verified(case=FAULTS[name].case, loss=FAULTS[name].loss)

@@ -162,7 +162,9 @@ def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
 def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     """Return the reduction of a gradient: scattered over the axes of its update, all-reduced over other batch axes."""
     decision, leaf = weight.decision, weight.leaf
-    if not leaf.is_trained or (step.exchanges_rows and decision.leaf.is_table):
+    deferred = set(step.deferred_axes)
+    is_exchanged = step.exchanges_rows and decision.leaf.is_table  # a kernel reduces it in each micro-step
+    if not leaf.is_trained or (is_exchanged and not deferred):
         return None
     is_quantized = step.quantize is not None and step.quantize.gradients is not None and leaf.layer_ndim > 1
     owned, sharded = set(owned_axes(step, decision)), set(split_axes(step, decision.spec))
@@ -175,6 +177,8 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     if pair_axes := outputs_of_pair(step, decision):  # the first matrix of a pair also has the full sequence
         partial -= set(step.sequence_axes)
         partial |= set() if step.is_pipelined or step.is_by_device else pair_axes
+    if is_exchanged:
+        partial &= deferred
     if not partial:
         return None
     scattered = set(split_axes(step, weight.update)) & partial
@@ -191,6 +195,7 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
     always_scattered = scattered & set(split_axes(step, weight.grads)) if accumulates else scattered
     if accumulates:
         counts |= dict.fromkeys(partial - always_scattered, (stack, uses * runs))
+    counts |= dict.fromkeys(partial & deferred, (stack, stack))
     # If gradients are reduced once, after all micro-steps, each micro-step still reduces over the sequence axes.
     # Outside the layers XLA may accumulate first.
     if step.is_once and not step.is_pipelined:

@@ -128,6 +128,9 @@ class StepSpec:
     """Number of micro-steps."""
     is_once: bool = False
     """True if weights are gathered before the first micro-step and gradients are reduced after the last."""
+    deferred_axes: tuple[str, ...] = ()
+    """Axes over which gradients are reduced once, after the last micro-step, while each micro-step reduces them over
+    other axes."""
     is_remat: bool = False
     interleave: int = 1
     """Number of slices of the local batch that stacked layers interleave."""

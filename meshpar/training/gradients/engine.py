@@ -62,12 +62,13 @@ UNSUPPORTED = {
         "a pipeline already accumulates gradients over its microbatches", "use accumulate=1 and more microbatches",
     ),
     Feature.QUANTIZE: (
-        "quantize", "quantize parameters and gradients", "pipelines do not support quantized gathers",
-        "remove quantize from the strategy",
+        "quantize", "quantize parameters and gradients",
+        'pipelines and reduce_gradients="once_across_groups" do not support quantized gathers',
+        'remove quantize from the strategy, or the stages, or use reduce_gradients="each_microbatch"',
     ),
     Feature.PREFETCH: (
         "prefetch", "prefetch the weights of the next layer",
-        'stages, quantize and reduce_gradients="once" do not support prefetching',
+        "stages, quantize and gradients that are reduced once do not support prefetching",
         'remove prefetch, or stages and quantize, and use reduce_gradients="each_microbatch"',
     ),
     Feature.HOST_OFFLOAD: (

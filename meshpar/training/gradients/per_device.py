@@ -1,9 +1,12 @@
-"""Gradients computed per device in a `shard_map`, without reductions inside the micro-steps.
+"""Gradients computed per device, or per group of devices, in a `shard_map` over batch axes.
 
-There are two modes:
+There are three modes:
 
-    reduce_gradients="once"     Parameters are gathered before the micro-steps. Each device accumulates full gradients
+    "once"                      Parameters are gathered before the micro-steps. Each device accumulates full gradients
                                 of its local batch, which are reduced once, after the last micro-step.
+    "once_across_groups"        The region is manual only over the axes that shard no gradient. In each micro-step XLA
+                                gathers weights and reduce-scatters gradients inside a group. The accumulated shards
+                                are reduced across groups once.
     strategy with `quantize`    Parameters are sharded. Weights are gathered and gradients scattered in low precision,
                                 by the kernels of `zeropp.py`.
 """
@@ -19,10 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from meshpar.layers.losses import Loss, MicrobatchTotals
 from meshpar.layers.scan import gathering
+from meshpar.parallel.batch import split_rows
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
 from meshpar.training.accumulation import (
     MicroStep,
@@ -44,41 +48,56 @@ def gradients(loss: Loss, options: StepOptions, state: TrainState, batch: PyTree
     """Return loss, metrics and gradients of a batch, summed over micro-steps and devices; see `xla.gradients`."""
     quantized = make_quantized_gather(state.setup, options.precision)
     if quantized is None:
-        return _reduced_once(loss, options, state, batch, key)
+        return _reduced_once(loss, options, state, batch, key, state.setup.batch_axes)
     return _quantized(loss, options, state, batch, key, quantized)
 
 
-def _reduced_once(
+def gradients_of_groups(
     loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array
 ) -> MicrobatchTotals:
-    """Accumulate the gradients of the local batch on each device and reduce them once.
+    """Return loss, metrics and gradients of a batch, reduced across groups once; see `xla.gradients`."""
+    setup = state.setup
+    return _reduced_once(loss, options, state, batch, key, setup.strategy.group_axes(setup.batch_axes))
 
-    The parameters are replicated over the batch axes. XLA partitions the computation over the other mesh axes.
+
+def _reduced_once(
+    loss: Loss, options: StepOptions, state: TrainState, batch: PyTree, key: jax.Array, axes: tuple[str, ...]
+) -> MicrobatchTotals:
+    """Accumulate the gradients of the local batch and reduce them over `axes` once.
+
+    The parameters are replicated over these axes. XLA partitions the computation over the other mesh axes, and in each
+    micro-step reduces the gradients over the other batch axes into shards.
 
     Explicit mesh axes could express the same: weights of type `reduced` over the batch axes have `unreduced` gradients.
     That sends the same bytes for gradients, and in addition the loss of each micro-step. JAX up to version 0.12 refuses
     such weights where they are added to or multiplied with activations, as biases and norm scales are.
     """
-    setup, axes = state.setup, state.setup.batch_axes
+    setup = state.setup
+    inner_axes = tuple(axis for axis in setup.batch_axes if axis not in axes)
     params = in_compute(setup, state.params, options.precision.compute)
     specs = jax.tree.map(lambda spec: without_axes(spec, axes), setup.layout.params, is_leaf=is_spec)
     params = constrained(params, setup.named(specs))
+    grad_layouts = setup.trained(setup.layout.grads)
 
     def local(params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array) -> MicrobatchTotals:
         def step(loss: Loss) -> MicroStep:
-            return functools.partial(micro_step, loss, options, setup, params)
+            def sharded(extra: PyTree, examples: PyTree, key: jax.Array) -> MicrobatchTotals:
+                sums = micro_step(loss, options, setup, params, extra, examples, key)
+                return sums.replace(grads=constrained(sums.grads, grad_layouts)) if inner_axes else sums
 
-        sums = _local_sums(loss, _evaluate, step, options, setup, params, extra, examples, key)
+            return sharded
+
+        sums = _local_sums(loss, _evaluate, step, options, setup, axes, params, extra, examples, key)
         sums = _reduce_all_but_gradients(sums, axes)
         # Gradients have a new first dim, which is sharded over the batch axes.
         return sums.replace(grads=jax.tree.map(lambda g: g[None], sums.grads))
 
-    sums = _by_device(local, setup, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
+    sums = _by_device(local, setup, axes, PartitionSpec(), PartitionSpec(axes))(params, state.extra, batch, key)
     # XLA chooses the reduce-scatter. A psum_scatter would first gather the dims that other mesh axes shard.
     # jnp.sum would reduce low-precision dtypes in float32.
     summed = jax.tree.map(lambda g: lax.reduce(g, np.zeros((), g.dtype), lax.add, (0,)), sums.grads)
     grads = constrained(summed, setup.named(setup.trained(setup.layout.grads)))
-    return sums.replace(grads=grads, count=_num_parts(setup, options))
+    return sums.replace(grads=grads, count=_num_parts(setup, options, axes))
 
 
 def _quantized(
@@ -101,31 +120,31 @@ def _quantized(
                 return functools.partial(micro_step, loss, options, setup, params)
             return _sharded_step(functools.partial(call, loss), setup, params)
 
-        sums = _local_sums(loss, call, step, options, setup, params, extra, examples, key)
+        sums = _local_sums(loss, call, step, options, setup, axes, params, extra, examples, key)
         if options.is_once:
             sums = sums.replace(grads=quantized.scatter_all(sums.grads, noise))
         return _reduce_all_but_gradients(sums, axes)
 
-    run = _by_device(local, setup, quantized.specs, setup.trained(quantized.specs))
+    run = _by_device(local, setup, axes, quantized.specs, setup.trained(quantized.specs))
     sums = run(state.params, state.extra, batch, key, noise)
     grads = constrained(sums.grads, setup.named(setup.trained(grad_specs(setup, options))))
-    return sums.replace(grads=grads, count=_num_parts(setup, options))
+    return sums.replace(grads=grads, count=_num_parts(setup, options, axes))
 
 
 def _evaluate(terms: Callable[..., Any], *args: Any) -> Any:
     return terms(*args)
 
 
-def _num_parts(setup: Setup, options: StepOptions) -> int:
-    """Return the number of micro-steps on all devices."""
-    return options.accumulate * math.prod(setup.sizes[axis] for axis in setup.batch_axes)
+def _num_parts(setup: Setup, options: StepOptions, axes: tuple[str, ...]) -> int:
+    """Return the number of micro-steps on all devices or groups."""
+    return options.accumulate * math.prod(setup.sizes[axis] for axis in axes)
 
 
 def _by_device(
-    local: Callable[..., MicrobatchTotals], setup: Setup, param_specs: PyTree, grad_specs: PyTree
+    local: Callable[..., MicrobatchTotals], setup: Setup, axes: tuple[str, ...], param_specs: PyTree, grad_specs: PyTree
 ) -> Callable[..., MicrobatchTotals]:
-    """Return `local`, a function of (params, extra, examples, *keys), in a `shard_map` over the batch axes."""
-    replicated, axes = PartitionSpec(), setup.batch_axes
+    """Return `local`, a function of (params, extra, examples, *keys), in a `shard_map` over batch axes."""
+    replicated = PartitionSpec()
 
     def run(params: PyTree, extra: PyTree, examples: PyTree, *keys: jax.Array) -> MicrobatchTotals:
         def inside(params: PyTree, extra: PyTree, examples: PyTree, *keys: jax.Array) -> MicrobatchTotals:
@@ -182,18 +201,20 @@ def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> Mic
 
 def _local_sums(
     loss: Loss, call: Callable[..., Any], step: Callable[[Loss], MicroStep], options: StepOptions, setup: Setup,
-    params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array,
+    axes: tuple[str, ...], params: PyTree, extra: PyTree, examples: PyTree, key: jax.Array,
 ) -> MicrobatchTotals:  # fmt: skip
     """Sum the micro-steps of the local batch, with random keys that differ between devices.
 
     `call` is a function (terms, params, extra, examples, key) that evaluates the loss on a part of the batch. `step`
     returns the micro-step of a loss.
     """
-    random_keys, axes = setup.model.random_keys(), setup.batch_axes
+    random_keys, count = setup.model.random_keys(), options.accumulate
     local_key = jax.random.fold_in(key, lax.axis_index(axes))
     local_extra = _local_keys(extra, random_keys, axes)
-    count = options.accumulate
     micro_batches = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), examples)
+    if inner_axes := tuple(axis for axis in setup.batch_axes if axis not in axes):
+        layout = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(inner_axes))
+        micro_batches = jax.tree.map(lambda x: split_rows(x, count, layout), examples)
     keys = local_key[None] if count == 1 else micro_keys(local_key, count)
     where = f"{setup.strategy.label}, train_step(accumulate={count}, reduce_gradients={options.reduce_gradients!r})"
     sizes = {axis: setup.sizes[axis] for axis in axes}
@@ -250,6 +271,7 @@ def _reduce_all_but_gradients(sums: MicrobatchTotals, axes: tuple[str, ...]) -> 
     return sums.replace(loss=loss, metrics=metrics, extra=jax.tree.map(reduce_extra, sums.extra))
 
 
+ACROSS_GROUPS = GradientEngine(gradients_of_groups, supports=frozenset({Feature.ACCUMULATION, Feature.HOST_OFFLOAD}))
 ENGINE = GradientEngine(
     gradients, supports=frozenset({Feature.ACCUMULATION, Feature.QUANTIZE, Feature.HOST_OFFLOAD}), uses_local_batch=True
 )
