@@ -191,9 +191,6 @@ def collectives(
     )
 
 
-# ---- Arguments -------------------------------------------------------------------------------------------------------
-
-
 def _mesh(mesh: str | Mesh | None) -> Mesh:
     if jax.process_count() > 1:
         reason, fix = "it compares all values in a single process", "run it in a single process"
@@ -233,9 +230,6 @@ def _sizes(min_bytes: float, max_bytes: float, factor: float) -> list[int]:
         raise problem("bench collectives", requested, reason, fix, code="out-of-range")
     steps = math.floor(math.log(max_bytes / min_bytes, factor) + 1e-9)
     return [round(min_bytes * factor**step) for step in range(steps + 1)]
-
-
-# ---- One collective at one size --------------------------------------------------------------------------------------
 
 
 class _Case:
@@ -400,9 +394,6 @@ def _in_turn(runs: Mapping[str, Callable[[int], float]], repeats: int, target_s:
             # On a busy machine an empty run may have taken longer. Then its time is not subtracted.
             measured[name].append((run_s - idle_s[name] if run_s > 2 * idle_s[name] else run_s) / times[name])
     return measured
-
-
-# ---- Notes -----------------------------------------------------------------------------------------------------------
 
 
 def _notes(mesh: Mesh, rows: Sequence[CollectiveRow]) -> Iterator[str]:

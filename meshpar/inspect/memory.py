@@ -166,9 +166,6 @@ def memory_note(peak: int, limit: int | None) -> str:
     return f"{share}: the CUDA context, NCCL's buffers and fragmentation may need the remaining memory"
 
 
-# ---- State, batch and gradients --------------------------------------------------------------------------------------
-
-
 def _state_bytes(setup: Setup) -> tuple[int, int, int]:
     totals, state = setup.table.totals, setup.abstract
     counters = sum(x.dtype.itemsize * math.prod(x.shape) for x in (state.step, state.key, state.skipped))
@@ -203,9 +200,6 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
 
     pairs = zip(setup.table.params, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
     return sum(gradient_bytes(decision.leaf, spec) for decision, spec in pairs if decision.leaf.is_trained)
-
-
-# ---- The largest contributors ----------------------------------------------------------------------------------------
 
 
 def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
@@ -247,9 +241,6 @@ def temporaries(program: Program) -> list[Contributor]:
         for (module, shape, source), sizes in groups.items()
     ]
     return sorted(contributors, key=lambda c: -c.nbytes)[:MOST_CONTRIBUTORS]
-
-
-# ---- Remedies --------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,9 +148,6 @@ class Section:
         return "\n".join((f"<h2>{heading}</h2>", *parts))
 
 
-# ---- Formatting ------------------------------------------------------------------------------------------------------
-
-
 def _percent(share: float | None) -> str:
     if share is None:
         return "–"
@@ -182,9 +179,6 @@ def _once(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         yield "as above" if text in seen else text
         seen.add(text)
-
-
-# ---- Contents --------------------------------------------------------------------------------------------------------
 
 
 def sections(report: AnyReport) -> tuple[Section, ...]:
@@ -560,8 +554,6 @@ def _notes(report: AnyReport) -> Section:
     return Section(title="Notes", parts=tuple(Cell(f"· {note}", "faint") for note in (*notes, compiled)))
 
 
-# ---- Terminal --------------------------------------------------------------------------------------------------------
-
 _RICH: Mapping[Style, str] = {
     "": "", "good": "green", "bad": "bold red", "warn": "yellow", "faint": "dim", "strong": "bold"
 }  # fmt: skip
@@ -604,8 +596,6 @@ def _printable(text: str) -> str:
     """Return the text with control characters replaced."""
     return "".join(c if c.isprintable() else " " if c in "\n\t" else "�" for c in text)
 
-
-# ---- HTML ------------------------------------------------------------------------------------------------------------
 
 # Colours inherit from the surrounding page, so the report is readable on light and dark backgrounds.
 _CSS = """

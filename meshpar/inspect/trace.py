@@ -212,9 +212,6 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
     )
 
 
-# ---- The file --------------------------------------------------------------------------------------------------------
-
-
 def _events(planes: Iterable[Any]) -> list[Event]:
     """Return the operations, without loops, conditionals and calls."""
     events = (event for plane in planes for event in _of_plane(plane))
@@ -253,9 +250,6 @@ def _host(planes: Iterable[Any]) -> tuple[dict[str, float], set[int]]:
         else:
             phases[name] += event.duration_ns / 1e9
     return dict(phases), steps
-
-
-# ---- Times -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

@@ -46,9 +46,6 @@ def made(devices="cpu", **changes) -> Collectives:
     return Collectives(**{"devices": devices, "notes": ("a note",), **whole, **changes})
 
 
-# Measuring -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def measured():
     """Every collective by its quickest algorithms, over two devices."""
@@ -160,9 +157,6 @@ def test_bench_rejects_invalid_arguments(options, code):
         bench.collectives(**{"mesh": "data=2", "repeats": 1, **options})
 
 
-# What was found ------------------------------------------------------------------------------------------------------
-
-
 def test_profile_of_unknown_devices_has_links_only(tmp_path):
     profile = made().profile()
     assert isinstance(profile, Links)
@@ -226,9 +220,6 @@ def test_bench_plot_shows_times_model_and_crossover():
     assert any("1.76 MB" in text.get_text() for text in reduce.texts)
     far = made(fits=(dataclasses.replace(found.fits[0], link=Link(alpha_s=1.0, bytes_per_s=1e11)),))
     assert not plots.collectives(far).axes[0].texts
-
-
-# The command ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

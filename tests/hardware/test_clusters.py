@@ -156,8 +156,6 @@ def test_custom_gpu_rejects_impossible_figures(field, value):
         Cluster.from_json({**CLUSTER, "gpu": gpu})
 
 
-# Measured links by mesh axis -----------------------------------------------------------------------------------------
-
 SLOW, FAST, MESSAGE = (
     Link(alpha_s=9e-6, bytes_per_s=1e9),
     Link(alpha_s=1e-6, bytes_per_s=9e9),

@@ -94,9 +94,6 @@ def test_one_rank_sends_nothing():
     assert cost.tree_all_reduce(1e9, 1).time_s(LINK) == cost.naive_root_all_reduce(1e9, 1).time_s(LINK) == 0
 
 
-# Hierarchical all-reduce and parameter servers
-
-
 def test_hierarchical_all_reduce_sends_its_shard_across_nodes():
     found = cost.hierarchical_all_reduce(8e6, 64, inner=8)
     assert found.inside.steps == 14
@@ -117,9 +114,6 @@ def test_a_hierarchy_sends_the_bytes_of_one_ring(inner, outer, payload):
 def test_parameter_servers_on_every_rank_equal_a_ring():
     spread = cost.parameter_server_all_reduce(8e6, 8, num_servers=8)
     assert spread == cost.ring_all_reduce(8e6, 8)
-
-
-# Crossover
 
 
 def test_crossover_of_eight_ranks_by_hand():
@@ -148,9 +142,6 @@ def test_crossover_may_not_exist():
     assert cost.ring_tree_crossover_bytes(8, Link(alpha_s=0, bytes_per_s=1e9)) == 0
 
 
-# Numbers in print
-
-
 def fully_sharded(payload, ranks):
     """A layer's weights gathered twice, its gradient scattered once."""
     gather = cost.ring_all_gather(payload, ranks)
@@ -164,9 +155,6 @@ def test_fsdp_sends_1_5_times_the_bytes_of_ddp():
     # One source counts an all-reduce as one message of its size: 140 GB for 70 billion bf16 gradients, and so 210 GB.
     in_messages = fully_sharded(140e9, 64).bytes_sent / cost.ring_all_reduce(140e9, 64).bytes_sent
     assert 140e9 * in_messages == pytest.approx(210e9)
-
-
-# Collectives as the compiler names them
 
 
 @pytest.mark.parametrize(
@@ -211,9 +199,6 @@ def test_ring_is_not_faster_between_nodes_than_inside():
     assert cost.collective_link("all-gather", cluster, num_nodes=4, per_node=8).bytes_per_s == 32e9
 
 
-# Invalid arguments
-
-
 def test_algorithms_reject_invalid_sizes():
     algorithms = (
         cost.ring_all_gather, cost.ring_broadcast, cost.ring_all_reduce, cost.tree_all_reduce,
@@ -253,11 +238,6 @@ def test_measured_axis_link_takes_precedence():
     for axes in (("fsdp",), ("data", "fsdp"), ("unknown",), ()):
         usual = cost.collective_link("all-reduce", parse_cluster("h100:8x8"), **where)
         assert cost.collective_link("all-reduce", cluster, axes=axes, **where) == usual
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Mixture of experts
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_all_to_alls_of_deepseek_v3_over_64_ranks():

@@ -110,9 +110,6 @@ def test_steps_that_do_not_fit_have_remedies(planted, pod):
     assert unadvised.memory.remedies == ()
 
 
-# Errors
-
-
 def test_cluster_size_must_match_the_mesh(planted, monkeypatch):
     monkeypatch.setattr(explain_module, "require_aot", lambda cluster: None)
     plant = planted.reference("zero3")
@@ -148,9 +145,6 @@ def test_indivisible_batches_are_refused(planted):
     odd = {name: np.zeros((9, 64), np.int32) for name in plant.batch}
     with raises("indivisible", "batch leaf"):
         mp.explain(plant.step, plant.state, odd)
-
-
-# Large models
 
 
 @pytest.mark.pod

@@ -32,9 +32,6 @@ def account(compiled, name, target, **options):
     return plant, program, found
 
 
-# Figures
-
-
 @pytest.mark.parametrize(
     ("name", "target"),
     [
@@ -125,9 +122,6 @@ def test_gradient_bytes(strategy, options, expected):
     assert memory(program, state.setup, batch, None, options=step.options).gradients_bytes == expected
 
 
-# Contributors
-
-
 @pytest.mark.parametrize("target", cases("pod", grid=["cpu", "pod"]))
 def test_largest_contributors_have_their_modules(compiled, target):
     _, _, found = account(compiled, "fsdp_tensor", target)
@@ -142,9 +136,6 @@ def test_largest_contributors_have_their_modules(compiled, target):
     # Activations saved by the forward loop are attributed to their layers.
     assert any(one.module.startswith("gradients/layers") and ".py:" in one.source for one in temporaries)
     assert len({(one.module, one.shape, one.source) for one in temporaries}) == len(temporaries)
-
-
-# Remedies
 
 
 def layers(strategy, *, rows=16, real=False, **axes):

@@ -37,9 +37,6 @@ def scan_on(programs, pod):
     return compiled
 
 
-# Programs
-
-
 def test_scanned_model_on_8_gpus(programs, scan_on):
     program = scan_on("h100:1x8")
     assert program.target == "h100:1x8"
@@ -169,9 +166,6 @@ def test_topology(pod):
     assert jax.default_backend() == "cpu"
 
 
-# The process
-
-
 def test_process_is_separate_and_ignores_local_devices(pod):
     child = pod.call(os.getpid)
     assert child != os.getpid()
@@ -188,9 +182,6 @@ def test_process_is_separate_and_ignores_local_devices(pod):
 def test_process_end_raises_with_its_last_output():
     with PodProcess() as process, pytest.raises(PodError, match=r"(?s)status 1.*out of luck"):
         process.call(sys.exit, "out of luck")
-
-
-# Refusals
 
 
 def test_wrong_number_of_gpus_raises(pod, programs):
@@ -211,9 +202,6 @@ def test_missing_ptxas_raises(monkeypatch):
     monkeypatch.setattr(target.shutil, "which", lambda name: None)
     with raises("missing-package", "cluster"):
         target.require_aot("h100:1x8")
-
-
-# What needs no plugin
 
 
 @pytest.mark.parametrize("gpu", GPUS.values(), ids=GPUS.keys())

@@ -93,9 +93,6 @@ def read(text: str) -> _Reader:
     return reader
 
 
-# Contents -----------------------------------------------------------------------------------------------------------
-
-
 def test_text_contains_the_report(report):
     text = str(report)
     assert "fsdp() on fsdp=8 · cpu · 8 devices" in text.splitlines()[0]
@@ -215,9 +212,6 @@ def test_places_are_short(tmp_path, monkeypatch):
     assert render.place(f"{tmp_path}/a/b.py:7") == "a/b.py:7"
     assert render.place("/elsewhere/deep/down/model.py:12") == "down/model.py:12"
     assert render.place("") == ""
-
-
-# Markup --------------------------------------------------------------------------------------------------------------
 
 
 def test_terminal_output_escapes_markup(nasty):

@@ -194,9 +194,6 @@ def timeline(
     )
 
 
-# ---- Simulation ------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class _Flight:
     """A run of a collective, in progress or finished."""

@@ -28,9 +28,6 @@ def compiled(function, *shapes):
     return compile_here(jax.jit(function).trace(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)))
 
 
-# FLOPs
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "lowered"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_scanned_model_flops_equal_closed_form(saved, programs, platform, version):
@@ -114,9 +111,6 @@ ENTRY e {
 """
     for copy, again in ((".remat4", 1), ("5", 0)):
         assert work.repeated_flops(hlo.parse(body % (copy, copy))) == again * 2 * 8**3
-
-
-# Temporaries and shapes
 
 
 def test_largest_temporary_has_source_line():
@@ -203,9 +197,6 @@ def test_shapes_in_loop_body(saved, programs, version):
         assert not with_shape(body, (programs.EMBED, local), "f32")
 
 
-# The walk
-
-
 def test_executed_tracks_loops_branches_and_fusions(saved):
     for (program, platform, _), module in saved.items():
         visits = list(executed(module))
@@ -244,9 +235,6 @@ def test_executed_skips_reducers():
     called = {name for computation in program.module for ins in computation for name in ins.called_as("to_apply")}
     assert called
     assert not called & {visit.computation.name for visit in executed(program.module)}
-
-
-# Scopes
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,6 @@ def test_opaque_kernel_costs_its_bytes():
     assert (found.flops, found.moved_bytes) == (0, 6000)
 
 
-# Slices and updates
-
-
 def test_fusion_that_slices_a_layer_reads_the_slice():
     inside = "  ROOT s = f32[1,100] dynamic-slice(p0, p1, p1), dynamic_slice_sizes={1,100}"
     assert fused(inside, "f32[32,100] s32[]", "f32[1,100]").moved_bytes == 400 + 4 + 400

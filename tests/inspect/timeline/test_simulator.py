@@ -91,9 +91,6 @@ def check(found: Timeline):
             assert all(0 <= op.start_s <= op.end_s <= segment.duration_s + 1e-12 for op in ops)
 
 
-# Hiding
-
-
 DOT = "k = f32[100,100] dot(a, b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
 """It takes 2 ms: 2e6 FLOPs at 1e9 per second."""
 UPDATE = "u = (f32[250000], f32[250000]) collective-permute-update(s)"
@@ -181,8 +178,6 @@ def test_queue_wait_is_charged_to_running_collective():
     assert found.bound == "network:tensor"
     check(found)
 
-
-# Loops, branches, calls
 
 COUNTED = 'backend_config={"known_trip_count":{"n":"%d"}}'
 
@@ -306,9 +301,6 @@ def test_call_runs_inline():
     check(found)
 
 
-# Spellings
-
-
 def test_wrapped_collective_is_async():
     scatter = """
 wrapped {
@@ -357,8 +349,6 @@ def test_opaque_kernels_are_reported():
     assert ["__triton$kernel" in note for note in found.notes] == [True]
 
 
-# Links
-
 GATHER = """
 y = f32[1000000] parameter(4)
 ROOT g = f32[%d] all-gather(y), channel_id=1, replica_groups=%s, use_global_device_ids=true, dimensions={0}
@@ -392,8 +382,6 @@ def test_slowest_group_determines_time():
     found = clock(GATHER % (4000000, "{{0,1,2,3},{4,5,6,7}}"), cluster=nodes)
     assert found.step_s == pytest.approx(12e6 / 1e8)
 
-
-# Real programs
 
 CLUSTERS = {
     "one node": dataclasses.replace(SLOW, inside=Link(alpha_s=1e-6, bytes_per_s=450e9)),
@@ -476,8 +464,6 @@ def test_random_schedules_add_up_and_gain_from_faster_links(steps, factor):
     check(quicker)
     assert quicker.step_s <= found.step_s * (1 + 1e-9)
 
-
-# A decoder's step, compiled for eight H100s
 
 LAYERS, ROWS, SEQ = 4, 16, 1024
 
