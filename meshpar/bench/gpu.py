@@ -97,7 +97,10 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
         check_positive_int("bench gpu", "the size of the matrices", size=size)
     check_positive_int("bench gpu", "the number of runs", repeats=repeats)
     check_choice("bench gpu", "the dtype", ("bfloat16", "float16", "float32"), dtype=dtype)
-    rates = {n: cost.matmul_flops(n, n, n) / _product_s(n, dtype, repeats) for n in sorted(sizes)}
+    rates, numbers = {}, np.random.default_rng(0)
+    for n in sorted(sizes):  # each matmul depends on the previous, so that the compiler removes none
+        a, b = (jnp.asarray(numbers.normal(size=(n, n)) / n**0.5, dtype) for _ in range(2))
+        rates[n] = cost.matmul_flops(n, n, n) / _time_s(functools.partial(jnp.matmul, b=b), a, repeats)
     x = jnp.ones((max(4 * max(sizes) ** 2, MIN_COPIED_BYTES // 4),), jnp.float32)
     copied_s = _time_s(lambda x: x + 1, x, repeats)
     today = datetime.date.today().isoformat()
@@ -106,13 +109,6 @@ def products(*, sizes: Sequence[int] = (), dtype: str = "bfloat16", repeats: int
         launch_s=_launch_s(repeats),
         source=f"meshpar bench gpu, jax {jax.__version__}, {device.device_kind}, {today}",
     )  # fmt: skip
-
-
-def _product_s(n: int, dtype: str, repeats: int) -> float:
-    """Return the time of a matmul. Each depends on the previous, so that the compiler removes none."""
-    numbers = np.random.default_rng(0)
-    a, b = (jnp.asarray(numbers.normal(size=(n, n)) / n**0.5, dtype) for _ in range(2))
-    return _time_s(lambda x: x @ b, a, repeats)
 
 
 def _launch_s(repeats: int) -> float:

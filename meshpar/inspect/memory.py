@@ -131,6 +131,11 @@ def memory(
     params, optimizer, other = _state_bytes(setup)
     limit = limit_bytes(setup.mesh, cluster)
     peak = program.peak_bytes
+    contributors = [
+        *_grouped(setup, setup.table.params, "parameters"),
+        *_grouped(setup, [state for state in setup.table.optimizer if not state.is_on_host], "optimizer state"),
+        *temporaries(program),
+    ]
     return Memory(
         params_bytes=params,
         optimizer_bytes=optimizer,
@@ -145,7 +150,7 @@ def memory(
         fits=None if limit is None else peak <= limit,
         host_bytes=program.host_temporary_bytes + setup.table.totals.host_bytes,
         note=memory_note(peak, limit),
-        largest=_largest(program, setup),
+        largest=tuple(sorted(contributors, key=lambda c: (-c.nbytes, c.what, c.module, c.shape))),
     )
 
 
@@ -200,15 +205,6 @@ def _gradients_bytes(setup: Setup, options: StepOptions) -> int:
 
     pairs = zip(setup.table.params, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
     return sum(gradient_bytes(decision.leaf, spec) for decision, spec in pairs if decision.leaf.is_trained)
-
-
-def _largest(program: Program, setup: Setup) -> tuple[Contributor, ...]:
-    contributors = [
-        *_grouped(setup, setup.table.params, "parameters"),
-        *_grouped(setup, [state for state in setup.table.optimizer if not state.is_on_host], "optimizer state"),
-        *temporaries(program),
-    ]
-    return tuple(sorted(contributors, key=lambda c: (-c.nbytes, c.what, c.module, c.shape)))
 
 
 def _grouped(setup: Setup, decisions: Iterable[Decision], what: str) -> list[Contributor]:

@@ -122,7 +122,10 @@ class Trace(Printed, Plain):
         title = f"{self.source}: {self.steps} steps of {self.program} on {self.devices} devices"
         shown = [title, _facts(self)]
         if self.collectives:
-            shown.append(_table(self.collectives))
+            columns = ("collective", "axes", "bytes", "runs", "measured", "predicted", "÷", "exposed", "pred. exposed")
+            by_column = zip(columns, *map(_cells, self.collectives), strict=True)
+            heads, *rows = zip(*(cells for cells in by_column if any(cells[1:])), strict=True)
+            shown.append(table("collectives, per step and device", heads, rows, left=("collective", "axes")))
         rows_of = [(one.what, si(one.time_s, "s"), f"{one.share:.0%}", one.where) for one in self.costs]
         shown.append(table("the largest costs", ("", "time", "of the step", "where"), rows_of, left=("", "where")))
         return Group(*shown, *(f"· {note}" for note in self.notes))
@@ -157,7 +160,9 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
         raise problem(f"trace `{file}`", "read it", reason, fix, code="damaged-file") from None
     with warnings.catch_warnings():  # the reader's types warn on Python 3.12, which aborts if warnings are errors
         warnings.simplefilter("ignore", DeprecationWarning)
-        events, host, steps = _events(data.planes), *_host(data.planes)
+        operations = (event for plane in data.planes for event in _of_plane(plane))
+        events = [event for event in operations if not _AROUND.match(event.name) and event.end_ns >= event.begin_ns]
+        host, steps = _host(data.planes)
     if not events:
         reason, fix = "it contains no operation of a program", "trace steps: meshpar train RECIPE --profile 10:15"
         raise problem(f"trace `{file}`", "read it", reason, fix, code="not-found")
@@ -210,12 +215,6 @@ def read(path: str | Path, *, report: Report | None = None, links: Links | None 
         costs=tuple(_costs(times, timed, idle_s, step_s, op_names)[:top]),
         notes=tuple(_notes(file, timed, report, links)),
     )
-
-
-def _events(planes: Iterable[Any]) -> list[Event]:
-    """Return the operations, without loops, conditionals and calls."""
-    events = (event for plane in planes for event in _of_plane(plane))
-    return [event for event in events if not _AROUND.match(event.name) and event.end_ns >= event.begin_ns]
 
 
 def _of_plane(plane: Any) -> Iterator[Event]:
@@ -273,13 +272,6 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
     return merged
 
 
-def _covered(begin: float, end: float, by: np.ndarray) -> float:
-    """Return how much of an interval the sorted intervals `by` [n, 2] cover."""
-    first, last = np.searchsorted(by[:, 1], begin), np.searchsorted(by[:, 0], end)
-    clipped = np.clip(by[first:last], begin, end)
-    return float((clipped[:, 1] - clipped[:, 0]).sum())
-
-
 def _times(devices: Iterable[Sequence[Event]], scale: float) -> dict[str, _Time]:
     times: dict[str, _Time] = {}
     for events in devices:
@@ -293,7 +285,9 @@ def _times(devices: Iterable[Sequence[Event]], scale: float) -> dict[str, _Time]
             time.count += match is None or match.group(2) != "-done"
             time.time_s += spent / scale
             if match is not None:
-                time.exposed_s += (spent - _covered(one.begin_ns, one.end_ns, by)) / scale
+                first, last = np.searchsorted(by[:, 1], one.begin_ns), np.searchsorted(by[:, 0], one.end_ns)
+                covered = np.clip(by[first:last], one.begin_ns, one.end_ns)
+                time.exposed_s += (spent - float((covered[:, 1] - covered[:, 0]).sum())) / scale
     return times
 
 
@@ -375,14 +369,6 @@ def _facts(trace: Trace) -> Any:
     rows += [(name, si(seconds, "s")) for name, seconds in trace.phases.items() if seconds]
     rows += [(f"loop: {name}", si(seconds, "s")) for name, seconds in trace.host.items()]
     return table("a step", ("", "mean"), [row for row in rows if row[1]], left=("",))
-
-
-def _table(collectives: Sequence[MeasuredCollective]) -> Any:
-    columns = ("collective", "axes", "bytes", "runs", "measured", "predicted", "÷", "exposed", "pred. exposed")
-    rows = [_cells(one) for one in collectives]
-    shown = [index for index, _ in enumerate(columns) if any(row[index] for row in rows)]
-    title, names = "collectives, per step and device", [columns[index] for index in shown]
-    return table(title, names, [[row[index] for index in shown] for row in rows], left=("collective", "axes"))
 
 
 def _time(seconds: float | None) -> str:

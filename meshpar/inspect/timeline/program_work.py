@@ -161,7 +161,10 @@ def largest_temporaries(module: Module, most: int = 10) -> tuple[Temporary, ...]
     are outputs. Two entries may share memory, because lifetimes are not analyzed.
     """
     visited = {visit.computation.name: visit.computation for visit in executed(module) if not visit.in_fusion}
-    outputs = _outputs(module.entry)
+    root = module.entry.root
+    outputs = {(root.name, index) for index, _ in enumerate(root.shape.leaves())}
+    if root.opcode == "tuple":
+        outputs = {_viewed_array(module.entry, module.entry[name]) for name in root.operands}
     arrays = [
         (leaf, index, computation, ins)
         for computation in visited.values()
@@ -204,14 +207,6 @@ def _updates_in_place(module: Module, ins: Instruction, index: int) -> bool:
     if root.opcode == "tuple":
         root = inner[root.operands[index]] if index < len(root.operands) else root
     return skip_views(inner, root).opcode == "dynamic-update-slice"
-
-
-def _outputs(entry: Computation) -> set[tuple[str, int]]:
-    """Return (instruction, index of the array in its result) of the program's outputs."""
-    root = entry.root
-    if root.opcode != "tuple":
-        return {(root.name, index) for index, _ in enumerate(root.shape.leaves())}
-    return {_viewed_array(entry, entry[name]) for name in root.operands}
 
 
 def _viewed_array(computation: Computation, ins: Instruction) -> tuple[str, int]:
@@ -278,7 +273,10 @@ def _kernel(computation: Computation, ins: Instruction) -> tuple[int, Attention]
         num_products = _flash_products(computation, ins)
         return flops * num_products, "backward" if num_products > 2 else "forward"
     if target.startswith("mosaic_gpu") and (rows := _GROUPED.search(ins.metadata.op_name)):
-        return 2 * int(rows[1]) * _weight_size(computation, ins), ""
+        # A group's weight is [d, f], among the operands or the results.
+        arrays = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
+        weights = (array.dims for array in (*arrays, *ins.shape.leaves()) if len(array.dims) == 3)
+        return 2 * int(rows[1]) * math.prod(next(weights, (0,))[1:]), ""
     return 0, ""
 
 
@@ -298,13 +296,6 @@ def _flash_products(computation: Computation, ins: Instruction) -> int:
 
 def _is_like(array: ArrayShape | None, query: ArrayShape) -> bool:
     return array is not None and len(array.dims) == len(query.dims) and array.dims[-1] == query.dims[-1]
-
-
-def _weight_size(computation: Computation, ins: Instruction) -> int:
-    """Return the size of a group's weight `[d, f]` in tokamax's grouped matmul, from its operands or results."""
-    arrays = [leaf for name in ins.operands for leaf in computation[name].shape.leaves()]
-    weights = (array.dims for array in (*arrays, *ins.shape.leaves()) if len(array.dims) == 3)
-    return math.prod(next(weights, (0,))[1:])
 
 
 def _product_flops(computation: Computation, ins: Instruction, contracted: Sequence[int]) -> int:

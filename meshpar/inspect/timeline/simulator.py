@@ -317,19 +317,13 @@ class _Simulation:
         elif ins.opcode == "call":
             for name in runs(ins):
                 self._inline(block, self.block(self._module.computations[name]))
-        else:
-            self._kernel(block, computation, ins)
-
-    def _kernel(self, block: _ComputationRun, computation: Computation, ins: Instruction) -> None:
-        kernel = self.roofline.kernel(computation, ins)
-        if kernel is None or not kernel.time_s:
-            return
-        start_s = block.duration_s
-        block.duration_s += kernel.time_s
-        block.spent_s["compute" if kernel.is_compute_bound else "memory"] += kernel.time_s - kernel.launch_s
-        block.spent_s["launches"] += kernel.launch_s
-        block.works("matmul" if kernel.flops else "kernels")
-        block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
+        elif (kernel := self.roofline.kernel(computation, ins)) is not None and kernel.time_s:
+            start_s = block.duration_s
+            block.duration_s += kernel.time_s
+            block.spent_s["compute" if kernel.is_compute_bound else "memory"] += kernel.time_s - kernel.launch_s
+            block.spent_s["launches"] += kernel.launch_s
+            block.works("matmul" if kernel.flops else "kernels")
+            block.computed(ins, "matmul" if kernel.flops else "kernel", start_s)
 
     def _communicates(self, computation: Computation, ins: Instruction, hops: int) -> Iterator[Collective | None]:
         """Yield the collectives that an instruction issues, or None for a collective without communication."""
