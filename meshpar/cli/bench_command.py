@@ -97,7 +97,9 @@ def collectives(
         timings = kernels.collectives(mesh, **options, progress=progress)
     print_report(timings, as_json=as_json)
     if save:
-        _save(timings, save)
+        _save(timings.profile(), save)
+        if timings.poor:
+            click.secho(f"meshpar: {timings.poor}", fg="yellow", err=True)
     if plot:  # after the profile, which must be saved even if plotting fails
         from meshpar.cli import plots
 
@@ -142,27 +144,21 @@ def gpu(dtype: str, save: str | None, as_json: bool, **options: Any) -> None:
         timings = products(dtype=dtype, **options)
     print_report(timings, as_json=as_json)
     if save:
-        profile = timings.profile(save)
-        profile.save(save)
-        click.echo(f"saved {save}: {profile.name}", err=True)
+        _save(timings.profile(save), save)
 
 
 @contextlib.contextmanager
 def _live() -> Iterator[Callable[[str], None]]:
     """Yield a function that shows progress on a single line of the terminal, which is cleared at the end."""
-    is_terminal = sys.stderr.isatty()
-    yield _progress if is_terminal else lambda line: None
-    if is_terminal:
-        _progress("")
+
+    def show(line: str) -> None:
+        if sys.stderr.isatty():
+            click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+    yield show
+    show("")
 
 
-def _progress(line: str) -> None:
-    click.echo(f"\r\x1b[K{line}", nl=False, err=True)
-
-
-def _save(timings: Any, path: str) -> None:
-    profile = timings.profile()
+def _save(profile: Any, path: str) -> None:
     profile.save(path)
     click.echo(f"saved {path}: {profile.name}", err=True)
-    if timings.poor:
-        click.secho(f"meshpar: {timings.poor}", fg="yellow", err=True)

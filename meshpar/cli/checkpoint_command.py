@@ -62,13 +62,14 @@ def inspect(run: str, step: int | None, as_json: bool) -> None:
     """List the path, shape, dtype and fingerprint of each array. Only the index of the checkpoint is read."""
     from meshpar.loop.checkpoint import read_index
 
-    folder, step = _select_step(run, step)
-    index = read_index(folder, step)
+    folder, steps = _saved_steps(run, step)
+    index = read_index(folder, steps[-1])
     rows = tuple(
         {"path": path, "shape": leaf["shape"], "dtype": leaf["dtype"], "fingerprint": leaf.get("fingerprint", "")}
         for path, leaf in index["leaves"].items()
     )
-    print_report(Listing(title=f"step {step}, written by meshpar {index['meshpar']}", rows=rows), as_json=as_json)
+    title = f"step {steps[-1]}, written by meshpar {index['meshpar']}"
+    print_report(Listing(title=title, rows=rows), as_json=as_json)
 
 
 @checkpoint.command("verify")
@@ -84,9 +85,7 @@ def verify(run: str, step: int | None, as_json: bool) -> None:
     prepare_devices(1)
     from meshpar.loop.checkpoint import damage_of
 
-    folder, steps = _saved_steps(run)
-    if step is not None:
-        steps = [_select_step(run, step)[1]]
+    folder, steps = _saved_steps(run, step)
     damages = {step: damage_of(folder, step) for step in steps}
     rows = tuple({"step": step, "is": "whole" if why is None else f"damaged: {why}"} for step, why in damages.items())
     print_report(Listing(title=str(folder), rows=rows), as_json=as_json)
@@ -120,8 +119,8 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     library()
     max_file_bytes = int(parse_bytes(max_bytes, minimum=1))
     new_folder(out)  # check it before arrays are read, which can take minutes
-    folder, step = _select_step(run, step)
-    index = read_index(folder, step)
+    folder, steps = _saved_steps(run, step)
+    index = read_index(folder, steps[-1])
     leaves = {path: leaf for path, leaf in index["leaves"].items() if path.startswith("params/")}
 
     def export_dtype(path: str) -> Any:
@@ -138,28 +137,19 @@ def export(run: str, out: str, step: int | None, dtype: str | None, max_bytes: s
     with whole_folder(out) as fresh:
         write(fresh, files, make, sum(sizes.values()))
     count = sum(math.prod(leaf["shape"]) for leaf in leaves.values())
-    click.echo(f"{out}: {count:,} parameters of step {step}, {sum(sizes.values()):,} bytes")
+    click.echo(f"{out}: {count:,} parameters of step {steps[-1]}, {sum(sizes.values()):,} bytes")
 
 
-def _saved_steps(run: str) -> tuple[Path, list[int]]:
+def _saved_steps(run: str, step: int | None = None) -> tuple[Path, list[int]]:
+    """Return the folder of checkpoints and the saved steps, or only `step` if it is set."""
     from meshpar.loop.checkpoint import Checkpoints
 
-    where, folder = f"run {run[:200]}", Path(run)
-    if (folder / "checkpoints").is_dir():
-        folder /= "checkpoints"
-    if not folder.is_dir():
-        fix = "name a run, such as runs/NAME"
-        raise problem(where, "read its checkpoints", "the folder does not exist", fix, code="missing-file")
-    steps = Checkpoints(folder).steps()
-    if not steps:
-        fix = "name a run with saved checkpoints"
-        raise problem(where, "read its checkpoints", f"{folder} has no checkpoints", fix, code="not-found")
-    return folder, steps
-
-
-def _select_step(run: str, step: int | None) -> tuple[Path, int]:
-    folder, steps = _saved_steps(run)
-    if step is not None and step not in steps:
-        reason = f"the saved steps are {steps}"
-        raise problem(f"run {run}", f"read step {step}", reason, "use a saved step", code="not-found")
-    return folder, steps[-1] if step is None else step
+    folder = Path(run, "checkpoints") if Path(run, "checkpoints").is_dir() else Path(run)
+    steps = Checkpoints(folder).steps() if folder.is_dir() else []
+    if not steps or step not in (None, *steps):
+        code = "not-found" if folder.is_dir() else "missing-file"
+        reason = f"the saved steps are {steps}" if steps else "it has no checkpoints"
+        reason = reason if folder.is_dir() else "the folder does not exist"
+        fix = "name a saved step of a run, such as runs/NAME"
+        raise problem(f"run {run[:200]}", "read its checkpoints", reason, fix, code=code)
+    return folder, steps if step is None else [step]

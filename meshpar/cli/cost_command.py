@@ -116,13 +116,11 @@ def _sheet(name: str, numbers: tuple[str, ...], cluster: str | None) -> Sheet:
 
 def _check_used(algorithm: str, inner: int | None, servers: int) -> None:
     """Check that no option is ignored."""
-    for option, is_given, required in (
-        ("--inner", inner is not None, "hierarchical"),
-        ("--servers", servers != 1, "parameter-server"),
-    ):
-        if is_given and algorithm != required:
-            reason, fix = f"it is an option of {required}", f"remove it, or use {required}"
-            raise problem(f"meshpar cost {algorithm}", f"use {option}", reason, fix, code="conflict")
+    ignored = ("--inner", "hierarchical") if inner is not None and algorithm != "hierarchical" else None
+    ignored = ("--servers", "parameter-server") if servers != 1 and algorithm != "parameter-server" else ignored
+    if ignored:
+        reason, fix = f"it is an option of {ignored[1]}", f"remove it, or use {ignored[1]}"
+        raise problem(f"meshpar cost {algorithm}", f"use {ignored[0]}", reason, fix, code="conflict")
 
 
 def _links(cluster: str | None, alpha: float | None, bandwidth: float | None) -> Link | Profile:

@@ -24,6 +24,12 @@ from meshpar.sharding.units import human_bytes
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 LEAST_SHM_BYTES, LEAST_DISK_BYTES, LEAST_FILES = 1e9, 5e9, 4096
 _OWN_FLAGS = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_call", "--xla_dump")
+_RELEVANT = re.compile(
+    "(JAX_|XLA_|NCCL_|CUDA_VISIBLE|LIBTPU|TPU_|MESHPAR_|SLURM_|OMPI_COMM|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)"
+    "|JOB_COMPLETION_INDEX|PMI_(RANK|SIZE)|COORDINATOR_(ADDRESS|PORT)|PROCESS_ID|NUM_PROCESSES"
+    "|(?i:(https?|grpc)_proxy)"
+)
+"""Names of the reported environment variables."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +126,7 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
             "shared memory": human_bytes(shm_bytes),
             "open files": str(open_files),
         },
-        environment={name: env[name] for name in sorted(env) if _is_relevant(name)},
+        environment={name: env[name] for name in sorted(env) if _RELEVANT.fullmatch(name)},
         platform=devices[0].platform,
         shm_bytes=shm_bytes,
         disk_bytes=disk.free,
@@ -131,72 +137,64 @@ def gather(env: Mapping[str, str], *, out: str | Path) -> MachineFacts:
 
 def findings(facts: MachineFacts) -> tuple[Diagnosis, ...]:
     """Return the problems of a machine. Depends only on `facts`."""
-    env, problems = facts.environment, []
-
-    def add(is_problem: bool, what: str, fix: str) -> None:
-        if is_problem:
-            problems.append(Diagnosis(what=what, fix=fix))
-
+    env, gpu = facts.environment, facts.platform == "gpu"
     version = facts.versions.get("jax", "")
-    for name in ("jaxlib", *PLUGINS[:2]):
-        other = facts.versions.get(name, version)
-        add(
+    others = {name: facts.versions.get(name, version) for name in ("jaxlib", *PLUGINS[:2])}
+    flags = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS)]
+    proxies = [name for name in env if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy")]
+    place, launch_problems = None, []
+    try:
+        place = launch.detect(env)
+    except MeshparError as error:
+        launch_problems.append((True, f"{error.where}: {error.reason}", error.fix))
+    version_problems = [
+        (
             other.split(".")[:2] != version.split(".")[:2],
             f"jax has version {version}, but {name} has version {other}",
             f"pip install {name}=={version}",
         )
-    add(
-        facts.nvidia and facts.platform == "cpu" and env.get("JAX_PLATFORMS") != "cpu",
-        "the machine has an NVIDIA GPU, but jax uses the CPU",
-        "pip install 'meshpar[cuda12]', and check that nvidia-smi works in this shell",
-    )
-    flags = [flag for flag in env.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS)]
-    add(
-        bool(flags),
-        f"XLA_FLAGS sets {' '.join(flags)}, which `explain` and the fingerprints of runs ignore",
-        "use --xla NAME=VALUE with train and explain instead",
-    )
-    add(
-        env.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false",
-        "XLA_PYTHON_CLIENT_PREALLOCATE=false can cause memory fragmentation and out-of-memory errors",
-        "unset it, and set XLA_PYTHON_CLIENT_MEM_FRACTION=0.90",
-    )
-    try:
-        place = launch.detect(env)
-    except MeshparError as error:
-        place = None
-        add(True, f"{error.where}: {error.reason}", error.fix)
-    proxies = [name for name in env if name.lower() in ("http_proxy", "https_proxy", "grpc_proxy")]
-    add(
-        place is not None and bool(proxies),
-        f"{' and '.join(proxies)} can block connections from processes to their coordinator",
-        f"unset {' '.join(proxies)}, or add the host of the coordinator to no_proxy",
-    )
-    gpu = facts.platform == "gpu"
-    add(
-        gpu and facts.shm_bytes < LEAST_SHM_BYTES,
-        f"/dev/shm has only {human_bytes(facts.shm_bytes)}, and NCCL uses it for communication within a node",
-        "increase its size: docker run --shm-size=16g, or an emptyDir of medium Memory",
-    )
-    add(
-        facts.disk_bytes < LEAST_DISK_BYTES,
-        f"the disk of the runs has only {human_bytes(facts.disk_bytes)} of free space",
-        "delete files, or use another folder with --out",
-    )
-    add(
-        gpu and 0 <= facts.open_files < LEAST_FILES,
-        f"the limit of {facts.open_files} open files is low for checkpoints, which write many files in parallel",
-        f"ulimit -n {LEAST_FILES}",
-    )
-    return tuple(problems)
-
-
-def _is_relevant(name: str) -> bool:
-    starts = ("JAX_", "XLA_", "NCCL_", "CUDA_VISIBLE", "LIBTPU", "TPU_", "MESHPAR_", "SLURM_", "OMPI_COMM", "MASTER_")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "JOB_COMPLETION_INDEX", "PMI_RANK", "PMI_SIZE")
-    kubeflow = ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "PROCESS_ID", "NUM_PROCESSES")
-    proxy = re.fullmatch(r"(https?|grpc)_proxy", name, re.IGNORECASE)
-    return name.startswith(starts) or name in (*names, *kubeflow) or proxy is not None
+        for name, other in others.items()
+    ]
+    problems = [
+        *version_problems,
+        (
+            facts.nvidia and facts.platform == "cpu" and env.get("JAX_PLATFORMS") != "cpu",
+            "the machine has an NVIDIA GPU, but jax uses the CPU",
+            "pip install 'meshpar[cuda12]', and check that nvidia-smi works in this shell",
+        ),
+        (
+            bool(flags),
+            f"XLA_FLAGS sets {' '.join(flags)}, which `explain` and the fingerprints of runs ignore",
+            "use --xla NAME=VALUE with train and explain instead",
+        ),
+        (
+            env.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false",
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false can cause memory fragmentation and out-of-memory errors",
+            "unset it, and set XLA_PYTHON_CLIENT_MEM_FRACTION=0.90",
+        ),
+        *launch_problems,
+        (
+            place is not None and bool(proxies),
+            f"{' and '.join(proxies)} can block connections from processes to their coordinator",
+            f"unset {' '.join(proxies)}, or add the host of the coordinator to no_proxy",
+        ),
+        (
+            gpu and facts.shm_bytes < LEAST_SHM_BYTES,
+            f"/dev/shm has only {human_bytes(facts.shm_bytes)}, and NCCL uses it for communication within a node",
+            "increase its size: docker run --shm-size=16g, or an emptyDir of medium Memory",
+        ),
+        (
+            facts.disk_bytes < LEAST_DISK_BYTES,
+            f"the disk of the runs has only {human_bytes(facts.disk_bytes)} of free space",
+            "delete files, or use another folder with --out",
+        ),
+        (
+            gpu and 0 <= facts.open_files < LEAST_FILES,
+            f"the limit of {facts.open_files} open files is low for checkpoints, which write many files in parallel",
+            f"ulimit -n {LEAST_FILES}",
+        ),
+    ]
+    return tuple(Diagnosis(what=what, fix=fix) for is_problem, what, fix in problems if is_problem)
 
 
 def _links() -> dict[str, str]:

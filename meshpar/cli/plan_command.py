@@ -55,24 +55,25 @@ def plan(
     and optimizer. The layouts that fit in memory are sorted by predicted step time. The model is not run.
     """
     prepare_devices(None, use_host=True)
-    for path in (save, plot):
+    for path, suffixes in ((save, ()), (plot, PLOT_SUFFIXES)):
         if path:
-            check_output_file(path)
-    if plot and growth:
-        check_output_file(plot, PLOT_SUFFIXES)
-    if plot and not growth:
-        raise problem(
-            "--plot", f"write {plot}", "--growth is not set", "add --growth, or remove --plot", code="conflict"
-        )
-    if growth and (verify or save or why_not is not None or _is_given("top")):
-        reason, fix = "it cannot be combined with --top, --verify, --save or --why-not", "remove the other options"
-        raise problem("--growth", "compare cluster sizes", reason, fix, code="conflict")
-    if strategy is not None and why_not is None:
-        fix = "add --why-not AXES, or remove --strategy"
-        raise problem("--strategy", f"use {strategy}", "--why-not is not set", fix, code="conflict")
-    if why_not is not None and not why_not.strip():
-        fix = "write --why-not fsdp=8,tensor=8"
-        raise problem("--why-not", "explain an empty mesh", "mesh axes are required", fix, code="bad-syntax")
+            check_output_file(path, suffixes)
+    is_top_set = click.get_current_context().get_parameter_source("top") is ParameterSource.COMMANDLINE
+    others = verify or save or why_not is not None or is_top_set
+    together = "it cannot be combined with --top, --verify, --save or --why-not"
+    for option, is_wrong, reason, fix in (
+        ("--plot", plot and not growth, "--growth is not set", "add --growth, or remove --plot"),
+        ("--growth", growth and others, together, "remove the other options"),
+        ("--strategy", strategy and why_not is None, "--why-not is not set", "add --why-not, or remove --strategy"),
+        (
+            "--why-not",
+            why_not is not None and not why_not.strip(),
+            "mesh axes are required",
+            "--why-not fsdp=8,tensor=8",
+        ),
+    ):
+        if is_wrong:
+            raise problem(option, "use it", reason, fix, code="bad-syntax" if option == "--why-not" else "conflict")
     if growth:
         _grow(recipe, cluster, assignments, from_hf, plot=plot, as_json=as_json)
         return
@@ -86,10 +87,6 @@ def plan(
         click.echo(json.dumps({"mesh": why_not, "strategy": strategy, "why_not": answer}) if as_json else answer)
         return
     print_report(plans, as_json=as_json)
-
-
-def _is_given(option: str) -> bool:
-    return click.get_current_context().get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
 def _grow(
