@@ -214,12 +214,6 @@ def test_an_exception_in_a_recipe_exits_with_2(explain, recipe, function, line, 
     assert "Traceback" not in error
 
 
-def test_traceback_option_shows_the_traceback(explain, recipe):
-    code, _, error = explain(f"{recipe}:crashing", "--check", "--traceback")
-    assert code == 2
-    assert "in crashing" in error
-
-
 def test_a_syntax_error_in_a_recipe_exits_with_2(explain, tmp_path):
     (tmp_path / "broken.py").write_text("import jax\n\ndef recipe(:\n")
     code, _, error = explain(tmp_path / "broken.py", "--check")

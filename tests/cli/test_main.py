@@ -124,6 +124,17 @@ def recipe() -> mp.Recipe:
 """
 
 
+@pytest.fixture
+def train_bodies(meshpar, tmp_path):
+    """Train the recipe `BODIES`, with a text replaced."""
+
+    def train(*args, old="", new=""):
+        (tmp_path / "recipe.py").write_text(BODIES.replace(old, new) if old else BODIES)
+        return meshpar("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path, *args)
+
+    return train
+
+
 @pytest.mark.parametrize(
     ("old", "new", "is_other"),
     [
@@ -136,40 +147,34 @@ def recipe() -> mp.Recipe:
 @pytest.mark.parametrize(
     "fields", [(), pytest.param(("--steps", 4), marks=pytest.mark.matrix)], ids=["same fields", "more steps"]
 )
-def test_a_run_whose_code_has_changed_needs_a_word_to_go_on(meshpar, tmp_path, old, new, is_other, fields):
-    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
-    recipe.write_text(BODIES)
-    assert meshpar(*train)[0] == 0
-    recipe.write_text(BODIES.replace(old, new))
-    code, _, error = meshpar(*train, *fields)
+def test_changed_code_must_be_accepted_to_resume(train_bodies, old, new, is_other, fields):
+    assert train_bodies()[0] == 0
+    code, _, error = train_bodies(*fields, old=old, new=new)
     assert code == (2 if is_other else 0)
     if is_other:
         assert "the model, the optimizer or a library has changed: the run was trained with program" in error
-        code, text, _ = meshpar(*train, *fields, "--accept-changes")
+        code, text, _ = train_bodies(*fields, "--accept-changes", old=old, new=new)
         assert code == 0
         assert "the code changed since the run started" in text
-        assert meshpar(*train, *fields)[0] == 0  # and is that of the run from now on
+        assert train_bodies(*fields, old=old, new=new)[0] == 0  # the run now has the new code
 
 
-def test_a_program_is_compared_with_the_fields_that_the_run_had(meshpar, tmp_path):
-    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
-    recipe.write_text(BODIES.replace("lambda steps: optax.sgd(1e-3)", "lambda steps: optax.sgd(1 / steps)"))
-    assert meshpar(*train)[0] == 0
-    assert meshpar(*train, "--steps", 4)[0] == 0  # another program, which follows from the steps
-    code, text, _ = meshpar(*train, "--steps", 4, "--set", "mesh.fsdp=2", "--set", "mesh.data=1")
+def test_programs_are_compared_with_the_fields_of_the_run(train_bodies):
+    change = {"old": "lambda steps: optax.sgd(1e-3)", "new": "lambda steps: optax.sgd(1 / steps)"}
+    assert train_bodies(**change)[0] == 0
+    assert train_bodies("--steps", 4, **change)[0] == 0  # another program, which follows from the steps
+    code, text, _ = train_bodies("--steps", 4, "--set", "mesh.fsdp=2", "--set", "mesh.data=1", **change)
     assert code == 0
     assert "skipping the comparison with the program of the earlier steps: mesh.data, mesh.fsdp changed" in text
 
 
-def test_a_run_that_lost_its_recipe_json_needs_a_word_to_go_on(meshpar, tmp_path):
-    recipe, train = tmp_path / "recipe.py", ("train", tmp_path / "recipe.py", "--devices", 2, "--out", tmp_path)
-    recipe.write_text(BODIES)
-    assert meshpar(*train)[0] == 0
+def test_a_lost_recipe_json_must_be_accepted_to_resume(train_bodies, tmp_path):
+    assert train_bodies()[0] == 0
     (tmp_path / "bodies" / "recipe.json").unlink()
-    code, _, error = meshpar(*train)
+    code, _, error = train_bodies()
     assert code == 2
     assert "recipe.json is missing, so the recipe of its 2 steps is unknown" in error
-    assert meshpar(*train, "--accept-changes")[0] == 0
+    assert train_bodies("--accept-changes")[0] == 0
     assert (tmp_path / "bodies" / "recipe.json").exists()
 
 
@@ -343,20 +348,6 @@ def test_shard_on_a_mesh_of_thousands_that_is_not_there(meshpar, tmp_path):
     assert "fsdp: embed='fsdp'" in text
 
 
-def test_shard_says_what_does_not_fit(meshpar, tmp_path):
-    code, _, error = meshpar("shard", write_recipe(tmp_path), "--mesh", "fsdp=3")
-    assert code == 2
-    assert error.startswith("meshpar: ")
-    assert len(error.strip().splitlines()) == 1
-
-
-def test_shard_of_a_mesh_that_takes_what_is_left_asks_for_the_devices(meshpar, tmp_path):
-    code, _, error = meshpar("shard", write_recipe(tmp_path), "--mesh", "fsdp=-1")
-    assert code == 2
-    assert "--devices 4096" in error
-    assert ".abstract(" not in error
-
-
 # The command itself --------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +374,9 @@ def test_help_imports_nothing_heavy():
         (["train", "x.py", "--devices", "0"], "1<=x<=1024"),
         (["bench", "gpu", "--repeats", "0"], "x>=1"),
         (["train", "gpt_stdlib.py"], "Did you mean `recipes/gpt_stdlib.py`"),
+        (["train", "recipes/gpt_stdlib.py", "--devices", "64"], "jax was already started with 8 devices"),
+        (["shard", "recipes/gpt_stdlib.py", "--mesh", "fsdp=3"], "fsdp"),
+        (["shard", "recipes/gpt_stdlib.py", "--mesh", "fsdp=-1"], "--devices 4096"),
     ],
 )
 def test_mistakes_are_one_paragraph(meshpar, monkeypatch, args, says):
@@ -425,12 +419,6 @@ def test_devices_are_chosen_before_jax_starts(monkeypatch, count, flags, platfor
     cli.prepare_devices(count)
     found = dict(flag.split("=") for flag in os.environ.get("XLA_FLAGS", "").split())
     assert (os.environ.get("JAX_PLATFORMS"), found.get(cli._DEVICE_COUNT_FLAG)) == expected
-
-
-def test_more_devices_than_jax_was_started_with(meshpar, tmp_path):
-    code, _, error = meshpar("train", write_recipe(tmp_path), "--devices", 64)
-    assert code == 2
-    assert "jax was already started with 8 devices" in error
 
 
 @pytest.mark.matrix
