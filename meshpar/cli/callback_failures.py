@@ -20,30 +20,27 @@ GRACE_S = 5.0
 """Time in which the process may end by itself, with its own message."""
 
 
-class CallbackFailures(logging.Handler):
-    """Logging handler that ends the process some seconds after a host callback failed."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        if error is None or not record.getMessage().endswith("callback failed"):
-            return
-        timer = threading.Timer(GRACE_S, _end, (record.getMessage().removesuffix(" failed"), error))
-        timer.daemon = True
-        timer.start()
-
-
-def end_on_callback_failures(*, show_traceback: bool = False) -> None:
-    """Install the handler. Without `show_traceback`, jax's own record with the traceback is not printed."""
+def end_on_callback_failures() -> None:
+    """Filter the records of jax: end the process some seconds after a host callback failed."""
     for name in LOGGERS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(handler, CallbackFailures) for handler in logger.handlers):
-            logger.addHandler(CallbackFailures())
-            logger.propagate = show_traceback
+        logging.getLogger(name).addFilter(_end_later)
 
 
-def _end(callback: str, error: BaseException) -> None:
+def _end_later(record: logging.LogRecord) -> bool:
+    """Start the end. The record itself, which has a traceback, is printed only with --traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is None or not record.getMessage().endswith("callback failed"):
+        return True
     line = user_line(error)
     reason = f"{type(error).__name__} was raised ({error})" + (f" at {line}" if line else "")
     fix = "correct the callback; devices that wait for its result would never continue"
-    print(f"meshpar: {problem(f'`{callback}`', 'run', reason, fix)}", file=sys.stderr, flush=True)
-    os._exit(2)
+    shown = problem(f"`{record.getMessage().removesuffix(' failed')}`", "run", reason, fix)
+
+    def end() -> None:
+        print(f"meshpar: {shown}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(GRACE_S, end)
+    timer.daemon = True
+    timer.start()
+    return "--traceback" in sys.argv

@@ -349,8 +349,7 @@ def train(
     launch.join(alone=is_child, timeout_s=join_limit or (launch.LOCAL_JOIN_S if is_child else launch.JOIN_S))
     command = {f"--{name.replace('_', '-')}": value for name, value in settings.items() if name not in COMPARED_LATER}
     command["--stall-limit"] = stall_limit
-    show_traceback = "--traceback" in click.get_current_context().find_root().obj
-    callback_failures.end_on_callback_failures(show_traceback=show_traceback)
+    callback_failures.end_on_callback_failures()
     with multihost.pod(stall_s=stall_limit, command=command):
         _train(device_count=devices, **settings)
 

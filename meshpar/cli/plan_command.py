@@ -65,12 +65,7 @@ def plan(
         ("--plot", plot and not growth, "--growth is not set", "add --growth, or remove --plot"),
         ("--growth", growth and others, together, "remove the other options"),
         ("--strategy", strategy and why_not is None, "--why-not is not set", "add --why-not, or remove --strategy"),
-        (
-            "--why-not",
-            why_not is not None and not why_not.strip(),
-            "mesh axes are required",
-            "--why-not fsdp=8,tensor=8",
-        ),
+        ("--why-not", why_not is not None and not why_not.strip(), "mesh axes are required", "name mesh axes"),
     ):
         if is_wrong:
             raise problem(option, "use it", reason, fix, code="bad-syntax" if option == "--why-not" else "conflict")
