@@ -29,7 +29,7 @@ def saved(programs):
     return {
         (name, platform, version): hlo.parse(text)
         for name in programs.PROGRAMS
-        for platform in ("cpu", "cuda", "lowered")
+        for platform in ("cpu", "cuda")
         for version, text in programs.saved(name, platform).items()
     }
 

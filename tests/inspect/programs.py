@@ -2,8 +2,7 @@
 
     python tests/inspect/programs.py          # once with each supported jax; needs the `aot` extra
 
-Files are named `<program>.<cpu|cuda|lowered>.jax<major>.<minor>.hlo.gz`; `lowered` is the text before any pass. Paths
-of the machine that made them are taken out.
+Files are named `<program>.<cpu|cuda>.jax<major>.<minor>.hlo.gz`. They contain no paths of the machine that made them.
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ def _renew() -> None:
             texts = {
                 "cpu": compile_here(build(here, **for_cpu)).text,
                 "cuda": pod.compile(build(abstract_mesh(name)), "h100:1x8").text,
-                "lowered": build(abstract_mesh(name)).lower(lowering_platforms=("cuda",)).as_text("hlo"),
             }
             for platform, text in texts.items():
                 file = DATA / f"{name}.{platform}.{version}.hlo.gz"

@@ -1,8 +1,4 @@
-"""A parser of HLO text as XLA prints it, with an instruction per line.
-
-Supported inputs are compiled programs (`compiled.as_text()`), lowered programs (`lowered.as_text("hlo")`) and XLA
-dumps. Other text raises `HloSyntaxError` with the line number.
-"""
+"""A parser of HLO text as XLA prints it, with an instruction per line (`compiled.as_text()`)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator
+from typing import Any
 
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module
 
@@ -25,7 +25,7 @@ class Loop:
     body: str
     """Name of the body computation."""
     trip_count: int | None
-    """None if it is unknown to XLA and cannot be derived from the loop's counter."""
+    """None if it is unknown to XLA."""
     op_name: str = ""
 
 
@@ -115,55 +115,18 @@ def branches(computation: Computation, ins: Instruction) -> tuple[str, ...]:
 
 
 def _callees(module: Module, visit: Visit, ins: Instruction) -> Iterator[Visit]:
-    if not ins.called:
-        return
+    def inner(name: str, **changes: Any) -> Visit:
+        return dataclasses.replace(visit, computation=module.computations[name], **changes)
+
     if ins.opcode == "while":
         for body in ins.called_as("body"):
-            loop = Loop(ins.name, body, trip_count(module, visit.computation, ins), ins.metadata.op_name)
-            yield _step(module, visit, body, loops=(*visit.loops, loop))
+            loop = Loop(ins.name, body, ins.trip_count, ins.metadata.op_name)
+            yield inner(body, loops=(*visit.loops, loop))
         return
     for index, name in enumerate(names := branches(visit.computation, ins)):
         branch = Branch(ins.name, index, len(names), len(visit.loops), ins.metadata.op_name)
-        yield _step(module, visit, name, branches=(*visit.branches, branch))
+        yield inner(name, branches=(*visit.branches, branch))
     in_fusion = visit.in_fusion or ins.opcode in ("fusion", "fusion-start")
     wrapper = ins if ins.opcode.endswith("-start") else visit.wrapper
     for callee in runs(ins):
-        yield _step(module, visit, callee, in_fusion=in_fusion, wrapper=wrapper)
-
-
-def _step(module: Module, visit: Visit, name: str, **changes: object) -> Visit:
-    return dataclasses.replace(visit, computation=module.computations[name], **changes)  # type: ignore[arg-type]
-
-
-def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Return the trip count of a while loop: XLA's annotation, or derived from a counter with a constant step."""
-    if loop.trip_count is not None:
-        return loop.trip_count
-    condition = module.computations[loop.called_as("condition")[0]]
-    body = module.computations[loop.called_as("body")[0]]
-    test = condition.root
-    if test.opcode != "compare" or test.attributes.get("direction") != "LT" or len(test.operands) != 2:
-        return None
-    counter, bound = (condition[name] for name in test.operands)
-    index, stop = counter.tuple_index, _constant(bound)
-    initial = computation[loop.operands[0]]
-    if index is None or stop is None or initial.opcode != "tuple" or body.root.opcode != "tuple":
-        return None
-    start = _constant(computation[initial.operands[index]]) if index < len(initial.operands) else None
-    step = _increment(body, index)
-    return None if start is None or not step else max(0, -(-(stop - start) // step))
-
-
-def _increment(body: Computation, index: int) -> int | None:
-    """Return the constant that an iteration adds to element `index` of the loop state."""
-    add = body[body.root.operands[index]] if index < len(body.root.operands) else None
-    if add is None or add.opcode != "add":
-        return None
-    terms = [body[name] for name in add.operands]
-    steps = [_constant(term) for term in terms if term.tuple_index != index]
-    return steps[0] if len(terms) == 2 and len(steps) == 1 else None
-
-
-def _constant(ins: Instruction) -> int | None:
-    is_number = ins.opcode == "constant" and re.fullmatch(r"-?[0-9]{1,18}", ins.payload)
-    return int(ins.payload) if is_number else None
+        yield inner(callee, in_fusion=in_fusion, wrapper=wrapper)

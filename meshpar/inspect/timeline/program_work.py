@@ -12,7 +12,7 @@ from typing import Literal
 from meshpar.collectives import flash
 from meshpar.inspect import source_scopes as scopes
 from meshpar.inspect.hlo.parser import ArrayShape, Computation, Instruction, Module, TupleShape
-from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views, trip_count
+from meshpar.inspect.hlo.walk import MAX_HOPS, branches, executed, runs, skip_views
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.moe.tokamax_kernels import SCOPE
 
@@ -126,7 +126,7 @@ def _costs(module: Module) -> Callable[[str], int]:
     def cost(name: str) -> int:
         computation, total = module.computations[name], 0
         for ins in computation:
-            times = trip_count(module, computation, ins) if ins.opcode == "while" else 1
+            times = ins.trip_count if ins.opcode == "while" else 1
             total += _flops(computation, ins) + max(map(cost, ins.called_as("branch")), default=0)
             total += (1 if times is None else times) * sum(map(cost, (*ins.called_as("body"), *runs(ins))))
         return total

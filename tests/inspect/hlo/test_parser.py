@@ -47,12 +47,6 @@ def test_compiled_programs_are_read(saved, key):
     assert module.entry is module.computations[module.entry.name]
 
 
-@pytest.mark.parametrize("program", ["scan", "kernels"])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_lowered_programs_are_read(saved, program, version):
-    assert not saved[program, "lowered", version].is_scheduled
-
-
 @pytest.mark.parametrize("key", [key for key in COMPILED if key[0] == "scan"], ids="-".join)
 def test_loops_carry_their_trip_count(saved, key):
     visits = [visit for visit in executed(saved[key]) if visit.loops]
@@ -73,7 +67,7 @@ def test_stack_tables_name_source_files(saved, programs, key):
 
 def test_saved_programs_contain_no_machine_paths(programs):
     for name in programs.PROGRAMS:
-        for platform in ("cpu", "cuda", "lowered"):
+        for platform in ("cpu", "cuda"):
             for text in programs.saved(name, platform).values():
                 assert '"/' not in text
                 assert "site-packages" not in text

@@ -264,8 +264,6 @@ def test_copies_outside_fusions():
 
 def test_all_flops_of_saved_programs_are_in_kernels(saved):
     for (name, platform, version), module in saved.items():
-        if platform == "lowered":
-            continue
         roofline = Roofline(module, PEAK)
         total = 0
         for visit in executed(module):
