@@ -181,7 +181,7 @@ def _explain(
     findings = [*lint(program, collectives, setup, step.options, cluster), *_other_dtypes(match, step.options)]
     wide = wide_work(traced.jaxpr.jaxpr, step.options.precision, setup.strategy.activations.dtypes)
     if wide is not None:
-        findings.append(Finding(rule="wide-compute", source=wide.where, what=str(wide), fix=wide.fix, nbytes=0))
+        findings.append(Finding(rule="wide-compute", source=wide.where, what=wide.what, fix=wide.fix, nbytes=0))
     return Report(
         devices=setup.mesh.size,
         mesh=sizes,
