@@ -1,4 +1,4 @@
-"""The same Adam steps on a mesh as on one device, from the same numbers, which are drawn once."""
+"""Training steps of decoders on a mesh and on a single device, from equal initial states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {
 
 
 class Trained(NamedTuple):
-    """A run, all of it on the host."""
+    """The result of a training run, on the host."""
 
     start: TrainState
     metrics: list[dict[str, np.ndarray]]
@@ -39,7 +39,7 @@ class Trained(NamedTuple):
 
 
 def mesh_of(spec: mp.MeshSpec) -> jax.sharding.Mesh:
-    """On the first devices."""
+    """Return the mesh on the first devices."""
     return spec.build(jax.devices()[: math.prod(spec.values())])
 
 
@@ -82,10 +82,7 @@ def train(
     *, start: TrainState | None = None, params: Any = None, loss: Any = next_token_loss, tx: Any = None,
     trainable: Any = None, **options: Any,
 ) -> Trained:  # fmt: skip
-    """A step of Adam, or `tx`, for each batch.
-
-    `start` holds the numbers to begin with, or `params` those of the parameters; both left out, they are drawn.
-    """
+    """Run a step of Adam (or `tx`) for each batch, from a state `start`, from `params`, or from random parameters."""
     # A tenth of Adam's usual epsilon would let it divide rounding noise by rounding noise where a gradient is zero.
     tx = tx or optax.adam(1e-2, eps=1e-6)
     setup = make_setup(model, tx, mesh=mesh_of(spec), strategy=strategy, trainable=trainable)
@@ -100,7 +97,7 @@ def train(
 
 
 def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], *, atol: float) -> None:
-    """The same paths and dtypes, and the same numbers to `atol`."""
+    """Check that paths and dtypes are equal, and values to `atol`."""
     assert found.keys() == expected.keys()
     for path, x in found.items():
         assert x.dtype == expected[path].dtype, path
@@ -120,7 +117,7 @@ def equals_one_device(
     spec: mp.MeshSpec, strategy: mp.Strategy, *, framework: str = "nnx", fields: Any = (), same: Any = (),
     atol: float = 1e-9, **options: Any,
 ) -> tuple[Trained, Trained]:  # fmt: skip
-    """Compare a decoder trained in float64 on a mesh and on one device: metrics, parameters and other variables.
+    """Compare metrics, parameters and variables of a decoder trained in float64 on a mesh and on a single device.
 
     Args:
       spec, strategy, options: of the run on the mesh.

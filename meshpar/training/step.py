@@ -553,7 +553,7 @@ def _optimizer_update(
             updates, new = update(grads, opt_state, params, **extra_args)
         for name, tree, like in (("state", new, opt_state), ("parameters", updates, params)):
             if jax.tree.structure(tree) != jax.tree.structure(like):  # type: ignore[operator]
-                raise TypeError(f"the new {name} has another structure than the old one")
+                raise TypeError(f"the structure of the new {name} differs from the old")
         for (path, param), change in zip(tree_leaves_with_paths(params), jax.tree.leaves(updates), strict=True):
             if jnp.shape(change) not in ((), param.shape):
                 raise TypeError(f"the update of `{path}` has shape {jnp.shape(change)} instead of {param.shape}")

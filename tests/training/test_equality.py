@@ -1,4 +1,4 @@
-"""Training with every engine and option equals training on one device.
+"""Training on a mesh equals training on a single device, for all engines and options.
 
 `tests/parallel/test_equality.py` compares the strategies of the XLA engine.
 """
@@ -27,7 +27,7 @@ LAYERS = {"num_layers": 8}
 EXPERTS = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=32, auxiliary_weight=0.0)
 ROWWISE = {"precision": mp.Precision(matmul="fp8-rowwise")}
 EIGHT_BITS = {"same": {"precision": mp.Precision(matmul="fp8")}, "atol": 1e-5}
-"""Sums in another order hardly ever round to another number of 8 bits."""
+"""A different order of summation rarely changes the rounding to 8 bits."""
 
 
 def staged(stages: int, microbatches: int, rest: str, **options: object) -> str:
@@ -117,7 +117,7 @@ GRID = {
         "stage=4,tensor=2", staged(4, 4, "tensor_parallel()", schedule="zb-h1"),
         {"remat": "full", "fields": {**LAYERS, "tied_embeddings": True}},
     ),
-    # Scales of 8-bit matmuls are those of all shards. By row, they do not depend on microbatches.
+    # Scales of 8-bit matmuls are computed over all shards. Row scales do not depend on microbatches.
     "8 bits, zero1": ("fsdp=8", "zero1()", EIGHT_BITS),
     "8 bits, sequence": ("fsdp=4,tensor=2", FSDP_TENSOR, EIGHT_BITS),
     "8 bits, experts": (

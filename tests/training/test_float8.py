@@ -1,4 +1,4 @@
-"""Matmuls in 8-bit floats: their numbers, the same under every strategy, what travels, and what cannot be had."""
+"""Matmuls in 8-bit floats: values, gradients, collectives and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = TransformerConfig(
 WITH_EXPERTS = dataclasses.replace(CONFIG, moe=MoEConfig(routing=Routing(num_experts=8, top_k=2), mlp_dim=512))
 TOKENS = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in ("inputs", "targets")}
 MATRICES = 7
-"""With weights in a layer."""
+"""Matrices of a layer."""
 
 
 def scale_of(x, dtype, dims=None):
@@ -45,7 +45,7 @@ def scale_of(x, dtype, dims=None):
 
 
 def rounded(x, dtype, dims=None):
-    """As 8-bit floats over one scale, or one for all that differ in `dims` alone, by NumPy."""
+    """Round to 8-bit floats with NumPy, with a scalar scale or a scale for each slice along `dims`."""
     x = np.asarray(x, np.float32)
     scale = scale_of(x, dtype, dims)
     return (x / scale).astype(dtype).astype(np.float64) * scale
@@ -55,19 +55,19 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 
 
 def of_rounded(lhs, rhs, g, dims):
-    """(out, d_lhs, d_rhs) of operands over one scale each."""
+    """Return (out, d_lhs, d_rhs) for operands with scalar scales."""
     out, pull = jax.vjp(lambda a, b: jax.lax.dot_general(a, b, dims), rounded(lhs, E4M3), rounded(rhs, E4M3))
     return (out, *pull(jnp.asarray(rounded(g, E5M2))))
 
 
 def of_rounded_rows(lhs, rhs, g, dims):
-    """The same with a scale a row and a column; the weight's gradient is of what is not rounded."""
+    """Return (out, d_lhs, d_rhs) with a scale per row and column. The weight gradient uses unrounded operands."""
     (of_lhs, of_rhs), (batch, _) = dims
 
     def plain(a, b):
         return jax.lax.dot_general(a, b, dims)
 
-    # Means over what is contracted of each column's scale, laid as the output is.
+    # The scale of each column, in the shape of the output.
     scales = np.broadcast_to(scale_of(rhs, E4M3, of_rhs), rhs.shape)
     size = np.prod([lhs.shape[dim] for dim in of_lhs])
     columns = np.asarray(plain(np.ones(lhs.shape), scales.astype(np.float64))) / size
@@ -86,7 +86,7 @@ EMULATED = {"fp8": of_rounded, "fp8-rowwise": of_rounded_rows}
 def test_values_and_gradients_are_those_of_rounded_operands(product, word):
     lhs_shape, rhs_shape, dims = PRODUCTS[product]
     rng = np.random.default_rng(0)
-    # Numbers of one column differ from another's by far, which is what scales of columns are for.
+    # Columns differ in magnitude.
     draws = (rng.normal(size=shape) * 8.0 ** rng.integers(-2, 1, shape[-1]) for shape in (lhs_shape, rhs_shape))
     lhs, rhs = (jnp.asarray(one, jnp.float32) for one in draws)
     with numerics(mp.Precision(matmul=word), None):
@@ -98,14 +98,14 @@ def test_values_and_gradients_are_those_of_rounded_operands(product, word):
     for x, y in zip(found, expected, strict=True):
         # Sums of a few products, in float32.
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
-    # Three bits of significand are off by a sixteenth at the most, and signs differ: a sixteenth of the norm is ample.
+    # The significand has three bits, so the relative error is at most 1/16.
     assert np.linalg.norm(out - jax.lax.dot_general(lhs, rhs, dims)) < np.linalg.norm(out) / 16
 
 
 @pytest.mark.parametrize("word", [None, *EMULATED])
 @pytest.mark.parametrize("reduce", [None, "bfloat16", "float16"])
 def test_a_weights_gradient_leaves_its_matmul_in_the_reduction_dtype(word, reduce):
-    """XLA sums it over devices in the dtype of the matmul. All other products are in the compute dtype."""
+    """XLA reduces it in the dtype of the matmul. Other products are in the compute dtype."""
     rows, weight, g = (jnp.ones(shape, "bfloat16") for shape in ((8, 3), (3, 5), (8, 5)))
 
     def multiply(x, w):
@@ -117,8 +117,8 @@ def test_a_weights_gradient_leaves_its_matmul_in_the_reduction_dtype(word, reduc
     assert found == {8 * 5: jnp.bfloat16, 8 * 3: jnp.bfloat16, 3 * 5: jnp.dtype(reduce or "float32")}
 
 
-def test_a_scale_a_row_leaves_small_rows_their_bits():
-    """One row 2^20 times the others: over one scale these are zeros, over their own they lose a sixteenth."""
+def test_row_scales_keep_small_rows_accurate():
+    """A row is 2^20 times larger. With a scalar scale the other rows are zero, with row scales accurate to 1/16."""
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 64), (64, 16)))
     x = x.at[0].multiply(2.0**20)
@@ -131,7 +131,7 @@ def test_a_scale_a_row_leaves_small_rows_their_bits():
 
 
 @pytest.mark.parametrize("x", [np.zeros((2, 3)), np.full((2, 3), np.nan)], ids=["zeros", "nan"])
-def test_zeros_stay_zeros_and_what_is_no_number_stays_none(x):
+def test_zeros_and_nan_are_kept(x):
     with numerics(FP8, None):
         out = dot_general(jnp.asarray(x, jnp.float32), jnp.ones((3, 2)), (((1,), (0,)), ((), ())))
     np.testing.assert_array_equal(out, x[:, :2] * 3)
@@ -139,7 +139,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none(x):
 
 @pytest.mark.parametrize("word", EMULATED)
 @pytest.mark.parametrize("sizes", cases("5 0 9", grid=["5 0 9", "6 6 6"]))
-def test_experts_rows_and_weights_are_rounded_each_by_a_scale_of_its_own(sizes, word):
+def test_expert_rows_and_weights_have_separate_scales(sizes, word):
     rng, sizes = np.random.default_rng(0), np.array(sizes.split(), np.int32)
     draws = (18, 8), (3, 8, 5), (18, 5)
     rows, weights, g = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in draws)
@@ -151,14 +151,14 @@ def test_experts_rows_and_weights_are_rounded_each_by_a_scale_of_its_own(sizes, 
         dims = (((0,), (0,)), ((), ()))
         with jax.enable_x64(True):
             expected[0][row], expected[1][row], _ = EMULATED[word](rows[row], weights[group], g[row], dims)
-        expected[2][group] += np.outer(rows[row], g[row])  # as wide as they are
+        expected[2][group] += np.outer(rows[row], g[row])  # not rounded
     for x, y in zip(found, expected, strict=True):
         # Sums of a few products, in float32.
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
 
 
-def test_swiglu_of_experts_is_three_such_matmuls():
-    """The loop keeps what the matmuls apart round: single precision between them."""
+def test_swiglu_of_experts_equals_three_matmuls():
+    """The loop keeps float32 between the matmuls."""
     rng, sizes = np.random.default_rng(0), jnp.array([5, 0, 9])
     draws = (18, 8), (3, 8, 5), (3, 8, 5), (3, 5, 8)
     given = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in draws]
@@ -182,8 +182,8 @@ BY_PATH = {r"layers/.*": "fp8", r"layers/attention/(out|key)": None}
 
 
 @pytest.mark.parametrize("framework", cases("linen", grid=["nnx", "linen"]))
-def test_by_path(framework):
-    """Of a layer's seven matrices two stay as they are."""
+def test_mapping_selects_modules_by_path(framework):
+    """Two of the seven matrices of a layer are not rounded."""
     model = CONFIG.build()
     if framework == "linen":
         model = linen_model(CONFIG, 16, 64)
@@ -217,12 +217,12 @@ def traced(model, precision):
         ({"matmul": {"layers/(mlp": "fp8"}}, CONFIG, "not a regular expression"),
     ],
 )
-def test_what_cannot_be_had(precision, model, words):
+def test_invalid_precision_is_an_error(precision, model, words):
     with pytest.raises(mp.MeshparError, match=words):
         traced(model.build(), mp.Precision(**precision))
 
 
-def test_a_model_without_the_matmul_is_told():
+def test_model_must_use_the_matmul():
     names = {"w": ("embed", None)}
     model = mp.from_functions(lambda key: {"w": jnp.ones((8, 8))}, lambda p, x: x @ p["w"], names=names)
     state = mp.init_state(model, optax.sgd(0.1), mesh=mp.MeshSpec(data=8).build(), strategy=mp.ddp(), key=0)
@@ -232,13 +232,13 @@ def test_a_model_without_the_matmul_is_told():
 
 
 @pytest.mark.matrix
-def test_the_planner_counts_them_at_their_rate():
+def test_planner_counts_8_bit_flops():
     rows = {name: jax.ShapeDtypeStruct((16, 64), np.int32) for name in TOKENS}
     weights = CONFIG.num_layers * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 512)
-    # Of a row's three products by each weight: weights' gradients by rows stay wide.
+    # Each weight has three products. With row scales, its gradient is not in 8 bits.
     for precision, narrow in ((FP8, 3), (dataclasses.replace(FP8, matmul="fp8-rowwise"), 2)):
         work = describe(CONFIG.build(), rows, next_token_loss, tx=optax.adam(1e-3), precision=precision)
-        told = work.narrow_share[None] * work.flops[None]  # which counts attention's backward pass as twice the forward
+        told = work.narrow_share[None] * work.flops[None]  # counts the backward pass of attention twice
         assert told == pytest.approx(narrow * 2 * 64 * weights, rel=0.01)
 
 
@@ -256,7 +256,7 @@ SPLIT_IN_STAGES = {
     ),
 }
 TOKENS_HERE = {"tensor": 16 // 4 * 64, "sequence": 16 // 4 * 64}
-"""Of a device of such a mesh."""
+"""Tokens of a device."""
 
 
 def explained(config, split, precision, cluster=None):
@@ -280,12 +280,12 @@ def assert_as_promised(report):
     [(CONFIG, "fsdp"), (WITH_EXPERTS, "fsdp"), (CONFIG, "tensor"), (CONFIG, "sequence")],
     ids=["dense", "experts", "tensor", "sequence"],
 )
-def test_as_promised_on_host_devices(config, split, precision):
+def test_expected_collectives_on_host_devices(config, split, precision):
     assert_as_promised(explained(config, split, precision))
 
 
 def scales_sent(report):
-    """(kind, axes) -> (arrays, bytes a device sends) for scales."""
+    """Return the number of scale arrays and the bytes that a device sends, by (kind, axes)."""
     found = collections.defaultdict(lambda: (0, 0))
     for line in (one for one in report.promise.kept if one.role == SCALES):
         count, sent = found[line.kind, line.axes]
@@ -294,10 +294,10 @@ def scales_sent(report):
 
 
 def expected_scales(split):
-    """By hand: of a layer's seven matrices five contract `embed`, which fsdp splits, and two what tensor splits.
+    """Return the expected result of `scales_sent`.
 
-    An all-reduce sends twice (n-1)/n of an array, a gather that of the whole. What is largest is in bfloat16, as what
-    it is largest of; scales and gradients times them are in float32.
+    Five of the seven matrices of a layer contract `embed`, which fsdp shards, and two contract dims that tensor shards.
+    An all-reduce sends 2 (n-1)/n of an array, an all-gather (n-1)/n. Maxima are in bfloat16, scales in float32.
     """
     layers, embed, hidden = CONFIG.num_layers, CONFIG.embed_dim, 256 + 2 * 128 + 2 * 512  # of q, k, v, gate, up
     fsdp, tensor = (SPLIT[split][0].get(axis, 1) for axis in ("fsdp", "tensor"))
@@ -305,7 +305,7 @@ def expected_scales(split):
     gathers = layers * 2 * 2 * (fsdp - 1) / fsdp * 4 * embed  # of out and down, forward and backward
     found = {("all-reduce", ("fsdp",)): (layers * 5, sums), ("all-gather", ("fsdp",)): (layers * 4, gathers)}
     if tensor > 1:
-        # Of out and down rows forward, and columns; of the five others rows of the gradient.
+        # Rows and columns of `out` and `down` in the forward pass, rows of the gradient for the other five.
         here = layers * 2 * (tensor - 1) / tensor
         sent = here * (2 * TOKENS_HERE[split] * 2 + 5 * TOKENS_HERE[split] * 4 + 2 * embed / fsdp * 2)
         found["all-reduce", ("tensor",)] = (layers * (2 + 5 + 2), sent)
@@ -314,11 +314,11 @@ def expected_scales(split):
 
 @pytest.mark.pod
 @pytest.mark.parametrize("split", SPLIT)
-def test_compiled_for_gpus_scales_of_rows_travel_as_promised(split):
+def test_expected_messages_of_row_scales_on_gpus(split):
     report = explained(CONFIG, split, dataclasses.replace(BY_ROW, compute="bfloat16"), "h100:1x8")
     assert_as_promised(report)
     found = scales_sent(report)
-    of_sequence = found.pop(("all-gather", ("tensor",)), None)  # XLA gathers rows in 8 bits, or as they are
+    of_sequence = found.pop(("all-gather", ("tensor",)), None)  # XLA gathers rows in 8 bits or in bfloat16
     assert (of_sequence is not None) <= (split == "sequence")
     expected = expected_scales(split)
     assert {key: count for key, (count, _) in found.items()} == {key: count for key, (count, _) in expected.items()}
@@ -335,8 +335,8 @@ def test_compiled_for_gpus_scales_of_rows_travel_as_promised(split):
         grid=[(split, precision) for split in SPLIT_IN_STAGES for precision in (FP8, BY_ROW)],
     ),
 )
-def test_compiled_for_gpus_a_layers_input_in_stages_has_one_sum_of_its_gradient(split, precision):
-    """What is promised of scales is not exact there yet; sums of products are."""
+def test_input_gradients_are_reduced_once_in_stages_on_gpus(split, precision):
+    """In stages, the expected messages of scales are not exact."""
     config = dataclasses.replace(CONFIG, num_layers=4)
     report = explained(config, split, dataclasses.replace(precision, compute="bfloat16"), "h100:1x8")
     assert not [one for one in report.promise.unexpected if one.operation == "dot_general"]
@@ -345,8 +345,8 @@ def test_compiled_for_gpus_a_layers_input_in_stages_has_one_sum_of_its_gradient(
 
 @pytest.mark.pod
 @pytest.mark.parametrize("sequence", [False, True])
-def test_compiled_for_gpus_a_layers_input_has_one_sum_of_its_gradient(sequence):
-    """Query, key and value take the same rows in, as gate and up do; a scale of each stands before its sum."""
+def test_input_gradients_are_reduced_once_on_gpus(sequence):
+    """Query, key and value have the same input, and so have gate and up. Scales are applied before the sum."""
     report = explained(
         CONFIG, "sequence" if sequence else "tensor", dataclasses.replace(FP8, compute="bfloat16"), "h100:1x8"
     )
@@ -360,9 +360,8 @@ def test_compiled_for_gpus_a_layers_input_has_one_sum_of_its_gradient(sequence):
 @pytest.mark.pod
 @pytest.mark.parametrize("precision", [FP8, BY_ROW], ids=lambda one: one.matmul)
 @pytest.mark.parametrize("library", [False, True], ids=["triton", "cublas"])
-def test_compiled_for_a_gpu_every_matmul_of_a_layer_is_in_8_bits(pod, library, precision):
-    """By row but for the weights' gradients; and what takes in the same rows, query, key and value, gate and up, is
-    multiplied as one there."""
+def test_all_matmuls_of_a_layer_are_in_8_bits_on_gpus(pod, library, precision):
+    """With row scales, weight gradients are not. XLA merges query, key and value, and gate and up."""
     step, state, trace = traced(CONFIG.build(), dataclasses.replace(precision, compute="bfloat16"))
     options = {**step.compile_options(state.setup), "xla_gpu_enable_triton_gemm": not library}
     program = pod.compile(trace, "h100:1x8", options=options)
@@ -383,9 +382,8 @@ def test_compiled_for_a_gpu_every_matmul_of_a_layer_is_in_8_bits(pod, library, p
 
 
 @pytest.mark.pod
-def test_compiled_for_a_gpu_the_loops_over_experts_are_in_8_bits(pod):
-    """Three products with weights forward and three backward, in the loop of typical rows and in the one beyond; the
-    weights' own gradients are wide."""
+def test_loops_over_experts_are_in_8_bits_on_gpus(pod):
+    """Three products forward and three backward, in the loop of typical rows and in the loop of further rows."""
     step, state, trace = traced(WITH_EXPERTS.build(), mp.Precision(matmul={"layers/mlp": "fp8"}, compute="bfloat16"))
     program = pod.compile(trace, "h100:1x8", options=step.compile_options(state.setup))
     names, found = ("f8e4m3fn", "f8e5m2"), collections.Counter()
@@ -398,7 +396,7 @@ def test_compiled_for_a_gpu_the_loops_over_experts_are_in_8_bits(pod):
 
 
 class Delayed(nn.Module):
-    """Two matmuls of Flax's own, each over scales of the steps before."""
+    """Two matmuls of Flax with delayed scaling."""
 
     @nn.compact
     def __call__(self, x):
@@ -428,8 +426,8 @@ def delayed_state(spec, strategy):
 
 
 @pytest.mark.parametrize("case", cases("fsdp|tensor", grid=list(DELAYED)))
-def test_delayed_scaling_of_flax_is_that_of_flax_on_one_device(case):
-    """Scales and histories are what their gradients say, of all rows, and no optimizer touches them."""
+def test_delayed_scaling_equals_flax_on_one_device(case):
+    """Scales and histories are replaced by their gradients over the global batch, without the optimizer."""
     spec, strategy, options = DELAYED[case]
     state = delayed_state(spec, strategy)
     micro = options.get("accumulate", 1)
@@ -464,14 +462,14 @@ def mean_of_rows(rows, params):
 
 
 def micro_steps(batch, micro, ranks):
-    """As a step cuts them: every device its own rows."""
+    """Divide a batch as a step does: each device divides its local batch."""
     return [
         {name: x.reshape(ranks, micro, -1, *x.shape[1:])[:, i].reshape(-1, *x.shape[1:]) for name, x in batch.items()}
         for i in range(micro)
     ]
 
 
-def test_delayed_scaling_is_refused_where_a_device_sees_its_own_rows_alone():
+def test_delayed_scaling_needs_the_global_batch():
     state = delayed_state(mp.MeshSpec(data=8), mp.ddp())
     rows = {name: jax.ShapeDtypeStruct(x.shape, np.float32) for name, x in ROWS.items()}
     with pytest.raises(ValueError, match="collection `_overwrite_with_gradient` .* scales over the global batch"):

@@ -1,4 +1,4 @@
-"""Every public optimizer and wrapper of optax: a state in shards, what it asks for, or an error in four parts."""
+"""All public optimizers and wrappers of optax: their state is sharded, or the step raises an error."""
 
 from __future__ import annotations
 
@@ -93,26 +93,26 @@ MADE = {
     "scale_by_madgrad": lambda: contrib.scale_by_madgrad(1e-2),
     "split_real_and_imaginary": lambda: contrib.split_real_and_imaginary(adam()),
 }
-"""Those that need more, or other things, than a learning rate."""
+"""Optimizers with arguments other than a learning rate."""
 WITHOUT_RATE = {
     "cocob", "dog", "dowg", "lbfgs", "centralize", "identity", "keep_params_nonnegative", "normalize", "set_to_zero",
     "zero_nans", "normalize_by_update_norm",
 }  # fmt: skip
 MORE = ("MultiSteps", "dog", "dowg", "hutchinson_estimator_diag_hessian")
-"""Of which optax does not say that they give a transformation."""
+"""Functions whose annotations in optax do not name a transformation."""
 REFUSED = {
     "lookahead": "has no attribute 'fast'",
     "differentially_private_aggregate": "batch dimension in the 0th axis",
     "dpsgd": "batch dimension in the 0th axis",
-    "scale_by_muon": "pytree structure",  # a bias is no matrix
+    "scale_by_muon": "pytree structure",  # a bias is not a matrix
 }
 ASKING = (
     "lbfgs", "scale_by_backtracking_linesearch", "scale_by_zoom_linesearch", "polyak_sgd", "momo", "reduce_on_plateau",
     "sophia", "hutchinson_estimator_diag_hessian",
 )  # fmt: skip
-"""For a value, gradients, or the loss as a function."""
+"""Optimizers whose update takes the loss, its gradient or its function."""
 UNLIKE = {"flatten", "galore", "scale_by_galore", "sm3", "scale_by_sm3"}
-"""Whose state has other dims than the parameters'."""
+"""Optimizers whose state has different dims than the parameters."""
 
 
 def public():
@@ -146,7 +146,7 @@ def traced(name):
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", list(public()))
-def test_every_one_of_optax(name):
+def test_state_of_all_optimizers_is_sharded(name):
     if name in REFUSED:
         with pytest.raises(mp.MeshparError, match=f"optimizer's update: cannot.*{REFUSED[name]}.*Use"):
             traced(name)
@@ -174,7 +174,7 @@ def test_typed_keys_of_an_optimizer_are_restored(impl, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lbfgs", "sophia", "multi_transform", "sam"])
-def test_it_is_given_what_it_asks_for(name):
+def test_state_of_optimizers_with_extra_arguments_is_sharded(name):
     assert all(one.shards == 8 for one in traced(name).table.optimizer if one.leaf.size >= 16)
 
 
@@ -188,13 +188,13 @@ def after(name, spec, strategy):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ASKING)
-def test_it_updates_as_on_one_device(name):
-    """To some roundings of a loss of about one, which line searches compare."""
+def test_updates_equal_one_device(name):
+    """Line searches compare losses, so rounding errors affect the step."""
     found, expected = after(name, MESH, STRATEGY), after(name, mp.MeshSpec(), mp.ddp())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-4), found, expected)
 
 
-def test_the_loss_at_other_parameters_is_refused_where_there_is_none():
+def test_line_search_with_micro_steps_is_an_error():
     state = mp.abstract_state(MODEL, optax.lbfgs(), mesh=MESH.build(), strategy=STRATEGY)
     with pytest.raises(
         mp.MeshparError,

@@ -1,4 +1,4 @@
-"""A run that is interrupted, killed or moved goes on as if nothing had been: its losses are the same to the bit."""
+"""Interrupted, killed and moved runs continue with bitwise equal losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def runs(tmp_path_factory):
 
 
 def metrics(folder: Path) -> list[dict]:
-    """What was measured, without how long it took."""
+    """Return the metrics without times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: line[key] for key in line if key not in ("seconds", "tokens_per_s", "mfu")} for line in lines]
 
@@ -34,7 +34,7 @@ def result(folder: Path, process: int = 0) -> dict:
 
 @pytest.fixture(scope="module")
 def whole(runs, tmp_path_factory) -> list[dict]:
-    """The metrics of a run that nothing interrupted."""
+    """Return the metrics of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("whole")
     pid = runs.start(folder, pause_s=0)
     assert runs.exit_of(pid) == 0, (folder / "log").read_text()
@@ -51,7 +51,7 @@ def finish(runs: Runs, folder: Path) -> list[dict]:
 
 
 STEP, SAVE = "meshpar.loop.fit:Run.advance", "meshpar.loop.checkpoint:Checkpoints._write"
-RENAME = "os:rename"  # what makes a checkpoint complete
+RENAME = "os:rename"  # completes a checkpoint
 MOMENTS = {
     "starts": [["meshpar.loop.fit:restore_or_init", 1]],
     "before anything is saved": [[STEP, SAVE_EVERY]],
@@ -106,7 +106,7 @@ def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
     def read() -> bytes:
         try:
             return os.read(ours, 65536)
-        except (BlockingIOError, OSError):  # nothing yet, or it has hung up
+        except (BlockingIOError, OSError):  # no output yet, or the process has ended
             return b""
 
     runs.wait_for_steps(pid, tmp_path, SAVE_EVERY + 2)
@@ -143,7 +143,7 @@ def test_a_second_ctrl_c_exits_at_once_even_when_stuck_outside_python(runs, tmp_
 
 
 def start_two(runs: Runs, folder: Path, **request) -> list[int]:
-    """Two processes of four devices each, as one pod."""
+    """Start two processes with four devices each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         pod = {"coordinator_address": f"127.0.0.1:{free.getsockname()[1]}", "num_processes": 2}
@@ -157,7 +157,7 @@ def start_two(runs: Runs, folder: Path, **request) -> list[int]:
 def test_two_processes_stop_together_pass_over_damage_together_and_one_goes_on(runs, whole, tmp_path):
     pids = start_two(runs, tmp_path)
     runs.wait_for_steps(pids[0], tmp_path, SAVE_EVERY + 2)
-    os.kill(pids[1], signal.SIGTERM)  # one is told, both stop
+    os.kill(pids[1], signal.SIGTERM)  # both processes stop
     assert [runs.exit_of(pid) for pid in pids] == [0, 0], (tmp_path / "log").read_text()
     assert result(tmp_path, 0) == result(tmp_path, 1)
     step = result(tmp_path)["step"]
@@ -173,5 +173,5 @@ def test_two_processes_stop_together_pass_over_damage_together_and_one_goes_on(r
     assert result(tmp_path, 0) == result(tmp_path, 1) == {"step": step, "reason": "done"}
 
     found, expected = ([line["loss"] for line in lines if "loss" in line] for lines in (finish(runs, tmp_path), whole))
-    # Not to the bit: sums over two processes are taken in another order than in one.
+    # Two processes add in a different order.
     assert found == pytest.approx(expected, rel=1e-4)
