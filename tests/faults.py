@@ -231,7 +231,7 @@ FAULTS = (
         "loss = loss.over_parts(where, evaluate, (params, state.extra), micro_batches, keys[::-1], axes={})",
         "layers/test_losses.py -k drawn"),
     Fault("gradient shards are summed in the parameters' dtype", "training/gradients/per_device.py",
-        "masters = jax.tree.map(wide, setup.trained(params))", "masters = setup.trained(params)",
+        "masters = jax.tree.map(at_least_float32, setup.trained(params))", "masters = setup.trained(params)",
         "training/gradients/test_zeropp.py -k bfloat16_parameters"),
     Fault("adapters of experts count once, whatever alpha is", "training/lora.py",
         "return Adapted(matrix, *pair_of(getattr(self, name + BESIDE)), lora.scale)",

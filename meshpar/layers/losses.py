@@ -118,13 +118,13 @@ class LossTerms:
         if isinstance(loss, MeanLoss):
             constant = None if isinstance(loss.weight, jax.Array) else np.asarray(loss.weight).item()
             if constant is not None and constant > 0:
-                loss = EqualMean(_at_least_float32(loss.total) / constant, constant)
+                loss = EqualMean(at_least_float32(loss.total) / constant, constant)
             else:
-                loss = MeanLoss(_at_least_float32(loss.total), lax.stop_gradient(jnp.asarray(loss.weight)))
+                loss = MeanLoss(at_least_float32(loss.total), lax.stop_gradient(jnp.asarray(loss.weight)))
         elif isinstance(loss, SumLoss):
-            loss = SumLoss(_at_least_float32(loss.total))
+            loss = SumLoss(at_least_float32(loss.total))
         else:
-            value = _at_least_float32(loss)
+            value = at_least_float32(loss)
             loss = EqualMean(value, None) if loss_is == MEAN_OVER_EXAMPLES else ScalarLoss(value)
         if LOSS_WEIGHT in metrics and isinstance(loss, MeanLoss | EqualMean):
             reason, fix = "MeanLoss adds a metric of that name", "rename the metric"
@@ -155,11 +155,11 @@ class LossTerms:
         if weight is not None:
             weight = jnp.asarray(weight)
             # Floating metrics become means over parts, which makes this the sum of the weights.
-            metrics = {**metrics, LOSS_WEIGHT: weight if is_counted(weight) else _at_least_float32(weight) * num_parts}
+            metrics = {**metrics, LOSS_WEIGHT: weight if is_counted(weight) else at_least_float32(weight) * num_parts}
         value = value + jnp.asarray(self.added).astype(value.dtype)
         metrics = {**self.reported, **metrics}
         return value, {
-            name: x.astype(jnp.promote_types(x.dtype, jnp.int32)) if is_counted(x) else _at_least_float32(x)
+            name: x.astype(jnp.promote_types(x.dtype, jnp.int32)) if is_counted(x) else at_least_float32(x)
             for name, x in metrics.items()
         }
 
@@ -169,7 +169,8 @@ def scalar(loss: MeanLoss | SumLoss | jax.Array) -> jax.Array:
     return LossTerms.of(loss, {}).normalized()[0]
 
 
-def _at_least_float32(x: Any) -> jax.Array:
+def at_least_float32(x: Any) -> jax.Array:
+    """Convert to float32, unless the dtype is larger."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 

@@ -81,8 +81,3 @@ def in_compute(setup: Setup, params: PyTree, dtype: str | None) -> PyTree:
 def constrained(tree: PyTree, shardings: PyTree) -> PyTree:
     """Constrain each array to its sharding."""
     return jax.tree.map(with_layout, tree, shardings)
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """Convert to float32, unless the dtype is larger."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

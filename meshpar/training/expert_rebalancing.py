@@ -217,23 +217,17 @@ def _rounding_reasons(
         routing, factor = config.routing, config.bound_factor
         largest_factor = num_ranks * min(1, routing.num_experts / num_ranks / routing.top_k)
         if is_dispatched and factor is not None and factor < largest_factor:
-            reasons.append(
-                f"with bound_factor={factor}, the dropped tokens depend on the experts of each rank; outputs stay "
-                f"equal if no token is dropped, as without a bound or with bound_factor={largest_factor:g} and more"
-            )
+            reason = f"with bound_factor={factor}, the dropped tokens depend on the experts of each rank"
+            reasons.append(f"{reason}; no token is dropped with bound_factor={largest_factor:g} and more")
         node = np.arange(routing.num_experts) * num_nodes // routing.num_experts
         changes_node = any((node[list(placement.order)] != node).any() for placement in placements)
         if is_dispatched and config.implementation == NODE_FIRST and changes_node:
-            reasons.append(
-                f"node-first dispatch sums outputs node by node, and experts move between {num_nodes} nodes: outputs "
-                'change by rounding; implementation="hierarchical" keeps them'
-            )
+            reason = f"node-first dispatch sums outputs by node, and experts move between {num_nodes} nodes"
+            reasons.append(f'{reason}; implementation="hierarchical" keeps the outputs')
         if routing.choice == "expert":
             reasons.append("experts that choose tokens are summed in the order of their numbers")
     if not is_dispatched:
         axes = " × ".join(f"`{axis}`" for axis in sorted(expert_axes - token_axes))
-        reasons.append(
-            f"tokens are replicated over {axes}, and outputs are summed rank by rank: they change by rounding; they "
-            "stay equal if the rule for `batch` names the axes of the experts"
-        )
+        reason = f"tokens are replicated over {axes}, and outputs are summed rank by rank"
+        reasons.append(f"{reason}; they stay equal if the rule for `batch` names the axes of the experts")
     return reasons

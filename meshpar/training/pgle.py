@@ -10,29 +10,31 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from meshpar.sharding.types import problem
+from meshpar.sharding.errors import check_cases
 
 CACHE_FOLDER = "jax_cache"
 """Name of the default folder for the compilation cache, next to the runs."""
+_CONFIG: Any = jax.config
+"""The options have no static types."""
 
 
 def check_pgle(mesh: jax.sharding.Mesh, profile: tuple[int, int] | None = None) -> None:
     """Check that JAX can profile and recompile a step on this mesh. `profile` is the option `--profile`."""
-    platform, config = mesh.devices.flat[0].platform, _config()
-    for is_wrong, code, reason, fix in (
-        (platform != "gpu", "unsupported-feature", "only the GPU compiler of XLA uses the profile, and these devices "
-         f"are {platform}s", "remove pgle, or set it to False"),
-        (profile is not None, "conflict", "--profile traces steps, and a process can run only a single profiler",
+    platform, requested = mesh.devices.flat[0].platform, "recompile the step with measured latencies"
+    runs, has_cache = _CONFIG.jax_pgle_profiling_runs, _CONFIG.jax_enable_compilation_cache
+    reason = f"only the GPU compiler of XLA uses the profile, and these devices are {platform}s"
+    case = platform != "gpu", reason, "remove pgle, or set it to False"
+    check_cases("Recipe.pgle=True", requested, "unsupported-feature", case)
+    check_cases(
+        "Recipe.pgle=True", requested, "conflict",
+        (profile is not None, "--profile traces steps, and a process can run only a single profiler",
          "remove --profile, or set pgle to False: with JAX_COMPILATION_CACHE_DIR and "
          "JAX_COMPILATION_CACHE_EXPECT_PGLE=1 the run loads a program that an earlier run has recompiled"),
-        (not config.jax_enable_compilation_cache, "conflict", "jax_enable_compilation_cache is off, so each start "
-         "would profile and compile again", "turn it on"),
-        (config.jax_pgle_profiling_runs < 1, "out-of-range", "jax_pgle_profiling_runs is "
-         f"{config.jax_pgle_profiling_runs}, so JAX would not profile", "set it to 1 or more; the default is 3"),
-    ):  # fmt: skip
-        if is_wrong:
-            requested = "recompile the step with measured latencies"
-            raise problem("Recipe.pgle=True", requested, reason, fix, code=code)
+        (not has_cache, "jax_enable_compilation_cache is off, so each start would profile and compile again",
+         "turn it on"),
+    )  # fmt: skip
+    case = runs < 1, f"jax_pgle_profiling_runs is {runs}, so JAX would not profile", "set it to 1 or more"
+    check_cases("Recipe.pgle=True", requested, "out-of-range", case)
 
 
 @contextlib.contextmanager
@@ -44,8 +46,7 @@ def pgle_enabled(folder: Path) -> Iterator[None]:
     Args:
       folder: parent of the cache folder, unless `jax_compilation_cache_dir` is set.
     """
-    config = _config()
-    before = config.jax_enable_pgle, config.jax_compilation_cache_dir
+    before = _CONFIG.jax_enable_pgle, _CONFIG.jax_compilation_cache_dir
     cache = before[1]
     if cache is None:
         cache = str(folder / CACHE_FOLDER)
@@ -62,7 +63,3 @@ def _set(is_enabled: bool, cache: str | None) -> None:
     jax.config.update("jax_enable_pgle", is_enabled)
     jax.config.update("jax_compilation_cache_dir", cache)
     compilation_cache.reset_cache()  # otherwise JAX keeps the cache of the first compilation
-
-
-def _config() -> Any:
-    return jax.config  # the options have no static types

@@ -130,13 +130,9 @@ class Setup:
         """Return `trained` with its Nones replaced by the leaves of `tree`."""
         return jax.tree.map(lambda x, y: y if x is None else x, trained, tree, is_leaf=lambda x: x is None)
 
-    def named(self, specs: PyTree) -> PyTree:
-        """Return NamedShardings for specs, for arrays inside a step."""
-        return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=is_spec)
-
-    def _on_given_mesh(self, specs: PyTree) -> PyTree:
-        """Return NamedShardings for specs, for arrays between steps."""
-        return jax.tree.map(lambda spec: NamedSharding(self.given_mesh, spec), specs, is_leaf=is_spec)
+    def named(self, specs: PyTree, mesh: AnyMesh | None = None) -> PyTree:
+        """Return NamedShardings for specs, by default for arrays inside a step."""
+        return jax.tree.map(lambda spec: NamedSharding(mesh or self.mesh, spec), specs, is_leaf=is_spec)
 
     def _offloaded(self, f: Callable[[Any], Any], opt_state: PyTree) -> PyTree:
         """Apply `f` to the offloaded leaves of the optimizer state."""
@@ -154,9 +150,9 @@ class Setup:
     @functools.cached_property
     def shardings(self) -> TrainState:
         """The sharding of each array of the state. Offloaded optimizer state is in pinned host memory."""
-        optimizer = self._on_given_mesh(self.layout.optimizer)
+        optimizer = self.named(self.layout.optimizer, self.given_mesh)
         optimizer = self._offloaded(lambda sharding: sharding.with_memory_kind("pinned_host"), optimizer)
-        params, extra = self._on_given_mesh(self.layout.params), self._on_given_mesh(self.layout.extra)
+        params, extra = self.named((self.layout.params, self.layout.extra), self.given_mesh)
         return self._state(params, optimizer, extra, self.whole, (self.whole, self.whole))
 
     @functools.cached_property

@@ -25,7 +25,16 @@ from jax.sharding import PartitionSpec
 
 from meshpar.hardware.compile_options import Options, Value, check_kind, check_options, options_for
 from meshpar.layers.auxiliary import checked, collecting, is_counted
-from meshpar.layers.losses import LOSS_WEIGHT, Evaluate, Loss, LossTerms, MeanLoss, MicrobatchTotals, SumLoss
+from meshpar.layers.losses import (
+    LOSS_WEIGHT,
+    Evaluate,
+    Loss,
+    LossTerms,
+    MeanLoss,
+    MicrobatchTotals,
+    SumLoss,
+    at_least_float32,
+)
 from meshpar.layers.precision import Numerics, Precision, as_precision, check_bits, dot_general, numerics, wide_work
 from meshpar.layers.remat import MATMUL, SECOND_SHARD, check_remat, named_in, remat_policy
 from meshpar.layers.scan import is_part
@@ -45,7 +54,7 @@ from meshpar.sharding.types import (
     tree_leaves_with_paths,
     without_axes,
 )
-from meshpar.training.accumulation import compute_params, constrained, wide
+from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.gradients.selection import check_batch_supported, check_setup, engine_of_setup
 from meshpar.training.options import ReduceGradients, StepOptions
@@ -595,7 +604,7 @@ def _update(
     skipped, extra = state.skipped, setup.model.after_update(totals.extra)
     conditions = [metrics[LOSS_WEIGHT] > 0] if LOSS_WEIGHT in metrics else []
     if options.nonfinite != "ignore":
-        norm = optax.tree.norm(jax.tree.map(wide, grads))  # the square of a float16 above 256 overflows
+        norm = optax.tree.norm(jax.tree.map(at_least_float32, grads))  # the square of a float16 above 256 overflows
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         conditions.append(finite)
         skipped = skipped + jnp.where(finite, 0, 1)

@@ -19,27 +19,55 @@ Gradients = Callable[[Loss, StepOptions, TrainState, PyTree, jax.Array], Microba
 """(loss, options, state, batch, key) -> loss, metrics and gradients, summed over the parts of the global batch."""
 
 
-class Feature(enum.Enum):
-    """A feature that a step may need from its gradient engine."""
+PLAIN = 'use reduce_gradients="each_microbatch" and a strategy without stages and quantize'
+LOCAL = 'stages, prefetch, quantize and reduce_gradients="once" evaluate the model on the local batch of each device'
 
-    ACCUMULATION = enum.auto()
-    """Gradient accumulation over micro-steps."""
-    QUANTIZE = enum.auto()
-    """Quantized communication of parameters and gradients."""
-    PREFETCH = enum.auto()
-    """Gathers of weights that overlap with the previous layer."""
-    HOST_OFFLOAD = enum.auto()
-    """Activations kept in host memory for the backward pass."""
-    EXPLICIT_AXES = enum.auto()
-    """A model traced on mesh axes of type Explicit."""
-    DELAYED_SCALING = enum.auto()
-    """Variables that the backward pass overwrites, such as the scales of `flax.linen.Fp8DotGeneral`."""
-    BATCH_STATISTICS = enum.auto()
-    """Layers such as BatchNorm, which compute statistics over the global batch."""
-    REPLICATED_INPUTS = enum.auto()
-    """Leaves of the batch that are replicated over all devices."""
-    LOSS_AT_OTHER_PARAMS = enum.auto()
-    """Optimizers that evaluate the loss at other parameters, such as line searches."""
+
+class Feature(enum.Enum):
+    """A feature that an engine may lack. The value is its error: subject, request, reason and fix."""
+
+    ACCUMULATION = (
+        "train_step(accumulate=...)", "accumulate gradients over micro-steps",
+        "a pipeline already accumulates gradients over its microbatches", "use accumulate=1 and more microbatches",
+    )  # fmt: skip
+    QUANTIZE = (
+        "quantize", "quantize parameters and gradients",
+        'pipelines and reduce_gradients="once_across_groups" do not support quantized gathers',
+        'remove quantize from the strategy, or the stages, or use reduce_gradients="each_microbatch"',
+    )  # fmt: skip
+    PREFETCH = (
+        "prefetch", "prefetch the weights of the next layer",
+        "stages, quantize and gradients that are reduced once do not support prefetching",
+        'remove prefetch, or stages and quantize, and use reduce_gradients="each_microbatch"',
+    )  # fmt: skip
+    HOST_OFFLOAD = (
+        "remat with `offload:`", "keep the activations of a microbatch in host memory",
+        "stages keep them in device buffers between the forward and the backward pass",
+        "use save:NAMES, or remove the stages",
+    )  # fmt: skip
+    EXPLICIT_AXES = (
+        "mp.explicit(model)", "trace the model on Explicit axes",
+        "the model would run inside shard_map, and JAX does not support Explicit next to Manual axes",
+        f"{PLAIN}, or remove mp.explicit",
+    )  # fmt: skip
+    DELAYED_SCALING = (
+        f"collection `{OVERWRITTEN}` of the model", "measure its scales over the global batch", LOCAL,
+        f'{PLAIN}, or mp.Precision(matmul="fp8")',
+    )  # fmt: skip
+    BATCH_STATISTICS = (
+        "batch statistics of the model", "compute them over the global batch", LOCAL,
+        f"{PLAIN}, or normalize without batch statistics (LayerNorm, GroupNorm)",
+    )  # fmt: skip
+    REPLICATED_INPUTS = (
+        "an inputs rule with `replicated`", "replicate a leaf of the batch", LOCAL,
+        f"{PLAIN}, or repeat the leaf for each example",
+    )  # fmt: skip
+    LOSS_AT_OTHER_PARAMS = (
+        "the optimizer's update",
+        "evaluate the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
+        "stages, prefetch, quantize and accumulate evaluate the loss only on parts of the batch",
+        "use accumulate=1 and a strategy without stages, prefetch and quantize, or a different optimizer",
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,56 +82,7 @@ class GradientEngine:
     """XLA options that the engine needs."""
 
 
-PLAIN = 'use reduce_gradients="each_microbatch" and a strategy without stages and quantize'
-LOCAL = 'stages, prefetch, quantize and reduce_gradients="once" evaluate the model on the local batch of each device'
-UNSUPPORTED = {
-    Feature.ACCUMULATION: (
-        "train_step(accumulate=...)", "accumulate gradients over micro-steps",
-        "a pipeline already accumulates gradients over its microbatches", "use accumulate=1 and more microbatches",
-    ),
-    Feature.QUANTIZE: (
-        "quantize", "quantize parameters and gradients",
-        'pipelines and reduce_gradients="once_across_groups" do not support quantized gathers',
-        'remove quantize from the strategy, or the stages, or use reduce_gradients="each_microbatch"',
-    ),
-    Feature.PREFETCH: (
-        "prefetch", "prefetch the weights of the next layer",
-        "stages, quantize and gradients that are reduced once do not support prefetching",
-        'remove prefetch, or stages and quantize, and use reduce_gradients="each_microbatch"',
-    ),
-    Feature.HOST_OFFLOAD: (
-        "remat with `offload:`", "keep the activations of a microbatch in host memory",
-        "stages keep them in device buffers between the forward and the backward pass",
-        "use save:NAMES, or remove the stages",
-    ),
-    Feature.EXPLICIT_AXES: (
-        "mp.explicit(model)", "trace the model on Explicit axes",
-        "the model would run inside shard_map, and JAX does not support Explicit next to Manual axes",
-        f"{PLAIN}, or remove mp.explicit",
-    ),
-    Feature.DELAYED_SCALING: (
-        f"collection `{OVERWRITTEN}` of the model", "measure its scales over the global batch", LOCAL,
-        f'{PLAIN}, or mp.Precision(matmul="fp8")',
-    ),
-    Feature.BATCH_STATISTICS: (
-        "batch statistics of the model", "compute them over the global batch", LOCAL,
-        f"{PLAIN}, or normalize without batch statistics (LayerNorm, GroupNorm)",
-    ),
-    Feature.REPLICATED_INPUTS: (
-        "an inputs rule with `replicated`", "replicate a leaf of the batch", LOCAL,
-        f"{PLAIN}, or repeat the leaf for each example",
-    ),
-    Feature.LOSS_AT_OTHER_PARAMS: (
-        "the optimizer's update",
-        "evaluate the loss at other parameters (`value_fn`, `obj_fn`), as line searches and Hessian estimates do",
-        "stages, prefetch, quantize and accumulate evaluate the loss only on parts of the batch",
-        "use accumulate=1 and a strategy without stages, prefetch and quantize, or a different optimizer",
-    ),
-}  # fmt: skip
-"""For each feature, the parts of the error if an engine does not support it: subject, request, reason, fix."""
-
-
 def unsupported(feature: Feature, label: str) -> MeshparError:
     """Return the error for a feature that the engine of a strategy does not support."""
-    subject, requested, reason, fix = UNSUPPORTED[feature]
+    subject, requested, reason, fix = feature.value
     return problem(f"{subject} with {label}", requested, reason, fix, "unsupported-feature")

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshpar.layers.losses import Loss, MicrobatchTotals
+from meshpar.layers.losses import Loss, MicrobatchTotals, at_least_float32
 from meshpar.layers.scan import gathering
 from meshpar.parallel.batch import split_rows
 from meshpar.sharding.types import PyTree, is_spec, path_str, problem, without_axes
@@ -36,7 +36,6 @@ from meshpar.training.accumulation import (
     in_compute,
     micro_keys,
     micro_step,
-    wide,
 )
 from meshpar.training.gradients.engine import Feature, GradientEngine
 from meshpar.training.gradients.zeropp import QuantizedGather, make_quantized_gather
@@ -192,7 +191,7 @@ def _sharded_step(loss: Callable[..., Any], setup: Setup, params: PyTree) -> Mic
         def loss_of_trained(trained: PyTree) -> Any:
             return loss(setup.with_frozen(trained, params), extra, micro, key)
 
-        masters = jax.tree.map(wide, setup.trained(params))
+        masters = jax.tree.map(at_least_float32, setup.trained(params))
         (value, (metrics, after)), grads = jax.value_and_grad(loss_of_trained, has_aux=True)(masters)
         return MicrobatchTotals(value, metrics, grads, after)
 
