@@ -195,7 +195,7 @@ def _explain(
             program.module,
             num_devices=setup.mesh.size,
             model_flops=flops,
-            timeline=times,
+            times=times,
             reason=reason,
             cells=counts,
             cluster=cluster,

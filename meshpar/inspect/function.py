@@ -77,7 +77,7 @@ def explain_function(
             program.module,
             num_devices=num_devices,
             model_flops=ModelFlops(forward=flops, step=flops, notes=tuple(notes)),
-            timeline=times,
+            times=times,
             reason=reason,
             cluster=target,
         ),

@@ -13,8 +13,7 @@ from meshpar.inspect import render
 from meshpar.inspect.lint import Finding
 from meshpar.inspect.matching import MatchResult
 from meshpar.inspect.memory import Contributor, Remedy
-from meshpar.inspect.timeline.error_bounds import Bracket
-from meshpar.inspect.timeline.step_prediction import Compute, Overlap
+from meshpar.inspect.timeline.step_prediction import Bracket, Compute, Overlap
 
 NASTY = "layers/[red]x[/red]<script>alert(1)</script>&amp;\x1b[31m[/"
 

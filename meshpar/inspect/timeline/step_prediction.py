@@ -11,9 +11,9 @@ from meshpar.inspect.hlo.parser import Module
 from meshpar.inspect.model_flops import ModelFlops
 from meshpar.inspect.schedule_counts import ScheduleCounts
 from meshpar.inspect.timeline import program_work as work
-from meshpar.inspect.timeline.error_bounds import Bracket, bracket
-from meshpar.inspect.timeline.simulator import Timed, Timeline
+from meshpar.inspect.timeline.simulator import Timed, Timeline, timeline
 from meshpar.sharding.printing import Plain, plain
+from meshpar.sharding.units import human_time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,23 @@ class Overlap(Plain):
             for one in self.exposed
         ]
         return super().to_json() | {"exposed": exposed}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bracket(Plain):
+    """The range in which the step time is expected.
+
+    If a profile has measured matmul rates (`meshpar bench gpu`), both bounds use them. Otherwise `low_s` uses the data
+    sheet's peak, and `high_s` the planner's assumed fraction of the peak. Both use the catalogue's rates of fused
+    attention, and launches if the profile has their time. Neither models kernels that slow each other down.
+    """
+
+    low_s: float
+    """Kernels at the fastest rates that the catalogue or the profile supports, all communication overlapped."""
+    high_s: float
+    """Kernels at their expected rates, no communication overlapped."""
+    sources: tuple[str, ...]
+    """Sources of the kernel rates and of all links that are used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,17 +103,37 @@ def why_not_timed(target: str, cluster: Cluster | None) -> str:
     return ""
 
 
-def overlap(timeline: Timeline | None, reason: str = "") -> Overlap:
+def overlap(times: Timeline | None, reason: str = "") -> Overlap:
     """Return the hidden fraction of the communication, and the exposed collectives."""
-    if timeline is None:
+    if times is None:
         return Overlap(hidden_fraction=None, per_axis={}, exposed=(), reason=reason)
-    network_s = sum(timeline.network_s.values())
-    exposed = [one for one in timeline.collectives if one.has_nothing_to_hide_behind]
+    network_s = sum(times.network_s.values())
+    exposed = [one for one in times.collectives if one.has_nothing_to_hide_behind]
     return Overlap(
-        hidden_fraction=sum(timeline.hidden_s.values()) / network_s if network_s else None,
-        per_axis={label: timeline.hidden_s[label] / time_s for label, time_s in timeline.network_s.items() if time_s},
+        hidden_fraction=sum(times.hidden_s.values()) / network_s if network_s else None,
+        per_axis={label: times.hidden_s[label] / time_s for label, time_s in times.network_s.items() if time_s},
         exposed=tuple(sorted(exposed, key=lambda one: -one.exposed_s)),
         reason="" if network_s else "no communication",
+    )
+
+
+def bracket(module: Module, expected: Timeline, cluster: Cluster, cells: ScheduleCounts | None = None) -> Bracket:
+    """Return the error bar of a step simulated at the cluster's expected rates."""
+    sources = [f"{cluster.rates}"]
+    if cluster.best_rates != cluster.rates:
+        sources[0] += f"; at best, {cluster.best_rates.of_products}"
+    if cluster.launch_s:
+        sources.append(f"launches of {human_time(cluster.launch_s)}, measured ({cluster.source})")
+    used = sorted(label for label, time_s in expected.network_s.items() if time_s)
+    measured = [label for label in used if cluster.measured(label.split("*")) is not None]
+    if measured:
+        sources.append(f"links of {', '.join(measured)} as measured ({cluster.source})")
+    if others := [label for label in used if label not in measured]:
+        sources.append(f"links of {', '.join(others)} by data sheets and NCCL's latencies")
+    return Bracket(
+        low_s=timeline(module, (), cluster, cells, rates=cluster.best_rates).step_s,
+        high_s=expected.step_s + sum(expected.hidden_s.values()),
+        sources=tuple(sources),
     )
 
 
@@ -105,7 +142,7 @@ def compute(
     *,
     num_devices: int,
     model_flops: ModelFlops | None = None,
-    timeline: Timeline | None = None,
+    times: Timeline | None = None,
     reason: str = "",
     cells: ScheduleCounts | None = None,
     cluster: Cluster | None = None,
@@ -116,8 +153,8 @@ def compute(
       module: the compiled program.
       num_devices: the number of devices that share the model FLOPs.
       model_flops: FLOPs of the model itself.
-      timeline: the simulated program; None for the `reason`.
-      reason: why there is no timeline.
+      times: the simulated program; None for the `reason`.
+      reason: why there is no times.
       cells: counts of a pipelined program; the results are then averages over stages.
       cluster: the cluster of the timeline, for its error bar.
     """
@@ -130,10 +167,10 @@ def compute(
         notes.append(f'{share}: remat="minimal" saves only the results of matmuls')
     if model_share is not None and flops < 0.99 * model_share:
         notes.append("the program has fewer FLOPs than three forward passes: the batch needs no gradient")
-    if timeline is None:
+    if times is None:
         notes += [f"FLOPs of `{target}` ({n} calls per step) are not counted" for target, n in opaque.items()]
     else:
-        notes += timeline.notes
+        notes += times.notes
     found = Compute(
         flops_per_device=flops,
         model_flops_per_device=model_share,
@@ -141,20 +178,20 @@ def compute(
         library_calls=dict(sorted((work.custom_calls(module, cells, seen=True) | opaque).items())),
         notes=(*notes, *(model_flops.notes if model_flops is not None else ())),
     )
-    if timeline is None:
+    if times is None:
         return found
-    peak_flops = timeline.step_s * timeline.peak_flops_per_s
+    peak_flops = times.step_s * times.peak_flops_per_s
     return dataclasses.replace(
         found,
-        predicted_step_s=timeline.step_s,
-        bracket=bracket(module, timeline, cluster, cells) if cluster is not None else None,
+        predicted_step_s=times.step_s,
+        bracket=bracket(module, times, cluster, cells) if cluster is not None else None,
         utilisation=model_share / peak_flops if model_share is not None and peak_flops else None,
-        rates=timeline.rates,
-        bound=timeline.bound,
-        compute_s=timeline.compute_s,
-        memory_s=timeline.memory_s,
-        launch_s=timeline.launch_s if cluster is not None and cluster.launch_s else None,
-        network_s=dict(timeline.network_s),
-        exposed_s=timeline.exposed_s,
-        bubble_s=timeline.bubble_s if cells is not None else None,
+        rates=times.rates,
+        bound=times.bound,
+        compute_s=times.compute_s,
+        memory_s=times.memory_s,
+        launch_s=times.launch_s if cluster is not None and cluster.launch_s else None,
+        network_s=dict(times.network_s),
+        exposed_s=times.exposed_s,
+        bubble_s=times.bubble_s if cells is not None else None,
     )

@@ -507,4 +507,4 @@ def test_predicted_step_is_at_least_matmul_time(decoder):
     assert asked == pytest.approx(work.flops_per_step(module), rel=1e-3)
     assert products_s < times.step_s < 20 * products_s
     assert times.peak_flops_per_s == parse_cluster("h100:1x8").gpu.bf16_flops_per_s
-    assert 0 < prediction.compute(module, num_devices=8, timeline=times).compute_s <= times.step_s
+    assert 0 < prediction.compute(module, num_devices=8, times=times).compute_s <= times.step_s

@@ -15,8 +15,8 @@ from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.model_flops import ModelFlops
 from meshpar.inspect.timeline import program_work as work
 from meshpar.inspect.timeline import step_prediction as prediction
-from meshpar.inspect.timeline.error_bounds import bracket
 from meshpar.inspect.timeline.simulator import timeline
+from meshpar.inspect.timeline.step_prediction import bracket
 
 CLUSTER = parse_cluster("h100:1x8")
 BOUND_BY_FLOPS = dataclasses.replace(CLUSTER, gpu=dataclasses.replace(CLUSTER.gpu, memory_bytes_per_s=1e18))
@@ -82,7 +82,7 @@ def test_overlap_without_communication(scan):
 
 def test_compute_against_the_model(scan, timed):
     module, _ = scan
-    found = prediction.compute(module, num_devices=8, model_flops=ASKED, timeline=timed)
+    found = prediction.compute(module, num_devices=8, model_flops=ASKED, times=timed)
     assert found.model_flops_per_device == 3000
     assert found.ratio == found.flops_per_device / 3000
     assert found.predicted_step_s == timed.step_s
@@ -93,13 +93,13 @@ def test_compute_against_the_model(scan, timed):
 
 
 def test_compute_without_model_flops(scan, timed):
-    found = prediction.compute(scan[0], num_devices=8, timeline=timed)
+    found = prediction.compute(scan[0], num_devices=8, times=timed)
     assert found.model_flops_per_device is found.ratio is found.utilisation is None
     assert found.predicted_step_s == timed.step_s
 
 
 def test_overlap_and_compute_to_json(scan, timed):
-    found = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed).to_json()
+    found = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, times=timed).to_json()
     assert json.loads(json.dumps(found)) == found
     assert {"flops_per_device", "model_flops_per_device", "predicted_step_s", "bound"} <= found.keys()
     hidden = prediction.overlap(timed).to_json()
@@ -110,7 +110,7 @@ def test_overlap_and_compute_to_json(scan, timed):
 def test_bracket_contains_step_and_names_rates(scan):
     """`low` has full overlap and matmuls at the data sheet's peak, `high` has no overlap."""
     timed = timeline(scan[0], census(*scan), BOUND_BY_FLOPS)
-    found = prediction.compute(scan[0], num_devices=8, timeline=timed, cluster=BOUND_BY_FLOPS).bracket
+    found = prediction.compute(scan[0], num_devices=8, times=timed, cluster=BOUND_BY_FLOPS).bracket
     assert timed.compute_s == pytest.approx(work.flops_per_step(scan[0]) / (0.65 * 989.4e12))
     assert found.low_s == pytest.approx(0.65 * timed.compute_s + timed.memory_s, rel=1e-3)
     assert found.low_s <= timed.step_s <= found.high_s
@@ -120,7 +120,7 @@ def test_bracket_contains_step_and_names_rates(scan):
         "matmuls at an assumed 65% of the data sheet's peak, attention at 529 TFLOP/s forward and 518 backward; "
         "at best, matmuls at h100's data sheet peak"
     )
-    assert prediction.compute(scan[0], num_devices=8, timeline=timed).bracket is None
+    assert prediction.compute(scan[0], num_devices=8, times=timed).bracket is None
 
 
 def test_bracket_low_uses_same_attention_rate():
@@ -141,7 +141,7 @@ ENTRY e {{
 def test_measured_launch_is_in_step_bracket_and_table(scan):
     slow = dataclasses.replace(CLUSTER, launch_s=1e-5, source="measured here")
     found = timeline(scan[0], census(*scan), slow)
-    computed = prediction.compute(scan[0], num_devices=8, timeline=found, cluster=slow)
+    computed = prediction.compute(scan[0], num_devices=8, times=found, cluster=slow)
     assert computed.launch_s == found.launch_s > 0
     best = timeline(scan[0], (), slow, rates=slow.best_rates)
     assert computed.bracket.low_s == pytest.approx(best.compute_s + best.memory_s + best.launch_s)
@@ -165,7 +165,7 @@ def test_measured_rates_replace_assumed_rates(scan, timed):
 
 
 def test_headline_names_rates_of_utilisation(scan, timed):
-    computed = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, timeline=timed, cluster=CLUSTER)
+    computed = prediction.compute(scan[0], num_devices=8, model_flops=ASKED, times=timed, cluster=CLUSTER)
     assert computed.rates == str(CLUSTER.rates)
     report = SimpleNamespace(compute=computed, overlap=prediction.overlap(timed), findings=(), unit="step")
     (said,) = (cell.text for cell in render._speed(report))
