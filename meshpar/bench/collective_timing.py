@@ -139,8 +139,7 @@ def collectives(
       progress: called with a line of text before each measurement.
 
     Raises:
-      MeshparError: an argument is unknown or out of range, an axis has a single device, the memory is not sufficient,
-        or there are several processes.
+      MeshparError: an argument is invalid, an axis has a single device, or the memory is not sufficient.
 
     Returns:
       The measured rows, the fitted links, and the profile that they form.
@@ -192,10 +191,6 @@ def collectives(
 
 
 def _mesh(mesh: str | Mesh | None) -> Mesh:
-    if jax.process_count() > 1:
-        reason, fix = "it compares all values in a single process", "run it in a single process"
-        requested = f"measure with {jax.process_count()} processes"
-        raise problem("bench collectives", requested, reason, fix, code="unsupported-feature")
     if isinstance(mesh, Mesh):
         return mesh
     spec = MeshSpec.parse(mesh) if mesh else MeshSpec(data=-1)
@@ -207,19 +202,18 @@ def _mesh(mesh: str | Mesh | None) -> Mesh:
 def _axes(mesh: Mesh, names: Sequence[str]) -> list[Ranks]:
     where, sizes = "bench collectives", axis_sizes(mesh)
     selected = [tuple(name.split("*")) for name in names] or [(axis,) for axis, size in sizes.items() if size > 1]
-    for ranks in selected:
+    for ranks in selected or [()]:
+        label = "*".join(ranks)
         if len(set(ranks)) < len(ranks):
-            requested, reason = f"measure along `{'*'.join(ranks)}`", "an axis appears twice"
-            raise problem(where, requested, reason, "use each axis once", code="axis-used-twice")
-        for axis in ranks:
-            if axis not in sizes:
-                requested, reason = f"measure along mesh axis `{axis}`", "the mesh has no such axis"
-                raise problem(where, requested, reason, near(axis, sizes), code="unknown-axis")
-    if not selected or any(num_shards((ranks,), mesh) == 1 for ranks in selected):
-        requested = "measure along " + (" and ".join(f"`{'*'.join(ranks)}`" for ranks in selected) or "a mesh")
-        reason = "there is only one device along it"
-        fix = "use several devices: --mesh data=8, with --devices 8 if there is no accelerator"
-        raise problem(where, requested, reason, fix, code="out-of-range")
+            code, reason, fix = "axis-used-twice", "an axis appears twice", "use each axis once"
+        elif unknown := [axis for axis in ranks if axis not in sizes]:
+            code, reason, fix = "unknown-axis", f"the mesh has no axis `{unknown[0]}`", near(unknown[0], sizes)
+        elif num_shards((ranks,), mesh) == 1:
+            code, reason = "out-of-range", "there is only one device along it"
+            fix = "use several devices: --mesh data=8, with --devices 8 if there is no accelerator"
+        else:
+            continue
+        raise problem(where, f"measure along `{label}`" if label else "measure", reason, fix, code=code)
     return selected
 
 
