@@ -302,9 +302,3 @@ def test_measured_profile_works_with_other_commands(meshpar, tmp_path):
     code, _, error = meshpar("explain", "none.py", "--cluster", tmp_path / "my.json")
     assert code == 2
     assert "links measured on `cpu` devices, and no GPU" in error
-
-
-def test_bench_help_has_examples(command):
-    code, out, _ = command("--help")
-    assert code == 0
-    assert "--mesh data=2,tensor=4 --save my.json --plot bench.png" in out
