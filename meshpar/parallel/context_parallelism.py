@@ -61,14 +61,10 @@ class Context(Parallelism):
             runs, compute = leaf.num_layers * step.accumulate, step.wire(step.compute_dtype(decision))
             for dtype, count in ((compute, runs * (1 + step.recomputed(leaf.num_layers))), ("f32", runs)):
                 yield ExpectedCollective(
-                    role="keys and values round the ring",
-                    kind="gather",
-                    axes=step.context_axes,
-                    elements=tokens * width * step.num_shards(step.context_axes),
-                    dtype=dtype,
-                    count=(count, count),
+                    role="keys and values round the ring", kind="gather", axes=step.context_axes,
+                    elements=tokens * width * step.num_shards(step.context_axes), dtype=dtype, count=(count, count),
                     tensors=(decision.path,),
-                )
+                )  # fmt: skip
 
     @classmethod
     def candidates(cls, space: SearchSpace) -> Iterator[Parallelism]:
@@ -94,14 +90,10 @@ def _scattered(step: StepSpec) -> Iterator[ExpectedCollective]:
         for elements in _elements_sent(step, keys[0], heads):
             for direction, most in (("forward", step.recomputed(stack)), ("backward", 1)):
                 yield ExpectedCollective(
-                    role=f"heads scattered for attention, {direction}",
-                    kind="exchange",
-                    axes=step.context_axes,
-                    elements=step.tokens // slices * elements,
-                    dtype=step.wire(step.compute_dtype(keys[0])),
-                    count=(runs, most * runs),
-                    tensors=tuple(decision.path for decision in (*keys, *heads)),
-                )
+                    role=f"heads scattered for attention, {direction}", kind="exchange", axes=step.context_axes,
+                    elements=step.tokens // slices * elements, dtype=step.wire(step.compute_dtype(keys[0])),
+                    count=(runs, most * runs), tensors=tuple(decision.path for decision in (*keys, *heads)),
+                )  # fmt: skip
 
 
 def _elements_per_token(step: StepSpec, decision: Decision) -> int:

@@ -52,14 +52,10 @@ class Expert(Parallelism):
                     forms[(nbytes, "u8") if nbytes else plain] += times * stack * step.accumulate
                 for (elements, dtype), count in forms.items():
                     yield ExpectedCollective(
-                        role="rows to experts and back",
-                        kind="exchange",
-                        axes=axes,
-                        elements=tokens * rows * elements,
-                        dtype=dtype,
-                        count=(count, count),
+                        role="rows to experts and back", kind="exchange", axes=axes,
+                        elements=tokens * rows * elements, dtype=dtype, count=(count, count),
                         tensors=(decision.path,),
-                    )
+                    )  # fmt: skip
 
     def _levels(self, step: StepSpec, forward: int) -> Iterator[tuple[tuple[str, ...], int, dict[str, int]]]:
         """Yield axes, copies per token, and the number of exchanges per direction for each communication level."""

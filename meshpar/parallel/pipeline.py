@@ -30,14 +30,14 @@ class Pipeline(Parallelism):
     schedule: str = "1f1b"
     """A name from `meshpar.pipeline.SCHEDULES`, or the path of a `.csv` file for `Schedule.from_csv`."""
     chunks: int | None = None
-    """Number of pipeline chunks per stage, for schedules that support several."""
+    """Number of pipeline chunks per stage, for schedules with chunks."""
     gather: Gather = "step"
     """When to gather weights that are sharded over batch axes: once per step, which keeps unsharded weights in memory,
     or in the forward and backward pass of every microbatch."""
     axis: str = "stage"
 
     stage_layer_offset: tuple[int, int] = (0, 0)
-    """Number of layers that the first and the last pipeline chunk have less than the others."""
+    """Number of layers by which the first and the last pipeline chunk are smaller than inner chunks."""
 
     name = "pipeline_parallel"
     axes = ("stage",)
@@ -134,7 +134,7 @@ _TRIED = {"1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "eager-1f1b": 1}
 
 @functools.lru_cache(maxsize=64)
 def _made(schedule: str, stages: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Return a cached schedule. Building its table takes about 0.1 s."""
+    """Return a cached schedule, because building a table needs about 0.1 s."""
     from meshpar.schedules import make
 
     return make(schedule, stages, microbatches, **({} if chunks is None else {"chunks": chunks}))

@@ -19,7 +19,7 @@ class Quantize:
     Wang et al. 2023, "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training".
 
     Raises:
-      MeshparError: a field is invalid, or nothing is quantized.
+      MeshparError: a field is invalid, or weights and gradients are both None.
 
     Example:
       >>> Quantize(gradients=None, block=128).literal
@@ -35,8 +35,8 @@ class Quantize:
     stochastic: bool = False
     """Use unbiased stochastic rounding instead of rounding to nearest."""
     secondary: str | tuple[str, ...] | None = None
-    """Axes within a node over which a second, quantized copy of the weights is sharded (hpZ). The backward pass gathers
-    it within the node. The copy takes one byte per parameter, and its shards are larger than the primary shards by the
+    """Axes within a node that shard a second, quantized copy of the weights (hpZ). The backward pass gathers the copy
+    within the node. The copy has a byte per parameter, and its shards are larger than the primary shards by the
     size of the other axes. Gradients are also reduced within the node first."""
 
     def __post_init__(self) -> None:
@@ -46,14 +46,14 @@ class Quantize:
             check_choice("Quantize()", f"the format of {field}", (*QUANTIZED, None), **{field: getattr(self, field)})
         if self.weights is None and self.gradients is None and self.secondary is None:
             fix = 'write quantize="int8", or leave it out'
-            reason = "neither weights nor gradients would be quantized"
+            reason = "weights and gradients would not be quantized"
             raise problem("Quantize()", "set weights=None and gradients=None", reason, fix, code="conflict")
         check_positive_int("Quantize()", "the number of elements that share a scale", block=self.block)
         check_bool("Quantize()", "rounding is stochastic", stochastic=self.stochastic)
 
     @property
     def literal(self) -> str | dict[str, object]:
-        """The shortest plain value for `fsdp(quantize=...)` that is equivalent."""
+        """The shortest equivalent plain value for `fsdp(quantize=...)`."""
         changed = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
         }

@@ -150,20 +150,15 @@ class Strategy:
         specs = (weight.spec for weight in weights if weight.leaf.names is None or weight.leaf.path in uses)
         unannotated = {axis for spec in specs for axis in axes_of_spec(spec, sizes)} - set(batch_axes)
         return StepSpec(
-            sizes=sizes,
-            weights=weights,
-            batch_axes=batch_axes,
+            sizes=sizes, weights=weights, batch_axes=batch_axes,
             tensor_axes=tuple(axis for axis in sizes if axis in (width | sequence | unannotated) - set(batch_axes)),
             sequence_axes=tuple(axis for axis in sizes if axis in sequence),
-            context_axes=tuple(axis for axis in sizes if axis in context),
-            uses=uses,
+            context_axes=tuple(axis for axis in sizes if axis in context), uses=uses,
             unannotated_axes=tuple(axis for axis in sizes if axis in unannotated),
             tokens=None if tokens is None else tokens // math.prod(sizes[axis] for axis in context),
-            quantize=self.quantize,
-            is_prefetched=bool(self.prefetched_axes),
-            is_tied=sum(weight.leaf.has("vocab") for weight in weights) == 1,
-            **step,
-        )
+            quantize=self.quantize, is_prefetched=bool(self.prefetched_axes),
+            is_tied=sum(weight.leaf.has("vocab") for weight in weights) == 1, **step,
+        )  # fmt: skip
 
     def expected_collectives(self, step_spec: StepSpec) -> tuple[ExpectedCollective, ...]:
         """Return the collectives that XLA should insert for this strategy.

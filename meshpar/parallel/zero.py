@@ -133,7 +133,7 @@ def zero1(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strateg
 def zero2(*, axis: Axes = "fsdp", min_bytes: int = MIN_SHARDED_BYTES) -> Strategy:
     """ZeRO-2: shard the optimizer state and the gradients over `axis`.
 
-    Gradients are reduce-scattered in every micro-step, so accumulated gradients are sharded. The updated parameters are
+    Gradients are reduce-scattered in each micro-step, so accumulated gradients are sharded. The updated parameters are
     all-gathered once per step. Arguments and errors are as in `zero1`.
 
     Example:
@@ -174,8 +174,8 @@ def fsdp(
     """Fully sharded data parallelism: shard parameters, gradients and optimizer state over `axis`.
 
     Weights are all-gathered in each layer, forward and backward, and gradients are reduce-scattered. The rules are
-    those of `zero3`. In a model without logical names, every leaf of at least `min_bytes` is sharded along its largest
-    divisible dim.
+    the same as for `zero3`. In a model without logical names, leaves of at least `min_bytes` are sharded along their
+    largest divisible dim.
 
     Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
 

@@ -29,6 +29,7 @@ from meshpar.training.options import StepOptions
 from meshpar.training.sharding_table import resolve_by_stage
 
 Of = TypeVar("Of")
+_DTYPE = np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ _FIX = "create the file again: meshpar plan RECIPE --cluster h100:8x8 --save pla
 
 
 def parsed(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
-    """Return a dataclass from JSON data with exactly its fields, except those that are not in its repr."""
+    """Return a dataclass from JSON data with exactly the fields in its repr."""
     fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.repr}  # type: ignore[arg-type]
     values, hints = {key: tuple(x) if isinstance(x, list) else x for key, x in data.items()}, get_type_hints(kind)
     wrong = [f"a {kind.__name__} requires the fields {', '.join(fields)}"] * (values.keys() != fields.keys())
@@ -117,6 +118,24 @@ def abbreviated(data: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+class Memo:
+    """Caches results by key. Errors are cached and raised again."""
+
+    def __init__(self) -> None:
+        self._results: dict[Any, Any] = {}
+
+    def __call__(self, key: Any, make: Callable[[], Of]) -> Of:
+        """Return the cached result for a key, or compute it."""
+        if key not in self._results:
+            try:
+                self._results[key] = make()
+            except MeshparError as error:
+                self._results[key] = error
+        if isinstance(result := self._results[key], MeshparError):
+            raise result
+        return result
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Placed:
     """A strategy on a mesh: the sharding of all parameters, gradients and updates."""
@@ -127,6 +146,7 @@ class Placed:
     weights: tuple[Weight, ...]
     batch_axes: tuple[str, ...]
     resolved: Callable[..., Decision]
+    once: Memo = dataclasses.field(default_factory=Memo)
 
     @property
     def batch_ways(self) -> int:
@@ -134,21 +154,13 @@ class Placed:
         return math.prod(self.sizes[axis] for axis in self.batch_axes)
 
     @functools.cached_property
-    def params_bytes(self) -> int:
-        return sum(weight.decision.bytes_per_device for weight in self.weights)
-
-    @functools.cached_property
-    def optimizer_bytes(self) -> int:
-        total = 0
+    def state_bytes(self) -> int:
+        """Bytes per device of parameters, optimizer state and other state between steps; exact."""
+        total = self.workload.whole_bytes + sum(weight.decision.bytes_per_device for weight in self.weights)
         for slot in self.workload.slots:
             spec = () if slot.owner is None else tuple(self.weights[slot.owner].update)
             total += slot.nbytes // num_shards([spec[dim] for dim in slot.dims if dim < len(spec)], self.sizes)
         return total
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes per device of parameters, optimizer state and other state between steps; exact."""
-        return self.params_bytes + self.optimizer_bytes + self.workload.whole_bytes
 
     def row_bytes(self, held: Held) -> float:
         """Return the bytes per device of a saved activation, per example of the local batch."""
@@ -180,16 +192,6 @@ class Placed:
         key = layout.microbatches, layout.interleave, layout.remat is None, "step"
         return self.once(key, lambda: self._step_spec(layout))
 
-    def once(self, key: Any, make: Callable[[], Of]) -> Of:
-        """Return the cached result for a key, or compute it."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
-
-    @functools.cached_property
-    def _cache(self) -> dict[Any, Any]:
-        return {}
-
     def _step_spec(self, layout: Layout) -> StepSpec:
         work, pipeline = self.workload, self.strategy.pipeline
         rows = work.rows // (self.batch_ways * layout.microbatches)
@@ -197,26 +199,17 @@ class Placed:
         if pipeline is not None:
             weights = tuple(of_stage(weight, pipeline.axis, pipeline.stages) for weight in weights)
         step = self.strategy.step_spec(
-            self.sizes,
-            weights=weights,
-            batch_axes=self.batch_axes,
-            rows=rows,
-            tokens=None if work.tokens is None else rows * (work.seq_len or 0),
-            accumulate=layout.microbatches,
-            interleave=layout.interleave,
-            is_once=pipeline is not None,
+            self.sizes, weights=weights, batch_axes=self.batch_axes, rows=rows,
+            tokens=None if work.tokens is None else rows * (work.seq_len or 0), accumulate=layout.microbatches,
+            interleave=layout.interleave, is_once=pipeline is not None,
             deferred_axes=deferred_axes(self.strategy, StepOptions(accumulate=layout.microbatches), self.batch_axes),
             is_remat=layout.remat is not None,
-            is_pipelined=pipeline is not None,
-            experts_per_token=work.experts_per_token,
-            nodes_visited=work.nodes_visited,
-            row_bytes=work.row_bytes,
-            vocab_chunks=self.vocab_chunks,
-            compute=work.precision.compute,
-            reduce=work.precision.reduce,
+            is_pipelined=pipeline is not None, experts_per_token=work.experts_per_token,
+            nodes_visited=work.nodes_visited, row_bytes=work.row_bytes, vocab_chunks=self.vocab_chunks,
+            compute=work.precision.compute, reduce=work.precision.reduce,
             low_precision=work.precision.narrow(weight.decision.path for weight in weights),
             rowwise_fp8=work.precision.narrow((weight.decision.path for weight in weights), BY_ROW),
-        )
+        )  # fmt: skip
         return dataclasses.replace(step, exchanges_rows=work.looks_up and bool(looked_up(step)))
 
     def sent(self, step: StepSpec) -> Iterator[tuple[ExpectedCollective, float]]:
@@ -289,7 +282,7 @@ def _rows_sent(step: StepSpec) -> Iterator[ExpectedCollective]:
 
 @functools.lru_cache(maxsize=1024)
 def rules_key(part: Parallelism) -> tuple[str, ...]:
-    """Return a key that is equal for two parallelisms with the same rules."""
+    """Return an equal key for parallelisms with the same rules."""
     return tuple(map(repr, part.rules()))
 
 
@@ -299,7 +292,7 @@ class Placer:
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self._numbers: dict[Any, int] = {}
-        self._cache: dict[Any, Any] = {}
+        self._once = Memo()
 
     def place(self, sizes: Mapping[str, int], strategy: Strategy) -> Placed:
         """Return the sharding of all parameters by a strategy on a mesh."""
@@ -336,17 +329,3 @@ class Placer:
             return [resolve_by_stage(leaf, rules, sizes, strategy) for leaf in self.workload.leaves]
 
         return self._once((key, tuple(sizes.get(axis) for axis in axes)), decide)
-
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the cached result for a key, or compute it. Errors are cached and raised again."""
-        if key not in self._cache:
-            try:
-                self._cache[key] = make()
-            except MeshparError as error:
-                self._cache[key] = error
-        if isinstance(result := self._cache[key], MeshparError):
-            raise result
-        return result
-
-
-_DTYPE = np.dtype(np.float32)

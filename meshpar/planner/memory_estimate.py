@@ -113,14 +113,9 @@ def estimate(placed: Placed, layout: Layout) -> MemoryEstimate:
                 layer += _reduce_itemsize(placed) * (weight.leaf.size // shards)
         head = max(2 * logits, logits + weights.head)
     return MemoryEstimate(
-        state_bytes=placed.state_bytes,
-        batch_bytes=work.batch_bytes // placed.batch_ways,
-        kept_bytes=saved,
-        gradients_bytes=weights.sums,
-        copies_bytes=weights.copies,
-        head_bytes=head,
-        layer_bytes=layer + partial_sums,
-    )
+        state_bytes=placed.state_bytes, batch_bytes=work.batch_bytes // placed.batch_ways, kept_bytes=saved,
+        gradients_bytes=weights.sums, copies_bytes=weights.copies, head_bytes=head, layer_bytes=layer + partial_sums,
+    )  # fmt: skip
 
 
 def residual_row_bytes(placed: Placed) -> float:
@@ -183,14 +178,10 @@ def _weight_bytes(placed: Placed, layout: Layout, step: StepSpec) -> _WeightByte
         largest = max(gathered_sizes, default=0)
         layer = 2 * itemsize * sum(gathered_sizes) + step.interleave * reduce_itemsize * largest
     return _WeightBytes(
-        sums=_sums(placed, layout, step),
-        copies=copies,
-        layer=layer,
-        head=head,
-        table=0 if has_no_table else reduce_itemsize * elements(tables),
-        gathers_head=bool(gathered),
+        sums=_sums(placed, layout, step), copies=copies, layer=layer, head=head,
+        table=0 if has_no_table else reduce_itemsize * elements(tables), gathers_head=bool(gathered),
         small=max((size for size in sizes if size <= MEMORY.most_split), default=0),
-    )
+    )  # fmt: skip
 
 
 def _staged(placed: Placed, saved: int, rows: int) -> int:

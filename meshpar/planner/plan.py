@@ -92,17 +92,11 @@ class Plan(Plain):
         tokens = None if work.tokens is None else work.tokens / cluster.num_devices / numbers.step_s
         peak_flops = cluster.num_devices * cluster.gpu.bf16_flops_per_s * numbers.step_s
         return Plan(
-            layout=found.layout,
-            peak_bytes=compiled.peak_bytes if compiled else found.memory.peak_bytes,
-            step_s=numbers.step_s,
-            bound=found.time.bound,
-            exposed_s=numbers.exposed_s,
-            sent_bytes=numbers.sent_bytes,
-            tokens_per_s=tokens,
-            utilisation=work.model_flops * work.rows / peak_flops,
-            memory=found.memory.to_json(),
+            layout=found.layout, peak_bytes=compiled.peak_bytes if compiled else found.memory.peak_bytes,
+            step_s=numbers.step_s, bound=found.time.bound, exposed_s=numbers.exposed_s, sent_bytes=numbers.sent_bytes,
+            tokens_per_s=tokens, utilisation=work.model_flops * work.rows / peak_flops, memory=found.memory.to_json(),
             compiled=compiled,
-        )
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,16 +252,10 @@ def plan(
     precision = Precision(compute="bfloat16") if precision is None else as_precision(precision, "plan")
     options = StepOptions(precision=precision, loss_is=loss_is, xla={} if xla is None else xla)
     work = describe(
-        model if isinstance(model, Model) else model.build(),
-        batch,
-        loss,
-        tx=optax.adamw(3e-4) if tx is None else tx,
-        precision=precision,
-        loss_is=loss_is,
-        cluster=cluster,
-        remat=remat,
+        model if isinstance(model, Model) else model.build(), batch, loss, tx=optax.adamw(3e-4) if tx is None else tx,
+        precision=precision, loss_is=loss_is, cluster=cluster, remat=remat,
         **_expert_properties(model, bound_factor, nodes_visited, row_bytes),
-    )
+    )  # fmt: skip
     search = Search(work, cluster)
     with warnings.catch_warnings(record=True) as caught:
         found = list(_traceable(search, loss, top))
@@ -409,21 +397,15 @@ def compiled(search: Search, found: Found, loss: Callable[..., Any], pod: PodPro
     mesh = layout.mesh.abstract(search.cluster.num_devices)
     state = abstract_state(work.model, work.tx, mesh=mesh, strategy=layout.strategy, precision=work.precision)
     report = explain(TrainStep(loss, options), state, work.batch, search.cluster, pod=pod, advise=False)
-    sent: dict[str, float] = {}
-    for label, kinds in report.to_json()["totals"].items():
-        sent[label] = sum(kind["bytes_sent_per_device"] for kind in kinds.values())
+    totals = report.to_json()["totals"].items()
+    sent = {axes: float(sum(kind["bytes_sent_per_device"] for kind in kinds.values())) for axes, kinds in totals}
     step_s, exposed = report.compute.predicted_step_s, dict(report.compute.exposed_s)
     assert step_s is not None
     peak = report.memory.peak_bytes
     return Compiled(
-        peak_bytes=peak,
-        sent_bytes=sent,
-        exposed_s=exposed,
-        hidden_fraction=report.overlap.hidden_fraction,
-        step_s=step_s,
-        fits=bool(report.memory.fits),
-        notes=tuple(_notes(found, peak, sent, step_s)),
-    )
+        peak_bytes=peak, sent_bytes=sent, exposed_s=exposed, hidden_fraction=report.overlap.hidden_fraction,
+        step_s=step_s, fits=bool(report.memory.fits), notes=tuple(_notes(found, peak, sent, step_s)),
+    )  # fmt: skip
 
 
 def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) -> Iterator[str]:

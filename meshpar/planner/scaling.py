@@ -50,7 +50,7 @@ class Growth(Printed, Plain):
     rates: str
 
     def of(self, scaling: Scaling, kind: str) -> list[Size]:
-        """Return the sizes of one kind, ordered by the number of GPUs."""
+        """Return the sizes of a kind, ordered by the number of GPUs."""
         return [size for size in self.sizes if (size.scaling, size.kind) == (scaling, kind)]
 
     @property
@@ -60,7 +60,7 @@ class Growth(Printed, Plain):
         return sorted(dict.fromkeys(size.kind for size in self.sizes), key=lambda kind: -best.count(kind))
 
     def stops(self, scaling: Scaling, kind: str) -> int | None:
-        """Return the largest number of GPUs on which a layout is worthwhile, or None if it is on all of them.
+        """Return the largest number of GPUs on which a layout is worthwhile, or None if there is no limit.
 
         A layout is worthwhile if it fits and has at least `MIN_EFFICIENCY` of the throughput per GPU on the fewest.
         """

@@ -48,11 +48,11 @@ from meshpar.sharding.types import MeshparError, axes_of_spec, problem
 from meshpar.training.sharding_table import lay_out
 
 SLICES = 2
-"""Number of batch slices that is considered."""
+"""Number of batch slices to consider."""
 MAX_EVALUATED = 120
-"""Maximum number of strategies that fit and are evaluated in detail; twice as many including those that do not."""
+"""Maximum number of strategies that fit and are evaluated in detail. The maximum for all strategies is twice this."""
 PER_KIND = 8
-"""Number of strategies of a kind that are evaluated until one fits; twice as many for the fastest kinds."""
+"""Maximum number of strategies of a kind to evaluate until a layout fits. It is doubled for the fastest kinds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,7 +331,7 @@ class Search:
         return np.where(shards(axes) * inner <= self.cluster.gpus_per_node, inside, np.minimum(ports * across, inside))
 
     def meshes(self) -> Iterator[dict[str, int]]:
-        """Yield the meshes with as many devices as the cluster, of axis sizes over which the model can be sharded."""
+        """Yield the meshes with all devices of the cluster whose axes can shard the model."""
         num_devices, inside_node = self.cluster.num_devices, MeshSpec().inside_node
         meshes: list[dict[str, int]] = [{}]
         for axis in self._axes():
@@ -394,7 +394,7 @@ class Search:
         return None
 
     def on_mesh(self, mesh: MeshSpec) -> Found:
-        """Return the fastest candidate on a mesh, or the smallest if none fits. Errors are those of `estimate`."""
+        """Return the fastest candidate on a mesh, or the smallest if none fits. Raises like `estimate`."""
         sizes, found = mesh.resolve(self.cluster.num_devices), []
         last_error: MeshparError | None = None
         for strategy in self.strategies(sizes):
@@ -449,7 +449,7 @@ class Search:
         return Found(layout=layout, memory=estimate, time=self.clock.estimate(placed, layout, estimate))
 
     def resolve(self, placed: Placed) -> None:
-        """Resolve all leaves as in training. Errors are those of `shardings`."""
+        """Resolve all leaves as in training. Raises like `shardings`."""
         spec, work = _spec(placed.sizes, min_size=1), self.workload
         mesh = spec.abstract(self.cluster.num_devices, devices_per_node=self.cluster.gpus_per_node)
         lay_out(work.model, mesh, placed.strategy, work.tx, work.precision)

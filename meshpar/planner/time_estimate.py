@@ -100,7 +100,7 @@ class ScheduleTiming:
 def schedule_timing(pipeline: Pipeline, recomputed: float, head: float, num_layers: int) -> ScheduleTiming:
     """Simulate a schedule as the executor runs it.
 
-    From three times as many microbatches as stages on, the time is linear in the number of microbatches.
+    The time is linear in the number of microbatches, from three times the number of stages on.
 
     Args:
       pipeline: the schedule.
@@ -199,7 +199,7 @@ class Clock:
                 is_combined = expected.stack > 1 and (expected.role == GRADIENTS or step.is_prefetched)
                 time_s = send(kind, axes, nbytes, fraction * count, stacked if is_combined else 1)
                 hidden["*".join(axes)] += time_s * _hidden(step, expected, independent=independent * in_layers)
-                # XLA:CPU transposes the result of a gather along another dim than the first.
+                # XLA:CPU transposes the result of a gather, unless the gather is along the first dim.
                 is_transposed = kind == "all-gather" and set(axes) <= set(step.sequence_axes)
                 buffers += fraction * count * nbytes * (2 if is_transposed else 1)
         for message in update.sent:  # exposed, because the optimizer's matmuls wait for its messages
@@ -226,14 +226,11 @@ class Clock:
         updating_s = update.narrow_flops / self.cluster.gpu.bf16_flops_per_s
         updating_s += update.wide_flops / self.cluster.gpu.fp32_flops_per_s
         return TimeEstimate(
-            compute_s=compute_s + updating_s / self.rates.efficiency,
-            memory_s=memory_s,
-            copied_s=copied / self.cluster.gpu.memory_bytes_per_s,
-            network_s=dict(network),
+            compute_s=compute_s + updating_s / self.rates.efficiency, memory_s=memory_s,
+            copied_s=copied / self.cluster.gpu.memory_bytes_per_s, network_s=dict(network),
             exposed_s={label: time_s - covered * hidden[label] for label, time_s in network.items()},
-            sent_bytes=dict(sent),
-            bubble_s=(compute_s + memory_s) * (stretch - 1),
-        )
+            sent_bytes=dict(sent), bubble_s=(compute_s + memory_s) * (stretch - 1),
+        )  # fmt: skip
 
     def _moved_bytes(self, placed: Placed, layout: Layout, memory: MemoryEstimate) -> float:
         """Return the bytes that kernels other than dense matmuls move per step."""

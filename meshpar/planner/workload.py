@@ -2,7 +2,7 @@
 
 The loss is traced for a single device with a few examples, once for each remat policy. The trace has the shape and
 dtype of each array that is saved for the backward pass. The logical names of its dims follow from the sizes of the
-model's named dims. Nothing is compiled.
+model's named dims.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Slot(NamedTuple):
 
     nbytes: int
     owner: int | None
-    """Index of the parameter whose sharding it has; None if it is replicated."""
+    """Index of the parameter with the same sharding; None for replicated arrays."""
     dims: tuple[int, ...]
     """Dims of that parameter that it has."""
 
@@ -125,7 +125,7 @@ class Workload:
     row_bytes: Callable[[str, int], int | None] | None
     """Bytes of an encoded token on its way to experts and back, as in `StepSpec`."""
     vocab_chunk: int | None
-    """Size of a vocabulary chunk on a rank; None if all logits are computed at once."""
+    """Size of a vocabulary chunk on a rank; None without chunks."""
 
     @property
     def policies(self) -> tuple[Remat, ...]:
@@ -143,7 +143,7 @@ class Workload:
 
     @functools.cached_property
     def head_share(self) -> float:
-        """FLOPs of the head, forward and backward, over those of the forward pass before it."""
+        """FLOPs of the head, forward and backward, over the FLOPs of the layers' forward pass."""
         size = max((leaf.size for leaf in self.leaves if leaf.has("vocab")), default=0)
         forward = 2 * (self.seq_len or 1) * size
         return 3 * forward / max(self.model_flops / 3 - forward, 1.0)
@@ -203,7 +203,7 @@ def describe(
     small_batch = batch_of(batch, marker)
     arrays = (params, variables.extra, small_batch, jax.ShapeDtypeStruct((2,), np.uint32))
     labelled = functools.partial(_labelled, leaves=leaves, rows=marker, seq_len=seq_len)
-    # Trace grouped matmuls as the CPU form, whose FLOPs are those of the actual tokens.
+    # Trace the CPU form of grouped matmuls, which counts the FLOPs of the actual tokens only.
     with traced_for(cluster), compiled_for("cpu"), tracing(mesh, ddp()):
         terms = jax.eval_shape(terms_of(described, loss, precision, None), *arrays)
         forward_jaxpr = jax.make_jaxpr(value_of(described, loss, precision, None))(*arrays).jaxpr
@@ -248,7 +248,7 @@ def _by_policy(
 ) -> tuple[dict[Remat, tuple[int, int, int]], dict[Remat | Literal["stages"], tuple[Held, ...]], bool]:
     """Return FLOPs and saved activations by policy, and whether the model uses `scan_layers`.
 
-    FLOPs are those of both passes: in total, of attention, and in 8 bits.
+    The FLOPs of both passes are (total, attention, 8 bits).
     """
     scans: list[Any] = []
 
@@ -273,7 +273,7 @@ def _decision(leaf: Leaf, spec: PartitionSpec = PartitionSpec()) -> Decision:  #
 def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Leaf]) -> tuple[Slot, ...]:
     """Return the optimizer's arrays on the device.
 
-    Each parameter dim gets an axis of its own. The axes in the spec of an optimizer array then identify its parameter
+    Each parameter dim gets a separate axis. The axes in the spec of an optimizer array then identify its parameter
     and dims.
     """
     axes = [tuple(f"{index}.{dim}" for dim in range(len(leaf.shape))) for index, leaf in enumerate(leaves)]

@@ -170,8 +170,7 @@ def constrain_output(path: str, out: PyTree) -> PyTree:
     if rule is None:
         if not boundaries.shard_batch:
             return out
-        other_dims = PartitionSpec.UNCONSTRAINED if path in boundaries.sharded_modules else None
-        return jax.tree.map(lambda x: _with_sharded_batch(x, boundaries, other_dims), out)
+        return jax.tree.map(lambda x: _with_sharded_batch(path, x, boundaries), out)
     if rule.value is None:
         return out
     names = rule.value.names
@@ -184,15 +183,14 @@ def constrain_output(path: str, out: PyTree) -> PyTree:
     return jax.tree.map(lambda x: constrain(x, *names) if jnp.ndim(x) == len(names) else x, out)
 
 
-def _with_sharded_batch(x: Any, boundaries: Boundaries, other_dims: Any) -> Any:
-    """Shard the first dim of an array over the batch axes, if that dim is the batch."""
-    sizes = {boundaries.num_examples} | boundaries.other_batch_sizes
-    if not (isinstance(x, jax.Array) and x.ndim > 1 and x.shape[0] in sizes):
+def _with_sharded_batch(path: str, x: Any, boundaries: Boundaries) -> Any:
+    """Shard the first dim of a module's output over the batch axes, if that dim is the batch."""
+    is_array = isinstance(x, jax.Array) and x.ndim > 1 and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    if not is_array or x.shape[0] not in {boundaries.num_examples} | boundaries.other_batch_sizes:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
-        return x
-    spec = spec_of(x, "batch", *[None] * (x.ndim - 1))
-    if not spec_axes(spec[0]):
+    other_dims = (x.ndim - 1) * [PartitionSpec.UNCONSTRAINED if path in boundaries.sharded_modules else None]
+    batch_axes = spec_of(x, "batch", *[None] * (x.ndim - 1))[0]
+    if not spec_axes(batch_axes):
         return x
     boundaries.num_constrained += 1
-    return with_layout(x, PartitionSpec(spec[0], *[other_dims] * (x.ndim - 1)))
+    return with_layout(x, PartitionSpec(batch_axes, *other_dims))

@@ -176,13 +176,11 @@ def _with_raw_keys(model: Model) -> Model:
         return traced[0]
 
     return dataclasses.replace(
-        model,
-        init=init,
-        bind=lambda params, extra: model.bind(params, with_key_types(extra, impls())),
+        model, init=init, bind=lambda params, extra: model.bind(params, with_key_types(extra, impls())),
         collect=lambda bound: without_key_types(model.collect(bound)),
         after_update=lambda extra: without_key_types(model.after_update(with_key_types(extra, impls()))),
         random_keys=lambda: {path: impl for path, impl in tree_leaves_with_paths(impls()) if impl},
-    )
+    )  # fmt: skip
 
 
 # ---- NNX -------------------------------------------------------------------------------------------------------------
@@ -226,15 +224,9 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
     check_takes("from_nnx", signature, args, fix, keywords=["rngs"] * by_name, name=name)
     module = _Nnx((lambda rngs: build(rngs=rngs)) if by_name else build)  # type: ignore[call-arg]
     model = Model(
-        kind="nnx",
-        init=module.init,
-        bind=module.bind,
-        collect=lambda bound: _split(bound).extra,
-        names=module.names,
-        batch_stats=module.batch_stats,
-        after_update=module.after_update,
-        build=build,
-    )
+        kind="nnx", init=module.init, bind=module.bind, collect=lambda bound: _split(bound).extra, names=module.names,
+        batch_stats=module.batch_stats, after_update=module.after_update, build=build,
+    )  # fmt: skip
     return _with_raw_keys(model)
 
 
@@ -850,12 +842,9 @@ def from_functions(
         return _WithState(apply, params, extra) if keeps_state else functools.partial(apply, params)
 
     model = Model(
-        kind="functions",
-        init=init_variables,
-        bind=bind,
-        collect=lambda bound: bound.extra if keeps_state else {},
+        kind="functions", init=init_variables, bind=bind, collect=lambda bound: bound.extra if keeps_state else {},
         names=lambda: by_path,
-    )
+    )  # fmt: skip
     return _with_raw_keys(model)
 
 

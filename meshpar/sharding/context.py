@@ -99,14 +99,12 @@ def apart() -> Iterator[None]:
     Public functions take the mesh as an argument and must not depend on this context. `tracing` sets the mesh again
     around the model.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        yield
-        return
-    no_mesh: contextlib.AbstractContextManager[Any]
-    try:
-        no_mesh = jax.set_mesh(None)  # type: ignore[arg-type]
-    except ValueError:  # jax.set_mesh fails while tracing
-        no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    no_mesh: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if not jax.sharding.get_abstract_mesh().empty:
+        try:
+            no_mesh = jax.set_mesh(None)  # type: ignore[arg-type]
+        except ValueError:  # jax.set_mesh fails while tracing
+            no_mesh = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with no_mesh:
         yield
 

@@ -6,7 +6,7 @@ the batch axes). The region of a kernel is manual over further axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,24 +63,16 @@ def per_device(
     unused = [axis for axis, size in sizes.items() if size == 1]
     specs, out_specs = jax.tree.map(lambda spec: without_axes(spec, unused), (specs, out_specs), is_leaf=is_spec)
     axes = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in axes_of_spec(spec)}
-    _check_order(outer, axes, list(sizes))
+    # XLA in jax 0.12 requires the manual axes of nested regions in mesh order, and aborts otherwise.
+    ordered = [axis for region in (outer, axes) for axis in sizes if axis in region]
+    if outer and jax.__version_info__ >= (0, 12) and ordered != sorted(ordered, key=list(sizes).index):
+        where = "a kernel of the model inside a shard_map (reduce_gradients='once' or quantize=...)"
+        requested = f"run over {', '.join(sorted(axes))} inside {', '.join(sorted(outer))}"
+        reason = f"the compiler of jax {jax.__version__} aborts if inner axes precede outer axes in {', '.join(sizes)}"
+        fix = "put the batch axes first in the mesh, or use reduce_gradients='each_microbatch' without quantize"
+        raise problem(where, requested, reason, fix, code="unsupported-feature")
     if all_axes:
         axes = set(sizes) - set(outer)
     # In an outer region the mesh is the context mesh, which has the manual axes.
     mesh = None if outer else context.mesh
     return jax.shard_map(kernel, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=axes, check_vma=check_vma)
-
-
-def _check_order(outer: Sequence[str], inner: Collection[str], mesh_axes: Sequence[str]) -> None:
-    """Raise an error in place of an abort: XLA in jax 0.12 requires the manual axes of nested regions in mesh order."""
-    ordered = [*sorted(outer, key=mesh_axes.index), *sorted(inner, key=mesh_axes.index)]
-    if not outer or ordered == sorted(ordered, key=mesh_axes.index) or jax.__version_info__ < (0, 12):
-        return
-    raise problem(
-        "a kernel of the model inside a shard_map (reduce_gradients='once' or quantize=...)",
-        f"run over {', '.join(sorted(inner))} inside {', '.join(sorted(outer))}",
-        f"the mesh axes are in the order {', '.join(mesh_axes)}, and the compiler of jax {jax.__version__} aborts if "
-        "inner axes precede outer axes",
-        "put the batch axes first in the mesh, or use reduce_gradients='each_microbatch' without quantize",
-        code="unsupported-feature",
-    )

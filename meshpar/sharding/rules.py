@@ -260,11 +260,9 @@ class Rules:
         """
         return cls()._with(
             _by_name={key: _Rule(key, _checked_dim_rule(key, value), origin) for key, value in (by_name or {}).items()},
-            known=frozenset(known),
-            everything=origin if everything else None,
-            largest=largest,
+            known=frozenset(known), everything=origin if everything else None, largest=largest,
             optional_axes=frozenset(optional_axes),
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_logical_axis_rules(
@@ -328,13 +326,10 @@ class Rules:
             replaced = {rule.key for rule in later}
             joined[field] = (*(rule for rule in rules if rule.key not in replaced), *later)
         return self._with(
-            **joined,
-            _by_name={**self._by_name, **other._by_name},
-            known=self.known | other.known,
-            everything=other.everything or self.everything,
-            largest=other.largest or self.largest,
+            **joined, _by_name={**self._by_name, **other._by_name}, known=self.known | other.known,
+            everything=other.everything or self.everything, largest=other.largest or self.largest,
             optional_axes=self.optional_axes | other.optional_axes,
-        )
+        )  # fmt: skip
 
     def __repr__(self) -> str:
         args = [f"{rule.key}={rule.value!r}" for rule in self._by_name.values()]
@@ -513,7 +508,7 @@ _PATTERNS: Mapping[str, tuple[str, Callable[[Any], bool], str, str, str]] = {
         "a module maps to the name of a policy or to None", "wrong-type", "{r'.*/mlp': 'full'}",
     ),
 }  # fmt: skip
-"""Fields with patterns as keys: their argument, whether a value is valid, what is valid, the error code, an example."""
+"""Fields with patterns as keys: argument, check of a value, description of valid values, error code, example."""
 
 
 def _checked_value(field: str, pattern: Any, value: Any) -> Any:
@@ -744,10 +739,6 @@ def _decision(
     leaf: Leaf, label: str, entries: list[Any], sizes: dict[str, int], *, on_purpose: bool, used: list[_Rule]
 ) -> Decision:
     return Decision(
-        leaf=leaf,
-        rule=label,
-        spec=PartitionSpec(*entries),
-        shards=num_shards(entries, sizes),
-        replicated_on_purpose=on_purpose,
-        sources=frozenset((rule.origin, rule.key) for rule in used),
-    )
+        leaf=leaf, rule=label, spec=PartitionSpec(*entries), shards=num_shards(entries, sizes),
+        replicated_on_purpose=on_purpose, sources=frozenset((rule.origin, rule.key) for rule in used),
+    )  # fmt: skip

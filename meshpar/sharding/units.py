@@ -1,4 +1,4 @@
-"""Figures with SI units, such as `24.5 GB`, `450 GB/s` and `70B`, as text."""
+"""Numbers with SI units, such as `24.5 GB`, `450 GB/s` and `70B`, as text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def human_count(count: float) -> str:
 MAX_BYTES = 1e24
 """Maximum value of `parse_bytes`."""
 MAX_COUNT = 10**18
-"""Maximum value of `parse_count`. Products of several counts stay finite."""
+"""Maximum value of `parse_count`. Products of counts stay finite."""
 
 
 def parse_bytes(text: str, *, minimum: float = -math.inf) -> float:
@@ -78,7 +78,7 @@ def parse_count(text: str | float, where: str) -> int:
 
 
 def _scaled(match: re.Match[str] | None, prefixes: dict[str, float]) -> float | None:
-    """Return the number in a match, times the size of its prefix, or None if it is not a number."""
+    """Return the number in a match, scaled by the prefix, or None without a number."""
     try:
         return None if match is None else float(match.group(1)) * prefixes[match.group(2)]
     except ValueError:

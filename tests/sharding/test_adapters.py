@@ -92,70 +92,41 @@ def mesh():
 
 FULL_SHAPES = {
     "cnn": {
-        "conv/bias": (16,),
-        "conv/kernel": (3, 3, 3, 16),
-        "hidden/bias": (64,),
-        "hidden/kernel": (256, 64),
-        "norm/bias": (16,),
-        "norm/scale": (16,),
-        "out/bias": (10,),
-        "out/kernel": (64, 10),
+        "conv/bias": (16,), "conv/kernel": (3, 3, 3, 16), "hidden/bias": (64,), "hidden/kernel": (256, 64),
+        "norm/bias": (16,), "norm/scale": (16,), "out/bias": (10,), "out/kernel": (64, 10),
     },
     "linen": {
-        "hidden/bias": (64,),
-        "hidden/kernel": (16, 64),
-        "norm/bias": (64,),
-        "norm/scale": (64,),
-        "out/bias": (10,),
+        "hidden/bias": (64,), "hidden/kernel": (16, 64), "norm/bias": (64,), "norm/scale": (64,), "out/bias": (10,),
         "out/kernel": (64, 10),
     },
-}
+}  # fmt: skip
+CNN_RULES = mp.Rules(
+    paths={
+        r".*": mp.replicated, r"conv/kernel": (None, None, None, "tensor"), r"hidden/kernel": ("fsdp", "tensor"),
+        r"hidden/bias": ("tensor",), r"out/kernel": (("fsdp", "tensor"),),
+    }
+)  # fmt: skip
+LINEN_RULES = mp.Rules(
+    embed="fsdp", mlp="tensor", classes=None,
+    paths={
+        r"hidden/kernel": mp.names("embed", "mlp"), r"out/kernel": mp.names("mlp", "classes"),
+        r"(norm|hidden)/(bias|scale)": mp.names("mlp"),
+    },
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("model", "rules", "sharded"),
     [
-        (
-            cnn,
-            mp.Rules(
-                paths={
-                    r".*": mp.replicated,
-                    r"conv/kernel": (None, None, None, "tensor"),
-                    r"hidden/kernel": ("fsdp", "tensor"),
-                    r"hidden/bias": ("tensor",),
-                    r"out/kernel": (("fsdp", "tensor"),),
-                }
-            ),
-            {
-                "conv/kernel": (3, 3, 3, 8),
-                "hidden/kernel": (64, 32),
-                "hidden/bias": (32,),
-                "out/kernel": (8, 10),
-            },
-        ),
-        (
-            linen,
-            mp.Rules(
-                embed="fsdp",
-                mlp="tensor",
-                classes=None,
-                paths={
-                    r"hidden/kernel": mp.names("embed", "mlp"),
-                    r"out/kernel": mp.names("mlp", "classes"),
-                    r"(norm|hidden)/(bias|scale)": mp.names("mlp"),
-                },
-            ),
-            {
-                "hidden/kernel": (4, 32),
-                "out/kernel": (32, 10),
-                "hidden/bias": (32,),
-                "norm/bias": (32,),
-                "norm/scale": (32,),
-            },
-        ),
+        (cnn, CNN_RULES, {
+            "conv/kernel": (3, 3, 3, 8), "hidden/kernel": (64, 32), "hidden/bias": (32,), "out/kernel": (8, 10),
+        }),
+        (linen, LINEN_RULES, {
+            "hidden/kernel": (4, 32), "out/kernel": (32, 10), "hidden/bias": (32,), "norm/bias": (32,),
+            "norm/scale": (32,),
+        }),
     ],
-    ids=["cnn", "linen"],
-)
+)  # fmt: skip
 def test_path_rules_shard_a_model_without_names(mesh, model, rules, sharded):
     state = mp.init_state(model(), optax.sgd(0.1, momentum=0.9), mesh=mesh, strategy=rules, key=0)
     shapes = FULL_SHAPES[model.__name__]
@@ -191,28 +162,15 @@ def test_names_by_path_shard_flax_attention(mesh):
 @pytest.mark.parametrize(
     ("model", "sharded"),
     [
-        (
-            cnn,
-            {
-                "conv/kernel": (3, 3, 3, 4),
-                "hidden/bias": (16,),
-                "hidden/kernel": (64, 64),
-                "out/kernel": (16, 10),
-            },
-        ),
-        (
-            linen,
-            {
-                "hidden/bias": (16,),
-                "hidden/kernel": (16, 16),
-                "norm/bias": (16,),
-                "norm/scale": (16,),
-                "out/kernel": (16, 10),
-            },
-        ),
+        (cnn, {
+            "conv/kernel": (3, 3, 3, 4), "hidden/bias": (16,), "hidden/kernel": (64, 64), "out/kernel": (16, 10),
+        }),
+        (linen, {
+            "hidden/bias": (16,), "hidden/kernel": (16, 16), "norm/bias": (16,), "norm/scale": (16,),
+            "out/kernel": (16, 10),
+        }),
     ],
-    ids=["cnn", "linen"],
-)
+)  # fmt: skip
 def test_fsdp_shards_the_largest_dim_of_unnamed_leaves(model, sharded):
     mesh = mp.MeshSpec(data=2, fsdp=4).build()
     state = mp.init_state(model(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=256), key=0)
@@ -262,47 +220,45 @@ class ScannedLinen(nn.Module):
         return layers(nn.Dense(8, use_bias=False, kernel_init=init, name="up"), x, None)[0]
 
 
+@nnx.split_rngs(splits=3)
+@nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+def scanned_nnx(rngs):
+    return NamedNNX(rngs)
+
+
+NAMED = {
+    "up/kernel": ((8, 16), ("embed", "mlp")), "down/kernel": ((16, 8), ("mlp", None)), "down/bias": ((8,), None),
+}  # fmt: skip
+SCANNED = {path: ((3, *shape), names and ("layers", *names)) for path, (shape, names) in NAMED.items()}
+
+
 @pytest.mark.parametrize(
-    "model",
-    [mp.from_nnx(lambda rngs: NamedNNX(rngs)), mp.from_linen(NamedLinen(), jnp.ones((2, 8)))],
-    ids=["nnx", "linen"],
+    ("model", "expected"),
+    [
+        (lambda: mp.from_nnx(lambda rngs: NamedNNX(rngs)), NAMED),
+        (lambda: mp.from_linen(NamedLinen(), jnp.ones((2, 8))), NAMED),
+        (lambda: mp.from_nnx(scanned_nnx), SCANNED),
+        (
+            lambda: mp.from_linen(ScannedLinen(), jnp.ones((2, 8))),
+            {"up/kernel": ((3, 8, 8), ("layers", "embed", "mlp"))},
+        ),
+        (
+            lambda: mp.from_functions(
+                lambda key: {"up": [jnp.zeros((8, 16)), jnp.zeros(16)]},
+                lambda params, x: x,
+                names={"up/0": ["embed", "mlp"]},
+            ),
+            {"up/0": ((8, 16), ("embed", "mlp")), "up/1": ((16,), None)},
+        ),
+    ],
+    ids=["nnx", "linen", "scanned nnx", "scanned linen", "functions"],
 )
-def test_names_come_from_flax_metadata(model):
-    leaves = {leaf.path: (leaf.shape, leaf.names) for leaf in model.leaves()}
-    assert leaves == {
-        "up/kernel": ((8, 16), ("embed", "mlp")),
-        "down/kernel": ((16, 8), ("mlp", None)),
-        "down/bias": ((8,), None),
-    }
-    table = mp.shardings(model, mp.MeshSpec(fsdp=2, tensor=2).abstract(), mp.fsdp() | mp.tensor_parallel())
-    assert table["up/kernel"].spec == P("fsdp", "tensor")
-    assert table["down/kernel"].spec == P("tensor", None)
-
-
-def test_names_of_scanned_linen_layers():
-    (leaf,) = mp.from_linen(ScannedLinen(), jnp.ones((2, 8))).leaves()
-    assert (leaf.shape, leaf.names) == ((3, 8, 8), ("layers", "embed", "mlp"))
-
-
-def test_names_of_scanned_nnx_layers():
-    def build(rngs):
-        @nnx.split_rngs(splits=3)
-        @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-        def make(rngs):
-            return NamedNNX(rngs)
-
-        return make(rngs)
-
-    leaves = {leaf.path: (leaf.shape, leaf.names) for leaf in mp.from_nnx(build).leaves()}
-    assert leaves["up/kernel"] == ((3, 8, 16), ("layers", "embed", "mlp"))
-    assert leaves["down/bias"] == ((3, 8), None)
-
-
-def test_names_of_plain_functions():
-    model = mp.from_functions(
-        lambda key: {"up": [jnp.zeros((8, 16)), jnp.zeros(16)]}, lambda p, x: x, names={"up/0": ["embed", "mlp"]}
-    )
-    assert [(leaf.path, leaf.names) for leaf in model.leaves()] == [("up/0", ("embed", "mlp")), ("up/1", None)]
+def test_names_come_from_the_model(model, expected, mesh):
+    assert {leaf.path: (leaf.shape, leaf.names) for leaf in model().leaves()} == expected
+    if expected is NAMED:
+        strategy = mp.fsdp() | mp.tensor_parallel()
+        state = mp.init_state(model(), optax.adam(0.1), mesh=mesh, strategy=strategy, key=0)
+        assert shard_shapes(state) == {"up/kernel": (2, 8), "down/kernel": (8, 8), "down/bias": (8,)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -493,10 +449,10 @@ def test_functions_with_state(mesh):
     assert int(state.extra["calls"]) == 6
     with raises("wrong-type", "`init`"):
         mp.from_functions(lambda key: {"w": key}, apply, keeps_state=True).abstract()
-    for calls, match in ((np.zeros(3, np.int32), r"int32\[\].*int32\[3\]"), (0.5, "float32")):
+    for calls in (np.zeros(3, np.int32), 0.5):
         invalid = dataclasses.replace(model, collect=lambda bound, calls=calls: {"calls": jnp.asarray(calls)})
         state = mp.abstract_state(invalid, optax.sgd(0.1), mesh=mesh, strategy=mp.ddp())
-        with pytest.raises(mp.MeshparError, match=f"`calls` of the model.*{match}"):
+        with pytest.raises(mp.MeshparError, match="`calls` of the model"):
             mp.train_step(_square).trace(state, np.ones((16, 4), np.float32))
 
 

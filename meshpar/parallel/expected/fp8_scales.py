@@ -55,15 +55,9 @@ def _of_columns(
     for (kind, dtype, minimum, maximum), (over, sharding_axes) in zip(kinds, axes, strict=True):
         if over:
             yield ExpectedCollective(
-                role=SCALES,
-                kind=kind,
-                axes=step.ordered(over),
-                elements=width // step.num_shards(sharding_axes),
-                dtype=step.wire(dtype),
-                count=(minimum * runs, maximum * runs),
-                tensors=(decision.path,),
-                stack=stack,
-            )
+                role=SCALES, kind=kind, axes=step.ordered(over), elements=width // step.num_shards(sharding_axes),
+                dtype=step.wire(dtype), count=(minimum * runs, maximum * runs), tensors=(decision.path,), stack=stack,
+            )  # fmt: skip
 
 
 def _of_tokens(
@@ -82,14 +76,8 @@ def _of_tokens(
         for kind, dtype, minimum, maximum in kinds:
             if maximum:
                 yield ExpectedCollective(
-                    role=SCALES,
-                    kind=kind,
-                    axes=(axis,),
-                    scattered=(axis,) if kind == "sum" and is_gathered else (),
-                    may_all_reduce=is_gathered,
-                    elements=step.tokens_or_rows // slices or 1,
-                    multiple=step.tokens is None,
-                    dtype=step.wire(dtype),
-                    count=(minimum * runs, maximum * runs),
+                    role=SCALES, kind=kind, axes=(axis,), scattered=(axis,) if kind == "sum" and is_gathered else (),
+                    may_all_reduce=is_gathered, elements=step.tokens_or_rows // slices or 1,
+                    multiple=step.tokens is None, dtype=step.wire(dtype), count=(minimum * runs, maximum * runs),
                     tensors=(decision.path,),
-                )
+                )  # fmt: skip

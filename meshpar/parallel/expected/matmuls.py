@@ -52,15 +52,9 @@ def contracted(step: StepSpec) -> Iterator[ExpectedCollective]:
     axes = {axis for (_, axis, *_), block in blocks.items() if any(d.leaf.has("vocab") for d in (*block[0], *block[1]))}
     for axis in step.ordered(axes) if step.tokens is not None else ():
         yield ExpectedCollective(
-            role=VOCABULARY,
-            kind="sum",
-            axes=(axis,),
-            elements=step.tokens or 0,
-            dtype="f32",
-            count=(0, 3 * step.accumulate),
-            tensors=("max, sum and target logit of each token",),
-            forward_only=True,
-        )
+            role=VOCABULARY, kind="sum", axes=(axis,), elements=step.tokens or 0, dtype="f32",
+            count=(0, 3 * step.accumulate), tensors=("max, sum and target logit of each token",), forward_only=True,
+        )  # fmt: skip
 
 
 def _side(decision: Decision, axis: str) -> str | None:
@@ -166,17 +160,12 @@ def _activation_collective(
         role: str, kind: Literal["gather", "sum"], minimum: int, maximum: int, *, may_all_reduce: Any = False
     ) -> ExpectedCollective:
         return ExpectedCollective(
-            role=role,
-            kind=kind,
-            axes=(axis,),
-            scattered=(axis,) if kind == "sum" and by_sequence else (),
+            role=role, kind=kind, axes=(axis,), scattered=(axis,) if kind == "sum" and by_sequence else (),
             may_all_reduce=may_all_reduce if by_sequence else False,
-            elements=width * max(1, step.tokens_or_rows // slices),
-            multiple=step.tokens is None,
-            dtype=step.wire(step.compute_dtype(tensors[0])),
-            count=(minimum * runs, maximum * runs),
+            elements=width * max(1, step.tokens_or_rows // slices), multiple=step.tokens is None,
+            dtype=step.wire(step.compute_dtype(tensors[0])), count=(minimum * runs, maximum * runs),
             tensors=tuple(decision.path for decision in tensors),
-        )
+        )  # fmt: skip
 
     return collective
 

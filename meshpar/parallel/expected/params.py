@@ -147,16 +147,10 @@ def gathered(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         # The backward pass starts with the last layer gathered, and its last iteration has no layer to prefetch.
         minimum, maximum = max(1, minimum - step.micro_steps), max(maximum, minimum)
     return ExpectedCollective(
-        role=WEIGHTS,
-        kind="gather",
-        axes=step.ordered(axes),
-        elements=layer_elements(step, decision, axes),
-        dtype=step.wire(step.gathered_dtype(decision)),
-        count=(minimum, maximum),
-        tensors=(decision.path,),
-        stack=stack,
-        is_param=True,
-    )
+        role=WEIGHTS, kind="gather", axes=step.ordered(axes), elements=layer_elements(step, decision, axes),
+        dtype=step.wire(step.gathered_dtype(decision)), count=(minimum, maximum), tensors=(decision.path,),
+        stack=stack, is_param=True,
+    )  # fmt: skip
 
 
 def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
@@ -206,19 +200,12 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         if decision.leaf.is_table:  # see `_rows_gathered`
             counts |= dict.fromkeys(partial & set(step.context_axes), (0, uses * num_reductions))
     return ExpectedCollective(
-        role=GRADIENTS,
-        kind="sum",
-        axes=step.ordered(partial),
-        scattered=step.ordered(scattered),
+        role=GRADIENTS, kind="sum", axes=step.ordered(partial), scattered=step.ordered(scattered),
         may_all_reduce=always_scattered != scattered or _may_all_reduce(step, weight, elements, partial - scattered),
-        elements=elements,
-        dtype=step.wire(step.reduce_dtype(decision)),
-        count=(runs, uses * runs),
-        counts=tuple((axis, *counts[axis]) for axis in step.ordered(counts)),
-        tensors=(decision.path,),
-        stack=stack,
+        elements=elements, dtype=step.wire(step.reduce_dtype(decision)), count=(runs, uses * runs),
+        counts=tuple((axis, *counts[axis]) for axis in step.ordered(counts)), tensors=(decision.path,), stack=stack,
         is_param=True,
-    )
+    )  # fmt: skip
 
 
 def outputs_of_pair(step: StepSpec, decision: Decision) -> set[str]:
@@ -248,14 +235,9 @@ def _rows_gathered(step: StepSpec, weight: Weight) -> Iterator[ExpectedCollectiv
     elements_of = dict.fromkeys(dtypes, tokens * decision.leaf.size_of("embed")) | {"s32": tokens}
     for dtype, elements in elements_of.items():
         yield ExpectedCollective(
-            role=GRADIENTS,
-            kind="gather",
-            axes=step.context_axes,
-            elements=elements,
-            dtype=dtype,
-            count=(0, step.accumulate),
-            tensors=(decision.path,),
-        )
+            role=GRADIENTS, kind="gather", axes=step.context_axes, elements=elements, dtype=dtype,
+            count=(0, step.accumulate), tensors=(decision.path,),
+        )  # fmt: skip
 
 
 def _may_all_reduce(step: StepSpec, weight: Weight, elements: int, reduced_axes: set[str]) -> bool:
@@ -283,13 +265,7 @@ def renewed(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
         return None
     stack = decision.leaf.num_layers
     return ExpectedCollective(
-        role=RENEWED,
-        kind="gather",
-        axes=axes,
-        elements=layer_elements(step, decision, ()),
-        dtype=step.wire(decision.leaf.dtype),
-        count=(stack, stack),
-        tensors=(decision.path,),
-        stack=stack,
+        role=RENEWED, kind="gather", axes=axes, elements=layer_elements(step, decision, ()),
+        dtype=step.wire(decision.leaf.dtype), count=(stack, stack), tensors=(decision.path,), stack=stack,
         is_param=True,
-    )
+    )  # fmt: skip
