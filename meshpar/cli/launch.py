@@ -344,7 +344,11 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
         return ids
     if local_rank is None or local_size == 1:
         return None
-    visible = _visible_gpus(env)
+    on_node = _value(env, "SLURM_GPUS_ON_NODE")
+    visible = int(on_node) if on_node.isdecimal() else None
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        if name in env:
+            visible = len([i for i in env[name].split(",") if i.strip() not in ("", "-1")])
     if visible is None or local_size is None:
         return (local_rank,)
     if visible < local_size or _value(env, "SLURM_GPUS_PER_TASK") == str(visible):
@@ -353,15 +357,6 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
     check_divides("this node", f"share {visible} GPUs among {local_size} processes", visible, local_size, fix)
     share = visible // local_size
     return tuple(range(local_rank * share, (local_rank + 1) * share))
-
-
-def _visible_gpus(env: Env) -> int | None:
-    """Return the number of GPUs that are visible by the environment; None if unknown."""
-    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        if name in env:
-            return len([i for i in env[name].split(",") if i.strip() not in ("", "-1")])
-    on_node = _value(env, "SLURM_GPUS_ON_NODE")
-    return int(on_node) if on_node.isdecimal() else None
 
 
 def _detection_method(launch: Launch, env: Env) -> str | None:

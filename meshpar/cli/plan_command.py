@@ -69,11 +69,21 @@ def plan(
     ):
         if is_wrong:
             raise problem(option, "use it", reason, fix, code="bad-syntax" if option == "--why-not" else "conflict")
-    if growth:
-        _grow(recipe, cluster, assignments, from_hf, plot=plot, as_json=as_json)
-        return
     with contextlib.redirect_stdout(sys.stderr):  # recipes may print, but stdout is for the report
+        top, verify = (1, 0) if growth else (top, verify)
         plans = plans_for(recipe, cluster, assignments, from_hf, top=top, verify=verify)
+    if growth:
+        from meshpar.planner.scaling import grow
+
+        assert plans.search is not None
+        found = grow(plans.search.workload, plans.search.cluster)
+        print_report(found, as_json=as_json)
+        if plot:
+            from meshpar.cli import plots
+
+            with writing(plot):
+                plots.growth(found).savefig(plot)
+        return
     if save:
         with writing(save):
             plans.save(save)
@@ -82,23 +92,6 @@ def plan(
         click.echo(json.dumps({"mesh": why_not, "strategy": strategy, "why_not": answer}) if as_json else answer)
         return
     print_report(plans, as_json=as_json)
-
-
-def _grow(
-    recipe: str, cluster: str, assignments: tuple[str, ...], from_hf: str | None, *, plot: str | None, as_json: bool
-) -> None:
-    from meshpar.planner.scaling import grow
-
-    with contextlib.redirect_stdout(sys.stderr):
-        search = plans_for(recipe, cluster, assignments, from_hf, top=1, verify=0).search
-    assert search is not None
-    growth = grow(search.workload, search.cluster)
-    print_report(growth, as_json=as_json)
-    if plot:
-        from meshpar.cli import plots
-
-        with writing(plot):
-            plots.growth(growth).savefig(plot)
 
 
 def plans_for(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from meshpar.cli.main import HOST_DEVICES, prepare_devices, print_report, recipe_options
-from meshpar.sharding.errors import problem
+from meshpar.sharding.errors import MeshparError, problem
 
 if TYPE_CHECKING:
     from meshpar.cli.recipe import Recipe
@@ -56,9 +57,11 @@ def verify(
     import jax
 
     from meshpar.cli.recipe import build_model, build_optimizer, load_recipe
-    from meshpar.loop.verify import Outcome
+    from meshpar.loop.verify import Case, Outcome
     from meshpar.loop.verify import verify as run
+    from meshpar.parallel import as_strategy, ddp
     from meshpar.sharding.mesh import MeshSpec
+    from meshpar.training.sharding_table import shardings
 
     def tell(outcome: Outcome) -> None:
         if outcome.verdict != "refused":
@@ -67,12 +70,19 @@ def verify(
     full = load_recipe(recipe, devices=devices).override(*assignments)
     with jax.enable_x64(dtype == "float64"):
         small = shrunk(full, dtype)
-        model = build_model(small)
-        _check_small(model, small)
+        model, mesh = build_model(small), MeshSpec().abstract(1)
+        tx = build_optimizer(small, model, mesh)
+        totals = shardings(model, mesh, ddp(), tx=tx).totals
+        if totals.params_bytes > MOST_BYTES:
+            where, fix = f"model of {totals.num_params:,} parameters", "reduce it with --set model.FIELD=VALUE"
+            reason = f"{totals.params_bytes:,} bytes exceed the maximum of {MOST_BYTES:,}"
+            raise problem(where, "compare layouts on host devices", reason, fix, code="out-of-range")
+        first = []
+        with contextlib.suppress(MeshparError):  # the mesh may need more devices
+            first.append(Case(mesh=MeshSpec(**small.mesh.resolve(devices)), strategy=as_strategy(small.strategy)))  # type: ignore[arg-type]
         report = run(
             model, small.loss, batch_of(small, seed), cases=cases, seed=seed, time_s=time_s, case=case, dtype=dtype,
-            loss_is=small.loss_is, tx=build_optimizer(small, model, MeshSpec().abstract(1)),
-            first=_recipe_layout(small, devices), tell=tell, devices=jax.devices()[:devices],
+            loss_is=small.loss_is, tx=tx, first=first, tell=tell, devices=jax.devices()[:devices],
         )  # fmt: skip
     print_report(report, as_json=as_json)
     if report.smallest is not None and not as_json:
@@ -154,35 +164,3 @@ def batch_of(recipe: Recipe, seed: int) -> Mapping[str, Any]:
     shape = batch["inputs"].shape
     batch["weights"] = (np.arange(shape[1]) < draw.integers(0, shape[1] + 1, (ROWS, 1))).astype(np.int32)
     return batch
-
-
-def _check_small(model: Any, recipe: Recipe) -> None:
-    from meshpar.cli.recipe import build_optimizer
-    from meshpar.parallel import ddp
-    from meshpar.sharding.mesh import MeshSpec
-    from meshpar.training.sharding_table import shardings
-
-    mesh = MeshSpec().abstract(1)
-    totals = shardings(model, mesh, ddp(), tx=build_optimizer(recipe, model, mesh)).totals
-    if totals.params_bytes > MOST_BYTES:
-        where = f"model of {totals.num_params:,} parameters"
-        reason = f"{totals.params_bytes:,} bytes exceed the maximum of {MOST_BYTES:,}"
-        fix = "reduce it with --set model.FIELD=VALUE"
-        raise problem(where, "compare layouts on host devices", reason, fix, code="out-of-range")
-
-
-def _recipe_layout(recipe: Recipe, devices: int) -> list[Any]:
-    """Return the layout of the recipe, if its mesh can be built from these devices."""
-    import math
-
-    from meshpar.loop.verify import Case
-    from meshpar.sharding.mesh import MeshSpec
-    from meshpar.sharding.types import MeshparError
-
-    try:
-        sizes = recipe.mesh.resolve(devices)
-    except MeshparError:
-        return []
-    if not 1 < math.prod(sizes.values()) <= devices:
-        return []
-    return [Case(mesh=MeshSpec(**sizes), strategy=recipe.strategy)]  # type: ignore[arg-type]
