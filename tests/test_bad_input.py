@@ -450,7 +450,7 @@ def test_damaged_metrics_of_a_run_are_dropped(meshpar, place, monkeypatch, tmp_p
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]
 
 
-def test_a_file_that_cannot_be_replaced_is_named_and_nothing_is_left(tmp_path):
+def test_a_file_that_cannot_be_replaced_is_named(tmp_path):
     (tmp_path / "summary.json").mkdir()
     with pytest.raises(IsADirectoryError) as error:
         replace_file(tmp_path / "summary.json", "{}")

@@ -307,7 +307,7 @@ def _coordinator(launcher: _Launcher, env: Env, *, on_one_node: bool) -> str | N
 
 
 def _port_of(job: int) -> int:
-    """Return a port derived from the job id, one of 4,096 as in jax, so that jobs on a host rarely share it."""
+    """Return a port derived from the job id, from 4,096 ports as in jax, so that jobs on a host rarely share it."""
     return 65536 - 4096 + job % 4096
 
 

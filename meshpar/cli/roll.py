@@ -115,9 +115,11 @@ class _Roll:
             if match := re.fullmatch(r"meshpar ([0-9]{1,9}) of ([0-9]{1,9})", text):
                 number = int(match[1])
                 self._join(number, int(match[2]), host)
-                await reader.read()
-                if not self._done.is_set():
-                    del self._hosts[number]
+                try:
+                    await reader.read()
+                finally:
+                    if not self._done.is_set():
+                        self._hosts.pop(number, None)
             else:
                 self._strangers.add(host)
         self._connections.discard(writer)

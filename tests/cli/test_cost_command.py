@@ -88,8 +88,3 @@ def test_errors_are_one_line(meshpar, args, message):
     assert (code, out) == (2, "")
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_help_has_examples(meshpar):
-    _, out, _ = meshpar("--help")
-    assert "meshpar cost tree --bytes 64kB --alpha 2e-6 --bandwidth 450e9" in out

@@ -204,7 +204,7 @@ def test_a_new_run_is_its_owners_alone(meshpar, tmp_path):
     assert modes["recipe.json"] == modes["metrics.jsonl"] == modes["loss.png"] == 0o644
 
 
-def test_a_run_whose_numbers_are_lost_ends_with_2_until_they_are_back(meshpar, tmp_path):
+def test_lost_metrics_exit_with_2_until_they_are_restored(meshpar, tmp_path):
     recipe, metrics = write_recipe(tmp_path), tmp_path / "runs" / "tiny" / "metrics.jsonl"
     args = ("train", recipe, "--out", tmp_path / "runs", "--set", "sample=none")
     assert meshpar(*args)[0] == 0
@@ -226,7 +226,7 @@ def test_a_run_whose_numbers_are_lost_ends_with_2_until_they_are_back(meshpar, t
 
 
 @pytest.mark.matrix
-def test_saves_that_keep_failing_stop_the_run_in_one_line_each(child_env, tmp_path):
+def test_repeated_failures_of_saves_stop_the_run(child_env, tmp_path):
     recipe, run = write_recipe(tmp_path), tmp_path / "runs" / "tiny"
     run.mkdir(parents=True)
     (run / "checkpoints").touch()  # a file where a folder should be: every save fails
@@ -244,7 +244,7 @@ def test_saves_that_keep_failing_stop_the_run_in_one_line_each(child_env, tmp_pa
 
 @pytest.mark.matrix
 @pytest.mark.call_stacks
-def test_a_trace_beside_its_recipe_knows_axes_bytes_and_phases(meshpar, tmp_path):
+def test_trace_with_a_recipe_has_axes_bytes_and_phases(meshpar, tmp_path):
     recipe, out = write_recipe(tmp_path), tmp_path / "runs"
     assert meshpar("train", recipe, "--out", out, "--profile", "2:3", "--set", "sample=none")[0] == 0
     code, text, _ = meshpar("trace", out / "tiny", "--json")
@@ -269,7 +269,7 @@ def test_a_trace_beside_its_recipe_knows_axes_bytes_and_phases(meshpar, tmp_path
 
 
 @pytest.mark.matrix
-def test_fresh_keeps_the_earlier_run_aside_and_json_is_all_of_standard_output(meshpar, tmp_path):
+def test_fresh_renames_the_earlier_run_and_prints_only_json(meshpar, tmp_path):
     recipe, out = write_recipe(tmp_path), tmp_path / "runs"
     (out / "tiny").mkdir(parents=True)
     (out / "tiny" / "recipe.json").write_text('{"steps": 1, "batch_size": 4}')

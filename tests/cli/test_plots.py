@@ -59,12 +59,12 @@ def test_a_long_curve_is_smoothed_and_ignores_nan():
     ("spec", "shape"),
     [(P("fsdp", "tensor"), (8, 6)), (P(None, "tensor"), (4, 4)), (P(), (4, 4)), (P("fsdp"), (8,)), (P(), ())],
 )
-def test_every_device_stands_on_the_picture_once(spec, shape):
+def test_every_device_is_shown_once(spec, shape):
     figure = plots.sharding(spec, shape, MESH.abstract())
     assert devices_named(figure) == list(range(8))
 
 
-def test_devices_stand_where_jax_puts_them():
+def test_devices_are_at_the_position_of_their_shard():
     mesh = MESH.build()
     spec, shape = P(("tensor", "fsdp"), None), (16, 4)
     rows_of = {
@@ -165,7 +165,7 @@ def test_a_timeline_shows_each_op_and_the_waiting():
         assert box.x1 <= end
 
 
-def test_a_timeline_shows_the_innermost_loop_with_the_longest_time():
+def test_a_timeline_shows_the_longest_innermost_loop():
     quick = dataclasses.replace(LAYER, name="while.2", is_backward=False, duration_s=0.005, ops=())
     outer = dataclasses.replace(LAYER, name="while.3", duration_s=1.0, ops=(op("while.1", "compute", 0, 1, "loop"),))
     nested = dataclasses.replace(STEP, segments=(STEP.segments[0], quick, outer, LAYER))
@@ -199,7 +199,7 @@ SMALL = (10, 20, 10, 5, 1, 1, 1)
 LARGE = (40, 80, 40, 20, 4, 4, 4)
 
 
-def test_memory_is_stacked_to_the_peak_beside_the_limit():
+def test_memory_is_stacked_to_the_peak_with_the_limit():
     reports = {"ddp": account(*LARGE, limit=100), "zero3": account(*SMALL, limit=100)}
     figure = plots.memory(reports)
     (axes,) = figure.axes
@@ -216,7 +216,7 @@ def test_memory_is_stacked_to_the_peak_beside_the_limit():
     assert axes.get_ylim()[1] > 192
 
 
-def test_limits_that_differ_stand_over_their_own_bars():
+def test_each_bar_has_its_limit():
     reports = {"a": account(*SMALL, limit=100), "b": account(*SMALL, limit=60), "c": account(*SMALL)}
     (axes,) = plots.memory(reports).axes
     lines = [(line.get_xdata().mean(), *set(line.get_ydata())) for line in axes.lines]

@@ -1,4 +1,4 @@
-"""Recipes check themselves, and every field can be set by text that is typed by its annotation."""
+"""Test the fields, files and optimizers of recipes, and overrides from text."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_fields_that_must_fit_each_other_are_set_together():
     assert small().override("model.num_heads=3", "model.num_kv_heads=3").model.num_heads == 3
 
 
-def test_the_later_of_two_wins_and_whole_beside_part_is_refused():
+def test_the_last_assignment_wins_and_a_conflict_is_an_error():
     assert small().override("steps=5", "steps=6").steps == 6
     for pair in (("mesh=fsdp=8", "mesh.tensor=2"), ("mesh.tensor=2", "mesh=fsdp=8")):
         with raises("conflict", "override"):
@@ -284,7 +284,7 @@ def test_a_recipe_written_before_a_field_existed_is_the_same_one():
     )
 
 
-def test_prolonging_is_no_break_but_a_name_that_only_begins_alike_is():
+def test_only_listed_fields_may_change_on_resume():
     assert not breaks_resuming("mesh.fsdp")
     assert breaks_resuming("meshes")
     assert breaks_resuming("data.seq_len")
@@ -352,7 +352,7 @@ def test_the_learning_rate_rises_and_falls():
     assert float(AdamW(lr=1.0, schedule="constant").learning_rate(10)(99)) == 1.0
 
 
-def test_a_schedule_of_its_own_length_does_not_change_with_the_run():
+def test_schedule_steps_do_not_depend_on_the_run():
     short, long = (AdamW(schedule_steps=100).learning_rate(steps) for steps in (10, 50))
     assert float(short(7)) == float(long(7))
 
@@ -363,7 +363,7 @@ def test_a_warm_up_must_fit_into_the_schedule():
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_a_run_that_is_shorter_than_the_warm_up_begins_as_a_longer_one(schedule):
+def test_a_run_shorter_than_the_warm_up_begins_as_a_longer_run(schedule):
     optimizer = AdamW(lr=1.0, warmup_steps=50, schedule=schedule)
     with pytest.warns(UserWarning, match="longer than the run of 20 steps; the learning rate reaches 40% of 1"):
         short = optimizer.learning_rate(20)

@@ -83,13 +83,6 @@ def test_csv_and_json_files_round_trip(schedule, tmp_path):
     assert json.loads(again) == json.loads(text)
 
 
-def test_png_writes_a_plot(schedule, tmp_path):
-    code, _, err = schedule("zb-v", *EIGHT, "--png", tmp_path / "zb.png")
-    assert code == 0
-    assert f"saved {tmp_path / 'zb.png'}" in err
-    assert (tmp_path / "zb.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_without_a_name_all_schedules_are_compared(schedule):
     code, out, _ = schedule(*EIGHT)
     assert code == 0
