@@ -121,7 +121,7 @@ def detect(env: Env) -> Launch | None:
                 (*launcher.signs, launcher.process_id, *launcher.num_processes, *launcher.coordinator)
             )
             present = [f"{name}={env[name]}" for name in names if _value(env, name)]
-            fix = f"set {missing} for every process, or unset {present[0].split('=')[0]} to run a single process"
+            fix = f"set {missing} for all processes, or unset {present[0].split('=')[0]} to run a single process"
             incomplete = MeshparError(
                 f"the environment ({launcher.source})", f"join a pod with {', '.join(present)}",
                 f"{missing} {'are' if ' and ' in missing else 'is'} not set", fix, "missing-argument",
@@ -153,7 +153,7 @@ def join(env: Env | None = None, *, timeout_s: int = JOIN_S, alone: bool = False
     env = os.environ if env is None else env
     launch = detect(env)
     if launch is None or (launch.num_processes == 1 and not alone):
-        logger.info("one process%s: no pod to join", "" if launch is None else f" under {launch.source}")
+        logger.info("single process%s: no pod to join", "" if launch is None else f" under {launch.source}")
         return launch
     if jax.distributed.is_initialized():
         logger.info("%s (already joined)", launch)
@@ -216,8 +216,8 @@ def _bind_address(launch: Launch, env: Env) -> str | None:
                 with contextlib.suppress(OSError), socket.socket(family) as probe:
                     probe.bind(address)
                     return f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
-    fix = "set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to choose one"
-    fix += "" if _value(env, roll.TOKEN) else f", and {roll.TOKEN} in every process to protect the join"
+    fix = "set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT to choose an address"
+    fix += "" if _value(env, roll.TOKEN) else f", and {roll.TOKEN} in all processes to protect the join"
     text = f"{name} is not an address of this machine, so process 0 listens on all interfaces, on port {port}; {fix}"
     print(f"meshpar: {text}", file=sys.stderr, flush=True)
     return f"[::]:{port}" if socket.has_dualstack_ipv6() else f"0.0.0.0:{port}"
@@ -242,7 +242,7 @@ def _keep_stdout() -> None:
 
 
 def _value(env: Env, *names: str) -> str:
-    """Return the first value that is not empty, or an empty string."""
+    """Return the first nonempty value, or an empty string."""
     return next((env[name].strip() for name in names if env.get(name, "").strip()), "")
 
 
@@ -360,7 +360,7 @@ def _local_devices(env: Env, local_rank: int | None, local_size: int | None) -> 
 
 
 def _detection_method(launch: Launch, env: Env) -> str | None:
-    """Return the detection method of jax that completes a launch, or `deactivate` for a complete one."""
+    """Return the detection method of jax that completes a launch, or `deactivate` if it is complete."""
     if launch.coordinator is not None:
         return "deactivate"
     if launch.source == "cloud-tpu":
@@ -371,7 +371,7 @@ def _detection_method(launch: Launch, env: Env) -> str | None:
     if importlib.util.find_spec(package) is None:
         size = "" if launch.num_processes else " and JAX_NUM_PROCESSES=N"
         reason = f"it does not have the address of process 0, and jax needs the package `{package}` to find it"
-        fix = f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for every process, or `pip install {package}`"
+        fix = f"set JAX_COORDINATOR_ADDRESS=HOST:PORT{size} for all processes, or `pip install {package}`"
         where, requested = f"the environment ({launch.source})", f"join as process {launch.process_id}"
         raise MeshparError(where, requested, reason, fix, "missing-package")
     return None if package == "kubernetes" else package

@@ -1,4 +1,4 @@
-"""Commands of several processes: comparison of their environments, and a common end."""
+"""Run a command in multiple processes: compare their environments and end them together."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pod(*, stall_s: float, command: Mapping[str, Any]) -> Iterator[None]:
     try:
         watch.keep_native_text()
         facts = {**environment(os.environ), "command": dict(command)}
-        here.agree("environment", facts, fix="install and set the same on every host, and give the same options")
+        here.agree("environment", facts, fix="use the same versions, variables and options on all hosts")
         try:
             yield
         except SystemExit as interrupted:

@@ -1,4 +1,4 @@
-"""Plots with matplotlib. Every function takes computed data and returns a `Figure`."""
+"""Plots with matplotlib. Functions take computed data and return a `Figure`."""
 
 from __future__ import annotations
 
@@ -515,9 +515,9 @@ def collectives(found: Collectives) -> Figure:
 
 @styled
 def growth(found: Growth) -> Figure:
-    """Plot tokens per second and GPU over the number of GPUs, for a constant batch and for a growing one.
+    """Plot tokens per second and GPU over the number of GPUs, for a constant and a growing batch.
 
-    Each kind of layout has a line, which is dashed where the layout is no longer efficient.
+    Each kind of layout has a line, which is dashed where the layout is inefficient.
     """
     scalings = list(dict.fromkeys(one.scaling for one in found.sizes))
     figure, panels = figure_of(6.2 * len(scalings), 4.2, columns=len(scalings), rows=1)
@@ -536,7 +536,7 @@ def growth(found: Growth) -> Figure:
         panel.set_xticks(ticks := sorted({one.num_gpus for one in found.sizes})[::2], [f"{num:,}" for num in ticks])
         panel.minorticks_off()
         panel.legend(fontsize=7)
-    figure.suptitle(f"{found.gpu}, dashed where a layout is no longer efficient")
+    figure.suptitle(f"{found.gpu}, dashed where a layout is inefficient")
     return figure
 
 
@@ -620,9 +620,9 @@ def expert_load(
 ) -> Figure:
     """Plot the load of experts per layer, as a multiple of the mean of the layer. White is the mean.
 
-    With several ranks, lines separate their experts, and bars show the busiest rank of each layer, for which the others
-    wait. The load has the shape [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers. `rows`
-    are labels of the rows, by default the layers.
+    With multiple ranks, lines separate their experts, and bars show the busiest rank of each layer. The load has the
+    shape [layers, experts], as `moe.measure(...).experts.tokens` stacked over layers. `rows` are labels of the rows,
+    by default the layers.
     """
     from matplotlib.colors import LinearSegmentedColormap, LogNorm
 
@@ -630,7 +630,7 @@ def expert_load(
     layers, experts = load.shape
     check_divides("plots.expert_load", f"shard experts over {num_ranks} ranks", experts, num_ranks)
     over_mean = load / np.maximum(load.mean(1, keepdims=True), np.finfo(float).tiny)
-    # The size follows from the cells. With several ranks there is a panel for the busiest one.
+    # The size follows from the cells. With multiple ranks, a panel shows the busiest rank.
     wide, high = max(min(0.42 * experts, 10.0), 3.2) + 1.6, max(min(0.32 * layers, 8.0), 1.2) + 1.2
     widths = [wide, 1.8] if num_ranks > 1 else [wide]
     figure, (axes, *more) = figure_of(sum(widths), high, columns=len(widths), sharey=True, width_ratios=widths)

@@ -3,7 +3,7 @@
     process 0   listens ── receives "meshpar 3 of 8" ── all have joined: answers, closes ─► jax's service listens
     process 3   connects, sends its number, waits ────────────────────────── answer ──────► jax's client connects
 
-Every line ends with an HMAC with the token of the run as key. The token is never sent, and lines without the HMAC are
+Each line ends with an HMAC with the token of the run as key. The token is never sent, and lines without the HMAC are
 ignored. Without a token the key is empty, and any program that can reach the port can disturb the join.
 
 The service of jax does not report which process is missing: its barrier aborts without naming a task, and a process
@@ -44,7 +44,7 @@ def call(
       process_id: number of this process.
       num_processes: number of processes of the pod.
       timeout_s: seconds to wait for the other processes.
-      token: the secret of this run, the same in every process.
+      token: the secret of this run, the same in all processes.
       bind: `host:port` where process 0 listens, by default `coordinator`. The host `[::]` means all interfaces.
 
     Raises:
@@ -88,7 +88,7 @@ class _Roll:
             server = await asyncio.start_server(self._receive, every, int(port), limit=_MAX_BYTES, backlog=4096)
         except OSError as error:
             where, reason = f"the coordinator's address {self._coordinator}", error.strerror or str(error)
-            fix = "use another port in every process (JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_PORT)"
+            fix = "use a different port in all processes (JAX_COORDINATOR_ADDRESS=HOST:PORT, or MASTER_PORT)"
             raise MeshparError(where, "listen", reason, fix, "address-in-use") from None
         try:
             if self._num_processes > 1:
@@ -156,7 +156,7 @@ class _Roll:
 
 
 def _ask(coordinator: str, process_id: int, num_processes: int, key: bytes, timeout_s: float) -> list[str]:
-    """Return the answer of process 0, which may start later: the fields of an error, or nothing."""
+    """Return the answer of process 0, which may start later: the fields of an error, empty without an error."""
     host, _, port = coordinator.rpartition(":")
     deadline, reason = time.monotonic() + timeout_s + _GRACE_S, ""
     while (left_s := deadline - time.monotonic()) > 0:
