@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +13,12 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshpar import collectives as mc
-from meshpar.bench.collective_timing import COLLECTIVES
 from meshpar.collectives import reference
 from meshpar.hardware import algorithm_choice as choice
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
 from meshpar.sharding.types import MeshparError
-from tests.collectives.gradients import with_gradient
 from tests.errors import raises
-from tests.grid import cases
 
 SLOWEST = Link(alpha_s=1e3, bytes_per_s=1e-3)
 """Link for XLA's collectives, if the choice should be one of ours."""
@@ -35,8 +31,6 @@ def measured(**permutes):
 
 SLOW_START = measured(x=Link(alpha_s=1.0, bytes_per_s=1e12))
 SLOW_BYTES = measured(x=Link(alpha_s=1e-12, bytes_per_s=1.0))
-XLA = Links(devices="cpu", axes={"x": Link(alpha_s=1e-6, bytes_per_s=1e9)})
-NAMED = {"slow start": SLOW_START, "slow bytes": SLOW_BYTES, "xla": XLA}
 GROUPS = measured(outer=Link(alpha_s=1e-6, bytes_per_s=1e3), inner=Link(alpha_s=1e-9, bytes_per_s=1e12))
 H100 = parse_cluster("h100:1x8")
 BOTH_MEASURED = dataclasses.replace(
@@ -57,7 +51,7 @@ def _no_cluster_named(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
 
 
-# The choice ----------------------------------------------------------------------------------------------------------
+# ---- The choice ------------------------------------------------------------------------------------------------------
 
 
 def test_short_arrays_need_few_steps_long_ones_few_bytes():
@@ -112,20 +106,6 @@ def test_xla_is_used_unless_a_profile_measured_better(kernel, cluster, is_xla):
         assert chosen.time_s == chosen.alternatives[chosen.algorithm].time_s
         is_measured = not isinstance(cluster, str | Link) and bool(cluster.axes and cluster.permutes)
         assert ("no profile has measures of both" in chosen.why) == (not is_measured)
-
-
-def test_bidirectional_ring_sends_twice_the_messages(ranks):
-    """Both directions share one port, so the model charges the latency of each message."""
-    kernels = {
-        "all_reduce": cost.ring_all_reduce,
-        "all_gather": cost.ring_all_gather,
-        "reduce_scatter": cost.ring_reduce_scatter,
-    }
-    for name, ring in kernels.items():
-        form = COLLECTIVES[name].algorithms["bidirectional"](24e3, 8)
-        sent = ranks(8).sent(functools.partial(getattr(mc, name), axis="x", algorithm="bidirectional"), (24,))
-        assert form.steps == sum(c.count_per_step for c in sent) == 2 * ring(24e3, 8).steps
-        assert form.bytes_in_turn == ring(24e3, 8).bytes_in_turn
 
 
 def test_ties_go_to_the_first_algorithm():
@@ -187,7 +167,7 @@ def test_choose_checks_its_arguments(arguments, options, code):
         mc.choose(*arguments, **{"cluster": "h100:1x8", **options})
 
 
-# The program --------------------------------------------------------------------------------------------------------
+# ---- The program -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,31 +182,6 @@ def test_choose_checks_its_arguments(arguments, options, code):
 def test_chosen_algorithm_runs(ranks, name, links, steps):
     kernel = functools.partial(getattr(mc, name), axis="x", algorithm="auto", cluster=links)
     assert steps_of(ranks, 5, kernel, size=25) == steps
-
-
-@pytest.mark.parametrize(
-    ("count", "links"),
-    cases(
-        (3, SLOW_START),
-        (4, SLOW_BYTES),
-        (3, XLA),
-        grid=itertools.product([1, 2, 3, 4, 8], [SLOW_START, SLOW_BYTES, XLA]),
-    ),
-    ids=lambda value: next((name for name, links in NAMED.items() if value is links), str(value)),
-)
-def test_matches_reference(ranks, count, links):
-    def results(functions):
-        return jax.jit(functools.partial(with_gradient, lambda x: [f(x) for f in functions]))(rows(count))
-
-    auto_ = {"axis": "x", "algorithm": "auto", "cluster": links}
-    names = ("all_reduce", "all_gather", "reduce_scatter")
-    kernels = [ranks(count).view(functools.partial(getattr(mc, name), **auto_)) for name in names]
-    kernels += [ranks(count).view(functools.partial(mc.reduce_scatter, op="max", **auto_))]
-    references = [getattr(reference, name) for name in names]
-    references += [functools.partial(reference.reduce_scatter, op="max")]
-    (actual, gradient), (expected, expected_gradient) = results(kernels), results(references)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)  # sums of integers are exact
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-5)  # float32, up to 8 terms and kernels
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
@@ -259,7 +214,7 @@ def test_algorithm_is_chosen_per_bucket(ranks):
     assert text.count("ppermute") == 3 + 2  # unrolled recursive doubling, and the two loops of the ring
 
 
-# The interconnect -----------------------------------------------------------------------------------------------------
+# ---- The interconnect ------------------------------------------------------------------------------------------------
 
 
 def trace(ranks, **options):

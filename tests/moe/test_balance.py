@@ -106,7 +106,7 @@ def test_bias_has_no_gradient():
     assert d_logits.any()
 
 
-# Over ranks ----------------------------------------------------------------------------------------------------------
+# ---- Over ranks ------------------------------------------------------------------------------------------------------
 
 
 def one_rank(logits, axis):
@@ -138,7 +138,7 @@ def test_sharded_statistics_match_the_global_batch(mesh8, axis):
     assert abs(local.mean() - expected[0]) > 1e-3
 
 
-# Effect on a skewed router -------------------------------------------------------------------------------------------
+# ---- Effect on a skewed router ---------------------------------------------------------------------------------------
 
 TOKENS, NUM_EXPERTS, WIDTH = 2048, 16, 8
 SKEW = np.linspace(1.5, -1.5, NUM_EXPERTS, dtype=np.float32)

@@ -45,31 +45,38 @@ SIZES = {
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
 
 
-def by_row(rows, weights, cotangent, sizes):
-    """Return (product, gradient of rows, gradient of weights) in float64, computed row by row."""
-    rows, weights, cotangent = (np.asarray(x, "float64") for x in (rows, weights, cotangent))
-    y, d_rows, d_weights = np.zeros(cotangent.shape), np.zeros(rows.shape), np.zeros(weights.shape)
-    for row, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
-        y[row] = rows[row] @ weights[group]
-        d_rows[row] = weights[group] @ cotangent[row]
-        d_weights[group] += np.outer(rows[row], cotangent[row])
-    return y, d_rows, d_weights
+def by_mask(rows, *weights_and_sizes):
+    """Apply all groups to all rows and select the row's group, for a matmul or SwiGLU."""
+    *weights, sizes = weights_and_sizes
+    hidden = [jnp.einsum("rd,gdf->grf", rows, weight) for weight in weights[:2]]
+    if len(weights) == 3:
+        hidden = [jnp.einsum("grf,gfe->gre", jax.nn.silu(hidden[0]) * hidden[1], weights[2])]
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right")
+    return jnp.einsum("gre,rg->re", hidden[0], jax.nn.one_hot(group, GROUPS, dtype=rows.dtype))
 
 
 def operands(dtype, *, rows=ROWS, width=WIDTH, columns=COLUMNS, groups=GROUPS):
+    """Return rows, weights and the cotangent of a matmul."""
     draw = np.random.default_rng(0).standard_normal
     shapes = (rows, width), (groups, width, columns), (rows, columns)
     return [jnp.asarray(draw(shape), dtype) for shape in shapes]
 
 
-def value_and_grads(product):
-    """Return (rows, weights, cotangent, sizes) -> (product, gradient of rows, gradient of weights)."""
+def swiglu_operands(dtype, rows=ROWS):
+    draw = np.random.default_rng(1).standard_normal
+    shapes = (rows, WIDTH), (GROUPS, WIDTH, 8), (GROUPS, WIDTH, 8), (GROUPS, 8, COLUMNS), (rows, COLUMNS)
+    return [jnp.asarray(draw(shape), dtype) for shape in shapes]
 
-    def run(rows, weights, cotangent, sizes):
-        y, pull = jax.vjp(lambda r, w: product(r, w, sizes), rows, weights)
+
+def value_and_grads(product):
+    """Return (rows, *weights, cotangent, sizes) -> (product, gradients of rows and weights)."""
+
+    def run(*args):
+        *arrays, cotangent, sizes = args
+        y, pull = jax.vjp(lambda *arrays: product(*arrays, sizes), *arrays)
         return y, *pull(cotangent)
 
-    return run
+    return jax.jit(run)
 
 
 @pytest.fixture
@@ -107,9 +114,7 @@ def fake_tokamax(monkeypatch):
     return module
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Values and gradients
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Values and gradients --------------------------------------------------------------------------------------------
 
 OPTIONS = {
     "blocked": {"implementation": "blocked"},
@@ -120,45 +125,62 @@ OPTIONS = {
 }
 
 
+KERNELS = {"matmul": (grouped_matmul, operands), "swiglu": (grouped_swiglu, swiglu_operands)}
+
+
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    cases(("small blocks", "float32"), ("tokamax", "float64"), grid=itertools.product(OPTIONS, TOLERANCE)),
+    ("kernel", "name", "dtype", "remat"),
+    cases(
+        ("matmul", "small blocks", "float32", False),
+        ("matmul", "tokamax", "float64", False),
+        ("swiglu", "small blocks", "float64", True),
+        ("swiglu", "tokamax", "float64", False),
+        grid=[
+            (kernel, name, dtype, remat)
+            for kernel, name, dtype, remat in itertools.product(KERNELS, OPTIONS, TOLERANCE, (False, True))
+            if (kernel, dtype) != ("swiglu", "float32")
+        ],
+    ),
 )
-def test_grouped_matmul_matches_row_by_row_products(name, dtype, request):
-    options = OPTIONS[name]
+def test_kernels_match_masked_references(kernel, name, dtype, remat, request):
+    """Includes rows past `typical_rows`, whose activations are recomputed in the backward pass."""
+    options, (function, arrays) = OPTIONS[name], KERNELS[kernel]
     if options["implementation"] == "tokamax":
         request.getfixturevalue("fake_tokamax")
     with jax.enable_x64(dtype == "float64"):
-        run = jax.jit(value_and_grads(functools.partial(grouped_matmul, **options)))
-        rows, weights, cotangent = operands(dtype)
+        product = functools.partial(function, **options)
+        run, expect = value_and_grads(jax.checkpoint(product) if remat else product), value_and_grads(by_mask)
+        rows, *weights, cotangent = arrays(dtype)
         for case, sizes in SIZES.items():
+            sizes = jnp.asarray(sizes, jnp.int32)
             # Values of unassigned rows are ignored, forward and backward.
-            is_assigned = (jnp.arange(ROWS) < sum(sizes))[:, None]
-            poisoned = jnp.where(is_assigned, rows, jnp.nan), weights, jnp.where(is_assigned, cotangent, jnp.nan)
-            actual = run(*poisoned, jnp.asarray(sizes, jnp.int32))
-            expected = by_row(rows, weights, cotangent, sizes)
-            for array, x, exact in zip(("value", "rows", "weights"), actual, expected, strict=True):
-                np.testing.assert_allclose(x, exact, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{case}: {array}")
-            assert not np.asarray(actual[0])[sum(sizes) :].any()
-            assert not np.asarray(actual[1])[sum(sizes) :].any()
+            is_assigned = (jnp.arange(ROWS) < sizes.sum())[:, None]
+            poisoned = jnp.where(is_assigned, rows, jnp.nan), *weights, jnp.where(is_assigned, cotangent, jnp.nan)
+            actual, expected = run(*poisoned, sizes), expect(rows, *weights, cotangent, sizes)
+            for number, (x, exact) in enumerate(zip(actual, expected, strict=True)):
+                np.testing.assert_allclose(x, exact, atol=TOLERANCE[dtype], rtol=0, err_msg=f"{case}: {number}")
+            assert not np.asarray(actual[0])[sizes.sum() :].any()
+            assert not np.asarray(actual[1])[sizes.sum() :].any()
 
 
-def test_even_groups_are_a_batched_matmul():
-    rows, weights, cotangent = operands("float32", rows=36)
-    sizes = np.full(GROUPS, 9, np.int32)
-    run = jax.jit(value_and_grads(lambda r, w, _: grouped_matmul(r, w, sizes)))
-    actual = run(rows, weights, cotangent, None)
-    for x, exact in zip(actual, by_row(rows, weights, cotangent, sizes), strict=True):
-        np.testing.assert_allclose(x, exact, atol=1e-5)
-    module = hlo.parse(run.lower(rows, weights, cotangent, None).compile().as_text())
-    products = work.matmuls(module)
-    assert [(product.flops, product.count_per_step) for product in products] == [(2 * 36 * WIDTH * COLUMNS, 1)] * 3
+@pytest.mark.parametrize(("kernel", "num_products"), [("matmul", 3), ("swiglu", 9)])
+def test_even_groups_are_batched_matmuls(kernel, num_products):
+    function, arrays = KERNELS[kernel]
+    with jax.enable_x64(True):
+        args, sizes = arrays("float64", rows=36), np.full(GROUPS, 9, np.int32)
+        run = value_and_grads(lambda *arrays: function(*arrays[:-1], sizes))
+        expected = value_and_grads(by_mask)(*args, jnp.asarray(sizes))
+        for x, exact in zip(run(*args, None), expected, strict=True):
+            np.testing.assert_allclose(x, exact, rtol=1e-12, atol=1e-12)
+        products = work.matmuls(hlo.parse(run.lower(*args, None).compile().as_text()))
+    assert [product.count_per_step for product in products] == [1] * num_products
+    assert kernel == "swiglu" or {product.flops for product in products} == {2 * 36 * WIDTH * COLUMNS}
 
 
 def test_bfloat16_is_summed_in_float32():
     """Adding 512 rows of ones in bfloat16 would give 256."""
     rows, weights = jnp.ones((512, 1), jnp.bfloat16), jnp.ones((2, 1, 1), jnp.bfloat16)
-    run = jax.jit(value_and_grads(functools.partial(grouped_matmul, block=8)))
+    run = value_and_grads(functools.partial(grouped_matmul, block=8))
     *_, gradient = run(rows, weights, jnp.ones((512, 1), jnp.bfloat16), np.asarray([512, 0]))
     np.testing.assert_array_equal(np.asarray(gradient).ravel().astype("float32"), [512, 0])
 
@@ -168,67 +190,7 @@ def test_grouped_matmul_of_no_rows():
     assert y.shape == (0, COLUMNS)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SwiGLU
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def swiglu_operands(dtype):
-    draw = np.random.default_rng(1).standard_normal
-    shapes = (ROWS, WIDTH), (GROUPS, WIDTH, 8), (GROUPS, WIDTH, 8), (GROUPS, 8, COLUMNS), (ROWS, COLUMNS)
-    return [jnp.asarray(draw(shape), dtype) for shape in shapes]
-
-
-def by_mask(rows, gate, up, down, sizes):
-    """Apply all groups to all rows and select the row's group."""
-    inward = "rd,gdf->grf"
-    hidden = jax.nn.silu(jnp.einsum(inward, rows, gate)) * jnp.einsum(inward, rows, up)
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(ROWS), side="right")
-    return jnp.einsum("grf,gfe,rg->re", hidden, down, jax.nn.one_hot(group, GROUPS, dtype=rows.dtype))
-
-
-def grads_of(product):
-    def run(*args):
-        *arrays, cotangent, sizes = args
-        y, pull = jax.vjp(lambda *arrays: product(*arrays, sizes), *arrays)
-        return y, *pull(cotangent)
-
-    return jax.jit(run)
-
-
-@pytest.mark.parametrize(
-    ("name", "remat"), cases(("small blocks", True), ("tokamax", False), grid=itertools.product(OPTIONS, (False, True)))
-)
-def test_swiglu_matches_masked_reference(name, remat, request):
-    """Includes rows past `typical_rows`, whose activations are recomputed in the backward pass."""
-    options = OPTIONS[name]
-    if options["implementation"] == "tokamax":
-        request.getfixturevalue("fake_tokamax")
-    with jax.enable_x64(True):
-        product = functools.partial(grouped_swiglu, **options)
-        run, expect = grads_of(jax.checkpoint(product) if remat else product), grads_of(by_mask)
-        rows, *weights, cotangent = swiglu_operands("float64")
-        for case, sizes in SIZES.items():
-            sizes = jnp.asarray(sizes, jnp.int32)
-            is_assigned = (jnp.arange(ROWS) < sizes.sum())[:, None]
-            actual = run(
-                jnp.where(is_assigned, rows, jnp.nan), *weights, jnp.where(is_assigned, cotangent, jnp.nan), sizes
-            )
-            expected = expect(rows, *weights, cotangent, sizes)
-            for array, x, exact in zip(("value", "rows", "gate", "up", "down"), actual, expected, strict=True):
-                np.testing.assert_allclose(x, exact, atol=1e-12, rtol=0, err_msg=f"{case}: {array}")
-
-
-def test_swiglu_of_even_groups_matches_reference():
-    rows, *weights, _ = swiglu_operands("float32")
-    sizes = np.full(GROUPS, 9, np.int32)
-    actual = jax.jit(lambda *arrays: grouped_swiglu(*arrays, sizes))(rows[:36], *weights)
-    np.testing.assert_allclose(actual, by_mask(rows, *weights, jnp.asarray(sizes))[:36], atol=1e-5)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Work and memory
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Work and memory -------------------------------------------------------------------------------------------------
 
 LARGE = {"rows": 8192, "width": 32, "columns": 24, "groups": 16}
 
@@ -238,7 +200,7 @@ def compiled(**options):
     rows, weights, cotangent = operands("float32", **LARGE)
     sizes = jnp.full(LARGE["groups"], 512, jnp.int32)
     product = functools.partial(grouped_matmul, **options) if options else lax.ragged_dot
-    return jax.jit(value_and_grads(product)).lower(rows, weights, cotangent, sizes).compile()
+    return value_and_grads(product).lower(rows, weights, cotangent, sizes).compile()
 
 
 def flops(**options):
@@ -282,7 +244,7 @@ def compiled_swiglu(typical_rows, *, checkpointed):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     product = functools.partial(grouped_swiglu, block=32, typical_rows=typical_rows)
     save_all = jax.checkpoint_policies.everything_saveable
-    run = grads_of(jax.checkpoint(product, policy=save_all) if checkpointed else product)
+    run = value_and_grads(jax.checkpoint(product, policy=save_all) if checkpointed else product)
     return run.lower(*arrays, jax.ShapeDtypeStruct((groups,), jnp.int32)).compile()
 
 
@@ -300,9 +262,7 @@ def test_swiglu_flops_and_memory(checkpointed):
     assert temporaries <= 2 * rows + 2 * saved
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Choice of the implementation
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Choice of the implementation ------------------------------------------------------------------------------------
 
 
 def test_auto_uses_tokamax_on_supported_gpus(fake_tokamax, monkeypatch):

@@ -126,9 +126,7 @@ def reference(cfg: MoEConfig, token_ranks: int = 1, biased: bool = False):
     return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))(x, weights)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Against the reference
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Against the reference -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", cases("fsdp x expert x tensor", grid=CASES))
@@ -300,9 +298,7 @@ def test_counts_are_local_inside_stages():
     assert (load.sum(1) == ROWS * SEQ * 2 // 4).all()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_backward_pass_saves_weight_shards_only():
@@ -328,9 +324,7 @@ def test_backward_pass_saves_weight_shards_only():
     assert temp_bytes < full_bytes / 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Precision
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Precision -------------------------------------------------------------------------------------------------------
 
 
 def test_router_computes_in_float32():
@@ -402,9 +396,7 @@ def equations(jaxpr):
                     yield from equations(inner)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flax modules
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Flax modules ----------------------------------------------------------------------------------------------------
 
 BIASED = MoEConfig(
     routing=Routing(num_experts=EXPERTS, top_k=2, score="sigmoid"), mlp_dim=HIDDEN, shared_experts=2, bias_rate=0.5
@@ -480,9 +472,7 @@ def test_after_update_moves_the_bias_by_the_counted_load():
     assert jax.tree.structure(after) == jax.tree.structure(extra)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reports
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- Reports ---------------------------------------------------------------------------------------------------------
 
 
 def test_report_is_collected():
@@ -521,7 +511,6 @@ def test_report_layers_of_one_layer():
     cfg = MoEConfig(routing=Routing(num_experts=4, top_k=2), mlp_dim=2)
     with collecting() as reports, mp.use_rules(mesh_of({"expert": 2}), EXPERT):
         moe.report_layers(stats, cfg)
-    actual = {name: np.asarray(x).tolist() for name, x in reports.metrics.items()}
-    assert (actual["moe/load"], actual["moe/rank_load"], actual["moe/drop_rate"]) == ([[4, 0, 0, 4]], [[4, 4]], [0.25])
     read = moe.loads(reports.metrics)
-    assert (read.experts.max_over_mean.tolist(), read.ranks.max_over_mean.tolist()) == ([2.0], [1.0])
+    assert (read.experts.tokens.tolist(), read.ranks.tokens.tolist()) == ([[4, 0, 0, 4]], [[4, 4]])
+    assert (read.experts.max_over_mean.tolist(), read.drop_rate.tolist()) == ([2.0], [0.25])

@@ -24,13 +24,17 @@ SWITCH = Routing(num_experts=16, top_k=1, normalize=False, capacity_factor=1.25)
 SHAPES = [(4, 1), (4, 2), (8, 3), (8, 4), (16, 5), (32, 6), (64, 7), (64, 8)]
 """(num_experts, top_k)."""
 NORMS = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sigmoid", True)]
-EACH_ONCE = [(*shape, *norm) for shape, norm in zip(SHAPES, itertools.cycle(NORMS))]
+EACH_ONCE = [
+    Routing(num_experts=num_experts, top_k=k, score=score, normalize=normalize, scale=1.5)
+    for (num_experts, k), (score, normalize) in zip(SHAPES, itertools.cycle(NORMS))
+]
 """Each shape with one norm, by default; the other combinations are in the matrix."""
 REST = [
-    (*shape, *norm)
-    for shape, norm in itertools.product(SHAPES, NORMS)
-    if (*shape, *norm) not in EACH_ONCE and (norm[1] is False or shape[1] > 1)
+    Routing(num_experts=num_experts, top_k=k, score=score, normalize=normalize, scale=1.5)
+    for (num_experts, k), (score, normalize) in itertools.product(SHAPES, NORMS)
+    if k > 1 or not normalize
 ]
+REST = [routing for routing in REST if routing not in EACH_ONCE]
 
 compiled = jax.jit(moe.route, static_argnames="routing")
 find_kept = jax.jit(moe.kept, static_argnames="num_experts")
@@ -70,32 +74,24 @@ def check(routed, expected, rtol=2e-6):
     np.testing.assert_allclose(routed.scores, scores, rtol=rtol, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "top_k", "score", "normalize"),
-    [*EACH_ONCE, *(pytest.param(*case, marks=pytest.mark.matrix) for case in REST)],
-)
-def test_top_k(num_experts, top_k, score, normalize):
-    routing = Routing(num_experts=num_experts, top_k=top_k, score=score, normalize=normalize, scale=1.5)
-    logits = logits_of(33, routing)
-    routed = compiled(logits, routing=routing)
-    check(routed, by_hand(logits, routing))
-    assert routed.experts.dtype == jnp.int32
-    if normalize:
-        np.testing.assert_allclose(routed.weights.sum(1), 1.5, rtol=1e-6)
+IN_GROUPS = [
+    dataclasses.replace(DEEPSEEK, groups=groups, top_groups=top_groups)
+    for groups, top_groups in ((8, 4), (32, 6), (4, 3), (2, 2), (16, 3))
+]
 
 
 @pytest.mark.parametrize("with_bias", cases(True, grid=[False, True]))
-@pytest.mark.parametrize(
-    ("groups", "top_groups"), cases((8, 4), (32, 6), grid=[(8, 4), (4, 3), (32, 6), (2, 2), (16, 3)])
-)
-def test_groups(groups, top_groups, with_bias):
-    routing = dataclasses.replace(DEEPSEEK, groups=groups, top_groups=top_groups)
-    logits = logits_of(40, routing)
-    bias = np.linspace(-0.4, 0.4, 32, dtype=np.float32) if with_bias else None
+@pytest.mark.parametrize("routing", cases(*EACH_ONCE, *IN_GROUPS[:2], grid=[*EACH_ONCE, *REST, *IN_GROUPS]), ids=str)
+def test_route_matches_numpy(routing, with_bias):
+    logits = logits_of(33, routing)
+    bias = np.linspace(-0.4, 0.4, routing.num_experts, dtype=np.float32) if with_bias else None
     routed = compiled(logits, routing=routing, bias=bias)
     check(routed, by_hand(logits, routing, bias))
-    num_groups = np.array([len(set(token)) for token in np.asarray(routed.experts) // (32 // groups)])
-    assert num_groups.max() <= top_groups
+    assert routed.experts.dtype == jnp.int32
+    if routing.normalize:
+        np.testing.assert_allclose(routed.weights.sum(1), routing.scale, rtol=1e-6)
+    groups = np.asarray(routed.experts) // (routing.num_experts // routing.groups)
+    assert max(len(set(token)) for token in groups) <= routing.top_groups
 
 
 def test_group_score_is_the_sum_of_the_two_best_experts():
@@ -216,7 +212,7 @@ def test_softmax_is_accurate_and_order_independent(num_experts, scale):
     np.testing.assert_allclose(scores, expected, rtol=3e-6 if scale > 1 else 4e-7)
 
 
-# Expert choice -------------------------------------------------------------------------------------------------------
+# ---- Expert choice ---------------------------------------------------------------------------------------------------
 
 ENCODER = Routing(num_experts=4, top_k=2, choice="expert", normalize=False, causal=False)
 
@@ -259,7 +255,7 @@ def test_expert_choice_in_a_causal_model_needs_force():
     assert (before != after).any()
 
 
-# Capacity ------------------------------------------------------------------------------------------------------------
+# ---- Capacity --------------------------------------------------------------------------------------------------------
 
 
 def kept_by_hand(experts, capacity, num_experts):
