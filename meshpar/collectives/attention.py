@@ -44,6 +44,8 @@ Tiles: TypeAlias = Int[Array, "P 2"]
 """Indices (tile of queries, tile of keys) of P tiles."""
 _Half: TypeAlias = Literal["all", "first", "second"]
 """The part of a list of tiles to compute."""
+_Segments: TypeAlias = tuple[Int[Array, "n B s"], Int[Array, "N n B s"]]
+"""Segments of the local tiles, and of the tiles of all ranks."""
 Carry = TypeVar("Carry")
 TILE = 512
 """Default number of positions of a tile of plain matmuls, which limits the scores in memory to `B H 512²`."""
@@ -182,7 +184,7 @@ def _attend(ring: _Ring, q: Array, k: Array, v: Array, segments: Array | None, s
     if segments is not None:
         local_nBs = tiles(segments[..., None])[..., 0]
         all_NnBs = lax.all_gather(local_nBs, ring.axis) if ring.num_ranks > 1 else local_nBs[None]
-        tiled_segments = _Segments(local_nBs, all_NnBs)
+        tiled_segments = local_nBs, all_NnBs
     o_nBKGsD = _attention(ring, q_nBKGsD, jnp.stack([tiles(k), tiles(v)], axis=1), tiled_segments)
     o = jnp.moveaxis(o_nBKGsD, (0, 4), (1, 2)).reshape(q.shape[0], -1, *q.shape[2:])
     return o[:, : q.shape[1]] if padding else o
@@ -215,11 +217,6 @@ class _Ring(NamedTuple):
         return jnp.where(is_early, early, late) * size
 
 
-class _Segments(NamedTuple):
-    local_nBs: Int[Array, "n B s"]
-    all_NnBs: Int[Array, "N n B s"]
-
-
 class _Visibility(NamedTuple):
     """Restrictions in addition to the causal mask, for the local queries and the current block of keys."""
 
@@ -232,13 +229,13 @@ class _Visibility(NamedTuple):
 def _visibility(ring: _Ring, q: Array, segments: _Segments | None, s: Any) -> _Visibility:
     """Return the restrictions for the keys of the rank s places back."""
     if ring.num_ranks == 1:
-        return _Visibility(None, None if segments is None else (segments.local_nBs,) * 2)
+        return _Visibility(None, None if segments is None else segments[:1] * 2)
     rank = lax.axis_index(ring.axis)
     key_rank = (rank - s) % ring.num_ranks
     starts = None
     if ring.window is not None:
         starts = (ring.starts(rank, len(q), q.shape[-2]), ring.starts(key_rank, len(q), q.shape[-2]))
-    return _Visibility(starts, None if segments is None else (segments.local_nBs, take(segments.all_NnBs, key_rank)))
+    return _Visibility(starts, None if segments is None else (segments[0], take(segments[1], key_rank)))
 
 
 # ---- Forward and backward pass around the ring. kv is [n, 2, B, K, s, D], sent in a single message. ------------------

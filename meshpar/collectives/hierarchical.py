@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Num, Shaped
 
-from meshpar.collectives.exchange import exchange_parts
 from meshpar.collectives.kernel_checks import Axis, check_op, ranks_of_levels
+from meshpar.collectives.point_to_point import exchange_parts
 from meshpar.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter, ring_sum
 from meshpar.collectives.wire import Combine, flat_parts, join_parts, reduce_by_op, split_parts, unflat, varying
 

@@ -1,4 +1,4 @@
-"""Point-to-point kernels: `shift`, and broadcast, reduce, scatter and gather with a root rank.
+"""Point-to-point kernels: `shift`, `all_to_all`, and broadcast, reduce, scatter and gather with a root rank.
 
 N is the number of ranks along the axis and n the number of bytes of the array. Results that only the root receives are
 zeros on the other ranks. Each function has a global-view reference of the same name in `reference.py`.
@@ -16,6 +16,7 @@ from meshpar.collectives.wire import (
     Combine,
     doublings,
     join_parts,
+    permute_parts,
     reduce_by_op,
     send,
     send_on_ring,
@@ -151,6 +152,42 @@ def gather(
         for source in _ranks_after(root, num_ranks):
             parts[source] = send(x, axis, [(source, root)])
     return join_parts("gather", jnp.stack(parts), dim, tiled)
+
+
+def all_to_all(
+    x: Shaped[Array, "*dims"], *, axis: Axis, split_dim: int = 0, concat_dim: int = 0, tiled: bool = True
+) -> Shaped[Array, "*dims"]:
+    """Send part r of each rank's array directly to rank r; the reference is `reference.all_to_all`.
+
+        [A_X, B] -> [A, B_X]  (split_dim=1, concat_dim=0)
+        per device [A/N, B] -> [A, B/N];  [N, B] -> [N, B] with tiled=False and both dims 0
+        N-1 independent steps; (N-1)/N n bytes sent, n the array
+
+    Source: Thakur, Rabenseifner, Gropp 2005 (the long-message algorithm).
+
+    Args:
+      axis: see `shift`.
+      split_dim: the dim that is divided among the ranks.
+      concat_dim: the dim of the result along which the received parts are ordered by their rank.
+      tiled: whether parts are slices of the dims. If not, `split_dim` has one entry per rank and is removed, and
+        `concat_dim` is a new dim.
+
+    Raises:
+      MeshparError: the axis or a dim is unknown, or the size of `split_dim` is not divisible by N.
+    """
+    num_ranks = ranks_of("all_to_all", axis)
+    parts = split_parts("all_to_all", varying(x, axis), split_dim, num_ranks, tiled)
+    return join_parts("all_to_all", exchange_parts(parts, axis), concat_dim, tiled)
+
+
+def exchange_parts(parts: jax.Array, axis: Axis) -> jax.Array:
+    """`[N, ...] -> [N, ...]`: send entry r to rank r, and return the entry received from rank r at index r."""
+    num_ranks, rank = len(parts), lax.axis_index(axis)
+    distance = jnp.arange(num_ranks)
+    with jax.named_scope("all_to_all"):
+        outgoing = permute_parts(parts, (rank + distance) % num_ranks)  # entry d is sent d ranks ahead
+        arrived = [send_on_ring(outgoing[by], axis, by, num_ranks) for by in range(1, num_ranks)]
+        return permute_parts(jnp.stack([outgoing[0], *arrived]), (rank - distance) % num_ranks)
 
 
 def tree_down(x: jax.Array, axis: Axis, num_ranks: int, root: int) -> jax.Array:

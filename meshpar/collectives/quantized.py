@@ -71,9 +71,8 @@ def error_bound(largest: Any, *, dtype: str = "int8", stochastic: bool = False) 
     """Return the maximum error of a quantization in a block whose largest absolute value is `largest`.
 
     The error is at most half a step of the format, or a full step with stochastic rounding: `largest` / 254 or / 127
-    for int8, / 28 or / 14 for fp8. With fp8 smaller elements have smaller errors: at most a / 16 (a / 8) for an element
-    of size a, or `largest` / 2^18 (/ 2^17) if that is larger. Float32 arithmetic adds `largest` / 2^21, and 2^-126, the
-    smallest normal float32.
+    for int8, / 28 or / 14 for fp8. With fp8 smaller elements have smaller errors. Float32 arithmetic adds `largest` /
+    2^21, and 2^-126, the smallest normal float32.
     """
     check_choice("error_bound", "the number format", tuple(FORMATS), dtype=dtype)
     number = FORMATS[dtype]
@@ -169,11 +168,7 @@ def _restored(values: jax.Array, scales: jax.Array, dtype: Any) -> jax.Array:
 
 
 def encoded(parts: Float[Array, "... c"], dtype: str, block: int, key: jax.Array | None) -> UInt8[Array, "... q"]:
-    """Quantize each part to a message of bytes: the values, followed by the scales.
-
-    Separate messages for the scales would double the latency. Bytes are sent unchanged by all backends, while XLA:CPU
-    would widen fp8.
-    """
+    """Quantize each part to a message of bytes, which XLA:CPU does not widen: the values, followed by the scales."""
     number = FORMATS[dtype]
     values, scales = _quantized(_in_blocks(parts, block), number, key)
     values = values.astype(number.dtype).reshape(*parts.shape[:-1], values.shape[-2] * values.shape[-1])
@@ -251,9 +246,9 @@ def quantized_all_gather(
         N-1 steps, (N-1) q bytes sent, q for the local array
         with `outer`: M-1 steps, (M-1) q across nodes; then K-1 steps, (K-1) M q in a node
 
-    The error of an element is at most `error_bound` of its block. With `outer` the second gather sends the bytes of the
-    first, without rounding again. A single rank returns the exact array. The gradient is a reduce-scatter of the
-    cotangent, as in `all_gather`: rounding is differentiated as the identity (straight through).
+    The error of an element is at most `error_bound` of its block; with `outer` the second gather does not round again.
+    A single rank returns the exact array. The gradient is a reduce-scatter of the cotangent, as in `all_gather`:
+    rounding is differentiated as the identity (straight through).
 
     Args:
       axis: mesh axis, or a tuple of axes that act as a single axis. With `outer`, the axis within nodes.

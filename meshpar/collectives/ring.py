@@ -1,9 +1,8 @@
 """All-gather and reduce-scatter with several algorithms, and the ring loops used by all-reduce.
 
 In a ring of stride s (coprime with the number of ranks N), rank r sends to rank r + s (mod N) in each step. Concurrent
-rings divide each chunk into lanes. Rings are bandwidth-optimal. Recursive doubling and halving
-(`tree.py`) send the same bytes in fewer steps if N is a power of two. Each public function has a global-view reference
-of the same name in `reference.py`.
+rings divide each chunk into lanes. Recursive doubling and halving (`tree.py`) send the same bytes in fewer steps if N
+is a power of two.
 
 Source: Patarasuk and Yuan 2009, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations".
 """

@@ -129,13 +129,9 @@ def reduce_by_op(
 ) -> jax.Array:
     """Reduce by one of `OPS`, with the derivative of the reference.
 
-    The derivative of a sum is the kernel itself. The derivative of max and min is divided equally among the ranks with
-    the extremum, as in `jnp.max`. Differentiating the pairwise steps would divide it unequally.
-
-    Args:
-      kernel: reduces with a given binary function.
-      linear: computes the sum in a form that transposes well, if the kernel does not.
-      spread: sends the result to the ranks of the terms.
+    The derivative of a sum is the kernel itself, or `linear`, which transposes well. The derivative of max and min is
+    divided equally among the ranks with the extremum, as in `jnp.max`; `spread` sends them the result. Differentiating
+    the pairwise steps would divide it unequally.
     """
     if op == "mean":
         return reduce_by_op(kernel, x, "sum", num_ranks, linear=linear) / num_ranks

@@ -1,18 +1,16 @@
 """Mixture of experts: routing, dispatch and combine over a mesh axis, balancing, placement.
 
-    routing.py            logits -> experts and gate weights of each token; capacity
-    balance.py            auxiliary loss, z-loss, balancing bias
-    load_metrics.py       load of experts and ranks, and advice
-    dispatch_combine.py   tokens to their experts and back, with dispatch_paths.py (capacity, dropless, node-first),
-                          assignment_order.py (sorting), token_exchange.py (all-to-alls), transport_choice.py (`auto`)
-    grouped.py            rows sorted by expert, each times its expert's weight; tokamax_kernels.py on GPUs
-    layer.py              the routed part of an MoE layer; layer_config.py its options, nnx.py the Flax module,
-                          expert_reduction.py its collectives
-    expert_placement.py   assignment of experts to ranks by measured loads
-    argument_checks.py    checks of arrays and options
-    reference.py          plain reference: all tokens through all experts
-
-Names are imported on first use.
+routing.py            logits -> experts and gate weights of each token; capacity
+balance.py            auxiliary loss, z-loss, balancing bias
+load_metrics.py       load of experts and ranks, and advice
+dispatch_combine.py   tokens to their experts and back, with dispatch_paths.py (capacity, dropless, node-first),
+                      assignment_order.py (sorting), token_exchange.py (all-to-alls), transport_choice.py (`auto`)
+grouped.py            rows sorted by expert, each times its expert's weight; tokamax_kernels.py on GPUs
+layer.py              the routed part of an MoE layer; layer_config.py its options, nnx.py the Flax module,
+                      expert_reduction.py its collectives
+expert_placement.py   assignment of experts to ranks by measured loads
+argument_checks.py    checks of arrays and options
+reference.py          plain reference: all tokens through all experts
 """
 
 from typing import TYPE_CHECKING

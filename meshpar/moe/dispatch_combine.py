@@ -5,32 +5,29 @@
     T  tokens of a rank    k  assignments per token    E  experts    N  ranks
 
 There are two payload all-to-alls in the forward and two in the backward pass, for any routing, with hand-written
-transposes. All other movements are gathers, or on CPUs loops over blocks of existing rows. Rows are scattered
-only to sum the outputs of expert choice. No array has the size tokens x experts x width.
+transposes. All other movements are gathers; rows are scattered only to sum the outputs of expert choice. No array has
+the size tokens x experts x width.
 
 *Dropless* (`capacity=None`): assignments are sorted by expert and all are computed. The experts of a token are
-different, so a rank sends at most P = T min(k, E/N) rows to each rank. Arrays are allocated for N P rows
-(`cost_model.dropless_rows`; `dropless_bytes` in total). With balanced routing the ragged implementation sends T k d
-numbers, and the fixed implementation N P d; the fraction (N-1)/N leaves the rank. With `bound_factor` f, P is at most f
-T k / N, and further assignments are dropped.
+different, so a rank sends at most P = T min(k, E/N) rows to each rank, and arrays have N P rows
+(`cost_model.dropless_bytes`). The ragged implementation sends T k d numbers, and the fixed implementation N P d; the
+fraction (N-1)/N leaves the rank. With `bound_factor` f, P is at most f T k / N, and further assignments are dropped.
 
-*Capacity*: each expert accepts C assignments from each rank (`routing.capacity` computes C from a factor), and buffers
-[E, C, d] are sent in full (Lepikhin et al. 2020, "GShard", with buffers by rank; Fedus et al. 2022, "Switch
-Transformers"). Expert choice uses this path: its k = E columns need no additional memory.
+*Capacity*: each expert accepts C assignments from each rank (`routing.capacity`), and buffers [E, C, d] are sent in
+full (Lepikhin et al. 2020, "GShard"; Fedus et al. 2022, "Switch Transformers"). Expert choice uses this path.
 
 *Node-first* (`implementation="node-first"`, dropless, M nodes of K ranks): a token is sent once to each of v nodes, to
 the rank with the same inner index, which forwards it to its experts in the node and returns a weighted sum. Instead of
-T k d, T v d numbers are sent across nodes in each direction, and (M-1)/M leave the node. T k d are sent inside nodes.
-Sums are complete when they are sent back, so rematerialization does not repeat the way back across nodes. DeepSeek-AI
-2024, "DeepSeek-V3", section 3.2.2: k = 8 assignments in v = 4 nodes.
+T k d, T v d numbers are sent across nodes in each direction, and T k d inside nodes. Sums are complete when they are
+sent back, so rematerialization does not repeat the way back across nodes. DeepSeek-AI 2024, "DeepSeek-V3", section
+3.2.2: k = 8 assignments in v = 4 nodes.
 
 Dropped assignments add nothing to y and have no gradient. Assignments are kept in row-major order of `experts`, so the
 last tokens of a rank are dropped first. `Dispatched.dropped` counts them.
 
-Gradients of x, weights and the values that `expert_fn` closes over are summed over the tokens of all ranks of `axis`.
-For expert weights that are replicated over other axes (data, fsdp), each rank returns its part of the sum: JAX adds the
-parts if `check_vma` is on and the weights are replicated there, otherwise the caller has to. If experts are sharded
-over `tensor`, `expert_fn` may return partial sums. Reducing y, which has T rows, is cheaper than reducing N P rows.
+Gradients are summed over the tokens of all ranks of `axis`. For expert weights that are replicated over other axes,
+JAX adds the ranks' parts if `check_vma` is on, otherwise the caller has to. If experts are sharded over `tensor`,
+`expert_fn` may return partial sums: reducing y, which has T rows, is cheaper than reducing N P rows.
 """
 
 from __future__ import annotations

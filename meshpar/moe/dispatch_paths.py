@@ -249,9 +249,7 @@ class NodeFirst(NamedTuple):
     """Two exchanges: across M nodes, then inside a node of K ranks.
 
     A token is sent once to each node with experts for it, to the rank with the same inner index, together with its
-    experts and weights. That rank forwards it to the experts in the node and returns a weighted sum. Rows sent across
-    nodes are per token and node instead of per assignment. Sums are complete when they are sent back, so the backward
-    pass of a rematerialized layer repeats only the exchange to the experts.
+    experts and weights. That rank forwards it to the experts in the node and returns a weighted sum.
     """
 
     shape: Shape

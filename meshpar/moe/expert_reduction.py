@@ -60,12 +60,9 @@ sum_gradient.defvjp(lambda axes, x: (varying(x, axes), None), lambda axes, _, g:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gather_weight(dims: Dims, dtype: Any, shard: jax.Array) -> jax.Array:
-    """All-gather a sharded weight. Its gradient is reduce-scattered.
+    """All-gather a sharded weight in a dtype, over axes for each dim. Its gradient is reduce-scattered.
 
-    Args:
-      dims: the axes to gather, for each dim.
-      dtype: dtype of the all-gather and of the result.
-      shard: local shard, in the dtype in which gradients are summed.
+    Gradients are summed in the dtype of the shard.
     """
     return _gather(dims, shard.astype(dtype))
 

@@ -153,9 +153,8 @@ class Advice(NamedTuple):
 def advice(loads: Loads) -> list[Advice]:
     """Return advice for loads outside of the healthy range, at most one of each kind. Empty if all are healthy.
 
-    The ratio of the largest to the smallest load is healthy up to 1.3 and imbalanced above 2. Dropping more than 1 % is
-    a loss of quality. With few tokens the load of a perfect router is uneven by chance, so a ratio counts only above
-    the expected ratio for n equal probabilities and a mean of m tokens: (m + s) / (m - s) with s = √(2 m ln n).
+    With few tokens the load of a perfect router is uneven by chance, so a ratio counts only above the expected ratio
+    for n equal probabilities and a mean of m tokens: (m + s) / (m - s) with s = √(2 m ln n).
 
     Args:
       loads: loads of a layer, or stacked over layers.

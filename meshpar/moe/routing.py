@@ -139,12 +139,28 @@ def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, "
     Raises:
       ValueError: logits are not floating-point numbers [T, E]; the bias is not [E], or is used with choice="expert".
     """
-    _check_arrays(logits, routing, bias)
+    num_experts = routing.num_experts
+    check_array("route", "logits", logits, "...")
+    requested = f"use logits of shape {logits.shape}"
+    fix = "merge batch and sequence into one dim of tokens, and check num_experts"
+    is_wrong = logits.ndim != 2 or logits.shape[1] != num_experts
+    check_cases("route", requested, "wrong-shape", (is_wrong, f"they are [T, {num_experts}] for this routing", fix))
+    if bias is not None:
+        case = routing.choice == "expert", "each expert chooses the same number of tokens", "leave the bias out"
+        check_cases("route", 'use a bias with choice="expert"', "conflict", case)
+        check_array("route", "bias", bias, "E")
+        case = bias.shape != (num_experts,), f"there are {num_experts} experts", f"pass ({num_experts},)"
+        check_cases("route", f"use a bias of shape {bias.shape}", "wrong-shape", case)
     with jax.named_scope("route"):
         logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
         scores = _softmax(logits) if routing.score == "softmax" else jax.nn.sigmoid(logits)
         if routing.choice == "expert":
-            experts, gates = _experts_choose(scores, routing)
+            # Column e has e and its score for the tokens that e chose, else E and 0.
+            _, chosen = lax.top_k(lax.stop_gradient(scores).T, capacity(len(scores), routing))
+            rows = jnp.arange(num_experts)[:, None]
+            is_chosen = jnp.zeros((num_experts, len(scores)), bool).at[rows, chosen].set(True).T
+            experts = jnp.where(is_chosen, jnp.arange(num_experts, dtype=jnp.int32), num_experts)
+            gates = jnp.where(is_chosen, scores, 0.0)
         else:
             experts = _tokens_choose(logits, scores, routing, bias)
             if routing.normalize:
@@ -267,15 +283,6 @@ def _tokens_choose(logits: jax.Array, scores: jax.Array, routing: Routing, bias:
     return lax.top_k(ranked, routing.top_k)[1].astype(jnp.int32)
 
 
-def _experts_choose(scores: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array]:
-    """Return experts and gates `[T, E]`: column e has e and its score for the tokens that e chose, else E and 0."""
-    tokens, num_experts = scores.shape
-    _, chosen = lax.top_k(lax.stop_gradient(scores).T, capacity(tokens, routing))
-    is_chosen = jnp.zeros((num_experts, tokens), bool).at[jnp.arange(num_experts)[:, None], chosen].set(True).T
-    experts = jnp.where(is_chosen, jnp.arange(num_experts, dtype=jnp.int32), num_experts)
-    return experts, jnp.where(is_chosen, scores, 0.0)
-
-
 @jax.custom_jvp
 def _softmax(logits: jax.Array) -> jax.Array:
     """Softmax whose bits do not depend on the order of the experts."""
@@ -302,18 +309,3 @@ def _order_independent_sum(values: jax.Array) -> jax.Array:
         total += term.sum(-1, keepdims=True)
         remainder -= term
     return total
-
-
-def _check_arrays(logits: jax.Array, routing: Routing, bias: jax.Array | None) -> None:
-    num_experts = routing.num_experts
-    check_array("route", "logits", logits, "...")
-    requested = f"use logits of shape {logits.shape}"
-    fix = "merge batch and sequence into one dim of tokens, and check num_experts"
-    is_wrong = logits.ndim != 2 or logits.shape[1] != num_experts
-    check_cases("route", requested, "wrong-shape", (is_wrong, f"they are [T, {num_experts}] for this routing", fix))
-    if bias is not None:
-        case = routing.choice == "expert", "each expert chooses the same number of tokens", "leave the bias out"
-        check_cases("route", 'use a bias with choice="expert"', "conflict", case)
-        check_array("route", "bias", bias, "E")
-        case = bias.shape != (num_experts,), f"there are {num_experts} experts", f"pass ({num_experts},)"
-        check_cases("route", f"use a bias of shape {bias.shape}", "wrong-shape", case)

@@ -27,15 +27,8 @@ SCOPE = "tokamax_rows_"
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, typical_rows: int) -> jax.Array:
     """[R, d] . [G, d, f] -> [R, f], with rows sorted by group. Unassigned rows of the result are undefined.
 
-    Args:
-      rows: sorted by group.
-      weights: a matrix per group.
-      sizes: rows per group.
-      typical_rows: usual sum of `sizes`. Kernels skip the other rows; the named scope contains the number, so that
-        FLOPs of compiled programs can be counted.
-
-    Raises:
-      ValueError: at lowering, if tokamax has no kernel for the operands.
+    Kernels skip rows past the sum of `sizes`, usually `typical_rows`. The named scope contains this number, so that
+    FLOPs of compiled programs can be counted.
     """
     return _product.bind(rows, weights, sizes, typical_rows=typical_rows)[0]
 

@@ -50,8 +50,7 @@ class KernelChoice:
 def choose_dispatch(platform: str | None = None, *, dropless: bool = True, two_levels: bool = False) -> KernelChoice:
     """Return the implementation that `dispatch(implementation="auto")` uses.
 
-    Dropless dispatch chooses when the program is lowered: a program traced on a laptop and compiled for GPUs uses
-    `ragged`.
+    Dropless dispatch chooses at lowering: a program that is traced on a laptop and compiled for GPUs uses `ragged`.
 
     Args:
       platform: `cpu`, `gpu`, `cuda`, ...; None for JAX's default backend.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshpar import collectives as mc
 from meshpar.collectives import reference
-from meshpar.collectives.bucket import buckets
+from meshpar.collectives.reduction import buckets
 from meshpar.hardware import cost_model as cost
 from meshpar.inspect.census import census
 from meshpar.inspect.hlo import parser as hlo
