@@ -1,4 +1,4 @@
-"""Point-to-point kernels: `shift`, `all_to_all`, and broadcast, reduce, scatter and gather with a root rank.
+"""Point-to-point kernels: shift, all-to-all, and kernels with a root rank.
 
 N is the number of ranks along the axis and n the number of bytes of the array. Results that only the root receives are
 zeros on the other ranks. Each function has a global-view reference of the same name in `reference.py`.
