@@ -42,13 +42,8 @@ _ABSENT = "(absent)"
 class Pod:
     """The processes of a pod, seen from the local process: a key-value store and collective operations.
 
-    All processes must call the collective methods (`agree`, `max`, `gather`, `broadcast`) in the same order.
-
-    Args:
-      client: the client of JAX's coordination service.
-      process_id: number of the local process.
-      num_processes: number of processes.
-      coordinator: address of the coordination service.
+    All processes must call the collective methods (`agree`, `max`, `gather`, `broadcast`) in the same order. `client`
+    is the client of JAX's coordination service, and `coordinator` the service's address.
     """
 
     def __init__(self, client: Any, *, process_id: int, num_processes: int, coordinator: str | None = None) -> None:

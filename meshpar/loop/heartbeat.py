@@ -111,10 +111,7 @@ class Judge:
 class Watchdog:
     """The watchdog of the local process. After `start`, all threads may call its methods.
 
-    Args:
-      pod: the processes that watch each other.
-      stall_s: seconds after which a process counts as lost.
-      leave: function that ends this process; by default it prints the verdict, writes stacks to `log` and exits.
+    `leave` ends this process; by default it prints the verdict, writes stacks to `log` and exits.
     """
 
     log: Path | None = None
@@ -188,10 +185,7 @@ class Watchdog:
             self.phase = previous
 
     def failed(self, error: BaseException) -> None:
-        """Report that this process will end due to an error. Only the first error counts.
-
-        An error of the jax runtime may mean that communication failed because a different process died.
-        """
+        """Report that this process will end due to an error. Only the first error counts."""
         text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
         self._failed = self._failed or {"text": text, "own": is_own(error)}
         with contextlib.suppress(Exception):

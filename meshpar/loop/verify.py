@@ -233,6 +233,10 @@ class _StepResult(NamedTuple):
     grads: dict[str, np.ndarray]
 
 
+class _DifferenceError(Exception):
+    """A layout computes a different loss or gradient."""
+
+
 class _Verifier:
     """A model and the results of its steps on a single device, to compare layouts with."""
 
@@ -372,59 +376,54 @@ class _Verifier:
             step = TrainStep(self.loss, self.options(case.options))
             step.lower(setup.abstract, self.batch)
             action = "run"
-            difference, largest = self._compare(setup, step)
+            return Outcome(case.name, "same", f"largest deviation {self._compare(setup, step):.1e}")
+        except _DifferenceError as difference:
+            return Outcome(case.name, "differs", str(difference))
         except Exception as error:
             if action == "be traced" and isinstance(error, MeshparError):
                 return Outcome(case.name, "refused", str(error))
             message = str(error).strip().split("\n")[0][:300]
             return Outcome(case.name, "differs", f"it cannot {action}: {type(error).__name__}: {message}")
-        verdict = "differs" if difference else "same"
-        return Outcome(case.name, verdict, difference or f"largest deviation {largest:.1e}")
 
-    def _compare(self, setup: Setup, step: TrainStep) -> tuple[str | None, float]:
-        """Return the difference, or None and the largest deviation within the tolerance."""
+    def _compare(self, setup: Setup, step: TrainStep) -> float:
+        """Return the largest deviation, or raise `_DifferenceError` if it exceeds the tolerance."""
         state = jax.device_put(self.start.replace(setup=setup), setup.shardings)
         largest, folder = 0.0, Path(tempfile.mkdtemp(dir=self.folder))
         results: list[_StepResult] = []
         for number, expected in enumerate(self.expected, 1):
             state, result = self.step(step, state)
-            difference, deviation = self._difference(f"step {number}", result, expected, self.tolerance)
-            if difference:
-                return difference, deviation
-            largest = max(largest, deviation)
+            largest = max(largest, self._check(f"step {number}", result, expected, self.tolerance))
             results.append(result)
             if number == 1:
                 with Checkpoints(folder) as checkpoints:
                     checkpoints.save(state, wait=True)
         del state
-        difference = self._compare_restart("after a restart", folder, setup, step, results, 0.0)
-        if difference is None and self.previous_checkpoint is not None:
+        self._check_restart("after a restart", folder, setup, step, results, 0.0)
+        if self.previous_checkpoint is not None:
             context, previous = "from the checkpoint of the previous layout", self.previous_checkpoint
-            difference = self._compare_restart(context, previous, setup, step, self.expected, self.tolerance)
+            self._check_restart(context, previous, setup, step, self.expected, self.tolerance)
         self.previous_checkpoint = folder
-        return difference, largest
+        return largest
 
-    def _compare_restart(
+    def _check_restart(
         self, context: str, folder: Path, setup: Setup, step: TrainStep, expected: Sequence[_StepResult], limit: float
-    ) -> str | None:
-        """Return the first difference in the steps after a restart from a checkpoint of step 1."""
+    ) -> None:
+        """Compare the steps after a restart from a checkpoint of step 1."""
         with Checkpoints(folder) as checkpoints:
             restored = checkpoints.restore(setup)
         assert restored is not None
-        state, differences = restored.state, []
+        state = restored.state
         for number in range(1, STEPS):
             state, result = self.step(step, state)
-            differences.append(self._difference(f"step {number + 1} {context}", result, expected[number], limit)[0])
-        return next(filter(None, differences), None)
+            self._check(f"step {number + 1} {context}", result, expected[number], limit)
 
-    def _difference(
-        self, context: str, result: _StepResult, expected: _StepResult, limit: float
-    ) -> tuple[str | None, float]:
-        """Return a description of the difference, or None, and the largest relative difference."""
+    def _check(self, context: str, result: _StepResult, expected: _StepResult, limit: float) -> float:
+        """Return the largest relative difference, or raise `_DifferenceError` if it exceeds the limit."""
         reference = "a single device" if limit else "the run without a restart"
         loss = abs(result.loss - expected.loss) / max(abs(expected.loss), 1e-6)
         if not loss <= limit:
-            return f"{context}: loss {result.loss:.9g}, on {reference} {expected.loss:.9g}, relative {loss:.1e}", loss
+            values = f"loss {result.loss:.9g}, on {reference} {expected.loss:.9g}"
+            raise _DifferenceError(f"{context}: {values}, relative {loss:.1e}")
         scale = max((float(np.abs(x).max(initial=0)) for x in expected.grads.values()), default=0.0) or 1.0
         deviations = {
             path: float(np.abs(x.astype(np.float64) - expected.grads[path]).max(initial=0)) / scale
@@ -432,11 +431,11 @@ class _Verifier:
         }
         wrong = [path for path, deviation in deviations.items() if not deviation <= limit]
         worst = max(wrong or deviations, key=lambda path: (math.isnan(deviations[path]), deviations[path]))
-        if not wrong:
-            return None, max(loss, deviations[worst])
-        more = f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)
-        size = f"{deviations[worst]:.1e} of the largest gradient"
-        return f"{context}: gradient of `{worst}`{more} differs from {reference} by {size}", deviations[worst]
+        if wrong:
+            more = f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)
+            size = f"{deviations[worst]:.1e} of the largest gradient"
+            raise _DifferenceError(f"{context}: gradient of `{worst}`{more} differs from {reference} by {size}")
+        return max(loss, deviations[worst])
 
     # -- The smallest layout ------------------------------------------------------------------------------------------
 

@@ -197,7 +197,6 @@ def test_goodput_excludes_steps_lost_with_a_process(tmp_path):
 
 @pytest.mark.parametrize("junk", ["", "{", "[1]", '{"seconds": 3}', '{"seconds": {"steps": "x"}, "step": 1}'])
 def test_goodput_replaces_a_damaged_file(tmp_path, junk):
-
     (tmp_path / "goodput.json").write_text(junk)
     goodput = Goodput(tmp_path / "goodput.json", metrics=tmp_path / "m", began_s=time.time())
     run(1, [goodput])
