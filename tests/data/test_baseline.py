@@ -65,14 +65,6 @@ def test_oracle_is_the_conditional_entropy():
     assert score(valid, valid).oracle.bits_per_token == pytest.approx(0.5, rel=1e-12)
 
 
-def test_fitted_converges_to_the_oracle():
-    draw = np.random.default_rng(0).integers
-    train, valid = draw(0, 4, 200_000), draw(0, 4, 200_000)
-    baseline = score(train, valid)
-    assert baseline.fitted.bits_per_token == pytest.approx(2, abs=1e-3)
-    assert baseline.oracle.bits_per_token == pytest.approx(2, abs=1e-3)
-
-
 @pytest.mark.parametrize("chunk", [7, 59, 10**6])
 def test_baseline_does_not_depend_on_the_chunk_size(monkeypatch, chunk):
     draw = np.random.default_rng(1).integers

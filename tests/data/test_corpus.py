@@ -170,14 +170,6 @@ def test_files_must_be_strings(files):
     assert TextData(files=["a", "b"]) == TextData(files=("a", "b"))
 
 
-def test_stdlib_has_a_plausible_baseline():
-    source = TextData(max_bytes=300_000, seq_len=64, valid_fraction=0.1).open(batch_size=8, seed=0)
-    assert sum(source.describe()[side]["bytes"] for side in ("train", "valid")) <= 300_000
-    baseline = source.baseline("all")
-    # The oracle is a lower bound of the fitted model.
-    assert 1.5 < baseline.oracle.bits_per_byte < baseline.fitted.bits_per_byte < 5
-
-
 def test_public_names_can_be_imported():
     assert all(getattr(data, name) for name in data.__all__)
     with pytest.raises(AttributeError, match="TextData"):
