@@ -171,7 +171,15 @@ class _PerDevice:
         self.batch_axes = tuple(run.batch_axis_sizes)
         self.manual = (run.axis, *self.batch_axes)
         self.expert_specs = _each(lambda _: P(), specs.chunks) if run.expert_specs is None else run.expert_specs
-        self.entry_specs = self._entry_specs(specs)
+
+        def replicated(spec: P, expert_spec: P) -> P:
+            return without_axes(spec, set(self.batch_axes) - set(axes_of_spec(expert_spec)))
+
+        # Before the loop, parameters are replicated over the batch axes unless ticks gather them.
+        is_sharded = run.gather == "microbatch"
+        chunks = specs.chunks if is_sharded else _each(replicated, specs.chunks, self.expert_specs)
+        other = _each(lambda spec: without_axes(spec, self.batch_axes), specs.embedding_and_head)
+        self.entry_specs = Params(chunks, other)
         self.manual_specs = _each(
             lambda spec: without_axes(spec, {*axes_of_spec(spec)} - {*self.manual}), self.entry_specs
         )
@@ -253,16 +261,6 @@ class _PerDevice:
 
         where = f"the loss function of `{run.schedule.name}` stages"
         return normalizer_of(where, terms, (embedding_and_head, y, extra), examples, keys, axes=run.batch_axis_sizes)
-
-    def _entry_specs(self, specs: Params) -> Params:
-        """Return the specs of parameters before the loop: replicated over the batch axes unless ticks gather them."""
-
-        def replicated(spec: P, expert_spec: P) -> P:
-            return without_axes(spec, set(self.batch_axes) - set(axes_of_spec(expert_spec)))
-
-        is_sharded = self.run.gather == "microbatch"
-        chunks = specs.chunks if is_sharded else _each(replicated, specs.chunks, self.expert_specs)
-        return Params(chunks, _each(lambda spec: without_axes(spec, self.batch_axes), specs.embedding_and_head))
 
     def _gather_weights(self, manual: PyTree, auto: PyTree) -> Callable[[PyTree], PyTree]:
         """Return the function that gathers the weights of a chunk over the batch axes, and keeps all other sharding."""
