@@ -118,7 +118,7 @@ def check_known(where: str, document: Mapping[str, Any], family: Family) -> None
             raise bad_value(where, name, ids, "it must be a token id, a list of token ids, or null")
     for name in ("dtype", "torch_dtype"):
         if document.get(name) not in (None, *TORCH_DTYPES):
-            raise bad_value(where, name, document[name], f"it must be one of {', '.join(TORCH_DTYPES)}")
+            raise bad_value(where, name, document[name], f"the supported dtypes are {', '.join(TORCH_DTYPES)}")
     supported = {name for field in family.fields for name in (field.theirs, field.also) if name is not None}
     supported |= HARMLESS | family.ignored | {"rope_scaling", CONFIG_FIELD} | set(family.fixed)
     for name, value in document.items():

@@ -24,7 +24,7 @@ _TYPES = {int: "an integer", float: "a finite number", bool: "true or false"}
 def bad_value(
     where: str, name: str, value: object, reason: str, fix: str = RELEASE, code: str = "unsupported-feature"
 ) -> Exception:
-    """Return the error for a value of a field that is invalid or not supported."""
+    """Return the error for an invalid or unsupported value of a field."""
     shown = repr(value) if len(repr(value)) < 80 else f"a {type(value).__name__}"
     return problem(f"{where}, `{name[:60]}`", f"be {shown}", reason, fix, code)
 
@@ -110,7 +110,7 @@ def read_rope(where: str, document: Mapping[str, Any], *, scores: bool = False) 
         raise bad_value(where, "rope_scaling", given, "it must be an object or null", code="wrong-type")
     kind = given.get("rope_type", given.get("type", "default"))
     if not isinstance(kind, str) or kind not in ROPES:
-        reason, fix = f"the supported types are {', '.join(ROPES)}", "use one of them, or add it to models/layers.py"
+        reason, fix = f"the supported types are {', '.join(ROPES)}", "use one, or add it to models/layers.py"
         raise bad_value(where, "rope_scaling.rope_type", kind, reason, fix)
     for name in sorted(given.keys() - ROPES[kind] - {"rope_type", "type"}):
         value, only = given[name], ROPE_DEFAULTS.get(name)

@@ -172,7 +172,7 @@ def described(document: Mapping[str, Any], *, where: str = CONFIG) -> Described:
     kind = document.get("model_type")
     family = BY_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
-        fix = "use one of them, or add a table to meshpar/interop/families"
+        fix = "use a supported family, or add a table to meshpar/interop/families"
         reason = f"the families are {', '.join(BY_TYPE)}"
         if isinstance(kind, str) and kind in LACKING:
             reason += f"; TransformerConfig has no {LACKING[kind]}"
@@ -375,10 +375,10 @@ def _reader(files: Folder, dtype: Any) -> Any:
         part = files.read(name, slices)
         where = f"{files.path}, `{name}`"
         if not np.isfinite(part).all():
-            reason, fix = "some of its values are nan or infinite", "download the files of the release again"
+            reason, fix = "some values are nan or infinite", "download the files of the release again"
             raise problem(where, "use it as weights", reason, fix, code="damaged-file")
         if float(jnp.finfo(part.dtype).max) > limit and float(np.abs(part).max(initial=0)) > limit:
-            reason, fix = f"some of its values exceed {limit:.3g}", "choose a dtype with a larger range"
+            reason, fix = f"some values exceed {limit:.3g}", "choose a dtype with a larger range"
             raise problem(where, f"convert it to {jnp.dtype(dtype).name}", reason, fix, code="wrong-dtype")
         return part
 

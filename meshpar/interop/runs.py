@@ -67,7 +67,7 @@ def check_source(source: str | Path, run: Path) -> None:
     saved = read_json(record) if record.exists() else {}
     if not record.parent.exists() or (saved and saved.get("fingerprint") != fingerprint_of(source)):
         start = f"the weights of {saved.get('folder')}"[:200] if saved else "random weights"
-        fix = "resume it from the same weights, start another run with --name, or replace this run with --fresh"
+        fix = "resume it from the same weights, choose a new --name, or replace this run with --fresh"
         raise problem(f"--from-hf {source}", f"resume {run}", f"the run started with {start}", fix, code="conflict")
 
 

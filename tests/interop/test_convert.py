@@ -1,4 +1,4 @@
-"""The commands: a folder in, trained, and out again."""
+"""Commands that convert Hugging Face folders and train from them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_whole_folder_follows_links_or_leaves_nothing(tmp_path, monkeypatch):
         (Path(at) / "weights").unlink()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "empty", "link", "new", "there"]
     assert not scratch
-    monkeypatch.chdir("empty")  # whoever is in it would be in a folder that is no more
+    monkeypatch.chdir("empty")  # a rename would remove the current folder
     with raises("already-exists", "."), whole_folder("."):
         pass
 

@@ -94,7 +94,7 @@ def test_bytes_roundtrip_over_meshes(kind, layout, dtype, tmp_path):
         pytest.skip(f"{kind} has no MoE layers")
     source, (spec, strategy) = folder_of(kind, tmp_path / "source"), LAYOUTS[layout]
     if layout == "stages" and config_of(source).num_moe_layers == 1:
-        strategy, spec = mp.fsdp(), mp.MeshSpec(fsdp=8)  # one stacked layer is no two stages
+        strategy, spec = mp.fsdp(), mp.MeshSpec(fsdp=8)  # a single layer cannot have two stages
     if layout == "fsdp":
         strategy = mp.zero2() if kind == "deepseek_v3" else strategy
     config, state = from_hf(source, mesh=mesh_of(spec), strategy=strategy, dtype=dtype)
@@ -331,7 +331,7 @@ def test_router_loss_fields_roundtrip(kind, tmp_path):
         assert again["output_router_logits"] == switch["output_router_logits"]
         assert again.get("router_aux_loss_coef") == (0.02 if weight else None)
     assert described({name: x for name, x in document.items() if "router" not in name}).config.moe.auxiliary_weight == 0
-    # A weight that was changed after reading is written, and nothing else of the release's config.json changes.
+    # A changed weight is written. The other fields of config.json stay the same.
     source = folder_of(kind, tmp_path / "source")
     config, state = read_single(source)
     config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, auxiliary_weight=0.03))

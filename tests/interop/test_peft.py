@@ -88,7 +88,7 @@ def test_to_peft_roundtrips_and_merges_as_peft(kind, tmp_path):
 
 
 def test_wide_pair_has_the_alpha_of_its_rank(tmp_path):
-    """A matrix of the release that is two of our matrices has a pair of twice the rank."""
+    """If a matrix of the release contains two matrices of the model, its pair has twice the rank."""
     source = folder_of("deepseek_v3", tmp_path / "source")
     config, state = read_single(source, lora=mp.lora(rank=2, alpha=10, modules=CHOSEN["deepseek_v3"]))
     to_peft(state, config, tmp_path / "adapter", like=source)
