@@ -56,7 +56,7 @@ from meshpar.sharding.types import (
 )
 from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
-from meshpar.training.gradients.selection import check_batch_supported, check_setup, engine_of_setup
+from meshpar.training.gradients.selection import check_setup, engine_of_setup
 from meshpar.training.options import ReduceGradients, StepOptions
 from meshpar.training.state import Setup, TrainState, check_state
 
@@ -173,7 +173,6 @@ class TrainStep(_Program):
         """Compute gradients and update the state."""
         setup, options = state.setup, self.options
         _check_state(state)
-        check_batch_supported(setup, options, batch)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         with tracing(setup.mesh, setup.strategy), self._numerics() as context, jax.named_scope("gradients"):
             loss = self.loss_of(setup, traced)

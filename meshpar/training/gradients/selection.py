@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import jax
-
 from meshpar.layers.remat import offloads
-from meshpar.parallel.batch import StepBatch
 from meshpar.parallel.strategy import Strategy
 from meshpar.sharding.errors import problem
+from meshpar.sharding.rules import replicated
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.options import StepOptions
 from meshpar.training.state import Setup
@@ -78,20 +76,13 @@ def check_setup(setup: Setup, options: StepOptions) -> None:
     _check_groups(setup.strategy, options, setup.batch_axes)
     features = [*_requested_by(setup.strategy, options), *_needed_by(setup)]
     _check(engine_of_setup(setup, options), features, setup.strategy, options)
+    if setup.model.is_explicit and Feature.REPLICATED_INPUTS in features:
+        raise unsupported(Feature.REPLICATED_INPUTS, "mp.explicit(model)")
 
 
 def engine_of_setup(setup: Setup, options: StepOptions) -> GradientEngine:
     """Return the engine of a step with this setup."""
     return engine_of(setup.strategy, options, setup.batch_axes, tuple(_needed_by(setup)))
-
-
-def check_batch_supported(setup: Setup, options: StepOptions, batch: StepBatch) -> None:
-    """Check that the engine of a step supports the replicated leaves of a batch, if it has any."""
-    if jax.tree.leaves(batch.full):
-        engine = engine_of_setup(setup, options)
-        _check(engine, [Feature.REPLICATED_INPUTS], setup.strategy, options)
-        if setup.model.is_explicit:
-            raise unsupported(Feature.REPLICATED_INPUTS, "mp.explicit(model)")
 
 
 def _check(engine: GradientEngine, features: Iterable[Feature], strategy: Strategy, options: StepOptions) -> None:
@@ -123,7 +114,7 @@ def _requested_by(strategy: Strategy, options: StepOptions) -> Iterator[Feature]
 
 
 def _needed_by(setup: Setup) -> Iterator[Feature]:
-    """Yield the features that the model needs, except those that depend on the batch."""
+    """Yield the features that the model and the rules for its inputs need."""
     variables = setup.layout.variables.extra
     if setup.model.is_explicit:
         yield Feature.EXPLICIT_AXES
@@ -131,3 +122,5 @@ def _needed_by(setup: Setup) -> Iterator[Feature]:
         yield Feature.DELAYED_SCALING
     if setup.model.batch_stats(variables):
         yield Feature.BATCH_STATISTICS
+    if any(rule.value is replicated for rule in setup.strategy.activations.inputs):
+        yield Feature.REPLICATED_INPUTS
