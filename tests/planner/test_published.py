@@ -37,6 +37,7 @@ those of an H100 NVL, which is used here, and of an SXM. They ran FlashAttention
 `attention_rates` of an H100 in `gpus.toml`."""
 TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, 2024-12"
 TITAN_OLD = "torchtitan, docs/performance.md, 2024"
+BRIDGE_26 = "Megatron-Bridge, docs/performance-summary.md, 2026, FP8-CS; batch and recomputation are assumed"
 BRIDGE = "Megatron-Bridge, docs/performance-summary.md, 25.11, FP8-CS; it does not state recomputation"
 SELECTIVE = ("key", "out", "up")
 """torchtitan's selective recomputation saves every other matmul with a weight, and attention. These are recomputed in
@@ -77,7 +78,7 @@ def stages(count, strategy, **arguments):
 
 FSDP, FSDP_TP = "fsdp(prefetch=1)", "fsdp() | tensor_parallel(sequence=True)"
 POWER, NETWORK = "how much 500 W slow its GPUs is not known", "its network is assumed to be a DGX's"
-STAGED = "a stage of ours hands whole sequences to every tensor rank and waits for it"
+STAGED = "its batch is assumed; our stages send full sequences to each tensor rank and wait for them"
 ONE = {"cluster": "h100:1x8", "mesh": "fsdp=8", "strategy": FSDP}
 MINE = {"family": "torchtitan H100", "gpu": META, "source": TITAN, "off": POWER}
 ON_8 = {**MINE, **ONE, "model": llama3_8b, "rows": 16, "remat": "minimal", "again": SELECTIVE}
@@ -90,8 +91,7 @@ A100 = {
     "family": "torchtitan A100", "cluster": "a100:8x8", "rows": 64, "mesh": "fsdp=64", "strategy": FSDP,
     "source": TITAN_OLD,
 }  # fmt: skip
-MEGATRON = {"family": "Megatron H100", "remat": "minimal", "matmul": "fp8", "source": BRIDGE, "off": STAGED}
-INTERLEAVED = {"microbatches": 64, "schedule": "interleaved-1f1b"}
+MEGATRON = {"family": "Megatron H100", "remat": "minimal", "matmul": "fp8", "source": BRIDGE_26, "off": STAGED}
 RUNS = {
     "8B, 8 H100": Published(**ON_8, tokens_per_s=6667),
     "8B, 128 H100": Published(**ON_128, tokens_per_s=6514),
@@ -99,6 +99,11 @@ RUNS = {
         **MINE, "model": llama3_405b, "cluster": "h100:16x8", "rows": 32, "mesh": "fsdp=16,tensor=8", "remat": "full",
         "strategy": FSDP_TP, "tokens_per_s": 109, "source": TITAN_OLD, "off": "whether it was compiled is not said",
     }),
+    "70B, 128 H100": Published(
+        family="MaxText H100", model=llama3_70b, cluster="h100:16x8", rows=256, mesh="fsdp=128", remat="full",
+        strategy=FSDP, tokens_per_s=1052, off="two rows a GPU and full rematerialization are assumed",
+        source="MaxText, Llama 3.1 70B on 128 H100s in bf16: 506.6 TFLOP/s; batch and rematerialization are assumed",
+    ),
     "7B of Llama 2, 8 H100": Published(
         **ONE, family="MaxText H100", model=LLAMA2_7B, rows=32, length=4096, remat="minimal",
         tokens_per_s=22.19 * 4096 / 8, off="four rows a GPU are assumed",
@@ -134,15 +139,16 @@ RUNS = {
     ),
     "8B, 8 H100, Megatron": Published(**{
         **MEGATRON, **ONE, "model": llama3_8b, "rows": 128, "accumulate": 16, "tokens_per_s": 14451,
-        "off": "recomputation is assumed",
+        "source": BRIDGE, "off": "recomputation is assumed",
     }),
     "70B, 64 H100, Megatron": Published(
-        **MEGATRON, model=llama3_70b, cluster="h100:8x8", rows=128, mesh="data=2,stage=8,tensor=4", tokens_per_s=1602,
-        strategy=stages(8, "zero1(axis='data')", **INTERLEAVED, chunks=5),
+        **MEGATRON, model=llama3_70b, cluster="h100:8x8", rows=256, mesh="data=2,stage=8,tensor=4", tokens_per_s=1664,
+        strategy=stages(8, "zero1(axis='data')", microbatches=128, schedule="interleaved-1f1b", chunks=5),
     ),
     "405B, 1024 H100, Megatron": Published(
-        **MEGATRON, model=llama3_405b, cluster="h100:128x8", rows=512, mesh="data=8,stage=8,context=2,tensor=8",
-        strategy=stages(8, "zero1(axis='data')", **INTERLEAVED, chunks=8) + " | context_parallel()", tokens_per_s=292,
+        **MEGATRON, model=llama3_405b, cluster="h100:128x8", rows=1536, mesh="data=8,stage=8,context=2,tensor=8",
+        strategy=stages(8, "zero1(axis='data')", microbatches=192, schedule="interleaved-1f1b", chunks=8)
+        + " | context_parallel()", tokens_per_s=328,
     ),
 }  # fmt: skip
 
