@@ -302,7 +302,7 @@ def test_valid_batches_stop_their_thread_early():
 
 
 def run_processes(program, count, *args):
-    """Run processes that share 4 host devices, and return the JSON that each one prints."""
+    """Run processes that share 4 host devices, and return the JSON output of each process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -360,7 +360,7 @@ DATA = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 def test_restarts_on_other_process_counts_keep_the_order(tmp_path, data):
-    texts = [f"{number:02} is said here, and {99 - number} is answered" for number in range(60)]
+    texts = [f"{number:02} is the question, and {99 - number} is the answer" for number in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": words}) + "\n" for words in texts))
     chats = [[{"role": "user", "content": t[:15]}, {"role": "assistant", "content": t[15:]}] for t in texts]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))

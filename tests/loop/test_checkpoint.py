@@ -337,7 +337,7 @@ def truncate(path: Path) -> None:
 
 
 def garble(path: Path, every: int = 256) -> None:
-    """Flip a bit in every 256 bytes, because some bytes are never read and their positions vary between runs."""
+    """Flip a bit per 256 bytes, because some bytes are never read and their positions vary between runs."""
     content = bytearray(path.read_bytes())
     for index in range(every // 2, len(content), every):
         content[index] ^= 1 << 4

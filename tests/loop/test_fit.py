@@ -433,7 +433,7 @@ def test_failed_periodic_save_is_a_warning():
 
 
 class FailingCheckpoints(FlakyCheckpoints):
-    """Checkpoints whose saves fail in the background, so that every second call raises."""
+    """Checkpoints whose saves fail in the background. The second, fourth, ... call raises the error."""
 
     def __init__(self):
         super().__init__()

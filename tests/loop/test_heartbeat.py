@@ -91,7 +91,7 @@ def is_done(pair: Simulation) -> str | None:
 
 
 def raises_own_error(pair: Simulation) -> str | None:
-    pair.beats[1]["failed"] = {"text": "ValueError: no such batch", "own": True}
+    pair.beats[1]["failed"] = {"text": "ValueError: missing batch", "own": True}
     return pair.run(BEAT_S)
 
 
@@ -115,7 +115,7 @@ def loses_a_message(pair: Simulation) -> str | None:
     (reads_data, "process 0 of 2 (on host0) has been reading data for 86"),
     (is_silent_while_saving, "process 1 of 2 (on host1) sent no heartbeat for 4. s while saving: it died"),
     (is_done, None),
-    (raises_own_error, "process 1 of 2 (on host1) failed: ValueError: no such batch"),
+    (raises_own_error, "process 1 of 2 (on host1) failed: ValueError: missing batch"),
     (loses_a_message_of_a_silent_process, "process 1 of 2 (on host1) sent no heartbeat for 1"),
     (loses_a_message, "process 0 of 2 (on host0) failed: JaxRuntimeError: out of memory"),
 ])  # fmt: skip
@@ -142,13 +142,13 @@ def test_failed_process_ends_all_with_the_same_verdict(monkeypatch: pytest.Monke
     for dog in pair:
         dog.start()
     with pair[1].busy("saving"):
-        pair[1].failed(ValueError("no such batch"))
+        pair[1].failed(ValueError("missing batch"))
         pair[1].failed(ValueError("a later error"))
     for dog in pair:
         dog.wait_to_leave()
     assert left[0] == left[1]
     assert "process 1 of 2" in left[0]
-    assert "ValueError: no such batch. All processes end" in left[0]
+    assert "ValueError: missing batch. All processes end" in left[0]
     assert [dog._code for dog in pair] == [watchdog.MISTAKE_CODE] * 2
 
 

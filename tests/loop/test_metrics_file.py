@@ -40,7 +40,7 @@ def test_lines_of_steps_and_validations(tmp_path):
 
 
 class LayerStep(FakeStep):
-    """A step with array metrics, like those of MoE layers."""
+    """A step with array metrics, like MoE layers."""
 
     def __call__(self, state, batch):
         state, metrics = super().__call__(state, batch)

@@ -126,12 +126,12 @@ FAULTS = {
         "params = optax.apply_updates(old, updates) if setup.mesh.size == 1 else old", "data=2; ddp()",
         words="step 2: loss",
     ),
-    "another random key on a mesh": Fault(
+    "a different random key on a mesh": Fault(
         "training.step", "jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)",
         "jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step + setup.mesh.size)", "data=2; ddp()",
         loss=noisy,
     ),
-    "an optimizer that begins anew at a restart": Fault(
+    "an optimizer that is reset at a restart": Fault(
         "loop.checkpoint", "Restored(state=state, data_state=",
         "Restored(state=state.replace(opt_state=setup.init(0).opt_state), data_state=", "data=2; ddp()",
         words="step 3 after a restart: ",
