@@ -17,6 +17,7 @@ from meshpar.layers.losses import scalar
 from meshpar.models import Transformer, TransformerConfig, next_token_loss
 from meshpar.sharding.types import tree_leaves_with_paths
 from meshpar.training.state import TrainState, make_setup
+from tests.linen_decoder import linen_model
 
 VOCAB = 32
 SIZES = {
@@ -58,6 +59,8 @@ def model_of(framework: str, cfg: TransformerConfig, rows: int, seq: int) -> mp.
             lambda params, *args, **more: decoder.bind(params, {})(*args, **more),
             names=decoder.names(),
         )
+    if framework == "linen modules":
+        return linen_model(cfg, rows, seq)
     return mp.from_linen(linen_decoder(cfg), jax.ShapeDtypeStruct((rows, seq), np.int32))
 
 
@@ -121,7 +124,7 @@ def equals_one_device(
 
     Args:
       spec, strategy, options: of the run on the mesh.
-      framework: "nnx", "linen" or "functions".
+      framework: "nnx", "linen" (NNX modules in a Linen module), "linen modules" or "functions".
       fields: of `TransformerConfig`, in addition to `SIZES`.
       same: options of both runs.
       atol: tolerance of parameters, and relative tolerance of metrics.

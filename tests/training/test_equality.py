@@ -172,7 +172,7 @@ def test_frozen_parameters_with_slices(framework, name):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("framework", ["nnx", "linen modules"])
 @pytest.mark.parametrize(
     "remat",
     [
