@@ -45,9 +45,12 @@ _MOE_FIELDS = ("bound_factor", "nodes_visited", "row_bytes")
 @click.option("--strategy", metavar="STRATEGY", help="Strategy for --why-not.")
 @click.option("--growth", is_flag=True, help="Show the fastest layout of each kind for up to 16,384 GPUs.")
 @click.option("--plot", metavar="FILE", type=click.Path(dir_okay=False), help="With --growth: write a plot.")
+@click.option("--tokens", metavar="N", type=float, help="Print days and GPU-hours of training on N tokens: 15e12.")
+@click.option("--price", metavar="P", type=float, help="With --tokens: print the cost at P per GPU-hour.")
 def plan(
     recipe: str, assignments: tuple[str, ...], as_json: bool, from_hf: str | None, cluster: str, top: int,
     verify: int, save: str | None, why_not: str | None, strategy: str | None, growth: bool, plot: str | None,
+    tokens: float | None, price: float | None,
 ) -> None:  # fmt: skip
     """Find the fastest layouts: `meshpar plan recipes/llama3_8b.py --cluster h100:8x8 --verify 1`.
 
@@ -59,11 +62,12 @@ def plan(
         if path:
             check_output_file(path, suffixes)
     is_top_set = click.get_current_context().get_parameter_source("top") is ParameterSource.COMMANDLINE
-    others = verify or save or why_not is not None or is_top_set
-    together = "it cannot be combined with --top, --verify, --save or --why-not"
+    others = verify or save or why_not is not None or is_top_set or tokens is not None
+    together = "it cannot be combined with --top, --verify, --save, --why-not or --tokens"
     for option, is_wrong, reason, fix in (
         ("--plot", plot and not growth, "--growth is not set", "add --growth, or remove --plot"),
         ("--growth", growth and others, together, "remove the other options"),
+        ("--price", price is not None and tokens is None, "--tokens is not set", "add --tokens, or remove --price"),
         ("--strategy", strategy and why_not is None, "--why-not is not set", "add --why-not, or remove --strategy"),
         ("--why-not", why_not is not None and not why_not.strip(), "mesh axes are required", "name mesh axes"),
     ):
@@ -84,6 +88,8 @@ def plan(
             with writing(plot):
                 plots.growth(found).savefig(plot)
         return
+    if tokens is not None:
+        plans = plans.for_tokens(tokens, price)
     if save:
         with writing(save):
             plans.save(save)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -100,6 +101,17 @@ class Plan(Plain):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingRun(Plain):
+    """Duration and cost of training on a number of tokens with a plan, without restarts."""
+
+    tokens: float
+    days: float
+    gpu_hours: float
+    cost: float | None
+    """GPU-hours times the price of one; None without a price."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plans(Printed, Plain):
     """The fastest layouts in order. Prints as a table."""
 
@@ -113,6 +125,8 @@ class Plans(Printed, Plain):
     """Rules of thumb, warnings, and the recommended plan in the last line."""
     left_out: tuple[str, ...] = ()
     """Layouts that fit by estimate, but not when compiled."""
+    runs: tuple[TrainingRun, ...] = ()
+    """The training run of each plan, after `for_tokens`."""
     search: Search | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __getitem__(self, index: int) -> Plan:
@@ -120,6 +134,38 @@ class Plans(Printed, Plain):
 
     def __len__(self) -> int:
         return len(self.plans)
+
+    def for_tokens(self, tokens: float, price: float | None = None) -> Plans:
+        """Return the plans with the duration and the cost of training on `tokens`.
+
+        Args:
+          tokens: number of tokens, such as 15e12.
+          price: price of a GPU-hour, in any currency.
+
+        Raises:
+          MeshparError: a number is not positive, or the batch has no tokens.
+        """
+        for name, value in {"tokens": tokens, "price": price}.items():
+            if value is not None and not 0 < value < math.inf:
+                reason, fix = "it is not a positive number", f"write {name}={'15e12' if name == 'tokens' else '2.5'}"
+                raise problem("plan", f"use {name}={value}", reason, fix, code="out-of-range")
+        runs = []
+        for plan in self.plans:
+            if plan.tokens_per_s is None:
+                reason, fix = "the batch of this model has no tokens", "remove tokens"
+                raise problem("plan", f"plan for {tokens:g} tokens", reason, fix, code="unsupported-feature")
+            gpu_hours = tokens / plan.tokens_per_s / 3600
+            days = gpu_hours / math.prod(plan.layout.mesh.values()) / 24
+            cost = None if price is None else gpu_hours * price
+            runs.append(
+                TrainingRun(
+                    tokens=tokens,
+                    days=days,
+                    gpu_hours=gpu_hours,
+                    cost=cost,
+                )
+            )
+        return dataclasses.replace(self, runs=tuple(runs))
 
     def save(self, path: str | Path) -> None:
         """Write the plans as JSON for `load_plans`. Raises `MeshparError` if the file cannot be written."""
@@ -194,10 +240,22 @@ class Plans(Printed, Plain):
             )
             for rank, plan in enumerate(self.plans, 1)
         ]
+        if self.runs:
+            columns += ("days", "GPU-hours", *(("cost",) if self.runs[0].cost is not None else ()))
+            rows = [
+                (
+                    *row,
+                    f"{run.days:,.1f}",
+                    f"{run.gpu_hours:,.0f}",
+                    *(() if run.cost is None else (f"{run.cost:,.0f}",)),
+                )
+                for row, run in zip(rows, self.runs, strict=True)
+            ]
         compiled = [(rank, plan.compiled) for rank, plan in enumerate(self.plans, 1) if plan.compiled]
         notes = [f"{rank}: {note}" for rank, program in compiled for note in program.notes]
         caption = "\n".join([self.rates, *notes, *self.left_out, "", *self.advice])
         title = f"{self.cluster}: the fastest {len(self)} of {self.considered:,} layouts"
+        title += f", {self.runs[0].tokens:.3g} tokens" if self.runs else ""
         return table(title, columns, rows, left=columns[:6], caption=caption)
 
 
@@ -430,7 +488,8 @@ def load_plans(path: str | Path) -> Plans:
     where, fix = f"plans `{path}`", "create the file with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
     try:
         data = read_json(path, where, fix)
-        plans = parsed(Plans, {**data, "plans": [_plan(each, where) for each in data["plans"]]}, where)
+        runs = [parsed(TrainingRun, run, where) for run in data.get("runs", ())]
+        plans = parsed(Plans, {**data, "plans": [_plan(each, where) for each in data["plans"]], "runs": runs}, where)
         reason = "" if plans.plans else "the file has no plans"
     except MeshparError:
         raise

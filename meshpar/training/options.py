@@ -9,7 +9,7 @@ from meshpar.hardware.compile_options import Options, check_kind
 from meshpar.layers.losses import MEAN_OVER_EXAMPLES
 from meshpar.layers.precision import Precision, as_precision
 from meshpar.layers.remat import check_remat
-from meshpar.sharding.types import check_choice, check_positive_int
+from meshpar.sharding.types import check_choice, check_positive_int, problem
 
 ReduceGradients: TypeAlias = Literal["each_microbatch", "once_across_groups", "once"]
 
@@ -35,7 +35,8 @@ class StepOptions:
         reactions = ("raise", "skip", "ignore")
         check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)
         check_choice("train_step", "the meaning of a scalar loss", (None, MEAN_OVER_EXAMPLES), loss_is=self.loss_is)
-        as_precision(self.precision, "train_step")
+        precision = as_precision(self.precision, "train_step")
+        check_not_float16("train_step", precision.compute or precision.params)
         check_remat(self.remat)
         check_kind(self.xla)
 
@@ -43,3 +44,11 @@ class StepOptions:
     def is_once(self) -> bool:
         """Whether gradients are accumulated on each device and reduced once, after the last micro-step."""
         return self.accumulate > 1 and self.reduce_gradients == "once"
+
+
+def check_not_float16(where: str, dtype: object) -> None:
+    """Check that a step does not compute in float16."""
+    if str(dtype) == "float16":
+        reason = "gradients below 6e-8 would become zero, and meshpar does not scale the loss"
+        fix = 'use Precision(compute="bfloat16"), which has the range of float32'
+        raise problem(where, "compute in float16", reason, fix, code="unsupported-feature")

@@ -57,7 +57,7 @@ from meshpar.sharding.types import (
 from meshpar.training.accumulation import compute_params, constrained
 from meshpar.training.gradients.engine import Feature, GradientEngine, unsupported
 from meshpar.training.gradients.selection import check_setup, engine_of_setup
-from meshpar.training.options import ReduceGradients, StepOptions
+from meshpar.training.options import ReduceGradients, StepOptions, check_not_float16
 from meshpar.training.state import Setup, TrainState, check_state
 
 LossFn = Callable[[Any, PyTree, jax.Array], tuple[MeanLoss | SumLoss | jax.Array, dict[str, jax.Array]]]
@@ -337,6 +337,8 @@ def check_loss(where: str, loss_fn: Any) -> None:
 def _check_parameters(setup: Setup, precision: Precision) -> None:
     """Check that dtypes of parameters fit the precision, can be differentiated, and can be quantized."""
     for leaf in (decision.leaf for decision in setup.table.params):
+        if leaf.is_trained and precision.compute is None:
+            check_not_float16(f"train_step, parameter `{leaf.path}`", leaf.dtype)
         is_other = precision.params is not None and leaf.dtype != jnp.dtype(precision.params)
         is_quantized, is_exact = setup.strategy.quantize is not None, not jnp.issubdtype(leaf.dtype, jnp.inexact)
         check_cases(

@@ -673,6 +673,22 @@ def test_plans_are_values_that_print_and_save(plans, tmp_path):
         plans.save("/no/such/folder/plan.json")
 
 
+def test_plans_for_tokens_give_days_and_cost(plans, tmp_path):
+    run = plans.for_tokens(1e12, price=2.5).runs[0]
+    seconds = 1e12 / (8 * plans[0].tokens_per_s)
+    assert run.days == pytest.approx(seconds / 86400)
+    assert run.gpu_hours == pytest.approx(8 * seconds / 3600)
+    assert run.cost == pytest.approx(2.5 * run.gpu_hours)
+    priced = plans.for_tokens(1e12, price=2.5)
+    assert "GPU-hours" in str(priced)
+    priced.save(tmp_path / "plan.json")
+    assert load_plans(tmp_path / "plan.json") == priced
+    assert plans.for_tokens(1e12).runs[0].cost is None
+    for arguments in ((0,), (-1,), (float("nan"),), (float("inf"),), (1e12, 0)):
+        with raises("out-of-range", "plan"):
+            plans.for_tokens(*arguments)
+
+
 @pytest.mark.parametrize(
     ("part", "change"),
     [
@@ -900,9 +916,11 @@ def test_moe_pipeline_is_traced_without_devices():
 def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     recipe, file = str(ROOT / "recipes" / "gpt_stdlib.py"), tmp_path / "plan.json"
     fields = [f"--set=model.{name}" for name in ("num_layers=2", "embed_dim=64", "mlp_dim=128")]
-    code, out, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--top", 1, "--save", file, "--json", *fields)
+    options = ("--top", 1, "--save", file, "--tokens", 1e12, "--price", 2, "--json")
+    code, out, error = meshpar("plan", recipe, "--cluster", "h100:1x8", *options, *fields)
     assert (code, error) == (0, "")
-    (best,) = json.loads(out)["plans"]
+    (best,), (run,) = json.loads(out)["plans"], json.loads(out)["runs"]
+    assert run["cost"] == pytest.approx(2 * run["gpu_hours"])
     found = with_plan(load_recipe(recipe).replace(interleave=2), file)  # the plan is of whole rows
     assert found.strategy.to_json() == best["layout"]["strategy"]
     assert {axis: size for axis, size in found.mesh.items() if size > 1} == best["layout"]["mesh"]
@@ -917,6 +935,9 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", " ")
     assert code == 2
     assert "mesh axes are required" in error
+    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--price", 2)
+    assert code == 2
+    assert "--tokens is not set" in error
     code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
     assert code == 2
     assert "Create the file with meshpar plan" in error

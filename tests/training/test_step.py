@@ -377,6 +377,16 @@ def test_nonfinite_update_is_skipped_and_counted(nonfinite):
     assert not np.array_equal(state.params["up"], before["up"])
 
 
+def test_float16_compute_is_an_error():
+    for precision in ({"compute": "float16"}, {"params": "float16"}):
+        with raises("unsupported-feature", "train_step"):
+            mp.train_step(masked_rows, precision=mp.Precision(**precision))
+    model = mp.from_functions(lambda key: {"w": jnp.ones((EMBED,), jnp.float16)}, lambda p, x: x * p["w"])
+    state = mp.abstract_state(model, optax.sgd(1e-4), mesh=mp.MeshSpec(data=8).build(), strategy=mp.ddp())
+    with raises("unsupported-feature", "parameter `w`"):
+        mp.train_step(masked_rows).trace(state, make_batch(0))
+
+
 def test_grad_norm_is_computed_in_float32():
     """The largest float16 is 65,504, so squares of gradients above 256 overflow."""
 
@@ -384,7 +394,7 @@ def test_grad_norm_is_computed_in_float32():
         return (model(batch["x"]).astype(jnp.float32) * 300).sum(), {}
 
     model = mp.from_functions(lambda key: {"w": jnp.ones((EMBED,))}, lambda p, x: x * p["w"], names={"w": ("embed",)})
-    precision = mp.Precision(params="float16")
+    precision = mp.Precision(reduce="float16")
     state = make_state(mp.MeshSpec(fsdp=8), mp.fsdp(), optax.sgd(1e-4), model, precision=precision)
     state, metrics = mp.train_step(steep, precision=precision)(state, {"x": np.eye(EMBED, dtype=np.float32)})
     assert metrics["grad_norm"].dtype == jnp.float32
