@@ -30,7 +30,7 @@ class StepOptions:
     def __post_init__(self) -> None:
         check_positive_int("train_step", "the number of micro-steps per update", accumulate=self.accumulate)
         check_positive_int("train_step", "the number of batch slices", interleave=self.interleave)
-        modes = (None, "each_microbatch", "once_across_groups", "once")
+        modes = ("each_microbatch", "once_across_groups", "once", None)
         check_choice("train_step", "when gradients are reduced", modes, reduce_gradients=self.reduce_gradients)
         reactions = ("raise", "skip", "ignore")
         check_choice("train_step", "the reaction to a non-finite loss or gradient", reactions, nonfinite=self.nonfinite)

@@ -396,14 +396,14 @@ def _kept_dims(shape: tuple[int, ...], param: tuple[int, ...]) -> tuple[int | No
 def _check_kinds(model: Any, tx: Any) -> None:
     """Check the types of the model and the optimizer."""
     is_optimizer = tx is None or (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)))
-    for name, value, is_valid, fix in (
-        ("model", model, isinstance(model, Model), "mp.from_nnx(lambda rngs: ...), mp.from_linen(module, batch) or "
-         "mp.from_functions(init, apply)"),
-        ("optimizer", tx, is_optimizer, "optax.adamw(3e-4)"),
+    for applies, name, requested, reason, fix in (
+        (not isinstance(model, Model), "model", f"shard a {type(model).__name__}", "it is not a Model",
+         "wrap it: mp.from_nnx(lambda rngs: ...), mp.from_linen(module, batch) or mp.from_functions(init, apply)"),
+        (not is_optimizer, "optimizer", f"train with {getattr(tx, '__name__', tx)!r}", "it is not an optax optimizer",
+         "write optax.adamw(3e-4)"),
     ):  # fmt: skip
-        if not is_valid:
-            reason = f"it is a {type(value).__name__}"
-            raise problem(name, f"use {getattr(value, '__name__', value)!r}", reason, f"write {fix}", code="wrong-type")
+        if applies:
+            raise problem(name, requested, reason, fix, code="wrong-type")
 
 
 def _check_duplicate_paths(*decision_lists: Sequence[Decision]) -> None:
@@ -469,7 +469,7 @@ def _check_replication(decision: Decision, strategy: Strategy, mesh: AnyMesh) ->
         return
     used = {axis: size for axis, size in sizes.items() if size > 1}
     idle = sorted(set(axes_of_spec(decision.spec)) - used.keys())
-    cause = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"the rule is: {decision.rule}"
+    cause = f"mesh axis {', '.join(f'`{a}`' for a in idle)} has size 1" if idle else f"reason: {decision.rule}"
     where = f"`{leaf.path}` ({leaf.dtype.name}{list(leaf.shape)}, {human_bytes(leaf.nbytes)}, names {leaf.names})"
     reason = f"it would be replicated on all devices, and no rule requests that ({cause})"
     fix = f"shard a dim with a rule, or replicate it with mp.Rules(paths={{r'{re.escape(leaf.path)}': mp.replicated}})"
