@@ -56,8 +56,8 @@ def cost(
     parameter-server), reduce-scatter, all-gather, all-to-all, broadcast, message, doubling-all-gather or
     halving-reduce-scatter.
 
-    The calculators evaluate formulas from papers: zero, memory, bubble, tp, moe, remat and accumulate. For example:
-    meshpar cost zero params=70B ranks=64
+    The calculators evaluate formulas from papers: zero, memory, bubble, tp, moe, remat, accumulate, bucket and train.
+    For example: meshpar cost zero params=70B ranks=64 --cluster h100:8x8
 
     Ranks fill the nodes of a cluster in order. If all ranks fit in a node, they use its links; otherwise the network.
     """  # noqa: D301 (click does not wrap paragraphs that start with \b)

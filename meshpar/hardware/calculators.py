@@ -69,7 +69,7 @@ def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
                 raise problem(where, f"use `{key}`", reason, near(key, names), code="unknown-name")
         parsed: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
         if cluster is not None and "cluster" not in names:
-            reason = "only tp computes the time of a message"
+            reason = "this calculator computes no times"
             raise problem(where, f"use cluster {cluster}", reason, "remove it", code="unsupported-feature")
         return calculator(**parsed, **({} if cluster is None else {"cluster": parse_cluster(cluster)}))
 
@@ -77,15 +77,23 @@ def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
 
 
 @_counted
-def zero(*, params: int = 7 * 10**9, ranks: int = 64) -> Sheet:
-    """Bytes of the state of each ZeRO stage on a rank, and the communication."""
+def zero(*, params: int = 7 * 10**9, ranks: int = 64, cluster: Cluster | None = None) -> Sheet:
+    """Bytes of the state of each ZeRO stage on a rank, and the bytes and time of its communication per step."""
     rows = []
     forms = ("16 Ψ", "(4 + 12/N) Ψ", "(2 + 14/N) Ψ", "16/N Ψ; HSDP: N ranks of a group")
     for stage, form in zip(get_args(Stage), forms, strict=True):
         per_param = zero_bytes_per_param(stage, ranks)
         # ZeRO-3 gathers twice and reduce-scatters once.
-        sent = f"sends {1.5 if stage == 'zero3' else 1:g} times the bytes of DDP"
-        rows += [(stage, params * per_param, "B", form), (f"{stage} per parameter", per_param, "", sent)]
+        num_collectives, sent_form = (3, "3 (N−1)/N · 2Ψ") if stage == "zero3" else (2, "2 (N−1)/N · 2Ψ")
+        sent = num_collectives * cost.bytes_sent("all-gather", WEIGHT * params, ranks)
+        rows += [
+            (stage, params * per_param, "B", form),
+            (f"{stage} per parameter", per_param, "B", "of the state"),
+            (f"{stage} sent", sent, "B", sent_form),
+        ]
+        if cluster is not None:
+            time_s = num_collectives * account("all-gather", WEIGHT * params, ranks, cluster).time_s
+            rows.append((f"{stage} communication", time_s, "s", f"{num_collectives} ring passes: {cluster.name}"))
     return Sheet(title=f"{params:.4g} parameters on {ranks} ranks", rows=tuple(rows))
 
 
@@ -142,15 +150,29 @@ def tp(*, rows: int = 1, seq: int = 4096, width: int = 4096, ranks: int = 8, clu
 
 
 @_counted
-def moe(*, rows: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks: int = 64, layers: int = 58) -> Sheet:
-    """Expert parallelism: elements of an all-to-all per rank, and of dispatch and combine in all layers."""
+def moe(
+    *, rows: int = 1, seq: int = 4096, k: int = 8, width: int = 7168, ranks: int = 64, layers: int = 58,
+    cluster: Cluster | None = None,
+) -> Sheet:  # fmt: skip
+    """Expert parallelism: elements of an all-to-all per rank, and of dispatch and combine in all layers.
+
+    With a cluster, also the time of an all-to-all in bfloat16, and the tokens from which bandwidth dominates latency.
+    """
     elements = rows * seq * k * width / ranks
-    result = (
+    result = [
         ("elements per rank and direction", elements, "", "b s k d / N"),
         ("dispatch and combine of all layers", 2 * layers * elements, "", "2 L b s k d / N"),
         ("sent to other ranks", (ranks - 1) / ranks * elements, "", "(N−1)/N · b s k d / N"),
-    )
-    return Sheet(title=f"all-to-alls over {ranks:g} expert ranks", rows=result)
+    ]
+    if cluster is not None:
+        one, two = (account("all-to-all", WEIGHT * n * elements, ranks, cluster).time_s for n in (1, 2))
+        latency_s = 2 * one - two  # the time is linear in the bytes
+        crossover = rows * seq * latency_s / (one - latency_s) if ranks > 1 else 0.0
+        result += [
+            ("all-to-all", one, "s", f"(N−1)(α + n/N · β): {cluster.name}"),
+            ("crossover, tokens", crossover, "", "b s with (N−1) α = (N−1)/N · nβ"),
+        ]
+    return Sheet(title=f"all-to-alls over {ranks:g} expert ranks", rows=tuple(result))
 
 
 @_counted
@@ -165,20 +187,83 @@ def remat(*, layers: int = 64) -> Sheet:
 
 
 @_counted
-def accumulate(*, params: int = 7 * 10**9, ranks: int = 64, steps: int = 8) -> Sheet:
-    """Gradient accumulation with ZeRO: reduced in each micro-step into shards, or accumulated and reduced once."""
+def accumulate(
+    *, params: int = 7 * 10**9, ranks: int = 64, steps: int = 8, arrays: int = 300, cluster: Cluster | None = None
+) -> Sheet:
+    """Gradient accumulation with ZeRO: reduced in each micro-step into shards, or accumulated and reduced once.
+
+    With a cluster, also the latency of the reduce-scatters of `arrays` separate gradients.
+    """
     sent = cost.bytes_sent("reduce-scatter", GRADIENT * params, ranks)
-    result = (
+    result = [
         ("each micro-step: stored", GRADIENT * params / ranks, "B", "2Ψ/N"),
         ("each micro-step: sent", steps * sent, "B", "steps · (N−1)/N · 2Ψ"),
         ("once: stored", GRADIENT * params, "B", "2Ψ"),
         ("once: sent", sent, "B", "(N−1)/N · 2Ψ"),
+    ]
+    if cluster is not None:
+        latency_s = arrays * account("reduce-scatter", 0, ranks, cluster).time_s
+        result += [
+            ("each micro-step: latency", steps * latency_s, "s", f"steps · arrays · (N−1) α: {cluster.name}"),
+            ("once: latency", latency_s, "s", "arrays · (N−1) α"),
+        ]
+    return Sheet(title=f"gradients of {steps:g} micro-steps on {ranks:g} ranks", rows=tuple(result))
+
+
+@_counted
+def bucket(
+    *, params: int = 7 * 10**9, ranks: int = 64, size: int = 25 * 10**6, cluster: Cluster | None = None
+) -> Sheet:
+    """DDP buckets of `size` bytes: each is one ring all-reduce, which sends chunks of size/N.
+
+    With a cluster, also the times, and the size from which bandwidth dominates latency.
+    """
+    total, count = GRADIENT * params, -(-GRADIENT * params // size)
+    result = [
+        ("buckets", count, "", "⌈2Ψ / size⌉"),
+        ("chunk of a ring step", size / ranks, "B", "size / N"),
+        ("ring steps per bucket", 2 * (ranks - 1), "", "2(N−1)"),
+        ("sent per bucket", cost.bytes_sent("all-reduce", size, ranks), "B", "2(N−1)/N · size"),
+        ("sent in total", cost.bytes_sent("all-reduce", total, ranks), "B", "2(N−1)/N · 2Ψ"),
+    ]
+    if cluster is not None:
+        latency_s, bucket_s, total_s = (account("ring", n, ranks, cluster).time_s for n in (0, size, total))
+        crossover = size * latency_s / (bucket_s - latency_s) if ranks > 1 else 0.0
+        result += [
+            ("a bucket", bucket_s, "s", f"2(N−1)α + 2(N−1)/N · size · β: {cluster.name}"),
+            ("all buckets", count * latency_s + total_s - latency_s, "s", "one after the other, without overlap"),
+            ("a single message", total_s, "s", "cannot overlap with the backward pass"),
+            ("crossover", crossover, "B", "size with α = size/N · β"),
+        ]
+    return Sheet(title=f"gradients of {params:.4g} parameters in buckets, on {ranks:g} ranks", rows=tuple(result))
+
+
+@_counted
+def train(
+    *, params: int = 70 * 10**9, tokens: int = 15 * 10**12, mfu: int = 40, cluster: Cluster | None = None
+) -> Sheet:
+    """Training time from the model FLOPs: 6 per parameter and token (Kaplan et al. 2020), at `mfu` percent of the peak.
+
+    For MoE models `params` is the number of active parameters. `meshpar plan --tokens` predicts the speed instead.
+    """
+    cluster = parse_cluster("h100:8x8") if cluster is None else cluster
+    if mfu > 100:
+        reason, fix = "it is a percentage of the peak", "write mfu=40"
+        raise problem("meshpar cost train", f"use mfu={mfu}", reason, fix, code="out-of-range")
+    flops, num_gpus = 6 * params * tokens, cluster.num_devices
+    per_gpu = cluster.gpu.bf16_flops_per_s * mfu / 100
+    gpu_hours = flops / per_gpu / 3600
+    result = (
+        ("model FLOPs", flops, "FLOP", "6 Ψ D"),
+        ("tokens per second and GPU", per_gpu / (6 * params), "", f"MFU · peak / 6Ψ: {cluster.gpu.name}"),
+        ("GPU-hours", gpu_hours, "", "6 Ψ D / (MFU · peak)"),
+        ("days", gpu_hours / num_gpus / 24, "", f"on {num_gpus:,} GPUs: {cluster.name}"),
     )
-    return Sheet(title=f"gradients of {steps:g} micro-steps on {ranks:g} ranks", rows=result)
+    return Sheet(title=f"{params:.4g} parameters on {tokens:.4g} tokens at {mfu:g} % MFU", rows=result)
 
 
 CALCULATORS: Mapping[str, Callable[..., Sheet]] = {
-    calculator.__name__: calculator for calculator in (zero, memory, bubble, tp, moe, remat, accumulate)
+    calculator.__name__: calculator for calculator in (zero, memory, bubble, tp, moe, remat, accumulate, bucket, train)
 }
 
 
@@ -188,7 +273,7 @@ def calculate(name: str, numbers: Mapping[str, str | float], cluster: Cluster | 
     Args:
       name: a key of `CALCULATORS`.
       numbers: positive integers by name, also as text: `70e9`, `70B`, `8k`.
-      cluster: the cluster of `tp`.
+      cluster: the cluster whose links determine the times.
     """
     check_choice("meshpar cost", "a calculator", tuple(CALCULATORS), name=name)
     return CALCULATORS[name](**numbers, cluster=cluster)

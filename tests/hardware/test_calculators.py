@@ -12,15 +12,18 @@ from meshpar.hardware.calculators import (
     CALCULATORS,
     accumulate,
     bubble,
+    bucket,
     calculate,
     memory,
     moe,
     remat,
     tp,
+    train,
     zero,
     zero_bytes_per_param,
 )
 from meshpar.hardware.clusters import parse_cluster
+from meshpar.hardware.cost_breakdown import account
 from meshpar.sharding.units import parse_count
 from tests.errors import raises
 
@@ -102,7 +105,7 @@ def test_calculate_rejects_invalid_counts(text):
 
 @pytest.mark.parametrize("name", CALCULATORS)
 def test_calculate_does_not_overflow(name):
-    known = [one for one in inspect.signature(CALCULATORS[name]).parameters if one != "cluster"]
+    known = [one for one in inspect.signature(CALCULATORS[name]).parameters if one not in ("cluster", "mfu")]
     assert all(math.isfinite(row[1]) for row in calculate(name, dict.fromkeys(known, "1e18")).rows)
 
 
@@ -110,7 +113,8 @@ def test_calculate_does_not_overflow(name):
     ("call", "code"),
     [
         (lambda: calculate("zero", {"parms": 1e9}), "unknown-name"),
-        (lambda: calculate("zero", {}, parse_cluster("h100:1x8")), "unsupported-feature"),
+        (lambda: calculate("remat", {}, parse_cluster("h100:1x8")), "unsupported-feature"),
+        (lambda: train(mfu=101), "out-of-range"),
         (lambda: tp(cluster=8), "wrong-type"),
         (lambda: tp(cluster=parse_cluster("h100:1x4"), ranks=64), "out-of-range"),
         (lambda: calculate("zer", {}), "unknown-choice"),
@@ -152,3 +156,42 @@ def test_cost_command_rejects_options_without_effect(meshpar, words, wanted):
     code, _, error = meshpar("cost", *words)
     assert code == 2
     assert wanted in error
+
+
+def test_times_of_a_cluster_follow_the_links():
+    cluster = parse_cluster("h100:8x8")
+    passes = account("all-gather", 14e9, 64, cluster).time_s
+    sheet = zero(params=7e9, ranks=64, cluster=cluster)
+    assert [sheet[f"{stage} communication"] / passes for stage in STAGES] == pytest.approx([2, 2, 2, 3])
+    assert [sheet[f"{stage} sent"] / (63 / 64 * 14e9) for stage in STAGES] == pytest.approx([2, 2, 2, 3])
+    latency_s = account("reduce-scatter", 0, 64, cluster).time_s
+    assert accumulate(steps=8, arrays=100, cluster=cluster)["each micro-step: latency"] == pytest.approx(
+        800 * latency_s
+    )
+    assert "each micro-step: latency" not in {name for name, *_ in accumulate().rows}
+
+
+def test_crossovers_have_equal_latency_and_bandwidth_terms():
+    cluster = parse_cluster("h100:8x8")
+    size = bucket(ranks=64, cluster=cluster)["crossover"]
+    times = [account("ring", n, 64, cluster).time_s for n in (0, size)]
+    assert times[1] == pytest.approx(2 * times[0])
+    tokens = moe(ranks=64, k=8, width=1024, cluster=cluster)["crossover, tokens"]
+    times = [account("all-to-all", n, 64, cluster).time_s for n in (0, 2 * tokens * 8 * 1024 / 64)]
+    assert times[1] == pytest.approx(2 * times[0])
+
+
+def test_buckets_add_up_to_all_gradients():
+    sheet = bucket(params=1e9, ranks=8, size=25e6, cluster="h100:1x8")
+    assert sheet["buckets"] == 80
+    assert sheet["buckets"] * sheet["sent per bucket"] == pytest.approx(sheet["sent in total"])
+    assert sheet["all buckets"] == pytest.approx(80 * sheet["a bucket"])
+    assert sheet["all buckets"] > sheet["a single message"]
+
+
+def test_training_time_follows_from_six_flops_per_parameter():
+    sheet = train(params=8e9, tokens=15e12, mfu=40, cluster="h100:16x8")
+    hours = 6 * 8e9 * 15e12 / (0.4 * 989.4e12) / 3600
+    assert sheet["GPU-hours"] == pytest.approx(hours)
+    assert sheet["days"] == pytest.approx(hours / 128 / 24)
+    assert sheet["tokens per second and GPU"] * 3600 * hours == pytest.approx(15e12)
