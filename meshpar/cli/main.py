@@ -428,8 +428,8 @@ def shard(
     config = with_model(config, from_hf, assignments)
     if devices is None and -1 in config.mesh.values():
         where = f"mesh {', '.join(f'{axis}={size}' for axis, size in config.mesh.items() if size != 1)}"
-        reason = "the size of the axis with -1 follows from the number of devices"
-        raise problem(where, "compute shardings", reason, "set it: --devices 4096", code="missing-argument")
+        reason = "the size -1 depends on the number of devices"
+        raise problem(where, "compute shardings", reason, "set the number: --devices 4096", code="missing-argument")
     check_options(config.xla)  # they change no sharding, but an error is more useful now than during training
     abstract_mesh = config.mesh.abstract(devices)
     model = build_model(config)

@@ -198,7 +198,7 @@ STRIDES = (1, -1)
 
 
 class _MatmulRing(NamedTuple):
-    """A ring as the initial carry, the step T = 1 ... N-1, and the result of the final carry."""
+    """A ring as a loop: initial carry, function of steps 1 to N-1, and function from the last carry to the result."""
 
     init: Any
     step: Callable[[jax.Array, Any], Any]
@@ -309,11 +309,11 @@ def _after(x: jax.Array, previous: list[jax.Array]) -> jax.Array:
 
 
 def _send_after(plan: _MatmulPlan, rows: jax.Array, blocks: list[jax.Array]) -> jax.Array:
-    """Make `rows` depend on a product during scheduling, for which XLA removes optimization barriers.
+    """Make `rows` depend on a product, so that XLA schedules their message after it.
 
-    Rows are replaced by zeros where the product exceeds infinity. This never happens, also not for NaN, but XLA cannot
-    prove it. Only a column of the product is compared. It has all row dims except `plan.dim`, because XLA may have
-    sharded them.
+    XLA removes optimization barriers before scheduling. Rows are therefore replaced by zeros where the product exceeds
+    infinity. No number and no NaN does, but XLA cannot prove it. Only a column of the product is compared. It keeps all
+    row dims except `plan.dim`, because XLA may have sharded them.
     """
     block = blocks[0]
     if not block.size or not jnp.issubdtype(block.dtype, jnp.floating):

@@ -129,9 +129,9 @@ def reduce_by_op(
 ) -> jax.Array:
     """Reduce by one of `OPS`, with the derivative of the reference.
 
-    The derivative of a sum is the kernel itself, or `linear`, which transposes well. The derivative of max and min is
-    divided equally among the ranks with the extremum, as in `jnp.max`; `spread` sends them the result. Differentiating
-    the pairwise steps would divide it unequally.
+    The derivative of a sum is the kernel itself, or `linear`, if the transpose of the kernel is inefficient. The
+    derivative of max and min is divided equally among the ranks with the extremum, as in `jnp.max`; the derivative of
+    the pairwise steps would be unequal. `spread` sends the extremum to all ranks, which compare it with x.
     """
     if op == "mean":
         return reduce_by_op(kernel, x, "sum", num_ranks, linear=linear) / num_ranks

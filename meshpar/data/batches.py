@@ -53,7 +53,7 @@ class _Assembly:
             self.spec[name] = jax.ShapeDtypeStruct(shape, array.dtype, sharding=shardings[name])
 
     def batch(self, row_numbers: Callable[[int, int], Int64[np.ndarray, " rows"]]) -> Batch:
-        """Return the batch whose examples `start` to `stop` have the indices `row_numbers(start, stop)`."""
+        """Return a batch. `row_numbers(start, stop)` are the data set rows of its examples `start` to `stop`."""
         cache: dict[tuple[int, int], dict[str, np.ndarray]] = {}
 
         def shard(name: str, index: Any) -> np.ndarray:

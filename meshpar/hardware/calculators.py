@@ -78,7 +78,7 @@ def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
 
 @_counted
 def zero(*, params: int = 7 * 10**9, ranks: int = 64, cluster: Cluster | None = None) -> Sheet:
-    """Bytes of the state of each ZeRO stage on a rank, and the bytes and time of its communication per step."""
+    """Bytes of model state on a rank for each ZeRO stage, and bytes and time of the communication per step."""
     rows = []
     forms = ("16 Ψ", "(4 + 12/N) Ψ", "(2 + 14/N) Ψ", "16/N Ψ; HSDP: N ranks of a group")
     for stage, form in zip(get_args(Stage), forms, strict=True):

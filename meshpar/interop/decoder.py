@@ -1,4 +1,4 @@
-"""Shared table entries of the checkpoint families: config fields and the common tensor names."""
+"""Config fields and tensor names that several checkpoint families share."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ class Watchdog:
             thread.join(_GRACE_S)
 
     def leave_in_time(self, code: int) -> None:
-        """Limit the time, after `done`, of the barrier that jax has at exit, in case that a process is lost there."""
+        """Start a timer that ends the process if a lost process makes jax wait in its barrier at exit."""
         timer = threading.Timer(_LEAVE_S + (_GRACE_S if self._judge else 0.0), self._exit, (code,))  # process 0 is last
         timer.daemon = True
         timer.start()

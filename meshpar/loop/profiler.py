@@ -38,7 +38,8 @@ def check_steps(first: int, last: int, *, done: int, steps: int) -> None:
     A resumed run may already have finished some of the profiled steps.
     """
     if not done < last <= steps:
-        reason, fix = f"{done} of {steps} steps are finished", "choose remaining steps, or increase --steps"
+        reason = f"steps {done + 1} to {steps} are left" if done < steps else f"all {steps} steps are finished"
+        fix = "choose remaining steps, or increase --steps"
         raise problem("--profile", f"profile steps {first} to {last}", reason, fix, code="out-of-range")
 
 

@@ -101,7 +101,7 @@ class Norm(nnx.RMSNorm):
 def nnx_norm(
     cfg: TransformerConfig, rngs: nnx.Rngs, *, width: int | None = None, name: str = "embed", in_layers: bool = True
 ) -> nnx.RMSNorm:
-    """Return an RMSNorm layer. Outside scanned layers it is the RMSNorm of Flax, since it saves few arrays."""
+    """Return an RMSNorm. Outside scanned layers, where few arrays are saved, it is that of Flax."""
     return (Norm if in_layers else nnx.RMSNorm)(
         width or cfg.embed_dim,
         epsilon=cfg.norm_eps,

@@ -230,7 +230,7 @@ def _nested(kernel: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callab
 def _is_saved(primitive: Any, *operands: Any, **params: Any) -> bool:
     """Policy for `jax.checkpoint`: save everything except gathered weights, which are gathered again.
 
-    For a frozen weight, the equation is the call of `gather_weight`, because it has no gradient.
+    JAX asks about the all-gather itself, or about the call of `gather_weight` if the weight is frozen.
     """
     inner = getattr(params.get("call_jaxpr"), "eqns", ())
     names = {equation.primitive.name for equation in inner} or {primitive.name}

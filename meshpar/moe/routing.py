@@ -251,7 +251,7 @@ def count(experts: Int[Array, ...], num_experts: int) -> Int32[Array, " E"]:
 
 
 def entropy(scores: Float[Array, "T E"]) -> Float[Array, " T"]:
-    """Return the entropy in nats of each token's scores, divided by their sum."""
+    """Return the entropy of each token's scores, normalized to a sum of 1, in nats."""
     shares = scores / jnp.maximum(scores.sum(-1, keepdims=True), jnp.finfo(scores.dtype).tiny)
     return -jax.scipy.special.xlogy(shares, shares).sum(-1)
 

@@ -162,7 +162,7 @@ def _label(path: str, x: Any, dims: Mapping[str, Dims | None]) -> str:
     rows, columns = _sides(dims[path], x.ndim) if path in dims else ((), ())
     sides = (*rows, *columns)
     if not rows or not columns or len(set(sides)) < len(sides) or max(sides) >= x.ndim:
-        reason = f"rows and columns need different dims out of {x.ndim}, and they are {rows} and {columns}"
+        reason = f"row dims {rows} and column dims {columns} must be different, and at least one each"
         where, code = f"muon, `{path}` of shape {tuple(x.shape)}", "wrong-shape" if path in dims else "not-found"
         fix = "write MuonDimensionNumbers((0,), (1,)) in muon_weight_dimension_numbers; None leaves it to Adam"
         raise problem(where, "find its rows and columns", reason, fix, code=code)

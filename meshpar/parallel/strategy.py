@@ -115,7 +115,7 @@ class Strategy:
         return any(part.name == "hsdp" for part in self.parts)
 
     def group_axes(self, batch_axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the batch axes that shard no parameter. They connect groups with equal shards."""
+        """Return the batch axes that shard no parameter. Ranks along these axes have equal shards."""
         return tuple(axis for axis in batch_axes if axis not in self.params.axes)
 
     @property

@@ -217,9 +217,10 @@ class Executor:
         self.deferred = self.split.deferred_weight_grads if self.plan.buffers()["deferred_weight_grads"] else ()
 
     def __call__(self, columns: Columns, late: jax.Array) -> tuple[StageTotals, jax.Array]:
-        """Return the sums over all microbatches, and the sum of `late` over all stages.
+        """Run the ticks of this stage, and return its sums over all microbatches.
 
-        Both arguments are the part of this stage: `columns` has leaves `[tick, ...]`, and `late` has shape `[n]`.
+        `columns` is the schedule of the stage, with leaves `[tick, ...]`. The vector `late` is summed over the stages
+        in the same loop, and the sum is the second result.
         """
 
         def tick(carry: _Carry, xs: tuple[Columns, jax.Array]) -> tuple[_Carry, None]:

@@ -192,8 +192,8 @@ class Search:
     def starts(self) -> list[_Start]:
         """Return all strategies on all meshes, ordered by a coarse estimate of the step time.
 
-        Strategies with equal rules have the same sharding on all meshes on which the same axes are larger than 1. Each
-        such group is placed once, and its times and bytes are computed as arrays.
+        Strategies with equal rules have equal shardings if the same mesh axes are larger than 1. Such a group is placed
+        once, and the times and bytes of its members are computed as arrays.
         """
         groups: dict[Any, list[tuple[dict[str, int], Strategy]]] = defaultdict(list)
         keys: dict[Strategy, Any] = {}
@@ -358,9 +358,10 @@ class Search:
                 yield strategy
 
     def of(self, placed: Placed, *, below_s: float = math.inf) -> Iterator[Found]:
-        """Yield the layouts of a strategy on a mesh that fit, for each remat policy with the fewest micro-steps.
+        """Yield the layouts of a strategy on a mesh that fit in memory.
 
-        Batch slices are tried if the step without its exposed messages is faster than `below_s`.
+        Each remat policy has the fewest micro-steps that fit, or more if memory is too tight for overlap. Batch slices
+        are tried if the step would be faster than `below_s` without exposed messages.
         """
         work, is_undivided = self.workload, placed.strategy.pipeline is not None or not self.workload.is_divisible
         counts = [1] if is_undivided else _divisors(work.rows // placed.batch_ways)

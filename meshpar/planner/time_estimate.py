@@ -303,7 +303,7 @@ class Clock:
 
 
 def experts(placed: Placed) -> list[Decision]:
-    """Return the decisions for the weights of experts."""
+    """Return the sharding decisions of the expert weights."""
     decisions = (weight.decision for weight in placed.weights)
     return [decision for decision in decisions if decision.leaf.is_expert]
 

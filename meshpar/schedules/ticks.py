@@ -156,7 +156,8 @@ def paired(table: np.ndarray, joined: np.ndarray) -> tuple[np.ndarray, np.ndarra
 def filled(rows: Sequence[Sequence[StageOp]], parts: np.ndarray, limit: int) -> list[list[Block]]:
     """Run F and B in the given order, each as soon as possible, and W whenever a stage would otherwise be idle.
 
-    `parts` is `[stage, chunk]`. F is delayed while a stage has `limit` saved activations, each kept from F through W.
+    F is delayed while a stage has `limit` saved activations, each kept from F through W. `parts[stage, chunk]` is the
+    position of a chunk in the model.
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, int] = {}

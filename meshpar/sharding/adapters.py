@@ -231,7 +231,7 @@ def from_nnx(build: Callable[[Any], Any]) -> Model:
 
 
 def _with_signature(build: Any) -> Any:
-    """Return a function with the signature of `build`, which NNX's metaclass hides if it is a module class."""
+    """Return a function with the signature of `build`. NNX's metaclass hides the signature of a module class."""
     if isinstance(build, functools.partial):
         return functools.partial(_with_signature(build.func), *build.args, **build.keywords)
     return functools.partial(build.__init__, None) if isinstance(build, type) else build  # type: ignore[misc]

@@ -520,7 +520,7 @@ def _constraining_modules(
 
 
 def _may_move_activations(setup: Setup) -> bool:
-    """Return whether XLA may communicate activations of a model without constraints to match sharded parameters."""
+    """Return whether XLA may reshard activations that have no constraints, because the parameters are sharded."""
     updates = jax.tree.leaves(setup.layout.updates, is_leaf=is_spec)
     return not setup.model.is_explicit and any(
         set(axes_of_spec(spec, setup.sizes)) & set(setup.batch_axes) for spec in updates

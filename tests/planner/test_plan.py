@@ -260,9 +260,10 @@ def written():
         lines.append(f"{figures}  {case['recipe']} {case['cluster']} {' '.join(case['fields'])}".rstrip())
     peaks, steps, axes = errors()
     summary = (
-        f"{len(COMPILED)} programs: {sum(abs(x) <= 0.1 for x in peaks)} peaks within 10% and none more than "
-        f"{-min(peaks):.0%} too low, bytes of {sum(abs(x) <= 0.02 for x in axes)} of {len(axes)} mesh axes within 2%, "
-        f"{sum(abs(x) <= 0.1 for x in steps)} simulated steps within 10% and all within {max(map(abs, steps)):.0%}"
+        f"{len(COMPILED)} programs: {sum(abs(x) <= 0.1 for x in peaks)} of {len(peaks)} peaks are within 10% and none "
+        f"is more than {-min(peaks):.0%} too low. The bytes of {sum(abs(x) <= 0.02 for x in axes)} of {len(axes)} mesh "
+        f"axes are within 2%. {sum(abs(x) <= 0.1 for x in steps)} of {len(steps)} simulated steps are within 10% and "
+        f"all within {max(map(abs, steps)):.0%}"
     )
     return "\n".join([*lines, "", summary, ""])
 

@@ -183,7 +183,7 @@ def _in_place(inner: Computation) -> list[Instruction]:
 
 
 def _nbytes(part: Shape, of: ArrayShape) -> int:
-    """Return the bytes of a shape's elements in the element type of the array `of`, which a view may have changed."""
+    """Return the bytes of the elements of `part` in the dtype of `of`, because a view may have another dtype."""
     size = sum(leaf.size for leaf in part.leaves())
     return -(-size * dtype_bits(of.dtype) // 8)
 

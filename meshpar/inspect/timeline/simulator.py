@@ -249,7 +249,7 @@ class _ComputationRun:
         self.ops.append(Op(ins.name, "compute", start_s, self.duration_s, kind, "", module))
 
     def works(self, cover: Cover) -> None:
-        """Record that compute works while the pending flights are in progress."""
+        """Record that an op computes while the pending collectives are in flight."""
         for flight in (flight for flights in self.pending.values() for flight in flights):
             flight.cover = _better(flight.cover, cover)
         self.cover = _better(self.cover, cover)
