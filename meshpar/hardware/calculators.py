@@ -69,8 +69,8 @@ def _counted(calculator: Callable[..., Sheet]) -> Callable[..., Sheet]:
                 raise problem(where, f"use `{key}`", reason, near(key, names), code="unknown-name")
         parsed: dict[str, Any] = {key: parse_count(value, f"{where} {key}={value}") for key, value in numbers.items()}
         if cluster is not None and "cluster" not in names:
-            reason = "this calculator computes no times"
-            raise problem(where, f"use cluster `{parse_cluster(cluster).name}`", reason, "remove it", code="unsupported-feature")
+            requested, reason = f"use cluster `{parse_cluster(cluster).name}`", "this calculator computes no times"
+            raise problem(where, requested, reason, "remove it", code="unsupported-feature")
         return calculator(**parsed, **({} if cluster is None else {"cluster": parse_cluster(cluster)}))
 
     return parse
