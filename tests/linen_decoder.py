@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 import meshpar as mp
 from meshpar.layers.precision import NamedDot
 from meshpar.models import TransformerConfig, layers
-from meshpar.models.transformer import embedding_init, rope_of, run_layers
+from meshpar.models.transformer import embedding_init, rope_of
 from meshpar.sharding.activations import module_prefix
 
 
@@ -93,11 +93,11 @@ class Decoder(nn.Module):
         params = nn.meta.unbox(self.variables["params"]["layers"])
         one = Block(cfg, parent=None)
 
-        def block(x_BTE: jax.Array, params: Any, variables: Any, angles: layers.Rope, cache: None) -> Any:
+        def layer(x_BTE: jax.Array, params: Any, angles: layers.Rope) -> jax.Array:
             with module_prefix("layers"):
-                return one.apply({"params": params}, x_BTE, angles)[0], None, None
+                return one.apply({"params": params}, x_BTE, angles)[0]
 
-        x_BTE, _, _ = run_layers(block, x_BTE, params, {}, angles, None, "layers")
+        x_BTE = mp.scan_layers(layer, x_BTE, params, per_example=angles)
         h_BTE = layers.block_input(norm(cfg, "final_norm")(x_BTE))
         return linear(cfg, "head", cfg.vocab_size, ("embed", "vocab"))(h_BTE)
 

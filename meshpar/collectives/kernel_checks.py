@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshpar.sharding.errors import check_cases, check_choice, check_divides, is_int, near, problem
+from meshpar.sharding.errors import MeshparError, check_cases, check_choice, check_divides, is_int, near, problem
 
 Axis: TypeAlias = str | tuple[str, ...]
 """A mesh axis, or a tuple of axes that act as a single axis. The first axis varies slowest."""
@@ -106,15 +106,22 @@ def check_parts(kernel: str, size: int, dim: int, num_ranks: int, tiled: bool) -
 
 
 @contextlib.contextmanager
-def attention_errors(library: str, install: str, *arrays: jax.Array) -> Iterator[None]:
+def library_errors(where: str, operation: str, fix: str, *arrays: jax.Array) -> Iterator[None]:
     """Turn errors of a library that is missing, or does not support the arrays, into a `MeshparError`."""
     try:
         yield
     except (NotImplementedError, ExceptionGroup, RuntimeError, ValueError) as error:
+        if isinstance(error, MeshparError):
+            raise
         errors: Iterable[Exception] = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
         reason = "; ".join(str(e).partition("\n")[0].rstrip(".") for e in errors)
         shapes = ", ".join(f"{x.dtype.name}{list(x.shape)}" for x in arrays)
-        fix = f"{install}; for unsupported arrays, use --set model.attention=blockwise or "
-        fix += 'TransformerConfig(attention="blockwise"), which runs anywhere'
-        requested = f"attend with {shapes} on a device"
-        raise problem(f'attention="{library}"', requested, reason, fix, "unsupported-feature") from error
+        requested = f"{operation} {shapes} on a device"
+        raise problem(where, requested, reason, fix, "unsupported-feature") from error
+
+
+def attention_errors(library: str, install: str, *arrays: jax.Array) -> contextlib.AbstractContextManager[None]:
+    """Return the `library_errors` of attention."""
+    fix = f"{install}; for unsupported arrays, use --set model.attention=blockwise or "
+    fix += 'TransformerConfig(attention="blockwise"), which runs anywhere'
+    return library_errors(f'attention="{library}"', "attend with", fix, *arrays)

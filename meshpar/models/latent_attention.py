@@ -27,18 +27,6 @@ from meshpar.models.annotated import bare, into_residual, nnx_linear, nnx_norm
 from meshpar.models.config import TransformerConfig
 from meshpar.models.layers import LayerCache, Rope
 
-NAMES: dict[str, tuple[str | None, ...]] = {
-    "query": ("embed", "heads", "head_dim"),
-    "query_down": ("embed", None),
-    "query_up": ("embed", "heads", "head_dim"),
-    "latent_down": ("embed", None),
-    "key_rope": ("embed", None),
-    "key_up": ("embed", "kv_heads", "head_dim"),
-    "value_up": ("embed", "kv_heads", "head_dim"),
-    "out": ("heads", "head_dim", "embed"),
-}
-"""Logical dim names of each kernel."""
-
 
 class NNXLatentAttention(nnx.Module):
     """Multi-head latent attention in NNX, with the call signature of `meshpar.models.transformer.Attention`."""
@@ -47,20 +35,21 @@ class NNXLatentAttention(nnx.Module):
         latent, heads, width = cfg.latent, cfg.num_heads, cfg.embed_dim
         assert latent is not None
         linear = nnx_linear(cfg, rngs)
+        down, up_query, up_key = ("embed", None), ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
         query = (heads, latent.head_dim)
         if latent.q_rank is None:
-            self.query = linear(width, query, names=NAMES["query"])
+            self.query = linear(width, query, names=up_query)
         else:
-            self.query_down = linear(width, latent.q_rank, names=NAMES["query_down"])
+            self.query_down = linear(width, latent.q_rank, names=down)
             self.query_norm = nnx_norm(cfg, rngs, width=latent.q_rank)
-            self.query_up = linear(latent.q_rank, query, names=NAMES["query_up"])
-        self.latent_down = linear(width, latent.kv_rank, names=NAMES["latent_down"])
+            self.query_up = linear(latent.q_rank, query, names=up_query)
+        self.latent_down = linear(width, latent.kv_rank, names=down)
         self.latent_norm = nnx_norm(cfg, rngs, width=latent.kv_rank)
-        self.key_rope = linear(width, latent.rope_dim, names=NAMES["key_rope"])
-        self.key_up = linear(latent.kv_rank, (heads, latent.nope_dim), names=NAMES["key_up"])
-        self.value_up = linear(latent.kv_rank, (heads, latent.v_dim), names=NAMES["value_up"])
+        self.key_rope = linear(width, latent.rope_dim, names=down)
+        self.key_up = linear(latent.kv_rank, (heads, latent.nope_dim), names=up_key)
+        self.value_up = linear(latent.kv_rank, (heads, latent.v_dim), names=up_key)
         value, into = (heads, latent.v_dim), into_residual(cfg)
-        self.out = linear(value, width, axis=(-2, -1), names=NAMES["out"], init=into)
+        self.out = linear(value, width, axis=(-2, -1), names=("heads", "head_dim", "embed"), init=into)
         self.cfg = cfg
 
     def __call__(

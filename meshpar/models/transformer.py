@@ -9,7 +9,6 @@ the logical names:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ from meshpar.models.layers import KVCache, LayerCache, Rope
 from meshpar.moe.layer import report_layers
 from meshpar.moe.nnx import MoE
 from meshpar.sharding.context import constrain
-from meshpar.sharding.types import PyTree, problem
+from meshpar.sharding.types import problem
 
 
 class Attention(nnx.Module):
@@ -226,33 +225,15 @@ class Transformer(nnx.Module):
 def _run(
     stacked: Block, at: str, x_BTE: Array, angles: Rope, caches: LayerCache | None, cache: KVCache | None
 ) -> tuple[Array, LayerCache | None, Aux | None]:
+    """Run stacked layers with `scan_layers`. Only the stack named `layers` is distributed over pipeline stages."""
     graph, params, *variables = nnx.split(stacked, nnx.Param, ...)
     length = None if cache is None else cache.length
 
-    def block(x_BTE: Array, params: Any, variables: Any, angles: Rope, cache: LayerCache | None) -> Any:
-        return nnx.merge(graph, params, *variables)(x_BTE, angles, cache, length)
-
-    return run_layers(block, x_BTE, params, variables, angles, caches, at)
-
-
-def run_layers(
-    block: Callable[..., Any],
-    x_BTE: Array,
-    params: PyTree,
-    variables: PyTree,
-    angles: Rope,
-    caches: LayerCache | None,
-    at: str,
-) -> tuple[Array, LayerCache | None, Aux | None]:
-    """Run stacked layers with `scan_layers`. Only the stack named `layers` is distributed over pipeline stages.
-
-    `block` is a layer: (x, parameters, other variables, angles, cache or None) -> (x, cache or None, Aux or None).
-    """
-
-    def layer(x_BTE: Array, params: PyTree, variables: PyTree, *cache_and_angles: Any) -> Any:
-        *cache, angles = cache_and_angles
-        x_BTE, cache, aux = block(x_BTE, params, variables, angles, cache[0] if cache else None)
-        out = x_BTE if cache is None else (x_BTE, cache)
+    def layer(x_BTE: Array, params: Any, variables: Any, *cache_and_angles: Any) -> Any:
+        *layer_cache, angles = cache_and_angles
+        block = nnx.merge(graph, params, *variables)
+        x_BTE, new_cache, aux = block(x_BTE, angles, layer_cache[0] if layer_cache else None, length)
+        out = x_BTE if new_cache is None else (x_BTE, new_cache)
         return out if aux is None else (out, aux)
 
     staged = at == "layers"

@@ -9,19 +9,20 @@ The plain reference of these kernels is the blocked implementation in `meshpar.m
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from meshpar.sharding.types import MeshparError, problem
+from meshpar.collectives.kernel_checks import library_errors
 
 PRODUCT, GRADIENTS = "tokamax_ragged_dot", "tokamax_ragged_dot_gradients"
 SCOPE = "tokamax_rows_"
 """Prefix of the kernels' named scope. The typical number of rows follows."""
+REFUSED = ('grouped_matmul(implementation="tokamax")', "multiply", "use implementation='blocked'")
+"""Parts of the error for arrays without a kernel."""
 
 
 def product(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, typical_rows: int) -> jax.Array:
@@ -46,7 +47,7 @@ def _ragged_dot(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Ar
 
     # tokamax uses the first of these that supports the operands. Without the list it could fall back to XLA, which
     # multiplies all rows with all groups.
-    with _coded_refusals(rows, weights):
+    with library_errors(*REFUSED, rows, weights):
         return tokamax.ragged_dot(rows, weights, sizes, implementation=("mosaic", "triton"))
 
 
@@ -54,21 +55,8 @@ def _ragged_dot_vjp(
     rows: jax.Array, weights: jax.Array, sizes: jax.Array, grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     _, pull = jax.vjp(lambda r, w: _ragged_dot(r, w, sizes), rows, weights)
-    with _coded_refusals(rows, weights):  # some GPUs have a kernel for the product and none for its gradients
+    with library_errors(*REFUSED, rows, weights):  # some GPUs have a kernel for the product and none for its gradients
         return pull(grad)
-
-
-@contextlib.contextmanager
-def _coded_refusals(rows: jax.Array, weights: jax.Array) -> Iterator[None]:
-    """Convert tokamax's errors about missing kernels to a `MeshparError`."""
-    try:
-        yield
-    except (NotImplementedError, ExceptionGroup, ValueError) as error:
-        if isinstance(error, MeshparError):
-            raise
-        requested = f"multiply {rows.dtype}{list(rows.shape)} and {weights.dtype}{list(weights.shape)} with tokamax"
-        reason, fix = f"its kernels do not support them ({error})", "use implementation='blocked'"
-        raise problem("grouped_matmul", requested, reason, fix, "unsupported-feature") from error
 
 
 def _primitive(

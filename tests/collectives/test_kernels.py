@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -333,30 +332,6 @@ def test_gradient_inside_shard_map(ranks):
 
 
 # ---- Ranks and shapes ------------------------------------------------------------------------------------------------
-
-
-def test_rank_numbers_follow_the_order_of_the_axes(ranks):
-    """Rank numbers agree with PartitionSpecs, `axis_index` and XLA's collectives."""
-    sizes = {"a": 2, "b": 2, "c": 2}
-    orders = [order for number in (2, 3) for order in itertools.permutations(sizes, number)]
-
-    def kernel(axis, x):
-        return mc.shift(x, axis=axis), mc.all_gather(x, axis=axis) - lax.all_gather(x, axis, tiled=True)
-
-    def run(order):
-        return ranks(order=order, **sizes).view(functools.partial(kernel, order))(arrays_of((2,), 2 ** len(order)))
-
-    results = jax.jit(lambda: [run(order) for order in orders])()
-    for order, (shifted, difference) in zip(orders, results, strict=True):
-        np.testing.assert_array_equal(shifted, reference.shift(arrays_of((2,), len(shifted))), err_msg=str(order))
-        assert not np.asarray(difference).any(), order
-
-
-def test_all_reduce_over_an_axis_of_several(ranks):
-    parts = arrays_of((4,), 6)
-    actual = jax.jit(ranks(outer=2, inner=3).view(functools.partial(mc.all_reduce, axis="outer")))(parts)
-    by_group = jax.vmap(reference.all_reduce, in_axes=1, out_axes=1)(parts.reshape(2, 3, 4))
-    np.testing.assert_array_equal(actual, by_group.reshape(6, 4))
 
 
 @pytest.mark.parametrize("name", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])

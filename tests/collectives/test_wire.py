@@ -109,6 +109,21 @@ def test_kernels_with_a_root(ranks, count):
     assert sent_by(gather) == {rank: BYTES / count for rank in range(count) if rank != 1}
 
 
+@pytest.mark.parametrize(("outer", "inner"), cases((3, 2), grid=[(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]))
+def test_hierarchical_kernels_match_closed_forms_on_both_levels(ranks, outer, inner):
+    both = cost.hierarchical_all_reduce(BYTES, outer * inner, inner=inner)
+    for kernel, inside, across in (
+        (mc.hierarchical_all_reduce, both.inside, both.across),
+        (mc.hierarchical_all_to_all, cost.all_to_all(BYTES, inner), cost.all_to_all(BYTES, outer)),
+    ):
+        permutes = ranks(outer=outer, inner=inner).sent(
+            functools.partial(kernel, inner="inner", outer="outer"), (ELEMENTS,)
+        )
+        assert {p.axes for p in permutes} == {("inner",), ("outer",)}
+        for axis, expected in (("inner", inside), ("outer", across)):
+            assert moved([p for p in permutes if p.axes == (axis,)]) == (expected.steps, expected.bytes_sent)
+
+
 def test_shift_by_a_multiple_of_the_ranks_sends_nothing(ranks):
     assert moved(ranks(5).sent(functools.partial(mc.shift, axis="x", by=7), (ELEMENTS,))) == (1, BYTES)
     assert moved(ranks(5).sent(functools.partial(mc.shift, axis="x", by=5), (ELEMENTS,))) == (0, 0)

@@ -123,14 +123,22 @@ def test_interleave_must_be_a_positive_integer(count):
         mp.train_step(lambda *_: None, interleave=count)
 
 
-def test_batch_must_be_divisible():
-    batch = {name: np.zeros((8, 4), np.int32) for name in ("inputs", "targets")}
-    state = mp.init_state(
-        CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(fsdp=8)), strategy=mp.fsdp(), key=0
-    )
-    with pytest.raises(mp.MeshparError, match="accumulate=1, interleave=2") as error:
+@pytest.mark.parametrize(
+    ("mesh", "strategy", "num_rows", "options", "multiple"),
+    [
+        (mp.MeshSpec(fsdp=8), mp.fsdp(), 8, "accumulate=1", 16),
+        pytest.param(
+            mp.MeshSpec(stage=2), mp.pipeline_parallel(stages=2, microbatches=2), 6, "microbatches=2", 8,
+            marks=pytest.mark.matrix,
+        ),
+    ],
+)  # fmt: skip
+def test_batch_must_be_divisible(mesh, strategy, num_rows, options, multiple):
+    batch = {name: np.zeros((num_rows, 4), np.int32) for name in ("inputs", "targets")}
+    state = mp.init_state(CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mesh), strategy=strategy, key=0)
+    with pytest.raises(mp.MeshparError, match=f"{options}, interleave=2") as error:
         mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
-    assert "batch of 16" in error.value.fix
+    assert f"batch of {multiple}" in error.value.fix
 
 
 def test_model_must_call_scan_layers():
@@ -173,15 +181,3 @@ def test_closures_over_the_batch_are_explained():
 def test_x_must_be_divisible(x, code):
     with raises(code, "interleave"):
         run(lambda x, params: x * params["w"], x, 2)
-
-
-@pytest.mark.matrix
-def test_microbatches_must_be_divisible():
-    strategy = mp.pipeline_parallel(stages=2, microbatches=2)
-    state = mp.init_state(
-        CONFIG.build(), optax.adam(1e-2), mesh=mesh_of(mp.MeshSpec(stage=2)), strategy=strategy, key=0
-    )
-    batch = {name: np.zeros((6, 4), np.int32) for name in ("inputs", "targets")}
-    with pytest.raises(mp.MeshparError, match="microbatches=2, interleave=2") as error:
-        mp.train_step(mp.models.next_token_loss, interleave=2)(state, batch)
-    assert "batch of 8" in error.value.fix

@@ -137,9 +137,6 @@ def test_remat_policies_change_memory_but_not_the_step():
     assert saved_bytes["full"] + activation_bytes <= saved_bytes["dots"] <= plain_bytes
 
 
-# ---- Mixed precision end to end --------------------------------------------------------------------------------------
-
-
 # ---- Models that compute in a higher precision -----------------------------------------------------------------------
 
 BATCH = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)

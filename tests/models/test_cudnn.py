@@ -21,19 +21,14 @@ from meshpar.models.layers import cached_attention
 from meshpar.models.published_configs import llama3_8b
 from tests.collectives.tiles import STAND_IN
 from tests.grid import cases
-from tests.models.test_attention_forms import KEYS_WHOLE, MESHES, STAGES, after_a_step, assert_equal
+from tests.models.test_attention_forms import KEYS_WHOLE, MESHES, after_a_step, assert_equal
 
 ROWS, SEQ = 16, 32
 FSDP_TP = (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(), {})
-HEADS = mp.context_parallel(kind="all-to-all")
 GRID = {
-    "keys whole, queries split": (mp.MeshSpec(fsdp=2, tensor=4), mp.fsdp() | mp.tensor_parallel() | KEYS_WHOLE, {}),
-    "sequence": (mp.MeshSpec(fsdp=4, tensor=2), mp.fsdp() | mp.tensor_parallel(sequence=True), {}),
-    "stages": (mp.MeshSpec(stage=2, fsdp=2, tensor=2), mp.fsdp() | mp.tensor_parallel() | STAGES, {}),
-    "once": (mp.MeshSpec(fsdp=4, tensor=2), FSDP_TP[1], {"accumulate": 2, "reduce_gradients": "once"}),
+    **{name: MESHES[name] for name in ("keys whole", "fsdp|tensor", "stages", "once", "by heads")},
     "each": (mp.MeshSpec(data=2, fsdp=4), mp.hsdp(), {"accumulate": 2}),
     "quantized": (mp.MeshSpec(fsdp=8), mp.fsdp(quantize="int8"), {}),
-    "by heads": (mp.MeshSpec(fsdp=2, context=4), mp.fsdp() | HEADS, {}),
 }
 EACH = [pytest.param(FSDP_TP, id="fsdp, tensor")]
 EACH += [pytest.param(case, id=name, marks=pytest.mark.matrix) for name, case in GRID.items()]

@@ -182,11 +182,6 @@ def test_a_token_outside_the_table_is_not_a_number():
 # --- MLP
 
 
-def test_swiglu():
-    gate, up = normal(0, 2, 3, 4), normal(1, 2, 3, 4)
-    np.testing.assert_allclose(jax.jit(layers.swiglu)(gate, up), gate / (1 + np.exp(-gate)) * up, rtol=1e-6)
-
-
 # --- the cache
 
 

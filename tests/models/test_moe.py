@@ -107,28 +107,6 @@ def test_accumulated_steps_move_the_bias_once(framework, mode):
     np.testing.assert_array_equal(2 * found.metrics[-1]["moe/load"], expected.metrics[-1]["moe/load"])
 
 
-@pytest.mark.matrix
-def test_bfloat16_compute_follows_float32():
-    """The first loss, to a percent. Later ones part further: a choice that rounding turns is a jump, not a rounding."""
-    precision = mp.Precision(params="float32", compute="bfloat16")
-    found = five_steps(deepseek_like(), "nnx", *SHARDED, precision=precision)
-    expected = five_steps(deepseek_like(), "nnx", *ONE)
-    np.testing.assert_allclose(found.losses[0], expected.losses[0], rtol=1e-2)
-    assert all(metrics["finite"] for metrics in found.metrics)
-
-
-@pytest.mark.matrix
-def test_recomputing_layers_keeps_less():
-    cfg = mixtral_like(num_layers=8)
-    mesh, held = SHARDED[0].build(), {}
-    batch = {name: jax.ShapeDtypeStruct((64, 64), np.int32) for name in ("inputs", "targets")}
-    state = mp.abstract_state(cfg.build(), optax.adam(1e-3), mesh=mesh, strategy=SHARDED[1])
-    for remat in (None, "full"):
-        compiled = mp.train_step(next_token_loss, remat=remat).lower(state, batch).compile()
-        held[remat] = compiled.memory_analysis().temp_size_in_bytes
-    assert held["full"] < held[None] / 2
-
-
 # ---- What balancing keeps --------------------------------------------------------------------------------------------
 
 

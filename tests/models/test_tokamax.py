@@ -19,7 +19,7 @@ import meshpar as mp
 from meshpar.collectives import flash
 from meshpar.inspect.hlo import parser as hlo
 from meshpar.inspect.timeline import program_work as work
-from meshpar.models import LatentAttention, TransformerConfig, layers, next_token_loss
+from meshpar.models import TransformerConfig, layers, next_token_loss
 from tests.grid import cases
 from tests.models.test_attention_forms import MESHES, ROWS, after_a_step, assert_equal, config, packed
 
@@ -83,14 +83,6 @@ def test_a_step_is_the_plain_form_s_on_one_device(fake, case):
     expected = after_a_step(config(), MESHES["one"], packed())
     assert_equal(after_a_step(config(attention="tokamax"), MESHES[case], packed()), expected)
     assert fake.given == {(4, 2) if case == "one" else (1, 1) if case in ("keys whole", "by heads") else (2, 1)}
-
-
-@pytest.mark.matrix
-def test_latent_heads_are_padded_to_one_width(fake):
-    latent = LatentAttention(q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, v_dim=6)
-    changes = {"latent": latent, "num_kv_heads": 4, "head_dim": 8}
-    expected = after_a_step(config(**changes), MESHES["one"], packed())
-    assert_equal(after_a_step(config(attention="tokamax", **changes), MESHES["fsdp|tensor"], packed()), expected)
 
 
 def test_a_ring_is_refused():

@@ -248,19 +248,6 @@ def test_fsdp_gathers_weights_and_moves_nothing_about(tied):
     assert len(tables) == 1
 
 
-@pytest.mark.matrix
-def test_linen_trains_in_a_mesh(mesh8):
-    """Its kernels of three dims, in a mesh, whose names are no activations'."""
-    cfg = CONFIG(num_layers=2, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=16)
-    batch = {name: np.tile(x, (4, 1)) for name, x in BATCH.items()}
-    model = mp.from_linen(linen_decoder(cfg), jax.ShapeDtypeStruct((8, 7), np.int32))
-    state = mp.init_state(model, optax.sgd(0.1), mesh=mesh8, strategy=mp.fsdp(), key=jax.random.key(0))
-    step = mp.train_step(next_token_loss)
-    state, first = step(state, batch)
-    _, second = step(state, batch)
-    assert second["loss"] < first["loss"]
-
-
 def test_yarns_factor_of_rotations_multiplies_queries_and_keys(one_device):
     yarn = YarnScaling(factor=4.0, original_seq_len=4)
     factored, plain = CONFIG(rope_yarn=dataclasses.replace(yarn, rotated_factor=1.5)), CONFIG(rope_yarn=yarn)

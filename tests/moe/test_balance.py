@@ -51,14 +51,6 @@ def test_auxiliary_loss_bounds(top_k):
     assert auxiliary_loss(certain, first_experts) == pytest.approx(0.01 * 8 / top_k, rel=1e-6)
 
 
-def test_auxiliary_loss_lowers_scores_of_busy_experts():
-    logits = jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)
-    experts = np.zeros((64, 1), np.int32)
-    slope = jax.jit(jax.grad(lambda x: moe.auxiliary_loss(jax.nn.softmax(x), experts)))(logits)
-    assert (slope[:, 0] > 0).all()
-    assert (slope[:, 1:] < 0).all()
-
-
 def test_auxiliary_loss_of_unassigned_and_zero_scores():
     scores = jnp.asarray(rng.random((6, 4)), jnp.float32)
     experts = np.array([[0, 4], [1, 4], [2, 4], [3, 4], [4, 4], [4, 4]])
@@ -164,42 +156,21 @@ def max_over_mean(loads):
 @pytest.mark.parametrize(
     ("score", "rate", "updates"), cases(("sigmoid", 4e-3, 100), grid=[("sigmoid", 4e-3, 100), ("softmax", 5e-4, 400)])
 )
-def test_bias_balances_without_changing_the_loss_gradient(score, rate, updates):
+def test_bias_balances_within_its_updates(score, rate, updates):
     routing = Routing(num_experts=NUM_EXPERTS, top_k=2, score=score)
     x, router = skewed(seed=1)
 
     @jax.jit
-    def loads_and_gradient(x, router, bias):
-        def loss(router):
-            routed = moe.route(x @ router, routing, bias=bias)
-            return (routed.weights[:, 0] ** 2).mean(), moe.count(routed.experts, NUM_EXPERTS)
-
-        (_, loads), gradient = jax.value_and_grad(loss, has_aux=True)(router)
-        return loads, gradient
-
-    @jax.jit
-    def run(x, router, bias):
+    def run(logits):
         def step(bias, _):
-            loads, _ = loads_and_gradient(x, router, bias)
+            loads = moe.count(moe.route(logits, routing, bias=bias).experts, NUM_EXPERTS)
             return moe.update_bias(bias, loads, rate=rate), loads
 
-        return jax.lax.scan(step, bias, length=updates + 20)
+        return jax.lax.scan(step, jnp.zeros(NUM_EXPERTS), length=updates + 20)[1]
 
-    bias, history = run(x, router, jnp.zeros(NUM_EXPERTS))
+    history = run(x @ router)
     assert max_over_mean(history[0]) > 4.0
     assert max(map(max_over_mean, history[updates:])) < 1.2
-    _, gradient = loads_and_gradient(x, router, bias)
-
-    # The gradient equals that of a loss with constant experts.
-    experts = route(x @ router, routing=routing, bias=bias).experts
-
-    def loss_with_constant_experts(router):
-        logits = x @ router
-        scores = jax.nn.softmax(logits) if score == "softmax" else jax.nn.sigmoid(logits)
-        gates = jnp.take_along_axis(scores, experts, axis=1)
-        return ((gates[:, 0] / gates.sum(1)) ** 2).mean()
-
-    np.testing.assert_allclose(gradient, jax.jit(jax.grad(loss_with_constant_experts))(router), rtol=1e-4, atol=1e-7)
 
 
 def test_auxiliary_loss_balances_within_150_steps():

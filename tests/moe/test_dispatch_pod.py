@@ -24,9 +24,7 @@ OPTIONS = {
     "dropless": {},
     "quantized": {"payload": Payload(dispatch="fp8")},
     "chunked": {"chunks": 2},
-    "buffers": {"capacity": CAPACITY},
     "buffers, chunked": {"capacity": CAPACITY // 2, "chunks": 2},
-    "two levels": {"axes": {"outer": 2, "inner": 4}, "capacity": CAPACITY},
     "in slices": {"slices": 2},
 }
 
@@ -94,23 +92,6 @@ def test_quantized_rows_are_ragged_bytes(compiled):
     (in_bytes,) = (m for m in messages if m.dtype == "u8")
     row_bytes = cost.quantized_bytes(WIDTH)
     assert in_bytes.bytes_sent_per_device == cost.moe_all_to_all(row_bytes, TOKENS, K, 8).bytes_sent
-
-
-def test_buffers_are_sent_in_full(compiled):
-    messages = row_exchanges(*compiled("buffers"))
-    assert [m.kind for m in messages] == ["all-to-all"] * 4
-    padding = EXPERTS * CAPACITY / (TOKENS * K)
-    expected = cost.moe_all_to_all(2 * WIDTH, TOKENS, K, 8, padding=padding)
-    assert {m.bytes_sent_per_device for m in messages} == {expected.bytes_sent}
-
-
-@pytest.mark.matrix
-def test_two_levels_match_the_cost_model(compiled):
-    messages = row_exchanges(*compiled("two levels"))
-    assert {m.kind for m in messages} == {"collective-permute"}
-    estimate = cost.hierarchical_all_to_all(2 * WIDTH * EXPERTS * CAPACITY, 8, inner=4)
-    for axis, level in (("inner", estimate.inside), ("outer", estimate.across)):
-        assert sum(m.bytes_sent_per_device for m in messages if m.axes == (axis,)) == 4 * level.bytes_sent
 
 
 @pytest.mark.parametrize(("name", "work"), [("chunked", "while"), ("buffers, chunked", "gemm|dot|cublas")])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import bridge
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import meshpar as mp
@@ -389,11 +390,8 @@ def test_gradients_are_reduced_in_float32():
 def equations(jaxpr):
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for inner in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner)
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
 
 
 # ---- Flax modules ----------------------------------------------------------------------------------------------------

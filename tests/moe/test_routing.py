@@ -24,17 +24,11 @@ SWITCH = Routing(num_experts=16, top_k=1, normalize=False, capacity_factor=1.25)
 SHAPES = [(4, 1), (4, 2), (8, 3), (8, 4), (16, 5), (32, 6), (64, 7), (64, 8)]
 """(num_experts, top_k)."""
 NORMS = [("softmax", False), ("softmax", True), ("sigmoid", False), ("sigmoid", True)]
-EACH_ONCE = [
-    Routing(num_experts=num_experts, top_k=k, score=score, normalize=normalize, scale=1.5)
-    for (num_experts, k), (score, normalize) in zip(SHAPES, itertools.cycle(NORMS))
-]
-"""Each shape with one norm, by default; the other combinations are in the matrix."""
-REST = [
+GRID = [
     Routing(num_experts=num_experts, top_k=k, score=score, normalize=normalize, scale=1.5)
     for (num_experts, k), (score, normalize) in itertools.product(SHAPES, NORMS)
     if k > 1 or not normalize
 ]
-REST = [routing for routing in REST if routing not in EACH_ONCE]
 
 compiled = jax.jit(moe.route, static_argnames="routing")
 find_kept = jax.jit(moe.kept, static_argnames="num_experts")
@@ -81,7 +75,7 @@ IN_GROUPS = [
 
 
 @pytest.mark.parametrize("with_bias", cases(True, grid=[False, True]))
-@pytest.mark.parametrize("routing", cases(*EACH_ONCE, *IN_GROUPS[:2], grid=[*EACH_ONCE, *REST, *IN_GROUPS]), ids=str)
+@pytest.mark.parametrize("routing", cases(*GRID[::5], *IN_GROUPS[:2], grid=[*GRID, *IN_GROUPS]), ids=str)
 def test_route_matches_numpy(routing, with_bias):
     logits = logits_of(33, routing)
     bias = np.linspace(-0.4, 0.4, routing.num_experts, dtype=np.float32) if with_bias else None
