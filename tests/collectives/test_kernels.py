@@ -345,29 +345,7 @@ def test_arrays_without_elements(ranks, name):
 # ---- Properties ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def all_reduces(ranks):
-    """Return programs for all-reduce, and for reduce-scatter and all-gather, of 12 floats on 6 ranks."""
-
-    @functools.cache
-    def program(algorithm):
-        ring = functools.partial(mc.all_reduce, axis="x", algorithm=algorithm, channels=2)
-        scatter = functools.partial(mc.reduce_scatter, axis="x", algorithm=algorithm, channels=2)
-        gather = functools.partial(mc.all_gather, axis="x", algorithm=algorithm, channels=2)
-        return jax.jit(ranks(6).view(lambda x: (ring(x), gather(scatter(x)))))
-
-    return program
-
-
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100)
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "bidirectional"])
-@settings(max_examples=20)
-@given(rows=st.lists(FLOATS, min_size=72, max_size=72))
-def test_all_reduce_equals_reduce_scatter_and_all_gather(all_reduces, algorithm, rows):
-    direct, composed = all_reduces(algorithm)(np.array(rows, "float32").reshape(6, 12))
-    np.testing.assert_array_equal(np.asarray(direct).view("int32"), np.asarray(composed).view("int32"))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from meshpar.inspect.hlo import parser as hlo
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.remat import REMAT_POLICIES
 from meshpar.models import TransformerConfig, next_token_loss
-from tests.equal import assert_same, mean_loss, model_of, token_batches, train
+from tests.equal import assert_same, mean_loss, token_batches, train
 from tests.errors import raises
 from tests.grid import cases
 
@@ -128,75 +128,31 @@ def config(**fields):
     return TransformerConfig(vocab_size=16, **{**sizes, "tensor_matmul": "overlapped", **fields})
 
 
-def trained(framework, cfg, spec, strategy, start=None, **options):
-    batches = token_batches(ROWS, SEQ, 3, vocab=16)
-    return train(model_of(framework, cfg, ROWS, SEQ), batches, spec, strategy, start=start, **options)
-
-
 @functools.cache
-def plain(framework, dtype):
-    return trained(framework, config(tensor_matmul="xla", param_dtype=dtype), mp.MeshSpec(), mp.ddp())
+def trained(spec, strategy, start=None, *, tensor_matmul="overlapped", **options):
+    model = config(tensor_matmul=tensor_matmul, param_dtype="float64").build()
+    return train(model, token_batches(ROWS, SEQ, 3, vocab=16), spec, strategy, start=start, **options)
 
 
 @matrix
-@pytest.mark.parametrize(("framework", "case"), [("nnx", "once"), ("linen", "fsdp|tensor"), ("nnx", "remat")])
-def test_models_train_as_on_a_device(framework, case):
+@pytest.mark.parametrize("case", TRAINED)
+def test_models_train_as_on_a_device(case):
     spec, options = TRAINED[case]
     with jax.enable_x64(True):
-        expected = plain(framework, "float64")
-        actual = trained(framework, config(param_dtype="float64"), spec, BOTH, expected.start, **options)
+        expected = trained(mp.MeshSpec(), mp.ddp(), tensor_matmul="xla")
+        actual = trained.__wrapped__(spec, BOTH, expected.start, **options)
     np.testing.assert_allclose(actual.losses, expected.losses, rtol=1e-9)
     assert_same(actual.params, expected.params, atol=1e-9)
 
 
-@pytest.fixture(scope="module")
-def step_sends():
-    """Return a function (framework, remat) -> census of a step on fsdp=2, tensor=4."""
-
-    @functools.cache
-    def collectives(framework, remat=None):
-        mesh = SPLIT.build()
-        state = mp.abstract_state(model_of(framework, config(), ROWS, SEQ), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
-        rows = jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
-        step = mp.train_step(next_token_loss, remat=remat)
-        compiled = step.lower(state, {"inputs": rows, "targets": rows}).compile()
-        return census(hlo.parse(compiled.as_text()), mesh)
-
-    return collectives
-
-
-def layers_send(collectives, axis):
-    """Return {(kind, is_backward): bytes per device and layer} over an axis."""
-    sent = {}
-    for c in collectives:
-        if c.in_loop and c.axes == (axis,):
-            key = c.kind, c.is_backward
-            sent[key] = sent.get(key, 0) + c.payload_bytes * c.count_per_step / 2  # two layers
-    return sent
-
-
-@pytest.mark.matrix
-@pytest.mark.call_stacks
-@pytest.mark.parametrize("framework", cases("nnx", grid=["nnx", "linen"]))
-def test_layers_only_send_in_the_rings(step_sends, framework):
-    rows_bytes = 4 * (ROWS // 2) * SEQ * 8  # float32, batch sharded over fsdp, embed_dim 8
-    forward = 2 * cost.all_gather_matmul(rows_bytes, 4).bytes_sent
-    forward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4).bytes_sent
-    backward = 2 * cost.all_gather_matmul(rows_bytes, 4, backward=True).bytes_sent
-    backward += 2 * cost.matmul_reduce_scatter(rows_bytes, 4).bytes_sent
-    sent = layers_send(step_sends(framework), "tensor")
-    assert sent.pop(("collective-permute", False)) == forward
-    assert sent.pop(("collective-permute", True)) == backward
-    # The remaining collectives reduce the gradients of the norms' scales.
-    assert set(sent) <= {("all-reduce", True)}
-    assert sum(sent.values()) <= 2 * 4 * 8
-
-
 @matrix
 @pytest.mark.call_stacks
-def test_fsdp_gathers_each_weight_once_per_pass(step_sends):
+def test_fsdp_gathers_each_weight_once_per_pass():
     """Each gradient is reduced once, as with plain matmuls."""
-    collectives = [c for c in step_sends("nnx") if c.in_loop and c.axes == ("fsdp",)]
+    mesh, rows = SPLIT.build(), jax.ShapeDtypeStruct((ROWS, SEQ), np.int32)
+    state = mp.abstract_state(config().build(), optax.adam(1e-3), mesh=mesh, strategy=BOTH)
+    compiled = mp.train_step(next_token_loss).lower(state, {"inputs": rows, "targets": rows}).compile()
+    collectives = [c for c in census(hlo.parse(compiled.as_text()), mesh) if c.in_loop and c.axes == ("fsdp",)]
     assert {c.kind for c in collectives} <= {"all-gather", "all-reduce"}  # XLA:CPU has no reduce-scatter
     gathered = [
         sum(len(c.arrays) for c in collectives if c.kind == "all-gather" and c.is_backward == b) for b in (False, True)
@@ -206,11 +162,9 @@ def test_fsdp_gathers_each_weight_once_per_pass(step_sends):
 
 
 @matrix
-@pytest.mark.parametrize("framework", ["nnx", "linen"])
-def test_remat_policies_save_the_products(framework):
+def test_remat_policies_save_the_products():
     """The backward pass repeats no permutes if products are saved, else those of all kernels but the last."""
-    model = model_of(framework, config(num_layers=1), ROWS, SEQ)
-    tokens = jnp.zeros((ROWS, SEQ), jnp.int32)
+    model, tokens = config(num_layers=1).build(), jnp.zeros((ROWS, SEQ), jnp.int32)
     with mp.use_rules(SPLIT.build(), BOTH):
         params = model.abstract().params
 

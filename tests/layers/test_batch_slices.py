@@ -103,7 +103,7 @@ def test_slicing_needs_no_communication():
             (mp.MeshSpec(fsdp=2, context=2), 'fsdp() | context_parallel(kind="all-to-all")'),
             (mp.MeshSpec(fsdp=2, context=2), "fsdp() | context_parallel()"),
             (mp.MeshSpec(data=2, tensor=2), "ddp() | tensor_parallel()"),
-        ],
+        ]
     ),
 )
 def test_collectives_are_as_expected(mesh, strategy):

@@ -305,31 +305,6 @@ def test_weights_are_drawn_with_the_key_of_their_loss(name, count):
     assert step.metrics["loss"] == pytest.approx(sum(float(loss.total) for loss in losses) / weight, rel=1e-5)
 
 
-# ---- Contrastive losses ----------------------------------------------------------------------------------------------
-
-
-def towers() -> mp.Model:
-    """Return two linear towers, as in CLIP."""
-    return mp.from_functions(
-        lambda key: {name: jax.random.normal(jax.random.fold_in(key, ord(name)), (WIDTH, WIDTH)) for name in "xy"},
-        lambda params, batch: [mp.constrain(batch[name] @ params[name], "batch", None) for name in "xy"],
-        names=dict.fromkeys("xy", ("embed", None)),
-    )
-
-
-def contrastive(model, batch, key):
-    x, y = (out / jnp.linalg.norm(out, axis=-1, keepdims=True) for out in model(batch))
-    scores, pairs = 10 * x @ y.T, jnp.arange(ROWS)
-    losses = [optax.softmax_cross_entropy_with_integer_labels(s, pairs[: len(s)]) for s in (scores, scores.T)]
-    return (losses[0].mean() + losses[1].mean()) / 2, {"accuracy": (scores.argmax(-1) == pairs[: len(x)]).mean()}
-
-
-def test_contrastive_loss_on_a_mesh():
-    batch = batch_of(WEIGHTS)
-    actual = one_step(Engine({"fsdp": 8}, mp.fsdp(min_bytes=0)), contrastive, batch, built=towers())
-    assert_equal(actual, one_step(ONE_DEVICE, contrastive, batch, built=towers()))
-
-
 # ---- Tokens ----------------------------------------------------------------------------------------------------------
 
 SEQ, VOCAB = 8, 32
@@ -380,8 +355,7 @@ def test_ignored_targets_do_not_count(logits, accumulate):
 
 
 @pytest.mark.parametrize(
-    ("logits", "target"),
-    cases(("chunked", VOCAB), ("whole", -1), grid=itertools.product(CHUNKED, [VOCAB, -1])),
+    ("logits", "target"), cases(("chunked", VOCAB), ("whole", -1), grid=itertools.product(CHUNKED, [VOCAB, -1]))
 )
 def test_targets_outside_the_vocabulary_give_nan(logits, target):
     batch = tokens(75)

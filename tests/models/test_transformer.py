@@ -15,13 +15,11 @@ from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
 import meshpar as mp
-from meshpar.inspect.census import census
-from meshpar.inspect.hlo.parser import parse
 from meshpar.layers.precision import Precision, numerics
 from meshpar.layers.remat import REMAT_POLICIES
-from meshpar.models import Transformer, TransformerConfig, YarnScaling, next_token_loss
+from meshpar.models import Transformer, TransformerConfig, YarnScaling
 from meshpar.models.transformer import MLP
-from tests.equal import linen_decoder, mean_loss, mesh_of
+from tests.equal import linen_decoder, mean_loss
 from tests.grid import cases
 from tests.models import by_hand
 from tests.models.by_hand import random_params
@@ -228,24 +226,6 @@ def test_the_trace_does_not_grow_with_depth(one_device):
 
 
 # --- what the compiler makes of it
-
-
-@pytest.mark.call_stacks
-@pytest.mark.matrix
-@pytest.mark.parametrize("tied", [False, True])
-def test_fsdp_gathers_weights_and_moves_nothing_about(tied):
-    cfg = CONFIG(embed_dim=32, tied_embeddings=tied)
-    strategy = mp.fsdp() | mp.tensor_parallel(sequence=True)
-    mesh, rows = mesh_of(mp.MeshSpec(fsdp=4, tensor=2)), jax.ShapeDtypeStruct((8, 16), np.int32)
-    state = mp.abstract_state(cfg.build(), optax.adam(1e-3), mesh=mesh, strategy=strategy)
-    compiled = mp.train_step(next_token_loss).lower(state, {"inputs": rows, "targets": rows}).compile()
-    found = census(parse(compiled.as_text()), mesh)
-    assert {c.kind for c in found} <= {"all-reduce", "all-gather", "reduce-scatter"}
-    gathered = sum(len(c.arrays) for c in found if c.in_loop and not c.is_backward and c.axes == ("fsdp",))
-    assert gathered == 9  # a layer's seven matrices and two norms
-    # The table is gathered over its width once, also where the head uses it too, and never over the vocabulary.
-    tables = [a for c in found for a in c.arrays if c.kind == "all-gather" and not c.in_loop and a.dims[:1] == (12,)]
-    assert len(tables) == 1
 
 
 def test_yarns_factor_of_rotations_multiplies_queries_and_keys(one_device):

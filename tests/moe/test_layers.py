@@ -32,10 +32,7 @@ EXPERT = mp.expert_parallel()
 CASES: dict[str, tuple[dict[str, int], mp.Strategy]] = {
     "expert": ({"expert": 8}, EXPERT),
     "fsdp x expert x tensor": ({"fsdp": 2, "expert": 2, "tensor": 2}, mp.fsdp() | EXPERT | mp.tensor_parallel()),
-    "sequence parallel": (
-        {"data": 2, "expert": 2, "tensor": 2},
-        mp.ddp() | EXPERT | mp.tensor_parallel(sequence=True),
-    ),
+    "sequence parallel": ({"data": 2, "expert": 2, "tensor": 2}, mp.ddp() | EXPERT | mp.tensor_parallel(sequence=True)),
     "context parallel": ({"expert": 4, "context": 2}, EXPERT | mp.context_parallel()),
     "expert of 2": ({"expert": 2}, EXPERT),
     "expert of 4": ({"expert": 4}, EXPERT),

@@ -66,10 +66,7 @@ def test_measure_over_ranks_matches_the_global_batch(mesh8):
     spec = P("fsdp")
     kernel = functools.partial(moe.measure, num_ranks=4, axis="fsdp")
     sharded = jax.shard_map(
-        lambda experts, scores, kept: kernel(experts, scores, kept=kept),
-        mesh=mesh8,
-        in_specs=spec,
-        out_specs=P(),
+        lambda experts, scores, kept: kernel(experts, scores, kept=kept), mesh=mesh8, in_specs=spec, out_specs=P()
     )
     actual, expected = jax.jit(sharded)(experts, scores, kept), measure(experts, scores, num_ranks=4, kept=kept)
     for x, exact in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
