@@ -66,7 +66,7 @@ class Products(Printed, Plain):
 
 
 def profile_of(device: str, path: str | Path) -> Cluster:
-    """Return the profile for the rates of a device: that of the file, or else a node of this GPU."""
+    """Return the profile in the file, or a node of this GPU if there is no file."""
     gpu = gpu_of_kind(device)
     if gpu is None:
         fix = "measure a GPU of the catalogue"

@@ -27,7 +27,7 @@ def end_on_callback_failures() -> None:
 
 
 def _end_later(record: logging.LogRecord) -> bool:
-    """Start the end. The record itself, which has a traceback, is printed only with --traceback."""
+    """End the process in some seconds. The record, which has a traceback, is printed only with --traceback."""
     error = record.exc_info[1] if record.exc_info else None
     if error is None or not record.getMessage().endswith("callback failed"):
         return True

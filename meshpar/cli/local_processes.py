@@ -89,7 +89,7 @@ def run(args: Sequence[str], *, processes: int, restarts: int = 0, shrink: bool 
 
 
 def _survivors(processes: int, began_with: int) -> int:
-    """Return the largest smaller number of processes that can share the devices of the start equally."""
+    """Return the largest number of processes below `processes` that divides the number at the start."""
     return next((number for number in range(processes - 1, 0, -1) if began_with % number == 0), 1)
 
 
@@ -112,8 +112,8 @@ def shrunk(mesh: MeshSpec) -> MeshSpec:
 def follow_parent() -> None:
     """Start a thread that ends this process after the loss of its parent or of a local process.
 
-    The parent has reported a lost process. A process that is still joining can only end. After that the watchdog
-    reports errors of other processes, but detects a killed process late.
+    A process that is still joining just ends, because the parent has reported the loss. After joining, the watchdog
+    reports errors of other processes, but it detects a killed process late.
     """
     parent = os.environ.get(PARENT)
     if parent is None:

@@ -233,8 +233,8 @@ def check_left_to_folder(folder: str, assignments: Sequence[str], tokenizer: str
 def with_plan(recipe: Recipe, path: str | Path, assignments: Sequence[str] = ()) -> Recipe:
     """Return the recipe with the first layout in a plan file, and with fields set by text.
 
-    Plans assume that gradients are reduced after each microbatch. The assignments are applied together with the
-    number of microbatches, which may only fit a batch size that they set.
+    Plans assume that gradients are reduced after each microbatch. The number of microbatches is set together with the
+    assignments, because they may set the batch size that it must divide.
     """
     from meshpar.planner.plan import load_plans
 

@@ -129,9 +129,9 @@ class _Measured:
     def measured(self, axes: Sequence[str], *, permute: bool = False) -> Link | None:
         """Return the link measured along mesh axes, or None.
 
-        Combined axes have the link of their key. Without one, the largest latency and the smallest bandwidth of the
-        axes are used. `ANY` is used for axes without a link. `permute` selects the link for single messages instead of
-        that for XLA's collectives.
+        Combined axes may have a link of their own, `data*fsdp`. Without it, the result has the largest latency and the
+        smallest bandwidth of the axes. An axis without a link has the link `ANY`. `permute` selects the link for single
+        messages instead of that for XLA's collectives.
         """
         links = {**self.axes, **self.permutes} if permute else {**self.permutes, **self.axes}
         combined, separate = links.get("*".join(axes)), [links.get(axis, links.get(ANY)) for axis in axes]

@@ -338,7 +338,7 @@ def _first_named(computation: Computation, instructions: Sequence[Instruction]) 
 def _parts(
     module: Module, visit: Visit, ins: Instruction, arrays: Sequence[ArrayShape], combined: Instruction, group_size: int
 ) -> tuple[Member, ...]:
-    """Split a combined collective into its arrays. `combined` has the name of an array without its own name."""
+    """Split a combined collective into its arrays. An array without an op name gets the op name of `combined`."""
     computation, kind = visit.computation, ins.opcode.removesuffix("-start")
     sliced = _sliced(module, visit, ins, group_size, len(arrays))
     flat = _concatenated(module, computation, ins) if kind == "all-reduce" and len(arrays) == 1 else ()

@@ -240,7 +240,7 @@ def _replicated(context: _Context) -> Iterator[Finding]:
 
 
 def _gathers_batch(context: _Context, array: Collective) -> bool:
-    """Return whether an all-gather is of an activation's batch dim: a shape that begins like the batch's."""
+    """Return whether an all-gather gathers the batch dim of an activation: its shape begins like the batch's."""
     dims = array.arrays[0].dims
     if array.kind != "all-gather" or not set(array.axes) & context.batch_axes:
         return False
@@ -355,7 +355,7 @@ def _is_moved_argument(context: _Context, argument: str, collective: Collective)
 
 
 def _data_sources(context: _Context, computation: Computation, ins: Instruction) -> list[_Place | None]:
-    """Return the instructions whose data an instruction moves; None among them if it computes."""
+    """Return the instructions whose data an instruction moves, with None for data that it computes."""
     kind = ins.opcode.removesuffix("-start").removesuffix("-done")
     is_called = kind in ("fusion", "call", "async")
     if kind in _MOVES or kind in KINDS or (is_called and ins.opcode.endswith("-done")):

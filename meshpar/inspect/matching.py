@@ -194,8 +194,8 @@ class _Match:
 def _assign(expectations: Sequence[ExpectedCollective], pool: _Pool) -> list[_Match]:
     """Assign the arrays of the pool to expected collectives by solving an integer program.
 
-    Its variables are the runs of a group of arrays that are assigned to an expected collective, for each pair that
-    fits, and the number of missing arrays for each expected collective and axis.
+    A group of arrays and an expected collective that fit have a variable: the number of assigned runs. An expected
+    collective and each of its axes have another: the number of missing arrays.
     """
     matches, groups = [_Match(expected) for expected in expectations], pool.interchangeable()
     pairs = [

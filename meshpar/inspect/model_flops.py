@@ -53,7 +53,7 @@ def model_flops(step: TrainStep, state: TrainState, batch: PyTree) -> ModelFlops
 
 
 def attention_flops(jaxpr: core.Jaxpr) -> int:
-    """Return the share of `matmul_flops` of library attention kernels; backward kernels count as a forward pass."""
+    """Return the part of `matmul_flops` in library attention kernels. A backward kernel counts as a forward pass."""
     return matmul_flops(jaxpr, products={})
 
 

@@ -63,7 +63,7 @@ def compile_here(
 
 
 def program_of(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> Program:
-    """Compile through jax's caches, so that a later call of the lowered function reuses a result without options."""
+    """Compile through jax's caches. Without `options`, a later call of the function reuses the program."""
     with messages.catch_stderr() as caught:
         start = time.perf_counter()
         compiled = lowered.compile(dict(options) if options else None)

@@ -97,7 +97,7 @@ def parts_of(step: TrainStep, state: TrainState, batch: PyTree) -> StagePartitio
 
 
 def _on_one_device(jaxpr: Any, x: Any, inside: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """Return the local shape of an array, sharded inside a stage as the equation that computes it constrains."""
+    """Return the shape of an array on a device of a stage: its shard, if a sharding constraint returns the array."""
     producer = next((eqn for eqn in jaxpr.eqns if x in eqn.outvars), None)
     dims = list(x.aval.shape)
     if producer is not None and producer.primitive.name == "sharding_constraint":

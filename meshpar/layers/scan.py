@@ -350,7 +350,7 @@ def gathering(gather: Gather) -> Iterator[Numerics]:
 
 
 def leaf_at(at: str, path: str, leaves: Mapping[str, _Leaf], layout: Callable[[_Leaf], Any]) -> _Leaf:
-    """Return the item of `leaves` (by path in the model) for the leaf of a layer with this path below `at`.
+    """Return the leaf of the model whose path ends in `at`, followed by `path`, the path inside a layer.
 
     Stacks at several paths may match if their `layout` is equal.
     """

@@ -131,14 +131,14 @@ def _sum_dtype(*arrays: jax.Array) -> jnp.dtype:
 
 
 class Permutation(NamedTuple):
-    """Movement of rows: row `sources[r]` moves to r, and row s to `targets[s]`. Missing rows are -1, and zero."""
+    """Movement of rows: row `sources[r]` moves to r, and row s to `targets[s]`; -1 for missing rows, which are zero."""
 
     sources: jax.Array
     targets: jax.Array
 
     @staticmethod
     def of(sources: jax.Array, size: int) -> Permutation:
-        """Return the movement of `size` rows to positions whose sources are known."""
+        """Return the permutation of `size` rows with these sources."""
         return Permutation(sources, inverse_of(sources, size))
 
     @property
@@ -154,7 +154,7 @@ def inverse_of(index: jax.Array, size: int) -> jax.Array:
 
 
 def move(rows: jax.Array, movement: Permutation) -> jax.Array:
-    """Move rows, with a gather in each direction of differentiation."""
+    """Move rows by a gather. The backward pass is a gather by the inverse permutation."""
     return _move(*varying_alike((), rows, *movement))
 
 

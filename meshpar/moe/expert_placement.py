@@ -188,7 +188,7 @@ def _swap(loads: np.ndarray, shares: list[list[int]]) -> list[list[int]]:
 
 
 def _with_few_moves(shares: list[list[int]], size: int) -> np.ndarray:
-    """Assign each share to the rank that already owns most items in it. Items that stay keep their position."""
+    """Assign each list of items to the rank that already owns most of them. Items that stay keep their position."""
     overlap = np.zeros((len(shares), len(shares)), int)
     for number, share in enumerate(shares):
         np.add.at(overlap[number], np.array(share) // size, 1)

@@ -90,7 +90,7 @@ class Repeated:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
-    """A batch as a step is traced with: two trees with the structure of the user's batch, and None for other leaves."""
+    """A batch inside a step: two trees with the structure of the user's batch. Each leaf is None in one of them."""
 
     rows: PyTree
     """Leaves that are sharded over devices and micro-steps. Scalars and keys are `Repeated`."""

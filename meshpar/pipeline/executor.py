@@ -455,7 +455,7 @@ class Executor:
 
 
 def _scoped(name: str, steps: Steps[Any]) -> Steps[Any]:
-    """Run steps under a named scope, which is left at each loop so that other programs can run there."""
+    """Run steps under a named scope. The scope is not active at a `yield`, where other programs run."""
     outputs: list[Any] | None = None
     while True:
         try:

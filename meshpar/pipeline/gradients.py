@@ -128,7 +128,7 @@ class StagedRun:
         return Result(loss, means(sums.metrics, count), means(totals.aux, count), late), grads
 
     def _moved(self, move: Callable[[PyTree], PyTree], chunks: PyTree, specs: PyTree) -> PyTree:
-        """Move chunks between stages, each device its shard."""
+        """Move chunks between stages. Each device moves its shards."""
 
         def move_shard(chunks: PyTree) -> PyTree:
             # Without the barrier, XLA merges the selection of a chunk into the slice of the shard, and does not convert
@@ -211,7 +211,7 @@ class _PerDevice:
     def __call__(
         self, columns: Any, params: Params, examples: PyTree, key_data: jax.Array, late: jax.Array, extra: PyTree
     ) -> tuple[tuple[StageTotals, jax.Array], Params]:
-        """Return totals without gradients and `late`; and gradients, `[1, chunk, ...]` and `[1, 1, ...]`."""
+        """Return ((totals without gradients, sum of `late`), gradients `[1, chunk, ...]` and `[1, 1, ...]`)."""
         run, count = self.run, self.run.schedule.microbatches
         columns = jax.tree.map(lambda x: x[:, 0], columns)
         key = jax.random.wrap_key_data(key_data)
@@ -416,7 +416,7 @@ def value_and_grad(
 
 
 def _functions(stage_fn: Stage, loss_fn: Last, first_fn: First | None, remat: str | None) -> Functions:
-    """Return the functions of the executor: with an Aux, a remat policy and checks of the loss."""
+    """Wrap the user's functions for the executor: add an `Aux` if needed, the remat policy, and checks of the loss."""
     checks.check_functions(stage_fn=stage_fn, loss_fn=loss_fn, first_fn=first_fn or _inputs)
     check_remat(remat)
     if remat is not None and named_in(remat):

@@ -282,7 +282,7 @@ def _rows_sent(step: StepSpec) -> Iterator[ExpectedCollective]:
 
 @functools.lru_cache(maxsize=1024)
 def rules_key(part: Parallelism) -> tuple[str, ...]:
-    """Return an equal key for parallelisms with the same rules."""
+    """Return a key that is equal for parallelisms with the same rules."""
     return tuple(map(repr, part.rules()))
 
 

@@ -208,8 +208,8 @@ def _staged(placed: Placed, saved: int, rows: int) -> int:
 def _deferred_expert_grads(placed: Placed, step: StepSpec) -> int:
     """Return the bytes of expert gradients that wait for W.
 
-    B computes them together with the gradients of routed tokens. They exist once more while B runs, and twice if a
-    stage has several layers, which are stacked.
+    B computes them together with the gradients of routed tokens. While B runs there is one more copy, or two if a
+    stage has several layers, whose gradients are stacked.
     """
     pipeline, itemsize = placed.strategy.pipeline, placed.workload.compute_itemsize
     assert pipeline is not None

@@ -62,7 +62,8 @@ class Growth(Printed, Plain):
     def stops(self, scaling: Scaling, kind: str) -> int | None:
         """Return the largest number of GPUs on which a layout is worthwhile, or None if there is no limit.
 
-        A layout is worthwhile if it fits and has at least `MIN_EFFICIENCY` of the throughput per GPU on the fewest.
+        A layout is worthwhile if it fits and has at least `MIN_EFFICIENCY` of the throughput per GPU on the
+        fewest GPUs.
         """
         sizes, clusters = self.of(scaling, kind), [num for kind_, num in _by_cluster(self.sizes) if kind_ == scaling]
         last = None

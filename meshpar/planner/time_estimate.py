@@ -145,8 +145,8 @@ class Clock:
     def floor_s(self, work: Workload, remat: Remat, matmul_flops: float | None = None) -> float:
         """Return a lower bound of the step time: the matmuls, without bubble or messages.
 
-        Matmuls outside attention run at a fraction of the data sheet's peak. If the rates are measured, it depends on
-        the FLOPs of a matmul; the default is the highest rate.
+        Matmuls outside attention run at a fraction of the data sheet's peak. A measured fraction depends on the size of
+        a matmul, `matmul_flops`; by default it is the highest of all sizes.
         """
         if not self.rates.products:
             efficiency = self.rates.efficiency
@@ -404,7 +404,7 @@ def hidden_of_weights(step: StepSpec, *, is_ahead: bool) -> float:
 
 
 def _nodes_of(cluster: Cluster, axes: Sequence[str], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return `Cluster.layout`, from the group of the first device if nodes divide the mesh evenly."""
+    """Return `Cluster.layout`. If nodes divide the mesh evenly, only the group of the first device is needed."""
     stride, offsets, is_even = 1, np.zeros(1, int), True
     for axis, size in reversed(list(sizes.items())):
         is_even &= cluster.gpus_per_node % stride == 0 or stride % cluster.gpus_per_node == 0

@@ -273,7 +273,7 @@ def _decision(leaf: Leaf, spec: PartitionSpec = PartitionSpec()) -> Decision:  #
 def _slots(tx: optax.GradientTransformation, params: PyTree, leaves: Sequence[Leaf]) -> tuple[Slot, ...]:
     """Return the optimizer's arrays on the device.
 
-    Each parameter dim gets a separate axis. The axes in the spec of an optimizer array then identify its parameter
+    Each parameter dim is sharded over a dummy axis of its own, so the spec of an optimizer array shows its parameter
     and dims.
     """
     axes = [tuple(f"{index}.{dim}" for dim in range(len(leaf.shape))) for index, leaf in enumerate(leaves)]

@@ -30,8 +30,8 @@ def starts(
 ) -> list[list[Any]]:  # fmt: skip
     """Return the start time of each block if stages run their blocks in order and as soon as possible.
 
-    `parts` is `[stage, chunk]`. `lengths` are the durations of the blocks (default: a tick per op), and `comm` is the
-    latency of a message received by each stage (default: 0).
+    `parts[stage, chunk]` is the position of a chunk in the model, `lengths` are the durations of the blocks (default: a
+    tick per op), and `comm` is the latency of a message received by each stage (default: 0).
     """
     num_parts = int(parts.max()) + 1
     done: dict[Event, tuple[int, Any]] = {}

@@ -86,7 +86,7 @@ class Setup:
 
     @property
     def batch_shardings(self) -> StepBatch:
-        """The shardings of a batch as a step is traced with."""
+        """The shardings of a batch inside a step."""
         return StepBatch(self.batch_sharding, NamedSharding(self.mesh, PartitionSpec()))
 
     @property

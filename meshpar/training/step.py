@@ -82,7 +82,7 @@ class _Program:
         raise NotImplementedError
 
     def _prepare(self, state: TrainState, batch: PyTree) -> tuple[Any, StepBatch]:
-        """Return the jitted function and the batch as it takes it."""
+        """Return the jitted function, and the batch in the form that it expects."""
         check_state("step(state, batch)", state)
         setup = state.setup
         batch = StepBatch.of(batch, setup.batch_sharding, setup.strategy.activations, **self._divisions)

@@ -430,7 +430,7 @@ class _Simulation:
         )
 
     def _links(self, one: Collective) -> tuple[str, ...]:
-        """Return the links that it occupies: both, if groups have multiple GPUs on multiple nodes."""
+        """Return the links that a collective uses: both, if its groups have multiple GPUs on multiple nodes."""
         if self._overlap_limit == 1:
             return ("inside", "across")
         layouts = self._layout(one.groups)

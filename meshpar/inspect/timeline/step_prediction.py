@@ -45,7 +45,7 @@ class Bracket(Plain):
 
     If a profile has measured matmul rates (`meshpar bench gpu`), both bounds use them. Otherwise `low_s` uses the data
     sheet's peak, and `high_s` the planner's assumed fraction of the peak. Both use the catalogue's rates of fused
-    attention, and launches if the profile has their time. Neither models kernels that slow each other down.
+    attention, and the launch time if the profile has it. Neither models kernels that slow each other down.
     """
 
     low_s: float
@@ -153,8 +153,8 @@ def compute(
       module: the compiled program.
       num_devices: the number of devices that share the model FLOPs.
       model_flops: FLOPs of the model itself.
-      times: the simulated program; None for the `reason`.
-      reason: why there is no times.
+      times: the simulated program, or None.
+      reason: why there is no simulation.
       cells: counts of a pipelined program; the results are then averages over stages.
       cluster: the cluster of the timeline, for its error bar.
     """

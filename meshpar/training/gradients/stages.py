@@ -181,7 +181,7 @@ class _ChunkedModel:
         return np.minimum(np.arange(counts.max()), counts - 1) + counts.cumsum()[:, None] - counts
 
     def specs(self, specs: PyTree, *, at_rest: bool = False) -> Params:
-        """Return the specs of `split`. Uneven chunks at rest keep the sharding of the parameters between steps."""
+        """Return the specs of `split`. With `at_rest`, uneven chunks are sharded like parameters between steps."""
         stacks, embedding_and_head = self.partition(jax.tree.leaves(specs, is_leaf=is_spec))
         if self.is_even:
             return Params([PartitionSpec(self.axis, None, *spec[1:]) for spec in stacks], embedding_and_head)
@@ -375,7 +375,7 @@ class _Epilogue:
         return y if self.aux is None else (y, _zeros(self.aux))
 
     def aux_of_chunk(self, aux: Aux | None) -> Aux:
-        """Return the `Aux` that a chunk passes on, with the loss scaled, and also among the metrics."""
+        """Return the `Aux` that a chunk passes on: with a scaled loss, and the unscaled loss as a metric."""
         if aux is None:
             return Aux(jnp.zeros((), jnp.float32), {})
         # The first dim is the layer, as in the metrics.
