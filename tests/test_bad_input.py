@@ -6,7 +6,6 @@ Random cases are drawn from kinds of invalid files, numbers, names and variables
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -232,35 +231,11 @@ def test_bad_input_has_one_clear_error(meshpar, place, alarm, monkeypatch, numbe
     assert wrong == []
 
 
-def test_invalid_texts_are_errors(place: Place, alarm, monkeypatch) -> None:
-    monkeypatch.chdir(place.folder)
-    for entry in ("pipe", "gone", "loop", "no/such", "folder.json", "x" * 5000, "*.nothing", "**/nothing", "\x00"):
-        alarm()
-        with pytest.raises((MeshparError, OSError, ValueError)):
-            list(text.Reading(files=text.find([entry])))
-
-
 def test_links_that_lead_back_are_walked_once(place: Place, alarm, monkeypatch) -> None:
     monkeypatch.chdir(place.folder)
     alarm()
     for entry in ("tangle/**/*.txt", "tangle/**/**/*.txt", "tangle/**", "tangle"):
         assert [file.path.name for file in text.find([entry])] == ["a.txt"], entry
-
-
-def test_globs_find_the_files_of_a_shell(tmp_path: Path, monkeypatch) -> None:
-    for name in ("a.txt", "b.md", "d/c.txt", "d/.hidden.txt", ".e/f.txt", "d/g/h.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    monkeypatch.chdir(tmp_path)
-
-    def found(entry: str) -> list[str]:
-        return [str(file.path.relative_to(tmp_path)) for file in text.find([entry])]
-
-    assert found("*.txt") == ["a.txt"]
-    assert found("**/*.txt") == ["a.txt", "d/c.txt", "d/g/h.txt"]
-    assert found("d/**") == ["d/c.txt", "d/g/h.txt"]
-    assert found("d/.h*") == ["d/.hidden.txt"]
-    assert found("[ab].*") == ["a.txt", "b.md"]
 
 
 def test_a_long_list_of_tasks_is_not_expanded() -> None:
@@ -352,20 +327,6 @@ def test_an_error_in_a_recipe_names_its_line(meshpar, place, monkeypatch, tmp_pa
     assert len(err.splitlines()) < 5
 
 
-def schedule_file(folder: Path, **changes: object) -> Path:
-    table = [[["F", 0, 0]], [["B", 0, 0]], [["W", 0, 0]]]
-    (folder / "own.json").write_text(json.dumps({"name": "own", "table": table, **changes}))
-    return folder / "own.json"
-
-
-def test_text_in_a_schedule_file_is_an_error(meshpar, tmp_path) -> None:
-    assert meshpar("schedule", schedule_file(tmp_path))[0] == 0
-    for field in ("joined", "table", "parts"):
-        for value in ("x", [[]], ["x"]):
-            code, _, err = meshpar("schedule", schedule_file(tmp_path, **{field: value}))
-            assert (code, wrong_with(code, err)) == (2, None), (field, value)
-
-
 def test_huge_numbers_in_a_file_are_errors(tmp_path) -> None:
     (tmp_path / "huge.json").write_text(f'{{"nodes": {HUGE}}}')
     with pytest.raises(MeshparError, match="a number has 400 digits"):
@@ -438,16 +399,6 @@ def test_a_damaged_recipe_of_a_run_is_reported(meshpar, place, monkeypatch, tmp_
     assert code == 2, err
     assert "recipe.json: cannot read it" in err
     assert "--fresh" in err
-
-
-def test_damaged_metrics_of_a_run_are_dropped(meshpar, place, monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(place.folder)
-    run = tmp_path / "bad"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text(f'{{"step": 1}}\n{DEEP}\n{json.dumps({"step": []})}\n3\n')
-    code, _, err = meshpar("train", "recipe.py", "--devices", 2, "--out", tmp_path)
-    assert code == 0, err
-    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 2]
 
 
 def test_a_file_that_cannot_be_replaced_is_named(tmp_path):

@@ -83,26 +83,6 @@ QUICK = (
 
 
 @pytest.mark.matrix
-def test_stages_train_validate_and_sample(tmp_path):
-    recipe = load_recipe(FOLDER / "gpt_3d.py", devices=8)
-    assert recipe.mesh.resolve(8)["stage"] > 1
-    small = recipe.override(*QUICK, "model.num_layers=4", "data.seq_len=64")
-    outcome = train(small, out=tmp_path, stream=io.StringIO())
-    assert outcome.reason == "done"
-    assert 0 < outcome.summary["validation"]["loss"] < 8
-
-
-@pytest.mark.matrix
-def test_gpt_stdlib_trains_on_the_standard_library(tmp_path):
-    recipe = load_recipe(FOLDER / "gpt_stdlib.py", devices=8).override(*QUICK)
-    screen = io.StringIO()
-    outcome = train(recipe, out=tmp_path, stream=screen)
-    assert outcome.reason == "done"
-    assert outcome.summary["bigram_bits_per_byte"] < 5
-    assert "bigram model" in screen.getvalue()
-
-
-@pytest.mark.matrix
 def test_moe_stdlib_shows_the_load_of_its_experts(tmp_path):
     recipe = load_recipe(FOLDER / "moe_stdlib.py", devices=8).override(*QUICK[:-1], "data.seq_len=32", "sample=none")
     screen = io.StringIO()

@@ -278,13 +278,11 @@ def test_bench_command_runs_on_devices(command):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--mesh", "data=3,dato"], "data=3,dato"),
         (["--min-bytes", "x"], "not a number up to"),
         (["--save", "nowhere/my.json"], "there is no folder"),
         (["--save", "links"], "its name must end in .json. Name it links.json"),
         (["--plot", "times.foo"], "Name it times.png"),
         (["--mesh", "data=2", "--axis", "dat"], "Did you mean `data`"),
-        (["--repeats", "0"], "x>=1"),
     ],
 )
 def test_bench_command_errors_are_one_paragraph(command, monkeypatch, tmp_path, args, says):

@@ -366,7 +366,6 @@ def test_help_imports_nothing_heavy():
         (["train", "x.py", "--stepps", "3"], "--steps"),
         (["train", "x.py", "--steps", "many"], "not a valid integer"),
         (["train", "x.py", "--devices", "0"], "1<=x<=1024"),
-        (["bench", "gpu", "--repeats", "0"], "x>=1"),
         (["train", "gpt_stdlib.py"], "Did you mean `recipes/gpt_stdlib.py`"),
         (["train", "recipes/gpt_stdlib.py", "--devices", "64"], "jax was already started with 8 devices"),
         (["shard", "recipes/gpt_stdlib.py", "--mesh", "fsdp=3"], "fsdp"),

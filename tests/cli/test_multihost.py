@@ -276,25 +276,6 @@ def test_a_signal_before_the_first_step_ends_both(pair: Pair, victims: tuple[int
 
 
 @pytest.mark.matrix
-def test_a_pod_that_was_killed_resumes_with_equal_losses(pair: Pair, tmp_path_factory) -> None:
-    whole = Pair(tmp_path_factory.mktemp("whole"))
-    try:
-        whole.start("--set", "steps=90")
-        assert whole.exit_codes() == [0, 0], whole.log(0)
-    finally:
-        whole.close()
-    for lines in (5, 35, 65):
-        pair.start("--set", "steps=90", "--stall-limit", "10")
-        pair.wait_until(lambda: len(pods.losses(pair.folder / pods.METRICS)) >= lines)  # noqa: B023
-        pair.processes[1].kill()
-        assert pair.processes[0].wait(timeout=pods.PATIENCE_S) != 0
-    pair.start("--set", "steps=90")
-    assert pair.exit_codes() == [0, 0], pair.log(0)
-    assert "resuming at step" in pair.log(0)
-    assert pods.losses(pair.folder / pods.METRICS) == pods.losses(whole.folder / pods.METRICS)
-
-
-@pytest.mark.matrix
 def test_processes_of_one_host_write_one_profile(pair: Pair) -> None:
     pair.start("--profile", "2:3")
     assert pair.exit_codes() == [0, 0], pair.log(0) + pair.log(1)

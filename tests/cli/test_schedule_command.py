@@ -142,7 +142,16 @@ def test_an_error_while_tracing_is_one_line(schedule, monkeypatch):
     assert err == "meshpar: params/w: cannot be sharded: it is a scalar. Replicate it.\n"
 
 
-@pytest.mark.parametrize("content", ["[1, 2", "{}", "[]", '{"table": 3}', '{"table": [[["F", 0, 0]]], "joined": 4}'])
+TABLE = {"table": [[["F", 0, 0]], [["B", 0, 0]], [["W", 0, 0]]]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[1, 2", "{}", "[]", '{"table": 3}', '{"table": [[["F", 0, 0]]], "joined": 4}',
+        *(json.dumps(TABLE | {field: x}) for field in ("joined", "table", "parts") for x in ("x", [[]], ["x"])),
+    ],
+)  # fmt: skip
 def test_an_invalid_schedule_file_is_refused(content, schedule, tmp_path):
     (tmp_path / "bad.json").write_text(content)
     code, _, err = schedule(tmp_path / "bad.json")

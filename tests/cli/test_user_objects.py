@@ -10,7 +10,7 @@ import pytest
 
 import meshpar as mp
 from meshpar.cli import main as cli
-from meshpar.cli.recipe import load_recipe, open_data
+from meshpar.cli.recipe import open_data
 from meshpar.data import ArrayData
 from meshpar.sharding.host_resources import unexpected
 from tests.errors import raises
@@ -41,11 +41,6 @@ def test_data_that_opens_no_source_is_refused():
         open_data(recipe(data=Data()))
 
 
-def test_a_sample_must_be_a_sample():
-    with raises("wrong-type", "Recipe.sample"):
-        recipe(sample=3)
-
-
 @pytest.mark.parametrize(
     "updates",
     [
@@ -61,14 +56,6 @@ def test_updates_must_have_the_shapes_of_parameters(updates):
     state = mp.init_state(linear(), tx, mp.MeshSpec(fsdp=2).build(jax.devices()[:2]), mp.ddp(), key=0)
     with raises("unsupported-feature", "the optimizer's update"):
         mp.train_step(loss)(state, {"x": jnp.ones((4, 4))})
-
-
-def test_an_exception_of_any_base_in_a_recipe_is_reported(tmp_path):
-    file = tmp_path / "recipe.py"
-    file.write_text("class Stop(BaseException):\n    pass\n\n\ndef recipe():\n    raise Stop('no model')\n")
-    with raises("error-in-recipe") as error:
-        load_recipe(file)
-    assert "Stop (no model) at recipe.py:6" in str(error.value)
 
 
 def test_a_folder_in_place_of_a_file_exits_with_2(monkeypatch, tmp_path, capsys):

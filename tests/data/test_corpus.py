@@ -34,15 +34,6 @@ def test_text_data_satisfies_the_protocols(folder):
     assert isinstance(opened(folder), Source)
 
 
-def test_training_and_validation_text_are_disjoint(folder):
-    source = opened(folder)
-    train, valid = (source.decode(tokens).split("\0") for tokens in (source.train_tokens, source.valid_tokens))
-    assert train.pop() == valid.pop() == ""  # the separator after the last document
-    assert len(train) + len(valid) == DOCUMENTS
-    assert not set(train) & set(valid)
-    assert sorted([*train, *valid]) == sorted(path.read_text() for path in folder.iterdir())
-
-
 def test_training_batches_cover_the_training_stream(folder):
     source = opened(folder)
     windows = len(source.train_rows)

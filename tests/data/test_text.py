@@ -54,11 +54,17 @@ def test_find_searches_folders_for_text_files(tmp_path):
 
 def test_find_returns_the_matches_of_globs(tmp_path, monkeypatch):
     write(tmp_path, x_log="x", a__y_log="y", a__b__z_log="z", a__w_txt="w")
+    for hidden in ("a/.h.log", ".c/v.log"):
+        (tmp_path / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / hidden).touch()
     assert names(tmp_path / "*.log") == ["x.log"]
     assert names(tmp_path / "**" / "*.log") == ["a/b/z.log", "a/y.log", "x.log"]
     monkeypatch.chdir(tmp_path)
     assert names("a/*") == ["w.txt", "y.log"]
     assert names("*/y.log") == ["a/y.log"]
+    assert names("a/**") == ["b/z.log", "w.txt", "y.log"]
+    assert names("a/.h*") == [".h.log"]
+    assert names("[ax].*") == ["x.log"]
 
 
 def test_find_removes_duplicates_and_links(tmp_path):

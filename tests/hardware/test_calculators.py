@@ -142,12 +142,8 @@ def test_cost_command_runs_calculators(meshpar):
     ("words", "wanted"),
     [
         (("zero", "--ranks", "8"), "use --ranks"),
-        (("zero", "--bytes", "1MB"), "use --bytes"),
         (("tp", "--alpha", "1e-6", "--bandwidth", "1e9"), "use --alpha"),
-        (("memory", "--axis", "data"), "use --axis"),
-        (("moe", "--inner", "4", "--servers", "2"), "use --inner"),
         (("moe", "--servers", "2"), "use --servers"),
-        (("bubble", "--cluster", "h100:1x8"), "this calculator computes no times"),
         (("zero", "ranks"), "the format is NUMBER=VALUE"),
         (("zero", "ranks=8", "ranks=9"), "without duplicates"),
     ],

@@ -94,7 +94,10 @@ def test_resumed_run_removes_the_lines_it_repeats(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m"]
 
 
-@pytest.mark.parametrize("junk", ["", "null\n", "[1]\n", '{"loss": 1}\n', "\x00\x00\n", '{"step": 1}'])
+JUNK = ("", "null\n", "[1]\n", '{"loss": 1}\n', '{"step": []}\n', "\x00\x00\n", "[" * 100_000 + "\n", '{"step": 1}')
+
+
+@pytest.mark.parametrize("junk", JUNK)
 def test_invalid_lines_are_removed(tmp_path, junk):
     (tmp_path / "m").write_text(json_line({"step": 1, "loss": 1.0}) + junk)
     run(3, hooks=[JsonlWriter(tmp_path / "m")], state=State(1))

@@ -79,23 +79,6 @@ def test_killed_again_and_again(runs, whole, tmp_path):
 
 
 @pytest.mark.matrix
-def test_a_signal_saves_and_the_same_command_goes_on(runs, whole, tmp_path):
-    pid = runs.start(tmp_path)
-    runs.wait_for_steps(pid, tmp_path, SAVE_EVERY + 2)
-    os.kill(pid, signal.SIGTERM)
-    assert runs.exit_of(pid) == 0
-    assert result(tmp_path)["reason"] == "interrupted"
-    step = result(tmp_path)["step"]
-    assert SAVE_EVERY < step < STEPS
-    assert (tmp_path / "checkpoints" / str(step)).is_dir()
-    assert max(line["step"] for line in metrics(tmp_path)) == step
-    log = (tmp_path / "log").read_text()
-    assert f"stopped at step {step} of {STEPS}: interrupted" in log
-    assert "\x1b" not in log
-    assert finish(runs, tmp_path) == whole
-
-
-@pytest.mark.matrix
 def test_ctrl_c_in_a_terminal(runs, whole, tmp_path):
     ours, theirs = pty.openpty()
     pid = runs.start(tmp_path, terminal=os.ttyname(theirs))
