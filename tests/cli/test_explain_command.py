@@ -271,15 +271,12 @@ def test_check_fails_if_a_budget_is_exceeded(explain, recipe, tmp_path):
         ((), "Missing argument 'RECIPE'"),
         (("RECIPE", "--mesh", "fsdp=512"), "8 local devices. Use --mesh fsdp=8, or --cluster h100:64x8"),
         (("RECIPE", "--cluster", "h1000:8x8"), "Did you mean `h100`"),
-        (("RECIPE", "--cluster", "eight"), "Write `h100:8x8`"),
-        (("RECIPE", "--cluster", "FOLDER/none.json"), "none.json"),
         (("RECIPE", "--cluster", "FOLDER/broken.json"), "broken.json"),
         (("RECIPE", "--cluster", "h100:8x8", "--mesh", "fsdp=8"), "h100:8x8 has 64 GPUs"),
         (("RECIPE", "--html", "FOLDER/none/report.html"), "no folder"),
         (("RECIPE", "--save-budget", "FOLDER/none/budget.json"), "no folder"),
         (("RECIPE", "--budget", "FOLDER/none.json"), "no such file"),
         (("RECIPE", "--budget", "FOLDER/broken.json"), "JSON"),
-        (("RECIPE", "--budget", "FOLDER/other.json"), "it lacks jax_version"),
         (("RECIPE", "--batch", "inputs=int33[4,8]"), "with a NumPy dtype"),
         (("RECIPE", "--batch", "inputs"), "Write it like 'inputs=int32[64,1024]"),
         (("RECIPE:streamed",), "--batch 'inputs=int32[16,1024]"),
@@ -288,7 +285,6 @@ def test_check_fails_if_a_budget_is_exceeded(explain, recipe, tmp_path):
 )
 def test_errors_are_raised_before_compilation(explain, recipe, tmp_path, monkeypatch, args, message):
     (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "other.json").write_text('{"peak_bytes": 3}')
     monkeypatch.setattr(target, "missing_aot", lambda: "")
     monkeypatch.setattr("meshpar.cli.explain_command._compile_report", lambda *_: pytest.fail("compiled"))
     words = [arg.replace("RECIPE", recipe).replace("FOLDER", str(tmp_path)) for arg in args]

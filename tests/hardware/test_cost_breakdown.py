@@ -8,7 +8,7 @@ import pytest
 
 from meshpar.hardware import cost_model as cost
 from meshpar.hardware.clusters import Link, Links, parse_cluster
-from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, account, bus_factor, compare
+from meshpar.hardware.cost_breakdown import ALGORITHMS, ALIASES, ALL_REDUCES, account, compare
 from meshpar.sharding.units import si
 from tests.errors import raises
 
@@ -94,12 +94,6 @@ def test_breakdown_prints_what_the_formula_omits():
     assert not account("ring", 1e6, 6, LINK).notes
 
 
-def test_bus_factors_are_those_of_nccl_tests():
-    assert bus_factor("all-reduce", 8) == 2 * 7 / 8
-    assert bus_factor("all-gather", 8) == bus_factor("reduce-scatter", 8) == bus_factor("all-to-all", 8) == 7 / 8
-    assert bus_factor("collective-broadcast", 8) == 1
-
-
 def test_breakdown_accepts_aliases():
     assert all(account(alias, 1.0, 4, LINK).name == name for alias, name in ALIASES.items())
     assert account("Halving_Doubling", 1.0, 4, LINK).name == "halving-doubling"
@@ -127,8 +121,3 @@ def test_breakdown_accepts_aliases():
 def test_breakdown_rejects_invalid_arguments(arguments, options, code):
     with raises(code):
         account(*arguments, **options)
-
-
-def test_bus_factor_rejects_unknown_kinds():
-    with raises("unknown-choice"):
-        bus_factor("all-reduces", 2)
