@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from meshpar.inspect.report import Report
 from meshpar.sharding.host_resources import read_json, write_json
-from meshpar.sharding.printing import Plain, flat, human_mesh
+from meshpar.sharding.printing import Plain, flat, human_mesh, parsed
 from meshpar.sharding.types import problem
 from meshpar.sharding.units import human_bytes
 
@@ -74,23 +72,13 @@ class Budget(Plain):
     @staticmethod
     def load(path: str | Path) -> Budget:
         """Read a budget from a JSON file. Raise `MeshparError` if the file is missing or not a budget."""
-        data = read_json(path, f"budget {path}", "save a budget with --save-budget")
-        fields = {field.name for field in dataclasses.fields(Budget)}
-        missing = (fields - {"tolerance"}) - set(data) if isinstance(data, dict) else fields
-        invalid = (
-            [] if missing else [field for field in sorted(fields & set(data)) if not _is_valid(field, data[field])]
-        )
-        reason = ""
-        if missing:
-            reason = f"it lacks {', '.join(sorted(missing))}"
-        elif set(data) - fields:
-            reason = f"it has unknown fields {', '.join(sorted(set(data) - fields))}"
-        elif invalid:
-            reason = f"its `{invalid[0]}` is invalid: {data[invalid[0]]!r:.60}"
-        if reason:
-            fix = "save a budget with meshpar explain ... --save-budget FILE"
-            raise problem(f"budget {path}", "load it", reason, fix, code="damaged-file")
-        return Budget(**data)
+        where, fix = f"budget {path}", "save a budget with meshpar explain ... --save-budget FILE"
+        data = read_json(path, where, fix)
+        budget = parsed(Budget, {"tolerance": TOLERANCE, **data} if isinstance(data, dict) else {}, where, fix)
+        if any(total.keys() != _NOTHING.keys() for total in flat(budget.totals).values()):
+            reason = f"each of its `totals` must have {' and '.join(_NOTHING)}"
+            raise problem(where, "read a Budget", reason, fix, code="damaged-file")
+        return budget
 
     def check_comparable(self, where: str, *, name: str, target: str, mesh: Mapping[str, int]) -> None:
         """Check that the budget was saved for this recipe, target and mesh. Raise `MeshparError` if it was not."""
@@ -142,21 +130,3 @@ class Budget(Plain):
 
 
 _NOTHING: Mapping[str, float] = {"count_per_step": 0, "bytes_sent_per_device": 0.0}
-
-
-def _is_valid(field: str, value: Any) -> bool:
-    if field in ("peak_bytes", "tolerance"):
-        return _is_amount(value)
-    if field == "mesh":
-        return isinstance(value, dict) and {type(size) for size in value.values()} <= {int}
-    if field == "totals":
-        try:
-            totals = [total for kinds in value.values() for total in kinds.values()]
-            return all(total.keys() == _NOTHING.keys() and all(map(_is_amount, total.values())) for total in totals)
-        except AttributeError:  # not a dict
-            return False
-    return isinstance(value, str)
-
-
-def _is_amount(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,9 +19,9 @@ from meshpar.parallel.expected.step_spec import ExpectedCollective, StepSpec, We
 from meshpar.parallel.parallelism import Parallelism
 from meshpar.planner.workload import Held, Remat, Workload
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.printing import human_mesh
+from meshpar.sharding.printing import abbreviated, human_mesh, parsed
 from meshpar.sharding.rules import Rules, resolve
-from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, is_int, num_shards, problem, spec_axes
+from meshpar.sharding.types import Decision, Leaf, MeshparError, axes_of_spec, num_shards, problem, spec_axes
 from meshpar.training.gradients.selection import deferred_axes
 from meshpar.training.options import StepOptions
 from meshpar.training.sharding_table import resolve_by_stage
@@ -63,9 +61,9 @@ class Layout:
             raise
         except (KeyError, TypeError, AttributeError, ValueError):
             reason = 'it has no mesh {"fsdp": 8} and strategy {"parts": [{"part": "fsdp"}]}'
-            raise problem(where, f"read {abbreviated(data)}", reason, _FIX, code="damaged-file") from None
+            raise problem(where, f"read {abbreviated(data)}", reason, FIX, code="damaged-file") from None
         # Files of earlier versions have no `interleave`.
-        layout = parsed(Layout, {"interleave": 1, **data, **fields}, where)
+        layout = parsed(Layout, {"interleave": 1, **data, **fields}, where, FIX)
         StepOptions(accumulate=layout.accumulate, remat=layout.remat, interleave=layout.interleave)  # checks the values
         return layout
 
@@ -82,40 +80,8 @@ class Layout:
         return f"{human_mesh(self.mesh)} · " + ", ".join([self.strategy.label, *options])
 
 
-_FIX = "create the file again: meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
-
-
-def parsed(kind: type[Of], data: Mapping[str, Any], where: str) -> Of:
-    """Return a dataclass from JSON data with exactly the fields in its repr."""
-    fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.repr}  # type: ignore[arg-type]
-    values, hints = {key: tuple(x) if isinstance(x, list) else x for key, x in data.items()}, get_type_hints(kind)
-    wrong = [f"a {kind.__name__} requires the fields {', '.join(fields)}"] * (values.keys() != fields.keys())
-    wrong = wrong or [
-        f"`{key}` must be {fields[key]}, not {abbreviated(x)}" for key, x in values.items() if not _is(x, hints[key])
-    ]
-    if wrong:
-        raise problem(where, f"read a {kind.__name__}", "; ".join(wrong), _FIX, code="damaged-file")
-    return kind(**values)
-
-
-def _is(value: Any, hint: Any) -> bool:
-    """Return whether a value from a file has the type of a field. Numbers are finite and not negative."""
-    args = get_args(hint)
-    if get_origin(hint) is Mapping:
-        return isinstance(value, Mapping) and all(_is(item, args[1]) for item in value.values())
-    if get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_is(item, args[0]) for item in value)
-    if get_origin(hint) is UnionType:
-        return any(_is(value, arg) for arg in args)
-    if hint in (int, float):
-        return is_int(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
-    return isinstance(value, hint)
-
-
-def abbreviated(data: Any) -> str:
-    """Return plain data as text of at most 80 characters."""
-    text = json.dumps(data, default=repr)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+FIX = "create the file with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
+"""Remedy for an invalid file of plans."""
 
 
 class Memo:

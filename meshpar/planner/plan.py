@@ -31,7 +31,7 @@ from meshpar.moe.argument_checks import check_bound
 from meshpar.parallel import Strategy, as_strategy, parse_strategy
 from meshpar.planner.advice import advice
 from meshpar.planner.calibration import SEARCH
-from meshpar.planner.layout import Layout, parsed
+from meshpar.planner.layout import FIX, Layout
 from meshpar.planner.search import Found, Search
 from meshpar.planner.workload import Workload, batch_of, describe, value_of
 from meshpar.sharding.adapters import Model
@@ -39,7 +39,7 @@ from meshpar.sharding.context import tracing
 from meshpar.sharding.errors import check_int, check_positive_int
 from meshpar.sharding.host_resources import read_json, write_json
 from meshpar.sharding.mesh import MeshSpec
-from meshpar.sharding.printing import Plain, Printed, human_mesh, table
+from meshpar.sharding.printing import Plain, Printed, human_mesh, parsed, table
 from meshpar.sharding.types import MeshparError, PyTree, check_takes, problem
 from meshpar.sharding.units import human_bytes, si
 from meshpar.training.gradients.selection import check_options
@@ -157,14 +157,7 @@ class Plans(Printed, Plain):
             gpu_hours = tokens / plan.tokens_per_s / 3600
             days = gpu_hours / math.prod(plan.layout.mesh.values()) / 24
             cost = None if price is None else gpu_hours * price
-            runs.append(
-                TrainingRun(
-                    tokens=tokens,
-                    days=days,
-                    gpu_hours=gpu_hours,
-                    cost=cost,
-                )
-            )
+            runs.append(TrainingRun(tokens=tokens, days=days, gpu_hours=gpu_hours, cost=cost))
         return dataclasses.replace(self, runs=tuple(runs))
 
     def save(self, path: str | Path) -> None:
@@ -242,15 +235,9 @@ class Plans(Printed, Plain):
         ]
         if self.runs:
             columns += ("days", "GPU-hours", *(("cost",) if self.runs[0].cost is not None else ()))
-            rows = [
-                (
-                    *row,
-                    f"{run.days:,.1f}",
-                    f"{run.gpu_hours:,.0f}",
-                    *(() if run.cost is None else (f"{run.cost:,.0f}",)),
-                )
-                for row, run in zip(rows, self.runs, strict=True)
-            ]
+            for i, run in enumerate(self.runs):
+                cost = () if run.cost is None else (f"{run.cost:,.0f}",)
+                rows[i] = (*rows[i], f"{run.days:,.1f}", f"{run.gpu_hours:,.0f}", *cost)
         compiled = [(rank, plan.compiled) for rank, plan in enumerate(self.plans, 1) if plan.compiled]
         notes = [f"{rank}: {note}" for rank, program in compiled for note in program.notes]
         caption = "\n".join([self.rates, *notes, *self.left_out, "", *self.advice])
@@ -485,22 +472,23 @@ def _notes(found: Found, peak: int, sent: Mapping[str, float], step_s: float) ->
 
 def load_plans(path: str | Path) -> Plans:
     """Read plans that `Plans.save` or `meshpar plan --json` wrote."""
-    where, fix = f"plans `{path}`", "create the file with meshpar plan RECIPE --cluster h100:8x8 --save plan.json"
+    where = f"plans `{path}`"
     try:
-        data = read_json(path, where, fix)
-        runs = [parsed(TrainingRun, run, where) for run in data.get("runs", ())]
-        plans = parsed(Plans, {**data, "plans": [_plan(each, where) for each in data["plans"]], "runs": runs}, where)
+        data = read_json(path, where, FIX)
+        runs = [parsed(TrainingRun, run, where, FIX) for run in data.get("runs", ())]
+        each = [_plan(plan, where) for plan in data["plans"]]
+        plans = parsed(Plans, {**data, "plans": each, "runs": runs}, where, FIX)
         reason = "" if plans.plans else "the file has no plans"
     except MeshparError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = f"the file has no plans ({error})"
     if reason:
-        raise problem(where, "read them", reason, fix, code="damaged-file")
+        raise problem(where, "read them", reason, FIX, code="damaged-file")
     return plans
 
 
 def _plan(data: Mapping[str, Any], where: str) -> Plan:
     compiled = data.get("compiled")
-    fields = {"layout": Layout.from_json(data["layout"]), "compiled": compiled and parsed(Compiled, compiled, where)}
-    return parsed(Plan, {**data, **fields}, where)
+    program = compiled and parsed(Compiled, compiled, where, FIX)
+    return parsed(Plan, {**data, "layout": Layout.from_json(data["layout"]), "compiled": program}, where, FIX)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+from meshpar.sharding.errors import is_int, problem
 
 T = TypeVar("T")
 
@@ -20,6 +25,39 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def parsed(kind: type[T], data: Mapping[str, Any], where: str, fix: str) -> T:
+    """Return a dataclass from JSON data with exactly the fields in its repr."""
+    fields = {field.name: str(field.type) for field in dataclasses.fields(kind) if field.repr}  # type: ignore[arg-type]
+    values, hints = {key: tuple(x) if isinstance(x, list) else x for key, x in data.items()}, get_type_hints(kind)
+    different = ", ".join(sorted(values.keys() ^ fields.keys()))
+    wrong = [f"it lacks fields or has unknown ones ({different})"] * bool(different) or [
+        f"`{key}` must be {fields[key]}, not {abbreviated(x)}" for key, x in values.items() if not _is(x, hints[key])
+    ]
+    if wrong:
+        raise problem(where, f"read a {kind.__name__}", "; ".join(wrong), fix, code="damaged-file")
+    return kind(**values)
+
+
+def _is(value: Any, hint: Any) -> bool:
+    """Return whether a value from a file has the type of a field. Numbers are finite and not negative."""
+    args = get_args(hint)
+    if get_origin(hint) is Mapping:
+        return isinstance(value, Mapping) and all(_is(item, args[1]) for item in value.values())
+    if get_origin(hint) is tuple:
+        return isinstance(value, tuple) and all(_is(item, args[0]) for item in value)
+    if get_origin(hint) is UnionType:
+        return any(_is(value, arg) for arg in args)
+    if hint in (int, float):
+        return is_int(value, 0) or (hint is float and isinstance(value, float) and 0 <= value < math.inf)
+    return isinstance(value, hint)
+
+
+def abbreviated(data: Any) -> str:
+    """Return plain data as text of at most 80 characters."""
+    text = json.dumps(data, default=repr)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def flat(nested: Mapping[str, Mapping[str, T]]) -> dict[tuple[str, str], T]:
