@@ -17,22 +17,8 @@ from meshpar.inspect import census
 from meshpar.inspect.lint import Finding, lint
 from tests.grid import cases
 from tests.inspect import saved
+from tests.inspect.planted import PLANTS, REFERENCE
 from tests.inspect.saved import pods
-
-PLANTS = (
-    *("nothing", "gathered_activation", "whole_batch", "reshaped_batch", "names_in_wrong_order", "wrong_name"),
-    *("float32_weights", "replicated_embedding", "loop_invariant_gather", "sliced_all_reduce", "tensor_over_nodes"),
-    *("flipped_split", "whole_heads", "idle_axis"),
-)
-REFERENCE = (
-    *("ddp", "zero1", "zero2", "zero3", "hsdp", "tensor", "sequence", "fsdp_tensor", "fsdp_sequence", "data_tensor"),
-    "two_axes",
-)
-
-
-def test_plant_lists_are_complete(planted):
-    assert tuple(planted.PLANTS) == PLANTS
-    assert tuple(planted.REFERENCE) == REFERENCE
 
 
 @pytest.mark.pod

@@ -37,25 +37,6 @@ class CNN(nnx.Module):
         return self.out(self.dropout(nnx.relu(self.hidden(x))))
 
 
-class Attention(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Block(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm = nnx.LayerNorm(32, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(num_heads=4, in_features=32, decode=False, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.attention(self.norm(x))
-
-
 class UnnamedLinen(nn.Module):
     @nn.compact
     def __call__(self, x, train: bool = True):
@@ -66,10 +47,6 @@ class UnnamedLinen(nn.Module):
 
 def cnn() -> mp.Model:
     return mp.from_nnx(CNN)
-
-
-def attention() -> mp.Model:
-    return mp.from_nnx(lambda rngs: Attention(rngs))
 
 
 def linen() -> mp.Model:
@@ -106,8 +83,8 @@ CNN_RULES = mp.Rules(
         r"hidden/bias": ("tensor",), r"out/kernel": (("fsdp", "tensor"),),
     }
 )  # fmt: skip
-LINEN_RULES = mp.Rules(
-    embed="fsdp", mlp="tensor", classes=None,
+LINEN_RULES = mp.fsdp() | mp.tensor_parallel() | mp.Rules(
+    classes=None,
     paths={
         r"hidden/kernel": mp.names("embed", "mlp"), r"out/kernel": mp.names("mlp", "classes"),
         r"(norm|hidden)/(bias|scale)": mp.names("mlp"),
@@ -135,52 +112,6 @@ def test_path_rules_shard_a_model_without_names(mesh, model, rules, sharded):
     trace = state.opt_state[0].trace
     for (_, p), (_, t) in zip(tree_leaves_with_paths(state.params), tree_leaves_with_paths(trace), strict=True):
         assert p.sharding.is_equivalent_to(t.sharding, p.ndim)
-
-
-def test_names_by_path_shard_flax_attention(mesh):
-    rules = mp.Rules(
-        paths={
-            r"blocks/\d+/attention/(query|key|value)/kernel": mp.names("embed", "heads", "head_dim"),
-            r"blocks/\d+/attention/(query|key|value)/bias": mp.names("heads", "head_dim"),
-            r"blocks/\d+/attention/out/kernel": mp.names("heads", "head_dim", "embed"),
-            r"blocks/\d+/attention/out/bias": mp.names("embed"),
-            r"blocks/\d+/norm/.*": mp.replicated,
-        }
-    )
-    strategy = mp.fsdp() | mp.tensor_parallel() | rules
-    state = mp.init_state(attention(), optax.sgd(0.1), mesh=mesh, strategy=strategy, key=0)
-    shapes = shard_shapes(state)
-    for i in range(2):
-        module = f"blocks/{i}/attention"
-        assert shapes[f"{module}/query/kernel"] == shapes[f"{module}/value/kernel"] == (32 // 4, 4 // 2, 8)
-        assert shapes[f"{module}/key/bias"] == (2, 8)
-        assert shapes[f"{module}/out/kernel"] == (2, 8, 32 // 4)
-        assert shapes[f"blocks/{i}/norm/scale"] == (32,)
-    assert state.table["blocks/0/attention/query/kernel"].leaf.names == ("embed", "heads", "head_dim")
-
-
-@pytest.mark.parametrize(
-    ("model", "sharded"),
-    [
-        (cnn, {
-            "conv/kernel": (3, 3, 3, 4), "hidden/bias": (16,), "hidden/kernel": (64, 64), "out/kernel": (16, 10),
-        }),
-        (linen, {
-            "hidden/bias": (16,), "hidden/kernel": (16, 16), "norm/bias": (16,), "norm/scale": (16,),
-            "out/kernel": (16, 10),
-        }),
-    ],
-)  # fmt: skip
-def test_fsdp_shards_the_largest_dim_of_unnamed_leaves(model, sharded):
-    mesh = mp.MeshSpec(data=2, fsdp=4).build()
-    state = mp.init_state(model(), optax.sgd(0.1), mesh=mesh, strategy=mp.fsdp(min_bytes=256), key=0)
-    shapes = FULL_SHAPES[model.__name__]
-    assert shard_shapes(state) == {**shapes, **sharded}
-    text = str(state.table)
-    for path, shape in shapes.items():
-        row = next(line for line in text.splitlines() if f" {path} " in line)
-        dims = [dim for dim, size in enumerate(shape) if path in sharded and sharded[path][dim] != size]
-        assert (f"fsdp: largest dim that divides ({dims[0]})" if dims else "fsdp: small, replicated") in row
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import pickle
 from collections.abc import Callable
@@ -206,15 +205,6 @@ def test_resolve_is_valid_or_an_error(mesh, rules, leaf):
 
 
 @QUICK
-@given(mesh=meshes(), preset=presets, rules=some_rules, leaf=leaves(), field=st.sampled_from(FIELDS))
-def test_resolve_with_presets_is_valid_or_an_error(mesh, preset, rules, leaf, field):
-    for strategy in (preset, preset | rules, rules | preset):
-        decision = outcome(functools.partial(resolve, leaf, getattr(strategy, field), mesh))
-        if not is_error(decision):
-            check_valid(decision, mesh)
-
-
-@QUICK
 @given(mesh=meshes(), rules=some_rules, leaf=leaves())
 def test_resolve_is_deterministic(mesh, rules, leaf):
     def resolved(rules, mesh=mesh):
@@ -311,12 +301,3 @@ def test_mesh_has_all_devices_and_keeps_axes_inside_nodes(pod, inside, seed):
     for axis in inside:
         groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
         assert all(len({node_of(device) for device in group}) == 1 for group in groups)
-
-
-@QUICK
-@given(sizes=st.dictionaries(st.sampled_from((*AXES, "stage", "expert")), st.integers(1, 99)))
-def test_mesh_spec_survives_parse_repr_and_pickle(sizes):
-    spec = mp.MeshSpec(**sizes)
-    assert mp.MeshSpec.parse(",".join(f"{axis}={size}" for axis, size in spec.items())) == spec
-    assert eval(repr(spec), {"MeshSpec": mp.MeshSpec}) == spec
-    assert hash(pickle.loads(pickle.dumps(spec))) == hash(spec)

@@ -154,74 +154,49 @@ def test_opaque_kernel_costs_its_bytes():
     assert (found.flops, found.moved_bytes) == (0, 6000)
 
 
-def test_fusion_that_slices_a_layer_reads_the_slice():
-    inside = "  ROOT s = f32[1,100] dynamic-slice(p0, p1, p1), dynamic_slice_sizes={1,100}"
-    assert fused(inside, "f32[32,100] s32[]", "f32[1,100]").moved_bytes == 400 + 4 + 400
+UPDATE = "d = f32[32,100] dynamic-update-slice(p0, %s, p1, p1)"
+IN_PLACE = f"u = f32[1,100] bitcast(p2)\n{UPDATE % 'u'}\nROOT r = f32[32,100] bitcast(d)"
+BUFFERS = "((f32[32,100], s32[], f32[100]), f32[32,100], u32[])"
+FUSIONS = {
+    # Instructions, operands, result, and the bytes that the fusion moves.
+    "a slice of the layers reads the slice": (
+        "ROOT s = f32[1,100] dynamic-slice(p0, p1, p1), dynamic_slice_sizes={1,100}",
+        "f32[32,100] s32[]", "f32[1,100]", 400 + 4 + 400,
+    ),
+    "a slice of a view counts the stored type": (
+        "c = f32[32,100] convert(p0)\nb = f32[3200] bitcast(c)\nROOT s = f32[100] slice(b), slice={[0:100]}",
+        "bf16[32,100]", "f32[100]", 200 + 400,
+    ),
+    "both slices are read": (
+        "a = f32[100] slice(p0), slice={[0:100]}\nb = f32[100] slice(p0), slice={[100:200]}\n"
+        "ROOT s = f32[100] add(a, b)",
+        "f32[3200]", "f32[100]", 800 + 400,
+    ),
+    "an operand that is sliced and used is read fully": (
+        "a = f32[1,100] slice(p0), slice={[0:1], [0:100]}\nb = f32[32,100] negate(p0)\n"
+        "ROOT s = (f32[1,100], f32[32,100]) tuple(a, b)",
+        "f32[32,100]", "(f32[1,100], f32[32,100])", 12800 + 400 + 12800,
+    ),
+    "an unused operand is not read": ("ROOT s = f32[10] negate(p1)", "f32[32,100] f32[10]", "f32[10]", 80),
+    "an update in place writes the update": (IN_PLACE, "f32[32,100] s32[] f32[100]", "f32[32,100]", 4 + 400 + 400),
+    "an asynchronous update in place": (IN_PLACE, "f32[32,100] s32[] f32[100]", BUFFERS, 4 + 400 + 400),
+    "an update with further uses is a full copy": (
+        f"{UPDATE % 'p2'}\nROOT r = f32[32,100] negate(d)",
+        "f32[32,100] s32[] f32[1,100]", "f32[32,100]", 12800 + 4 + 400 + 12800,
+    ),
+    "an update in place among several results": (
+        f"{UPDATE % 'p2'}\nn = f32[1,100] negate(p2)\nROOT r = (f32[32,100], f32[1,100]) tuple(d, n)",
+        "f32[32,100] s32[] f32[1,100]", "(f32[32,100], f32[1,100])", 4 + 400 + 400 + 400,
+    ),
+    "a forwarded operand": ("ROOT b = f32[10,10] bitcast(p0)", "f32[100]", "f32[10,10]", 800),
+    "a forwarded tuple": ("ROOT b = (f32[100]) tuple(p0)", "f32[100]", "(f32[100])", 800),
+}  # fmt: skip
 
 
-def test_slice_of_view_counts_stored_type():
-    inside = """
-      c = f32[32,100] convert(p0)
-      b = f32[3200] bitcast(c)
-      ROOT s = f32[100] slice(b), slice={[0:100]}
-    """
-    assert fused(inside, "bf16[32,100]", "f32[100]").moved_bytes == 200 + 400
-
-
-def test_two_slices_of_an_operand_are_both_read():
-    inside = """
-      a = f32[100] slice(p0), slice={[0:100]}
-      b = f32[100] slice(p0), slice={[100:200]}
-      ROOT s = f32[100] add(a, b)
-    """
-    assert fused(inside, "f32[3200]", "f32[100]").moved_bytes == 800 + 400
-
-
-def test_operand_sliced_and_used_is_read_fully():
-    inside = """
-      a = f32[1,100] slice(p0), slice={[0:1], [0:100]}
-      b = f32[32,100] negate(p0)
-      ROOT s = (f32[1,100], f32[32,100]) tuple(a, b)
-    """
-    assert fused(inside, "f32[32,100]", "(f32[1,100], f32[32,100])").moved_bytes == 12800 + 400 + 12800
-
-
-def test_unused_operand_is_not_read():
-    assert fused("  ROOT s = f32[10] negate(p1)", "f32[32,100] f32[10]", "f32[10]").moved_bytes == 80
-
-
-@pytest.mark.parametrize("opcode", ["fusion", "fusion-start"])
-def test_in_place_update_writes_the_update(opcode):
-    inside = """
-      u = f32[1,100] bitcast(p2)
-      d = f32[32,100] dynamic-update-slice(p0, u, p1, p1)
-      ROOT r = f32[32,100] bitcast(d)
-    """
-    result = "f32[32,100]" if opcode == "fusion" else "((f32[32,100], s32[], f32[100]), f32[32,100], u32[])"
-    assert fused(inside, "f32[32,100] s32[] f32[100]", result, opcode).moved_bytes == 4 + 400 + 400
-
-
-def test_update_with_further_uses_is_a_full_copy():
-    inside = """
-      d = f32[32,100] dynamic-update-slice(p0, p2, p1, p1)
-      ROOT r = f32[32,100] negate(d)
-    """
-    assert fused(inside, "f32[32,100] s32[] f32[1,100]", "f32[32,100]").moved_bytes == 12800 + 4 + 400 + 12800
-
-
-def test_in_place_updates_among_several_results():
-    inside = """
-      d = f32[32,100] dynamic-update-slice(p0, p2, p1, p1)
-      n = f32[1,100] negate(p2)
-      ROOT r = (f32[32,100], f32[1,100]) tuple(d, n)
-    """
-    found = fused(inside, "f32[32,100] s32[] f32[1,100]", "(f32[32,100], f32[1,100])")
-    assert found.moved_bytes == 4 + 400 + 400 + 400
-
-
-@pytest.mark.parametrize("inside", ["  ROOT b = f32[10,10] bitcast(p0)", "  ROOT b = (f32[100]) tuple(p0)"])
-def test_fusion_that_forwards_an_operand(inside):
-    assert fused(inside, "f32[100]", "f32[10,10]" if "bitcast" in inside else "(f32[100])").moved_bytes == 800
+@pytest.mark.parametrize(("inside", "operands", "result", "moved_bytes"), FUSIONS.values(), ids=FUSIONS)
+def test_fusion_moves_the_bytes_that_it_uses(inside, operands, result, moved_bytes):
+    opcode = "fusion-start" if result == BUFFERS else "fusion"
+    assert fused(inside, operands, result, opcode).moved_bytes == moved_bytes
 
 
 def test_gather_reads_selected_rows():
