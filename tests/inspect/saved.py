@@ -24,6 +24,16 @@ REFERENCE = ("ddp", "zero1", "hsdp", "fsdp_tensor", "fsdp_sequence", "context_fs
 """Programs saved in addition to all planted mistakes."""
 
 
+@dataclasses.dataclass
+class Compiled:
+    """A fake compiler process that returns a compiled program."""
+
+    program: object
+
+    def compile(self, traced, cluster, options=None):
+        return self.program
+
+
 def file_of(name: str) -> Path:
     return FOLDER / f"{name}.json.xz"
 

@@ -182,13 +182,19 @@ def test_start_shapes_count_once(shape, is_sync):
     assert found.is_async is not is_sync
 
 
-def test_generic_async_start():
+@pytest.mark.parametrize(
+    ("body", "name", "computation"),
+    [
+        ("s = ((f32[8,4]), f32[2,4], u32[]) async-start(p), calls=wrapped, metadata={op_name=\"jit(f)/mlp/add\"}\n"
+         "u = ((f32[8,4]), f32[2,4], u32[]) async-update(s), calls=wrapped\n"
+         "d = f32[2,4] async-done(u), calls=wrapped", "r", "wrapped"),
+        (f"s = ((f32[8,4]), f32[2,4]) reduce-scatter-start(p), {ON_TENSOR}, dimensions={{0}}, to_apply=add, "
+         "calls=wrapped, metadata={op_name=\"jit(f)/mlp/add\"}\nd = f32[2,4] reduce-scatter-done(s)", "s", "e"),
+    ],
+)  # fmt: skip
+def test_async_start_with_computation_counts_once(body, name, computation):
     found = only(
-        """
-        s = ((f32[8,4]), f32[2,4], u32[]) async-start(p), calls=wrapped, metadata={op_name="jit(f)/mlp/add"}
-        u = ((f32[8,4]), f32[2,4], u32[]) async-update(s), calls=wrapped
-        d = f32[2,4] async-done(u), calls=wrapped
-        """,
+        body,
         before=f"""
         wrapped {{
           q = f32[8,4] parameter(0)
@@ -196,21 +202,8 @@ def test_generic_async_start():
         }}
         """,
     )
-    assert (found.kind, found.is_async, found.computation, found.module) == ("reduce-scatter", True, "wrapped", "mlp")
-
-
-def test_named_async_start_with_computation_counts_once():
-    found = only(
-        "s = ((f32[8,4]), f32[2,4]) reduce-scatter-start(p), "
-        f"{ON_TENSOR}, dimensions={{0}}, to_apply=add, calls=wrapped\nd = f32[2,4] reduce-scatter-done(s)",
-        before=f"""
-        wrapped {{
-          q = f32[8,4] parameter(0)
-          ROOT r = f32[2,4] reduce-scatter(q), {ON_TENSOR}, dimensions={{0}}, to_apply=add
-        }}
-        """,
-    )
-    assert (found.kind, found.name) == ("reduce-scatter", "s")
+    assert (found.kind, found.is_async, found.module) == ("reduce-scatter", True, "mlp")
+    assert (found.name, found.computation) == (name, computation)
 
 
 def test_combined_collectives_can_be_split():

@@ -17,6 +17,7 @@ from meshpar.inspect.census import census
 from meshpar.inspect.program import compile_here
 from meshpar.models import llama3_8b, next_token_loss
 from tests.errors import raises
+from tests.inspect.saved import Compiled
 
 
 @pytest.fixture
@@ -30,16 +31,6 @@ def report(compiled, monkeypatch):
         return mp.explain(plant.step, plant.state, plant.batch, cluster, pod=pod), plant, program
 
     return explained
-
-
-@dataclasses.dataclass
-class Compiled:
-    """A fake compiler process that returns a compiled program."""
-
-    program: object
-
-    def compile(self, traced, cluster, options=None):
-        return self.program
 
 
 def test_notes_mention_missing_autotuning(report):
@@ -110,19 +101,6 @@ def test_steps_that_do_not_fit_have_remedies(planted, pod):
     assert unadvised.memory.remedies == ()
 
 
-def test_cluster_size_must_match_the_mesh(planted, monkeypatch):
-    monkeypatch.setattr(explain_module, "require_aot", lambda cluster: None)
-    plant = planted.reference("zero3")
-    with raises("conflict", "h100:8x8"):
-        mp.explain(plant.step, plant.state, plant.batch, "h100:8x8")
-
-
-def test_abstract_mesh_needs_a_cluster(planted):
-    plant = planted.reference("zero3")
-    with raises("conflict", "explain"):
-        mp.explain(plant.step, plant.state, plant.batch)
-
-
 def test_missing_aot_extra_is_an_error(planted, monkeypatch):
     monkeypatch.setattr(target, "missing_aot", lambda: "jax-cuda12-plugin is not installed")
     plant = planted.reference("zero3")
@@ -130,21 +108,20 @@ def test_missing_aot_extra_is_an_error(planted, monkeypatch):
         mp.explain(plant.step, plant.state, plant.batch, "h100:1x8")
 
 
-def test_explain_requires_a_training_step(planted):
+def test_explain_refuses_invalid_arguments(planted, monkeypatch):
+    monkeypatch.setattr(explain_module, "require_aot", lambda cluster: None)
     plant = planted.reference("zero3")
-    with raises("wrong-type", "explain"):
-        mp.explain(lambda state, batch: state, plant.state, plant.batch)
-    with raises("wrong-type", "explain"):
-        mp.explain(mp.eval_step(next_token_loss), plant.state, plant.batch)
-    with raises("wrong-type", "explain"):
-        mp.explain(plant.step, {}, plant.batch)
-
-
-def test_indivisible_batches_are_refused(planted):
-    plant = planted.reference("zero3").on_cpu
     odd = {name: np.zeros((9, 64), np.int32) for name in plant.batch}
-    with raises("indivisible", "batch leaf"):
-        mp.explain(plant.step, plant.state, odd)
+    for code, where, args in (
+        ("conflict", "h100:8x8", (plant.step, plant.state, plant.batch, "h100:8x8")),  # of another size than the mesh
+        ("conflict", "explain", (plant.step, plant.state, plant.batch)),  # an abstract mesh without a cluster
+        ("wrong-type", "explain", (lambda state, batch: state, plant.state, plant.batch)),
+        ("wrong-type", "explain", (mp.eval_step(next_token_loss), plant.state, plant.batch)),
+        ("wrong-type", "explain", (plant.step, {}, plant.batch)),
+        ("indivisible", "batch leaf", (plant.step, plant.on_cpu.state, odd)),
+    ):
+        with raises(code, where):
+            mp.explain(*args)
 
 
 @pytest.mark.pod

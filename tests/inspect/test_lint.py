@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import re
 
 import jax
@@ -103,14 +104,10 @@ OPTIONS = {
 
 
 @pytest.mark.pod
-@pytest.mark.parametrize("options", ["accumulate", "once"])
-def test_micro_steps_give_no_finding(compiled, options):
-    assert findings(compiled, "zero3", **OPTIONS[options]) == ()
-
-
-@pytest.mark.pod
-@pytest.mark.parametrize("name", ["zero1", "sequence"])
-@pytest.mark.parametrize("options", ["remat", "float32", "reduce"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("zero3", "accumulate"), ("zero3", "once"), *itertools.product(("zero1", "sequence"), tuple(OPTIONS)[2:])],
+)
 def test_step_options_give_no_finding(compiled, name, options):
     assert findings(compiled, name, **OPTIONS[options]) == ()
 

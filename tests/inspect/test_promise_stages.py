@@ -36,6 +36,7 @@ from meshpar.pipeline.traffic import traffic
 from meshpar.schedules import make
 from meshpar.sharding.types import axis_sizes
 from tests.grid import cases
+from tests.inspect.saved import Compiled
 
 L, D, F, V, T = 4, 16, 32, 64, 8
 
@@ -409,16 +410,6 @@ def test_a_fault_is_told(faulty, fault):
 
 
 # The report
-
-
-@dataclasses.dataclass
-class Compiled:
-    """A fake compiler process that returns a compiled program."""
-
-    program: object
-
-    def compile(self, traced, cluster, options=None):
-        return self.program
 
 
 @pytest.fixture(scope="module")

@@ -930,18 +930,16 @@ def test_plan_command_saves_a_plan_for_train(meshpar, tmp_path):
     fewer = ("--set=batch_size=20", "--top", 1, "--save", file, *fields)
     code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x4", *fewer)
     assert (code, error) == (0, "")
-    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--set=accumulate=2")
-    assert code == 2
-    assert "fix `accumulate`" in error
-    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--why-not", " ")
-    assert code == 2
-    assert "mesh axes are required" in error
-    code, _, error = meshpar("plan", recipe, "--cluster", "h100:1x8", "--price", 2)
-    assert code == 2
-    assert "--tokens is not set" in error
-    code, _, error = meshpar("train", recipe, "--plan", tmp_path / "none.json")
-    assert code == 2
-    assert "Create the file with meshpar plan" in error
+    on_8 = ("plan", recipe, "--cluster", "h100:1x8")
+    for words, text in (
+        ((*on_8, "--set=accumulate=2"), "fix `accumulate`"),
+        ((*on_8, "--why-not", " "), "mesh axes are required"),
+        ((*on_8, "--price", 2), "--tokens is not set"),
+        (("train", recipe, "--plan", tmp_path / "none.json"), "Create the file with meshpar plan"),
+    ):
+        code, _, error = meshpar(*words)
+        assert code == 2
+        assert text in error
 
 
 @pytest.mark.matrix
