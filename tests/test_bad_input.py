@@ -380,7 +380,7 @@ def test_too_little_memory_and_deep_json_are_errors(tmp_path: Path) -> None:
     with pytest.raises(MeshparError, match="takes 1 PB here"):
         check_memory("here", "take it", 1e15, "do")
     (tmp_path / "deep.json").write_text(DEEP)
-    with pytest.raises(MeshparError, match="no valid JSON"):
+    with pytest.raises(MeshparError, match="not valid JSON"):
         read_json(tmp_path / "deep.json", "it", "do")
     (tmp_path / "big.json").write_bytes(b"")
     os.truncate(tmp_path / "big.json", 1 << 40)  # a hole: nothing is on the disk

@@ -286,7 +286,7 @@ class _Case:
 
         def body(_: int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             x, _y = carry
-            # The barrier keeps the compiler from simplifying the collective with what follows it.
+            # The barrier prevents the compiler from simplifying the collective together with later operations.
             y = lax.optimization_barrier(kernel(x))
             return self._next(x, y), y
 

@@ -550,7 +550,7 @@ def _check_arrays(where: str, q: Array, k: Array, v: Array, window: Any, cap: An
     differ = (*q.shape[:2], *q.shape[3:]) != (*k.shape[:2], *k.shape[3:])
     check_cases(
         where, shapes, "wrong-shape",
-        (not q.ndim == k.ndim == v.ndim == 4, "the dims are [batch, positions, heads, head width]", "reshape them"),
+        (not q.ndim == k.ndim == v.ndim == 4, "the dims must be [batch, positions, heads, head width]", "reshape them"),
         (k.shape != v.shape, "keys and values must have the same shape", "pad the narrower heads with zeros"),
         (differ, "queries and keys must have equal batch, positions and head width", "shard them in the same way"),
         (0 in (*q.shape, *k.shape), "a dim is empty", "use sizes of at least 1"),

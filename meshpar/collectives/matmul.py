@@ -360,7 +360,7 @@ def _accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 def _check_row_dim(kernel: str, dim: int, num_dims: int) -> None:
     rows = [*range(-num_dims, -1), *range(num_dims - 1)]
-    reason = f"there are {num_dims} dims, and the last is not a dim of rows"
+    reason = f"there are {num_dims} dims, and the last one does not contain rows"
     check_index(kernel, f"shard the rows along dim {dim!r}", dim, rows, reason)
 
 

@@ -179,7 +179,7 @@ def _objects(where: str, field: str, value: Any) -> list[dict[str, Any]] | None:
             value = json.loads(value)
     if value is None or (isinstance(value, list) and all(isinstance(item, dict) for item in value)):
         return value
-    reason, fix = "it is not a list of objects, or its JSON", f'write "{field}": [{{...}}], or remove the field'
+    reason, fix = "it is neither a list of objects nor one in JSON", f'write "{field}": [{{...}}], or remove the field'
     raise problem(where, f"render its `{field}`", reason, fix, "wrong-type")
 
 

@@ -34,7 +34,7 @@ from meshpar.pipeline.stage_placement import RETURNED
 from meshpar.sharding.types import MeshLike, axis_sizes, problem
 
 UNKNOWN = "unknown"
-"""Axis name for replica groups that are no product of mesh axes."""
+"""Axis name for replica groups that are not a product of mesh axes."""
 
 _PAIRWISE = frozenset({"collective-permute", "send", "recv"})
 _PRIMITIVE = re.compile(
@@ -63,7 +63,7 @@ class Collective:
     kind: str
     """One of `KINDS`."""
     axes: tuple[str, ...]
-    """Mesh axes of its groups in the mesh's order; `("unknown",)` if they are no product of axes."""
+    """Mesh axes of its groups in the mesh's order; `("unknown",)` if no product of axes fits."""
     group_size: int
     """Devices in a group; for a permute, the devices that take part."""
     arrays: tuple[ArrayShape, ...]

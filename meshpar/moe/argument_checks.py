@@ -31,7 +31,7 @@ def check_scores(where: str, scores: Any, experts: Any) -> None:
     check_array(where, "scores", scores, "T E")
     check_array(where, "experts", experts, "T k", "integer")
     requested = f"use scores of shape {scores.shape} with experts of shape {experts.shape}"
-    reason, fix = "they are [T, E] and [T, k], with T of at least 1", "pass both from the same `Routed`"
+    reason, fix = "they must be [T, E] and [T, k], with T of at least 1", "pass both from the same `Routed`"
     check_cases(where, requested, "wrong-shape", (len(scores) != len(experts) or not len(scores), reason, fix))
 
 
@@ -42,7 +42,7 @@ def check_routed(where: str, x: Any, experts: Any, weights: Any) -> None:
     check_array(where, "weights", weights, "T k")
     is_wrong = experts.shape != weights.shape or len(x) != len(experts) or not experts.size or not x.size
     requested = f"use x {x.shape}, experts {experts.shape} and weights {weights.shape}"
-    reason = "they are [T, d], [T, k] and [T, k], without dims of size 0"
+    reason = "they must be [T, d], [T, k] and [T, k], without dims of size 0"
     fix = "pass k experts and k weights per token; expert -1 marks an unassigned one"
     check_cases(where, requested, "wrong-shape", (is_wrong, reason, fix))
 

@@ -85,8 +85,8 @@ class Payload:
 
 def check_payload(where: str, payload: object) -> None:
     """Check that an argument is a `Payload` or None."""
-    is_wrong, reason = not isinstance(payload, Payload | None), "it describes the number formats of each direction"
-    fix = 'pass moe.Payload(dispatch="int8"), or None'
+    is_wrong, reason = not isinstance(payload, Payload | None), "it must be a Payload or None"
+    fix = 'pass moe.Payload(dispatch="int8"), for example'
     check_cases(where, f"use payload={payload!r}", "wrong-type", (is_wrong, reason, fix))
 
 

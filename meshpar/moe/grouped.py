@@ -236,7 +236,7 @@ def _check_operands(rows: jax.Array | jax.ShapeDtypeStruct, weights: jax.Array, 
     shape, dtype = jnp.shape(group_sizes), jnp.asarray(group_sizes).dtype
     is_wrong = rows.shape[1] != weights.shape[1] or 0 in weights.shape or shape != weights.shape[:1]
     requested = f"multiply {rows.dtype}{rows.shape} rows, {weights.dtype}{weights.shape} weights and {shape} sizes"
-    reason, fix = "they are [R, d], [G, d, f] and [G], and d, f and G are at least 1", "pass such arrays"
+    reason, fix = "they must be [R, d], [G, d, f] and [G], with d, f and G of at least 1", "pass such arrays"
     check_cases(KERNEL, requested, "wrong-shape", (is_wrong, reason, fix))
     is_integer, same_dtype = jnp.issubdtype(dtype, jnp.integer), "rows and weights must have the same dtype"
     check_cases(

@@ -72,7 +72,7 @@ def measure(
     check_scores("measure", scores, experts)
     check_positive_int("measure", "the number of ranks that own experts", num_ranks=num_ranks)
     if kept is not None:
-        reason, fix = f"it is a bool per assignment, with shape {experts.shape}", "pass the result of `routing.kept`"
+        reason, fix = f"it must have a bool per assignment, {experts.shape}", "pass the result of `routing.kept`"
         is_wrong = jnp.shape(kept) != experts.shape or jnp.result_type(kept) != jnp.bool_
         requested = f"use `kept` with shape {jnp.shape(kept)} and dtype {jnp.result_type(kept)}"
         check_cases("measure", requested, "wrong-shape", (is_wrong, reason, fix))

@@ -144,7 +144,7 @@ def route(logits: Float[Array, "T E"], routing: Routing, *, bias: Float[Array, "
     requested = f"use logits of shape {logits.shape}"
     fix = "merge batch and sequence into one dim of tokens, and check num_experts"
     is_wrong = logits.ndim != 2 or logits.shape[1] != num_experts
-    check_cases("route", requested, "wrong-shape", (is_wrong, f"they are [T, {num_experts}] for this routing", fix))
+    check_cases("route", requested, "wrong-shape", (is_wrong, f"they must be [T, {num_experts}] for this routing", fix))
     if bias is not None:
         case = routing.choice == "expert", "each expert chooses the same number of tokens", "leave the bias out"
         check_cases("route", 'use a bias with choice="expert"', "conflict", case)

@@ -94,7 +94,7 @@ def read_json(path: str | os.PathLike[str], where: str, fix: str, *, requested: 
     try:
         return json.loads(text, parse_int=parse_int)
     except (RecursionError, ValueError) as error:
-        raise problem(where, requested, f"it is no valid JSON ({error!s:.200})", fix, code="bad-syntax") from None
+        raise problem(where, requested, f"it is not valid JSON ({error!s:.200})", fix, code="bad-syntax") from None
 
 
 def write_text(path: str | os.PathLike[str], text: str, where: str) -> None:

@@ -311,7 +311,7 @@ def _with_frozen(leaves: list[Leaf], trainable: Trainable) -> list[Leaf]:
         predicate = trainable if callable(trainable) else re.compile(trainable).fullmatch
     except (re.error, TypeError) as error:
         code, fix = "bad-syntax" if isinstance(error, re.error) else "wrong-type", "write r'.*/(lora_a|lora_b)'"
-        raise problem(where, requested, f"it is not a pattern of paths or predicate ({error})", fix, code) from error
+        raise problem(where, requested, f"it is neither a path pattern nor a predicate ({error})", fix, code) from error
     selected = {path: predicate(path) for path in paths}
     for path in (path for path in paths if callable(trainable) and not isinstance(selected[path], bool)):
         reason = f"for `{path}` it returned {selected[path]!r} instead of True or False"

@@ -449,7 +449,7 @@ def _loss_share(
     closed, _ = flat_jaxpr(slope, *args)
     num_inputs = len(closed.jaxpr.invars)
     if depends(closed.jaxpr, [True] * num_inputs)[0]:
-        reason = "its derivative by the auxiliary loss is not constant, and the stages need it before it is known"
+        reason = "its derivative with respect to the auxiliary loss is not constant, but the stages need it in advance"
         fix = "write `loss + aux.loss`, or multiply aux.loss by a constant"
         if is_weighted:
             reason = "`MeanLoss` divides its total, with the auxiliary loss in it, by the weight of the batch"
