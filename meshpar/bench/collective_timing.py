@@ -361,7 +361,7 @@ _TWO_LEVELS: Mapping[str, tuple[Callable[..., jax.Array], Callable[..., cost.Hie
 
 
 def _host() -> jax.Device | None:
-    """Return a CPU device, which has most memory, or None if jax has no host platform."""
+    """Return a CPU device, for large arrays, or None if jax has no host platform."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

@@ -447,7 +447,7 @@ def _check_same_program(
         current = StepProgram(recipe, _setup(recipe, mesh), program.batches).to_json()
     if saved["fingerprint"] == current["fingerprint"]:
         return
-    difference = f"the run was trained with {saved['fingerprint']}, and its fields now give {current['fingerprint']}"
+    difference = f"the run was trained with {saved['fingerprint']}, and the recipe now gives {current['fingerprint']}"
     if accept:
         screen.print(f"the code changed since the run started: {difference}")
         return

@@ -242,7 +242,7 @@ class _Staged:
         return (*scales.expected_collectives(step_spec), *self.setup.strategy.activation_collectives(step_spec))
 
     def on_stage(self, side: _Side, collective: ExpectedCollective, stage: int) -> ExpectedCollective:
-        """Return a collective of all layers and microbatches with the counts of a stage."""
+        """Scale the counts of a collective, over all layers and microbatches, to those of a stage."""
         runs = {"first": self.traffic.first, "layers": self.traffic.ops[:, F], "last": self.traffic.last}[side]
         parts = self.parts.schedule.num_parts if side == "layers" else 1
         share = Fraction(int(runs[stage]), parts * self.parts.schedule.microbatches)

@@ -127,7 +127,7 @@ class _Pool:
         return list(groups.values())
 
     def fit(self, expected: ExpectedCollective, array: Collective) -> tuple[Fraction, float]:
-        """Return how many expected arrays one run of a collective sends, and a cost of other dtypes or axes."""
+        """Return how many expected arrays one run of a collective sends, and a cost if dtype or axes differ."""
         if (expected.forward_only and array.is_backward) or (expected.outside_loops and array.loops):
             return Fraction(0), 0.0
         is_integer = array.dtype.startswith(("s", "u", "pred"))  # counts or quantized values

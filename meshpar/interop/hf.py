@@ -313,7 +313,7 @@ def _shapes(tensors: Iterable[WeightMapping], limit: int, path: Path) -> dict[st
     shapes: dict[str, tuple[int, ...]] = {}
     for mapping in tensors:
         if mapping.num_tensors > limit:
-            reason = f"by config.json there are {mapping.num_tensors:,} such tensors"
+            reason = f"config.json describes {mapping.num_tensors:,} such tensors"
             where, fix = f"{path}, `{mapping.template}`", "use the config.json of these files"
             raise problem(where, f"find them among {limit} tensors", reason, fix, code="not-found")
         shapes |= {name: mapping.file_shape for name, _ in mapping.tensors()}

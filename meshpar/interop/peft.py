@@ -316,8 +316,8 @@ def _module_of(name: str) -> str:
 def _targets(pairs: Iterable[str], rows: list[WeightMapping]) -> dict[str, Any]:
     """Return `target_modules` and `target_parameters` of an adapter_config.json.
 
-    With transformers 5, PEFT stacks all modules whose name has the suffix of an expert matrix. Other modules with such
-    a name are listed as parameters, which PEFT does not stack.
+    With transformers 5, PEFT stacks every target module that is named like an expert matrix. If such a module is not
+    part of an expert, it is listed under `target_parameters`, which PEFT does not stack.
     """
     modules = {_module_of(name).removeprefix(ROOT) for name in pairs}
     all_modules = {name.removesuffix(".weight") for row in rows for name, _ in row.tensors()}

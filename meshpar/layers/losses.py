@@ -207,7 +207,7 @@ class Loss:
           call: `(terms, args, rows, key) -> (LossTerms, extra)`, calls `terms` on a part as the engine does.
           args: parameters and other values that weights must not depend on.
           rows, keys: `[part, ...]`, inside a `shard_map` the local parts.
-          axes: sizes of the mesh axes over which the parts of a `shard_map` differ.
+          axes: sizes of the mesh axes over which the parts differ, inside a `shard_map`.
         """
 
         def terms(args: PyTree, rows: PyTree, key: jax.Array) -> LossTerms:

@@ -133,7 +133,7 @@ _ELEMENTWISE = frozenset({"add", "erf", "integer_pow", "logistic", "max", "mul",
 def _shards_first_dim_fully(primitive: Any, params: Mapping[str, Any]) -> bool:
     """Return whether a constraint shards the first dim over all devices.
 
-    It causes no communication that saving its result would avoid.
+    Its result can be recomputed without communication, so it need not be saved.
     """
     sharding = params.get("sharding")
     if primitive.name != "sharding_constraint" or not isinstance(sharding, NamedSharding) or not sharding.spec:

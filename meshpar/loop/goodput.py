@@ -31,8 +31,8 @@ WRITE_EVERY_S = 10.0
 class Goodput(Hook):
     """Hook that adds up the wall time by phase, on process 0, in a file that a resumed run continues.
 
-    Pass it to `fit` before the `JsonlWriter`, which removes the lines of the steps to repeat: the steps in `metrics`
-    (metrics.jsonl) after the restored checkpoint are counted as redone. `began_s` is the start of this process.
+    Steps in `metrics` (metrics.jsonl) after the restored checkpoint are counted as redone. The `JsonlWriter` removes
+    their lines, so pass this hook to `fit` before it. `began_s` is the start of this process.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, metrics: str | os.PathLike[str], began_s: float) -> None:

@@ -39,7 +39,7 @@ class RopeScaling:
         check_positive_int("RopeScaling", "a sequence length", original_seq_len=self.original_seq_len)
         if self.factor < 1 or not 0 < self.low_freq_factor < self.high_freq_factor:
             reason = "`factor` must be at least 1, and 0 < low_freq_factor < high_freq_factor"
-            raise problem("RopeScaling", f"use {self}", reason, "use 8.0, 1.0 and 4.0", code="out-of-range")
+            raise problem("RopeScaling", f"use {self}", reason, "use the defaults: RopeScaling()", code="out-of-range")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

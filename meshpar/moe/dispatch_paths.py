@@ -229,7 +229,8 @@ class Dropless(NamedTuple):
     def _sort(self, experts: jax.Array) -> tuple[Order, jax.Array, jax.Array]:
         """Return (order, assignments of each expert, rows sent to each expert) within the limits.
 
-        The limit per rank keeps the earliest assignments. The limit of all rows keeps the first experts.
+        Above the limit per rank, the last assignments are dropped. Above the limit of all rows, the rows of the last
+        experts are dropped.
         """
         shape = self.shape
         chosen = sent = count(experts, shape.num_experts)

@@ -497,7 +497,7 @@ def _dispatch(
 def _compute_local(
     tokens: jax.Array, routed: Routed, experts: Experts, config: MoEConfig, axes: _LayerAxes, slots: int | None
 ) -> tuple[jax.Array, Dispatched]:
-    """Compute the local experts for all local tokens. The sum over ranks is the caller's."""
+    """Compute the local experts for all local tokens. The caller sums over ranks."""
     num_local = experts[0].shape[0]
     first = lax.axis_index(axes.experts) * num_local if axes.experts else 0
     local = routed.experts - first

@@ -217,7 +217,7 @@ def _check_independent(
     used = Cut(closed, first=[True] * len(closed.jaxpr.outvars)).first_needs
     for leaf, is_used in zip(jax.tree.leaves(embedding_and_head), used, strict=False):
         if is_used:
-            where = f"the layers of the model, and a parameter of shape {leaf.shape}"
+            where = f"a parameter of shape {leaf.shape} that the layers use"
             reason = "it is not part of the stacked layers, and only the first and the last stage compute its gradient"
             fix = "add a copy to the stacked parameters of each layer, or use it before or after the layers"
             raise problem(where, "use it inside a stage", reason, fix, code="unsupported-feature")

@@ -80,7 +80,7 @@ def _check_numbers(schedule: Schedule) -> None:
     # Checked before any array of this size is allocated.
     where, count = f"schedule `{schedule.name}`", schedule.microbatches
     if not is_int(count, 1) or count > max(schedule.table.size, 1):
-        reason = f"it must be an integer of at least 1, and the table has {schedule.ticks} ticks"
+        reason = f"it must be an integer from 1 to {max(schedule.table.size, 1)} in {schedule.ticks} ticks"
         fix = "correct the number of microbatches, or add their ops to the table"
         raise problem(where, f"train on {count!r} microbatches", reason, fix, code="out-of-range")
     microbatch, chunk = schedule.table[..., 0], schedule.table[..., 1]

@@ -56,9 +56,9 @@ def compile_options(setup: Setup, options: StepOptions) -> dict[str, Value]:
       be sent after the last matmul of the layer, without overlap.
     - Mesh axes that shard the layers add collectives between the matmuls. Four collectives may then run concurrently,
       and the default size of combined scatters is kept.
-    - Batch slices send separate messages. A slice would wait for the others if their messages were combined, so gathers
-      are combined up to the size of a layer's weights. With such mesh axes, scatters are combined up to the size of its
-      gradients times the number of slices. See `APART`.
+    - Batch slices send separate messages, because a slice would wait for the others if their messages were combined.
+      Gathers are combined up to the size of a layer's weights. If mesh axes shard the layers, scatters are combined up
+      to the size of a layer's gradients times the number of slices. See `APART`.
     """
     gathered_bytes, gradient_bytes = bytes_of_a_layer(setup, options)
     combined_bytes = gathered_bytes if options.interleave > 1 else max(gathered_bytes, 2**30)
