@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from meshpar.collectives.attention import TileKernel
 from meshpar.collectives.kernel_checks import attention_errors
@@ -32,15 +32,8 @@ def refusals_told(*arrays: Array) -> Iterator[None]:
         yield
 
 
-def tile_forward(
-    q_BHsD: Float[Array, "B H s D"],
-    k_BKsD: Float[Array, "B K s D"],
-    v_BKsD: Float[Array, "B K s D"],
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[Float[Array, "B H s D"], Float[Array, "B H s"]]:
-    """Compute attention within a tile, and the float32 log-sum-exp of the scaled scores of each query.
+def tile_forward(q_BHsD: Array, k_BKsD: Array, v_BKsD: Array, *, scale: float, causal: bool) -> tuple[Array, Array]:
+    """Compute attention within a tile `[B, H, s, D]`, and the log-sum-exp of the scaled scores, `[B, H, s]` in float32.
 
     The reference is the plain tile in `attention.py`.
     """
@@ -54,16 +47,16 @@ def tile_forward(
 
 
 def tile_backward(
-    q_BHsD: Float[Array, "B H s D"],
-    k_BKsD: Float[Array, "B K s D"],
-    v_BKsD: Float[Array, "B K s D"],
-    o_BHsD: Float[Array, "B H s D"],
-    lse_BHs: Float[Array, "B H s"],
-    do_BHsD: Float[Array, "B H s D"],
+    q_BHsD: Array,
+    k_BKsD: Array,
+    v_BKsD: Array,
+    o_BHsD: Array,
+    lse_BHs: Array,
+    do_BHsD: Array,
     *,
     scale: float,
     causal: bool,
-) -> tuple[Float[Array, "B H s D"], Float[Array, "B K s D"], Float[Array, "B K s D"]]:
+) -> tuple[Array, Array, Array]:
     """Return the contribution of a tile to the gradients of q, k and v. `o` and `lse` are over all keys."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

@@ -9,7 +9,7 @@ import importlib.util
 import re
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from meshpar.collectives.kernel_checks import attention_errors
 
@@ -21,15 +21,15 @@ _SCOPE = re.compile(rf"{SCOPE}(\d+)")
 
 
 def flash_attention(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    v_BTKD: Float[Array, "B T K D"],
-    segments_BT: Int[Array, "B T"] | None = None,
+    q_BTHD: Array,
+    k_BTKD: Array,
+    v_BTKD: Array,
+    segments_BT: Array | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
     cap: float | None = None,
-) -> Float[Array, "B T H D"]:
+) -> Array:
     """Compute causal attention on a device with tokamax, with arguments as in `meshpar.models.layers.causal_attention`.
 
     Segments become a mask of T² bytes per example, which is created in each call. The kernels do not support the

@@ -24,7 +24,6 @@ from jax import lax
 
 from meshpar.collectives.quantized import BLOCK, FORMATS
 from meshpar.hardware import cost_model as cost
-from meshpar.moe import token_exchange
 from meshpar.moe.assignment_order import (
     Order,
     Permutation,
@@ -37,7 +36,7 @@ from meshpar.moe.assignment_order import (
     weighted_sum,
 )
 from meshpar.moe.routing import count, kept
-from meshpar.moe.token_exchange import Coding, RowCounts, RowLink
+from meshpar.moe.token_exchange import FULL, SEND, SEND_BACK, Coding, RowCounts, RowLink, exchange
 from meshpar.sharding.errors import check_cases, check_choice, check_positive_int
 
 
@@ -149,7 +148,7 @@ class Capacity(NamedTuple):
         shape, capacity = self.shape, self.capacity
         order = in_buffers(experts, shape.num_experts, capacity)
         buffers = expand(x, order).reshape(shape.num_ranks, self._link.pair_rows, x.shape[1])
-        buffers = token_exchange.exchange(self._link, self.payload.coding("dispatch"), buffers)
+        buffers = exchange(self._link, self.payload.coding("dispatch"), FULL, buffers, None)
         rows = self._transposed(buffers.reshape(shape.num_ranks, shape.local_experts, capacity, x.shape[1]))
         sizes = np.full(shape.local_experts, shape.num_ranks * capacity, np.int32)
         chosen = count(experts, shape.num_experts)
@@ -162,7 +161,7 @@ class Capacity(NamedTuple):
         shape, width = self.shape, outputs.shape[1]
         rows = self._transposed(outputs.reshape(shape.local_experts, shape.num_ranks, self.capacity, width))
         buffers = rows.reshape(shape.num_ranks, self._link.pair_rows, width)
-        buffers = token_exchange.exchange(self._link, self.payload.coding("combine"), buffers)
+        buffers = exchange(self._link, self.payload.coding("combine"), FULL, buffers, None)
         return weighted_sum(buffers.reshape(-1, width), arrived.weights, arrived.order)
 
     @property
@@ -210,7 +209,7 @@ class Dropless(NamedTuple):
     def send_rows_of(self, x: jax.Array, arrived: Arrived, coding: Coding) -> jax.Array:
         """[T, d] -> [N P, d]: send values of the tokens to the positions of their rows."""
         assert arrived.counts is not None
-        rows = token_exchange.send(self._link, coding, expand(x, arrived.order), arrived.counts)
+        rows = exchange(self._link, coding, SEND, expand(x, arrived.order), arrived.counts)
         return rows if arrived.movement is None else move(rows, arrived.movement)
 
     def combine(self, outputs: jax.Array, arrived: Arrived) -> jax.Array:
@@ -220,7 +219,7 @@ class Dropless(NamedTuple):
         """[N P, d'] -> [A, d']: return rows to the order of the local tokens' assignments."""
         assert arrived.counts is not None
         rows = outputs if arrived.movement is None else move(outputs, arrived.movement.inverse)
-        return token_exchange.send_back(self._link, self.payload.coding("combine"), rows, arrived.counts)
+        return exchange(self._link, self.payload.coding("combine"), SEND_BACK, rows, arrived.counts)
 
     @property
     def _link(self) -> RowLink:

@@ -71,41 +71,32 @@ def all_to_all(link: RowLink, buffers: jax.Array) -> jax.Array:
     return lax.all_to_all(buffers, link.axis, 0, 0)
 
 
-def exchange(link: RowLink, coding: Coding, buffers: jax.Array) -> jax.Array:
-    """Exchange full buffers, like `all_to_all`."""
-    return _coded(link, coding, _EXCHANGE, buffers, None)
-
-
-def send(link: RowLink, coding: Coding, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    """[A, d] -> [N P, d]: send rows, sorted by rank, to their ranks. Missing rows are zeros."""
-    return _coded(link, coding, _SEND, rows, counts)
-
-
-def send_back(link: RowLink, coding: Coding, rows: jax.Array, counts: RowCounts) -> jax.Array:
-    """[N P, d] -> [A, d]: the inverse and the transpose of `send`."""
-    return _coded(link, coding, _SEND_BACK, rows, counts)
-
-
 # ---- Derivatives and number formats ----------------------------------------------------------------------------------
 
-_SEND_BACK, _EXCHANGE, _SEND = -1, 0, 1
-"""Directions. The transpose of a direction is its negative."""
+SEND_BACK, FULL, SEND = -1, 0, 1
+"""Directions of `exchange`. The transpose of a direction is its negative.
+
+    SEND       [A, d] -> [N P, d]      rows, sorted by rank, to their ranks; missing rows are zeros
+    SEND_BACK  [N P, d] -> [A, d]      the inverse of `SEND`
+    FULL       [N, P, d] -> [N, P, d]  full buffers, like `all_to_all`, without counts
+"""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _coded(link: RowLink, coding: Coding, direction: int, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
+def exchange(link: RowLink, coding: Coding, direction: int, rows: jax.Array, counts: RowCounts | None) -> jax.Array:
+    """Send rows in a direction."""
     if coding.forward is None or link.num_ranks == 1:
         return _send(link, direction, rows, counts)
     message = _send(link, direction, encoded(rows, coding.forward, coding.block, None), counts)
     return decoded(message, rows.shape[-1], coding.forward, coding.block, rows.dtype)
 
 
-def _coded_backward(link: RowLink, coding: Coding, direction: int, counts: RowCounts | None, grad: jax.Array) -> tuple:
+def _backward(link: RowLink, coding: Coding, direction: int, counts: RowCounts | None, grad: jax.Array) -> tuple:
     # Rounding has the gradient of the identity.
-    return _coded(link, coding._replace(forward=coding.backward), -direction, grad, counts), None
+    return exchange(link, coding._replace(forward=coding.backward), -direction, grad, counts), None
 
 
-_coded.defvjp(lambda *args: (_coded(*args), args[-1]), _coded_backward)
+exchange.defvjp(lambda *args: (exchange(*args), args[-1]), _backward)
 
 
 # ---- Implementations -------------------------------------------------------------------------------------------------
@@ -117,7 +108,7 @@ def _send(link: RowLink, direction: int, rows: jax.Array, counts: RowCounts | No
     if link.num_ranks == 1:
         return rows
     rows, *arrays = varying_alike(link.axis, rows, *counts)
-    ragged, fixed = (functools.partial(f, link, direction == _SEND_BACK) for f in (_send_ragged, _send_fixed))
+    ragged, fixed = (functools.partial(f, link, direction == SEND_BACK) for f in (_send_ragged, _send_fixed))
     counts = RowCounts(*arrays)
     if link.implementation == "auto":  # chosen at lowering: a program traced on a laptop may be compiled for GPUs
         return lax.platform_dependent(rows, counts, cuda=ragged, rocm=ragged, default=fixed)
