@@ -288,11 +288,8 @@ def test_bench_command_errors_are_one_paragraph(command, monkeypatch, tmp_path, 
     assert says in error
 
 
-def test_measured_profile_works_with_other_commands(meshpar, tmp_path):
+def test_explain_rejects_a_profile_without_a_gpu(meshpar, tmp_path):
     made().profile().save(tmp_path / "my.json")
-    code, out, _ = meshpar("cost", "ring", "--cluster", tmp_path / "my.json", "--axis", "data", "--json")
-    assert code == 0
-    assert json.loads(out)["links"][0]["where"] == "measured along `data`"
     code, _, error = meshpar("explain", "none.py", "--cluster", tmp_path / "my.json")
     assert code == 2
     assert "links measured on `cpu` devices, and no GPU" in error

@@ -89,12 +89,6 @@ def test_many_devices_are_counted_instead_of_named():
     assert set(texts(figure)) == {"8 dev."}
 
 
-@pytest.mark.parametrize(("spec", "shape"), [(P("fsdp"), (6,)), (P(None, "fsdp"), (8, 6))])
-def test_a_spec_that_does_not_fit_is_an_error(spec, shape):
-    with pytest.raises(ValueError, match="shape"):
-        plots.sharding(spec, shape, MESH.abstract())
-
-
 def test_pictures_have_one_style_and_can_be_saved(tmp_path):
     with matplotlib.rc_context({"axes.titlecolor": "red"}):
         figure = plots.sharding(P("fsdp", "tensor"), (8, 6), MESH.abstract())

@@ -103,8 +103,6 @@ def test_fingerprint_depends_on_data_and_split():
         ({"arrays": {"x": np.zeros((9, 2))}, "valid": {"x": np.zeros((9, 3))}}, "wrong-shape", "valid"),
         ({"arrays": digits(), "valid": {}}, "not-found", "valid"),
         ({"arrays": digits(5)}, "out-of-range", "batch_size"),
-        ({"arrays": digits(), "valid_fraction": 1.5}, "out-of-range", "ArrayData"),
-        ({"arrays": digits(), "valid_batches": 0}, "not-an-int", "ArrayData"),
         ({"arrays": digits(), "prefetch": -1}, "not-an-int", "ArrayData"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 
 import numpy as np
@@ -16,6 +15,7 @@ from meshpar.loop.metrics_file import JsonlWriter
 from meshpar.loop.progress_bar import ProgressBar
 from tests.errors import raises
 from tests.loop.test_fit import FakeStep, run
+from tests.loop.test_metrics_file import lines
 
 
 def metrics_of(load, *, ranks=2, dropped=0.0, entropy=1.0):
@@ -44,10 +44,6 @@ class ExpertStep(FakeStep):
 
 EVEN = metrics_of([[500, 500, 500, 500], [510, 490, 500, 500]])
 UNEVEN = metrics_of([[500, 500, 500, 500], [1700, 100, 100, 100]])
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_lines_contain_the_load_since_the_previous_report(tmp_path):

@@ -5,32 +5,32 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-import types
 
 import numpy as np
 import pytest
 
-from meshpar.loop.fit import Checkpointer, Validator, fit
+from meshpar.loop.fit import Checkpointer, Validator
 from meshpar.loop.goodput import Goodput, words
 from meshpar.loop.metric_writers import WRITERS, Writer, check_writers
 from meshpar.loop.metrics_file import JsonlWriter
 from tests.errors import raises
+from tests.loop import test_fit
+from tests.loop.test_fit import FakeStep, State
+from tests.loop.test_metrics_file import lines
 
 
-class Step:
-    """A step that compiles for 100 ms and runs for 10 ms."""
-
-    options = types.SimpleNamespace(nonfinite="raise")
-
-    def __init__(self, *, dies_at=None):
-        self.calls, self.dies_at = 0, dies_at
+class Step(FakeStep):
+    """A step that compiles for 100 ms and runs for 10 ms. It fails in the `bad` steps."""
 
     def __call__(self, state, batch):
-        self.calls += 1
-        time.sleep(0.1 if self.calls == 1 else 0.01)
-        if state.step + 1 == self.dies_at:
+        time.sleep(0.01 if self.log else 0.1)
+        if state.step + 1 in self.bad:
             raise RuntimeError("killed")
-        return types.SimpleNamespace(step=state.step + 1, skipped=0), {"loss": np.float32(state.step + 1)}
+        return super().__call__(state, batch)
+
+
+def run(steps, hooks, *, step=None, **options):
+    return test_fit.run(steps, hooks=hooks, step=step or Step(), **options)
 
 
 class MemoryWriter(Writer):
@@ -52,18 +52,6 @@ class MemoryWriter(Writer):
         self.failed = failed
 
 
-def state(step=0):
-    return types.SimpleNamespace(step=step, skipped=0)
-
-
-def run(steps, hooks, *, begin=0, step=None, batches=None):
-    return fit(step or Step(), state(begin), batches or [0] * steps, steps=steps, hooks=hooks)
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_writer_receives_each_metric_once(tmp_path):
     writer = MemoryWriter(tmp_path, also=lambda record: {"twice": 2 * record.loss, "layers": [1, 2]})
     run(3, [writer, Validator(lambda state, batch: {"loss": 0.5}, [1], every=2)])
@@ -77,7 +65,7 @@ def test_writer_receives_each_metric_once(tmp_path):
     assert writer.failed is False
     failed = MemoryWriter(tmp_path)
     with pytest.raises(RuntimeError, match="killed"):
-        run(3, [failed], step=Step(dies_at=2))
+        run(3, [failed], step=Step(bad=[2]))
     assert failed.failed is True
 
 
@@ -117,7 +105,9 @@ def test_tensorboard_files_contain_the_metrics(tmp_path):
 
     run(3, [WRITERS["tensorboard"](tmp_path, config={"steps": 3})])
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (n, np.float32(1 / n)) for n in (1, 2, 3)
+    ]
 
 
 def test_wandb_writes_offline(tmp_path, monkeypatch):
@@ -182,7 +172,7 @@ def test_goodput_excludes_steps_lost_with_a_process(tmp_path):
     (tmp_path / "goodput.json").write_text(json.dumps(account))
     redone = sum(line["seconds"] for line in lines(tmp_path / "m") if line["step"] > 2)
     second = goodput()
-    run(6, [second, JsonlWriter(tmp_path / "m")], begin=2)
+    run(6, [second, JsonlWriter(tmp_path / "m")], state=State(2))
     seconds = second.seconds
     assert seconds["restart"] >= 100
     assert seconds["redone"] == pytest.approx(redone, rel=1e-3)
