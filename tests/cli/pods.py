@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 PATIENCE_S = 600
@@ -26,6 +26,21 @@ def start(folder: Path, *args: str, log: str = "log", cwd: Path | None = None, *
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu", **env}
     with (folder / log).open("w") as file:
         return subprocess.Popen(command, cwd=cwd or folder, env=env, stdout=file, stderr=file)
+
+
+def run_together(code: str, envs: Sequence[Mapping[str, str]], *args: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run a program in several processes at the same time, each with additional environment variables."""
+    command, pipe = [sys.executable, "-c", code, *args], subprocess.PIPE
+    started = [subprocess.Popen(command, env=os.environ | env, stdout=pipe, stderr=pipe, text=True) for env in envs]
+    try:
+        outputs = [process.communicate(timeout=PATIENCE_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [
+        subprocess.CompletedProcess(command, process.returncode, *output)
+        for process, output in zip(started, outputs, strict=True)
+    ]
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen, log: Path) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import socket
-import subprocess
-import sys
 import textwrap
 import threading
 
@@ -15,7 +12,7 @@ import pytest
 
 from meshpar.cli import launch
 from meshpar.cli.launch import detect
-from tests.cli.pods import free_port
+from tests.cli.pods import free_port, run_together
 from tests.errors import raises
 
 SLURM = {
@@ -257,33 +254,13 @@ PROCESS = textwrap.dedent("""
 
 def test_two_processes_join_and_sum() -> None:
     port = free_port()
-    env = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS],
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=600) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (out, err) in enumerate(outputs):
-        assert processes[rank].returncode == 0, err
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env |= {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    for rank, process in enumerate(run_together(PROCESS, [{**env, "RANK": str(rank)} for rank in (0, 1)])):
+        assert process.returncode == 0, process.stderr
         # Nothing of gloo's is there: JSON of several processes can be read.
-        assert json.loads(out) == {"id": rank, "all": 8, "own": 4, "sum": 28.0, "again": True}
-        assert f"joining: torchrun: process {rank} of 2, coordinator 127.0.0.1:{port}" in err
+        assert json.loads(process.stdout) == {"id": rank, "all": 8, "own": 4, "sum": 28.0, "again": True}
+        assert f"joining: torchrun: process {rank} of 2, coordinator 127.0.0.1:{port}" in process.stderr
 
 
 @pytest.mark.parametrize(

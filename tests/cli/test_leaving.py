@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from tests.cli.pods import free_port
+from tests.cli.pods import free_port, run_together
 
 CODE = 128 + signal.SIGTERM
 PROCESS = textwrap.dedent("""
@@ -46,24 +44,8 @@ PROCESS = textwrap.dedent("""
 @pytest.mark.parametrize("plant", ["busy", "late", "inside", "lost"])
 def test_all_end_with_the_code_they_agreed_on(plant: str, child_env: dict[str, str]) -> None:
     pod = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    env = {
-        **child_env, **pod, "PLANT": plant, "CODE": str(CODE),
-        "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-    }  # fmt: skip
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROCESS],
-            env={**env, "RANK": str(number), "LOCAL_RANK": str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(3)
-    ]
-    try:
-        said = [process.communicate(timeout=300)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    codes = [process.returncode for process in started]
-    assert codes == [CODE, CODE, -signal.SIGKILL if plant == "lost" else CODE], "\n".join(said)
+    pod |= {"PLANT": plant, "CODE": str(CODE), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    envs = [{**child_env, **pod, "RANK": str(number), "LOCAL_RANK": str(number)} for number in range(3)]
+    done = run_together(PROCESS, envs)
+    codes = [process.returncode for process in done]
+    assert codes == [CODE, CODE, -signal.SIGKILL if plant == "lost" else CODE], done

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -23,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshpar
 from meshpar.data.batches import Batches, ValidBatches, spread_evenly
+from tests.cli.pods import free_port, run_together
 from tests.errors import raises
 
 PATIENCE_S = 600
@@ -303,33 +300,23 @@ def test_valid_batches_stop_their_thread_early():
 
 def run_processes(program, count, *args):
     """Run processes that share 4 host devices, and return the JSON output of each process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = os.environ | {
+    environment = {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}",
         "PYTHONPATH": str(Path(meshpar.__file__).parents[1]),
+        "PORT": str(free_port()),
     }
-    command = [sys.executable, "-c", program, str(port)]
-    running = [
-        subprocess.Popen([*command, str(i), *map(str, args)], env=environment, text=True, stdout=-1, stderr=-1)
-        for i in range(count)
-    ]
-    try:
-        finished = [process.communicate(timeout=PATIENCE_S) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * count, finished
-    return [json.loads(re.search(r"\{.*\}", out)[0]) for out, _ in finished]  # gloo prints there too
+    envs = [{**environment, "NUMBER": str(number)} for number in range(count)]
+    finished = run_together(program, envs, *map(str, args))
+    assert [process.returncode for process in finished] == [0] * count, finished
+    return [json.loads(re.search(r"\{.*\}", process.stdout)[0]) for process in finished]  # gloo prints there too
 
 
 LEG = """
-import json, sys
+import json, os, sys
 import jax
-port, number, count, steps, state = int(sys.argv[1]), *map(int, sys.argv[2:5]), json.loads(sys.argv[5])
-jax.distributed.initialize(f"127.0.0.1:{port}", count, number)
+count, steps, state = map(json.loads, sys.argv[1:])
+jax.distributed.initialize(f"127.0.0.1:{os.environ['PORT']}", count, int(os.environ["NUMBER"]))
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from meshpar.data import ArrayData, ChatData, TextData
