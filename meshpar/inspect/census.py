@@ -366,9 +366,9 @@ def _parts(
 def _reader(
     computation: Computation, start: Instruction, index: int, num_arrays: int, op_name: str
 ) -> Instruction | None:
-    """Return the reader of array `index` of a collective, if its scope is deeper than the collective's.
+    """Return the instruction that reads array `index` of a collective, if its op name has a deeper scope.
 
-    Names are lost when collectives are combined, or moved to the slice of the weights in a loop.
+    A collective loses its name when XLA combines it with others, or moves it to the slice of the weights in a loop.
     """
     above, backward = scopes.module_path(op_name), scopes.is_backward(op_name)
     if start.name not in computation.users:

@@ -82,7 +82,7 @@ def lint(
 ) -> tuple[Finding, ...]:
     """Return the findings in a compiled program, the most expensive first, merged over layers.
 
-    Without a `setup`, the program is not a training step, and only the rules apply that need no strategy.
+    Without a `setup`, the program is not a training step, and only rules that need no strategy apply.
     """
     context = _Context(program, tuple(collectives), setup, options or StepOptions(), cluster)
     rules = _RULES if setup is not None else _RULES_OF_PROGRAMS

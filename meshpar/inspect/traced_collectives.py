@@ -89,7 +89,7 @@ def vocab_chunks(jaxpr: Any) -> int:
 
 
 def by_stage(sent: Iterable[Message], stage: int) -> tuple[Message, ...]:
-    """Return the messages with their counts on one pipeline stage."""
+    """Return the messages with their counts on a pipeline stage."""
     return tuple(
         dataclasses.replace(one, count=one.count_by_stage[stage]) if one.count_by_stage else one for one in sent
     )

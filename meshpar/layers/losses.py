@@ -165,7 +165,7 @@ class LossTerms:
 
 
 def scalar(loss: MeanLoss | SumLoss | jax.Array) -> jax.Array:
-    """Return the value of a loss function's loss on the batch that it was given."""
+    """Return the loss that a loss function returned for a batch, as a scalar."""
     return LossTerms.of(loss, {}).normalized()[0]
 
 

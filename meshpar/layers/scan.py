@@ -228,7 +228,7 @@ def scan_layers(
 
 
 def _in_context(layer: Callable[..., Any], at: str) -> Layer:
-    """Return the layer as a function of (x, inputs) that gathers its weights and is recomputed as the step requires."""
+    """Return the layer as a function of (x, inputs), with the step's gather of weights and remat policy."""
     context = current().numerics
     gather = None if context is None else context.gather
 

@@ -141,7 +141,7 @@ def rows_of(batch: PyTree) -> PyTree:
 
 
 def _placed(x: Any, layout: NamedSharding) -> Any:
-    """Return an array with a layout on Auto axes. jit moves host arrays and uncommitted arrays itself."""
+    """Move an array to a layout on Auto axes. Host arrays and uncommitted arrays are unchanged: jit moves them."""
     if isinstance(x, jax.core.Tracer):
         return with_auto_types(x)
     current = getattr(x, "sharding", None)

@@ -99,7 +99,7 @@ class _Program:
         return self._programs[setup], batch
 
     def _may_constrain_outputs(self, setup: Setup) -> bool:
-        """Return whether outputs of modules are constrained if the model constrains none of its activations."""
+        """Return whether outputs of modules are constrained if the model does not constrain its activations."""
         return setup.model.kind != "functions" and _may_move_activations(setup)
 
     @apart()

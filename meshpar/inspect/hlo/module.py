@@ -39,7 +39,7 @@ class Metadata:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """An HLO instruction. Attributes are kept as text; properties parse those that meshpar uses."""
+    """An HLO instruction. Attributes are text; properties parse the attributes that meshpar uses."""
 
     name: str
     opcode: str

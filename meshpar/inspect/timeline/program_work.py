@@ -140,7 +140,7 @@ def custom_calls(module: Module, cells: ScheduleCounts | None = None, *, seen: b
     Args:
       module: the program.
       cells: counts of a pipelined program; the stage with most calls counts.
-      seen: return the kernels that `matmuls` counts instead.
+      seen: True to return the kernels that `matmuls` counts, instead of the others.
     """
     calls: dict[str, int] = {}
     for visit in executed(module):

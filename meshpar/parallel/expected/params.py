@@ -209,10 +209,10 @@ def reduced(step: StepSpec, weight: Weight) -> ExpectedCollective | None:
 
 
 def outputs_of_pair(step: StepSpec, decision: Decision) -> set[str]:
-    """Return the tensor axes of partial sums in the gradient of a matrix of a low-rank pair.
+    """Return the tensor axes over which the gradient of a low-rank matrix is a partial sum.
 
-    For the first matrix these are the axes that shard the second, as in a column-parallel layer. For the second
-    matrix of an expert they are the axes that shard the first.
+    For the first matrix of a pair, these are the axes that shard the second, as in a column-parallel layer. For the
+    second matrix of an expert, they are the axes that shard the first.
     """
     module, _, name = decision.path.rpartition("/")
     partner = {PAIR[0]: PAIR[1], **({PAIR[1]: PAIR[0]} if decision.leaf.has("expert") else {})}.get(name)

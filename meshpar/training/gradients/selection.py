@@ -1,4 +1,4 @@
-"""The choice of the gradient engine for a step, and the check that it supports what the step needs."""
+"""The choice of the gradient engine for a step, and the check that it supports the features of the step."""
 
 from __future__ import annotations
 
