@@ -263,8 +263,8 @@ class _Program:
     def _rewritten(self, call: JaxprEqn, marked: Sequence[bool]) -> _Rewritten:
         """Rewrite the jaxpr of a call.
 
-        Partial sums per rank are not possible in a `shard_map`, which sees the local batch and whose kernels reduce
-        their results, and for a `jit` with output shardings.
+        Partial sums per rank are impossible for a `jit` with output shardings. They are also impossible in a
+        `shard_map`, which sees the local batch, and whose kernels reduce their results.
         """
         has_shardings = any(isinstance(sharding, Sharding) for sharding in call.params.get("out_shardings", ()))
         rows = None if has_shardings or call.primitive.name == "shard_map" else self.rows

@@ -223,9 +223,9 @@ def outputs_of_pair(step: StepSpec, decision: Decision) -> set[str]:
 
 
 def _rows_gathered(step: StepSpec, weight: Weight) -> Iterator[ExpectedCollective]:
-    """Yield all-gathers of the rows and indices of a lookup whose gradient each micro-step reduces over the sequence.
+    """Yield all-gathers of the rows and indices of a lookup, for its gradient over a sharded sequence.
 
-    XLA may use them instead of all-reducing the full table, because they send fewer bytes.
+    In each micro-step, XLA may use them instead of all-reducing the full table, because they send fewer bytes.
     """
     decision = weight.decision
     if not (step.is_once and step.context_axes and step.tokens and decision.leaf.is_table) or step.is_pipelined:

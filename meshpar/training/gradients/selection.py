@@ -1,4 +1,4 @@
-"""The choice of the gradient engine for a step, and the check that it supports the features of the step."""
+"""The choice of the gradient engine for a step, and the check that it supports the step."""
 
 from __future__ import annotations
 
