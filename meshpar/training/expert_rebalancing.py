@@ -5,7 +5,7 @@ local tokens to the experts, with a capacity or dropless, outputs are bitwise eq
 tokens and the order of summation do not depend on the numbers of the experts, except for tokens with exactly equal
 scores. Outputs change in four cases, which are reported as warnings:
 
-- `bound_factor`: if one rank sends another more assignments than the bound, the excess is dropped.
+- `bound_factor`: assignments above the bound between two ranks are dropped, and moved experts change their number.
 - Tokens replicated over the expert axes: each rank sums over its local experts, so outputs change by rounding.
 - `Routing(choice="expert")`: outputs of experts are summed in the order of their numbers.
 - `implementation="node-first"`: outputs are summed node by node.

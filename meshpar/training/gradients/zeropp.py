@@ -127,7 +127,7 @@ class QuantizedGather:
         return gathered(x, message, key)
 
     def _encode(self, leaf: _Leaf, x: jax.Array, key: jax.Array) -> jax.Array:
-        """Quantize a shard to bytes, and all-gather them between nodes: `[ranks of other axes, nodes, bytes]`."""
+        """Encode a shard as bytes, and all-gather them between nodes: `[ranks of other axes, nodes, bytes]`."""
         if not leaf.gathered_axes:
             return x.astype(leaf.compute)
         dtype, outer = self._dtypes(leaf)[0], self._levels(leaf)[1]
