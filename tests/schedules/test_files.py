@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 
 import pytest
 
@@ -78,35 +77,6 @@ def test_from_csv_ignores_communication_actions(tmp_path):
     loaded = Schedule.from_csv(tmp_path / "zb-h1.csv", name="compute")
     assert loaded == Schedule.from_csv(tmp_path / "compute.csv")
     assert " ".join(op.text(chunked=False) for block in loaded.order()[1] for op in block) == "F0 B0 F1 B1 W0 W1"
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "dualpipe"])
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 5)])
-def test_to_csv_obeys_the_rules_of_torch(name, p, m, tmp_path):
-    # Rules of torch for a compute_only table: an action per cell, forward before backward, input before weights, each
-    # global stage on a single rank, with a forward and a full or split backward per microbatch.
-    make(name, p, m).to_csv(tmp_path / "schedule.csv")
-    action = re.compile(r"(\d+)(F|I|B|W)(\d+)")
-    ranks: dict[int, int] = {}
-    done: Counter[tuple[str, str]] = Counter()
-    rows = (tmp_path / "schedule.csv").read_text().splitlines()
-    assert len(rows) == p
-    for rank, row in enumerate(rows):
-        before = set()
-        for cell in filter(None, row.split(",")):
-            pair = re.fullmatch(r"\((.*);(.*)\)OVERLAP_F_B", cell)
-            for text in pair.groups() if pair else (cell,):
-                stage, kind, microbatch = action.fullmatch(text).groups()
-                assert ranks.setdefault(int(stage), rank) == rank
-                needed = {"F": None, "B": "F", "I": "F", "W": "I"}[kind]
-                assert needed is None or (stage, needed, microbatch) in before
-                before.add((stage, kind, microbatch))
-                done[stage, kind] += 1
-    assert sorted(ranks) == [*range(len(ranks))]
-    for stage in map(str, ranks):
-        assert done[stage, "F"] == m
-        assert done[stage, "I"] == done[stage, "W"]
-        assert done[stage, "B"] + done[stage, "I"] == m
 
 
 @pytest.mark.parametrize(
